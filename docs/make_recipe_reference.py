@@ -1,0 +1,53 @@
+"""Writes docs/recipe.md, the reference of every recipe field, from the dataclasses themselves.
+
+Run `python docs/make_recipe_reference.py` after changing a field; a test fails while the page is stale.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from drumline.recipe_fields import RecipeField, describe_field, expected, recipe_fields, sections
+from drumline.recipe_file import literal
+
+PAGE = Path(__file__).with_name("recipe.md")
+
+_OPENING = """\
+# Recipe
+
+A recipe is the whole configuration of a run. Every field has a default, so an empty recipe is a valid one.
+Three ways to set a field; the command line beats the file, and the last of a repeated flag counts:
+
+| where | for example |
+|---|---|
+| in a recipe file, below its section | `[optim]` and then `lr = 0.2` |
+| on the command line | `drumline train recipe.toml optim.lr=0.2` |
+| as a flag | `drumline train recipe.toml --optim.lr 0.2` |
+
+Lists are `[0.9, 0.99]` in a file, `optim.betas=0.9,0.99` or `--optim.betas 0.9 0.99` on the command line.
+`--train.compile` and `--train.no-compile` turn a switch on and off. An unknown name is an error that names
+the nearest one. `--dry-run` prints the resolved recipe with the origin of each value.
+
+<!-- Written by make_recipe_reference.py from src/drumline/recipe.py: change that file, not this one. -->
+"""
+
+
+def reference() -> str:
+    """The page as Markdown: a table for each section."""
+    blocks = [_OPENING]
+    for section, kind in sections().items():
+        rows = [_row(field) for field in recipe_fields().values() if field.section == section]
+        blocks.append(
+            f"## [{section}]\n\n{kind.__doc__}\n\n"
+            "| field | takes | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+        )
+    return "\n".join(blocks)
+
+
+def _row(field: RecipeField) -> str:
+    cells = (f"`{field.key}`", expected(field.hint), f"`{literal(field.default)}`", describe_field(field))
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(reference(), encoding="utf-8")

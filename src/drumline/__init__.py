@@ -1,0 +1,22 @@
+"""Drumline trains and distils PyTorch vision models: fast, right, the same every time, and it tells you why.
+
+The command line is `drumline`; from Python, `create_model` builds any model by name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from drumline.models import create_model
+
+__all__ = ["create_model"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports torch only when something that needs it is asked for: `drumline --help` stays quick."""
+    if name == "create_model":
+        from drumline.models import create_model
+
+        return create_model
+    raise AttributeError(f"module 'drumline' has no attribute {name!r}")

@@ -1,0 +1,181 @@
+"""The command `drumline`: one function per subcommand, nothing else.
+
+Promises: a user's mistake is told in one message without a traceback and ends with exit code 2; when stdout is
+not a terminal, the last line on it is the command's result as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from drumline.errors import UserError
+
+HELP = """usage: drumline COMMAND ...
+
+Train PyTorch vision models on a CPU, a GPU, many GPUs or many machines, with the same command.
+
+commands:
+  train    train a model:            drumline train --model.name resnet50 --data.path photos
+  eval     score a run or weights:   drumline eval runs/photos-resnet50-1
+  verify   check a run's files:      drumline verify runs/photos-resnet50-1
+  doctor   examine this machine:     drumline doctor
+  demo     a small run, from data to weights, on the embedded digits
+
+`drumline COMMAND --help` teaches each one.
+"""
+
+TRAIN_HELP = """Train a model. Everything has a default: `drumline train` alone trains a small network on the
+embedded digits. The run folder holds the recipe, metrics, checkpoints and weights."""
+
+EVAL_HELP = """Score a trained model on an evaluation set: every sample once, on any number of processes.
+Takes a run folder, a checkpoint or a weights file first; a run brings its own recipe, flags change it."""
+
+VERIFY_HELP = """usage: drumline verify RUN_OR_CHECKPOINT
+
+Check every byte of every checkpoint of a run (or of one checkpoint) against its checksums, and print the hash of
+the newest state: parameters, buffers and optimizer. Two runs with the same hash hold the same bits.
+Exit code 0: all is sound. 1: something is not; it is named.
+"""
+
+DOCTOR_HELP = """usage: drumline doctor [--models]
+
+Examine this machine: versions, GPUs, cores, memory, limits, network interfaces, transports. Each line is ok, warn
+or fail, with what to do. --models lists the models that can be trained by name.
+Exit code 1 when anything fails.
+"""
+
+DEMO_HELP = """usage: drumline demo [section.key=value ...]
+
+Train a small ResNet on the 1,797 embedded handwritten digits with two processes, then verify the run it left.
+Takes about a minute on two CPU cores. Any recipe field may be changed, as in `drumline train`.
+"""
+
+DEMO = (
+    "data.source=digits",
+    "data.batch=64",
+    "model.name=resnet8x4",
+    "train.epochs=12",
+    "optim.lr=0.1",
+    "optim.warmup_epochs=1",
+    "optim.nesterov=true",
+    "train.ema=0.95",
+    "parallel.processes=2",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": train,
+        "eval": evaluate,
+        "verify": verify,
+        "doctor": doctor,
+        "demo": demo,
+    }
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0 if words else 2
+    if words[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"drumline {version('drumline')}")
+        return 0
+    try:
+        if words[0] not in commands:
+            from difflib import get_close_matches
+
+            near = get_close_matches(words[0], commands, n=1)
+            raise UserError(
+                f"there is no command {words[0]!r}",
+                f"did you mean `drumline {near[0]}`?" if near else f"use one of: {', '.join(commands)}",
+            )
+        return commands[words[0]](words[1:])
+    except UserError as error:
+        print(f"drumline: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("drumline: interrupted", file=sys.stderr)
+        return 130
+
+
+def train(words: list[str]) -> int:
+    """`drumline train`: one run of a recipe."""
+    from drumline.arguments import describe, parse
+
+    invocation = parse(words, "train", TRAIN_HELP)
+    if invocation.dry_run:
+        print(describe(invocation.recipe, invocation.came_from), end="")
+        return 0
+
+    from drumline.launch.worker import run
+
+    return run(["train", *words], invocation.recipe, "drumline.train.loop:train")
+
+
+def evaluate(words: list[str]) -> int:
+    """`drumline eval`: score a model."""
+    from drumline.arguments import describe, parse
+    from drumline.state.folder import evaluation_words
+
+    if words and not words[0].startswith("-"):
+        words = [*evaluation_words(Path(words[0])), *words[1:]]
+    invocation = parse(words, "eval", EVAL_HELP)
+    if invocation.dry_run:
+        print(describe(invocation.recipe, invocation.came_from), end="")
+        return 0
+    if not invocation.recipe.model.weights:
+        raise UserError("eval needs a model", "give a run folder, a checkpoint or a weights file first")
+
+    from drumline.launch.worker import run
+
+    return run(["eval", *words], invocation.recipe, "drumline.train.score:score")
+
+
+def verify(words: list[str]) -> int:
+    """`drumline verify`: check a run or a checkpoint."""
+    if words and words[0] in ("-h", "--help"):
+        print(VERIFY_HELP, end="")
+        return 0
+    if len(words) != 1:
+        raise UserError("verify takes one run folder or checkpoint", "drumline verify runs/NAME")
+
+    from drumline.state.inspect import inspect
+
+    inspection = inspect(Path(words[0]))
+    for line in inspection.lines:
+        print(line)
+    _print_result(asdict(inspection))
+    return 0 if inspection.sound else 1
+
+
+def doctor(words: list[str]) -> int:
+    """`drumline doctor`: examine this machine."""
+    if words and words[0] in ("-h", "--help"):
+        print(DOCTOR_HELP, end="")
+        return 0
+    if words not in ([], ["--models"]):
+        raise UserError(f"doctor does not know {' '.join(words)!r}", "its only option is --models")
+
+    from drumline.doctor import doctor as examine
+
+    return examine(models=bool(words))
+
+
+def demo(words: list[str]) -> int:
+    """`drumline demo`: the main job on embedded data."""
+    if words and words[0] in ("-h", "--help"):
+        print(DEMO_HELP, end="")
+        return 0
+    command = ["train", *DEMO, *words]
+    print(f"$ drumline {' '.join(command)}", file=sys.stderr)
+    return main(command)
+
+
+def _print_result(result: dict[str, object]) -> None:
+    if not sys.stdout.isatty():
+        print(json.dumps(result))

@@ -1,0 +1,101 @@
+"""Where samples come from. `open_source(spec)` gives a source; `detect_source` resolves `auto`.
+
+Promises: sample ids are positions and never change; the same spec gives the same samples in every process.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+
+from drumline.data.sources.base import (
+    ArraySource,
+    EncodedSource,
+    PooledSource,
+    Source,
+    SourceSpec,
+    channel_statistics,
+    holdout_mask,
+    refuse_holdout,
+)
+from drumline.data.sources.cifar import has_cifar, open_cifar
+from drumline.data.sources.custom import open_custom
+from drumline.data.sources.digits import open_digits
+from drumline.data.sources.folder import open_folder
+from drumline.data.sources.idx import idx_folder, open_idx
+from drumline.data.sources.npz import open_npz
+from drumline.data.sources.synthetic import open_synthetic
+from drumline.errors import UserError
+
+__all__ = [
+    "ArraySource",
+    "EncodedSource",
+    "PooledSource",
+    "Source",
+    "SourceSpec",
+    "channel_statistics",
+    "detect_source",
+    "holdout_mask",
+    "open_source",
+]
+
+_MAY_HOLD_OUT: dict[str, Callable[[SourceSpec], Source]] = {"folder": open_folder, "npz": open_npz}
+_OWN_SPLIT: dict[str, Callable[[SourceSpec], Source]] = {
+    "idx": open_idx,
+    "cifar10": open_cifar,
+    "cifar100": open_cifar,
+    "digits": open_digits,
+    "synthetic": open_synthetic,
+}
+
+
+def open_source(spec: SourceSpec) -> Source:
+    """Opens a split. Anything a user can mend is a `UserError` with path and fix."""
+    name = _known(spec.source)
+    if name in _MAY_HOLD_OUT:
+        return _MAY_HOLD_OUT[name](spec)
+    refuse_holdout(spec, f"the source {name}")
+    return _OWN_SPLIT[name](spec) if name in _OWN_SPLIT else open_custom(spec)
+
+
+def detect_source(source: str, path: str) -> str:
+    """The source's name, with `auto` resolved by what lies at the path: nothing given, the digits; an .npz
+    file; idx or CIFAR files; else class folders."""
+    if source != "auto":
+        return _known(source)
+    if not path:
+        return "digits"
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise UserError(
+            f"data.path {path} does not exist", fix="check the path, and that the disk is mounted"
+        )
+    if place.is_file():
+        if place.suffix == ".npz":
+            return "npz"
+        raise UserError(
+            f"data.path {path} is a file, and not an .npz",
+            fix="give a folder (images, idx or CIFAR files) or an .npz file; unpack archives first",
+        )
+    found = [name for name in ("cifar10", "cifar100") if has_cifar(name, path)]
+    if idx_folder(path) is not None:
+        found.insert(0, "idx")
+    if len(found) > 1:
+        raise UserError(
+            f"data.path {path} holds more than one data set: {' and '.join(found)}",
+            fix=f"say which, for example --data.source {found[0]}",
+        )
+    return found[0] if found else "folder"
+
+
+def _known(source: str) -> str:
+    names = [*_MAY_HOLD_OUT, *_OWN_SPLIT]
+    module, colon, attribute = source.partition(":")
+    if source in names or (colon and module and attribute):
+        return source
+    near = difflib.get_close_matches(source, names, n=1)
+    raise UserError(
+        f"data.source {source!r} is unknown" + (f"; did you mean {near[0]}?" if near else ""),
+        fix=f"use one of {', '.join(names)}, or package.module:factory",
+    )

@@ -1,0 +1,200 @@
+"""What every data source gives: images or file bytes, labels, class names, by sample id.
+
+Promises: a sample id is a position in its source and means the same image for ever; a `SourceSpec` is all a
+loader process needs to open the source itself; splits depend on positions alone, never on a seed.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drumline.errors import UserError
+
+Images = NDArray[np.uint8]
+Labels = NDArray[np.int64]
+CHUNK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """A plain, picklable description of a source. Processes open the source from it, so that no data travels
+    through process start."""
+
+    source: str
+    """`folder`, `idx`, `cifar10`, `cifar100`, `npz`, `digits`, `synthetic` or `package.module:factory`; never
+    `auto`, which `detect_source` resolves."""
+    path: str
+    split: Literal["train", "eval"]
+    holdout: float = 0.0
+    """Share set aside for evaluation, for data without a split of its own."""
+
+
+class ArraySource:
+    """A whole set of equally large images, in memory or memory-mapped.
+
+    `images` is (N, H, W, C) uint8 with C 1 or 3, `labels` (N,) int64. Read samples through `take`: a source
+    may hold fewer images than samples (`PooledSource`).
+    """
+
+    def __init__(self, name: str, images: Images, labels: Labels, classes: tuple[str, ...]) -> None:
+        assert images.dtype == np.uint8, images.dtype
+        assert images.ndim == 4, images.shape
+        assert images.shape[3] in (1, 3), images.shape
+        assert labels.dtype == np.int64, labels.dtype
+        assert len(labels) > 0
+        assert 0 <= labels.min() <= labels.max() < len(classes)
+        self.name, self.images, self.labels, self.classes = name, images, labels, classes
+        self._check_length()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Height, width and channels of every image."""
+        _, height, width, channels = self.images.shape
+        return height, width, channels
+
+    def take(self, ids: NDArray[np.integer]) -> Images:
+        """Fresh, contiguous images of these samples, in this order: (n, H, W, C) uint8."""
+        return np.ascontiguousarray(self.images[ids])
+
+    def _check_length(self) -> None:
+        assert len(self.images) == len(self.labels), (len(self.images), len(self.labels))
+
+
+class PooledSource(ArraySource):
+    """Sample i shows image i mod len(images): a set of any length in little memory."""
+
+    def take(self, ids: NDArray[np.integer]) -> Images:
+        return super().take(np.asarray(ids) % len(self.images))
+
+    def _check_length(self) -> None:
+        assert 0 < len(self.images) <= len(self.labels)
+
+
+class EncodedSource(ABC):
+    """A set of image files: `read` gives a sample's bytes, `where` its path for messages."""
+
+    def __init__(self, name: str, labels: Labels, classes: tuple[str, ...]) -> None:
+        assert labels.dtype == np.int64, labels.dtype
+        assert len(labels) > 0
+        assert 0 <= labels.min() <= labels.max() < len(classes)
+        self.name, self.labels, self.classes = name, labels, classes
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @abstractmethod
+    def read(self, sample: int) -> bytes:
+        """The encoded image. A file that cannot be read is a `UserError` with its path."""
+
+    @abstractmethod
+    def where(self, sample: int) -> str:
+        """The path (or another name) that tells a person which sample this is."""
+
+
+Source = ArraySource | EncodedSource
+
+
+def holdout_mask(labels: Labels, share: float) -> NDArray[np.bool_]:
+    """True for the samples that a holdout of `share` sets aside for evaluation.
+
+    The rule: within each class of n samples, those with the n x share (rounded half up) smallest hashes of
+    their position; at least one and at most n - 1, so that a class of two or more is on both sides and a
+    class of one only trains. A hash rather than every k-th, because file names often have a period (views of
+    an object, frames of a clip) and a regular choice would take the same view each time.
+    """
+    assert 0 < share < 1, share
+    labels = np.asarray(labels, dtype=np.int64)
+    fraction = Fraction(repr(float(share))).limit_denominator(1_000_000)
+    counts = np.bincount(labels)
+    wanted = (2 * counts * fraction.numerator + fraction.denominator) // (2 * fraction.denominator)
+    wanted = np.minimum(np.maximum(wanted, 1), np.maximum(counts - 1, 0))
+    order = np.lexsort((_hash(np.arange(len(labels), dtype=np.uint64)), labels))
+    rank_in_class = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
+    mask = np.zeros(len(labels), dtype=np.bool_)
+    mask[order] = rank_in_class < wanted[labels[order]]
+    return mask
+
+
+def holdout_ids(labels: Labels, spec: SourceSpec, where: str) -> NDArray[np.int64]:
+    """Positions, in rising order, that belong to the spec's split of a set that has no split of its own."""
+    if spec.holdout == 0:
+        if spec.split == "train":
+            return np.arange(len(labels), dtype=np.int64)
+        raise UserError(
+            f"{where} has no evaluation split, and data.holdout is 0",
+            fix="add --data.holdout 0.1 to set a tenth aside, or give the data an evaluation split",
+        )
+    mask = holdout_mask(labels, spec.holdout)
+    ids = np.flatnonzero(mask if spec.split == "eval" else ~mask).astype(np.int64)
+    if len(ids) == 0:
+        raise UserError(
+            f"{where}: data.holdout {spec.holdout:g} leaves nothing to evaluate, each class has one sample",
+            fix="add samples, or give the data an evaluation split",
+        )
+    return ids
+
+
+def refuse_holdout(spec: SourceSpec, where: str) -> None:
+    """A holdout beside a split of the data's own would be silently ignored, so it is refused."""
+    if spec.holdout:
+        raise UserError(
+            f"data.holdout is {spec.holdout:g}, but {where} has an evaluation split of its own",
+            fix="remove data.holdout",
+        )
+
+
+def channel_statistics(source: ArraySource) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel over all samples, with 255 as 1.
+
+    Exact integer sums, rounded once at the end: the same bits on every machine and for every chunk size.
+    """
+    whole, rest = divmod(len(source), len(source.images))
+    total, squares = _sums(source.images)
+    if whole > 1 or rest:
+        total_rest, squares_rest = _sums(source.images[:rest])
+        total = [whole * a + b for a, b in zip(total, total_rest, strict=True)]
+        squares = [whole * a + b for a, b in zip(squares, squares_rest, strict=True)]
+    height, width, _ = source.shape
+    n = len(source) * height * width
+    spread = [n * square - value * value for value, square in zip(total, squares, strict=True)]
+    if not all(spread):
+        raise UserError(
+            f"{source.name}: channel {spread.index(0)} has the same value in every pixel of every image, so "
+            "it cannot be normalised by its deviation",
+            fix="set data.mean and data.std yourself, for example 0.5 and 0.5",
+        )
+    mean = tuple(value / (n * 255) for value in total)
+    std = tuple(math.sqrt(value / (n * n * 255 * 255)) for value in spread)
+    return mean, std
+
+
+def _sums(images: Images) -> tuple[list[int], list[int]]:
+    """Per channel: the sum of the values and the sum of their squares."""
+    channels = images.shape[3]
+    total, squares = [0] * channels, [0] * channels
+    chunk = max(1, CHUNK_BYTES // math.prod(images.shape[1:]))
+    for start in range(0, len(images), chunk):
+        part = images[start : start + chunk].reshape(-1, channels).astype(np.uint16)
+        for channel in range(channels):
+            values = part[:, channel]
+            total[channel] += int(values.sum(dtype=np.uint64))
+            squares[channel] += int((values * values).sum(dtype=np.uint64))
+    return total, squares
+
+
+def _hash(positions: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's output function: a bijection of 64-bit numbers without visible order."""
+    x = positions + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

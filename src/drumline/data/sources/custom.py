@@ -1,0 +1,135 @@
+"""A user's own data: `package.module:factory`, called as `factory(path=..., split="train" or "eval")`.
+
+The factory returns an object with `images` and `labels`, or with `read(sample) -> bytes` and `labels`; and
+`classes` (names) if it likes. Promises: arrays and tensors are checked and converted to NumPy once. Whatever
+goes wrong in the factory is told as its own error, with the factory's name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drumline.data.sources.arrays import image_array, label_array, numbered_classes, within_classes
+from drumline.data.sources.base import ArraySource, EncodedSource, Labels, Source, SourceSpec
+from drumline.errors import UserError
+
+
+def open_custom(spec: SourceSpec) -> Source:
+    """The object that the factory gives for this split. Without `classes` the training split is asked for
+    too, since its labels say how many there are."""
+    name, factory = spec.source, _import(spec.source)
+    given = _call(factory, spec.source, spec.path, spec.split)
+    if not hasattr(given, "labels") or not (hasattr(given, "images") or hasattr(given, "read")):
+        raise UserError(
+            f"{name} returned a {type(given).__name__} without labels and images (or labels and read)",
+            fix="return an object with images and labels, or with labels and read(sample) -> bytes",
+        )
+    if hasattr(given, "images"):
+        images = image_array(_numpy(given.images, f"{name}: images"), f"{name}: images")
+        labels = _labels(given, len(images), name)
+        return ArraySource(name, images, labels, _classes(given, labels, spec, factory))
+    if not callable(given.read):
+        raise UserError(
+            f"{name}: read is a {type(given.read).__name__}", fix="make it a method: read(sample) -> bytes"
+        )
+    labels = _labels(given, None, name)
+    return CustomFiles(name, labels, _classes(given, labels, spec, factory), given)
+
+
+class CustomFiles(EncodedSource):
+    """Encoded images from a user's object; its own `where(sample)` is used if it has one."""
+
+    def __init__(self, name: str, labels: Labels, classes: tuple[str, ...], given: Any) -> None:
+        super().__init__(name, labels, classes)
+        self._given = given
+
+    def read(self, sample: int) -> bytes:
+        try:
+            data = self._given.read(int(sample))
+        except OSError as error:
+            raise UserError(
+                f"{self.where(sample)} cannot be read: {error}", fix="check the file and disk"
+            ) from error
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise UserError(
+                f"{self.name}: read({sample}) returned a {type(data).__name__}",
+                fix="return the encoded image as bytes",
+            )
+        return bytes(data)
+
+    def where(self, sample: int) -> str:
+        where = getattr(self._given, "where", None)
+        return str(where(int(sample))) if callable(where) else f"{self.name} sample {sample}"
+
+
+def _import(name: str) -> Callable[..., Any]:
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a user's module may raise anything
+        raise UserError(
+            f"data.source {name}: importing {module_name} raised {type(error).__name__}: {error}",
+            fix="install the package or put its folder on PYTHONPATH",
+        ) from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        raise UserError(
+            f"data.source {name}: {module_name} has no callable {attribute!r}",
+            fix="write package.module:factory with a function of that module",
+        )
+    return factory
+
+
+def _call(factory: Callable[..., Any], name: str, path: str, split: str) -> Any:
+    try:
+        return factory(path=path, split=split)
+    except UserError:
+        raise
+    except Exception as error:  # a user's factory may raise anything
+        raise UserError(
+            f"{name}(path={path!r}, split={split!r}) raised {type(error).__name__}: {error}",
+            fix="mend the factory; it is called with the keywords path and split",
+        ) from error
+
+
+def _labels(given: Any, count: int | None, name: str) -> Labels:
+    labels = _numpy(given.labels, f"{name}: labels")
+    return label_array(labels, labels.size if count is None else count, f"{name}: labels")
+
+
+def _classes(given: Any, labels: Labels, spec: SourceSpec, factory: Callable[..., Any]) -> tuple[str, ...]:
+    what = f"{spec.source}: labels"
+    names = getattr(given, "classes", None)
+    if names is not None:
+        classes = tuple(str(class_name) for class_name in names)
+        if len(set(classes)) != len(classes):
+            raise UserError(
+                f"{spec.source}: classes names a class twice", fix="give each class a name of its own"
+            )
+    elif spec.split == "train":
+        classes = numbered_classes(labels, what)
+    else:
+        train = _call(factory, spec.source, spec.path, "train")
+        classes = numbered_classes(_labels(train, None, f"{spec.source} (train)"), f"{what} (train)")
+    within_classes(labels, classes, what)
+    return classes
+
+
+def _numpy(value: Any, what: str) -> NDArray[Any]:
+    """An array from an array, a tensor, or a list of either. Copied where it was a tensor, so that no view of
+    the user's storage is left."""
+    import torch
+
+    if isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
+        value = [item.detach().cpu().numpy() for item in value]
+    if isinstance(value, torch.Tensor):
+        return np.array(value.detach().cpu().numpy())
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise UserError(f"{what}: {error}", fix="make all images of the same shape, uint8") from error

@@ -1,0 +1,217 @@
+"""Image files in class folders, in the order of torchvision's ImageFolder.
+
+Promises: classes sorted by name; within a class, folders sorted by path and files by name, links followed; so
+sample ids and labels equal ImageFolder's, except that hidden files and folders are left out. Refuses, with
+path and fix: empty classes, stray images, broken links and loops, a split that knows other classes.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drumline.data.sources.base import EncodedSource, Labels, SourceSpec, holdout_ids, refuse_holdout
+from drumline.errors import UserError
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+EVAL_FOLDERS = ("val", "valid", "validation", "test")
+"""The first of these that exists beside `train` is the evaluation split."""
+_SPLIT_LIKE = ("train", "training", *EVAL_FOLDERS, "testing", "eval", "dev")
+
+
+class FolderSource(EncodedSource):
+    """Class folders on disk. Holds one block of file names, not a million strings: 1.28 million files take
+    about 50 MB, and forked processes share them."""
+
+    def __init__(
+        self, labels: Labels, classes: tuple[str, ...], files: _Files, rows: NDArray[np.int64]
+    ) -> None:
+        super().__init__("folder", labels, classes)
+        self._files, self._rows = files, rows
+
+    def read(self, sample: int) -> bytes:
+        path = self.where(sample)
+        try:
+            with open(path, "rb") as file:  # noqa: PTH123 (a Path object for each sample costs more than the open)
+                return file.read()
+        except OSError as error:
+            raise _unreadable(path, error) from error
+
+    def where(self, sample: int) -> str:
+        return self._files.path(int(self._rows[sample]))
+
+
+def open_folder(spec: SourceSpec) -> FolderSource:
+    """The files of a split: `train/` and `val/` (or valid, validation, test) below the path, or class folders
+    alone, divided by `holdout`."""
+    path = str(Path(spec.path).expanduser())
+    train_root, eval_root = _layout(path)
+    classes = _class_folders(train_root)
+    if eval_root is None:
+        files, labels = _scan(train_root, classes, classes)
+        rows = holdout_ids(labels, spec, path)
+        return FolderSource(labels[rows], tuple(classes), files, rows)
+    refuse_holdout(spec, path)
+    root, names = train_root, classes
+    if spec.split == "eval":
+        root, names = eval_root, _class_folders(eval_root)
+        if extra := sorted(set(names) - set(classes)):
+            raise UserError(
+                f"{eval_root} has the class folder {extra[0]!r}, but {train_root} has none of that name",
+                fix="use the same class names in both; the training split must have every class",
+            )
+    files, labels = _scan(root, names, classes)
+    return FolderSource(labels, tuple(classes), files, np.arange(len(labels)))
+
+
+class _Files:
+    """Paths as folders + one block of names: path i is folders[folder_of[i]] / names[ends[i-1]:ends[i]]."""
+
+    def __init__(self, folders: Iterable[tuple[str, list[str]]]) -> None:
+        self.folders: list[str] = []
+        encoded: list[bytes] = []
+        counts: list[int] = []
+        for folder, names in folders:
+            self.folders.append(folder)
+            counts.append(len(names))
+            encoded.extend(map(os.fsencode, names))
+        self.folder_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        self.ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
+        self.names = b"".join(encoded)
+
+    def path(self, row: int) -> str:
+        start = int(self.ends[row - 1]) if row else 0
+        name = os.fsdecode(self.names[start : int(self.ends[row])])
+        return f"{self.folders[self.folder_of[row]]}{os.sep}{name}"
+
+
+def _layout(path: str) -> tuple[str, str | None]:
+    """The folder that holds the training classes, and the one of the evaluation classes if there is one."""
+    folders = [entry.name for entry in _entries(path) if entry.is_dir()]
+    evaluation = next((name for name in EVAL_FOLDERS if name in folders), None)
+    train = str(Path(path, "train"))
+    # A class may be called "train" (CIFAR-100 has one): then it holds images, and no split lies beside it.
+    if "train" in folders and (evaluation or any(entry.is_dir() for entry in _entries(train))):
+        return train, str(Path(path, evaluation)) if evaluation else None
+    for name in folders:
+        if name.lower() in _SPLIT_LIKE and any(entry.is_dir() for entry in _entries(str(Path(path, name)))):
+            raise UserError(
+                f"{path} has a folder {name!r} that looks like a split, but no folder 'train' with classes",
+                fix="name the two splits train and val; or, if it is a class, rename that class",
+            )
+    return path, None
+
+
+def _class_folders(root: str) -> list[str]:
+    """Sorted names of the class folders; refuses images that belong to none."""
+    classes: list[str] = []
+    images: list[str] = []
+    for entry in _entries(root):
+        if _is_folder(entry):
+            classes.append(entry.name)
+        elif entry.name.lower().endswith(EXTENSIONS):
+            images.append(entry.name)
+    if images and not classes:
+        raise UserError(
+            f"{root} holds images ({_some(images)}) but no class folders",
+            fix="put the images of each class into a folder of its own: CLASS/IMAGE",
+        )
+    if not classes:
+        raise UserError(
+            f"{root} has no class folders",
+            fix="give the folder that holds train/CLASS/IMAGE and val/CLASS/IMAGE, or CLASS/IMAGE",
+        )
+    if images:
+        raise UserError(
+            f"{root} has images beside its class folders ({_some(images)}); they belong to no class",
+            fix="move them into a class folder or out of the data",
+        )
+    return sorted(classes)
+
+
+def _scan(root: str, names: list[str], classes: list[str]) -> tuple[_Files, Labels]:
+    """All images of the class folders `names`, labelled by their place among `classes`."""
+    folders: list[tuple[str, list[str]]] = []
+    labels: list[NDArray[np.int64]] = []
+    number = {name: i for i, name in enumerate(classes)}
+    for name in names:
+        unknown: set[str] = set()
+        found = sorted(_walk(str(Path(root, name)), unknown))
+        count = sum(len(images) for _, images in found)
+        if count == 0:
+            kinds = f"; its files end in {_some(sorted(unknown))}" if unknown else ""
+            raise UserError(
+                f"class {name!r} has no images: {Path(root, name)}{kinds}",
+                fix=f"add images ({' '.join(EXTENSIONS)}) or remove the folder",
+            )
+        folders += found
+        labels.append(np.full(count, number[name], dtype=np.int64))
+    return _Files(folders), np.concatenate(labels)
+
+
+def _walk(top: str, unknown: set[str]) -> Iterator[tuple[str, list[str]]]:
+    """Every folder from `top` down with its sorted image names; notes other files' endings in `unknown`."""
+    pending: list[tuple[str, frozenset[tuple[int, int]]]] = [(top, frozenset())]
+    while pending:
+        folder, above = pending.pop()
+        entries = _entries(folder)
+        status = Path(folder).stat()
+        identity = (status.st_dev, status.st_ino)
+        if identity in above:
+            raise UserError(f"{folder} is a link to a folder that contains it", fix="remove that link")
+        images: list[str] = []
+        for entry in entries:
+            if _is_folder(entry):
+                pending.append((entry.path, above | {identity}))
+            elif not entry.name.lower().endswith(EXTENSIONS):
+                unknown.add(Path(entry.name).suffix or entry.name)
+            elif entry.is_file():
+                images.append(entry.name)
+            else:
+                raise UserError(f"{entry.path} is not a regular file", fix="remove it from the data")
+        yield folder, sorted(images)
+
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    """What a folder holds, without hidden entries."""
+    try:
+        with os.scandir(folder) as entries:
+            return [entry for entry in entries if not entry.name.startswith(".")]
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """True for a folder or a link to one; refuses a link to nothing."""
+    if entry.is_symlink():
+        try:
+            return stat.S_ISDIR(entry.stat().st_mode)
+        except OSError as error:
+            raise UserError(
+                f"{entry.path} is a broken link to {Path(entry.path).readlink()} ({error.strerror})",
+                fix="restore the target or remove the link",
+            ) from error
+    return entry.is_dir()
+
+
+def _unreadable(path: str, error: OSError) -> UserError:
+    if isinstance(error, FileNotFoundError):
+        return UserError(f"{path} does not exist", fix="check data.path, and that the disk is mounted")
+    if isinstance(error, NotADirectoryError):
+        return UserError(
+            f"{path} is a file, not a folder", fix="give the folder that holds the class folders"
+        )
+    if isinstance(error, PermissionError):
+        return UserError(f"no permission to read {path}", fix=f"chmod -R u+rX {path}, or ask its owner")
+    return UserError(f"{path} cannot be read: {error.strerror}", fix="check the disk or the network share")
+
+
+def _some(names: list[str]) -> str:
+    """The first three names, and how many more there are."""
+    rest = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")

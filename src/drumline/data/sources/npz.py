@@ -1,0 +1,88 @@
+"""Arrays in a NumPy .npz file, by the names that Keras and MedMNIST use.
+
+Promises: nothing in the file is unpickled; types and shapes are checked. With `test` arrays in the file these
+are the evaluation split (MedMNIST's `val` arrays are not used); without them `holdout` makes one.
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib.npyio import NpzFile
+from numpy.typing import NDArray
+
+from drumline.data.sources.arrays import image_array, label_array, numbered_classes, within_classes
+from drumline.data.sources.base import ArraySource, SourceSpec, holdout_ids, refuse_holdout
+from drumline.errors import UserError
+
+STYLES = (
+    (("x_train", "y_train"), ("x_test", "y_test")),
+    (("train_images", "train_labels"), ("test_images", "test_labels")),
+    (("images", "labels"), None),
+)
+"""Names of the training pair and of the evaluation pair."""
+
+
+def open_npz(spec: SourceSpec) -> ArraySource:
+    """The images of a split. Labels are 0 to K-1, and every class occurs in training."""
+    file = Path(spec.path).expanduser()
+    try:
+        arrays = np.load(file, allow_pickle=False)
+    except _BROKEN as error:
+        raise _unreadable(file, error) from error
+    if not isinstance(arrays, NpzFile):
+        raise UserError(f"{file} holds one array without a name", fix=_HOW)
+    with arrays:
+        return _open(spec, arrays, file)
+
+
+_HOW = "write it with np.savez(file, x_train=..., y_train=..., x_test=..., y_test=...), without objects"
+_BROKEN = (OSError, ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error)
+
+
+def _open(spec: SourceSpec, arrays: NpzFile, file: Path) -> ArraySource:
+    names = set(arrays.files)
+    style = next((style for style in STYLES if names.issuperset(style[0])), None)
+    if style is None:
+        raise UserError(
+            f"{file} holds {', '.join(sorted(names)) or 'nothing'}; none of the known pairs of names",
+            fix="name the arrays x_train, y_train, x_test, y_test (or images, labels with data.holdout)",
+        )
+    train, evaluation = style
+    own_split = evaluation is not None and names.issuperset(evaluation)
+    images_name, labels_name = train
+    if own_split and spec.split == "eval":
+        assert evaluation is not None
+        images_name, labels_name = evaluation
+    images = image_array(_array(arrays, images_name, file), f"{file}: {images_name}")
+    labels = label_array(_array(arrays, labels_name, file), len(images), f"{file}: {labels_name}")
+    if own_split:
+        refuse_holdout(spec, str(file))
+        train_labels = labels
+        if spec.split == "eval":
+            stored = _array(arrays, train[1], file)
+            train_labels = label_array(stored, stored.size, f"{file}: {train[1]}")
+        classes = numbered_classes(train_labels, f"{file}: {train[1]}")
+        return ArraySource("npz", images, within_classes(labels, classes, f"{file}: {labels_name}"), classes)
+    classes = numbered_classes(labels, f"{file}: {labels_name}")
+    ids = holdout_ids(labels, spec, str(file))
+    return ArraySource("npz", images[ids], labels[ids], classes)
+
+
+def _array(arrays: NpzFile, name: str, file: Path) -> NDArray[Any]:
+    try:
+        value: NDArray[Any] = arrays[name]
+    except _BROKEN as error:
+        raise _unreadable(file, error, name) from error
+    return value
+
+
+def _unreadable(file: Path, error: Exception, name: str = "") -> UserError:
+    if isinstance(error, FileNotFoundError):
+        return UserError(f"{file} does not exist", fix="check data.path")
+    what = f"{file}: {name}" if name else str(file)
+    return UserError(f"{what} cannot be read without unpickling, or is damaged: {error}", fix=_HOW)

@@ -1,0 +1,15 @@
+"""The one error type meant for the person at the keyboard.
+
+Anything a user can mend (a flag, a file, a folder, a machine setting) raises `UserError`; the command line
+prints it without a traceback and exits with code 2. Our own broken invariants stay `AssertionError`s.
+"""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """What was wrong, where, and what to do about it, in one message."""
+
+    def __init__(self, what: str, fix: str = "") -> None:
+        self.what, self.fix = what, fix
+        super().__init__(f"{what}\n  fix: {fix}" if fix else what)

@@ -1,0 +1,136 @@
+"""Why a process of the run ended, carried from the worker to the launcher, so that it is said once.
+
+Promises: of many failures the cause is shown, not the broken connections that follow from it; a mistake the
+user can mend comes without a traceback; a process killed by a signal is named with what usually does that.
+The file is the one torch's launcher gives its workers, in its format, so torchrun understands it too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from drumline.errors import UserError
+from drumline.launch.environment import LAUNCHER
+
+FILE = "TORCHELASTIC_ERROR_FILE"
+
+HINTS = {
+    signal.SIGKILL: "out of memory? The kernel kills the largest process then: see `dmesg`, "
+    "and try a smaller data.batch or fewer data.workers",
+    signal.SIGBUS: "shared memory full? See `drumline doctor`; in Docker, start with --shm-size=8g",
+    signal.SIGSEGV: "a crash in native code: run again with PYTHONFAULTHANDLER=1 to see where",
+}
+
+_LOST_PEER = re.compile(
+    r"closed by peer|reset by peer|broken pipe|connection refused|connection was likely closed"
+    r"|remote process exited|remote server|communicator was aborted|timed out waiting"
+    r"|collective operation timeout|failed to recv|wait timeout|socket timeout|no error message was returned",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank ended."""
+
+    rank: int
+    message: str
+    time: float
+    traceback: str = ""
+    user: bool = False
+    """A `UserError`: the message says what to do, a traceback would only hide it."""
+    follows: bool = False
+    """Lost contact with another rank: most likely the consequence of another failure."""
+    exit_code: int = 1
+    host: str = ""
+
+
+def record_failure(error: BaseException, rank: int) -> bool:
+    """Leaves the error for whoever launched this worker. True when our launcher will show it, so that the
+    worker should not print it too. Call it before leaving the process group: the others notice then."""
+    path = os.environ.get(FILE)
+    if not path:
+        return False
+    now = time.time()
+    user = isinstance(error, UserError)
+    message = str(error) if user else f"{type(error).__name__}: {error}"
+    stack = "" if user else "".join(traceback.format_exception(error))
+    failure = Failure(
+        rank=rank,
+        message=message,
+        time=now,
+        traceback=stack,
+        user=user,
+        follows=not user and bool(_LOST_PEER.search(message)),
+        exit_code=2 if user else 1,
+    )
+    torch_format = {"message": message, "extraInfo": {"py_callstack": stack, "timestamp": str(int(now))}}
+    draft = Path(path + ".draft")
+    draft.write_text(json.dumps({"message": torch_format, "drumline": asdict(failure)}))
+    draft.replace(path)
+    return LAUNCHER in os.environ
+
+
+def read_failure(path: str | Path) -> Failure | None:
+    """What `record_failure` left in a file; None when it left nothing."""
+    try:
+        content = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        return None
+    return Failure(**content["drumline"]) if "drumline" in content else None
+
+
+def failure_from_exit(rank: int, code: int, now: float) -> Failure:
+    """A rank that ended without a word: by a signal (negative code, as subprocess counts) or an exit code."""
+    if code >= 0:
+        return Failure(
+            rank,
+            f"ended with exit code {code} and left no message; see its output above",
+            now,
+            exit_code=code,
+        )
+    number = -code
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    hint = HINTS.get(signal.Signals(number)) if number in set(signal.Signals) else None
+    # torch's NCCL watchdog aborts the process when a peer is gone, so an abort alone proves no cause.
+    return Failure(
+        rank, f"was killed by {name}" + (f" ({hint})" if hint else ""), now, follows=number == signal.SIGABRT
+    )
+
+
+def first_cause(failures: Iterable[Failure]) -> Failure:
+    """The failure the others follow from: the earliest that is not itself a lost connection."""
+    return min(failures, key=lambda failure: (failure.follows, failure.time, failure.rank))
+
+
+def on_host(failure: Failure, host: str) -> Failure:
+    """The failure with its machine's name."""
+    return replace(failure, host=host)
+
+
+def to_json(failure: Failure) -> str:
+    """For the notice board between machines."""
+    return json.dumps(asdict(failure))
+
+
+def from_json(text: str) -> Failure:
+    """The other way."""
+    return Failure(**json.loads(text))
+
+
+def render_failure(failure: Failure) -> str:
+    """What the user reads: rank, machine where there are several, message, and the traceback of our own
+    mistakes."""
+    where = f"rank {failure.rank}" + (f" on {failure.host}" if failure.host else "")
+    if failure.traceback:
+        return f"{where} failed:\n{failure.traceback.rstrip()}"
+    separator = " " if failure.message.startswith(("was ", "ended ", "lost ")) else ": "
+    return f"{where}{separator}{failure.message}"

@@ -1,0 +1,103 @@
+"""Where the machines of a run meet: the text of `parallel.rendezvous`, and what it means to torch's launcher.
+
+Promises: every accepted form maps to one torch rendezvous, the same on each machine; nothing depends on host
+names resolving when addresses are given. Refuses text that could only fail later: no port, a relative path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any, Literal
+
+from drumline.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+FORMS = "HOST:PORT, tcp://HOST:PORT, [IPv6]:PORT, file:///shared/path or env://"
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """A meeting place. `local`: this machine alone. `env`: each process is told by its environment."""
+
+    kind: Literal["local", "tcp", "file", "env"]
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    def __str__(self) -> str:
+        if self.kind == "tcp":
+            return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return {"local": "this machine", "file": f"file://{self.path}", "env": "env://"}[self.kind]
+
+
+def parse_rendezvous(text: str) -> Rendezvous:
+    """Reads `parallel.rendezvous`; empty means this machine alone."""
+    text = text.strip()
+    if not text:
+        return Rendezvous("local")
+    scheme, separator, rest = text.rpartition("://")
+    scheme = scheme if separator else "tcp"
+    if scheme == "env":
+        if rest:
+            raise _nonsense(text, "env:// takes nothing after it")
+        return Rendezvous("env")
+    if scheme == "file":
+        if not PurePosixPath(rest).is_absolute():
+            raise _nonsense(text, "the path must be absolute, so that it is the same file on every machine")
+        return Rendezvous("file", path=rest)
+    if scheme != "tcp":
+        raise _nonsense(text, f"{scheme}:// is not known")
+    match = re.fullmatch(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[^\s:/\[\]]+))(?::(?P<port>\d+))?", rest)
+    if match is None:
+        raise _nonsense(text, "it is not a host and a port")
+    if match["port"] is None:
+        raise _nonsense(text, "the port is missing")
+    if not 0 < int(match["port"]) < 65536:
+        raise _nonsense(text, f"{match['port']} is not a port between 1 and 65535")
+    return Rendezvous("tcp", host=(match["v6"] or match["name"]).lower(), port=int(match["port"]))
+
+
+def run_id(rendezvous: Rendezvous) -> str:
+    """A name for the run that every machine derives alike from the meeting place."""
+    return "drumline-" + hashlib.sha256(str(rendezvous).encode()).hexdigest()[:12]
+
+
+def parameters(
+    rendezvous: Rendezvous, *, nodes: int, node_rank: int | None, address: str, is_host: bool, timeout: float
+) -> RendezvousParameters:
+    """What torch's launcher needs to meet there.
+
+    One machine: a store of its own on a free loopback port. HOST:PORT: torch's `c10d` rendezvous, which
+    numbers the machines by address; with `node_rank`, its `static` one, hosted by machine 0. A file: `c10d`
+    over a file store. `address` is ours; `is_host` says whether we keep the store.
+    """
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+    seconds = max(1, round(timeout))
+    options: dict[str, Any] = {"timeout": seconds}
+    backend, endpoint = "c10d", str(rendezvous)
+    if rendezvous.kind == "file":
+        if node_rank is not None and nodes > 1:
+            raise UserError(
+                f"parallel.node_rank = {node_rank} needs HOST:PORT; a file numbers the machines by itself",
+                "leave parallel.node_rank at auto, or meet at HOST:PORT",
+            )
+        endpoint = rendezvous.path
+        options |= {"store_type": "file", "join_timeout": seconds}
+    elif rendezvous.kind == "tcp" and nodes > 1 and node_rank is not None:
+        backend = "static"
+        options["rank"] = node_rank
+    else:
+        assert rendezvous.kind in ("local", "tcp"), rendezvous.kind
+        endpoint = "127.0.0.1:0" if rendezvous.kind == "local" else endpoint
+        options |= {"is_host": is_host, "join_timeout": seconds, "read_timeout": seconds}
+    return RendezvousParameters(backend, endpoint, run_id(rendezvous), nodes, nodes, address, **options)
+
+
+def _nonsense(text: str, why: str) -> UserError:
+    return UserError(f"parallel.rendezvous = {text!r}: {why}", f"use {FORMS}")

@@ -1,0 +1,108 @@
+"""Runs a job on the processes the recipe asks for, and is what each of those processes runs.
+
+Promises: the same command works alone, under our launcher, torchrun, srun or hand-set variables; an error is
+shown once, by the rank that had it; the result is printed by rank 0 alone. A job is named, not passed, so
+nothing but words travels to another process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from drumline.errors import UserError
+from drumline.launch.environment import Place, read_place
+from drumline.launch.failure import record_failure
+from drumline.launch.machine import raise_descriptor_limit, usable_cores
+from drumline.launch.parent import die_with_parent
+from drumline.launch.world import World, alone, join, pick_device, resolve_device_type
+from drumline.recipe import Recipe
+
+
+def run(words: Sequence[str], recipe: Recipe, job: str) -> int:
+    """Runs `job` ("module:function", called with recipe and world) and returns the exit code. `words` is the
+    command line that does the same in another process."""
+    _set_environment(recipe.run.deterministic)
+    device_type = resolve_device_type(recipe.run.device)
+    place = read_place(os.environ)
+    if place is None:
+        processes = local_processes(recipe, device_type)
+        if processes > 1 or recipe.parallel.nodes > 1:
+            return _launch(words, recipe, processes)
+    return _work(place, recipe, device_type, job)
+
+
+def local_processes(recipe: Recipe, device_type: str) -> int:
+    """How many processes this machine starts."""
+    if recipe.parallel.processes != "auto":
+        return recipe.parallel.processes
+    if device_type == "cpu" or recipe.parallel.layout in ("single", "dp"):
+        return 1
+    return max(1, torch.cuda.device_count())
+
+
+def _launch(words: Sequence[str], recipe: Recipe, processes: int) -> int:
+    from drumline.launch.agent import launch
+
+    wanted = recipe.parallel.threads
+    threads = max(1, usable_cores() // processes) if wanted == "auto" else wanted
+    return launch(
+        [sys.executable, "-m", "drumline", *words],
+        recipe.parallel,
+        processes,
+        lambda text: print(text, file=sys.stderr, flush=True),
+        threads=threads,
+    )
+
+
+def _work(place: Place | None, recipe: Recipe, device_type: str, job: str) -> int:
+    """One process of the run."""
+    if place is not None and place.started_by == "drumline":
+        die_with_parent()
+    raise_descriptor_limit()
+    world = alone(pick_device(device_type, place.local_rank if place else 0))
+    try:
+        world = join(place, device_type, recipe.parallel.backend, recipe.parallel.timeout)
+        module, function = job.split(":")
+        result = getattr(importlib.import_module(module), function)(recipe, world)
+    except BaseException as error:
+        if place is None or place.world_size == 1:
+            raise
+        return _leave(error, place.rank, world)
+    if world.first:
+        print_result(asdict(result))
+    world.close()
+    return 0
+
+
+def _leave(error: BaseException, rank: int, world: World) -> int:
+    """Ends a failed rank: says why unless the launcher will, and does not wait for threads that may hang."""
+    code = 2 if isinstance(error, UserError) else 1
+    if not record_failure(error, rank) and world.claim_failure():
+        story = str(error) if code == 2 else "".join(traceback.format_exception(error))
+        print(f"drumline: rank {rank}: {story}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """The last line of stdout for scripts; people have read it on stderr."""
+    if not sys.stdout.isatty():
+        print(json.dumps(result), flush=True)
+
+
+def _set_environment(deterministic: bool) -> None:
+    """What CUDA's libraries read when they start, so before the first CUDA call."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # NVLink's in-switch reduction adds in an order that differs between calls.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")

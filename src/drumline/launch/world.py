@@ -1,0 +1,204 @@
+"""The processes of a run, as one value that is handed to whoever needs to talk to the others.
+
+The only file that calls torch.distributed's collectives. Promises: a world of one needs no process group and
+every method works on it; small control messages travel over gloo on the CPU, so they never touch the GPU's
+stream; a failing rank leaves its message where the others can find it, so the error is shown once.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from drumline.errors import UserError
+from drumline.launch.environment import Place, to_env
+
+FAILED = "drumline/failed"
+
+
+@dataclass(frozen=True)
+class World:
+    """Who we are among how many, and how to reach the others."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    backend: str
+    store: dist.Store | None = None
+    control: dist.ProcessGroup | None = None
+    """A gloo group for small host messages; None in a world of one."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that draws and writes."""
+        return self.rank == 0
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Element-wise sum over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rank 0's tensor on every rank, in place."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=0)
+        return tensor
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's (small, picklable) value on every rank. Travels between our own processes only."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control, device=torch.device("cpu"))
+        return box[0]
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's short list of numbers, on every rank, in rank order."""
+        mine = torch.tensor(list(values), dtype=torch.float64)
+        if self.size == 1:
+            return [mine.tolist()]
+        theirs = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(theirs, mine, group=self.control)
+        return [row.tolist() for row in theirs]
+
+    def gather_integers(self, values: torch.Tensor) -> torch.Tensor:
+        """Every rank's int64 vector, stacked in rank order, on every rank."""
+        mine = values.to("cpu", torch.int64)
+        if self.size == 1:
+            return mine[None]
+        theirs = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(theirs, mine, group=self.control)
+        return torch.stack(theirs)
+
+    def maximum_later(self, values: torch.Tensor) -> dist.Work | None:
+        """Starts an element-wise maximum of a host tensor over all ranks, in place, and does not wait."""
+        if self.size == 1:
+            return None
+        return dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
+
+    def barrier(self) -> None:
+        """Waits for every rank."""
+        if self.size > 1:
+            dist.barrier(group=self.control)
+
+    def claim_failure(self) -> bool:
+        """Marks this rank as the first that failed. False when another one was first: its error is the cause,
+        ours (a broken connection, most likely) only follows from it."""
+        if self.store is None:
+            return True
+        return self.store.compare_set(FAILED, "", f"{self.rank}").decode() == f"{self.rank}"
+
+    def close(self) -> None:
+        """Leaves the group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def alone(device: torch.device) -> World:
+    """A world of one."""
+    return World(rank=0, size=1, local_rank=0, local_size=1, device=device, backend="none")
+
+
+def choose_backend(wanted: str, device: torch.device, local_size: int) -> str:
+    """nccl when each local process has a GPU to itself, gloo otherwise; what the user asked for if it exists."""
+    if wanted == "auto":
+        shared = device.type == "cuda" and local_size > torch.cuda.device_count()
+        return "nccl" if device.type == "cuda" and not shared and dist.is_nccl_available() else "gloo"
+    available = {
+        "nccl": dist.is_nccl_available(),
+        "gloo": dist.is_gloo_available(),
+        "mpi": dist.is_mpi_available(),
+    }
+    if not available[wanted]:
+        have = ", ".join(name for name, yes in available.items() if yes)
+        raise UserError(
+            f"parallel.backend = {wanted}: this torch was built without it", f"use one of: {have}, or auto"
+        )
+    if wanted == "nccl" and device.type == "cuda" and local_size > torch.cuda.device_count():
+        raise UserError(
+            f"parallel.backend = nccl: {local_size} processes share {torch.cuda.device_count()} GPU(s) here",
+            "use gloo (auto does), or as many processes as GPUs",
+        )
+    return wanted
+
+
+def join(place: Place | None, device_type: str, backend: str, timeout: float) -> World:
+    """Meets the other processes named by `place`; None is a world of one. `device_type` is cpu or cuda."""
+    local_rank, local_size = (place.local_rank, place.local_size) if place else (0, 1)
+    device = pick_device(device_type, local_rank)
+    if place is None or place.world_size == 1:
+        return alone(device)
+    chosen = choose_backend(backend, device, local_size)
+    os.environ.update(to_env(place))
+    limit = timedelta(seconds=timeout)
+    try:
+        dist.init_process_group(
+            chosen, timeout=limit, device_id=device if chosen == "nccl" else None, init_method="env://"
+        )
+    except (dist.DistNetworkError, dist.DistStoreError, TimeoutError) as error:
+        raise UserError(
+            f"rank {place.rank} of {place.world_size} could not meet the others at "
+            f"{place.master_addr}:{place.master_port} within {timeout:g} s ({_first_line(error)})",
+            "check that every process was started, that the port is open, and the network interface "
+            "(`drumline doctor`, --parallel.interface)",
+        ) from error
+    control = dist.new_group(backend="gloo", timeout=limit)
+    store = dist.distributed_c10d._get_default_store()
+    return World(
+        rank=place.rank,
+        size=place.world_size,
+        local_rank=local_rank,
+        local_size=local_size,
+        device=device,
+        backend=chosen,
+        store=store,
+        control=control,
+    )
+
+
+def pick_device(device_type: str, local_rank: int) -> torch.device:
+    """This process's own device, made current, so that nothing lands on GPU 0 by default."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def resolve_device_type(wanted: str) -> str:
+    """`auto` to cuda or cpu; cuda without a GPU is refused."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "run.device = cuda, but torch sees no GPU", "see `drumline doctor`, or use --run.device cpu"
+        )
+    return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+@contextmanager
+def taking_turns(world: World) -> Iterator[None]:
+    """Rank 0 does the work first, the others when it is done (a file that only one should make)."""
+    if not world.first:
+        world.barrier()
+    yield
+    if world.first:
+        world.barrier()
+
+
+def host_name() -> str:
+    """This machine's name, for messages."""
+    return socket.gethostname()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,210 @@
+"""Every model by its name: ours, torchvision's, timm's, and the user's own.
+
+Promises: one table holds all names of ours; plain names are torchvision's where it has a model of that name,
+the CIFAR network otherwise, and `cifar/NAME` is always the CIFAR network. Refuses an unknown name with the
+nearest ones, and a factory that cannot be called, each in a sentence.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from drumline.errors import UserError
+from drumline.models.mobilenet import CifarMobileNetV2, MobileNetV2
+from drumline.models.resnet import BasicBlock, Bottleneck, ResNet
+from drumline.models.shufflenet import ShuffleNetV1, ShuffleNetV2
+from drumline.models.taps import VisionModel
+from drumline.models.vgg import VGG, CifarVGG
+from drumline.models.wrn import WideResNet
+
+_VGG11, _VGG13, _VGG16, _VGG19 = (1, 1, 2, 2, 2), (2, 2, 2, 2, 2), (2, 2, 3, 3, 3), (2, 2, 4, 4, 4)
+_THIN, _WIDE = (16, 16, 32, 64), (32, 64, 128, 256)
+_small = partial(ResNet, BasicBlock, stem="cifar")
+
+IMAGENET: dict[str, Callable[..., VisionModel]] = {
+    "resnet18": partial(ResNet, BasicBlock, (2, 2, 2, 2)),
+    "resnet34": partial(ResNet, BasicBlock, (3, 4, 6, 3)),
+    "resnet50": partial(ResNet, Bottleneck, (3, 4, 6, 3)),
+    "resnet101": partial(ResNet, Bottleneck, (3, 4, 23, 3)),
+    "resnet152": partial(ResNet, Bottleneck, (3, 8, 36, 3)),
+    "resnext50_32x4d": partial(ResNet, Bottleneck, (3, 4, 6, 3), groups=32, group_width=4),
+    "wide_resnet50_2": partial(ResNet, Bottleneck, (3, 4, 6, 3), group_width=128),
+    "vgg11": partial(VGG, _VGG11, norm=False),
+    "vgg11_bn": partial(VGG, _VGG11, norm=True),
+    "vgg13": partial(VGG, _VGG13, norm=False),
+    "vgg13_bn": partial(VGG, _VGG13, norm=True),
+    "vgg16": partial(VGG, _VGG16, norm=False),
+    "vgg16_bn": partial(VGG, _VGG16, norm=True),
+    "vgg19": partial(VGG, _VGG19, norm=False),
+    "vgg19_bn": partial(VGG, _VGG19, norm=True),
+    "mobilenet_v2": MobileNetV2,
+}
+"""Names, keys and numbers of torchvision's models; built as `factory(classes=N)`."""
+
+CIFAR: dict[str, Callable[..., VisionModel]] = {
+    "resnet8": partial(_small, (1, 1, 1), widths=_THIN),
+    "resnet14": partial(_small, (2, 2, 2), widths=_THIN),
+    "resnet20": partial(_small, (3, 3, 3), widths=_THIN),
+    "resnet32": partial(_small, (5, 5, 5), widths=_THIN),
+    "resnet44": partial(_small, (7, 7, 7), widths=_THIN),
+    "resnet56": partial(_small, (9, 9, 9), widths=_THIN),
+    "resnet110": partial(_small, (18, 18, 18), widths=_THIN),
+    "resnet8x4": partial(_small, (1, 1, 1), widths=_WIDE),
+    "resnet32x4": partial(_small, (5, 5, 5), widths=_WIDE),
+    "resnet18": partial(_small, (2, 2, 2, 2)),
+    "resnet34": partial(_small, (3, 4, 6, 3)),
+    "resnet50": partial(ResNet, Bottleneck, (3, 4, 6, 3), stem="cifar"),
+    "wrn_16_1": partial(WideResNet, 16, 1),
+    "wrn_16_2": partial(WideResNet, 16, 2),
+    "wrn_40_1": partial(WideResNet, 40, 1),
+    "wrn_40_2": partial(WideResNet, 40, 2),
+    "vgg8": partial(CifarVGG, (1, 1, 1, 1, 1)),
+    "vgg11": partial(CifarVGG, _VGG11),
+    "vgg13": partial(CifarVGG, _VGG13),
+    "vgg16": partial(CifarVGG, _VGG16),
+    "vgg19": partial(CifarVGG, _VGG19),
+    "mobilenet_v2_half": CifarMobileNetV2,
+    "shufflenet_v1": ShuffleNetV1,
+    "shufflenet_v2": ShuffleNetV2,
+}
+"""The distillation literature's networks for 32x32 images, under their names after `cifar/`."""
+
+_LITERATURE = {"MobileNetV2": "mobilenet_v2_half", "ShuffleV1": "shufflenet_v1", "ShuffleV2": "shufflenet_v2"}
+
+_TABLE: dict[str, Callable[..., VisionModel]] = {
+    **IMAGENET,
+    **{f"cifar/{name}": build for name, build in CIFAR.items()},
+    **{name: build for name, build in CIFAR.items() if name not in IMAGENET},
+    **{theirs: CIFAR[ours] for theirs, ours in _LITERATURE.items()},
+}
+
+
+def model_names() -> tuple[str, ...]:
+    """Every name of ours: ImageNet's, `cifar/...`, the plain CIFAR names, the literature's spellings."""
+    return tuple(_TABLE)
+
+
+def create_model(name: str, classes: int = 1000) -> nn.Module:
+    """A fresh model by a name of ours, `torchvision/NAME`, `timm/NAME` or `package.module:factory`.
+
+    Initial weights come from torch's global generator: seed it before the call.
+    """
+    if classes < 1:
+        raise UserError(
+            f"{classes} classes: a classifier needs at least one output", fix="give model.classes"
+        )
+    if name in _TABLE:
+        return _TABLE[name](classes=classes)
+    if name.startswith("torchvision/"):
+        return _torchvision(name.removeprefix("torchvision/"), classes)
+    if name.startswith("timm/"):
+        return _timm(name.removeprefix("timm/"), classes)
+    if ":" in name:
+        return _users_own(name, classes)
+    raise _unknown(name, model_names(), "`drumline doctor --models` lists all names")
+
+
+def _torchvision(name: str, classes: int) -> nn.Module:
+    models = _optional("torchvision.models", f"torchvision/{name}")
+    names = models.list_models(module=models)
+    if name not in names:
+        raise _unknown(f"torchvision/{name}", [f"torchvision/{known}" for known in names], "")
+    return models.get_model(name, weights=None, num_classes=classes)
+
+
+def _timm(name: str, classes: int) -> nn.Module:
+    timm = _optional("timm", f"timm/{name}")
+    if not timm.is_model(name):
+        raise _unknown(f"timm/{name}", [f"timm/{known}" for known in timm.list_models()], "")
+    return timm.create_model(name, pretrained=False, num_classes=classes)
+
+
+def _optional(module: str, name: str) -> Any:
+    """An optional dependency, or what to install. A package that is there but broken shows its own error."""
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != package:
+            raise
+        raise UserError(
+            f"model {name} needs the package {package}, which is not installed",
+            fix=f"install {package}, or take a model of ours without the prefix",
+        ) from error
+
+
+def _users_own(name: str, classes: int) -> nn.Module:
+    """The model that the user's factory returns. What the factory itself raises is passed on as it is."""
+    module_name, _, attribute = name.partition(":")
+    factory = _factory(name, module_name, attribute)
+    model = factory(**{_class_argument(name, factory): classes})
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"model {name} returned {type(model).__name__}, not a torch.nn.Module",
+            fix=f"let {attribute} return the model itself",
+        )
+    return model
+
+
+def _factory(name: str, module_name: str, attribute: str) -> Callable[..., Any]:
+    if not module_name or not attribute:
+        raise UserError(f"model {name!r} has no module or no factory", fix="write package.module:factory")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"model {name}: importing {module_name} failed: it needs {error.name}, which is missing",
+                fix=f"install {error.name}",
+            ) from error
+        raise UserError(
+            f"model {name}: there is no module {error.name}",
+            fix="install the package, or put the folder that holds it on PYTHONPATH",
+        ) from error
+    except Exception as error:
+        raise UserError(
+            f"model {name}: importing {module_name} failed with {type(error).__name__}: {error}",
+            fix=f"mend {module_name} until `python -c 'import {module_name}'` passes",
+        ) from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        callables = [known for known, value in vars(module).items() if callable(value)]
+        what = "nothing called" if factory is None else "something that cannot be called under"
+        raise UserError(
+            f"model {name}: {module_name} has {what} {attribute}",
+            fix=_nearest_text(attribute, callables) or f"define {attribute}(classes) in {module_name}",
+        )
+    return factory
+
+
+def _class_argument(name: str, factory: Callable[..., Any]) -> str:
+    """Under which name the factory takes the number of classes."""
+    signature = inspect.signature(factory)
+    for argument in ("classes", "num_classes"):
+        try:
+            signature.bind(**{argument: 0})
+        except TypeError:
+            continue
+        return argument
+    raise UserError(
+        f"model {name}: cannot be called with the number of classes alone, its signature is {signature}",
+        fix="take `classes` (or `num_classes`) and give every other parameter a default",
+    )
+
+
+def _unknown(name: str, known: Iterable[str], otherwise: str) -> UserError:
+    return UserError(f"there is no model {name!r}", fix=_nearest_text(name, known) or otherwise)
+
+
+def _nearest_text(name: str, known: Iterable[str]) -> str:
+    """`did you mean ...`, or nothing when no name is close. Letter case does not count."""
+    spelt = {candidate.lower(): candidate for candidate in known}
+    near = get_close_matches(name.lower(), spelt, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(spelt[candidate] for candidate in near)}?" if near else ""

@@ -1,0 +1,244 @@
+"""Weights in and out of files: safetensors, and PyTorch files read without running anything in them.
+
+Promises: after `load_weights` every tensor of the model came from the file, except those that the report
+names; `export_weights` leaves either the whole new file or the old one. Refuses files that hold more than
+tensors, and weights of another model, naming the model of ours that they do fit.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from drumline.errors import UserError
+from drumline.models.registry import CIFAR, IMAGENET, create_model
+from drumline.models.taps import VisionModel
+from drumline.state.atomic import write_file
+
+State = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class WeightReport:
+    """What `load_weights` did."""
+
+    file: Path
+    loaded: int
+    """Tensors taken from the file."""
+    reinitialised: tuple[str, ...]
+    """Tensors of the classifier that stayed as they were, since the file has another number of classes."""
+
+
+def load_weights(model: nn.Module, path: str | Path, *, strict_head: bool = False) -> WeightReport:
+    """Fill the model, in place, from a file, a checkpoint folder or a run folder (see `resolve_weights`).
+
+    Takes a bare state dict or one under `state_dict`, `model` or `model_state_dict`, with or without the
+    prefixes that DataParallel, DDP and torch.compile add; the model itself must not be wrapped yet.
+    BatchNorm's batch counters may be missing, as in old files. A classifier with another number of classes is
+    left as it is in the model, unless `strict_head`.
+    """
+    file = resolve_weights(path)
+    found = _unwrapped(_read(file))
+    fit = _fit(found, model)
+    if fit.missing or fit.unexpected or fit.misshapen:
+        raise _misfit(file, found, model, fit)
+    if fit.head and strict_head:
+        raise UserError(
+            f"{file} has another number of classes: {'; '.join(fit.head.values())}",
+            fix="set model.classes to the file's number",
+        )
+    model.load_state_dict(fit.usable, strict=False)
+    return WeightReport(file, len(fit.usable), tuple(fit.head))
+
+
+def resolve_weights(path: str | Path) -> Path:
+    """The weights file that a path means.
+
+    A file is itself. A folder gives its `model.safetensors` (a checkpoint), else `weights/best.safetensors`,
+    else `weights/last.safetensors`, else the model of its newest `checkpoints/step-N` (a run).
+    """
+    path = Path(path)
+    if path.is_file():
+        return path
+    if not path.exists():
+        raise UserError(
+            f"{path}: no such file or folder", fix="give a weights file, a checkpoint or a run folder"
+        )
+    plain = ("model.safetensors", "weights/best.safetensors", "weights/last.safetensors")
+    steps = [
+        (int(match[1]), folder)
+        for folder in path.glob("checkpoints/step-*")
+        if (match := re.fullmatch(r"step-(\d+)", folder.name))
+    ]
+    newest_first = [folder / "model.safetensors" for _, folder in sorted(steps, reverse=True)]
+    for candidate in [*(path / name for name in plain), *newest_first]:
+        if candidate.is_file():
+            return candidate
+    raise UserError(
+        f"{path} holds no weights: no model.safetensors, no weights folder, no checkpoints/step-N",
+        fix="give a weights file, a checkpoint folder or a run folder",
+    )
+
+
+def export_weights(model: nn.Module, path: str | Path) -> None:
+    """Write parameters and buffers as a plain safetensors file, under the bare model's key names."""
+    # A copy of each: safetensors refuses tensors that share memory.
+    state = {
+        name: tensor.detach().to("cpu", copy=True).contiguous()
+        for name, tensor in _unwrapped(model.state_dict()).items()
+    }
+    write_file(Path(path), lambda temporary: save_file(state, temporary, metadata={"format": "pt"}))
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """How a file's tensors lie over a model's. The dicts map a key to what differs."""
+
+    usable: dict[str, Tensor]
+    head: dict[str, str]
+    misshapen: dict[str, str]
+    missing: list[str]
+    unexpected: list[str]
+
+
+def _fit(found: State, model: nn.Module) -> _Fit:
+    wanted = model.state_dict()
+    found = _renamed(found, model, wanted)
+    head_keys = _head_keys(model)
+    fit = _Fit({}, {}, {}, [], [key for key in found if key not in wanted])
+    for key, ours in wanted.items():
+        theirs = found.get(key)
+        if theirs is None:
+            if not key.endswith("num_batches_tracked"):
+                fit.missing.append(key)
+        elif theirs.shape == ours.shape:
+            fit.usable[key] = theirs
+        else:
+            only_classes = key in head_keys and theirs.shape[1:] == ours.shape[1:]
+            difference = f"{key} is {_shape(theirs)} in the file and {_shape(ours)} in the model"
+            (fit.head if only_classes else fit.misshapen)[key] = difference
+    return fit
+
+
+def _head_keys(model: nn.Module) -> tuple[str, str]:
+    """Keys of the classifier: our models name it, for others it is the last linear layer."""
+    if isinstance(model, VisionModel):
+        name = model.head_name
+    else:
+        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        name = linear[-1] if linear else ""
+    return f"{name}.weight", f"{name}.bias"
+
+
+def _renamed(found: State, model: nn.Module, wanted: State) -> State:
+    """The same tensors under our spelling, where published weights of this model spell a key otherwise."""
+    if not isinstance(model, VisionModel):
+        return found
+    result = {}
+    for key, tensor in found.items():
+        ours = key
+        for theirs, spelling in model.published_names:
+            ours = ours.replace(theirs, spelling)
+        result[ours if ours in wanted and key not in wanted else key] = tensor
+    return result
+
+
+def _unwrapped(state: State) -> State:
+    """The same tensors without the prefixes of torch.compile, DataParallel and DDP."""
+    state = {key.replace("_orig_mod.", ""): tensor for key, tensor in state.items()}
+    while state and all(key.startswith("module.") for key in state):
+        state = {key.removeprefix("module."): tensor for key, tensor in state.items()}
+    return state
+
+
+def _read(file: Path) -> State:
+    """The file's tensors by name, on the CPU."""
+    if file.suffix == ".safetensors":
+        try:
+            return load_file(file)
+        except Exception as error:
+            raise _unreadable(file, error) from error
+    if file.suffix not in (".pt", ".pth"):
+        raise UserError(
+            f"{file} is not a kind of weights file that we read", fix="give .safetensors, .pt or .pth"
+        )
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        raise UserError(
+            f"{file} is refused: it holds {named[1] if named else 'something'} besides tensors, and to read "
+            "that could run code (or the file is damaged)",
+            fix="where you trust it, load it yourself and save its state_dict alone, best as .safetensors",
+        ) from error
+    except Exception as error:
+        raise _unreadable(file, error) from error
+    return _state_dict(file, content)
+
+
+def _state_dict(file: Path, content: object) -> State:
+    """The state dict in what a PyTorch file held."""
+    if isinstance(content, Mapping):
+        nested = (content.get(key) for key in ("state_dict", "model", "model_state_dict"))
+        state = next((value for value in nested if isinstance(value, Mapping)), content)
+        if state and all(isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items()):
+            return state
+        held = f"the entries {', '.join(map(str, list(state)[:5]))}" if state else "nothing"
+    else:
+        held = f"a {type(content).__name__}"
+    raise UserError(
+        f"{file} has no state dict: it holds {held}",
+        fix="save model.state_dict() alone, or under the key state_dict, model or model_state_dict",
+    )
+
+
+def _unreadable(file: Path, error: Exception) -> UserError:
+    reason = str(error).strip().partition("\n")[0]
+    return UserError(
+        f"{file} cannot be read as weights: {type(error).__name__}: {reason}",
+        fix="the file may be cut short or damaged: copy or export it again",
+    )
+
+
+def _misfit(file: Path, found: State, model: nn.Module, fit: _Fit) -> UserError:
+    parts = [
+        f"{len(names)} tensors {what} ({_a_few(names)})"
+        for what, names in (
+            ("are missing", fit.missing),
+            ("are unknown to the model", fit.unexpected),
+            ("have another shape", list(fit.misshapen.values())),
+        )
+        if names
+    ]
+    names = list(_fitting_names(found))
+    fix = (
+        f"the file fits {' or '.join(names)}: set model.name to that"
+        if names
+        else "give this model's own weights"
+    )
+    return UserError(f"{file} does not fit this {type(model).__name__}: {'; '.join(parts)}", fix=fix)
+
+
+def _fitting_names(found: State) -> Iterator[str]:
+    """Models of ours that the tensors do fit, whatever the number of classes."""
+    for name in (*IMAGENET, *(f"cifar/{name}" for name in CIFAR)):
+        with torch.device("meta"):
+            candidate = create_model(name)
+        fit = _fit(found, candidate)
+        if not (fit.missing or fit.unexpected or fit.misshapen):
+            yield name
+
+
+def _a_few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _shape(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "a single number"

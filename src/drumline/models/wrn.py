@@ -1,0 +1,106 @@
+"""Wide residual networks for small images, pre-activation: normalise, activate, then convolve.
+
+Promises: the state-dict keys of the distillation literature's checkpoints; any image size works. A stage here
+ends in a bare sum that the *next* BatchNorm normalises, so `stageK.pre` is that BatchNorm's output and
+`stageK` its ReLU: both are taken where the network computes them, and no BatchNorm runs a second time for a
+tap.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drumline.models.taps import Output, TapInfo, Taps, VisionModel, global_pool, he_init, stage_taps
+
+Entered = tuple[Tensor, Tensor, Tensor]
+"""A block's or stage's output, its first BatchNorm's output, and that activated."""
+
+
+class WideBlock(nn.Module):
+    """Two pre-activated 3x3 convolutions beside a shortcut; a change of width activates the shortcut too."""
+
+    def __init__(self, entry: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(entry)
+        self.conv1 = nn.Conv2d(entry, width, kernel_size=3, stride=stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, kernel_size=3, padding=1, bias=False)
+        self.convShortcut = (
+            None if entry == width else nn.Conv2d(entry, width, kernel_size=1, stride=stride, bias=False)
+        )
+
+    def forward(self, x: Tensor, tap: bool = False) -> Tensor | Entered:
+        """The block's output; with `tap`, also its entry before and after the first activation."""
+        pre = self.bn1(x)
+        entry = F.relu(pre, inplace=not tap)
+        out = F.relu(self.bn2(self.conv1(entry)), inplace=True)
+        out = self.conv2(out)
+        out += x if self.convShortcut is None else self.convShortcut(entry)
+        return (out, pre, entry) if tap else out
+
+
+class WideStage(nn.Module):
+    """Blocks of one width."""
+
+    def __init__(self, depth: int, entry: int, width: int, stride: int) -> None:
+        super().__init__()
+        first = WideBlock(entry, width, stride)
+        self.layer = nn.Sequential(first, *(WideBlock(width, width, 1) for _ in range(depth - 1)))
+
+    def forward(self, x: Tensor, tap: bool = False) -> Tensor | Entered:
+        """The stage's output; with `tap`, also its first block's entry before and after the activation."""
+        if not tap:
+            return self.layer(x)
+        first, *rest = self.layer
+        x, pre, entry = first(x, True)
+        for block in rest:
+            x = block(x)
+        return x, pre, entry
+
+
+class WideResNet(VisionModel):
+    """`depth` counts the convolutions on the way (6n + 4); `widen` multiplies 16, 32 and 64 channels.
+
+    The stem is one convolution without norm or activation, and so is its tap.
+    """
+
+    def __init__(self, depth: int, widen: int, classes: int) -> None:
+        super().__init__()
+        assert (depth - 4) % 6 == 0, "three stages of blocks with two convolutions each, and four more"
+        repeats, widths = (depth - 4) // 6, (16 * widen, 32 * widen, 64 * widen)
+        self.conv1 = nn.Conv2d(3, 16, kernel_size=3, padding=1, bias=False)
+        self.block1 = WideStage(repeats, 16, widths[0], 1)
+        self.block2 = WideStage(repeats, widths[0], widths[1], 2)
+        self.block3 = WideStage(repeats, widths[1], widths[2], 2)
+        self.bn1 = nn.BatchNorm2d(widths[2])
+        self.fc = nn.Linear(widths[2], classes)
+        he_init(self)
+        nn.init.zeros_(self.fc.bias)
+
+        self.head_name = "fc"
+        self.block_names = tuple(
+            f"block{stage}.layer.{index}" for stage in (1, 2, 3) for index in range(repeats)
+        )
+        norms = ("block2.layer.0.bn1", "block3.layer.0.bn1", "bn1")
+        stages = [TapInfo(width, norm) for width, norm in zip(widths, norms, strict=True)]
+        self.tap_info = stage_taps(TapInfo(16, ""), stages, widths[2])
+
+    def forward(self, x: Tensor, taps: bool = False) -> Output:
+        """Logits, or (logits, taps)."""
+        seen: Taps = {}
+        stem = self.conv1(x)
+        x = self.block1(stem)
+        if taps:
+            seen["stem"] = stem
+            x, seen["stage1.pre"], seen["stage1"] = self.block2(x, True)
+            x, seen["stage2.pre"], seen["stage2"] = self.block3(x, True)
+        else:
+            x = self.block3(self.block2(x))
+        pre = self.bn1(x)
+        x = F.relu(pre, inplace=not taps)
+        pooled = global_pool(x)
+        if taps:
+            seen["stage3.pre"], seen["stage3"], seen["pooled"] = pre, x, pooled
+        logits = self.fc(pooled)
+        return (logits, seen) if taps else logits

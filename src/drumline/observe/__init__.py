@@ -1,0 +1,1 @@
+"""What a run tells while it runs: times, logs and the display."""

@@ -1,0 +1,374 @@
+"""The only file that writes logs: metrics.jsonl (the truth), log.txt and TensorBoard events of a run.
+
+Promises: the training loop never waits for a file (one background thread does all file work); every line of
+metrics.jsonl is whole valid JSON; a resumed run has no line twice. A file that cannot be written stops the
+run at the next call with a UserError; TensorBoard missing or slow does not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from drumline.errors import UserError
+from drumline.state import atomic
+
+if TYPE_CHECKING:
+    from drumline.observe.tensorboard import TensorBoard
+
+Scalar = float | int | str | bool | None
+Value = Scalar | Sequence[Scalar]
+
+SCALARS_KEPT = 10_000
+"""Metrics that may wait for TensorBoard; beyond this new ones are left out of it, counted, and noted."""
+LINES_KEPT = 100_000
+"""Lines that may wait for the disk (some 20 MB). They are never dropped: beyond this `metric` waits."""
+
+_LOOK_EVERY_S = 0.1
+# `metric` does not wake the thread: that alone would cost the loop 5 us; the thread looks by itself.
+
+
+def nobody(text: str) -> None:
+    """The listener of a logbook whose notes are shown nowhere."""
+
+
+class Logbook:
+    """Log of one run, kept by rank 0 in the (existing) run folder. With `folder=None` it does nothing.
+
+    `Logbook(folder)` is for a new run; `Logbook.open` for a folder that an earlier process wrote to.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        announce: Callable[[str], None] = nobody,
+        *,
+        purge_step: int | None = None,
+    ) -> None:
+        self._folder = folder
+        self._announce = announce
+        self._purge_step = purge_step
+        self._changed = threading.Condition()
+        self._lines: list[str] = []
+        self._notes: list[str] = []
+        self._scalars: deque[_Scalars] = deque()
+        self._scalars_left_out = 0
+        self._wants_scalars = True
+        self._flushes_asked = 0
+        self._flushes_done = 0
+        self._closing = False
+        self._error: Exception | None = None
+        self._error_raised = False
+        self._tensorboard: TensorBoard | None = None
+        if folder is None:
+            return
+        self._metrics_file = _append_to(folder / "metrics.jsonl")
+        self._notes_file = _append_to(folder / "log.txt")
+        self._thread = threading.Thread(target=self._work, name="logbook", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path | None,
+        announce: Callable[[str], None] = nobody,
+        keep_until_step: int | None = None,
+    ) -> Logbook:
+        """Go on with the log of a folder that may hold one, as if the run had stopped after a step.
+
+        Metrics beyond `keep_until_step` go away (None keeps all steps), and so does a line that a crash tore.
+        Lines of `keep_until_step` itself stay: write all of a step's lines and `flush` before saving its
+        checkpoint, and do not repeat its evaluation after the resume.
+        """
+        if folder is None:
+            return cls(None)
+        repaired = _repair(folder / "metrics.jsonl", keep_until_step)
+        purge_step = None if keep_until_step is None else keep_until_step + 1
+        book = cls(folder, announce, purge_step=purge_step)
+        if repaired.beyond:
+            book.note(f"metrics.jsonl: removed {repaired.beyond:,} lines after step {keep_until_step:,}")
+        if repaired.torn:
+            book.note(f"metrics.jsonl: removed {repaired.torn:,} incomplete lines")
+        return book
+
+    def metric(
+        self, kind: str, /, *, step: int | None = None, epoch: float | None = None, **values: Value
+    ) -> None:
+        """One line in metrics.jsonl, and its numbers in TensorBoard as `kind/name`. Returns at once.
+
+        The line is in the file a tenth of a second later, or when `flush` returns.
+        Values are plain Python numbers, texts, or lists of them: a tensor would have to wait for the device.
+        """
+        if self._folder is None:
+            return
+        now = time.time()
+        line = encode(now, kind, step, epoch, values)
+        with self._changed:
+            assert not self._closing, "metric() after close()"
+            self._raise_error()
+            if len(self._lines) >= LINES_KEPT:
+                self._changed.wait_for(lambda: not self._lines or self._error is not None)
+            self._lines.append(line)
+            if step is not None and self._wants_scalars:
+                if len(self._scalars) < SCALARS_KEPT:
+                    self._scalars.append(_Scalars(now, step, kind, values))
+                else:
+                    self._scalars_left_out += 1
+
+    def note(self, text: str) -> None:
+        """A line with the time in log.txt, shown by the display at once."""
+        if self._folder is None:
+            return
+        self._announce(text)
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        with self._changed:
+            assert not self._closing, "note() after close()"
+            self._notes.append(f"{stamp}  " + text.replace("\n", "\n    ") + "\n")
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Wait until everything said so far is on disk."""
+        if self._folder is None:
+            return
+        with self._changed:
+            self._flushes_asked += 1
+            mine = self._flushes_asked
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._flushes_done >= mine or self._error is not None)
+            self._raise_error()
+
+    def close(self) -> None:
+        """Flush and end the thread. Raises an error of the thread only if no earlier call did."""
+        if self._folder is None or self._closing:
+            return
+        if self._scalars_left_out:
+            self.note(
+                f"TensorBoard fell behind: {self._scalars_left_out:,} entries are in metrics.jsonl alone"
+            )
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._metrics_file.close()
+        self._notes_file.close()
+        if not self._error_raised:
+            self._raise_error()
+
+    def __enter__(self) -> Logbook:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _raise_error(self) -> None:
+        if self._error is None:
+            return
+        assert self._folder is not None
+        self._error_raised = True
+        if isinstance(self._error, OSError):
+            raise _cannot_write(self._folder, self._error) from self._error
+        raise self._error
+
+    # What follows runs on the background thread.
+
+    def _work(self) -> None:
+        try:
+            while self._turn():
+                pass
+            if self._tensorboard is not None:
+                self._tensorboard.close()
+        except Exception as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _turn(self) -> bool:
+        """Write all waiting lines, then one entry for TensorBoard: a slow one never holds up the lines.
+
+        With nothing left to write, do what a flush or close waits for.
+        """
+        with self._changed:
+            self._changed.wait_for(self._has_work, timeout=_LOOK_EVERY_S)
+            lines, self._lines = self._lines, []
+            notes, self._notes = self._notes, []
+            scalars = self._scalars.popleft() if self._scalars else None
+            asked, closing = self._flushes_asked, self._closing
+            if len(lines) >= LINES_KEPT:
+                self._changed.notify_all()
+        if lines or notes or scalars:
+            _append(self._metrics_file, lines)
+            _append(self._notes_file, notes)
+            if scalars is not None:
+                self._write_scalars(scalars)
+            return True
+        if closing or asked > self._flushes_done:
+            os.fsync(self._metrics_file.fileno())
+            os.fsync(self._notes_file.fileno())
+            if self._tensorboard is not None:
+                self._tensorboard.flush()
+            with self._changed:
+                self._flushes_done = asked
+                self._changed.notify_all()
+        return not closing
+
+    def _has_work(self) -> bool:
+        return bool(
+            self._lines
+            or self._notes
+            or self._scalars
+            or self._flushes_asked > self._flushes_done
+            or self._closing
+        )
+
+    def _write_scalars(self, scalars: _Scalars) -> None:
+        if self._tensorboard is None:
+            self._tensorboard = self._open_tensorboard()
+        if self._tensorboard is not None:
+            numbers = _numbers(scalars)
+            if numbers:
+                self._tensorboard.write(scalars.time_s, scalars.step, numbers)
+
+    def _open_tensorboard(self) -> TensorBoard | None:
+        assert self._folder is not None
+        try:
+            from drumline.observe.tensorboard import TensorBoard
+        except Exception as error:  # version clashes raise more than ImportError, and no run needs it
+            with self._changed:
+                self._wants_scalars = False
+                self._scalars.clear()
+            self.note(f"no TensorBoard events: its import failed ({type(error).__name__}: {error})")
+            return None
+        return TensorBoard(self._folder, self._purge_step)
+
+
+@dataclass(frozen=True)
+class _Scalars:
+    """The values of one `metric` call on their way to TensorBoard."""
+
+    time_s: float
+    step: int
+    kind: str
+    values: Mapping[str, Value]
+
+
+@dataclass(frozen=True)
+class _Repaired:
+    """What a log left by an earlier process lost."""
+
+    beyond: int
+    torn: int
+
+
+def encode(
+    time_s: float, kind: str, step: int | None, epoch: float | None, values: Mapping[str, Value]
+) -> str:
+    """A line of metrics.jsonl. JSON has no NaN or infinity: such a value is null, named in `nonfinite`."""
+    record: dict[str, Value] = {"time": round(time_s, 3), "kind": kind, "step": step, "epoch": epoch}
+    assert not record.keys() & values.keys(), f"reserved names among {sorted(values)}"
+    record.update(values)
+    try:
+        return _ENCODE(record) + "\n"
+    except ValueError:
+        assert "nonfinite" not in values, "reserved name"
+        bad = [name for name, value in record.items() if _finite(value) is not value]
+        record = {name: _finite(value) for name, value in record.items()}
+        return _ENCODE(record | {"nonfinite": bad}) + "\n"
+
+
+_ENCODE = json.JSONEncoder(allow_nan=False).encode
+
+
+def _finite(value: Value) -> Value:
+    """The very value where all of it is finite, else with null for what is not."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, list | tuple) and not all(_is_finite(item) for item in value):
+        return [item if _is_finite(item) else None for item in value]
+    return value
+
+
+def _is_finite(value: Scalar) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _numbers(scalars: _Scalars) -> dict[str, float]:
+    return {
+        f"{scalars.kind}/{name}": value
+        for name, value in scalars.values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def _repair(path: Path, keep_until_step: int | None) -> _Repaired:
+    """Rewrite a log without what the resumed run will write again; leave a good one untouched."""
+    if not path.exists():
+        return _Repaired(0, 0)
+    content = path.read_bytes()
+    kept, repaired = _kept_lines(content, keep_until_step)
+    if kept != content:
+        try:
+            atomic.write_bytes(path, kept)
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+    return repaired
+
+
+def _kept_lines(content: bytes, keep_until_step: int | None) -> tuple[bytes, _Repaired]:
+    """A line without a step goes the way of the line before it. Pure."""
+    kept: list[bytes] = []
+    beyond = torn = 0
+    is_beyond = False
+    for line in content.splitlines():
+        try:
+            record = json.loads(line)
+            step = record["step"]
+        except (ValueError, KeyError, TypeError):
+            torn += 1
+            continue
+        if step is not None and keep_until_step is not None:
+            is_beyond = step > keep_until_step
+        if is_beyond:
+            beyond += 1
+        else:
+            kept.append(line + b"\n")
+    return b"".join(kept), _Repaired(beyond, torn)
+
+
+def _append_to(path: Path) -> FileIO:
+    try:
+        return path.open("ab", buffering=0)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"cannot write the log {path}: {error.strerror}",
+        fix="make that folder writable, with room on its disk, and run the command again",
+    )
+
+
+def _append(file: FileIO, lines: list[str]) -> None:
+    """Append whole lines: a disk that fills up half-way is taken back to the end of what stood before."""
+    content = memoryview("".join(lines).encode("utf-8"))
+    if not content:
+        return
+    before = os.fstat(file.fileno()).st_size
+    try:
+        while content:
+            content = content[file.write(content) :]
+    except OSError:
+        os.ftruncate(file.fileno(), before)
+        raise

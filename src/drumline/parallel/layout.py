@@ -1,0 +1,77 @@
+"""Lays a model over the processes of a world: alone, DataParallel, or DistributedDataParallel.
+
+Promises: gradients are averaged over ranks by torch's DDP; after each step the running statistics of all ranks
+are averaged too, so every rank holds the same model at every step boundary, and a checkpoint of one is a
+checkpoint of all. DDP rebuilds its buckets after its first backward; a rehearsed step (train/step.py) makes
+that happen before training, so a resumed run reduces in the same order as an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from drumline.errors import UserError
+from drumline.launch.world import World
+
+DATA_PARALLEL_WORD = (
+    "layout dp: one Python process drives {gpus} GPU(s); GPU 0 gathers every output and holds extra memory, and "
+    "the model is copied at each step. `--parallel.layout ddp --parallel.processes {gpus}` is faster"
+)
+
+
+def resolve_layout(wanted: str, world: World) -> str:
+    """`auto` to the layout that fits the world; refuses what cannot work."""
+    if wanted == "auto":
+        return "ddp" if world.size > 1 else "single"
+    if wanted in ("single", "dp") and world.size > 1:
+        raise UserError(
+            f"parallel.layout = {wanted} runs in one process, but {world.size} were started",
+            "use ddp, or start one process",
+        )
+    if wanted == "ddp" and world.size == 1:
+        return "single"
+    return wanted
+
+
+def lay_out(module: nn.Module, layout: str, world: World) -> nn.Module:
+    """The module whose forward the step calls."""
+    if layout == "ddp":
+        return DistributedDataParallel(
+            module,
+            device_ids=[world.device] if world.device.type == "cuda" else None,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+        )
+    if layout == "dp":
+        return DataParallel(module)
+    return module
+
+
+def without_sync(model: nn.Module, last: bool) -> AbstractContextManager[None]:
+    """Holds back DDP's gradient exchange for every micro-batch but the last."""
+    if isinstance(model, DistributedDataParallel) and not last:
+        return model.no_sync()
+    return nullcontext()
+
+
+class BufferMean:
+    """Averages the floating-point buffers (running statistics) over the ranks, in one message."""
+
+    def __init__(self, module: nn.Module, world: World) -> None:
+        self.world = world
+        self.buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        if self.world.size == 1 or not self.buffers:
+            return
+        flat = torch.cat([buffer.reshape(-1) for buffer in self.buffers])
+        self.world.sum(flat.div_(self.world.size))
+        parts = flat.split([buffer.numel() for buffer in self.buffers])
+        torch._foreach_copy_(
+            self.buffers, [part.view_as(b) for part, b in zip(parts, self.buffers, strict=True)]
+        )

@@ -1,0 +1,1 @@
+"""Checkpoints, fingerprints and the files they stand on."""

@@ -1,0 +1,43 @@
+"""What a run ran on: software, devices, threads. Saved with the run and with every checkpoint."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from drumline.launch.world import World, host_name
+
+PACKAGES = ("drumline", "torch", "numpy", "pillow", "safetensors")
+
+
+def describe_environment(world: World, threads: int) -> dict[str, Any]:
+    """Plain values only; whatever may change bits is here."""
+    cuda = world.device.type == "cuda"
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": host_name(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "device": torch.cuda.get_device_name(world.device) if cuda else _processor(),
+        "cuda": torch.version.cuda if cuda else None,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "processes": world.size,
+        "backend": world.backend,
+        "threads": threads,
+        "command": sys.argv,
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed as a package"
+
+
+def _processor() -> str:
+    return f"{platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"

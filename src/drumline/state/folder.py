@@ -1,0 +1,160 @@
+"""The run folder: its name, its lock, and where a run goes on.
+
+Promises: one process tree writes a run folder at a time; a folder that holds a run is never started over by
+accident; resuming takes the newest checkpoint that verifies and says loudly when it had to pass one over.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from drumline.errors import UserError
+from drumline.recipe import Recipe
+from drumline.state.atomic import write_text
+from drumline.state.checkpoint import checkpoints, newest_sound
+
+IRRELEVANT_TO_BITS = (
+    "run.dir",
+    "run.name",
+    "data.workers",
+    "train.log_every",
+    "parallel.timeout",
+    "parallel.interface",
+    "parallel.rendezvous",
+    "parallel.node_rank",
+)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run folder ready to be written, and the checkpoint to go on from (None: start)."""
+
+    path: Path
+    resume_from: Path | None
+    notes: tuple[str, ...]
+    lock: IO[str]
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+
+def open_run(recipe: Recipe, source: str) -> Opened:
+    """Finds or makes the folder of a run. On the writing rank only."""
+    base = Path(recipe.run.dir)
+    model = recipe.model.name.replace("/", "-").replace(":", "-")
+    resume = recipe.checkpoint.resume
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        path = (
+            base / recipe.run.name
+            if recipe.run.name != "auto"
+            else _next_free(base, f"{source.split(':')[0]}-{model}")
+        )
+        path.mkdir(exist_ok=True)
+        lock = _lock(path)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the run folder in {base}: {error.strerror or error}", "give another --run.dir"
+        ) from error
+    notes: list[str] = []
+    resume_from: Path | None = None
+    if resume == "never":
+        if (path / "recipe.toml").exists() or checkpoints(path / "checkpoints"):
+            raise UserError(
+                f"run.name = {path.name}: {path} already holds a run",
+                "go on with it by --checkpoint.resume auto, or give another --run.name",
+            )
+    elif resume == "auto":
+        resume_from, complaints = newest_sound(path / "checkpoints")
+        notes += _passed_over(complaints, resume_from)
+        if complaints and resume_from is None:
+            raise UserError(
+                f"{path}: no checkpoint verifies. " + "; ".join(complaints),
+                "restore one from a copy, or start again under another --run.name",
+            )
+    else:
+        resume_from, complaints = find_checkpoint(Path(resume))
+        notes += _passed_over(complaints, resume_from)
+    return Opened(path, resume_from, tuple(notes), lock)
+
+
+def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
+    """A checkpoint folder itself, or the newest sound one of a run folder."""
+    if not path.exists():
+        raise UserError(f"{path} does not exist", "give a run folder or one of its checkpoints/step-N")
+    if (path / "manifest.json").exists() or path.name.startswith("step-"):
+        return path, []
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    found, complaints = newest_sound(folder)
+    if found is None:
+        why = "; ".join(complaints) if complaints else "there is none"
+        raise UserError(f"{path}: no checkpoint to use: {why}", "give a run folder that has saved one")
+    return found, complaints
+
+
+def evaluation_words(path: Path) -> list[str]:
+    """The words that stand for `drumline eval PATH`: a run brings its recipe, every path its weights."""
+    if not path.exists():
+        raise UserError(f"{path} does not exist", "give a run folder, a checkpoint or a weights file")
+    run = path.parent.parent if path.name.startswith("step-") else path
+    recipe = run / "recipe.toml"
+    words = [str(recipe)] if path.is_dir() and recipe.is_file() else []
+    return [*words, f"model.weights={path}"]
+
+
+def write_facts(path: Path, recipe_text: str, environment: dict[str, Any]) -> None:
+    """recipe.toml and environment.json."""
+    write_text(path / "recipe.toml", recipe_text)
+    write_text(path / "environment.json", json.dumps(environment, indent=1) + "\n")
+
+
+def changed_settings(saved: str, current: str) -> list[str]:
+    """Which fields that can change the result differ between two recipe texts, as `name: old -> new`."""
+    old, new = _flat(tomllib.loads(saved)), _flat(tomllib.loads(current))
+    return [
+        f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
+        and name not in IRRELEVANT_TO_BITS
+        and not name.startswith("checkpoint.")
+    ]
+
+
+def _passed_over(complaints: list[str], used: Path | None) -> list[str]:
+    instead = f"; going back to {used.name}" if used else ""
+    return [
+        f"WARNING: a checkpoint does not verify and is passed over: {reason}{instead}"
+        for reason in complaints
+    ]
+
+
+def _next_free(base: Path, stem: str) -> Path:
+    number = 1
+    while True:
+        try:
+            (base / f"{stem}-{number}").mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return base / f"{stem}-{number}"
+
+
+def _lock(path: Path) -> IO[str]:
+    lock = (path / ".lock").open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            f"{path} is being written by another run", "wait for it to end, or give another --run.name"
+        ) from None
+    return lock
+
+
+def _flat(sections: dict[str, Any]) -> dict[str, Any]:
+    return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}

@@ -1,0 +1,1 @@
+"""One training run: loop, step, objective, optimizers, schedule, evaluation, averages."""

@@ -1,0 +1,31 @@
+"""A moving average of the weights, kept beside the model and updated on the device.
+
+Promises: floats are averaged, counters are copied, nothing waits for the host; the average is a full state of
+the model under the same names, so it saves, loads and evaluates like one.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+
+class Average:
+    """`module` is a frozen copy of the model whose state follows it with the given decay."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.module = copy.deepcopy(model).eval().requires_grad_(False)
+        pairs = list(zip(self.module.state_dict().values(), model.state_dict().values(), strict=True))
+        self._floats = [pair for pair in pairs if pair[0].is_floating_point()]
+        self._counters = [pair for pair in pairs if not pair[0].is_floating_point()]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """average += (1 - decay) · (model - average)."""
+        mine, theirs = [a for a, _ in self._floats], [b for _, b in self._floats]
+        torch._foreach_lerp_(mine, theirs, 1.0 - self.decay)
+        for average, counter in self._counters:
+            average.copy_(counter)

@@ -1,0 +1,99 @@
+"""Scores a model on every sample of a set, exactly once, on any number of processes.
+
+Promises: batches are fixed by the set alone and dealt whole to the ranks, so each sample is computed in the
+same company whatever the world; counts are integers, losses are summed in fixed point, so totals do not depend
+on the order of addition; the count is checked against the source and a mismatch stops the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from drumline.data.views import Batch
+from drumline.launch.world import World
+from drumline.train.step import Normalise
+
+_FIXED_POINT = 2**24
+
+
+@dataclass(frozen=True)
+class Score:
+    """Integer counts over the whole set, and the mean cross-entropy."""
+
+    samples: int
+    top1: int
+    top5: int
+    loss: float
+
+    @property
+    def accuracy(self) -> float:
+        return self.top1 / self.samples
+
+    @property
+    def accuracy5(self) -> float:
+        return self.top5 / self.samples
+
+
+@torch.inference_mode()
+def evaluate(
+    model: nn.Module,
+    batches: Iterator[Batch],
+    samples: int,
+    batch_size: int,
+    normalise: Normalise,
+    world: World,
+    autocast: torch.dtype | None,
+    watch: Callable[[int], None] = lambda done: None,
+) -> Score:
+    """Runs `model` (not wrapped) in eval mode over this rank's batches and adds up over the world."""
+    was_training = model.training
+    model.eval()
+    totals = torch.zeros(4, dtype=torch.int64, device=world.device)
+    done = 0
+    for batch in batches:
+        images = normalise(padded(batch.images, batch_size))
+        with torch.autocast(
+            world.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None
+        ):
+            logits = model(images)
+        totals += tally(logits[: len(batch.labels)].float(), batch.labels)
+        done += len(batch.labels)
+        watch(min(samples, done * world.size))
+    model.train(was_training)
+    counted, top1, top5, loss = world.sum(totals).tolist()
+    if counted != samples:
+        raise AssertionError(f"evaluation counted {counted} samples, the source has {samples}")
+    return Score(samples=counted, top1=top1, top5=top5, loss=loss / _FIXED_POINT / samples)
+
+
+def tally(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """(samples, right at the first guess, right within five, fixed-point loss) as int64.
+
+    A label's place is the number of classes ranked before it; of equal logits the lower class comes first, and
+    NaN ranks before everything, so a broken model is never right."""
+    own = logits.gather(1, labels[:, None])
+    classes = torch.arange(logits.shape[1], device=logits.device)
+    before = ~(logits <= own) | ((logits == own) & (classes < labels[:, None]))
+    place = before.sum(dim=1)
+    losses = (
+        F.cross_entropy(logits, labels, reduction="none").double().nan_to_num(1e4, 1e4, 1e4).clamp(max=1e4)
+    )
+    return torch.stack(
+        [
+            torch.tensor(len(labels), device=logits.device),
+            (place < 1).sum(),
+            (place < 5).sum(),
+            losses.mul(_FIXED_POINT).round().long().sum(),
+        ]
+    )
+
+
+def padded(images: torch.Tensor, batch_size: int) -> torch.Tensor:
+    """A last, smaller batch filled up with black images (not counted), so that every batch has one shape."""
+    missing = batch_size - len(images)
+    return images if missing == 0 else F.pad(images, (0, 0, 0, 0, 0, 0, 0, missing))

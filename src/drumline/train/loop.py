@@ -1,0 +1,190 @@
+"""A training run from start to end: prepare, resume, step, evaluate, save.
+
+Promises: the loop itself never waits for the device, a file or another rank's news; a run that is stopped or
+killed and resumed takes the same steps with the same bits; every rank holds the same model at each save, or
+the run stops and names the tensor and the rank.
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from drumline.errors import UserError
+from drumline.launch.world import World
+from drumline.models.weights import export_weights
+from drumline.recipe import Recipe
+from drumline.state.atomic import write_file
+from drumline.state.checkpoint import Position
+from drumline.state.fingerprint import fingerprints, first_difference
+from drumline.train.evaluate import Score, evaluate
+from drumline.train.start import Running, start
+from drumline.train.stop import StopSign
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended. `top1` and the like are of the last evaluation."""
+
+    run: str
+    finished: bool
+    step: int
+    epoch: float
+    top1: float | None
+    top5: float | None
+    loss: float | None
+    correct: int
+    samples: int
+    best_top1: float | None
+    best_epoch: float | None
+    images_per_s: float
+
+
+def train(recipe: Recipe, world: World) -> Result:
+    """Runs the recipe. Every rank calls it, and every rank gets the same result."""
+    with ExitStack() as cleanup:
+        run = start(recipe, world, cleanup)
+        with StopSign(world) as stop:
+            position, score = take_steps(run, stop)
+        if position.step == run.plan.total and score is None:
+            score = score_model(run, position.step)[0]
+        export(run, position)
+        return _result(run, position, score)
+
+
+def take_steps(run: Running, stop: StopSign) -> tuple[Position, Score | None]:
+    """Every step that is left, or those until somebody asks to stop."""
+    recipe, plan, reporter, position = run.recipe, run.plan, run.reporter, run.position
+    score: Score | None = None
+    if position.step >= plan.total:
+        return position, score
+    with closing(run.sets.training(recipe, run.world, position.step, plan.total)) as batches:
+        batch = next(batches)
+        run.rehearse(batch)
+        reporter.display.begin(run.title, plan.total, position.step, plan.total / plan.per_epoch)
+        clock = reporter.clock
+        clock.take()
+        for index in range(position.step, plan.total):
+            rate = plan.schedule(index)
+            clock.step_begin()
+            run.step(batch, index, rate)
+            clock.step_end()
+
+            done = index + 1
+            position = replace(position, step=done)
+            if done % recipe.train.log_every == 0 or done == plan.total:
+                reporter.tick(done, rate)
+            if plan.evaluates_after(done):
+                score, position = evaluate_run(run, position)
+            stopping = stop.seen(done) and done < plan.total
+            if (
+                stopping
+                or position.best_step == done
+                or plan.saves_after(done, recipe.checkpoint.every_steps)
+            ):
+                save(run, position)
+            if stopping:
+                run.note(f"stopped on request after step {done:,} of {plan.total:,}; saved")
+                break
+            if done < plan.total:
+                clock.data_begin()
+                batch = next(batches)
+                clock.data_end()
+        stop.settle()
+    reporter.drain()
+    return position, score
+
+
+def evaluate_run(run: Running, position: Position) -> tuple[Score, Position]:
+    """Scores the model (and its average, which then counts), and remembers the best."""
+    run.reporter.drain()
+    score, average = score_model(run, position.step)
+    counts = average or score
+    best = counts.accuracy > position.best_accuracy
+    if best:
+        position = replace(position, best_step=position.step, best_accuracy=counts.accuracy)
+    run.reporter.evaluated(position.step, score, average, best)
+    return counts, position
+
+
+def score_model(run: Running, step: int) -> tuple[Score, Score | None]:
+    """The model's score on the evaluation set, and its average's if there is one."""
+
+    def scored(module: object) -> Score:
+        with closing(run.sets.evaluation(run.recipe, run.world)) as batches:
+            return evaluate(
+                module,  # type: ignore[arg-type]
+                batches,
+                len(run.sets.eval),
+                run.sets.eval_batch,
+                run.step.normalise,
+                run.world,
+                run.step.autocast,
+                watch=partial(run.reporter.display.evaluation, total=len(run.sets.eval)),
+            )
+
+    average = run.trainee.average
+    return scored(run.trainee.module), scored(average.module) if average else None
+
+
+def save(run: Running, position: Position) -> None:
+    """Checks that the ranks agree, then hands a snapshot to the writer."""
+    check_agreement(run)
+    if run.keeper is not None:
+        scaler = run.trainee.scaler.state_dict() if run.trainee.scaler.is_enabled() else {}
+        run.keeper.save(run.trainee.tensors(), replace(position, scaler=scaler))
+    run.reporter.clock.take()
+
+
+def check_agreement(run: Running) -> None:
+    """Stops the run when the ranks hold different models: they would train on alone, in silence."""
+    if run.world.size == 1:
+        return
+    tensors = run.trainee.tensors()["model"]
+    difference = first_difference(sorted(tensors), run.world.gather_integers(fingerprints(tensors)))
+    if difference is not None:
+        name, ranks = difference
+        raise UserError(
+            f"the ranks no longer hold the same model: {name!r} differs on rank(s) {ranks}",
+            "look for code that changes weights or calls the model past its DDP wrapper on some ranks only",
+        )
+
+
+def export(run: Running, position: Position) -> None:
+    """Plain weights of the last and of the best model (the averaged ones where there is an average)."""
+    if run.folder is None or run.keeper is None:
+        return
+    run.keeper.wait()
+    average = run.trainee.average
+    folder = run.folder.path / "weights"
+    folder.mkdir(exist_ok=True)
+    export_weights(average.module if average else run.trainee.module, folder / "last.safetensors")
+    best = run.folder.checkpoints / f"step-{position.best_step}"
+    source = best / ("average.safetensors" if average else "model.safetensors")
+    if source.exists():
+        write_file(folder / "best.safetensors", partial(_copy, source))
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copyfile(source, target)
+
+
+def _result(run: Running, position: Position, score: Score | None) -> Result:
+    per_epoch, judged = run.plan.per_epoch, position.best_step >= 0
+    return Result(
+        run=run.world.share(str(run.folder.path) if run.folder else ""),
+        finished=position.step == run.plan.total,
+        step=position.step,
+        epoch=round(position.step / per_epoch, 3),
+        top1=score.accuracy if score else None,
+        top5=score.accuracy5 if score else None,
+        loss=score.loss if score else None,
+        correct=score.top1 if score else 0,
+        samples=score.samples if score else 0,
+        best_top1=position.best_accuracy if judged else None,
+        best_epoch=round(position.best_step / per_epoch, 3) if judged else None,
+        images_per_s=round(run.reporter.images_per_s, 1),
+    )

@@ -1,0 +1,69 @@
+"""Reads running sums off the device late, so that the step never waits for them.
+
+Promises: asking for a reading queues a copy and returns; a reading is handed out once the device has passed
+that point, in order; nothing is lost at the end (`drain`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from drumline.launch.world import World
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Sums over the whole world since the reading before."""
+
+    step: int
+    loss_sum: float
+    correct: int
+    samples: int
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / max(1, self.samples)
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / max(1, self.samples)
+
+
+class MeterReader:
+    """Reads a step's `meter` every so often."""
+
+    def __init__(self, meter: torch.Tensor, world: World) -> None:
+        self.meter, self.world = meter, world
+        self._waiting: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
+
+    def request(self, step: int) -> None:
+        """Adds the meter up over the ranks, starts its copy to the host and sets it to zero."""
+        sums = self.world.sum(self.meter.clone())
+        self.meter.zero_()
+        if not sums.is_cuda:
+            self._waiting.append((step, sums, None))
+            return
+        host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+        host.copy_(sums, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        self._waiting.append((step, host, arrived))
+
+    def ready(self) -> list[Reading]:
+        """The readings that have arrived, oldest first. Never waits."""
+        arrived = []
+        while self._waiting and (self._waiting[0][2] is None or self._waiting[0][2].query()):
+            step, sums, _ = self._waiting.popleft()
+            loss, correct, samples = sums.tolist()
+            arrived.append(Reading(step, loss, int(correct), int(samples)))
+        return arrived
+
+    def drain(self) -> list[Reading]:
+        """All that is still on its way; waits for it."""
+        for _, _, arrived in self._waiting:
+            if arrived is not None:
+                arrived.synchronize()
+        return self.ready()

@@ -1,0 +1,165 @@
+"""Optimizers whose whole state exists from the start and whose rate is a tensor on the device.
+
+Promises: no host sync in `step`, so a step can be captured as a CUDA graph; state tensors are made up front
+and only ever written in place, so checkpoints load into them and graphs keep their addresses. SGD and AdamW
+are torch's own fused kernels; LARS and LAMB are written here because torch has neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from drumline.recipe import Optim
+
+
+def build_optimizer(optim: Optim, model: nn.Module, lr: torch.Tensor) -> torch.optim.Optimizer:
+    """The recipe's optimizer over every trainable parameter; `lr` is the tensor the loop writes rates into."""
+    groups = parameter_groups(optim, model)
+    optimizer: torch.optim.Optimizer
+    if optim.name == "sgd":
+        optimizer = torch.optim.SGD(
+            groups, lr=lr, momentum=optim.momentum, nesterov=optim.nesterov, fused=True
+        )
+        slots: tuple[str, ...] = ("momentum_buffer",) if optim.momentum else ()
+    elif optim.name == "adamw":
+        optimizer = torch.optim.AdamW(
+            groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=True, capturable=lr.is_cuda
+        )
+        slots = ("step", "exp_avg", "exp_avg_sq")
+    elif optim.name == "lars":
+        optimizer = LARS(groups, lr=lr, momentum=optim.momentum, trust=optim.trust)
+        slots = ("momentum_buffer",)
+    else:
+        optimizer = LAMB(groups, lr=lr, betas=optim.betas, eps=optim.eps)
+        slots = ("step", "exp_avg", "exp_avg_sq")
+    for parameter in _parameters(optimizer):
+        optimizer.state[parameter] = {slot: _slot(slot, parameter) for slot in slots}
+    return optimizer
+
+
+def parameter_groups(optim: Optim, model: nn.Module) -> list[dict[str, Any]]:
+    """Trainable parameters with their weight decay: vectors and scalars (biases, normalisation) apart."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if optim.decay_all and optim.name not in ("lars", "lamb"):
+        return [{"params": trainable, "weight_decay": optim.weight_decay, "adapt": True}]
+    matrices = [parameter for parameter in trainable if parameter.ndim > 1]
+    vectors = [parameter for parameter in trainable if parameter.ndim <= 1]
+    vector_decay = optim.weight_decay if optim.decay_all else 0.0
+    groups = [
+        {"params": matrices, "weight_decay": optim.weight_decay, "adapt": True},
+        {"params": vectors, "weight_decay": vector_decay, "adapt": False},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+class _DeviceRate(torch.optim.Optimizer):
+    """What LARS and LAMB share: multi-tensor steps, and torch's contract for loss scaling without a sync
+    (`GradScaler` sets `grad_scale` and `found_inf`; a step with an infinite gradient must change nothing)."""
+
+    _step_supports_amp_scaling = True
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not parameters:
+                continue
+            gradients = [parameter.grad.float() for parameter in parameters]
+            if self.grad_scale is not None:
+                gradients = list(torch._foreach_div(gradients, self.grad_scale))
+            before: list[torch.Tensor] = []
+            touched = [*parameters, *(t for p in parameters for t in self.state[p].values())]
+            if self.found_inf is not None:
+                before = [tensor.clone() for tensor in touched]
+            self.update(group, parameters, gradients)
+            for tensor, old in zip(touched, before, strict=False):
+                assert self.found_inf is not None
+                tensor.copy_(torch.where(self.found_inf > 0, old, tensor))
+
+    def update(
+        self, group: dict[str, Any], parameters: list[torch.Tensor], gradients: list[torch.Tensor]
+    ) -> None:
+        raise NotImplementedError
+
+
+class LARS(_DeviceRate):
+    """Layer-wise adaptive rate scaling (You et al., 2017): each matrix moves by trust·‖w‖/(‖g‖ + λ‖w‖) times
+    its momentum step; vectors (`adapt=False`) move as in plain SGD."""
+
+    def __init__(
+        self, params: Iterable[Any], lr: torch.Tensor, momentum: float = 0.9, trust: float = 0.001
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "momentum": momentum, "trust": trust, "weight_decay": 0.0, "adapt": True}
+        )
+
+    def update(
+        self, group: dict[str, Any], parameters: list[torch.Tensor], gradients: list[torch.Tensor]
+    ) -> None:
+        decay = group["weight_decay"]
+        directions = list(torch._foreach_add(gradients, parameters, alpha=decay))
+        if group["adapt"]:
+            weights = torch.stack(torch._foreach_norm(parameters))
+            slopes = torch.stack(torch._foreach_norm(gradients)) + decay * weights
+            ratios = torch.where((weights > 0) & (slopes > 0), group["trust"] * weights / slopes, 1.0)
+            directions = list(torch._foreach_mul(directions, list(ratios.unbind())))
+        moments = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        torch._foreach_mul_(moments, group["momentum"])
+        torch._foreach_add_(moments, directions)
+        torch._foreach_sub_(parameters, torch._foreach_mul(moments, group["lr"]))
+
+
+class LAMB(_DeviceRate):
+    """Layer-wise adaptive moments (You et al., 2020): AdamW's direction, rescaled per matrix to the norm of
+    its weights; vectors (`adapt=False`) are not rescaled."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: torch.Tensor,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "adapt": True})
+
+    def update(
+        self, group: dict[str, Any], parameters: list[torch.Tensor], gradients: list[torch.Tensor]
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        states = [self.state[parameter] for parameter in parameters]
+        steps = [state["step"] for state in states]
+        means = [state["exp_avg"] for state in states]
+        squares = [state["exp_avg_sq"] for state in states]
+        torch._foreach_add_(steps, 1.0)
+        torch._foreach_lerp_(means, gradients, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
+        # Every parameter takes each step, so one counter serves the whole group.
+        mean_bias, square_bias = 1 - beta1 ** steps[0], 1 - beta2 ** steps[0]
+        roots = torch._foreach_sqrt(torch._foreach_div(squares, square_bias))
+        torch._foreach_add_(roots, group["eps"])
+        directions = torch._foreach_div(torch._foreach_div(means, mean_bias), roots)
+        torch._foreach_add_(directions, parameters, alpha=group["weight_decay"])
+        if group["adapt"]:
+            weights = torch.stack(torch._foreach_norm(parameters))
+            lengths = torch.stack(torch._foreach_norm(directions))
+            ratios = torch.where((weights > 0) & (lengths > 0), weights / lengths, 1.0)
+            directions = torch._foreach_mul(directions, list(ratios.unbind()))
+        torch._foreach_sub_(parameters, torch._foreach_mul(directions, group["lr"]))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _slot(name: str, parameter: torch.Tensor) -> torch.Tensor:
+    if name == "step":
+        return torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return torch.zeros_like(parameter, memory_format=torch.preserve_format)

@@ -1,0 +1,281 @@
+"""From a recipe to the things a run is made of. Everything that is chosen for the user is chosen here.
+
+Promises: builds the same model on every rank (weights come from the seed alone), resolves each `auto` to a
+value and can say which (`Chosen`), refuses what does not fit together before a single step is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from drumline.data.loader import Batches, batches, default_workers, resident_batches
+from drumline.data.order import evaluation_requests, share, steps_per_epoch, training_requests
+from drumline.data.sources import ArraySource, Source, SourceSpec, detect_source, open_source
+from drumline.data.sources import channel_statistics as measured_statistics
+from drumline.data.views import Augment, View
+from drumline.errors import UserError
+from drumline.launch.machine import usable_cores
+from drumline.launch.world import World
+from drumline.models import create_model, load_weights
+from drumline.parallel.layout import lay_out, resolve_layout
+from drumline.recipe import Data, Recipe
+from drumline.train.ema import Average
+from drumline.train.optim import build_optimizer
+from drumline.train.recompute import recompute_blocks
+from drumline.train.schedule import Schedule, build_schedule
+from drumline.train.step import Normalise
+from drumline.train.trainee import Trainee
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+EVALUATION_BATCH = 256
+"""Largest evaluation batch. Fixed, so that a sample is always scored in the same company."""
+
+
+@dataclass(frozen=True)
+class Sets:
+    """The training and evaluation data of a run, and how to look at them."""
+
+    name: str
+    train_spec: SourceSpec
+    eval_spec: SourceSpec
+    train: Source
+    eval: Source
+    view: View
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    workers: int
+
+    @property
+    def eval_batch(self) -> int:
+        return min(EVALUATION_BATCH, len(self.eval))
+
+    def training(self, recipe: Recipe, world: World, first_step: int, last_step: int) -> Batches:
+        """This rank's batches from `first_step` on."""
+        part = share(recipe.data.batch, world.rank, world.size, unit=2 if self.view.mixes else 1)
+        resident = self.name == "synthetic"
+        requests = training_requests(
+            seed=recipe.run.seed,
+            samples=len(self.train),
+            batch=recipe.data.batch,
+            first_step=0 if resident else first_step,
+            last_step=last_step,
+            part=part,
+        )
+        if resident:
+            return resident_batches(
+                self.train, self.view, recipe.run.seed, requests, first_step, world.device
+            )
+        return batches(
+            self.train_spec, self.train, self.view, recipe.run.seed, requests, self.workers, world.device
+        )
+
+    def evaluation(self, recipe: Recipe, world: World) -> Batches:
+        """This rank's evaluation batches."""
+        requests = evaluation_requests(
+            samples=len(self.eval), batch=self.eval_batch, rank=world.rank, world=world.size
+        )
+        view = self.view.for_evaluation()
+        return batches(self.eval_spec, self.eval, view, recipe.run.seed, requests, self.workers, world.device)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long a run is, in steps."""
+
+    total: int
+    per_epoch: int
+    schedule: Schedule
+    eval_steps: int
+    save_steps: int
+
+    def evaluates_after(self, step: int) -> bool:
+        """`step` counts finished steps."""
+        return step == self.total or (self.eval_steps > 0 and step % self.eval_steps == 0)
+
+    def saves_after(self, step: int, every_steps: int) -> bool:
+        return (
+            step == self.total
+            or (self.save_steps > 0 and step % self.save_steps == 0)
+            or (every_steps > 0 and step % every_steps == 0)
+        )
+
+
+def prepare_sets(recipe: Recipe, world: World) -> Sets:
+    """Opens the data and decides how it is seen."""
+    data = recipe.data
+    name = detect_source(data.source, data.path)
+    train_spec = SourceSpec(source=name, path=data.path, split="train", holdout=data.holdout)
+    eval_spec = SourceSpec(source=name, path=data.path, split="eval", holdout=data.holdout)
+    train, evaluation = open_source(train_spec), open_source(eval_spec)
+    view = View(
+        size=_size(data, train),
+        augment=_augment(data, name, train),
+        eval_crop=data.eval_crop,
+        exif=data.exif,
+        mixup=data.mixup,
+        cutmix=data.cutmix,
+    )
+    mean, std = _statistics(data, train)
+    workers = default_workers(train, world.local_size) if data.workers == "auto" else data.workers
+    return Sets(name, train_spec, eval_spec, train, evaluation, view, mean, std, workers)
+
+
+def prepare_plan(recipe: Recipe, samples: int, world: World) -> Plan:
+    """Counts steps; refuses a batch that the data or the world cannot fill."""
+    batch = recipe.data.batch
+    per_epoch = steps_per_epoch(samples, batch)
+    if per_epoch == 0:
+        raise UserError(
+            f"data.batch = {batch}: the training set has only {samples} samples",
+            f"give --data.batch {samples} or less",
+        )
+    unit = 2 if recipe.data.mixup or recipe.data.cutmix else 1
+    least = world.size * recipe.train.accumulate * unit
+    if batch < least:
+        raise UserError(
+            f"data.batch = {batch} cannot feed {world.size} processes x {recipe.train.accumulate} micro-batches"
+            + (" of mixed pairs" if unit == 2 else ""),
+            f"give --data.batch {least} or more",
+        )
+    total = recipe.train.steps or max(1, round(recipe.train.epochs * per_epoch))
+    return Plan(
+        total=total,
+        per_epoch=per_epoch,
+        schedule=build_schedule(recipe.optim, batch, total, per_epoch),
+        eval_steps=round(recipe.train.eval_every * per_epoch),
+        save_steps=round(recipe.checkpoint.every_epochs * per_epoch),
+    )
+
+
+def prepare_model(recipe: Recipe, classes: int, world: World) -> tuple[nn.Module, str]:
+    """The bare model on this rank's device, and a word on the weights it started from."""
+    wanted = classes if recipe.model.classes == "auto" else recipe.model.classes
+    if wanted < classes:
+        raise UserError(
+            f"model.classes = {wanted}, but the data has {classes} classes", "give at least as many, or auto"
+        )
+    torch.manual_seed(recipe.run.seed)
+    module = create_model(recipe.model.name, classes=wanted)
+    word = ""
+    if recipe.model.weights:
+        report = load_weights(module, recipe.model.weights)
+        word = f"weights from {recipe.model.weights}: {report.loaded} tensors"
+        if report.reinitialised:
+            word += f", new: {', '.join(report.reinitialised)}"
+    module = module.to(world.device)
+    if channels_last(recipe, world):
+        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return module, word
+
+
+def prepare_trainee(recipe: Recipe, module: nn.Module, world: World) -> Trainee:
+    """The model laid out over the world, with optimizer, loss scaler and average."""
+    if recipe.train.gradient_checkpointing:
+        recompute_blocks(module)
+    module.train()
+    average = Average(module, recipe.train.ema) if recipe.train.ema else None
+    forward = lay_out(module, resolve_layout(recipe.parallel.layout, world), world)
+    if recipe.train.compile:
+        forward.compile()
+    lr = torch.tensor(0.0, device=world.device)
+    scaler = torch.amp.GradScaler("cuda", enabled=precision(recipe, world) is torch.float16)
+    return Trainee(module, forward, build_optimizer(recipe.optim, module, lr), lr, scaler, average)
+
+
+def normaliser(sets: Sets, recipe: Recipe, world: World) -> Normalise:
+    """The device half of the view."""
+    return Normalise.build(sets.mean, sets.std, world.device, channels_last(recipe, world))
+
+
+def precision(recipe: Recipe, world: World) -> torch.dtype | None:
+    """The autocast type; None computes in fp32."""
+    wanted = recipe.train.precision
+    if wanted == "auto":
+        if world.device.type == "cpu":
+            return None
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    if wanted == "fp16" and world.device.type == "cpu":
+        raise UserError("train.precision = fp16 needs a GPU", "use bf16 or fp32 on a CPU")
+    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[wanted]
+
+
+def channels_last(recipe: Recipe, world: World) -> bool:
+    return recipe.train.channels_last and world.device.type == "cuda"
+
+
+def captures(recipe: Recipe, world: World) -> tuple[bool, str]:
+    """Whether the step is recorded as a CUDA graph, and why not."""
+    wanted = recipe.train.capture
+    if wanted == "off":
+        return False, "train.capture = off"
+    reason = ""
+    if world.device.type != "cuda":
+        reason = "no GPU"
+    elif world.size > 1:
+        reason = "several processes exchange gradients outside a graph"
+    elif resolve_layout(recipe.parallel.layout, world) == "dp":
+        reason = "DataParallel copies the model at each step"
+    elif recipe.train.gradient_checkpointing:
+        reason = "gradient checkpointing saves and restores generator states on the host"
+    if reason and wanted == "on":
+        raise UserError(f"train.capture = on is not possible: {reason}", "use auto or off")
+    return not reason, reason
+
+
+def set_arithmetic(deterministic: bool) -> None:
+    """Kernels that give the same bits each time, or the fastest ones."""
+    torch.backends.cudnn.deterministic = deterministic
+    torch.backends.cudnn.benchmark = not deterministic
+    torch.use_deterministic_algorithms(deterministic)
+    # Filling fresh memory guards against reading it uninitialised; our kernels write before they read.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def threads_per_process(wanted: int | str, local_size: int) -> int:
+    """CPU threads for arithmetic."""
+    if isinstance(wanted, int):
+        return wanted
+    return max(1, usable_cores() // local_size)
+
+
+def _size(data: Data, source: Source) -> int:
+    if data.size != "auto":
+        return data.size
+    if not isinstance(source, ArraySource):
+        return 224
+    height, width, _ = source.shape
+    if height != width:
+        raise UserError(
+            f"data.size = auto: the stored images are {width} x {height}, not square", "give --data.size N"
+        )
+    return height
+
+
+def _augment(data: Data, name: str, source: Source) -> Augment:
+    arrays = isinstance(source, ArraySource)
+    if data.augment == "auto":
+        if not arrays:
+            return "crop-flip"
+        by_source: dict[str, Augment] = {
+            "cifar10": "shift-flip",
+            "cifar100": "shift-flip",
+            "synthetic": "none",
+        }
+        return by_source.get(name, "shift")
+    if data.augment.startswith("shift") and not arrays:
+        raise UserError(
+            f"data.augment = {data.augment}: image files come in many sizes, shifting wants one",
+            "use crop-flip or none",
+        )
+    return data.augment
+
+
+def _statistics(data: Data, source: Source) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    if data.mean:
+        return data.mean, data.std
+    if isinstance(source, ArraySource):
+        return measured_statistics(source)
+    return IMAGENET_MEAN, IMAGENET_STD

@@ -1,0 +1,80 @@
+"""Gradient checkpointing (torch.utils.checkpoint) by block: activations are recomputed in backward.
+
+Promises: the same losses, gradients and buffers as without. Recomputing a block runs its BatchNorm a second
+time, which by itself would update the running statistics twice a step; here the second run leaves them alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from drumline.errors import UserError
+
+
+def recompute_blocks(model: nn.Module) -> int:
+    """Makes every repeated block of the model recompute its activations; returns how many there are."""
+    blocks = repeated_blocks(model)
+    if not blocks:
+        raise UserError(
+            f"train.gradient_checkpointing: found no repeated blocks in {type(model).__name__}",
+            "give the model a method blocks() that lists them, or leave the option off",
+        )
+    for block in blocks:
+        block.forward = partial(_recomputed, block, block.forward)
+    return len(blocks)
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The model's own word (`blocks()`), else the members of its Sequential and ModuleList children that
+    have parameters."""
+    declared = getattr(model, "blocks", None)
+    if callable(declared):
+        return list(declared())
+    return [
+        block
+        for child in model.modules()
+        if isinstance(child, nn.Sequential | nn.ModuleList) and len(child) > 1 and _outermost(model, child)
+        for block in child
+        if any(True for _ in block.parameters())
+    ]
+
+
+def _recomputed(block: nn.Module, forward: Any, *args: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args)
+    return checkpoint(
+        forward, *args, use_reentrant=False, context_fn=partial(_contexts, block), determinism_check="default"
+    )
+
+
+def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _statistics_untouched(block)
+
+
+@contextmanager
+def _statistics_untouched(block: nn.Module) -> Iterator[None]:
+    """In training, BatchNorm normalises by the batch whether or not it tracks: same output, no update."""
+    norms = [module for module in block.modules() if isinstance(module, _BatchNorm) and module.training]
+    tracked = [norm.track_running_stats for norm in norms]
+    for norm in norms:
+        norm.track_running_stats = False
+    try:
+        yield
+    finally:
+        for norm, value in zip(norms, tracked, strict=True):
+            norm.track_running_stats = value
+
+
+def _outermost(model: nn.Module, child: nn.Module) -> bool:
+    """Whether no other container lies between the model and this one."""
+    name = next(name for name, module in model.named_modules() if module is child)
+    parents = [model.get_submodule(".".join(name.split(".")[:i])) for i in range(1, name.count(".") + 1)]
+    return not any(isinstance(parent, nn.Sequential | nn.ModuleList) for parent in parents)

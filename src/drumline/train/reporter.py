@@ -1,0 +1,121 @@
+"""Tells the logbook and the display how a run is going, without holding it up.
+
+Promises: loss is the mean over the global batch since the line before; per-rank data, compute and step times
+are measured always and written once per evaluation; numbers arrive late rather than stop the device.
+"""
+
+from __future__ import annotations
+
+from drumline.launch.world import World
+from drumline.observe.clock import StepClock, Times
+from drumline.observe.display import Display, Progress
+from drumline.observe.logbook import Logbook
+from drumline.train.evaluate import Score
+from drumline.train.meter import MeterReader, Reading
+
+
+class Reporter:
+    """Everything said between two steps goes through here."""
+
+    def __init__(
+        self,
+        logbook: Logbook,
+        display: Display,
+        meters: MeterReader,
+        world: World,
+        total: int,
+        per_epoch: int,
+        batch: int,
+    ) -> None:
+        self.logbook, self.display, self.meters, self.world = logbook, display, meters, world
+        self.total, self.per_epoch, self.batch = total, per_epoch, batch
+        self.clock = StepClock(world.device)
+        self.images_per_s = 0.0
+        self._asked: dict[int, tuple[Times, float]] = {}
+        self._since_evaluation: list[Times] = []
+
+    def tick(self, done: int, rate: float) -> None:
+        """Asks for the numbers up to here and passes on those that have arrived."""
+        times = self.clock.take()
+        self._since_evaluation.append(times)
+        self._asked[done] = (times, rate)
+        self.meters.request(done)
+        self._pass_on(self.meters.ready())
+
+    def drain(self) -> None:
+        """Passes on all that is still on its way."""
+        self._pass_on(self.meters.drain())
+
+    def evaluated(self, done: int, score: Score, average: Score | None, best: bool) -> None:
+        """One evaluation, and every rank's times since the one before."""
+        epoch = done / self.per_epoch
+        extra = {"average_top1": average.accuracy, "average_loss": average.loss} if average else {}
+        self.logbook.metric(
+            "eval",
+            step=done,
+            epoch=epoch,
+            top1=score.accuracy,
+            top5=score.accuracy5,
+            loss=score.loss,
+            correct=score.top1,
+            samples=score.samples,
+            **extra,
+        )
+        words = f"epoch {epoch:.4g}: top-1 {score.accuracy:.2%}, top-5 {score.accuracy5:.2%}, loss {score.loss:.4f}"
+        if average:
+            words += f", averaged weights {average.accuracy:.2%}"
+        self.display.result(words + (" (best)" if best else ""))
+        self._write_times(done)
+        self.clock.take()
+
+    def _write_times(self, done: int) -> None:
+        steps = sum(times.steps for times in self._since_evaluation)
+        if not steps:
+            return
+        sums = [
+            sum(getattr(times, name) for times in self._since_evaluation)
+            for name in ("data_s", "compute_s", "wall_s")
+        ]
+        self._since_evaluation.clear()
+        ranks = self.world.gather([1e3 * value / steps for value in sums])
+        data, compute, wall = (list(column) for column in zip(*ranks, strict=True))
+        self.images_per_s = self.batch / max(1e-9, max(wall) / 1e3)
+        self.logbook.metric(
+            "times",
+            step=done,
+            epoch=done / self.per_epoch,
+            steps=steps,
+            data_ms=data,
+            compute_ms=compute,
+            step_ms=wall,
+            images_per_s=self.images_per_s,
+        )
+
+    def _pass_on(self, readings: list[Reading]) -> None:
+        for reading in readings:
+            times, rate = self._asked.pop(reading.step)
+            wall = max(times.wall_s, 1e-9)
+            images_per_s = times.steps * self.batch / wall
+            epoch = reading.step / self.per_epoch
+            self.logbook.metric(
+                "train",
+                step=reading.step,
+                epoch=epoch,
+                loss=reading.loss,
+                top1=reading.accuracy,
+                lr=rate,
+                images_per_s=images_per_s,
+                data_share=times.data_s / wall,
+            )
+            self.display.step(
+                Progress(
+                    epoch=epoch,
+                    epochs=self.total / self.per_epoch,
+                    step=reading.step,
+                    steps=self.total,
+                    loss=reading.loss,
+                    images_per_s=images_per_s,
+                    data_share=times.data_s / wall,
+                    lr=rate,
+                )
+            )

@@ -1,0 +1,63 @@
+"""`drumline eval`: the score of a model on an evaluation set."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from drumline.launch.world import World
+from drumline.observe.display import make_display
+from drumline.recipe import Recipe
+from drumline.train import prepare
+from drumline.train.evaluate import evaluate
+
+
+@dataclass(frozen=True)
+class ScoreResult:
+    """What `drumline eval` found."""
+
+    weights: str
+    samples: int
+    correct: int
+    correct5: int
+    top1: float
+    top5: float
+    loss: float
+
+
+def score(recipe: Recipe, world: World) -> ScoreResult:
+    """Evaluates the recipe's weights; every rank gets the same result."""
+    display = make_display(world.rank)
+    prepare.set_arithmetic(recipe.run.deterministic)
+    torch.set_num_threads(prepare.threads_per_process(recipe.parallel.threads, world.local_size))
+    sets = prepare.prepare_sets(recipe, world)
+    module, word = prepare.prepare_model(recipe, len(sets.train.classes), world)
+    display.note(word)
+    with closing(sets.evaluation(recipe, world)) as batches:
+        found = evaluate(
+            module,
+            batches,
+            len(sets.eval),
+            sets.eval_batch,
+            prepare.normaliser(sets, recipe, world),
+            world,
+            prepare.precision(recipe, world),
+            watch=partial(display.evaluation, total=len(sets.eval)),
+        )
+    display.result(
+        f"top-1 {found.accuracy:.2%} ({found.top1:,} of {found.samples:,}), top-5 {found.accuracy5:.2%}, "
+        f"loss {found.loss:.4f}"
+    )
+    display.end()
+    return ScoreResult(
+        weights=recipe.model.weights,
+        samples=found.samples,
+        correct=found.top1,
+        correct5=found.top5,
+        top1=found.accuracy,
+        top5=found.accuracy5,
+        loss=found.loss,
+    )

@@ -1,0 +1,203 @@
+"""Brings a run to the point where its next step can be taken, fresh or resumed.
+
+Promises: rank 0 alone touches the run folder and shares what it read, so machines need no common disk; a
+resumed run has the threads it was started with and stands at the exact sample; what was chosen is said.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from drumline.data.views import Batch
+from drumline.errors import UserError
+from drumline.launch.world import World
+from drumline.observe.display import make_display
+from drumline.observe.logbook import Logbook
+from drumline.parallel.layout import DATA_PARALLEL_WORD, resolve_layout
+from drumline.recipe import Recipe
+from drumline.recipe_file import dump_recipe
+from drumline.state.checkpoint import Position, Unsound, copy_into, read_checkpoint, read_manifest
+from drumline.state.environment import describe_environment
+from drumline.state.folder import Opened, changed_settings, open_run, write_facts
+from drumline.state.keeper import Keeper
+from drumline.train import prepare
+from drumline.train.meter import MeterReader
+from drumline.train.objective import Classification
+from drumline.train.reporter import Reporter
+from drumline.train.step import TrainStep
+from drumline.train.trainee import Trainee
+
+
+@dataclass(frozen=True)
+class Running:
+    """A run that is ready to step."""
+
+    recipe: Recipe
+    world: World
+    sets: prepare.Sets
+    plan: prepare.Plan
+    trainee: Trainee
+    step: TrainStep
+    reporter: Reporter
+    position: Position
+    folder: Opened | None
+    """On rank 0 only, like `keeper`."""
+    keeper: Keeper | None
+    title: str
+
+    def note(self, text: str) -> None:
+        """A line for the log and the screen."""
+        self.reporter.logbook.note(text)
+
+    def rehearse(self, batch: Batch) -> None:
+        """Runs the first step once without effect, and records it as a CUDA graph where that is possible."""
+        if self.recipe.train.compile:
+            self.note("compiling the model; the first steps take a while")
+        self.step.rehearse(batch)
+        captured, why_not = prepare.captures(self.recipe, self.world)
+        if captured:
+            self.step.capture(batch)
+        if self.world.device.type == "cuda":
+            self.note("the whole step runs as one CUDA graph" if captured else f"no CUDA graph: {why_not}")
+
+
+def start(recipe: Recipe, world: World, cleanup: ExitStack) -> Running:
+    """Opens data, folder and books, builds the model, and loads the checkpoint to go on from."""
+    display = make_display(world.rank)
+    cleanup.callback(display.end)
+    prepare.set_arithmetic(recipe.run.deterministic)
+    sets = prepare.prepare_sets(recipe, world)
+    plan = prepare.prepare_plan(recipe, len(sets.train), world)
+    folder = open_run(recipe, sets.name) if world.first else None
+    checkpoint: Path | None = world.share(folder.resume_from if folder else None)
+    threads = world.share(_threads(recipe, checkpoint, world) if world.first else 0)
+    torch.set_num_threads(threads)
+
+    module, weights_word = prepare.prepare_model(recipe, len(sets.train.classes), world)
+    trainee = prepare.prepare_trainee(recipe, module, world)
+    step = TrainStep(
+        trainee,
+        Classification(recipe.train.label_smoothing),
+        prepare.normaliser(sets, recipe, world),
+        world,
+        seed=recipe.run.seed,
+        global_batch=recipe.data.batch,
+        accumulate=recipe.train.accumulate,
+        autocast=prepare.precision(recipe, world),
+        clip=recipe.optim.clip,
+    )
+    position = Position(step=0, per_epoch=plan.per_epoch)
+    resume_words: list[str] = []
+    if checkpoint is not None:
+        position, resume_words = _resume(recipe, plan, trainee, checkpoint, world)
+
+    text, environment = dump_recipe(recipe), describe_environment(world, threads)
+    logbook, keeper = Logbook(None), None
+    if folder is not None:
+        write_facts(folder.path, text, environment)
+        logbook = Logbook.open(folder.path, display.note, keep_until_step=position.step)
+        keeper = Keeper(folder.checkpoints, recipe.checkpoint.keep, text, environment)
+        cleanup.callback(logbook.close)
+        cleanup.callback(keeper.close)
+    reporter = Reporter(
+        logbook,
+        display,
+        MeterReader(step.meter, world),
+        world,
+        total=plan.total,
+        per_epoch=plan.per_epoch,
+        batch=recipe.data.batch,
+    )
+    run = Running(
+        recipe, world, sets, plan, trainee, step, reporter, position, folder, keeper, _title(recipe, sets)
+    )
+    words = _opening_words(recipe, sets, plan, module, step, world, threads)
+    for word in (*words, weights_word, *(folder.notes if folder else ()), *resume_words):
+        if word:
+            run.note(word)
+    return run
+
+
+def _resume(
+    recipe: Recipe, plan: prepare.Plan, trainee: Trainee, checkpoint: Path, world: World
+) -> tuple[Position, list[str]]:
+    """Loads on rank 0, in place, and copies to every other rank."""
+    live = trainee.tensors()
+    position, words = Position(step=0, per_epoch=plan.per_epoch), []
+    if world.first:
+        try:
+            manifest, groups = read_checkpoint(checkpoint)
+        except Unsound as reason:
+            raise UserError(f"cannot resume: {reason}", "give another checkpoint of the run") from reason
+        copy_into(groups, live, checkpoint)
+        position = manifest.position
+        words = [f"resumed from {checkpoint} at step {position.step:,}"]
+        changes = changed_settings(manifest.recipe, dump_recipe(recipe))
+        if changes:
+            words.append(f"resumed with other settings, the result will differ: {'; '.join(changes)}")
+    position = world.share(position)
+    for group in live.values():
+        for tensor in group.values():
+            world.broadcast(tensor)
+    if position.per_epoch != plan.per_epoch:
+        raise UserError(
+            f"{checkpoint} has {position.per_epoch} steps per epoch, this recipe has {plan.per_epoch}",
+            "resume with the data and the global batch (data.batch) the run was started with",
+        )
+    if position.step > plan.total:
+        raise UserError(
+            f"{checkpoint} is at step {position.step:,}, the recipe ends at {plan.total:,}",
+            "raise train.epochs or train.steps, or resume from an earlier checkpoint",
+        )
+    if position.scaler:
+        trainee.scaler.load_state_dict(dict(position.scaler))
+    return position, words
+
+
+def _threads(recipe: Recipe, checkpoint: Path | None, world: World) -> int:
+    """A resumed run keeps the number it was started with: on a CPU it decides the order of additions."""
+    if recipe.parallel.threads == "auto" and checkpoint is not None:
+        try:
+            return int(read_manifest(checkpoint).environment["threads"])
+        except Unsound as reason:
+            raise UserError(f"cannot resume: {reason}", "give another checkpoint of the run") from reason
+    return prepare.threads_per_process(recipe.parallel.threads, world.local_size)
+
+
+def _title(recipe: Recipe, sets: prepare.Sets) -> str:
+    return f"{recipe.model.name} on {sets.name}"
+
+
+def _opening_words(
+    recipe: Recipe,
+    sets: prepare.Sets,
+    plan: prepare.Plan,
+    module: torch.nn.Module,
+    step: TrainStep,
+    world: World,
+    threads: int,
+) -> list[str]:
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    precision = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[step.autocast]
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else f"cpu x {threads}"
+    left_out = len(sets.train) - plan.per_epoch * recipe.data.batch
+    words = [
+        f"{recipe.model.name}: {parameters:,} parameters, {precision}; {sets.name}: {len(sets.train):,} to train, "
+        f"{len(sets.eval):,} to evaluate, {len(sets.train.classes)} classes, {sets.view.size} px, "
+        f"{sets.view.augment}",
+        f"{world.size} process(es) on {device}"
+        + (f" over {world.backend}" if world.size > 1 else "")
+        + f"; global batch {recipe.data.batch}, {plan.total:,} steps of {plan.per_epoch:,} per epoch"
+        + (f" ({left_out} samples left out, others each epoch)" if left_out else ""),
+    ]
+    if world.device.type == "cuda" and world.local_size > torch.cuda.device_count():
+        words.append(
+            f"{world.local_size} processes share {torch.cuda.device_count()} GPU(s): right, but not faster"
+        )
+    if resolve_layout(recipe.parallel.layout, world) == "dp":
+        words.append(DATA_PARALLEL_WORD.format(gpus=max(1, torch.cuda.device_count())))
+    return words

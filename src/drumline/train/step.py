@@ -1,0 +1,199 @@
+"""One optimizer step: normalise, forward, backward, exchange, update. The hot path.
+
+Promises: no host sync, no print, no file; the loss stays on the device in `meter` until somebody reads it; the
+global batch is the contract, so losses are weighted by it whatever the shares and micro-batches; randomness
+inside the model is keyed by (seed, step, rank). A rehearsal runs whole steps and leaves no trace. Captured as
+a CUDA graph, the step gives the same bits with one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from drumline.data.draws import Purpose, bits
+from drumline.data.order import bounds
+from drumline.data.views import Batch
+from drumline.launch.world import World
+from drumline.parallel.layout import BufferMean, without_sync
+from drumline.train.objective import Objective, mixed
+from drumline.train.trainee import Trainee
+
+METERS = ("loss", "correct", "samples")
+REHEARSALS = 3
+"""Steps before capture: cuDNN and cuBLAS set up their workspaces on the first ones."""
+
+
+@dataclass(frozen=True)
+class Normalise:
+    """uint8 NHWC from the loader to float NCHW for the model: (x / 255 - mean) / std per channel."""
+
+    mean: torch.Tensor
+    std: torch.Tensor
+    channels_last: bool
+
+    @staticmethod
+    def build(
+        mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, channels_last: bool
+    ) -> Normalise:
+        """Constants on the device, scaled to 0..255; one value serves all three channels."""
+
+        def column(values: tuple[float, ...]) -> torch.Tensor:
+            wide = values * 3 if len(values) == 1 else values
+            return torch.tensor(wide, dtype=torch.float64).mul(255).float().view(1, 3, 1, 1).to(device)
+
+        return Normalise(column(mean), column(std), channels_last)
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        planes = images.permute(0, 3, 1, 2)
+        if planes.shape[1] == 1:
+            planes = planes.expand(-1, 3, -1, -1)
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        return planes.float().sub(self.mean).div_(self.std).contiguous(memory_format=layout)
+
+
+class TrainStep:
+    """Calls as `step(batch, index, rate)`: the batch of this rank, the optimizer step, its learning rate."""
+
+    def __init__(
+        self,
+        trainee: Trainee,
+        objective: Objective,
+        normalise: Normalise,
+        world: World,
+        *,
+        seed: int,
+        global_batch: int,
+        accumulate: int = 1,
+        autocast: torch.dtype | None = None,
+        clip: float = 0.0,
+    ) -> None:
+        self.trainee, self.objective, self.normalise, self.world = trainee, objective, normalise, world
+        self.seed, self.global_batch, self.accumulate = seed, global_batch, accumulate
+        self.autocast, self.clip = autocast, clip
+        self.meter = torch.zeros(len(METERS), dtype=torch.float64, device=world.device)
+        self.average_buffers = BufferMean(trainee.module, world)
+        self.draws_random = False
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._static: Batch | None = None
+
+    @property
+    def captured(self) -> bool:
+        return self._graph is not None
+
+    def __call__(self, batch: Batch, index: int, rate: float) -> None:
+        self.trainee.lr.fill_(rate)
+        if self.draws_random:
+            self._seed_generators(index)
+        if self._graph is None:
+            self.compute(batch)
+            return
+        assert self._static is not None
+        for static, fresh in zip(self._static, batch, strict=True):
+            static.copy_(fresh, non_blocking=True)
+        self._graph.replay()
+
+    def compute(self, batch: Batch) -> None:
+        """The whole step on the device."""
+        trainee, scaler = self.trainee, self.trainee.scaler
+        trainee.optimizer.zero_grad(set_to_none=True)
+        micros = self._micro_batches(batch)
+        for number, micro in enumerate(micros):
+            with without_sync(trainee.forward, last=number == len(micros) - 1):
+                self._backward(micro)
+        if self.clip:
+            scaler.unscale_(trainee.optimizer)
+            torch.nn.utils.clip_grad_norm_(trainee.module.parameters(), self.clip, foreach=True)
+        scaler.step(trainee.optimizer)
+        scaler.update()
+        self.average_buffers()
+        if trainee.average is not None:
+            trainee.average.update()
+
+    def rehearse(self, batch: Batch, times: int = 1) -> None:
+        """Runs the step on a batch of the right shape and puts everything back as it was. Sets up DDP's final
+        buckets, compiled code and library workspaces, and finds out whether the model draws random numbers."""
+        with self._undone():
+            before = self._generator_states()
+            for _ in range(times):
+                self.compute(batch)
+            after = self._generator_states()
+            self.draws_random = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+    def capture(self, batch: Batch) -> None:
+        """Records the step as a CUDA graph over fixed input buffers. Call after a rehearsal."""
+        static = Batch(*(tensor.clone() for tensor in batch))
+        graph = torch.cuda.CUDAGraph()
+        side = torch.cuda.Stream(self.world.device)
+        side.wait_stream(torch.cuda.current_stream())
+        with self._undone():
+            with torch.cuda.stream(side):
+                for _ in range(REHEARSALS):
+                    self.compute(static)
+            torch.cuda.current_stream().wait_stream(side)
+            self.trainee.optimizer.zero_grad(set_to_none=True)
+            with torch.cuda.graph(graph):
+                self.compute(static)
+        self._graph, self._static = graph, static
+
+    def _backward(self, batch: Batch) -> None:
+        images = self.normalise(batch.images)
+        if batch.mix.shape[1]:
+            images = mixed(images, batch.mix)
+        with torch.autocast(
+            self.world.device.type, dtype=self.autocast or torch.bfloat16, enabled=self.autocast is not None
+        ):
+            outcome = self.objective(self.trainee.forward, images, batch)
+        # DDP divides by the number of ranks; a sum over samples weighted so is the mean over the global batch.
+        loss = outcome.loss * (self.world.size / self.global_batch)
+        self.trainee.scaler.scale(loss).backward()
+        self.meter[0].add_(outcome.loss.detach())
+        self.meter[1].add_(outcome.correct)
+        self.meter[2].add_(len(batch.labels))
+
+    def _micro_batches(self, batch: Batch) -> list[Batch]:
+        if self.accumulate == 1:
+            return [batch]
+        unit = 2 if batch.mix.shape[1] else 1
+        cuts = bounds(len(batch.labels), self.accumulate, unit)
+        return [Batch(*(tensor[first:last] for tensor in batch)) for first, last in pairwise(cuts)]
+
+    def _seed_generators(self, index: int) -> None:
+        words = bits(self.seed, index, np.array([self.world.rank]), Purpose.MODEL)[0]
+        key = int(words[0]) << 31 ^ int(words[1])
+        torch.default_generator.manual_seed(key)
+        if self.world.device.type == "cuda":
+            torch.cuda.default_generators[self.world.device.index].manual_seed(key)
+
+    def _generator_states(self) -> list[torch.Tensor]:
+        states = [torch.get_rng_state()]
+        if self.world.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self.world.device))
+        return states
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Whatever happens inside, the state afterwards is the state before, at the same addresses."""
+        trainee = self.trainee
+        live = [tensor for group in trainee.tensors().values() for tensor in group.values()]
+        live += [self.meter, trainee.lr]
+        saved = [tensor.detach().clone() for tensor in live]
+        scaler_state = trainee.scaler.state_dict()
+        generators = self._generator_states()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, before in zip(live, saved, strict=True):
+                    tensor.copy_(before)
+            if trainee.scaler.is_enabled():
+                trainee.scaler.load_state_dict(scaler_state)
+            trainee.optimizer.zero_grad(set_to_none=True)
+            torch.set_rng_state(generators[0])
+            if self.world.device.type == "cuda":
+                torch.cuda.set_rng_state(generators[1], self.world.device)

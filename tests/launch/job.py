@@ -1,0 +1,161 @@
+"""What the launcher's tests run as a worker: `python job.py FOLDER MODE [...]`.
+
+Each worker leaves FOLDER/pid-RANK, so that a test can look for survivors. Imports torch only where a mode
+talks to other workers, to start quickly.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from drumline.errors import UserError
+from drumline.launch.environment import read_place
+from drumline.launch.failure import record_failure
+from drumline.launch.parent import die_with_parent
+
+
+def main() -> None:
+    die_with_parent()
+    folder, mode = Path(sys.argv[1]), sys.argv[2]
+    place = read_place(os.environ)
+    assert place is not None
+    rank = place.rank
+    write(folder / f"pid-{rank}", str(os.getpid()))
+    try:
+        globals()[mode](folder, rank)
+    except Exception as error:
+        shown = record_failure(error, rank)
+        if not shown:
+            print(f"rank {rank} printed: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UserError) else 1)
+
+
+def report(folder: Path, rank: int) -> None:
+    """Everything the worker was given."""
+    links = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            links[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:  # the descriptor of the listing itself
+            continue
+    facts = {
+        "argv": sys.argv[3:],
+        "env": dict(os.environ),
+        "descriptors": links,
+        "limits": resource.getrlimit(resource.RLIMIT_NOFILE),
+        "place": vars(read_place(os.environ)),
+    }
+    write(folder / f"report-{rank}", json.dumps(facts))
+
+
+def raises(folder: Path, rank: int) -> None:
+    """Rank 1 fails; the others are as deaf as a process inside a collective."""
+    _deaf_unless_rank_1(folder, rank)
+    raise RuntimeError("the cat is on the keyboard")
+
+
+def mistake(folder: Path, rank: int) -> None:
+    """Every rank finds the same user's mistake."""
+    raise UserError("data.path = /nowhere does not exist", "give an existing folder")
+
+
+def killed(folder: Path, rank: int) -> None:
+    """Rank 1 dies like under the out-of-memory killer; the others notice a broken connection at once."""
+    if rank == 1:
+        all_ready(folder)
+        os.kill(os.getpid(), signal.SIGKILL)
+    pid = int((folder / "pid-1").read_text()) if wait_for(folder / "pid-1") else 0
+    write(folder / f"ready-{rank}", "")
+    while is_running(pid):
+        time.sleep(0.001)
+    raise RuntimeError("[pair.cc:544] Connection closed by peer [127.0.0.1]:2222")
+
+
+def mute(folder: Path, rank: int) -> None:
+    """Rank 1 ends with an exit code and no message."""
+    _deaf_unless_rank_1(folder, rank)
+    sys.exit(7)
+
+
+def saves(folder: Path, rank: int) -> None:
+    """Counts stop requests, takes a moment to save after the first, leaves with 0."""
+    asked: list[float] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(time.monotonic()))
+    write(folder / f"ready-{rank}", "")
+    while not asked or time.monotonic() - asked[0] < 1.0:
+        time.sleep(0.01)
+    write(folder / f"saved-{rank}", str(len(asked)))
+    sys.exit(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
+
+
+def deaf(folder: Path, rank: int) -> None:
+    """Ignores stop requests, and has a data loader of its own."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    loader = subprocess.Popen(["sleep", "600"])
+    write(folder / f"pid-{rank}-loader", str(loader.pid))
+    write(folder / f"ready-{rank}", "")
+    time.sleep(600)
+
+
+def sums(folder: Path, rank: int) -> None:
+    """An all-reduce over gloo; leaves the sum and the socket addresses gloo used."""
+    import psutil
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method="env://")
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    peers = sorted({c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "ESTABLISHED"})
+    facts = {"sum": total.item(), "env": dict(os.environ), "place": vars(read_place(os.environ)), "addresses": peers}
+    write(folder / f"report-{rank}", json.dumps(facts))
+    if len(sys.argv) > 3 and sys.argv[3] == "fail" and rank == 1:
+        raise RuntimeError("the other machine has a cat too")
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+
+
+def _deaf_unless_rank_1(folder: Path, rank: int) -> None:
+    if rank != 1:
+        deaf(folder, rank)
+    all_ready(folder)
+
+
+def all_ready(folder: Path) -> None:
+    """Waits until every other worker has got going."""
+    for other in range(int(os.environ["WORLD_SIZE"])):
+        if other != 1:
+            assert wait_for(folder / f"ready-{other}")
+
+
+def wait_for(path: Path, seconds: float = 30) -> bool:
+    deadline = time.monotonic() + seconds
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return path.exists()
+
+
+def write(path: Path, text: str) -> None:
+    """Whole or not at all: tests wait for these files to appear."""
+    draft = path.with_name(f".{path.name}")
+    draft.write_text(text)
+    draft.rename(path)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+if __name__ == "__main__":
+    main()

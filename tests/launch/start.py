@@ -1,0 +1,33 @@
+"""A launcher in a process of its own, for tests that signal or kill it: `python start.py JSON`.
+
+The JSON holds `command`, `processes`, `threads`, `grace` and the fields of `recipe.Parallel` to set.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from drumline.errors import UserError
+from drumline.launch.agent import launch
+from drumline.recipe import Parallel
+
+
+def main() -> int:
+    wanted = json.loads(sys.argv[1])
+    try:
+        return launch(
+            wanted["command"],
+            Parallel(**wanted.get("parallel", {})),
+            wanted["processes"],
+            lambda line: print(line, file=sys.stderr, flush=True),
+            threads=wanted.get("threads", 1),
+            grace=wanted.get("grace", 60.0),
+        )
+    except UserError as error:
+        print(f"mistake: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

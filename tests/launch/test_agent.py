@@ -1,0 +1,252 @@
+"""The launcher's promises, each with real processes. Workers that need no torch start in a blink."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.errors import UserError
+from drumline.launch.agent import launch
+from drumline.recipe import Parallel
+from tests.launch.job import is_running, wait_for
+
+HERE = Path(__file__).parent
+
+pytestmark = pytest.mark.slow
+
+
+class Run:
+    """One launch: what was announced, how long it took, who is still alive."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lines: list[str] = []
+        self.seconds = 0.0
+
+    def command(self, mode: str, *arguments: str) -> list[str]:
+        return [sys.executable, str(HERE / "job.py"), str(self.folder), mode, *arguments]
+
+    def launch(self, mode: str, *arguments: str, processes: int = 2, **parallel: Any) -> int:
+        begin = time.monotonic()
+        code = launch(
+            self.command(mode, *arguments), Parallel(**parallel), processes, self.lines.append, threads=3
+        )
+        self.seconds = time.monotonic() - begin
+        return code
+
+    def launcher(self, mode: str, *arguments: str, processes: int = 2, **wanted: Any) -> subprocess.Popen[str]:
+        """A launcher of its own, with its workers ready."""
+        request = {"command": self.command(mode, *arguments), "processes": processes, **wanted}
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "start.py"), json.dumps(request)],
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for rank in range(processes):
+            if not wait_for(self.folder / f"ready-{rank}"):
+                process.kill()
+                raise AssertionError(f"rank {rank} did not start: {process.communicate()[1]}")
+        return process
+
+    def report(self, rank: int) -> dict[str, Any]:
+        found = json.loads((self.folder / f"report-{rank}").read_text())
+        assert isinstance(found, dict)
+        return found
+
+    def survivors(self, seconds: float = 0.0) -> list[str]:
+        """Processes of this run that are still alive, after giving them a moment."""
+        deadline = time.monotonic() + seconds
+        while True:
+            alive = [p.name for p in self.folder.glob("pid-*") if is_running(int(p.read_text()))]
+            if not alive or time.monotonic() >= deadline:
+                return alive
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    result = Run(tmp_path)
+    yield result
+    for path in tmp_path.glob("pid-*"):
+        if is_running(int(path.read_text())):
+            os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+def test_workers_get_arguments_and_environment_and_nothing_else(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = dict(os.environ)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        odd = ["a b", "$$HOME ${local_rank} $local_rank", "ü"]
+        assert run.launch("report", *odd) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for rank in range(2):
+        facts = run.report(rank)
+        assert facts["argv"] == odd
+        assert {int(number) for number in facts["descriptors"]} - {0, 1, 2} == set(), facts["descriptors"]
+        assert facts["limits"][0] == min(hard, 65536)
+        assert facts["env"]["OMP_NUM_THREADS"] == "3"
+        assert facts["env"]["GLOO_SOCKET_IFNAME"] == "lo"
+        place = facts["place"]
+        assert (place["rank"], place["world_size"], place["local_rank"], place["local_size"]) == (rank, 2, rank, 2)
+        assert (place["started_by"], place["master_addr"], place["node_rank"]) == ("drumline", "127.0.0.1", 0)
+    assert dict(os.environ) == before
+    assert run.survivors() == []
+
+
+def test_threads_set_by_the_user_stay(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert run.launch("report", processes=1) == 0
+    assert run.report(0)["env"]["OMP_NUM_THREADS"] == "5"
+
+
+def test_workers_meet_over_loopback(run: Run) -> None:
+    assert run.launch("sums", processes=2) == 0
+    for rank in range(2):
+        assert run.report(rank)["sum"] == 3.0
+        assert run.report(rank)["addresses"] == ["127.0.0.1"]
+
+
+def test_a_failing_rank_is_shown_once_and_the_others_are_stopped_within_seconds(run: Run) -> None:
+    assert run.launch("raises", processes=3) == 1
+    assert run.survivors() == []
+    assert run.seconds < 10
+    text = "\n".join(run.lines)
+    assert text.count("the cat is on the keyboard") == text.count("RuntimeError") + text.count("raise Runtime") - 1
+    assert len(run.lines) == 1
+    assert run.lines[0].startswith("rank 1 failed:\nTraceback")
+
+
+def test_a_users_mistake_on_every_rank_is_shown_once_without_a_traceback(run: Run) -> None:
+    assert run.launch("mistake", processes=3) == 2
+    assert len(run.lines) == 1
+    assert "data.path = /nowhere does not exist\n  fix: give an existing folder" in run.lines[0]
+    assert "Traceback" not in run.lines[0]
+    assert run.survivors() == []
+
+
+def test_a_killed_rank_is_named_as_the_cause_although_others_report_errors(run: Run) -> None:
+    assert run.launch("killed", processes=3) == 1
+    assert len(run.lines) == 1
+    assert run.lines[0].startswith("rank 1 was killed by SIGKILL (out of memory?")
+    assert run.survivors() == []
+
+
+def test_an_exit_code_without_a_message_is_passed_on(run: Run) -> None:
+    assert run.launch("mute", processes=2) == 7
+    assert run.lines == ["rank 1 ended with exit code 7 and left no message; see its output above"]
+    assert run.survivors() == []
+
+
+def test_torch_adds_no_lines_of_its_own_to_an_error(run: Run) -> None:
+    launcher = run.launcher("raises", processes=2)
+    output = launcher.communicate(timeout=30)[1]
+    assert launcher.returncode == 1
+    assert output.startswith("rank 1 failed:\nTraceback"), output
+    assert output.rstrip().endswith("RuntimeError: the cat is on the keyboard"), output
+    assert "torch" not in output
+
+
+@pytest.mark.parametrize(("number", "again"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])
+def test_a_stop_request_reaches_each_worker_once_and_lets_it_save(run: Run, number: int, again: str) -> None:
+    launcher = run.launcher("saves")
+    os.kill(launcher.pid, number)
+    os.kill(launcher.pid, number)  # the same keystroke, passed on by a wrapper too
+    output = launcher.communicate(timeout=30)[1]
+    assert launcher.returncode == 0
+    assert [(run.folder / f"saved-{rank}").read_text() for rank in range(2)] == ["1", "1"]
+    assert output == f"{again}: the processes finish their step, save and leave; {again} again kills them\n"
+    assert run.survivors() == []
+
+
+def test_the_exit_code_of_workers_that_were_asked_to_stop_is_passed_on(run: Run) -> None:
+    launcher = run.launcher("saves", "143")
+    os.kill(launcher.pid, signal.SIGTERM)
+    output = launcher.communicate(timeout=30)[1]
+    assert launcher.returncode == 143
+    assert (run.folder / "saved-0").exists()
+    assert (run.folder / "saved-1").exists()
+    assert "exit code" not in output
+
+
+def test_a_second_request_kills_at_once(run: Run) -> None:
+    launcher = run.launcher("deaf")
+    os.kill(launcher.pid, signal.SIGINT)
+    time.sleep(0.8)
+    assert launcher.poll() is None
+    begin = time.monotonic()
+    os.kill(launcher.pid, signal.SIGINT)
+    output = launcher.communicate(timeout=30)[1]
+    assert time.monotonic() - begin < 2
+    assert launcher.returncode == 130
+    assert "asked again: killing rank 0, 1" in output
+    assert run.survivors(1) == []
+
+
+def test_workers_that_do_not_leave_in_time_are_killed(run: Run) -> None:
+    launcher = run.launcher("deaf", grace=1.0)
+    os.kill(launcher.pid, signal.SIGTERM)
+    output = launcher.communicate(timeout=30)[1]
+    assert launcher.returncode == 143
+    assert "still running after 1 s: killing rank 0, 1" in output
+    assert run.survivors(1) == []
+
+
+def test_no_worker_outlives_a_launcher_that_was_killed(run: Run) -> None:
+    launcher = run.launcher("deaf")
+    assert len(run.survivors()) == 4
+    launcher.kill()
+    launcher.communicate(timeout=30)
+    deadline = time.monotonic() + 5
+    workers = [run.folder / f"pid-{rank}" for rank in range(2)]
+    while any(is_running(int(path.read_text())) for path in workers) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(is_running(int(path.read_text())) for path in workers)
+
+
+def test_a_worker_whose_launcher_is_gone_before_it_starts_dies() -> None:
+    code = "from drumline.launch.parent import die_with_parent; die_with_parent(); print('alive')"
+    environment = os.environ | {"DRUMLINE_LAUNCHER": "1" if os.getpid() != 1 else "2"}
+    orphan = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False)
+    assert orphan.returncode == -signal.SIGKILL
+    assert orphan.stdout == b""
+    alone = {key: value for key, value in environment.items() if key != "DRUMLINE_LAUNCHER"}
+    assert subprocess.run([sys.executable, "-c", code], env=alone, capture_output=True, check=True).stdout
+
+
+def test_a_rendezvous_elsewhere_needs_a_number_of_machines(run: Run) -> None:
+    with pytest.raises(UserError, match=r"another machine, but parallel\.nodes is 1"):
+        run.launch("report", rendezvous="192.0.2.7:29500")
+    with pytest.raises(UserError, match=r"env://.*RANK and WORLD_SIZE are not set"):
+        run.launch("report", rendezvous="env://")
+
+
+def test_machines_that_do_not_come_are_a_users_mistake_naming_the_place(run: Run) -> None:
+    with pytest.raises(UserError, match=r"2 machines did not meet at 127\.0\.0\.1:\d+ within 1 s") as caught:
+        run.launch("report", nodes=2, rendezvous="127.0.0.1:29999", timeout=1.0)
+    assert "--parallel.node_rank" in caught.value.fix
+
+
+def test_a_launcher_that_waits_for_machines_leaves_at_ctrl_c(run: Run) -> None:
+    for node_rank in ("auto", 0):
+        parallel = {"nodes": 2, "rendezvous": "127.0.0.1:29998", "node_rank": node_rank}
+        launcher = run.launcher("report", processes=0, parallel=parallel)
+        assert launcher.stderr is not None
+        assert "waiting for 2 machines" in launcher.stderr.readline()
+        time.sleep(0.5)
+        os.kill(launcher.pid, signal.SIGINT)
+        launcher.communicate(timeout=5)
+        assert launcher.returncode == -signal.SIGINT

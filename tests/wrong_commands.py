@@ -1,0 +1,153 @@
+"""Command lines and recipe files that are wrong, and what the message must say about each.
+
+One table for the parser's own test and for the test of the installed command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class WrongCommand:
+    """A line to refuse. `files` go into the working folder first; a name that ends in / is a folder."""
+
+    name: str
+    argv: tuple[str, ...]
+    must_contain: tuple[str, ...]
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+
+    def write_files(self, folder: Path) -> None:
+        for name, content in self.files.items():
+            path = folder / name
+            if name.endswith("/"):
+                path.mkdir(parents=True)
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def _line(name: str, line: str, *must_contain: str) -> WrongCommand:
+    return WrongCommand(name, tuple(line.split()), must_contain)
+
+
+def _file(name: str, text: str | bytes, *must_contain: str) -> WrongCommand:
+    return WrongCommand(name, ("recipe.toml",), must_contain, {"recipe.toml": text})
+
+
+WRONG_COMMANDS = [
+    # Names on the command line.
+    _line("unknown flag", "--optim.le 3", "--optim.le", "did you mean --optim.lr?"),
+    _line("unknown assignment", "optim.mometum=0.9", "optim.mometum", "did you mean optim.momentum=0.9?"),
+    _line("flag without its section", "--lr 0.2", "--lr", "did you mean --optim.lr?"),
+    _line("assignment without its section", "epochs=3", "epochs", "did you mean train.epochs=3?"),
+    _line("flag in another section", "--train.lr 0.2", "--train.lr", "did you mean --optim.lr?"),
+    _line("wrong section", "--optimizer.lr 0.2", "--optimizer.lr", "did you mean --optim.lr?"),
+    _line("long word for a field", "--optim.learning-rate 1", "--optim.learning-rate", "--optim.lr"),
+    _line("single dash", "-optim.lr 0.2", "-optim.lr", "did you mean --optim.lr?"),
+    _line("misspelt option", "--dryrun", "--dryrun", "did you mean --dry-run?"),
+    _line("nothing near", "--zzz 1", "--zzz", "drumline train --help"),
+    # Values on the command line.
+    _line("text for a number", "--optim.lr fast", "--optim.lr fast", "expected a number", "fix: for example"),
+    _line("text for a number, assigned", "optim.lr=fast", "optim.lr=fast", "for example optim.lr=0.1"),
+    _line("not finite", "optim.lr=nan", "optim.lr=nan", "expected a number"),
+    _line("fraction for a count", "--data.batch 12.5", "--data.batch 12.5", "a whole number"),
+    _line("word for a count", "data.workers=many", "data.workers=many", "a whole number or auto"),
+    _line("wrong choice", "--optim.name adamv", "--optim.name adamv", "sgd, adamw", "did you mean adamw?"),
+    _line("choice in capitals", "train.precision=BF16", "train.precision=BF16", "did you mean bf16?"),
+    _line("neither true nor false", "train.compile=maybe", "train.compile=maybe", "true or false"),
+    _line("switch with a strange word", "--train.compile yes", "--train.compile yes", "true or false"),
+    _line("too short a list", "--optim.betas 0.9", "--optim.betas 0.9", "2 numbers", "0.9 0.999"),
+    _line("too long a list", "optim.betas=0.9,0.99,0.999", "optim.betas=0.9,0.99,0.999", "0.9,0.999"),
+    _line("text in a list", "--data.mean 0.5 x 0.5", "--data.mean 0.5 x 0.5", "a list of numbers"),
+    _line("no value at the end", "--optim.lr", "--optim.lr: needs a value", "for example --optim.lr 0.1"),
+    _line("no value before a flag", "--run.name --dry-run", "--run.name: needs a value"),
+    _line("empty number", "optim.lr=", "optim.lr=", "expected a number"),
+    # Words that stand alone.
+    _line("loose word", "resnet50", "resnet50", "section.key=value", "model.name=resnet50"),
+    _line("spaces around the sign", "optim.lr = 0.2", "optim.lr", "write optim.lr=VALUE without spaces"),
+    WrongCommand("data folder alone", ("photos",), ("photos", "data.path=photos"), {"photos/": ""}),
+    WrongCommand(
+        "run folder alone",
+        ("runs/a",),
+        ("runs/a", "drumline train runs/a/recipe.toml", "checkpoint.resume=runs/a"),
+        {"runs/a/recipe.toml": ""},
+    ),
+    WrongCommand("other file alone", ("r.yaml",), ("r.yaml", "ends in .toml"), {"r.yaml": ""}),
+    # The file itself.
+    WrongCommand(
+        "missing file", ("recpie.toml",), ("recpie.toml", "did you mean recipe.toml?"), {"recipe.toml": ""}
+    ),
+    WrongCommand(
+        "second file", ("a.toml", "b.toml"), ("b.toml", "after a.toml"), {"a.toml": "", "b.toml": ""}
+    ),
+    WrongCommand("folder for a file", ("a.toml",), ("a.toml", "is a folder"), {"a.toml/": ""}),
+    _file("not UTF-8", b"[run]\nname = '\xff'\n", "recipe.toml:2", "UTF-8"),
+    _file("no quotes", "[model]\nname = resnet50\n", "recipe.toml:2:8", "name = resnet50", "quotes"),
+    _file("key given twice", "[optim]\nlr = 1\nlr = 2\n", "recipe.toml:3", "lr = 2", "once"),
+    _file("unclosed list", "[optim]\nbetas = [0.9,\n", "recipe.toml:2", "not valid TOML"),
+    # Names in the file.
+    _file("unknown key", "[optim]\n\nlrr = 0.2\n", "recipe.toml:3", "optim.lrr", "did you mean lr"),
+    _file(
+        "key in another section", "[train]\nlr = 0.2\n", "recipe.toml:2", "train.lr", "`lr` lives in [optim]"
+    ),
+    _file("key outside sections", "lr = 0.2\n", "recipe.toml:1", "`lr` lives in [optim]"),
+    _file(
+        "unknown section", "[optimizer]\nlr = 1\n", "recipe.toml:1", "[optimizer]", "did you mean [optim]?"
+    ),
+    _file("dotted unknown key", "run.seed = 1\noptim.lrr = 2\n", "recipe.toml:2", "optim.lrr"),
+    _file("inline unknown key", "optim = {lr = 1, warmup = 2}\n", "recipe.toml:1", "warmup_epochs"),
+    _file("hyphen in a key", "[data]\neval-crop = 1.0\n", "recipe.toml:2", "did you mean eval_crop?"),
+    # Values in the file.
+    _file("number in quotes", '[optim]\nlr = "0.2"\n', 'recipe.toml:2: optim.lr = "0.2"', "write lr = 0.2"),
+    _file("number for text", "[run]\nname = 5\n", "recipe.toml:2: run.name = 5", 'write name = "5"'),
+    _file("true for a count", "[data]\nbatch = true\n", "recipe.toml:2: data.batch = true", "a whole number"),
+    _file("1 for a switch", "[train]\ncompile = 1\n", "recipe.toml:2", "true or false", "compile = true"),
+    _file("infinite", "[optim]\nlr = inf\n", "recipe.toml:2: optim.lr = inf", "expected a number"),
+    _file("wrong choice in the file", '[optim]\nname = "adam"\n', "recipe.toml:2", 'did you mean "adamw"?'),
+    _file("list too short", "[optim]\nbetas = [0.9]\n", "recipe.toml:2", "a list of 2 numbers"),
+    _file("number for a list", "[data]\nmean = 0.5\n", "recipe.toml:2", "write mean = [0.5]"),
+    _file("section for a value", "[optim.lr]\nx = 1\n", "recipe.toml:1", "optim.lr", "expected a number"),
+    _file("value for a section", "optim = 3\n", "recipe.toml:1: optim = 3", "[optim]"),
+    _file(
+        "after a long string and a long list",
+        '[run]\nname = """\n[optim]\nlr = 1\n"""\n[data]\nmean = [\n  0.1, # ]\n]\nbatch = "x"\n',
+        "recipe.toml:10: data.batch",
+    ),
+    _file(
+        "two mistakes at once",
+        "[optim]\nlrr = 1\n[train]\nepochs = true\n",
+        "recipe.toml:2",
+        "recipe.toml:4",
+    ),
+    # Values that cannot be, alone or together.
+    _line("negative flag", "--optim.lr -1", "--optim.lr -1: too small", "fix: give at least 0"),
+    _line("negative assignment", "optim.lr=-1", "optim.lr=-1: too small", "fix: give at least 0"),
+    _file(
+        "negative in the file",
+        "[optim]\nlr = -1\n",
+        "recipe.toml:2: optim.lr = -1",
+        "too small",
+        "at least 0",
+    ),
+    WrongCommand(
+        "flag beats the file and is blamed",
+        ("--optim.lr", "-2", "recipe.toml"),
+        ("--optim.lr -2: too small",),
+        {"recipe.toml": "[optim]\nlr = 0.1\n"},
+    ),
+    _line("default is to blame", "data.source=folder", 'data.path = "" (default)', "give its folder or file"),
+    _line("no place to meet", "parallel.nodes=2", "parallel.rendezvous", "2 machines", "HOST:PORT"),
+    _line("resume without a name", "checkpoint.resume=auto", "checkpoint.resume=auto", "set run.name"),
+    _line("fp16 on a CPU", "train.precision=fp16 run.device=cpu", "run.device = cpu", "use bf16 or fp32"),
+    WrongCommand(
+        "file and line at odds",
+        ("recipe.toml", "--parallel.processes", "8"),
+        ("recipe.toml:2: data.batch = 4", "give at least 8"),
+        {"recipe.toml": "[data]\nbatch = 4\n"},
+    ),
+    _line("unknown names come first", "--optim.lr -1 --zzz", "--zzz: there is no such field"),
+    _line("two impossible", "optim.lr=-1 data.batch=0", "optim.lr=-1: too small", "data.batch=0: too small"),
+]
