@@ -39,7 +39,7 @@ def test_a_wrong_line_is_refused_with_place_reason_and_fix(wrong: WrongCommand, 
         assert part in message
     # Each mistake has a line of its own and a fix below it.
     lines = message.split("\n")
-    assert len(lines) % 2 == 0
+    assert len(lines) == 2 * wrong.mistakes
     assert all(line.startswith("  fix: ") for line in lines[1::2])
     assert not any(line.startswith(" ") for line in lines[::2])
 
@@ -171,6 +171,7 @@ def test_help_shows_every_field_with_its_docstring_in_80_columns(help_text: str)
     assert max(map(len, help_text.split("\n"))) <= 80
     assert help_text.startswith("usage: drumline train [RECIPE.toml] [section.key=value ...]")
     assert "Train a model." in help_text
+    assert "--dry-run\n" in re.sub(" *│", "", help_text)
     flat = " ".join(re.sub("[│─╭╮╰╯]", " ", help_text).split())
     for field in recipe_fields().values():
         assert f"--{field.name.replace('_', '-')}" in flat

@@ -158,8 +158,8 @@ def test_no_text_field_takes_what_a_file_cannot_hold() -> None:
 
 
 def test_problems_come_in_the_order_of_the_fields_and_one_field_is_not_blamed_twice_over() -> None:
-    found = wrong(checkpoint__keep=0, data__batch=0, run__seed=-1, parallel__processes=4)
-    assert [problem.field for problem in found] == ["run.seed", "data.batch", "checkpoint.keep"]
+    found = wrong(checkpoint__keep=0, data__batch=0, data__source="npz", run__seed=-1, parallel__processes=4)
+    assert [problem.field for problem in found] == ["run.seed", "data.path", "data.batch", "checkpoint.keep"]
 
 
 def test_field_names_are_those_of_the_table_and_lead_to_values() -> None:

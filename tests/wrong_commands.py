@@ -12,12 +12,16 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class WrongCommand:
-    """A line to refuse. `files` go into the working folder first; a name that ends in / is a folder."""
+    """A line to refuse. `files` go into the working folder first; a name that ends in / is a folder.
+
+    `mistakes` is how many the message tells: one mistake must not be told as several.
+    """
 
     name: str
     argv: tuple[str, ...]
     must_contain: tuple[str, ...]
     files: Mapping[str, str | bytes] = field(default_factory=dict)
+    mistakes: int = 1
 
     def write_files(self, folder: Path) -> None:
         for name, content in self.files.items():
@@ -29,12 +33,12 @@ class WrongCommand:
             path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-def _line(name: str, line: str, *must_contain: str) -> WrongCommand:
-    return WrongCommand(name, tuple(line.split()), must_contain)
+def _line(name: str, line: str, *must_contain: str, mistakes: int = 1) -> WrongCommand:
+    return WrongCommand(name, tuple(line.split()), must_contain, mistakes=mistakes)
 
 
-def _file(name: str, text: str | bytes, *must_contain: str) -> WrongCommand:
-    return WrongCommand(name, ("recipe.toml",), must_contain, {"recipe.toml": text})
+def _file(name: str, text: str | bytes, *must_contain: str, mistakes: int = 1) -> WrongCommand:
+    return WrongCommand(name, ("recipe.toml",), must_contain, {"recipe.toml": text}, mistakes)
 
 
 WRONG_COMMANDS = [
@@ -121,6 +125,7 @@ WRONG_COMMANDS = [
         "[optim]\nlrr = 1\n[train]\nepochs = true\n",
         "recipe.toml:2",
         "recipe.toml:4",
+        mistakes=2,
     ),
     # Values that cannot be, alone or together.
     _line("negative flag", "--optim.lr -1", "--optim.lr -1: too small", "fix: give at least 0"),
@@ -149,5 +154,12 @@ WRONG_COMMANDS = [
         {"recipe.toml": "[data]\nbatch = 4\n"},
     ),
     _line("unknown names come first", "--optim.lr -1 --zzz", "--zzz: there is no such field"),
-    _line("two impossible", "optim.lr=-1 data.batch=0", "optim.lr=-1: too small", "data.batch=0: too small"),
+    _line(
+        "two impossible",
+        "optim.lr=-1 data.batch=0",
+        "optim.lr=-1: too small",
+        "data.batch=0: too small",
+        mistakes=2,
+    ),
+    _line("two unknown", "--zzz 1 --optim.lr 0.1 optim.le=2", "--zzz", "optim.lr=2", mistakes=2),
 ]

@@ -149,7 +149,7 @@ def verify(words: list[str]) -> int:
     inspection = inspect(Path(words[0]))
     for line in inspection.lines:
         print(line)
-    _print_result(asdict(inspection))
+    _print_result({key: value for key, value in asdict(inspection).items() if key != "lines"})
     return 0 if inspection.sound else 1
 
 

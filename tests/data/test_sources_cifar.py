@@ -30,7 +30,11 @@ def python2(value: object) -> bytes:
     out.write(b"\x80\x02")
 
     def short(data: bytes) -> bytes:
-        return b"U" + bytes([len(data)]) + data if len(data) < 256 else b"T" + len(data).to_bytes(4, "little") + data
+        return (
+            b"U" + bytes([len(data)]) + data
+            if len(data) < 256
+            else b"T" + len(data).to_bytes(4, "little") + data
+        )
 
     def save(item: object) -> None:
         if isinstance(item, dict):
@@ -49,7 +53,11 @@ def python2(value: object) -> bytes:
         elif isinstance(item, int):
             out.write(b"J" + item.to_bytes(4, "little", signed=True))
         elif isinstance(item, np.ndarray):
-            out.write(b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + short(b"b") + b"\x87R(K\x01")
+            out.write(
+                b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85"
+                + short(b"b")
+                + b"\x87R(K\x01"
+            )
             save(item.shape[0])
             save(item.shape[1])
             out.write(b"\x86cnumpy\ndtype\n" + short(b"u1") + b"K\x00K\x01\x87R(K\x03" + short(b"|"))
@@ -69,7 +77,9 @@ WRITERS = {"python2": python2, **{f"protocol {n}": protocol(n) for n in (2, 3, 4
 def write10(folder: Path, dump=python2) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name in FILES10:
-        (folder / name).write_bytes(dump({"data": PLANES10[name], "labels": LABELS10[name], "batch_label": name}))
+        (folder / name).write_bytes(
+            dump({"data": PLANES10[name], "labels": LABELS10[name], "batch_label": name})
+        )
     (folder / "batches.meta").write_bytes(dump({"label_names": [f"class {i}" for i in range(10)]}))
     return folder
 
@@ -96,7 +106,9 @@ def write100_binary(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("train", "test"):
         fine = np.array(LABELS100[name], np.uint8)[:, None]
-        (folder / f"{name}.bin").write_bytes(np.concatenate([fine * 0 + 19, fine, PLANES100[name]], axis=1).tobytes())
+        (folder / f"{name}.bin").write_bytes(
+            np.concatenate([fine * 0 + 19, fine, PLANES100[name]], axis=1).tobytes()
+        )
     return folder
 
 
@@ -191,7 +203,13 @@ def test_a_hostile_pickle_is_refused_by_name_and_runs_nothing(tmp_path, number):
 
 @pytest.mark.parametrize(
     "name",
-    ["builtins\neval", "builtins\ngetattr", "numpy\nload", "numpy.core.multiarray\nscalar", "numpy\ndtype.type"],
+    [
+        "builtins\neval",
+        "builtins\ngetattr",
+        "numpy\nload",
+        "numpy.core.multiarray\nscalar",
+        "numpy\ndtype.type",
+    ],
 )
 def test_names_beyond_plain_arrays_are_refused(name):
     with pytest.raises(UserError, match=name.replace("\n", r"\.")):
@@ -201,7 +219,7 @@ def test_names_beyond_plain_arrays_are_refused(name):
 def test_dotted_names_cannot_reach_out_of_an_admitted_one():
     attack = b"\x80\x04\x8c\x05numpy\x8c\x10ndarray.__init__\x93."
     assert "STACK_GLOBAL" in [op.name for op, *_ in pickletools.genops(attack)]
-    with pytest.raises(UserError, match="numpy.ndarray.__init__"):
+    with pytest.raises(UserError, match=r"numpy\.ndarray\.__init__"):
         read_plain_pickle(attack, "here")
 
 

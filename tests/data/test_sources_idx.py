@@ -13,7 +13,10 @@ from drumline.data.sources import ArraySource, SourceSpec, detect_source, open_s
 from drumline.errors import UserError
 
 RNG = np.random.default_rng(0)
-IMAGES = {"train": RNG.integers(0, 256, (12, 5, 7), np.uint8), "t10k": RNG.integers(0, 256, (4, 5, 7), np.uint8)}
+IMAGES = {
+    "train": RNG.integers(0, 256, (12, 5, 7), np.uint8),
+    "t10k": RNG.integers(0, 256, (4, 5, 7), np.uint8),
+}
 LABELS = {"train": np.arange(12, dtype=np.uint8) % 4, "t10k": np.arange(4, dtype=np.uint8)}
 
 
@@ -133,5 +136,5 @@ def test_refuses_eval_labels_beyond_the_training_classes(tmp_path):
 
 
 def test_refuses_a_holdout_since_idx_has_a_split(tmp_path):
-    with pytest.raises(UserError, match="data.holdout is 0.1"):
+    with pytest.raises(UserError, match=r"data\.holdout is 0\.1"):
         open_source(SourceSpec("idx", str(write(tmp_path)), "train", 0.1))

@@ -39,7 +39,10 @@ def refused(path: Path, split: str = "train", holdout: float = 0.0) -> UserError
 
 @pytest.mark.parametrize(
     "names",
-    [("x_train", "y_train", "x_test", "y_test"), ("train_images", "train_labels", "test_images", "test_labels")],
+    [
+        ("x_train", "y_train", "x_test", "y_test"),
+        ("train_images", "train_labels", "test_images", "test_labels"),
+    ],
 )
 @pytest.mark.parametrize("label_shape", [(-1,), (-1, 1)])
 def test_reads_both_styles_of_names(tmp_path, names, label_shape):
@@ -63,7 +66,10 @@ def test_holdout_divides_images_and_labels_together(tmp_path):
     path = save(tmp_path, images=GREY, labels=LABELS)
     train, evaluation = opened(path, "train", 0.25), opened(path, "eval", 0.25)
     rows = {image.tobytes(): int(label) for image, label in zip(GREY, LABELS, strict=True)}
-    together = [*zip(train.images, train.labels, strict=True), *zip(evaluation.images, evaluation.labels, strict=True)]
+    together = [
+        *zip(train.images, train.labels, strict=True),
+        *zip(evaluation.images, evaluation.labels, strict=True),
+    ]
     assert len(together) == len({image.tobytes() for image, _ in together}) == 12
     assert all(rows[image.tobytes()] == label for image, label in together)
     assert np.bincount(evaluation.labels).tolist() == [1, 1, 1]

@@ -113,8 +113,14 @@ def sums(folder: Path, rank: int) -> None:
     dist.init_process_group("gloo", init_method="env://")
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)
-    peers = sorted({c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "ESTABLISHED"})
-    facts = {"sum": total.item(), "env": dict(os.environ), "place": vars(read_place(os.environ)), "addresses": peers}
+    links = [link for link in psutil.Process().net_connections("inet") if link.status == "ESTABLISHED"]
+    peers = sorted({link.laddr.ip.removeprefix("::ffff:") for link in links})
+    facts = {
+        "sum": total.item(),
+        "env": dict(os.environ),
+        "place": vars(read_place(os.environ)),
+        "addresses": peers,
+    }
     write(folder / f"report-{rank}", json.dumps(facts))
     if len(sys.argv) > 3 and sys.argv[3] == "fail" and rank == 1:
         raise RuntimeError("the other machine has a cat too")

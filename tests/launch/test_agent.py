@@ -44,8 +44,10 @@ class Run:
         self.seconds = time.monotonic() - begin
         return code
 
-    def launcher(self, mode: str, *arguments: str, processes: int = 2, **wanted: Any) -> subprocess.Popen[str]:
-        """A launcher of its own, with its workers ready."""
+    def launcher(
+        self, mode: str, *arguments: str, processes: int = 2, ready: int = 2, **wanted: Any
+    ) -> subprocess.Popen[str]:
+        """A launcher of its own, with its first `ready` workers going."""
         request = {"command": self.command(mode, *arguments), "processes": processes, **wanted}
         process = subprocess.Popen(
             [sys.executable, str(HERE / "start.py"), json.dumps(request)],
@@ -53,7 +55,7 @@ class Run:
             text=True,
             start_new_session=True,
         )
-        for rank in range(processes):
+        for rank in range(ready):
             if not wait_for(self.folder / f"ready-{rank}"):
                 process.kill()
                 raise AssertionError(f"rank {rank} did not start: {process.communicate()[1]}")
@@ -83,7 +85,9 @@ def run(tmp_path: Path) -> Iterator[Run]:
             os.kill(int(path.read_text()), signal.SIGKILL)
 
 
-def test_workers_get_arguments_and_environment_and_nothing_else(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_get_arguments_and_environment_and_nothing_else(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = dict(os.environ)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -101,7 +105,12 @@ def test_workers_get_arguments_and_environment_and_nothing_else(run: Run, monkey
         assert facts["env"]["OMP_NUM_THREADS"] == "3"
         assert facts["env"]["GLOO_SOCKET_IFNAME"] == "lo"
         place = facts["place"]
-        assert (place["rank"], place["world_size"], place["local_rank"], place["local_size"]) == (rank, 2, rank, 2)
+        assert (place["rank"], place["world_size"], place["local_rank"], place["local_size"]) == (
+            rank,
+            2,
+            rank,
+            2,
+        )
         assert (place["started_by"], place["master_addr"], place["node_rank"]) == ("drumline", "127.0.0.1", 0)
     assert dict(os.environ) == before
     assert run.survivors() == []
@@ -124,10 +133,9 @@ def test_a_failing_rank_is_shown_once_and_the_others_are_stopped_within_seconds(
     assert run.launch("raises", processes=3) == 1
     assert run.survivors() == []
     assert run.seconds < 10
-    text = "\n".join(run.lines)
-    assert text.count("the cat is on the keyboard") == text.count("RuntimeError") + text.count("raise Runtime") - 1
     assert len(run.lines) == 1
     assert run.lines[0].startswith("rank 1 failed:\nTraceback")
+    assert run.lines[0].endswith("RuntimeError: the cat is on the keyboard")
 
 
 def test_a_users_mistake_on_every_rank_is_shown_once_without_a_traceback(run: Run) -> None:
@@ -152,7 +160,7 @@ def test_an_exit_code_without_a_message_is_passed_on(run: Run) -> None:
 
 
 def test_torch_adds_no_lines_of_its_own_to_an_error(run: Run) -> None:
-    launcher = run.launcher("raises", processes=2)
+    launcher = run.launcher("raises", ready=1)
     output = launcher.communicate(timeout=30)[1]
     assert launcher.returncode == 1
     assert output.startswith("rank 1 failed:\nTraceback"), output
@@ -209,7 +217,7 @@ def test_no_worker_outlives_a_launcher_that_was_killed(run: Run) -> None:
     launcher = run.launcher("deaf")
     assert len(run.survivors()) == 4
     launcher.kill()
-    launcher.communicate(timeout=30)
+    launcher.wait(timeout=5)
     deadline = time.monotonic() + 5
     workers = [run.folder / f"pid-{rank}" for rank in range(2)]
     while any(is_running(int(path.read_text())) for path in workers) and time.monotonic() < deadline:
@@ -243,7 +251,7 @@ def test_machines_that_do_not_come_are_a_users_mistake_naming_the_place(run: Run
 def test_a_launcher_that_waits_for_machines_leaves_at_ctrl_c(run: Run) -> None:
     for node_rank in ("auto", 0):
         parallel = {"nodes": 2, "rendezvous": "127.0.0.1:29998", "node_rank": node_rank}
-        launcher = run.launcher("report", processes=0, parallel=parallel)
+        launcher = run.launcher("report", ready=0, parallel=parallel)
         assert launcher.stderr is not None
         assert "waiting for 2 machines" in launcher.stderr.readline()
         time.sleep(0.5)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import signal
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
@@ -170,4 +171,4 @@ class _Requests:
 def _start_worker(index: int) -> None:
     """Ctrl-C belongs to the trainer, and a worker must not outlive the server it was forked from."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent()
+    die_with_parent(os.getppid())

@@ -199,13 +199,15 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 def _quiet_torch() -> Iterator[None]:
     """Keeps the elastic launcher's log lines off the terminal: we say what happened, once. Setting LOGLEVEL
     brings them back."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    before = logger.propagate
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torchelastic-events-null")]
+    before = [logger.propagate for logger in loggers]
     quiet = logging.NullHandler()
-    logger.addHandler(quiet)
-    logger.propagate = before and "LOGLEVEL" in os.environ
+    for logger in loggers:
+        logger.addHandler(quiet)
+        logger.propagate = "LOGLEVEL" in os.environ
     try:
         yield
     finally:
-        logger.propagate = before
-        logger.removeHandler(quiet)
+        for logger, propagate in zip(loggers, before, strict=True):
+            logger.propagate = propagate
+            logger.removeHandler(quiet)

@@ -13,19 +13,23 @@ import sys
 
 from drumline.launch.environment import LAUNCHER
 
+_PR_SET_PDEATHSIG = 1
 
-def die_with_parent() -> None:
+
+def die_with_parent(parent: int | None = None) -> None:
     """Called by a worker at its start: the kernel kills it when its launcher is gone, even after kill -9.
 
-    Does nothing unless our launcher started this process (a run under nohup must outlive its shell), and
-    nothing beside the check for a launcher already gone where the kernel is not Linux.
+    Without `parent`, does nothing unless our launcher started this process (a run under nohup must outlive
+    its shell). A helper process of a worker gives the worker's process id as `parent`; the kernel then means
+    the thread that started it, so start helpers from a thread that stays. Other kernels than Linux only get
+    the check for a parent that is gone already.
     """
-    launcher = os.environ.get(LAUNCHER)
-    if launcher is None:
-        return
+    if parent is None:
+        if LAUNCHER not in os.environ:
+            return
+        parent = int(os.environ[LAUNCHER])
     if sys.platform == "linux":
-        set_death_signal = 1
-        if ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGKILL, 0, 0, 0) != 0:
+        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != int(launcher):
+    if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)

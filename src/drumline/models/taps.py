@@ -37,7 +37,7 @@ class VisionModel(nn.Module):
     tap_info: dict[str, TapInfo]
     """Every tap in the order in which `forward` returns them."""
     block_names: tuple[str, ...]
-    """Dotted names of the repeated blocks, in the order of the data: each is called once, with one tensor."""
+    """Dotted names of the repeated blocks, in the order of the data; each is called once and reads one tensor."""
     head_name: str
     """Dotted name of the classifier's last layer."""
     published_names: tuple[tuple[str, str], ...] = ()

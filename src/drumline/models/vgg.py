@@ -33,8 +33,8 @@ class VGG(VisionModel):
     """Five groups of 3x3 convolutions, each followed by a max-pool, and three linear layers.
 
     `counts` are the convolutions of each group. The first group is the stem, the others are the stages; a tap
-    is taken before the max-pool. `pooled` is the second linear layer's activated output. Key names fix a flat
-    list of layers, so every layer of `features` counts as a block.
+    is taken before the max-pool. `pooled` is the second linear layer's activated output. torchvision's keys fix
+    one flat list of layers, `features`, so there are no modules to name as blocks.
     """
 
     def __init__(self, counts: tuple[int, ...], classes: int, *, norm: bool) -> None:
@@ -67,7 +67,7 @@ class VGG(VisionModel):
         small_linear_init(self)
 
         self.head_name = "classifier.6"
-        self.block_names = tuple(f"features.{index}" for index in range(len(layers)))
+        self.block_names = ()
         self.tap_info = stage_taps(infos[0], infos[1:], 4096)
 
     def forward(self, x: Tensor, taps: bool = False) -> Output:

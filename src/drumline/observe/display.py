@@ -310,7 +310,7 @@ class _Screen:
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=self._console.file is sys.stderr,
         )
-        self._live.start()
+        self._live.start(refresh=True)
         atexit.register(self.clear)
 
     def clear(self) -> None:

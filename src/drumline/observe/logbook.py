@@ -96,9 +96,9 @@ class Logbook:
         purge_step = None if keep_until_step is None else keep_until_step + 1
         book = cls(folder, announce, purge_step=purge_step)
         if repaired.beyond:
-            book.note(f"metrics.jsonl: removed {repaired.beyond:,} lines after step {keep_until_step:,}")
+            book.note(f"metrics.jsonl: lines removed after step {keep_until_step:,}: {repaired.beyond:,}")
         if repaired.torn:
-            book.note(f"metrics.jsonl: removed {repaired.torn:,} incomplete lines")
+            book.note(f"metrics.jsonl: incomplete lines removed: {repaired.torn:,}")
         return book
 
     def metric(

@@ -9,6 +9,7 @@ that happen before training, so a resumed run reduces in the same order as an un
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 
 import torch
 from torch import nn
@@ -20,6 +21,13 @@ from drumline.launch.world import World
 DATA_PARALLEL_WORD = (
     "layout dp: one Python process drives {gpus} GPU(s); GPU 0 gathers every output and holds extra memory, and "
     "the model is copied at each step. `--parallel.layout ddp --parallel.processes {gpus}` is faster"
+)
+
+# torch 2.13 renames the option; `BufferMean` does what it would do, with every rank's statistics.
+_BUFFER_OPTION = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
 )
 
 
@@ -43,8 +51,8 @@ def lay_out(module: nn.Module, layout: str, world: World) -> nn.Module:
         return DistributedDataParallel(
             module,
             device_ids=[world.device] if world.device.type == "cuda" else None,
-            broadcast_buffers=False,
             gradient_as_bucket_view=True,
+            **{_BUFFER_OPTION: False},
         )
     if layout == "dp":
         return DataParallel(module)

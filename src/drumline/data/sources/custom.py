@@ -125,11 +125,13 @@ def _numpy(value: Any, what: str) -> NDArray[Any]:
     the user's storage is left."""
     import torch
 
-    if isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
-        value = [item.detach().cpu().numpy() for item in value]
-    if isinstance(value, torch.Tensor):
-        return np.array(value.detach().cpu().numpy())
     try:
+        if isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
+            value = [item.detach().cpu().numpy() for item in value]
+        if isinstance(value, torch.Tensor):
+            return np.array(value.detach().cpu().numpy())
         return np.asarray(value)
-    except ValueError as error:
-        raise UserError(f"{what}: {error}", fix="make all images of the same shape, uint8") from error
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{what}: {error}", fix="give integer labels, and uint8 images that all have the same shape"
+        ) from error

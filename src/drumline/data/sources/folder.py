@@ -79,7 +79,8 @@ class _Files:
         for folder, names in folders:
             self.folders.append(folder)
             counts.append(len(names))
-            encoded.extend(map(os.fsencode, names))
+            if names:  # one call for the folder: encoding name by name takes a third of a scan's time
+                encoded += os.fsencode("\0".join(names)).split(b"\0")
         self.folder_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         self.ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
         self.names = b"".join(encoded)
@@ -166,9 +167,12 @@ def _walk(top: str, unknown: set[str]) -> Iterator[tuple[str, list[str]]]:
             raise UserError(f"{folder} is a link to a folder that contains it", fix="remove that link")
         images: list[str] = []
         for entry in entries:
-            if _is_folder(entry):
+            known = entry.name.lower().endswith(EXTENSIONS)
+            if known and entry.is_file(follow_symlinks=False):  # nearly always, and without a system call
+                images.append(entry.name)
+            elif _is_folder(entry):
                 pending.append((entry.path, above | {identity}))
-            elif not entry.name.lower().endswith(EXTENSIONS):
+            elif not known:
                 unknown.add(Path(entry.name).suffix or entry.name)
             elif entry.is_file():
                 images.append(entry.name)

@@ -1,0 +1,107 @@
+"""A run over two machines, as two network namespaces that know each other by address only."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch.hosts import Host, two_hosts, why_not
+from tests.launch.job import is_running
+
+HERE = Path(__file__).parent
+PORT = 29511
+
+REASON = why_not()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[Host, Host]]:
+    with two_hosts() as both:
+        yield both
+
+
+def start(host: Host, folder: Path, mode: list[str], parallel: dict[str, Any]) -> subprocess.Popen[str]:
+    command = [sys.executable, str(HERE / "job.py"), str(folder), *mode]
+    request = {"command": command, "processes": 1, "parallel": {"nodes": 2, "timeout": 60.0, **parallel}}
+    return subprocess.Popen(
+        [*host.prefix, sys.executable, str(HERE / "start.py"), json.dumps(request)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(*launchers: subprocess.Popen[str]) -> list[str]:
+    try:
+        return [launcher.communicate(timeout=90)[1] for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+
+
+@pytest.mark.parametrize("how", ["address", "numbered", "file"])
+def test_two_hosts_meet_and_add_up(hosts: tuple[Host, Host], tmp_path: Path, how: str) -> None:
+    place = f"file://{tmp_path}/meet" if how == "file" else f"{hosts[0].address}:{PORT}"
+    launchers = []
+    # The second host comes first where the order could matter: it has to wait for the store.
+    for number in (1, 0):
+        parallel: dict[str, Any] = {"rendezvous": place}
+        if how == "numbered":
+            # The machine that hosts the store is number 0 by the user's word, whatever its address.
+            parallel["node_rank"] = number
+        launchers.append(start(hosts[number], tmp_path, ["sums"], parallel))
+    outputs = finish(*launchers)
+    assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
+    for rank, host in enumerate(hosts):
+        facts = json.loads((tmp_path / f"report-{rank}").read_text())
+        assert facts["sum"] == 3.0
+        assert facts["env"]["GLOO_SOCKET_IFNAME"] == host.interface
+        assert facts["env"]["NCCL_SOCKET_IFNAME"] == f"={host.interface}"
+        assert facts["place"]["master_addr"] == hosts[0].address
+        assert (facts["place"]["node_rank"], facts["place"]["local_rank"]) == (rank, 0)
+        assert host.address in facts["addresses"]
+    for output, rank, host in zip(outputs, (1, 0), reversed(hosts), strict=True):
+        assert output.splitlines() == [
+            f"waiting for 2 machines at {place} (this one: {host.interface}, {host.address})",
+            f"machine {rank} of 2: starting ranks {rank} to {rank} of 2",
+        ]
+    assert not (tmp_path / "meet").exists()
+
+
+def test_a_failure_on_one_host_ends_both_and_is_shown_on_both(
+    hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
+    parallel = {"rendezvous": f"{hosts[0].address}:{PORT}"}
+    launchers = [start(host, tmp_path, ["sums", "fail"], parallel) for host in hosts]
+    begin = time.monotonic()
+    outputs = finish(*launchers)
+    assert time.monotonic() - begin < 45
+    assert [launcher.returncode for launcher in launchers] == [1, 1]
+    for output in outputs:
+        assert f"rank 1 on {socket.gethostname()} ({hosts[1].address}) failed:" in output
+        assert output.rstrip().endswith("RuntimeError: the other machine has a cat too")
+        assert output.count("Traceback") == 1
+    for rank in range(2):
+        assert not is_running(int((tmp_path / f"pid-{rank}").read_text()))
+
+
+def test_a_host_that_vanishes_ends_the_other(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    parallel = {"rendezvous": f"{hosts[0].address}:{PORT}"}
+    launchers = [start(host, tmp_path, ["deaf"], parallel) for host in hosts]
+    deadline = time.monotonic() + 60
+    while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    launchers[0].kill()
+    output = finish(launchers[1])[0]
+    assert launchers[1].returncode == 1
+    assert output.splitlines()[-1] == "lost contact with the machine that hosts the rendezvous"
+    for name in ("pid-0", "pid-1", "pid-1-loader"):
+        assert not is_running(int((tmp_path / name).read_text())), name
