@@ -171,8 +171,8 @@ def test_help_shows_every_field_with_its_docstring_in_80_columns(help_text: str)
     assert max(map(len, help_text.split("\n"))) <= 80
     assert help_text.startswith("usage: drumline train [RECIPE.toml] [section.key=value ...]")
     assert "Train a model." in help_text
-    assert "--dry-run\n" in re.sub(" *│", "", help_text)
     flat = " ".join(re.sub("[│─╭╮╰╯]", " ", help_text).split())
+    assert "--dry-run Print the resolved recipe" in flat
     for field in recipe_fields().values():
         assert f"--{field.name.replace('_', '-')}" in flat
         assert arguments.describe_field(field) in flat

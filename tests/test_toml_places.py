@@ -29,7 +29,8 @@ raw = \'\'\'
 '' it's
 key = "
 \'\'\'
-ends = ["""two quotes""""", \'\'\'and two\'\'\'\'\']
+ends = """two quotes"""""
+raw_ends = \'\'\'and two\'\'\'\'\'
 when = 1979-05-27 07:32:00  # a date with a space
 table = { a = 1, "b c" = [ { d = "}" } ], e.f = 2 }
 nested = [[1, 2], ["]", ']']]
@@ -54,22 +55,24 @@ def test_tricky_writing_does_not_shift_a_line() -> None:
         ("optim", "text"): 9,
         ("optim", "raw"): 14,
         ("optim", "ends"): 18,
-        ("optim", "when"): 19,
-        ("optim", "table"): 20,
-        ("optim", "table", "a"): 20,
-        ("optim", "table", "b c"): 20,
-        ("optim", "table", "e"): 20,
-        ("optim", "table", "e", "f"): 20,
-        ("optim", "nested"): 21,
-        ("data",): 22,
-        ("data", "deep er"): 22,
-        ("data", "deep er", "size"): 23,
-        ("many",): 24,
-        ("many", "x"): 25,
+        ("optim", "raw_ends"): 19,
+        ("optim", "when"): 20,
+        ("optim", "table"): 21,
+        ("optim", "table", "a"): 21,
+        ("optim", "table", "b c"): 21,
+        ("optim", "table", "e"): 21,
+        ("optim", "table", "e", "f"): 21,
+        ("optim", "nested"): 22,
+        ("data",): 23,
+        ("data", "deep er"): 23,
+        ("data", "deep er", "size"): 24,
+        ("many",): 25,
+        ("many", "x"): 26,
     }
     assert places["optim", "lr"] == Place(5, "0.2")
     assert places["optim", "when"].written == "1979-05-27 07:32:00"
-    assert places["optim", "ends"].written.endswith("'''and two''''']")
+    assert places["optim", "ends"].written == '"""two quotes"""""'
+    assert places["optim", "raw_ends"].written == "'''and two'''''"
     assert places["optim",].written == ""
 
 

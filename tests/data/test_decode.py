@@ -196,6 +196,7 @@ def test_a_cut_off_file_is_refused(name, share):
         (FILES["jpeg grey"][:12], "is cut off"),
         (FILES["jpeg grey"][:3] + b"nonsense", "begins like a JPEG"),
         (FILES["png L"][:12], "begins like a PNG"),
+        (b"P6\n4 4\n2\xc25\n" + bytes(48), "is damaged: invalid literal"),
     ],
 )
 def test_what_is_not_an_image_is_named(data, words):
@@ -229,6 +230,9 @@ def test_no_warning_reaches_stderr(tmp_path):
     (tmp_path / "large").write_bytes(empty_png(9460, 9460))
     (tmp_path / "exif").write_bytes(FILES["jpeg 4:2:0"].replace(b"\xff\xd8", b"\xff\xd8" + BROKEN_EXIF, 1))
     (tmp_path / "cut").write_bytes(FILES["tiff packed"][:-30])
+    samples = (0x0115).to_bytes(2, "little") + b"\x03\0\1\0\0\0"
+    many = saved(picture("RGB"), "TIFF").replace(samples + b"\3", samples + b"\x18", 1)
+    (tmp_path / "many").write_bytes(many)
     code = (
         "import sys, pathlib\n"
         "from drumline.data.decode import decode\n"
@@ -244,7 +248,13 @@ def test_no_warning_reaches_stderr(tmp_path):
         check=True,
     )
     assert done.stderr == ""
-    assert done.stdout.split("\n")[:4] == ["cut refused", "exif image", "large refused", "palette image"]
+    assert done.stdout.splitlines() == [
+        "cut refused",
+        "exif image",
+        "large refused",
+        "many refused",
+        "palette image",
+    ]
 
 
 BROKEN_EXIF = b"\xff\xe1\x00\x22Exif\0\0II*\0\x08\0\0\0\x05\x00\x12\x01\x03\x00\x09\0\0\0\xff\xff\xff\x7f"

@@ -254,11 +254,13 @@ def test_wrong_contents_are_refused(tmp_path, record, words):
         opened("cifar10", tmp_path, "eval")
 
 
-def test_labels_may_be_an_array_and_byte_order_is_kept(tmp_path):
-    value = {"a": np.array([1, 2, 300], ">i4")}
-    array = read_plain_pickle(pickle.dumps(value, protocol=4), "here")["a"]
-    assert isinstance(array, PlainArray)
-    assert array.integers("here").tolist() == [1, 2, 300]
+@pytest.mark.parametrize("number", [2, 4, 5])
+def test_arrays_keep_byte_order_and_memory_order(number):
+    value = np.array([[1, 2, 300], [4, 5, -6]], ">i4")
+    for array in (value, np.asfortranarray(value)):
+        read = read_plain_pickle(pickle.dumps({"a": array}, protocol=number), "here")["a"]
+        assert isinstance(read, PlainArray)
+        assert read.integers("here").tolist() == value.tolist()
 
 
 def test_binary_files_of_wrong_size_are_refused(tmp_path):

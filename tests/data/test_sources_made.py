@@ -156,7 +156,9 @@ def test_own_arrays_get_path_and_split(own):
     ],
 )
 def test_own_tensors_are_converted_once(own, images):
-    source = own(f"def make(path, split):\n    return S(images={images}, labels=torch.tensor([0, 1]))\n")
+    source = own(
+        f"def make(path, split):\n    return S(images={images}, labels=list(torch.tensor([0, 1])))\n"
+    )
     assert isinstance(source, ArraySource)
     assert type(source.images) is np.ndarray
     assert source.images[1, 2, 3, 1] == torch.arange(96).reshape(2, 3, 4, 4)[1, 1, 2, 3]

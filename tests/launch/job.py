@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from drumline.errors import UserError
-from drumline.launch.environment import read_place
+from drumline.launch.environment import read_place, to_env
 from drumline.launch.failure import record_failure
 from drumline.launch.parent import die_with_parent
 
@@ -39,12 +39,10 @@ def main() -> None:
 
 def report(folder: Path, rank: int) -> None:
     """Everything the worker was given."""
-    links = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            links[int(name)] = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:  # the descriptor of the listing itself
-            continue
+    # The listing's own descriptor is gone by the time it is looked at.
+    links = {
+        path.name: str(path.readlink()) for path in list(Path("/proc/self/fd").iterdir()) if path.exists()
+    }
     facts = {
         "argv": sys.argv[3:],
         "env": dict(os.environ),
@@ -110,6 +108,9 @@ def sums(folder: Path, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
+    place = read_place(os.environ)
+    assert place is not None
+    os.environ.update(to_env(place))
     dist.init_process_group("gloo", init_method="env://")
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)
@@ -118,7 +119,7 @@ def sums(folder: Path, rank: int) -> None:
     facts = {
         "sum": total.item(),
         "env": dict(os.environ),
-        "place": vars(read_place(os.environ)),
+        "place": vars(place),
         "addresses": peers,
     }
     write(folder / f"report-{rank}", json.dumps(facts))

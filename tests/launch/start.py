@@ -6,7 +6,11 @@ The JSON holds `command`, `processes`, `threads`, `grace` and the fields of `rec
 from __future__ import annotations
 
 import json
+import os
 import sys
+
+# torch reads this when it is loaded; see `drumline.launch.agent`.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from drumline.errors import UserError
 from drumline.launch.agent import launch

@@ -17,6 +17,8 @@ import pytest
 
 from drumline.errors import UserError
 from drumline.launch.agent import launch
+from drumline.launch.network import free_port
+from drumline.launch.watch import Watch
 from drumline.recipe import Parallel
 from tests.launch.job import is_running, wait_for
 
@@ -244,17 +246,38 @@ def test_a_rendezvous_elsewhere_needs_a_number_of_machines(run: Run) -> None:
 
 def test_machines_that_do_not_come_are_a_users_mistake_naming_the_place(run: Run) -> None:
     with pytest.raises(UserError, match=r"2 machines did not meet at 127\.0\.0\.1:\d+ within 1 s") as caught:
-        run.launch("report", nodes=2, rendezvous="127.0.0.1:29999", timeout=1.0)
+        run.launch("report", nodes=2, rendezvous=f"127.0.0.1:{free_port('127.0.0.1')}", timeout=1.0)
     assert "--parallel.node_rank" in caught.value.fix
 
 
-def test_a_launcher_that_waits_for_machines_leaves_at_ctrl_c(run: Run) -> None:
-    for node_rank in ("auto", 0):
-        parallel = {"nodes": 2, "rendezvous": "127.0.0.1:29998", "node_rank": node_rank}
-        launcher = run.launcher("report", ready=0, parallel=parallel)
-        assert launcher.stderr is not None
-        assert "waiting for 2 machines" in launcher.stderr.readline()
-        time.sleep(0.5)
-        os.kill(launcher.pid, signal.SIGINT)
-        launcher.communicate(timeout=5)
-        assert launcher.returncode == -signal.SIGINT
+def test_a_file_left_by_an_earlier_run_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = run.folder / "meet"
+    assert run.launch("report", processes=1, rendezvous=f"file://{meeting}") == 0
+    assert not meeting.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(Watch, "leave", lambda self, hosts_store: False)
+        assert run.launch("report", processes=1, rendezvous=f"file://{meeting}") == 0
+    with pytest.raises(UserError, match="belongs to an earlier run") as caught:
+        run.launch("report", processes=1, rendezvous=f"file://{meeting}")
+    assert str(meeting) in caught.value.fix
+
+
+def test_two_launchers_on_one_machine_count_as_two(run: Run) -> None:
+    parallel = {"nodes": 2, "rendezvous": f"127.0.0.1:{free_port('127.0.0.1')}", "timeout": 60.0}
+    launchers = [run.launcher("report", processes=1, ready=0, parallel=parallel) for _ in range(2)]
+    outputs = [launcher.communicate(timeout=60)[1] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
+    assert [run.report(rank)["place"]["node_rank"] for rank in range(2)] == [0, 1]
+
+
+@pytest.mark.parametrize("node_rank", ["auto", 0, 1])
+def test_a_launcher_that_waits_for_machines_leaves_at_ctrl_c(run: Run, node_rank: int | str) -> None:
+    parallel = {"nodes": 2, "rendezvous": f"127.0.0.1:{free_port('127.0.0.1')}", "node_rank": node_rank}
+    launcher = run.launcher("report", ready=0, parallel=parallel)
+    assert launcher.stderr is not None
+    assert "waiting for 2 machines" in launcher.stderr.readline()
+    time.sleep(0.5)
+    assert launcher.poll() is None
+    os.kill(launcher.pid, signal.SIGINT)
+    launcher.communicate(timeout=5)
+    assert launcher.returncode == -signal.SIGINT

@@ -49,27 +49,26 @@ def finish(*launchers: subprocess.Popen[str]) -> list[str]:
 
 @pytest.mark.parametrize("how", ["address", "numbered", "file"])
 def test_two_hosts_meet_and_add_up(hosts: tuple[Host, Host], tmp_path: Path, how: str) -> None:
-    place = f"file://{tmp_path}/meet" if how == "file" else f"{hosts[0].address}:{PORT}"
+    # torch numbers machines by address; numbered by the user, the second host is machine 0 and has the store.
+    order = hosts[::-1] if how == "numbered" else hosts
+    place = f"file://{tmp_path}/meet" if how == "file" else f"{order[0].address}:{PORT}"
     launchers = []
-    # The second host comes first where the order could matter: it has to wait for the store.
-    for number in (1, 0):
+    for number in (1, 0):  # the one that has to wait for the store comes first
         parallel: dict[str, Any] = {"rendezvous": place}
         if how == "numbered":
-            # The machine that hosts the store is number 0 by the user's word, whatever its address.
             parallel["node_rank"] = number
-        launchers.append(start(hosts[number], tmp_path, ["sums"], parallel))
+        launchers.append(start(order[number], tmp_path, ["sums"], parallel))
     outputs = finish(*launchers)
     assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
-    for rank, host in enumerate(hosts):
+    for rank, host in enumerate(order):
         facts = json.loads((tmp_path / f"report-{rank}").read_text())
         assert facts["sum"] == 3.0
         assert facts["env"]["GLOO_SOCKET_IFNAME"] == host.interface
         assert facts["env"]["NCCL_SOCKET_IFNAME"] == f"={host.interface}"
-        assert facts["place"]["master_addr"] == hosts[0].address
+        assert facts["place"]["master_addr"] == order[0].address
         assert (facts["place"]["node_rank"], facts["place"]["local_rank"]) == (rank, 0)
         assert host.address in facts["addresses"]
-    for output, rank, host in zip(outputs, (1, 0), reversed(hosts), strict=True):
-        assert output.splitlines() == [
+        assert outputs[1 - rank].splitlines() == [
             f"waiting for 2 machines at {place} (this one: {host.interface}, {host.address})",
             f"machine {rank} of 2: starting ranks {rank} to {rank} of 2",
         ]

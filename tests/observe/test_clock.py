@@ -76,6 +76,7 @@ class Device:
         self.clock_ms = 0.0
         self.queue: list[tuple[Event | None, float]] = []
         self.events = 0
+        self.recorded = 0
 
     def event(self) -> Event:
         self.events += 1
@@ -100,6 +101,7 @@ class Event:
 
     def record(self, stream: Any, /) -> None:
         self.at_ms = None
+        self.device.recorded += 1
         self.device.queue.append((self, 0.0))
 
     def query(self) -> bool:
@@ -132,6 +134,7 @@ def test_a_gpu_gives_compute_time_from_sampled_steps() -> None:
         _step(timer, device, 20.0)
         device.catch_up()
     assert timer.take(10) == pytest.approx(0.2)
+    assert device.recorded == 2 * 4, "steps 1, 4, 7 and 10"
 
 
 def test_a_slow_first_step_is_not_multiplied() -> None:
@@ -160,11 +163,13 @@ def test_a_gpu_far_behind_is_sampled_less_with_no_more_events() -> None:
     for _ in range(100):
         _step(timer, device, 20.0)
     device.catch_up()
+    assert device.recorded == 2 * 4
+    assert timer.take(100) == pytest.approx(2.0)
     for _ in range(100):
-        _step(timer, device, 20.0)
+        _step(timer, device, 40.0)
         device.catch_up()
-    assert device.events == 8
-    assert timer.take(200) == pytest.approx(4.0)
+    assert device.events == 8, "used again, not made anew"
+    assert timer.take(100) == pytest.approx(4.0)
 
 
 def test_a_step_that_raised_loses_no_event() -> None:

@@ -1,14 +1,16 @@
 """Encoded bytes to an RGB image, with Pillow's pixels.
 
 Promises: for ordinary files exactly what `Image.open(...).convert("RGB")` gives, first frame of an animation,
-without a warning on stderr. One stated difference: 16-bit grey is divided by 256, where Pillow would clip
+without Pillow's warnings. One stated difference: 16-bit grey is divided by 256, where Pillow would clip
 everything above 255 to white. Refuses, with the file's name: damaged or cut-off files, what is not an image,
-float images, and images of more than 89 million pixels, before decoding them.
+float images, and images of more than 89 million pixels, before decoding them. A damaged compressed TIFF also
+makes libtiff write a line of its own to stderr; C code does that, out of our reach.
 """
 
 from __future__ import annotations
 
 import io
+import logging
 import warnings
 from typing import Literal
 
@@ -29,6 +31,8 @@ assert WebPImagePlugin
 
 # Once for the process: catch_warnings() around each image is not safe in threads. What matters is raised.
 warnings.filterwarnings("ignore", module=r"PIL\.")
+# Without any handler, logging prints Pillow's error lines to stderr; handlers a user sets up still get them.
+logging.getLogger("PIL").addHandler(logging.NullHandler())
 
 
 def decode(data: bytes, where: str, exif: Literal["ignore", "apply"] = "ignore") -> Image.Image:

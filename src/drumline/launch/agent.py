@@ -37,7 +37,7 @@ from drumline.launch.failure import FILE
 from drumline.launch.machine import raise_descriptor_limit
 from drumline.launch.network import Interface, choose_interface, is_this_machine, socket_variables
 from drumline.launch.rendezvous import Rendezvous, parameters, parse_rendezvous
-from drumline.launch.watch import GRACE_SECONDS, Watch
+from drumline.launch.watch import GRACE_SECONDS, Watch, signals_end_us
 from drumline.recipe import Parallel
 
 
@@ -60,7 +60,9 @@ def launch(
     several = parallel.nodes > 1
     interface = choose_interface(parallel.interface, rendezvous.host or None, machines=parallel.nodes)
     sockets, notes = socket_variables(interface, os.environ, forced=parallel.interface != "auto")
-    variables = {"OMP_NUM_THREADS": str(threads)} | dict(os.environ) | sockets | {LAUNCHER: str(os.getpid())}
+    # What torch's native code warns of (a peer that is gone, a name that does not resolve) comes as an error too.
+    defaults = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    variables = defaults | dict(os.environ) | sockets | {LAUNCHER: str(os.getpid())}
     raise_descriptor_limit()
     for note in notes:
         announce(note)
@@ -70,8 +72,8 @@ def launch(
             f"(this one: {interface.name}, {interface.address})"
         )
     errors = _ErrorFiles()
-    with _environment(variables), _quiet_torch(), contextlib.closing(errors):
-        handler = _meet(rendezvous, parallel, interface)
+    with _environment(variables), _quiet_torch(), contextlib.closing(errors), signals_end_us():
+        handler, hosts_store = _meet(rendezvous, parallel, interface)
         spec = WorkerSpec(
             role="drumline",
             local_world_size=processes,
@@ -93,7 +95,7 @@ def launch(
             raise _did_not_meet(rendezvous, parallel, error) from error
         finally:
             handler.shutdown()
-            if rendezvous.kind == "file" and watch.last_one_out():
+            if watch.leave(hosts_store) and rendezvous.kind == "file":
                 Path(rendezvous.path).unlink(missing_ok=True)
 
 
@@ -113,14 +115,17 @@ def _meeting_place(parallel: Parallel) -> Rendezvous:
     return rendezvous
 
 
-def _meet(rendezvous: Rendezvous, parallel: Parallel, interface: Interface) -> RendezvousHandler:
-    """Opens the meeting place: hosts the store when the address is ours, joins it otherwise."""
-    ours = rendezvous.kind == "local" or (rendezvous.kind == "tcp" and is_this_machine(rendezvous.host))
+def _meet(rendezvous: Rendezvous, parallel: Parallel, interface: Interface) -> tuple[RendezvousHandler, bool]:
+    """Opens the meeting place: hosts the store where that is ours to do, joins it otherwise. Gives which."""
     node_rank = None if parallel.node_rank == "auto" else parallel.node_rank
+    if rendezvous.kind == "tcp" and node_rank is None:
+        ours = is_this_machine(rendezvous.host)
+    else:
+        ours = rendezvous.kind == "local" or (rendezvous.kind == "tcp" and node_rank == 0)
     # Two launchers on one machine both find the address theirs; the one that comes second joins the first.
     for is_host in (True, False) if ours and parallel.nodes > 1 else (ours,):
         try:
-            return get_rendezvous_handler(
+            handler = get_rendezvous_handler(
                 parameters(
                     rendezvous,
                     nodes=parallel.nodes,
@@ -130,6 +135,7 @@ def _meet(rendezvous: Rendezvous, parallel: Parallel, interface: Interface) -> R
                     timeout=parallel.timeout,
                 )
             )
+            return handler, is_host
         except (RendezvousConnectionError, DistError) as error:
             failure = error
     raise _did_not_meet(rendezvous, parallel, failure) from failure

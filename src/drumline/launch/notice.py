@@ -1,7 +1,7 @@
 """What the launchers of one run, one per machine, tell each other.
 
-Promises: when a machine fails, the others know within a second, stop, and show the same cause; nobody who
-holds the shared store leaves before the others have read it. On one machine there is nobody to tell.
+Promises: when a machine fails, the others know within a second, stop, and show the same cause; the machine
+that hosts the shared store leaves last. On one machine there is nobody to tell.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from drumline.launch.failure import Failure, from_json, to_json
 T = TypeVar("T")
 
 POSTED = "drumline/posted"
-READ_SECONDS = 3.0
-"""How long a leaving machine lets the others read what it posted."""
+CAUSE_SECONDS = 3.0
+"""How long a machine that only lost contact waits for another one to say what really happened."""
+
+LEAVE_SECONDS = 10.0
+"""How long the machine with the store waits for the others to stop their workers and read it."""
 
 
 class NoticeBoard:
@@ -46,7 +49,7 @@ class NoticeBoard:
         """The same, giving the others a moment to post a failure that does not follow from another; an
         unreachable store has nothing to say."""
         found: list[Failure] = []
-        deadline = time.monotonic() + READ_SECONDS
+        deadline = time.monotonic() + CAUSE_SECONDS
         while self._machines > 1 and time.monotonic() < deadline:
             answer = self._quietly(self.failures)
             found = answer or []
@@ -55,31 +58,29 @@ class NoticeBoard:
             time.sleep(0.1)
         return found
 
-    def leave(self) -> None:
-        """Says that this machine has read everything, and waits a moment until all have."""
-        if self._machines > 1:
-            self._quietly(lambda: self._store.set(self._key("left"), ""))
-            self._wait("left", time.monotonic() + READ_SECONDS, lambda: False)
-
     def wait_for_all(self, give_up: Callable[[], bool]) -> list[Failure]:
-        """Waits until every machine's workers have finished, or one has failed: gives those failures. The
-        machine with the store may leave first: a store that is gone then means that all was done."""
-        if self._machines == 1:
-            return []
+        """Waits until every machine's workers have finished, or one has failed: gives those failures."""
+        keys = [self._key("done", machine) for machine in range(self._machines)]
         self._quietly(lambda: self._store.set(self._key("done"), ""))
-        self._wait("done", float("inf"), lambda: give_up() or bool(self.failures()))
-        return self._quietly(self.failures) or []
-
-    def last_one_out(self) -> bool:
-        """Whether every other machine has called this before."""
-        return self._quietly(lambda: self._store.add("drumline/out", 1)) == self._machines
-
-    def _wait(self, what: str, deadline: float, give_up: Callable[[], bool]) -> None:
-        keys = [self._key(what, machine) for machine in range(self._machines)]
-        while time.monotonic() < deadline and self._quietly(give_up) is False:
-            if self._quietly(lambda: self._store.check(keys)) is not False:
-                return
+        while self._machines > 1 and not give_up():
+            failures = self._quietly(self.failures)
+            if failures:
+                return failures
+            # A store out of reach has lost its machine; ours has done its part all the same.
+            if failures is None or self._quietly(lambda: self._store.check(keys)) is not False:
+                break
             time.sleep(0.1)
+        return []
+
+    def leave(self, hosts_store: bool) -> bool:
+        """The last thing a machine does with the store. The one that hosts it lets the others go first, so
+        that they never find it gone. Gives whether every machine has left."""
+        left = self._quietly(lambda: self._store.add("drumline/left", 1))
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while hosts_store and left is not None and left < self._machines and time.monotonic() < deadline:
+            time.sleep(0.1)
+            left = self._quietly(lambda: self._store.add("drumline/left", 0))
+        return left == self._machines
 
     def _key(self, what: str, machine: int | None = None) -> str:
         return f"drumline/{what}/{self._machine if machine is None else machine}"

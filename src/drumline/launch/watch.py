@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from subprocess import Popen
 from types import FrameType
 from typing import Any
@@ -47,8 +47,21 @@ STOPPED = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a worker that left because it was asked to."""
 
 
+@contextlib.contextmanager
+def signals_end_us() -> Iterator[None]:
+    """Stop signals simply end this process, for as long as no worker runs: torch waits for other machines in
+    native code, where no Python handler would be heard. The handlers come back at the end."""
+    before = {number: signal.getsignal(number) for number in STOPS}
+    _take_signals(signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class Watch(LocalElasticAgent):
-    """This machine's workers from start to end. Use once, through `finish`, in the main thread."""
+    """This machine's workers from start to end. Use once, through `finish`, inside `signals_end_us`."""
 
     def __init__(
         self, spec: WorkerSpec, logs: LogsSpecs, *, announce: Callable[[str], None], grace: float, host: str
@@ -65,10 +78,6 @@ class Watch(LocalElasticAgent):
 
     def finish(self) -> int:
         """Runs the workers to their end, shows what went wrong, and gives the exit code."""
-        before = {number: signal.getsignal(number) for number in STOPS}
-        # Nothing runs until the machines have met, so until then a signal simply ends us; torch waits for
-        # them in native code, where no Python handler would be heard.
-        self._take_signals(signal.SIG_DFL)
         try:
             result = self.run()
             if result is None:
@@ -83,12 +92,11 @@ class Watch(LocalElasticAgent):
                 raise
             return self._explain([])
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            _take_signals(signal.SIG_DFL)
 
-    def last_one_out(self) -> bool:
-        """Whether every other machine of the run has left before us."""
-        return self._board is not None and self._board.last_one_out()
+    def leave(self, hosts_store: bool) -> bool:
+        """Takes leave of the other machines; gives whether all have left."""
+        return self._board is not None and self._board.leave(hosts_store)
 
     # What torch's agent calls.
 
@@ -97,8 +105,8 @@ class Watch(LocalElasticAgent):
         assert worker_group.group_rank is not None
         assert worker_group.group_world_size is not None
         self._board = NoticeBoard(worker_group.store, worker_group.group_rank, worker_group.group_world_size)
-        self._ended, self._terminated, self._killed = {}, set(), set()
-        self._take_signals(self._on_signal)
+        self._ended, self._terminated, self._killed, self._broken_at = {}, set(), set(), None
+        _take_signals(self._on_signal)
         if self._host:
             ranks = [worker.global_rank for worker in worker_group.workers]
             self._announce(
@@ -129,12 +137,6 @@ class Watch(LocalElasticAgent):
         super()._shutdown(*args, **kwargs)
 
     # Stop requests.
-
-    def _take_signals(self, handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
-        """Installs a handler for the stop signals; those ignored on purpose (nohup) stay ignored."""
-        for number in STOPS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Notes a request. A wrapper that passes on the Ctrl-C which the terminal sent us too makes two of
@@ -183,22 +185,21 @@ class Watch(LocalElasticAgent):
             self._looked_at_board = time.monotonic()
             failures = self._board.failures()
             if failures:
-                self._broken_at = time.time()
                 raise _Elsewhere(failures)
 
     def _failures(self) -> list[Failure]:
-        """How this machine's workers failed, as far as it was not our doing."""
-        latest = self._broken_at or time.time()
+        """How this machine's workers failed, as far as it was not our doing: what came after we broke off is."""
+        latest = self._broken_at or float("inf")
         found = []
         for worker in self._worker_group.workers:
             local_rank, rank = worker.local_rank, worker.global_rank
-            recorded = read_failure(self._error_file(local_rank))
-            if recorded is not None and recorded.time <= latest:
-                found.append(on_host(recorded, self._host))
-            elif recorded is None and local_rank in self._ended:
-                code, ended_at = self._ended[local_rank]
-                if ended_at <= latest and self._is_failure(local_rank, code):
-                    found.append(on_host(failure_from_exit(rank, code, ended_at), self._host))
+            code, ended_at = self._ended.get(local_rank, (0, float("inf")))
+            by_itself = ended_at <= latest and self._is_failure(local_rank, code)
+            failure = read_failure(self._error_file(local_rank))
+            if failure is None and by_itself:
+                failure = failure_from_exit(rank, code, ended_at)
+            if failure is not None and (by_itself or failure.time <= latest):
+                found.append(on_host(failure, self._host))
         return found
 
     def _explain(self, elsewhere: list[Failure]) -> int:
@@ -225,7 +226,6 @@ class Watch(LocalElasticAgent):
             return 1
         if failures:
             self._board.post(first_cause(failures))
-            self._board.leave()
         return code
 
     def _error_file(self, local_rank: int) -> str:
@@ -277,11 +277,19 @@ class Watch(LocalElasticAgent):
         """Asks the running workers to leave, kills those that have not in time."""
         if not self._running():
             return
+        self._broken_at = self._broken_at or time.time()
         self._terminate()
         requests, deadline = len(self._requests), time.monotonic() + seconds
         while self._running() and time.monotonic() < deadline and len(self._requests) == requests:
             time.sleep(0.02)
         self._kill()
+
+
+def _take_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    """Installs a handler for the stop signals; those ignored on purpose (nohup) stay ignored."""
+    for number in STOPS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 class _Elsewhere(Exception):

@@ -237,6 +237,7 @@ def _fitting_names(found: State) -> Iterator[str]:
 
 
 def _a_few(names: list[str]) -> str:
+    names = sorted(names, key=lambda name: name.endswith("num_batches_tracked"))
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 

@@ -8,6 +8,7 @@ one is kept. A failed write surfaces at the next save or at `close`, never in si
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,12 @@ from drumline.state.checkpoint import (
 class Keeper:
     """One run's `checkpoints/` folder, on the rank that writes."""
 
-    def __init__(self, folder: Path, keep: int, recipe: str, environment: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, keep: int, recipe: str, environment: dict[str, Any], flush: Callable[[], None]
+    ) -> None:
+        """`flush` puts the log on disk: a checkpoint never knows of steps that the log does not."""
         self.folder, self.keep, self.recipe, self.environment = folder, keep, recipe, environment
+        self.flush = flush
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,6 +72,7 @@ class Keeper:
     def _write(self, snapshot: Groups, copied: torch.cuda.Event | None, position: Position) -> None:
         if copied is not None:
             copied.synchronize()
+        self.flush()
         path = write_checkpoint(self.folder, snapshot, position, self.recipe, self.environment)
         verify_checkpoint(path)
         for old in superseded(checkpoints(self.folder), self.keep, position.best_step):

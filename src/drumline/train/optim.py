@@ -61,27 +61,28 @@ class _DeviceRate(torch.optim.Optimizer):
     (`GradScaler` sets `grad_scale` and `found_inf`; a step with an infinite gradient must change nothing)."""
 
     _step_supports_amp_scaling = True
-    grad_scale: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
+        # `GradScaler` sets both for the duration of the call and wants to find neither before it.
+        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not parameters:
                 continue
             gradients = [parameter.grad.float() for parameter in parameters]
-            if self.grad_scale is not None:
-                gradients = list(torch._foreach_div(gradients, self.grad_scale))
+            if scale is not None:
+                gradients = list(torch._foreach_div(gradients, scale))
             before: list[torch.Tensor] = []
             touched = [*parameters, *(t for p in parameters for t in self.state[p].values())]
-            if self.found_inf is not None:
+            if found_inf is not None:
                 before = [tensor.clone() for tensor in touched]
             self.update(group, parameters, gradients)
             for tensor, old in zip(touched, before, strict=False):
-                assert self.found_inf is not None
-                tensor.copy_(torch.where(self.found_inf > 0, old, tensor))
+                assert found_inf is not None
+                tensor.copy_(torch.where(found_inf > 0, old, tensor))
 
     def update(
         self, group: dict[str, Any], parameters: list[torch.Tensor], gradients: list[torch.Tensor]

@@ -176,8 +176,9 @@ def prepare_trainee(recipe: Recipe, module: nn.Module, world: World) -> Trainee:
     if recipe.train.gradient_checkpointing:
         recompute_blocks(module)
     module.train()
-    average = Average(module, recipe.train.ema) if recipe.train.ema else None
     forward = lay_out(module, resolve_layout(recipe.parallel.layout, world), world)
+    # After DDP has given every rank rank 0's weights: a user's factory may not keep to torch's seed.
+    average = Average(module, recipe.train.ema) if recipe.train.ema else None
     if recipe.train.compile:
         forward.compile()
     lr = torch.tensor(0.0, device=world.device)

@@ -61,16 +61,17 @@ def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractC
 
 @contextmanager
 def _statistics_untouched(block: nn.Module) -> Iterator[None]:
-    """In training, BatchNorm normalises by the batch whether or not it tracks: same output, no update."""
+    """In training, BatchNorm normalises by the batch whatever its momentum: with 0 the output is the same and
+    the running statistics keep their bits. (Turning tracking off would save other tensors for backward.)"""
     norms = [module for module in block.modules() if isinstance(module, _BatchNorm) and module.training]
-    tracked = [norm.track_running_stats for norm in norms]
+    before = [(norm.momentum, norm._buffers["num_batches_tracked"]) for norm in norms]
     for norm in norms:
-        norm.track_running_stats = False
+        norm.momentum, norm._buffers["num_batches_tracked"] = 0.0, None
     try:
         yield
     finally:
-        for norm, value in zip(norms, tracked, strict=True):
-            norm.track_running_stats = value
+        for norm, (momentum, counter) in zip(norms, before, strict=True):
+            norm.momentum, norm._buffers["num_batches_tracked"] = momentum, counter
 
 
 def _outermost(model: nn.Module, child: nn.Module) -> bool:

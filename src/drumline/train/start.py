@@ -100,7 +100,7 @@ def start(recipe: Recipe, world: World, cleanup: ExitStack) -> Running:
     if folder is not None:
         write_facts(folder.path, text, environment)
         logbook = Logbook.open(folder.path, display.note, keep_until_step=position.step)
-        keeper = Keeper(folder.checkpoints, recipe.checkpoint.keep, text, environment)
+        keeper = Keeper(folder.checkpoints, recipe.checkpoint.keep, text, environment, logbook.flush)
         cleanup.callback(logbook.close)
         cleanup.callback(keeper.close)
     reporter = Reporter(

@@ -181,7 +181,7 @@ class TrainStep:
         """Whatever happens inside, the state afterwards is the state before, at the same addresses."""
         trainee = self.trainee
         live = [tensor for group in trainee.tensors().values() for tensor in group.values()]
-        live += [self.meter, trainee.lr]
+        live += [self.meter, trainee.lr, *trainee.module.buffers()]
         saved = [tensor.detach().clone() for tensor in live]
         scaler_state = trainee.scaler.state_dict()
         generators = self._generator_states()

@@ -126,8 +126,6 @@ def _numpy(value: Any, what: str) -> NDArray[Any]:
     import torch
 
     try:
-        if isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
-            value = [item.detach().cpu().numpy() for item in value]
         if isinstance(value, torch.Tensor):
             return np.array(value.detach().cpu().numpy())
         return np.asarray(value)

@@ -49,12 +49,11 @@ class PlainArray:
         _, self.shape, self.dtype, self.fortran, self.raw = state
 
     def integers(self, where: str) -> NDArray[np.integer]:
-        """The array, if it is a row-major one of integers whose bytes fit its shape."""
+        """The array, if it is one of integers whose bytes fit its shape."""
         kind = text(self.dtype.kind) if isinstance(self.dtype, _PlainType) else "?"
         plain = (
             kind[:1] in "iu"
             and kind[1:] in ("1", "2", "4", "8")
-            and not self.fortran
             and isinstance(self.raw, bytes | bytearray)
             and isinstance(self.shape, tuple)
             and all(isinstance(side, int) and side >= 0 for side in self.shape)
@@ -65,7 +64,9 @@ class PlainArray:
                 fix="get the file anew",
             )
         order = text(self.dtype.order) if text(self.dtype.order) in "<>" else "<"
-        return np.frombuffer(self.raw, dtype=order + kind).reshape(self.shape)
+        return np.frombuffer(self.raw, dtype=order + kind).reshape(
+            self.shape, order="F" if self.fortran else "C"
+        )
 
 
 class _PlainType:
@@ -88,7 +89,7 @@ def _reconstruct(*_: Any) -> PlainArray:
 
 def _frombuffer(raw: Any, dtype: Any, shape: Any, order: Any = "C", *_: Any) -> PlainArray:
     array = PlainArray()
-    array.__setstate__((1, shape, dtype, text(order) != "C", raw))
+    array.__setstate__((1, shape, dtype, text(order) == "F", raw))
     return array
 
 

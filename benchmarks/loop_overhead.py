@@ -1,0 +1,184 @@
+"""Drumline's loop against a hand-written loop of the same work, on one GPU, in one run.
+
+    python benchmarks/loop_overhead.py
+
+Both loops take the same resident uint8 batches, normalise on the GPU, run the same model under bf16 autocast,
+step the same fused SGD and use the same kernels. The hand-written one is what a careful person writes: no host
+sync, no logging. Ours does all it always does: metrics, timing, learning-rate schedule, stop signal. The rounds
+alternate, so a change of clock speed hits both. Prints a markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from drumline.data.order import training_requests
+from drumline.data.views import Batch, make_batch
+from drumline.launch.world import alone
+from drumline.models import create_model
+from drumline.recipe import Checkpoint, Data, Model, Optim, Recipe, Run, Train
+from drumline.state.fingerprint import state_sha256
+from drumline.train import prepare
+from drumline.train.loop import take_steps
+from drumline.train.start import start
+from drumline.train.stop import StopSign
+
+WARM = 20
+
+
+class TinyCNN(nn.Module):
+    """Five weight layers on 32 x 32 images: a step so short that launching kernels is what takes the time."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        widths = (3, 32, 64, 64, 128)
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(a, b, 3, padding=1, bias=False) for a, b in zip(widths, widths[1:], strict=False)
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for width in widths[1:])
+        self.head = nn.Linear(widths[-1], classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            x = F.max_pool2d(F.relu(norm(convolution(x))), 2)
+        return self.head(x.mean(dim=(2, 3)))
+
+
+def tiny_cnn(classes: int) -> nn.Module:
+    return TinyCNN(classes)
+
+
+class Timed:
+    """A step that notes when the timed ones begin and end, with the GPU idle at both."""
+
+    def __init__(self, step: Any, last: int, settle: Callable[[], None]) -> None:
+        self.step, self.last, self.settle, self.begun, self.ended = step, last, settle, 0.0, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.step, name)
+
+    def __call__(self, batch: Batch, index: int, rate: float) -> None:
+        if index == WARM:
+            self.settle()
+            torch.cuda.synchronize()
+            self.begun = time.perf_counter()
+        self.step(batch, index, rate)
+        if index == self.last:
+            torch.cuda.synchronize()
+            self.ended = time.perf_counter()
+
+
+def ours(recipe: Recipe, steps: int) -> tuple[float, str]:
+    """Seconds per step of our loop, and the hash of the state it ends with."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as cleanup:
+        recipe = replace(
+            recipe,
+            run=replace(recipe.run, dir=folder),
+            train=replace(recipe.train, steps=WARM + steps, eval_every=0),
+        )
+        world = alone(torch.device("cuda", 0))
+        run = start(recipe, world, cleanup)
+        # TensorBoard is imported on a background thread with the first metric: a start-up cost, not a step's.
+        timed = Timed(run.step, WARM + steps - 1, settle=run.reporter.logbook.flush)
+        with StopSign(world) as stop:
+            take_steps(replace(run, step=timed), stop)  # type: ignore[arg-type]
+        return (timed.ended - timed.begun) / steps, state_sha256(run.trainee.tensors())
+
+
+def by_hand(recipe: Recipe, steps: int) -> float:
+    """Seconds per step of the loop a person would write."""
+    world = alone(torch.device("cuda", 0))
+    prepare.set_arithmetic(recipe.run.deterministic)
+    sets = prepare.prepare_sets(recipe, world)
+    requests = training_requests(
+        seed=0, samples=len(sets.train), batch=recipe.data.batch, first_step=0, last_step=8, part=slice(None)
+    )
+    batches = [
+        Batch(*(tensor.cuda() for tensor in make_batch(sets.train, sets.view, 0, request)))
+        for request in requests
+    ]
+    torch.manual_seed(0)
+    model = create_model(recipe.model.name, classes=len(sets.train.classes)).cuda()
+    model = model.to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+    if recipe.train.compile:
+        model.compile()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, fused=True)
+    normalise = prepare.normaliser(sets, recipe, world)
+    begun = 0.0
+    for index in range(WARM + steps):
+        if index == WARM:
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+        batch = batches[index % len(batches)]
+        images = normalise(batch.images)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = F.cross_entropy(model(images), batch.labels)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begun) / steps
+
+
+def case(model: str, batch: int, shape: str, deterministic: bool, compile_: bool = False) -> Recipe:
+    return Recipe(
+        run=Run(device="cuda", deterministic=deterministic, name="auto"),
+        data=Data(source="synthetic", path=shape, batch=batch),
+        model=Model(name=model),
+        optim=Optim(lr=0.1, schedule="constant"),
+        train=Train(precision="bf16", compile=compile_),
+        checkpoint=Checkpoint(every_epochs=0),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60, help="timed ResNet-50 steps a round; tiny: 20 times as many")
+    args = parser.parse_args()
+    big, small = "classes=1000,size=224,samples=2560", "classes=10,size=32,samples=2048"
+    cases = {
+        "ResNet-50, batch 256, fastest kernels": (case("resnet50", 256, big, False), args.steps),
+        "ResNet-50, batch 256, deterministic": (case("resnet50", 256, big, True), args.steps),
+        "tiny CNN, batch 128, deterministic": (case("loop_overhead:tiny_cnn", 128, small, True), 20 * args.steps),
+    }
+    print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, bf16, {args.rounds} rounds, medians\n")
+    print("| work | by hand, ms | Drumline, no graph, ms | Drumline, ms | Drumline / by hand | same bits with and without graph |")
+    print("|---|---|---|---|---|---|")
+    for name, (recipe, steps) in cases.items():
+        plain = replace(recipe, train=replace(recipe.train, capture="off"))
+        hand, eager, captured, hashes = [], [], [], set()
+        for _ in range(args.rounds):
+            hand.append(by_hand(recipe, steps))
+            seconds, state = ours(plain, steps)
+            eager.append(seconds)
+            hashes.add(state)
+            seconds, state = ours(recipe, steps)
+            captured.append(seconds)
+            hashes.add(state)
+        hand_ms, eager_ms, ours_ms = (1e3 * statistics.median(times) for times in (hand, eager, captured))
+        same = ("yes" if len(hashes) == 1 else "NO") if recipe.run.deterministic else "not promised"
+        print(
+            f"| {name} | {hand_ms:.3f} | {eager_ms:.3f} | {ours_ms:.3f} | "
+            f"{hand_ms / ours_ms:.3f}x as fast | {same} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

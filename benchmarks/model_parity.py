@@ -1,0 +1,121 @@
+"""Speed and memory of our ResNets beside torchvision's, on one GPU.
+
+Both models live in one process and take turns, round by round, so that clocks, temperature and the allocator
+favour neither. Prints one markdown table. `python benchmarks/model_parity.py [--rounds 5] [--steps 10]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drumline.models import create_model
+
+NAMES = ("resnet18", "resnet50")
+BATCH, SIDE, CLASSES = 256, 224, 1000
+
+
+@dataclass
+class Runner:
+    """One model and what was measured of it, a value per round."""
+
+    model: nn.Module
+    forward: Callable[[Tensor], Tensor]
+    speeds: list[float] = field(default_factory=list)
+    """Images per second of forward and backward."""
+    peaks: list[float] = field(default_factory=list)
+    """GiB that a step needs on top of what is held between steps."""
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    arguments.add_argument("--rounds", type=int, default=5)
+    arguments.add_argument("--steps", type=int, default=10, help="steps per round and model")
+    options = arguments.parse_args()
+    if not torch.cuda.is_available():
+        print("model_parity needs a CUDA device", file=sys.stderr)
+        return 2
+    try:
+        from torchvision import models as torchvision_models
+    except ModuleNotFoundError:
+        print("model_parity needs torchvision to compare with", file=sys.stderr)
+        return 2
+
+    began = time.perf_counter()
+    torch.backends.cudnn.benchmark = True
+    images = torch.randn(BATCH, 3, SIDE, SIDE, device="cuda").to(memory_format=torch.channels_last)
+    targets = torch.randint(CLASSES, (BATCH,), device="cuda")
+    rows = []
+    for name in NAMES:
+        # Otherwise the second network would be compiled as a variation of the first.
+        torch.compiler.reset()
+        ours = create_model(name, CLASSES)
+        theirs = torchvision_models.get_model(name, weights=None, num_classes=CLASSES)
+        theirs.load_state_dict(ours.state_dict())
+        pair = [model.to("cuda", memory_format=torch.channels_last).train() for model in (ours, theirs)]
+        for mode in ("eager", "compiled"):
+            runners = [Runner(model, torch.compile(model) if mode == "compiled" else model) for model in pair]
+            measure(runners, images, targets, options.rounds, options.steps)
+            rows.append(row(name, mode, *runners))
+            print(f"{name} {mode}: done after {time.perf_counter() - began:.0f} s", file=sys.stderr)
+
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, forward + backward, batch {BATCH}, "
+        f"{SIDE}x{SIDE}, bf16 autocast, channels_last; medians of {options.rounds} rounds of {options.steps} "
+        f"steps, models taking turns; {time.perf_counter() - began:.0f} s in all\n"
+    )
+    print("| model | mode | ours img/s | torchvision img/s | ratio | ours GiB | torchvision GiB | ratio |")
+    print("|---|---|---|---|---|---|---|---|")
+    print("\n".join(rows))
+    return 0
+
+
+def measure(runners: list[Runner], images: Tensor, targets: Tensor, rounds: int, steps: int) -> None:
+    """Warms both models up, then lets them take turns; who begins alternates too."""
+    for runner in runners:
+        for _ in range(3):
+            step(runner, images, targets)
+    for number in range(rounds):
+        for runner in runners if number % 2 == 0 else reversed(runners):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(steps):
+                step(runner, images, targets)
+            end.record()
+            torch.cuda.synchronize()
+            runner.speeds.append(steps * len(images) / start.elapsed_time(end) * 1000)
+            runner.peaks.append((torch.cuda.max_memory_allocated() - held) / 2**30)
+
+
+def step(runner: Runner, images: Tensor, targets: Tensor) -> None:
+    """Forward and backward; gradients are dropped, so that a step's memory includes them."""
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = F.cross_entropy(runner.forward(images), targets)
+    loss.backward()
+    runner.model.zero_grad(set_to_none=True)
+
+
+def row(name: str, mode: str, ours: Runner, theirs: Runner) -> str:
+    """One line of the table, with the spread of our speed over the rounds."""
+    speeds = [statistics.median(runner.speeds) for runner in (ours, theirs)]
+    peaks = [statistics.median(runner.peaks) for runner in (ours, theirs)]
+    spreads = [(max(runner.speeds) - min(runner.speeds)) / 2 for runner in (ours, theirs)]
+    return (
+        f"| {name} | {mode} | {speeds[0]:.0f} ± {spreads[0]:.0f} | {speeds[1]:.0f} ± {spreads[1]:.0f} "
+        f"| {speeds[0] / speeds[1]:.3f} | {peaks[0]:.3f} | {peaks[1]:.3f} | {peaks[0] / peaks[1]:.3f} |"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Whole runs on a GPU: the same bits with and without a CUDA graph, twice, and after a resume."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from drumline.launch.world import alone
+from drumline.recipe import Checkpoint, Data, Model, Optim, Recipe, Run, Train
+from drumline.state.checkpoint import checkpoints
+from drumline.state.inspect import inspect
+from drumline.train.loop import train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+BASE = Recipe(
+    run=Run(device="cuda"),
+    data=Data(source="digits", batch=64, size=32),
+    model=Model(name="resnet8"),
+    optim=Optim(lr=0.05),
+    train=Train(steps=30, eval_every=0),
+    checkpoint=Checkpoint(every_epochs=0),
+)
+
+
+def sha256(recipe: Recipe, folder: Path, name: str) -> str:
+    recipe = replace(recipe, run=replace(recipe.run, dir=str(folder), name=name))
+    train(recipe, alone(torch.device("cuda", 0)))
+    return inspect(folder / name).state_sha256
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"optim": Optim(name="adamw", lr=1e-3)},
+        {"optim": Optim(name="lars", lr=0.5)},
+        {"optim": Optim(name="lamb", lr=1e-2, clip=1.0)},
+        {"train": Train(steps=30, eval_every=0, precision="fp16")},
+        {"train": Train(steps=30, eval_every=0, precision="fp16"), "optim": Optim(name="lamb", lr=1e-2)},
+        {"train": Train(steps=30, eval_every=0, precision="fp32", accumulate=3)},
+        {"train": Train(steps=30, eval_every=0, ema=0.9, label_smoothing=0.1)},
+        {"data": Data(source="digits", batch=64, size=32, mixup=0.3, cutmix=1.0)},
+        {"model": Model(name="vgg11_bn"), "data": Data(source="digits", batch=16, size=64)},
+        {"model": Model(name="mobilenet_v2"), "data": Data(source="digits", batch=16, size=64)},
+    ],
+    ids=["sgd", "adamw", "lars", "lamb", "fp16", "fp16-lamb", "fp32-accumulate", "ema", "mix", "vgg", "mobilenet"],
+)
+def test_a_captured_step_gives_the_same_bits(changes: dict[str, object], tmp_path: Path) -> None:
+    recipe = replace(BASE, **changes)  # type: ignore[arg-type]
+    off = replace(recipe, train=replace(recipe.train, capture="off"))
+    on = replace(recipe, train=replace(recipe.train, capture="on"))
+    captured = sha256(on, tmp_path, "on")
+    assert captured == sha256(off, tmp_path, "off")
+    assert captured == sha256(on, tmp_path, "again")
+
+
+@pytest.mark.parametrize("model", ["resnet18", "cifar/mobilenet_v2_half", "cifar/shufflenet_v1"])
+def test_two_runs_give_the_same_bits(model: str, tmp_path: Path) -> None:
+    recipe = replace(BASE, model=Model(name=model), train=replace(BASE.train, steps=10))
+    assert sha256(recipe, tmp_path, "a") == sha256(recipe, tmp_path, "b")
+
+
+def test_a_resumed_run_gives_the_same_bits(tmp_path: Path) -> None:
+    recipe = replace(
+        BASE,
+        model=Model(name="vgg11_bn"),
+        data=replace(BASE.data, batch=32, mixup=0.2),
+        train=replace(BASE.train, steps=25, precision="fp16", ema=0.9),
+        checkpoint=Checkpoint(every_steps=10, every_epochs=0, keep=5),
+    )
+    whole = sha256(recipe, tmp_path, "whole")
+    half = checkpoints(tmp_path / "whole" / "checkpoints")[0]
+    resumed = replace(recipe, checkpoint=replace(recipe.checkpoint, resume=str(half)))
+    assert half.name == "step-10"
+    assert sha256(resumed, tmp_path, "resumed") == whole
+
+
+def test_gradient_checkpointing_gives_the_same_bits_and_takes_less_memory(tmp_path: Path) -> None:
+    recipe = replace(
+        BASE,
+        model=Model(name="resnet50"),
+        data=replace(BASE.data, size=96, batch=128),
+        train=replace(BASE.train, steps=5, capture="off"),
+    )
+    peaks = []
+    hashes = []
+    for name, on in (("plain", False), ("recompute", True)):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        hashes.append(
+            sha256(replace(recipe, train=replace(recipe.train, gradient_checkpointing=on)), tmp_path, name)
+        )
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert hashes[0] == hashes[1]
+    assert peaks[1] < 0.7 * peaks[0]
+
+
+def test_data_parallel_runs(tmp_path: Path) -> None:
+    recipe = replace(BASE, parallel=replace(BASE.parallel, layout="dp"))
+    assert sha256(recipe, tmp_path, "dp")
+
+
+def test_a_compiled_run_learns(tmp_path: Path) -> None:
+    recipe = replace(
+        BASE, train=replace(BASE.train, steps=220, compile=True), run=replace(BASE.run, dir=str(tmp_path))
+    )
+    assert train(recipe, alone(torch.device("cuda", 0))).top1 > 0.9  # type: ignore[operator]

@@ -1,0 +1,242 @@
+"""Names, published sizes, and what is said when a name cannot be used."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+import drumline.models
+from drumline.errors import UserError
+from drumline.models.registry import CIFAR, IMAGENET, create_model, model_names
+from drumline.models.resnet import ResNet
+from drumline.models.vgg import VGG, CifarVGG
+from tests.models.quick import on_meta
+
+TORCHVISION_PARAMETERS = {
+    "resnet18": 11_689_512,
+    "resnet34": 21_797_672,
+    "resnet50": 25_557_032,
+    "resnet101": 44_549_160,
+    "resnet152": 60_192_808,
+    "resnext50_32x4d": 25_028_904,
+    "wide_resnet50_2": 68_883_240,
+    "vgg11": 132_863_336,
+    "vgg11_bn": 132_868_840,
+    "vgg13": 133_047_848,
+    "vgg13_bn": 133_053_736,
+    "vgg16": 138_357_544,
+    "vgg16_bn": 138_365_992,
+    "vgg19": 143_667_240,
+    "vgg19_bn": 143_678_248,
+    "mobilenet_v2": 3_504_872,
+}
+CIFAR_MILLIONS = {
+    "resnet8": 0.08,
+    "resnet14": 0.18,
+    "resnet20": 0.28,
+    "resnet32": 0.47,
+    "resnet56": 0.86,
+    "resnet110": 1.74,
+    "resnet8x4": 1.23,
+    "resnet32x4": 7.43,
+    "resnet50": 23.71,
+    "wrn_16_1": 0.18,
+    "wrn_16_2": 0.70,
+    "wrn_40_1": 0.57,
+    "wrn_40_2": 2.26,
+    "vgg8": 3.97,
+    "vgg13": 9.46,
+    "mobilenet_v2_half": 0.81,
+    "shufflenet_v1": 0.95,
+    "shufflenet_v2": 1.36,
+}
+
+
+def parameters(name: str, classes: int) -> int:
+    return sum(parameter.numel() for parameter in on_meta(name, classes).parameters())
+
+
+@pytest.mark.parametrize("name", TORCHVISION_PARAMETERS)
+def test_imagenet_models_have_torchvisions_parameter_counts(name: str) -> None:
+    assert parameters(name, 1000) == TORCHVISION_PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", CIFAR_MILLIONS)
+def test_cifar_models_have_the_published_parameter_counts(name: str) -> None:
+    assert round(parameters(f"cifar/{name}", 100) / 1e6, 2) == CIFAR_MILLIONS[name]
+
+
+def test_every_imagenet_model_is_counted() -> None:
+    assert set(TORCHVISION_PARAMETERS) == set(IMAGENET)
+
+
+def test_a_plain_name_is_imagenets_where_both_have_it() -> None:
+    assert {f"cifar/{name}" for name in CIFAR} <= set(model_names())
+    assert set(CIFAR) <= set(model_names())
+    for name in ("vgg13", "resnet18"):
+        assert name in IMAGENET
+        assert name in CIFAR
+    assert isinstance(on_meta("vgg13"), VGG)
+    assert isinstance(on_meta("cifar/vgg13"), CifarVGG)
+    resnet, small = on_meta("resnet18"), on_meta("cifar/resnet18")
+    assert isinstance(resnet, ResNet)
+    assert isinstance(small, ResNet)
+    assert (resnet.conv1.kernel_size, small.conv1.kernel_size) == ((7, 7), (3, 3))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("MobileNetV2", "cifar/mobilenet_v2_half"),
+        ("ShuffleV1", "cifar/shufflenet_v1"),
+        ("ShuffleV2", "cifar/shufflenet_v2"),
+        ("wrn_40_2", "cifar/wrn_40_2"),
+        ("resnet8x4", "cifar/resnet8x4"),
+        ("vgg8", "cifar/vgg8"),
+    ],
+)
+def test_the_literatures_spelling_gives_the_cifar_model(theirs: str, ours: str) -> None:
+    shapes = [
+        {key: value.shape for key, value in on_meta(name).state_dict().items()} for name in (theirs, ours)
+    ]
+    assert shapes[0] == shapes[1]
+
+
+def test_the_package_offers_the_three_public_names() -> None:
+    assert drumline.models.create_model is create_model
+    assert drumline.models.model_names is model_names
+    assert callable(drumline.models.load_weights)
+    assert len(set(model_names())) == len(model_names())
+
+
+def test_classes_are_a_thousand_unless_said() -> None:
+    with torch.device("meta"):
+        assert create_model("resnet20").get_submodule("fc").out_features == 1000
+
+
+def test_the_same_seed_gives_the_same_weights() -> None:
+    states = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        states.append(create_model("resnet8", 10).state_dict())
+    assert all(torch.equal(tensor, states[1][key]) for key, tensor in states[0].items())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("resnet181", "resnet18"),
+        ("ResNet50", "resnet50"),
+        ("wrn402", "wrn_40_2"),
+        ("cifar/vgg12", "cifar/vgg1"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_near_ones(wrong: str, near: str) -> None:
+    with pytest.raises(UserError, match=f"no model '{wrong}'") as caught:
+        create_model(wrong)
+    assert near in caught.value.fix
+
+
+def test_a_name_like_no_other_points_to_the_list() -> None:
+    with pytest.raises(UserError, match="doctor --models"):
+        create_model("qqqqqqqq")
+
+
+def test_a_model_without_outputs_is_refused() -> None:
+    with pytest.raises(UserError, match="0 classes"):
+        create_model("resnet18", 0)
+
+
+@pytest.mark.parametrize("package", ["torchvision", "timm"])
+def test_a_missing_package_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=f"needs the package {package}.*not installed") as caught:
+        create_model(f"{package}/resnet18")
+    assert f"install {package}" in caught.value.fix
+
+
+def test_torchvisions_models_come_by_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    package, models = ModuleType("torchvision"), ModuleType("torchvision.models")
+    models.list_models = lambda module: ["resnet18", "vit_b_16"]  # type: ignore[attr-defined]
+    models.get_model = lambda name, weights, num_classes: nn.Linear(2, num_classes)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchvision", package)
+    monkeypatch.setitem(sys.modules, "torchvision.models", models)
+    assert create_model("torchvision/vit_b_16", 5).out_features == 5
+    with pytest.raises(UserError, match="torchvision/vit_b_17") as caught:
+        create_model("torchvision/vit_b_17")
+    assert "torchvision/vit_b_16" in caught.value.fix
+
+
+def test_timms_models_come_by_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    timm = ModuleType("timm")
+    timm.list_models = lambda: ["convnext_tiny"]  # type: ignore[attr-defined]
+    timm.is_model = lambda name: name == "convnext_tiny"  # type: ignore[attr-defined]
+    timm.create_model = lambda name, pretrained, num_classes: nn.Linear(2, num_classes)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "timm", timm)
+    assert create_model("timm/convnext_tiny", 5).out_features == 5
+    with pytest.raises(UserError, match="timm/convnext_tinny") as caught:
+        create_model("timm/convnext_tinny")
+    assert "timm/convnext_tiny" in caught.value.fix
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A user's module on the path; returns its name."""
+    lines = [
+        "from torch import nn",
+        "def ours(classes): return nn.Linear(3, classes)",
+        "def theirs(num_classes=7, wide=False): return nn.Linear(3, num_classes)",
+        "class Net(nn.Module):",
+        "    def __init__(self, classes):",
+        "        super().__init__()",
+        "        self.fc = nn.Linear(3, classes)",
+        "def no_model(classes): return 'a string'",
+        "def greedy(classes, width): return nn.Linear(width, classes)",
+        "def nothing(): return nn.Linear(3, 3)",
+        "def breaks(classes): raise RuntimeError('inside the factory')",
+        "number = 3",
+    ]
+    (tmp_path / "users_nets.py").write_text("\n".join(lines))
+    (tmp_path / "needs_more.py").write_text("import a_package_that_is_not_there\n")
+    (tmp_path / "broken_nets.py").write_text("raise ValueError('bad table')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("users_nets", "needs_more", "broken_nets"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return "users_nets"
+
+
+def test_a_users_factory_is_given_the_number_of_classes(own_module: str) -> None:
+    assert create_model(f"{own_module}:ours", 4).out_features == 4
+    assert create_model(f"{own_module}:theirs", 4).out_features == 4
+    assert create_model(f"{own_module}:Net", 4).get_submodule("fc").out_features == 4
+
+
+def test_what_a_users_factory_raises_is_not_hidden(own_module: str) -> None:
+    with pytest.raises(RuntimeError, match="inside the factory"):
+        create_model(f"{own_module}:breaks")
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "fix"),
+    [
+        ("no_such_package.nets:make", "there is no module no_such_package", "PYTHONPATH"),
+        ("users_nets:our", "users_nets has nothing called our", "did you mean ours"),
+        ("users_nets:number", "cannot be called under number", "define number"),
+        ("users_nets:no_model", "returned str, not a torch.nn.Module", "return the model"),
+        ("users_nets:greedy", r"signature is \(classes, width\)", "default"),
+        ("users_nets:nothing", r"signature is \(\)", "num_classes"),
+        ("needs_more:make", "needs a_package_that_is_not_there", "install a_package_that_is_not_there"),
+        ("broken_nets:make", "failed with ValueError: bad table", "broken_nets"),
+        ("users_nets:", "no module or no factory", "package.module:factory"),
+    ],
+)
+@pytest.mark.usefixtures("own_module")
+def test_a_factory_that_cannot_be_used_is_explained(name: str, what: str, fix: str) -> None:
+    with pytest.raises(UserError, match=what) as caught:
+        create_model(name)
+    assert fix in caught.value.fix

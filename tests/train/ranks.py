@@ -1,0 +1,265 @@
+"""Runs real processes over gloo, once per world size, and hands every test what each rank found.
+
+As a program (`python -m tests.train.ranks FOLDER`) it is one rank: all jobs in order, results to a file.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from drumline.data.order import evaluation_requests, share
+from drumline.errors import UserError
+from drumline.launch.environment import read_place
+from drumline.launch.network import free_port
+from drumline.launch.world import World, join, taking_turns
+from drumline.parallel.layout import BufferMean
+from drumline.recipe import Train
+from drumline.train.evaluate import evaluate
+from drumline.train.loop import check_agreement
+from drumline.train.meter import MeterReader
+from drumline.train.stop import StopSign
+from tests.train import tiny
+
+ROOT = Path(__file__).parents[2]
+SAMPLES, EVAL_BATCH = 23, 4
+
+
+@cache
+def results(size: int) -> list[dict[str, Any]]:
+    """What every rank of a world of `size` found, in rank order. Starts the processes on the first call."""
+    with tempfile.TemporaryDirectory() as folder:
+        port = free_port("127.0.0.1")
+        common = {
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.train.ranks", folder],
+                env={**os.environ, **common, "RANK": str(rank)},
+                cwd=ROOT,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+        try:
+            errors = [process.communicate(timeout=120)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        assert [process.returncode for process in processes] == [0] * size, "\n".join(errors)
+        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(size)]
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    world = join(read_place(os.environ), "cpu", "auto", 60)
+    found: dict[str, Any] = {}
+    for job in (talk, turns, steps, bits, buffers, agreement, stops, score, failure):
+        found.update(job(world, folder))
+    torch.save(found, folder / f"{world.rank}.pt")
+    alone_at_last(world, folder, found)
+
+
+def talk(world: World, folder: Path) -> dict[str, Any]:
+    """Every way of talking, with something of each rank's own to say."""
+    mine = torch.tensor([world.rank + 1.0, 10.0 * world.rank])
+    latest = torch.tensor([world.rank, -world.rank])
+    later = world.maximum_later(latest)
+    assert later is not None
+    later.wait()
+    return {
+        "rank": world.rank,
+        "backend": world.backend,
+        "sum": world.sum(mine.clone()).tolist(),
+        "broadcast": world.broadcast(mine.clone()).tolist(),
+        "share": world.share({"path": f"from {world.rank}"}),
+        "gather": world.gather([world.rank, 0.1]),
+        "integers": world.gather_integers(torch.tensor([2**53 + world.rank, -world.rank])).tolist(),
+        "maximum": latest.tolist(),
+    }
+
+
+def turns(world: World, folder: Path) -> dict[str, Any]:
+    """Rank 0 takes its time to make a file that the others must find."""
+    made = folder / "made"
+    with taking_turns(world):
+        seen = made.exists()
+        if world.first:
+            time.sleep(0.3)
+            made.touch()
+    world.barrier()
+    return {"saw_it": seen}
+
+
+def steps(world: World, folder: Path) -> dict[str, Any]:
+    """Three steps of ten samples, each in two micro-batches."""
+    trained = tiny.trainee(tiny.plain(), world)
+    step = tiny.step_of(trained, 10, world, accumulate=2)
+    reader = MeterReader(step.meter, world)
+    mine = share(10, world.rank, world.size)
+    step.rehearse(tiny.part(tiny.make(10, 77), mine))
+    for index, rate in enumerate((0.1, 0.05, 0.2)):
+        step(tiny.part(tiny.make(10, index), mine), index, rate)
+    reader.request(3)
+    (reading,) = reader.drain()
+    return {
+        "steps": {
+            "model": dict(trained.module.state_dict()),
+            "gradients": [parameter.grad.clone() for parameter in trained.module.parameters()],
+        },
+        "reading": asdict(reading),
+        "meter_after": step.meter.tolist(),
+    }
+
+
+def bits(world: World, folder: Path) -> dict[str, Any]:
+    """A model with BatchNorm and dropout, differently seeded on each rank, clipped and averaged."""
+    model = nn.Sequential(*tiny.normed(world.rank)[:-1], nn.Dropout(0.5), nn.Linear(6, tiny.CLASSES))
+    trained = tiny.trainee(model, world, train=Train(ema=0.9))
+    step = tiny.step_of(trained, 10, world, clip=0.5)
+    mine = share(10, world.rank, world.size)
+
+    def state() -> dict[str, torch.Tensor]:
+        groups = trained.tensors()
+        return {f"{group}/{name}": t.detach().clone() for group in groups for name, t in groups[group].items()}
+
+    before = state()
+    step.rehearse(tiny.part(tiny.make(10, 77), mine))
+    after = state()
+    for index in range(3):
+        step(tiny.part(tiny.make(10, index), mine), index, 0.1)
+    step._seed_generators(7)
+    return {
+        "untouched": all(torch.equal(before[name], after[name]) for name in before),
+        "bits": state(),
+        "dropped": nn.functional.dropout(torch.ones(64)) > 0,
+    }
+
+
+def buffers(world: World, folder: Path) -> dict[str, Any]:
+    """Floats of each rank's own are averaged; constants and counters stay."""
+    module = nn.Module()
+    module.register_buffer("own", torch.tensor([1.0, -2.0]) * (world.rank + 1))
+    module.register_buffer("constant", torch.arange(100).float())
+    module.register_buffer("wide", torch.tensor([[world.rank / 3]], dtype=torch.float64))
+    module.register_buffer("counter", torch.tensor(world.rank))
+    BufferMean(module, world)()
+    return {"buffers": {name: buffer.clone() for name, buffer in module.named_buffers()}}
+
+
+def agreement(world: World, folder: Path) -> dict[str, Any]:
+    """One weight of the last rank moves by the smallest possible amount."""
+    trained = tiny.trainee(tiny.normed(), world)
+    run: Any = SimpleNamespace(world=world, trainee=trained)
+    check_agreement(run)
+    if world.rank == world.size - 1:
+        with torch.no_grad():
+            weight = trained.module[5].weight
+            weight[2, 3] = torch.nextafter(weight[2, 3], torch.tensor(9.0))
+    try:
+        check_agreement(run)
+    except UserError as error:
+        return {"agreement": error.what}
+    return {"agreement": ""}
+
+
+def stops(world: World, folder: Path) -> dict[str, Any]:
+    """SIGTERM reaches one rank alone, between two steps."""
+    seen = -1
+    with StopSign(world) as stop:
+        for step in range(1, 20000):
+            if world.rank == world.size - 1 and step == 20:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if stop.seen(step):
+                seen = step
+                break
+            time.sleep(0.001)
+        stop.settle()
+        asked = stop.asked
+    with StopSign(world) as again:
+        unasked = [again.seen(step) for step in range(1, 10)]
+        again.settle()
+    return {"stopped_at": seen, "asked": asked, "unasked": any(unasked)}
+
+
+def evaluation(world: World) -> dict[str, Any]:
+    """The score of a fixed model on a fixed set, on any world."""
+    batches = (
+        tiny.part(tiny.make(SAMPLES, 50), slice(int(request.samples[0]), int(request.samples[-1]) + 1))
+        for request in evaluation_requests(
+            samples=SAMPLES, batch=EVAL_BATCH, rank=world.rank, world=world.size
+        )
+    )
+    return asdict(evaluate(tiny.normed(3), batches, SAMPLES, EVAL_BATCH, tiny.NORMALISE, world, None))
+
+
+def score(world: World, folder: Path) -> dict[str, Any]:
+    """The score; and what happens when one rank counts a sample twice."""
+    found = evaluation(world)
+    twice = iter([tiny.make(EVAL_BATCH)] * (2 if world.first else 1))
+    try:
+        evaluate(tiny.normed(3), twice, world.size * EVAL_BATCH, EVAL_BATCH, tiny.NORMALISE, world, None)
+    except AssertionError as error:
+        return {"score": found, "miscount": str(error)}
+    return {"score": found, "miscount": ""}
+
+
+def failure(world: World, folder: Path) -> dict[str, Any]:
+    """The last rank fails first."""
+    if world.rank == world.size - 1:
+        first = world.claim_failure()
+        world.barrier()
+    else:
+        world.barrier()
+        first = world.claim_failure()
+    return {"failed_first": first}
+
+
+def alone_at_last(world: World, folder: Path, found: dict[str, Any]) -> None:
+    """Rank 0, which holds the meeting place, is gone; the others fail because of it."""
+    pid = world.share(os.getpid())
+    world.barrier()
+    if world.first:
+        os._exit(0)
+    deadline = time.monotonic() + 10
+    while _running(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    try:
+        found["failed_first_after_rank_0"] = world.claim_failure()
+    except Exception:
+        found["failed_first_after_rank_0"] = traceback.format_exc()
+    torch.save(found, folder / f"{world.rank}.pt")
+    os._exit(0)
+
+
+def _running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+if __name__ == "__main__":
+    assert np is not None
+    main(Path(sys.argv[1]))
