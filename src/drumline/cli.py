@@ -70,6 +70,9 @@ DEMO = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if (here := str(Path.cwd())) not in sys.path:
+        # For `package.module:factory` of the user's own; last, so that nothing installed is shadowed.
+        sys.path.append(here)
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": train,
         "eval": evaluate,

@@ -148,7 +148,7 @@ class Train:
     more compute, same result."""
     eval_every: float = 1.0
     """Evaluate every this many epochs; the end of the run is always evaluated. 0: only the end."""
-    log_every: int = 10
+    log_every: int = 50
     """Write metrics every this many steps."""
 
 

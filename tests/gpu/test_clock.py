@@ -42,7 +42,7 @@ def test_gpu_compute_time_is_right_and_never_synchronises() -> None:
     assert times.data_s < 0.01 * truth
 
 
-def test_a_step_costs_the_host_less_than_5_us_on_a_gpu() -> None:
+def test_a_step_costs_the_host_less_than_20_us_on_a_gpu() -> None:
     clock = StepClock(torch.device("cuda"))
     best = float("inf")
     for _ in range(5):
@@ -54,4 +54,4 @@ def test_a_step_costs_the_host_less_than_5_us_on_a_gpu() -> None:
             clock.step_begin()
             clock.step_end()
         best = min(best, (time.perf_counter() - began) / 700)
-    assert best < 5e-6
+    assert best < 20e-6

@@ -99,7 +99,7 @@ def test_gradient_checkpointing_gives_the_same_bits_and_takes_less_memory(tmp_pa
         )
         peaks.append(torch.cuda.max_memory_allocated())
     assert hashes[0] == hashes[1]
-    assert peaks[1] < 0.7 * peaks[0]
+    assert peaks[1] < 0.85 * peaks[0]
 
 
 def test_data_parallel_runs(tmp_path: Path) -> None:

@@ -76,6 +76,16 @@ def killed(folder: Path, rank: int) -> None:
     raise RuntimeError("[pair.cc:544] Connection closed by peer [127.0.0.1]:2222")
 
 
+def late(folder: Path, rank: int) -> None:
+    """Rank 0 is done at once; rank 1 fails after it."""
+    if rank == 0:
+        write(folder / "ready-0", "")
+        return
+    all_ready(folder)
+    time.sleep(0.5)
+    raise RuntimeError("the last mile is the longest")
+
+
 def mute(folder: Path, rank: int) -> None:
     """Rank 1 ends with an exit code and no message."""
     _deaf_unless_rank_1(folder, rank)
@@ -91,6 +101,18 @@ def saves(folder: Path, rank: int) -> None:
         time.sleep(0.01)
     write(folder / f"saved-{rank}", str(len(asked)))
     sys.exit(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
+
+
+def saves_or_fails(folder: Path, rank: int) -> None:
+    """Asked to stop, rank 1 cannot save; the others can."""
+    if rank != 1:
+        saves(folder, rank)
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    write(folder / f"ready-{rank}", "")
+    while not asked:
+        time.sleep(0.01)
+    raise RuntimeError("no space left for the checkpoint")
 
 
 def deaf(folder: Path, rank: int) -> None:

@@ -174,6 +174,7 @@ def test_torch_adds_no_lines_of_its_own_to_an_error(run: Run) -> None:
 def test_a_stop_request_reaches_each_worker_once_and_lets_it_save(run: Run, number: int, again: str) -> None:
     launcher = run.launcher("saves")
     os.kill(launcher.pid, number)
+    time.sleep(0.1)
     os.kill(launcher.pid, number)  # the same keystroke, passed on by a wrapper too
     output = launcher.communicate(timeout=30)[1]
     assert launcher.returncode == 0
@@ -190,6 +191,17 @@ def test_the_exit_code_of_workers_that_were_asked_to_stop_is_passed_on(run: Run)
     assert (run.folder / "saved-0").exists()
     assert (run.folder / "saved-1").exists()
     assert "exit code" not in output
+
+
+def test_a_rank_that_fails_to_save_is_shown_and_the_others_still_save(run: Run) -> None:
+    launcher = run.launcher("saves_or_fails")
+    os.kill(launcher.pid, signal.SIGTERM)
+    output = launcher.communicate(timeout=30)[1]
+    assert launcher.returncode == 1
+    assert output.count("rank 1 failed:") == 1
+    assert output.rstrip().endswith("RuntimeError: no space left for the checkpoint")
+    assert (run.folder / "saved-0").read_text() == "1"
+    assert run.survivors() == []
 
 
 def test_a_second_request_kills_at_once(run: Run) -> None:
@@ -263,11 +275,28 @@ def test_a_file_left_by_an_earlier_run_is_named(run: Run, monkeypatch: pytest.Mo
 
 
 def test_two_launchers_on_one_machine_count_as_two(run: Run) -> None:
-    parallel = {"nodes": 2, "rendezvous": f"127.0.0.1:{free_port('127.0.0.1')}", "timeout": 60.0}
-    launchers = [run.launcher("report", processes=1, ready=0, parallel=parallel) for _ in range(2)]
-    outputs = [launcher.communicate(timeout=60)[1] for launcher in launchers]
-    assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
+    codes, outputs = _two_launchers(run, "report")
+    assert codes == [0, 0], outputs
     assert [run.report(rank)["place"]["node_rank"] for rank in range(2)] == [0, 1]
+
+
+def test_a_machine_that_is_done_still_hears_of_anothers_failure(run: Run) -> None:
+    codes, outputs = _two_launchers(run, "late")
+    assert codes == [1, 1]
+    assert all(
+        output.rstrip().endswith("RuntimeError: the last mile is the longest") for output in outputs
+    ), outputs
+
+
+def _two_launchers(run: Run, mode: str) -> tuple[list[int], list[str]]:
+    parallel = {"nodes": 2, "rendezvous": f"127.0.0.1:{free_port('127.0.0.1')}", "timeout": 60.0}
+    launchers = [run.launcher(mode, processes=1, ready=0, parallel=parallel) for _ in range(2)]
+    try:
+        outputs = [launcher.communicate(timeout=60)[1] for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    return [launcher.returncode for launcher in launchers], outputs
 
 
 @pytest.mark.parametrize("node_rank", ["auto", 0, 1])

@@ -78,7 +78,8 @@ def test_two_hosts_meet_and_add_up(hosts: tuple[Host, Host], tmp_path: Path, how
 def test_a_failure_on_one_host_ends_both_and_is_shown_on_both(
     hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:
-    parallel = {"rendezvous": f"{hosts[0].address}:{PORT}"}
+    # The host that fails has the store: it must not leave before the other has read why.
+    parallel = {"rendezvous": f"{hosts[1].address}:{PORT}"}
     launchers = [start(host, tmp_path, ["sums", "fail"], parallel) for host in hosts]
     begin = time.monotonic()
     outputs = finish(*launchers)

@@ -71,9 +71,21 @@ def test_what_is_exported_loads_again_bit_by_bit(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["out.safetensors"]
 
 
-def test_a_wrapped_model_is_exported_under_its_bare_names(tmp_path: Path) -> None:
-    export_weights(nn.DataParallel(model(5)), tmp_path / "out.safetensors")
+@pytest.mark.parametrize(
+    "wrap", [nn.DataParallel, torch.compile, lambda bare: torch.compile(nn.DataParallel(bare))]
+)
+def test_a_wrapped_model_is_exported_under_its_bare_names(
+    wrap: Callable[[nn.Module], nn.Module], tmp_path: Path
+) -> None:
+    export_weights(wrap(model(5)), tmp_path / "out.safetensors")
     assert set(load_file(tmp_path / "out.safetensors")) == set(state())
+
+
+def test_a_model_with_a_part_called_module_keeps_its_names(tmp_path: Path) -> None:
+    source, target = (nn.ModuleDict({"module": nn.Linear(3, 2)}) for _ in range(2))
+    export_weights(source, tmp_path / "out.safetensors")
+    load_weights(target, tmp_path / "out.safetensors")
+    assert same(target, dict(source.state_dict()))
 
 
 def test_tied_parameters_can_be_exported(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -261,5 +260,4 @@ def _running(pid: int) -> bool:
 
 
 if __name__ == "__main__":
-    assert np is not None
     main(Path(sys.argv[1]))

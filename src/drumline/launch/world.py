@@ -97,7 +97,10 @@ class World:
         ours (a broken connection, most likely) only follows from it."""
         if self.store is None:
             return True
-        return self.store.compare_set(FAILED, "", f"{self.rank}").decode() == f"{self.rank}"
+        try:
+            return self.store.compare_set(FAILED, "", f"{self.rank}").decode() == f"{self.rank}"
+        except dist.DistError:  # whoever held the store is gone, so it was first
+            return False
 
     def close(self) -> None:
         """Leaves the group."""

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from drumline.errors import UserError
 from drumline.models.registry import CIFAR, IMAGENET, create_model
@@ -45,7 +46,7 @@ def load_weights(model: nn.Module, path: str | Path, *, strict_head: bool = Fals
     left as it is in the model, unless `strict_head`.
     """
     file = resolve_weights(path)
-    found = _unwrapped(_read(file))
+    found = _unwrapped(_read(file), model)
     fit = _fit(found, model)
     if fit.missing or fit.unexpected or fit.misshapen:
         raise _misfit(file, found, model, fit)
@@ -92,7 +93,7 @@ def export_weights(model: nn.Module, path: str | Path) -> None:
     # A copy of each: safetensors refuses tensors that share memory.
     state = {
         name: tensor.detach().to("cpu", copy=True).contiguous()
-        for name, tensor in _unwrapped(model.state_dict()).items()
+        for name, tensor in _bare(model).state_dict().items()
     }
     write_file(Path(path), lambda temporary: save_file(state, temporary, metadata={"format": "pt"}))
 
@@ -150,12 +151,21 @@ def _renamed(found: State, model: nn.Module, wanted: State) -> State:
     return result
 
 
-def _unwrapped(state: State) -> State:
+def _unwrapped(state: State, model: nn.Module) -> State:
     """The same tensors without the prefixes of torch.compile, DataParallel and DDP."""
     state = {key.replace("_orig_mod.", ""): tensor for key, tensor in state.items()}
-    while state and all(key.startswith("module.") for key in state):
+    own = any(key.startswith("module.") for key in model.state_dict())
+    while not own and state and all(key.startswith("module.") for key in state):
         state = {key.removeprefix("module."): tensor for key, tensor in state.items()}
     return state
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile's, DataParallel's and DDP's wrappers."""
+    inner = getattr(model, "_orig_mod", None)
+    if isinstance(model, nn.DataParallel | DistributedDataParallel):
+        inner = model.module
+    return model if inner is None else _bare(inner)
 
 
 def _read(file: Path) -> State:

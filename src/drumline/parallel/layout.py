@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,12 +49,9 @@ def resolve_layout(wanted: str, world: World) -> str:
 def lay_out(module: nn.Module, layout: str, world: World) -> nn.Module:
     """The module whose forward the step calls."""
     if layout == "ddp":
-        return DistributedDataParallel(
-            module,
-            device_ids=[world.device] if world.device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-            **{_BUFFER_OPTION: False},
-        )
+        buffers: dict[str, Any] = {_BUFFER_OPTION: False}
+        device_ids = [world.device] if world.device.type == "cuda" else None
+        return DistributedDataParallel(module, device_ids=device_ids, gradient_as_bucket_view=True, **buffers)
     if layout == "dp":
         return DataParallel(module)
     return module
@@ -78,7 +76,8 @@ class BufferMean:
         if self.world.size == 1 or not self.buffers:
             return
         flat = torch.cat([buffer.reshape(-1) for buffer in self.buffers])
-        self.world.sum(flat.div_(self.world.size))
+        # Divided after the sum: a constant table of whole numbers then keeps its values.
+        self.world.sum(flat).div_(self.world.size)
         parts = flat.split([buffer.numel() for buffer in self.buffers])
         torch._foreach_copy_(
             self.buffers, [part.view_as(b) for part, b in zip(parts, self.buffers, strict=True)]

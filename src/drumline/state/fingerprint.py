@@ -21,6 +21,8 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """One int64: the sum, modulo 2^64, of each value's bits times an odd weight of its position."""
     flat = tensor.detach().contiguous().reshape(-1)
     words = flat.view(_VIEWS[flat.element_size()]).to(torch.int64)
+    # Times an odd weight, a 64-bit value's highest bit is the same at every place; folded down, it is not.
+    words = words ^ (words >> 32 & 0xFFFFFFFF)
     places = torch.arange(len(words), device=words.device, dtype=torch.int64)
     weights = (places * _signed(_ODD)) | 1
     return ((words + 1) * (weights ^ (weights >> 29) | 1)).sum()

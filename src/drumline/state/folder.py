@@ -64,8 +64,9 @@ def open_run(recipe: Recipe, source: str) -> Opened:
         ) from error
     notes: list[str] = []
     resume_from: Path | None = None
+    holds_a_run = (path / "recipe.toml").exists() or bool(checkpoints(path / "checkpoints"))
     if resume == "never":
-        if (path / "recipe.toml").exists() or checkpoints(path / "checkpoints"):
+        if holds_a_run:
             raise UserError(
                 f"run.name = {path.name}: {path} already holds a run",
                 "go on with it by --checkpoint.resume auto, or give another --run.name",
@@ -81,6 +82,11 @@ def open_run(recipe: Recipe, source: str) -> Opened:
     else:
         resume_from, complaints = find_checkpoint(Path(resume))
         notes += _passed_over(complaints, resume_from)
+        if holds_a_run and path.resolve() not in resume_from.resolve().parents:
+            raise UserError(
+                f"run.name = {path.name}: {path} holds another run than {resume_from}",
+                "give another --run.name to go on under, or the name of the run itself",
+            )
     return Opened(path, resume_from, tuple(notes), lock)
 
 

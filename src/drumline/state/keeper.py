@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from drumline.errors import UserError
 from drumline.state.checkpoint import (
@@ -49,6 +50,16 @@ class Keeper:
         snapshot, copied = snapshot_to_host(groups)
         self._pending = self._thread.submit(self._write, snapshot, copied, position)
 
+    def set_aside_after(self, step: int) -> list[str]:
+        """Renames to `step-N.aside` the checkpoints beyond the step a run goes on from: unsound, or of a past
+        that is being rewritten, they would stand in the way of new ones and count as newer. Gives their names."""
+        beyond = [path for path in checkpoints(self.folder) if int(path.name.removeprefix("step-")) > step]
+        for path in beyond:
+            aside = path.with_name(f"{path.name}.aside")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+        return [path.name for path in beyond]
+
     def wait(self) -> None:
         """Until the last save is on disk. Raises if it failed."""
         if self._pending is None:
@@ -56,7 +67,7 @@ class Keeper:
         pending, self._pending = self._pending, None
         try:
             pending.result()
-        except (OSError, Unsound) as error:
+        except (OSError, SafetensorError, Unsound) as error:
             raise UserError(
                 f"could not write a checkpoint below {self.folder}: {error}",
                 "free space or mend the disk, then go on with --checkpoint.resume auto",
@@ -76,7 +87,8 @@ class Keeper:
         path = write_checkpoint(self.folder, snapshot, position, self.recipe, self.environment)
         verify_checkpoint(path)
         for old in superseded(checkpoints(self.folder), self.keep, position.best_step):
-            shutil.rmtree(old, ignore_errors=True)
+            # Renamed first: a deletion cut short must not leave half a checkpoint under its name.
+            shutil.rmtree(old.rename(f"{old}.tmp"), ignore_errors=True)
 
 
 def superseded(found: list[Path], keep: int, best_step: int) -> list[Path]:

@@ -74,12 +74,12 @@ def evaluate(
 def tally(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """(samples, right at the first guess, right within five, fixed-point loss) as int64.
 
-    A label's place is the number of classes ranked before it; of equal logits the lower class comes first, and
-    NaN ranks before everything, so a broken model is never right."""
+    A label's place is the number of classes ranked before it; of equal logits the lower class comes first. A
+    row that holds a NaN has no place for its label, so a broken model is never right."""
     own = logits.gather(1, labels[:, None])
     classes = torch.arange(logits.shape[1], device=logits.device)
-    before = ~(logits <= own) | ((logits == own) & (classes < labels[:, None]))
-    place = before.sum(dim=1)
+    before = (logits > own) | ((logits == own) & (classes < labels[:, None]))
+    place = before.sum(dim=1).masked_fill(logits.isnan().any(dim=1), 5)
     losses = (
         F.cross_entropy(logits, labels, reduction="none").double().nan_to_num(1e4, 1e4, 1e4).clamp(max=1e4)
     )

@@ -18,7 +18,7 @@ from drumline.launch.world import World
 from drumline.models.weights import export_weights
 from drumline.recipe import Recipe
 from drumline.state.atomic import write_file
-from drumline.state.checkpoint import Position
+from drumline.state.checkpoint import Position, Unsound, verify_checkpoint
 from drumline.state.fingerprint import fingerprints, first_difference
 from drumline.train.evaluate import Score, evaluate
 from drumline.train.start import Running, start
@@ -75,7 +75,8 @@ def take_steps(run: Running, stop: StopSign) -> tuple[Position, Score | None]:
 
             done = index + 1
             position = replace(position, step=done)
-            if done % recipe.train.log_every == 0 or done == plan.total:
+            reporter.moved(done, rate)
+            if done % recipe.train.log_every == 0 or plan.evaluates_after(done):
                 reporter.tick(done, rate)
             if plan.evaluates_after(done):
                 score, position = evaluate_run(run, position)
@@ -136,7 +137,7 @@ def save(run: Running, position: Position) -> None:
     if run.keeper is not None:
         scaler = run.trainee.scaler.state_dict() if run.trainee.scaler.is_enabled() else {}
         run.keeper.save(run.trainee.tensors(), replace(position, scaler=scaler))
-    run.reporter.clock.take()
+    run.reporter.pause(position.step)
 
 
 def check_agreement(run: Running) -> None:
@@ -164,7 +165,15 @@ def export(run: Running, position: Position) -> None:
     export_weights(average.module if average else run.trainee.module, folder / "last.safetensors")
     best = run.folder.checkpoints / f"step-{position.best_step}"
     source = best / ("average.safetensors" if average else "model.safetensors")
-    if source.exists():
+    if not source.exists():
+        return
+    try:
+        verify_checkpoint(best)
+    except Unsound as reason:
+        run.note(
+            f"WARNING: weights/best.safetensors is not written, its checkpoint does not verify: {reason}"
+        )
+    else:
         write_file(folder / "best.safetensors", partial(_copy, source))
 
 

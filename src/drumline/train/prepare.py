@@ -145,8 +145,8 @@ def prepare_plan(recipe: Recipe, samples: int, world: World) -> Plan:
         total=total,
         per_epoch=per_epoch,
         schedule=build_schedule(recipe.optim, batch, total, per_epoch),
-        eval_steps=round(recipe.train.eval_every * per_epoch),
-        save_steps=round(recipe.checkpoint.every_epochs * per_epoch),
+        eval_steps=_steps(recipe.train.eval_every, per_epoch),
+        save_steps=_steps(recipe.checkpoint.every_epochs, per_epoch),
     )
 
 
@@ -240,6 +240,11 @@ def threads_per_process(wanted: int | str, local_size: int) -> int:
     if isinstance(wanted, int):
         return wanted
     return max(1, usable_cores() // local_size)
+
+
+def _steps(epochs: float, per_epoch: int) -> int:
+    """0 stays 0; anything above is at least one step, however short the epoch."""
+    return max(1, round(epochs * per_epoch)) if epochs else 0
 
 
 def _size(data: Data, source: Source) -> int:

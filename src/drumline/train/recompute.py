@@ -36,7 +36,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The model's own word (`blocks()`), else the members of its Sequential and ModuleList children that
     have parameters."""
     declared = getattr(model, "blocks", None)
-    if callable(declared):
+    if callable(declared) and not isinstance(declared, nn.Module):
         return list(declared())
     return [
         block
@@ -47,11 +47,16 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def _recomputed(block: nn.Module, forward: Any, *args: Any) -> Any:
+def _recomputed(block: nn.Module, forward: Any, *args: Any, **named: Any) -> Any:
     if not torch.is_grad_enabled():
-        return forward(*args)
+        return forward(*args, **named)
     return checkpoint(
-        forward, *args, use_reentrant=False, context_fn=partial(_contexts, block), determinism_check="default"
+        forward,
+        *args,
+        use_reentrant=False,
+        context_fn=partial(_contexts, block),
+        determinism_check="default",
+        **named,
     )
 
 
@@ -75,7 +80,8 @@ def _statistics_untouched(block: nn.Module) -> Iterator[None]:
 
 
 def _outermost(model: nn.Module, child: nn.Module) -> bool:
-    """Whether no other container lies between the model and this one."""
+    """Whether this container lies in no other one."""
     name = next(name for name, module in model.named_modules() if module is child)
-    parents = [model.get_submodule(".".join(name.split(".")[:i])) for i in range(1, name.count(".") + 1)]
+    parts = name.split(".") if name else []
+    parents = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts))]
     return not any(isinstance(parent, nn.Sequential | nn.ModuleList) for parent in parents)

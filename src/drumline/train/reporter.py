@@ -6,12 +6,17 @@ are measured always and written once per evaluation; numbers arrive late rather 
 
 from __future__ import annotations
 
+from dataclasses import replace
+from time import perf_counter
+
 from drumline.launch.world import World
 from drumline.observe.clock import StepClock, Times
 from drumline.observe.display import Display, Progress
 from drumline.observe.logbook import Logbook
 from drumline.train.evaluate import Score
 from drumline.train.meter import MeterReader, Reading
+
+DRAW_SECONDS = 0.2
 
 
 class Reporter:
@@ -31,12 +36,43 @@ class Reporter:
         self.total, self.per_epoch, self.batch = total, per_epoch, batch
         self.clock = StepClock(world.device)
         self.images_per_s = 0.0
+        self._latest = Progress(
+            epoch=0.0,
+            epochs=total / per_epoch,
+            step=0,
+            steps=total,
+            loss=None,
+            images_per_s=0.0,
+            data_share=0.0,
+            lr=0.0,
+        )
+        self._drawn_at = perf_counter()
+        self._tick_at = (0, perf_counter())
         self._asked: dict[int, tuple[Times, float]] = {}
         self._since_evaluation: list[Times] = []
+
+    def moved(self, done: int, rate: float) -> None:
+        """Moves the bar between two ticks, from what the host knows. Every step calls this."""
+        now = perf_counter()
+        if now - self._drawn_at < DRAW_SECONDS:
+            return
+        self._drawn_at = now
+        since, at = self._tick_at
+        self._latest = replace(
+            self._latest,
+            step=done,
+            epoch=done / self.per_epoch,
+            images_per_s=(done - since) * self.batch / (now - at)
+            if done > since
+            else self._latest.images_per_s,
+            lr=rate,
+        )
+        self.display.step(self._latest)
 
     def tick(self, done: int, rate: float) -> None:
         """Asks for the numbers up to here and passes on those that have arrived."""
         times = self.clock.take()
+        self._tick_at = (done, perf_counter())
         self._since_evaluation.append(times)
         self._asked[done] = (times, rate)
         self.meters.request(done)
@@ -66,7 +102,12 @@ class Reporter:
             words += f", averaged weights {average.accuracy:.2%}"
         self.display.result(words + (" (best)" if best else ""))
         self._write_times(done)
+        self.pause(done)
+
+    def pause(self, done: int) -> None:
+        """Leaves what was not training (an evaluation, a save) out of the times."""
         self.clock.take()
+        self._tick_at = (done, perf_counter())
 
     def _write_times(self, done: int) -> None:
         steps = sum(times.steps for times in self._since_evaluation)
@@ -107,15 +148,13 @@ class Reporter:
                 images_per_s=images_per_s,
                 data_share=times.data_s / wall,
             )
-            self.display.step(
-                Progress(
-                    epoch=epoch,
-                    epochs=self.total / self.per_epoch,
-                    step=reading.step,
-                    steps=self.total,
-                    loss=reading.loss,
-                    images_per_s=images_per_s,
-                    data_share=times.data_s / wall,
-                    lr=rate,
-                )
+            self._latest = replace(
+                self._latest,
+                epoch=epoch,
+                step=reading.step,
+                loss=reading.loss,
+                images_per_s=images_per_s,
+                data_share=times.data_s / wall,
+                lr=rate,
             )
+            self.display.step(self._latest)

@@ -101,6 +101,11 @@ def start(recipe: Recipe, world: World, cleanup: ExitStack) -> Running:
         write_facts(folder.path, text, environment)
         logbook = Logbook.open(folder.path, display.note, keep_until_step=position.step)
         keeper = Keeper(folder.checkpoints, recipe.checkpoint.keep, text, environment, logbook.flush)
+        beyond = keeper.set_aside_after(position.step)
+        if beyond:
+            resume_words.append(
+                f"beyond step {position.step:,}, so set aside as step-N.aside: {', '.join(beyond)}"
+            )
         cleanup.callback(logbook.close)
         cleanup.callback(keeper.close)
     reporter = Reporter(

@@ -1,0 +1,78 @@
+"""Accuracy on real sets, each by one command line anyone can repeat. Prints a markdown table.
+
+    python benchmarks/accuracy.py --digits --fashion FOLDER --cifar10 FILE_OR_FOLDER --imagenette FOLDER
+
+Runs what it is given a path for. FOLDER of Fashion-MNIST: the four idx files; CIFAR-10: an .npz or the official
+batches; Imagenette: class folders under train/ and val/. The recipes are fixed here, the seed is the default 0,
+and accuracy is that of the last epoch, not of the best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+
+DIGITS = "data.batch=64 model.name=resnet8x4 train.epochs=12 optim.warmup_epochs=1 optim.nesterov=true"
+FASHION = "data.batch=128 model.name=resnet8x4 train.epochs=3 optim.warmup_epochs=0.3 optim.nesterov=true"
+CIFAR10 = (
+    "data.source={source} data.augment=shift-flip data.batch=512 model.name=cifar/resnet18 train.epochs=24 "
+    "optim.lr=0.4 optim.warmup_epochs=4 optim.nesterov=true train.label_smoothing=0.1 train.eval_every=6"
+)
+IMAGENETTE = (
+    "data.batch=64 data.size=160 model.name=resnet18 train.epochs=40 optim.lr=0.05 optim.warmup_epochs=4 "
+    "optim.nesterov=true optim.weight_decay=1e-3 train.label_smoothing=0.1 train.eval_every=10"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--digits", action="store_true", help="the embedded digits, 1 and 2 processes")
+    parser.add_argument("--fashion", metavar="FOLDER")
+    parser.add_argument("--cifar10", metavar="PATH")
+    parser.add_argument("--imagenette", metavar="FOLDER", help="1 and 2 processes")
+    args = parser.parse_args()
+    jobs: list[tuple[str, str, int]] = []
+    if args.digits:
+        jobs += [("digits", DIGITS, processes) for processes in (1, 2)]
+    if args.fashion:
+        jobs += [("Fashion-MNIST", f"data.path={args.fashion} {FASHION}", 1)]
+    if args.cifar10:
+        source = "npz" if args.cifar10.endswith(".npz") else "cifar10"
+        jobs += [("CIFAR-10", f"data.path={args.cifar10} {CIFAR10.format(source=source)}", 1)]
+    if args.imagenette:
+        jobs += [("Imagenette subset", f"data.path={args.imagenette} {IMAGENETTE}", n) for n in (1, 2)]
+    if not jobs:
+        parser.error("give at least one data set")
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU, {platform.machine()}"
+    rows = [run(*job) for job in jobs]
+    print(f"\n{device}, torch {torch.__version__}; start to end, with start-up, evaluation and checkpoints\n")
+    print("| data | command after `drumline train` | processes | right | top-1 | seconds |")
+    print("|---|---|---|---|---|---|")
+    print("\n".join(rows))
+
+
+def run(name: str, words: str, processes: int) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        begun = time.perf_counter()
+        command = [*words.split(), f"parallel.processes={processes}", f"run.dir={folder}"]
+        done = subprocess.run(
+            [sys.executable, "-m", "drumline", "train", *command], stdout=subprocess.PIPE, text=True, check=True
+        )
+        seconds = time.perf_counter() - begun
+    result = json.loads(done.stdout.splitlines()[-1])
+    shown = " ".join(word for word in words.split() if not word.startswith("data.path"))
+    return (
+        f"| {name} | `{shown}` | {processes} | {result['correct']:,} of {result['samples']:,} | "
+        f"{result['top1']:.2%} | {seconds:.0f} |"
+    )
+
+
+if __name__ == "__main__":
+    main()

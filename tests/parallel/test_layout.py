@@ -1,0 +1,115 @@
+"""How a model lies over a world, and that running statistics are everybody's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel
+
+from drumline.errors import UserError
+from drumline.launch.world import World, alone
+from drumline.parallel.layout import BufferMean, lay_out, resolve_layout, without_sync
+from tests.train import ranks, tiny
+
+ONE = alone(tiny.CPU)
+FOUR = replace(ONE, size=4, local_size=4)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "world", "expected"),
+    [
+        ("auto", ONE, "single"),
+        ("auto", FOUR, "ddp"),
+        ("single", ONE, "single"),
+        ("dp", ONE, "dp"),
+        ("ddp", ONE, "single"),
+        ("ddp", FOUR, "ddp"),
+    ],
+)
+def test_auto_takes_what_fits_the_world(wanted: str, world: World, expected: str) -> None:
+    assert resolve_layout(wanted, world) == expected
+
+
+@pytest.mark.parametrize("wanted", ["single", "dp"])
+def test_a_layout_for_one_process_is_refused_for_several(wanted: str) -> None:
+    with pytest.raises(UserError, match=f"parallel.layout = {wanted} runs in one process, but 4"):
+        resolve_layout(wanted, FOUR)
+
+
+def test_a_single_layout_is_the_model_itself() -> None:
+    model = tiny.plain()
+    assert lay_out(model, "single", ONE) is model
+    assert isinstance(lay_out(model, "dp", ONE), DataParallel)
+
+
+def test_a_world_of_one_holds_nothing_back_and_averages_nothing() -> None:
+    model = tiny.normed()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with without_sync(model, last=False):
+        BufferMean(model, ONE)()
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_averaging_is_one_message_written_in_place() -> None:
+    class Echo(World):
+        """Every other rank holds the same."""
+
+        def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+            messages.append(tensor.numel())
+            return tensor.mul_(self.size)
+
+    messages: list[int] = []
+    model = tiny.normed()
+    model[1].running_mean.uniform_()
+    before = model[1].running_mean.clone()
+    places = [buffer.data_ptr() for buffer in model.buffers()]
+    BufferMean(model, Echo(**vars(FOUR)))()
+    assert messages == [12]
+    assert torch.equal(model[1].running_mean, before)
+    assert [buffer.data_ptr() for buffer in model.buffers()] == places
+
+
+def test_a_model_without_buffers_sends_nothing() -> None:
+    BufferMean(nn.Linear(2, 2), FOUR)()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_float_buffers_become_the_mean_and_counters_stay(size: int) -> None:
+    mean = sum(range(1, size + 1)) / size
+    for rank, result in enumerate(ranks.results(size)):
+        found = result["buffers"]
+        torch.testing.assert_close(found["own"], torch.tensor([mean, -2 * mean]))
+        torch.testing.assert_close(found["wide"], torch.tensor([[(mean - 1) / 3]], dtype=torch.float64))
+        assert found["counter"].item() == rank
+
+
+def test_a_constant_table_keeps_its_values_on_any_world() -> None:
+    """Ten ranks that add tenths of a table would not get the table back."""
+
+    class Same(World):
+        def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+            mine = tensor.clone()
+            for _ in range(self.size - 1):
+                tensor += mine
+            return tensor
+
+    for size in range(2, 33):
+        module = nn.Module()
+        module.register_buffer("table", torch.arange(2000).float())
+        BufferMean(module, Same(**{**vars(ONE), "size": size}))()
+        assert torch.equal(module.table, torch.arange(2000).float())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_drift_apart_by_one_ulp_are_named_with_the_tensor(size: int) -> None:
+    """With three ranks the odd one out is known; with two, it is one of them."""
+    for result in ranks.results(size):
+        message = result["agreement"]
+        assert "the ranks no longer hold the same model: '5.weight' differs on rank(s)" in message
+        if size == 3:
+            assert message.endswith("[2]")

@@ -1,0 +1,273 @@
+"""A checkpoint is whole or it is refused by name; nothing is overwritten; the newest sound one is used."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from drumline.errors import UserError
+from drumline.state import checkpoint
+from drumline.state.checkpoint import (
+    Position,
+    Unsound,
+    checkpoints,
+    copy_into,
+    newest_sound,
+    read_checkpoint,
+    read_manifest,
+    verify_checkpoint,
+    write_checkpoint,
+)
+from drumline.state.fingerprint import state_sha256
+
+RECIPE = '[optim]\nlr = 1e-07\nname = "grün"\n'
+FILES = ("model.safetensors", "optimizer.safetensors", "average.safetensors", "manifest.json")
+
+
+def groups(seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
+    torch.manual_seed(seed)
+    model = {
+        "conv.weight": torch.randn(4, 3, 3, 3),
+        "bn.num_batches_tracked": torch.tensor(7),
+        "half": torch.randn(5).bfloat16(),
+        "wide": torch.randn(2, dtype=torch.float64),
+        "flags": torch.tensor([True, False]),
+        "empty": torch.empty(0, 3),
+    }
+    return {"model": model, "optimizer": {"m/conv.weight": torch.randn(4, 3, 3, 3)}, "average": dict(model)}
+
+
+def write(folder: Path, step: int = 3, seed: int = 0) -> Path:
+    position = Position(step, per_epoch=10, best_step=2, best_accuracy=0.1 + 0.2, scaler={"scale": 65536.0})
+    return write_checkpoint(folder, groups(seed), position, RECIPE, {"threads": 2, "host": "ä", "eps": 1e-08})
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return write(tmp_path)
+
+
+def test_what_is_read_is_what_was_written(saved: Path) -> None:
+    manifest, found = read_checkpoint(saved)
+    assert saved.name == "step-3"
+    assert manifest.position == Position(3, 10, 2, 0.1 + 0.2, {"scale": 65536.0})
+    assert manifest.recipe == RECIPE
+    assert manifest.environment == {"threads": 2, "host": "ä", "eps": 1e-08}
+    assert manifest.state_sha256 == state_sha256(groups())
+    assert sorted(path.name for path in saved.iterdir()) == sorted(FILES)
+    assert found.keys() == groups().keys()
+    for group, tensors in groups().items():
+        assert found[group].keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert found[group][name].dtype == tensor.dtype
+            assert torch.equal(found[group][name], tensor)
+
+
+def test_any_tool_can_load_the_model_under_plain_names(saved: Path) -> None:
+    assert torch.equal(load_file(saved / "model.safetensors")["conv.weight"], groups()["model"]["conv.weight"])
+
+
+def test_an_optimizer_without_state_is_saved_too(tmp_path: Path) -> None:
+    """SGD without momentum has nothing to keep."""
+    path = write_checkpoint(tmp_path, {**groups(), "optimizer": {}}, Position(1, 1), "", {})
+    assert read_checkpoint(path)[1]["optimizer"] == {}
+
+
+def positions(path: Path) -> Iterator[int]:
+    """First and last byte, the header of a safetensors file, and places all over."""
+    size = path.stat().st_size
+    yield from {0, 1, 7, 8, 9, 20, size // 3, size // 2, size - 2, size - 1}
+    yield from range(11, size, max(1, size // 23))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_anywhere_is_refused_naming_the_file(saved: Path, name: str) -> None:
+    path = saved / name
+    whole = path.read_bytes()
+    for number, place in enumerate(positions(path)):
+        for bit in {number % 8, 5}:
+            broken = bytearray(whole)
+            broken[place] ^= 1 << bit
+            path.write_bytes(broken)
+            with pytest.raises(Unsound, match=name):
+                verify_checkpoint(saved)
+            with pytest.raises(Unsound, match=name):
+                read_checkpoint(saved)
+    path.write_bytes(whole)
+    verify_checkpoint(saved)
+
+
+def test_any_flipped_bit_of_the_manifest_is_refused(saved: Path) -> None:
+    """Every bit of every byte: some would leave the meaning alone (1e-07 and 1E-07) and are refused as well."""
+    path = saved / "manifest.json"
+    whole = path.read_bytes()
+    assert b"e-08" in whole
+    assert rb"\u00e4" in whole
+    accepted = []
+    for place in range(len(whole)):
+        for bit in range(8):
+            broken = bytearray(whole)
+            broken[place] ^= 1 << bit
+            path.write_bytes(broken)
+            try:
+                read_manifest(saved)
+            except Unsound:
+                continue
+            accepted.append((place, bit))
+    assert accepted == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_cut_off_file_is_refused_by_name(saved: Path, name: str) -> None:
+    path = saved / name
+    whole = path.read_bytes()
+    for length in (0, 1, 7, 8, 9, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(Unsound, match=name):
+            verify_checkpoint(saved)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("more", [b"\0", b"\n", b" " * 100])
+def test_extra_bytes_are_refused_by_name(saved: Path, name: str, more: bytes) -> None:
+    with (saved / name).open("ab") as file:
+        file.write(more)
+    with pytest.raises(Unsound, match=name):
+        verify_checkpoint(saved)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_refused_by_name(saved: Path, name: str) -> None:
+    (saved / name).unlink()
+    with pytest.raises(Unsound, match=name):
+        verify_checkpoint(saved)
+
+
+def test_a_file_of_another_checkpoint_is_refused(saved: Path, tmp_path: Path) -> None:
+    """The same size, sound in itself, and still not what was saved here."""
+    other = write(tmp_path, 4, seed=1)
+    shutil.copyfile(other / "model.safetensors", saved / "model.safetensors")
+    with pytest.raises(Unsound, match=r"model\.safetensors: its checksum does not match"):
+        verify_checkpoint(saved)
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", "{}", "7", '{"format": 1}', "\ufeff{}"])
+def test_a_manifest_that_is_something_else_is_refused(saved: Path, text: str) -> None:
+    (saved / "manifest.json").write_text(text)
+    with pytest.raises(Unsound, match=r"manifest\.json"):
+        read_manifest(saved)
+
+
+def test_a_checkpoint_of_another_format_is_refused_with_both_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "FORMAT", 2)
+    path = write(tmp_path)
+    monkeypatch.undo()
+    with pytest.raises(Unsound, match="format 2, this version reads 1"):
+        read_manifest(path)
+
+
+def test_a_file_where_a_checkpoint_should_be_is_unsound(tmp_path: Path) -> None:
+    (tmp_path / "step-5").write_text("not a folder")
+    with pytest.raises(Unsound, match=r"manifest\.json"):
+        verify_checkpoint(tmp_path / "step-5")
+
+
+def test_a_step_is_never_overwritten(saved: Path, tmp_path: Path) -> None:
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+    with pytest.raises(FileExistsError):
+        write(tmp_path, 3, seed=1)
+    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+
+
+def test_a_half_written_one_is_written_over(tmp_path: Path) -> None:
+    stale = tmp_path / "step-3.tmp"
+    stale.mkdir()
+    (stale / "average.safetensors").write_text("half")
+    assert sorted(path.name for path in write(tmp_path).iterdir()) == sorted(FILES)
+    assert not stale.exists()
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    calls, save = [], checkpoint.save_file
+
+    def fails(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        calls.append(path)
+        save(tensors, path)
+        if len(calls) == call:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", fails)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_finished_checkpoints_are_listed_oldest_first(tmp_path: Path) -> None:
+    for step in (10, 9, 100):
+        write(tmp_path, step)
+    (tmp_path / "step-11.tmp").mkdir()
+    (tmp_path / "notes").mkdir()
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-9", "step-10", "step-100"]
+    assert checkpoints(tmp_path / "nowhere") == []
+
+
+def test_the_newest_sound_one_is_used_and_the_others_are_explained(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        write(tmp_path, step)
+    assert newest_sound(tmp_path) == (tmp_path / "step-4", [])
+    (tmp_path / "step-4" / "optimizer.safetensors").unlink()
+    with (tmp_path / "step-3" / "model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    found, complaints = newest_sound(tmp_path)
+    assert found == tmp_path / "step-2"
+    assert [reason.rpartition("/")[2].split(":")[0] for reason in complaints] == [
+        "optimizer.safetensors",
+        "model.safetensors",
+    ]
+    assert "100 bytes" in complaints[1]
+
+
+def test_without_a_sound_one_there_is_none(tmp_path: Path) -> None:
+    assert newest_sound(tmp_path) == (None, [])
+    (write(tmp_path) / "manifest.json").unlink()
+    found, complaints = newest_sound(tmp_path)
+    assert found is None
+    assert len(complaints) == 1
+
+
+def test_loading_writes_into_the_live_tensors(saved: Path) -> None:
+    live = {group: {name: torch.zeros_like(t) for name, t in tensors.items()} for group, tensors in groups(1).items()}
+    places = [tensor.data_ptr() for tensors in live.values() for tensor in tensors.values()]
+    copy_into(read_checkpoint(saved)[1], live, saved)
+    assert [tensor.data_ptr() for tensors in live.values() for tensor in tensors.values()] == places
+    assert state_sha256(live) == state_sha256(groups())
+
+
+def test_a_live_state_that_does_not_fit_is_refused_with_the_name(saved: Path) -> None:
+    loaded = read_checkpoint(saved)[1]
+    live = groups()
+    live["model"]["extra.bias"] = torch.zeros(1)
+    with pytest.raises(UserError, match=r"its model does not fit this recipe \(1 names differ, first 'extra.bias'\)"):
+        copy_into(loaded, live, saved)
+    live = groups()
+    live["optimizer"]["m/conv.weight"] = torch.zeros(9, 3, 3, 3)
+    with pytest.raises(UserError, match=r"'m/conv.weight' has shape \(4, 3, 3, 3\), the recipe's model has \(9"):
+        copy_into(loaded, live, saved)
+    del loaded["average"]
+    with pytest.raises(UserError, match="its average does not fit"):
+        copy_into(loaded, groups(), saved)
+
+
+def test_a_manifest_reads_as_plain_json(saved: Path) -> None:
+    content = json.loads((saved / "manifest.json").read_text())
+    assert content["position"]["step"] == 3
+    assert set(content["files"]) == set(FILES) - {"manifest.json"}

@@ -1,0 +1,201 @@
+"""One writer per run folder, no run started over by accident, resuming where it is safe."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from drumline.errors import UserError
+from drumline.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Run, Train
+from drumline.recipe_file import dump_recipe
+from drumline.state.checkpoint import Position, write_checkpoint
+from drumline.state.folder import (
+    changed_settings,
+    evaluation_words,
+    find_checkpoint,
+    open_run,
+    write_facts,
+)
+
+
+def recipe(folder: Path, name: str = "auto", resume: str = "never", model: str = "resnet8") -> Recipe:
+    return Recipe(
+        run=Run(dir=str(folder), name=name), model=Model(name=model), checkpoint=Checkpoint(resume=resume)
+    )
+
+
+def save(run: Path, step: int) -> Path:
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+    groups = {"model": {"w": torch.ones(3)}, "optimizer": {}}
+    return write_checkpoint(run / "checkpoints", groups, Position(step, 10), "", {"threads": 1})
+
+
+def rot(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").write_bytes(b"rot")
+
+
+def test_auto_names_count_up_from_the_next_free_number(tmp_path: Path) -> None:
+    opened = [open_run(recipe(tmp_path / "runs"), "digits") for _ in range(3)]
+    assert [one.path.name for one in opened] == [f"digits-resnet8-{n}" for n in (1, 2, 3)]
+    assert opened[0].checkpoints == tmp_path / "runs" / "digits-resnet8-1" / "checkpoints"
+
+
+def test_auto_names_are_names_of_one_folder(tmp_path: Path) -> None:
+    one = open_run(recipe(tmp_path, model="timm/vit:tiny"), "my.data:factory")
+    assert one.path == tmp_path / "my.data-timm-vit-tiny-1"
+
+
+def test_a_folder_that_holds_a_run_is_not_started_over(tmp_path: Path) -> None:
+    open_run(recipe(tmp_path, "a"), "digits").lock.close()
+    assert open_run(recipe(tmp_path, "a"), "digits").resume_from is None
+    write_facts(tmp_path / "a", "x = 1\n", {"threads": 1})
+    with pytest.raises(UserError, match="run.name = a: .* already holds a run") as caught:
+        open_run(recipe(tmp_path, "a"), "digits")
+    assert "--checkpoint.resume auto" in caught.value.fix
+
+
+def test_checkpoints_alone_make_a_run_too(tmp_path: Path) -> None:
+    save(tmp_path / "a", 3)
+    with pytest.raises(UserError, match="already holds a run"):
+        open_run(recipe(tmp_path, "a"), "digits")
+
+
+def test_resume_auto_starts_when_there_is_nothing_and_goes_on_when_there_is(tmp_path: Path) -> None:
+    first = open_run(recipe(tmp_path, "a", "auto"), "digits")
+    assert first.resume_from is None
+    first.lock.close()
+    save(first.path, 3)
+    newest = save(first.path, 12)
+    again = open_run(recipe(tmp_path, "a", "auto"), "digits")
+    assert (again.resume_from, again.notes) == (newest, ())
+
+
+def test_resume_auto_passes_over_a_bad_checkpoint_loudly(tmp_path: Path) -> None:
+    good, bad = save(tmp_path / "a", 3), save(tmp_path / "a", 12)
+    rot(bad)
+    opened = open_run(recipe(tmp_path, "a", "auto"), "digits")
+    assert opened.resume_from == good
+    assert len(opened.notes) == 1
+    assert opened.notes[0].startswith("WARNING: ")
+    assert "step-12/model.safetensors: 3 bytes" in opened.notes[0]
+    assert opened.notes[0].endswith("going back to step-3")
+
+
+def test_resume_auto_without_a_sound_checkpoint_does_not_start_over(tmp_path: Path) -> None:
+    rot(save(tmp_path / "a", 3))
+    with pytest.raises(UserError, match=r"no checkpoint verifies\..*step-3/model.safetensors"):
+        open_run(recipe(tmp_path, "a", "auto"), "digits")
+
+
+def test_resume_takes_a_run_or_one_of_its_checkpoints(tmp_path: Path) -> None:
+    old, new = save(tmp_path / "a", 3), save(tmp_path / "a", 12)
+    assert open_run(recipe(tmp_path, "b", str(tmp_path / "a")), "digits").resume_from == new
+    assert open_run(recipe(tmp_path, "c", str(old)), "digits").resume_from == old
+    assert open_run(recipe(tmp_path, "a", str(old)), "digits").resume_from == old
+
+
+def test_resuming_one_run_does_not_write_over_another(tmp_path: Path) -> None:
+    save(tmp_path / "a", 3)
+    save(tmp_path / "b", 5)
+    with pytest.raises(UserError, match=f"run.name = b: {tmp_path / 'b'} holds another run"):
+        open_run(recipe(tmp_path, "b", str(tmp_path / "a")), "digits")
+
+
+def test_a_run_is_recognised_under_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "a", 3)
+    monkeypatch.chdir(tmp_path)
+    assert open_run(recipe(tmp_path, "a", "./a/checkpoints/step-3"), "digits").resume_from is not None
+
+
+@pytest.mark.parametrize("wanted", ["nowhere", "empty"])
+def test_resuming_from_nothing_is_refused(tmp_path: Path, wanted: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=wanted):
+        open_run(recipe(tmp_path, "a", str(tmp_path / wanted)), "digits")
+
+
+def test_finding_a_checkpoint_falls_back_and_says_why(tmp_path: Path) -> None:
+    good, bad = save(tmp_path, 3), save(tmp_path, 12)
+    rot(bad)
+    assert find_checkpoint(tmp_path) == find_checkpoint(tmp_path / "checkpoints")
+    found, complaints = find_checkpoint(tmp_path)
+    assert found == good
+    assert "step-12" in complaints[0]
+    rot(good)
+    with pytest.raises(UserError, match=r"no checkpoint to use: .*step-12.*; .*step-3"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_second_opener_is_refused_until_the_first_is_done(tmp_path: Path) -> None:
+    first = open_run(recipe(tmp_path, "a"), "digits")
+    with pytest.raises(UserError, match="is being written by another run"):
+        open_run(recipe(tmp_path, "a", "auto"), "digits")
+    first.lock.close()
+    open_run(recipe(tmp_path, "a"), "digits")
+
+
+@pytest.mark.slow
+def test_another_process_is_refused_too_and_a_killed_one_holds_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from drumline.recipe import Recipe, Run\n"
+        "from drumline.state.folder import open_run\n"
+        f"opened = open_run(Recipe(run=Run(dir={str(tmp_path)!r}, name='a')), 'digits')\n"
+        "print('open', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"open\n"
+        with pytest.raises(UserError, match="is being written by another run"):
+            open_run(recipe(tmp_path, "a"), "digits")
+    finally:
+        other.kill()
+        other.communicate()
+    open_run(recipe(tmp_path, "a"), "digits")
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=f"cannot write the run folder in {tmp_path / 'file'}"):
+        open_run(recipe(tmp_path / "file"), "digits")
+
+
+def test_changed_settings_name_what_can_change_the_result(tmp_path: Path) -> None:
+    base = Recipe()
+    other = replace(
+        base,
+        run=Run(dir="elsewhere", name="b", seed=1),
+        data=Data(workers=7),
+        optim=Optim(lr=0.2),
+        train=Train(log_every=1),
+        parallel=Parallel(timeout=5.0, processes=2),
+        checkpoint=Checkpoint(every_steps=9, keep=1, resume="auto"),
+    )
+    assert changed_settings(dump_recipe(base), dump_recipe(base)) == []
+    changes = changed_settings(dump_recipe(base), dump_recipe(other))
+    assert [change.split(":")[0] for change in changes] == ["optim.lr", "parallel.processes", "run.seed"]
+    assert changes[0] == "optim.lr: 0.1 -> 0.2"
+
+
+def test_a_field_that_only_one_version_has_is_a_change() -> None:
+    assert changed_settings("[a]\nx = 1\n", "[a]\ny = 2\n") == ["a.x: 1 -> None", "a.y: None -> 2"]
+
+
+def test_words_of_an_evaluation_bring_the_runs_recipe(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "a", 3)
+    write_facts(tmp_path / "a", "", {})
+    weights = tmp_path / "w.pth"
+    weights.touch()
+    recipe_file = str(tmp_path / "a" / "recipe.toml")
+    assert evaluation_words(tmp_path / "a") == [recipe_file, f"model.weights={tmp_path / 'a'}"]
+    assert evaluation_words(checkpoint) == [recipe_file, f"model.weights={checkpoint}"]
+    assert evaluation_words(weights) == [f"model.weights={weights}"]
+    with pytest.raises(UserError, match="does not exist"):
+        evaluation_words(tmp_path / "nowhere")

@@ -1,0 +1,163 @@
+"""Every sample is scored once, in the same company, and a broken model is never right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from drumline.data.views import Batch
+from drumline.launch.world import World, alone
+from drumline.train.evaluate import Score, evaluate, padded, tally
+from tests.train import ranks, tiny
+
+NAN = math.nan
+
+
+def naive(logits: torch.Tensor, labels: torch.Tensor) -> tuple[int, int, int]:
+    """Sorts each row by hand: higher first, of equals the lower class first."""
+    top1 = top5 = 0
+    for row, label in zip(logits.tolist(), labels.tolist(), strict=True):
+        if any(math.isnan(value) for value in row):
+            continue
+        ranking = sorted(range(len(row)), key=lambda i: (-row[i], i))
+        top1 += ranking[0] == label
+        top5 += label in ranking[:5]
+    return len(labels), top1, top5
+
+
+@pytest.mark.parametrize("classes", [2, 4, 5, 6, 20])
+@pytest.mark.parametrize("levels", [2, 5, 1000])
+def test_counts_equal_a_naive_ranking_with_ties(classes: int, levels: int) -> None:
+    draw = torch.Generator().manual_seed(classes * levels)
+    logits = torch.randint(0, levels, (300, classes), generator=draw).float()
+    labels = torch.randint(0, classes, (300,), generator=draw)
+    assert tuple(tally(logits, labels).tolist()[:3]) == naive(logits, labels)
+
+
+@pytest.mark.parametrize("classes", [2, 3, 10])
+def test_a_row_of_nan_is_never_right(classes: int) -> None:
+    logits = torch.full((classes, classes), NAN)
+    assert tally(logits, torch.arange(classes)).tolist()[:3] == [classes, 0, 0]
+
+
+@pytest.mark.parametrize("classes", [3, 10])
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_single_nan_in_a_row_makes_it_wrong(classes: int, where: int) -> None:
+    logits = torch.arange(classes).flip(0).float()[None].clone()
+    assert tally(logits, torch.tensor([0])).tolist()[1:3] == [1, 1]
+    logits[0, where] = NAN
+    assert tally(logits, torch.tensor([0])).tolist()[1:3] == [0, 0]
+
+
+def test_infinite_logits_are_ranked_and_cost_a_finite_loss() -> None:
+    logits = torch.tensor([[math.inf, 0.0, 0.0], [-math.inf, 0.0, 0.0], [-math.inf, -math.inf, -math.inf]])
+    samples, top1, _, loss = tally(logits, torch.tensor([0, 0, 0])).tolist()
+    assert (samples, top1) == (3, 2)
+    assert 0 <= loss <= 3e4 * 2**24
+
+
+def test_the_loss_is_the_cross_entropy_to_the_resolution_of_fixed_point() -> None:
+    logits, labels = torch.randn(500, 7), torch.randint(0, 7, (500,))
+    expected = nn.functional.cross_entropy(logits.double(), labels, reduction="sum").item()
+    assert tally(logits, labels)[3].item() / 2**24 == pytest.approx(expected, rel=1e-6)
+
+
+def test_totals_do_not_depend_on_how_samples_are_grouped() -> None:
+    logits, labels = torch.randn(101, 7), torch.randint(0, 7, (101,))
+    whole = tally(logits, labels)
+    for size in (1, 2, 17, 100):
+        parts = [tally(logits[i : i + size], labels[i : i + size]) for i in range(0, 101, size)]
+        assert torch.equal(torch.stack(parts).sum(0), whole)
+
+
+def test_padding_adds_black_images_at_the_end() -> None:
+    images = tiny.make(3).images
+    filled = padded(images, 8)
+    assert filled.shape == (8, 8, 8, 3)
+    assert torch.equal(filled[:3], images)
+    assert not filled[3:].any()
+    assert padded(images, 3) is images
+
+
+class Watched(nn.Module):
+    """Remembers what it was shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny.normed(3)
+        self.shapes: list[int] = []
+        self.modes: set[bool] = set()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.shapes.append(len(images))
+        self.modes.add(self.inner[1].training)
+        return self.inner(images)
+
+
+def batches(sizes: list[int]) -> Iterator[Batch]:
+    whole, first = tiny.make(sum(sizes), 50), 0
+    for size in sizes:
+        yield tiny.part(whole, slice(first, first + size))
+        first += size
+
+
+def score(model: nn.Module, sizes: list[int], world: World | None = None) -> Score:
+    return evaluate(
+        model, batches(sizes), sum(sizes), max(sizes), tiny.NORMALISE, world or alone(tiny.CPU), None
+    )
+
+
+def test_a_score_equals_a_naive_one_and_padding_is_not_counted() -> None:
+    model = Watched()
+    found = score(model, [4, 4, 3])
+    whole = tiny.make(11, 50)
+    with torch.no_grad():
+        logits = tiny.normed(3).eval()(tiny.normalised(whole.images))
+    assert (found.samples, found.top1, found.top5) == naive(logits, whole.labels)
+    assert found.loss == pytest.approx(nn.functional.cross_entropy(logits, whole.labels).item(), rel=1e-4)
+    assert model.shapes == [4, 4, 4]
+    assert found.accuracy == found.top1 / 11
+    assert found.accuracy5 == found.top5 / 11
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_scored_in_eval_mode_and_given_back_as_it_was(training: bool) -> None:
+    model = Watched().train(training)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    score(model, [4, 3])
+    assert model.modes == {False}
+    assert all(module.training is training for module in model.modules())
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("said", [10, 12])
+def test_a_wrong_count_stops_the_run(said: int) -> None:
+    with pytest.raises(AssertionError, match=f"counted 11 samples, the source has {said}"):
+        evaluate(tiny.normed(3), batches([4, 4, 3]), said, 4, tiny.NORMALISE, alone(tiny.CPU), None)
+
+
+def test_whoever_watches_hears_how_far_it_is() -> None:
+    heard: list[int] = []
+    evaluate(tiny.normed(3), batches([4, 4, 3]), 11, 4, tiny.NORMALISE, alone(tiny.CPU), None, heard.append)
+    assert heard == [4, 8, 11]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_counts_and_loss_are_the_same_on_any_number_of_processes(size: int) -> None:
+    """Twenty-three samples in batches of four; to the last bit of the loss."""
+    one = ranks.evaluation(alone(tiny.CPU))
+    assert one["samples"] == ranks.SAMPLES
+    assert [result["score"] for result in ranks.results(size)] == [one] * size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_sample_counted_twice_on_one_rank_stops_all(size: int) -> None:
+    counted, there_are = (size + 1) * ranks.EVAL_BATCH, size * ranks.EVAL_BATCH
+    message = f"evaluation counted {counted} samples, the source has {there_are}"
+    assert [result["miscount"] for result in ranks.results(size)] == [message] * size
