@@ -63,7 +63,10 @@ def run(name: str, words: str, processes: int) -> str:
         begun = time.perf_counter()
         command = [*words.split(), f"parallel.processes={processes}", f"run.dir={folder}"]
         done = subprocess.run(
-            [sys.executable, "-m", "drumline", "train", *command], stdout=subprocess.PIPE, text=True, check=True
+            [sys.executable, "-m", "drumline", "train", *command],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
         )
         seconds = time.perf_counter() - begun
     result = json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Drumline trains and distils PyTorch vision models: fast, right, the same every time, and it tells you why.
+"""Drumline trains PyTorch vision models: fast, right, the same every time, and it tells you why.
 
 The command line is `drumline`; from Python, `create_model` builds any model by name.
 """

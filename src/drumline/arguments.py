@@ -197,8 +197,11 @@ def _stray(word: str, waiting: deque[str], command: str) -> UserError:
         _take_loose(waiting)
         fix = f"write {word}=VALUE without spaces, or --{word} VALUE"
     elif (Path(word) / "recipe.toml").is_file():
-        again = shlex.quote(str(Path(word) / "recipe.toml"))
-        fix = f"`drumline {command} {again}` repeats that run, checkpoint.resume={quoted} goes on with it"
+        again, run = shlex.quote(str(Path(word) / "recipe.toml")), Path(word).resolve()
+        fix = (
+            f"`drumline {command} {again}` repeats that run in a new folder; with run.name={shlex.quote(run.name)} "
+            "checkpoint.resume=auto it goes on with it"
+        )
     elif Path(word).is_dir():
         fix = f"did you mean data.path={quoted}?"
     elif Path(word).is_file():

@@ -1,12 +1,13 @@
 """The command `drumline`: one function per subcommand, nothing else.
 
 Promises: a user's mistake is told in one message without a traceback and ends with exit code 2; when stdout is
-not a terminal, the last line on it is the command's result as JSON.
+not a terminal, the last line that train, eval and verify print on it is their result as JSON.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -28,11 +29,11 @@ commands:
 `drumline COMMAND --help` teaches each one.
 """
 
-TRAIN_HELP = """Train a model. Everything has a default: `drumline train` alone trains a small network on the
-embedded digits. The run folder holds the recipe, metrics, checkpoints and weights."""
+TRAIN_HELP = """Train a model. Everything has a default: `drumline train` alone trains on the embedded
+digits. The run folder holds the recipe, metrics, checkpoints and weights."""
 
-EVAL_HELP = """Score a trained model on an evaluation set: every sample once, on any number of processes.
-Takes a run folder, a checkpoint or a weights file first; a run brings its own recipe, flags change it."""
+EVAL_HELP = """Score a trained model: every sample once, on any number of processes. Takes a run folder,
+a checkpoint or a weights file first; a run brings its own recipe, flags change it."""
 
 VERIFY_HELP = """usage: drumline verify RUN_OR_CHECKPOINT
 
@@ -70,6 +71,8 @@ DEMO = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    # torch's native code repeats on stderr what we report ourselves; read when torch is first imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if (here := str(Path.cwd())) not in sys.path:
         # For `package.module:factory` of the user's own; last, so that nothing installed is shadowed.
         sys.path.append(here)
@@ -101,6 +104,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"drumline: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; let the interpreter not stumble over it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("drumline: interrupted", file=sys.stderr)
         return 130
@@ -125,9 +132,10 @@ def evaluate(words: list[str]) -> int:
     from drumline.arguments import describe, parse
     from drumline.state.folder import evaluation_words
 
-    if words and not words[0].startswith("-"):
-        words = [*evaluation_words(Path(words[0])), *words[1:]]
-    invocation = parse(words, "eval", EVAL_HELP)
+    expanded = words
+    if words and not words[0].startswith("-") and "=" not in words[0]:
+        expanded = [*evaluation_words(Path(words[0])), *words[1:]]
+    invocation = parse(expanded, "eval", EVAL_HELP)
     if invocation.dry_run:
         print(describe(invocation.recipe, invocation.came_from), end="")
         return 0
@@ -174,9 +182,16 @@ def demo(words: list[str]) -> int:
     if words and words[0] in ("-h", "--help"):
         print(DEMO_HELP, end="")
         return 0
-    command = ["train", *DEMO, *words]
-    print(f"$ drumline {' '.join(command)}", file=sys.stderr)
-    return main(command)
+    from drumline.state.folder import next_free
+
+    Path("runs").mkdir(exist_ok=True)
+    folder = next_free(Path("runs"), "demo")
+    steps = ["train", *DEMO, f"run.name={folder.name}", *words], ["verify", str(folder)]
+    for step in steps:
+        print(f"$ drumline {' '.join(step)}", file=sys.stderr)
+        if code := main(step):
+            return code
+    return 0
 
 
 def _print_result(result: dict[str, object]) -> None:

@@ -43,7 +43,9 @@ def spec(folder: Path) -> SourceSpec:
 
 
 def requests(first: int = 0, last: int = 9) -> Iterator[Request]:
-    return training_requests(seed=SEED, samples=14, batch=4, first_step=first, last_step=last, part=slice(0, 4))
+    return training_requests(
+        seed=SEED, samples=14, batch=4, first_step=first, last_step=last, part=slice(0, 4)
+    )
 
 
 def load(folder: Path, workers: int, first: int = 0, last: int = 9) -> Batches:
@@ -52,9 +54,7 @@ def load(folder: Path, workers: int, first: int = 0, last: int = 9) -> Batches:
 
 
 def same(a: Batch, b: Batch) -> bool:
-    return all(
-        x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True)
-    )
+    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def workers_of(before: set[int]) -> list[psutil.Process]:
@@ -164,9 +164,10 @@ def test_workers_open_the_source_themselves(folder: Path) -> None:
 def test_a_source_that_is_gone_when_a_worker_opens_it_is_a_users_error(folder: Path, tmp_path: Path) -> None:
     source = open_source(spec(folder))
     gone = SourceSpec("folder", str(tmp_path / "gone"), "train")
-    with pytest.raises(UserError, match="gone"), closing(
-        batches(gone, source, VIEW, SEED, requests(), 1, CPU)
-    ) as loaded:
+    with (
+        pytest.raises(UserError, match="gone"),
+        closing(batches(gone, source, VIEW, SEED, requests(), 1, CPU)) as loaded,
+    ):
         next(loaded)
 
 

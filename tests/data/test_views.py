@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -132,9 +133,11 @@ def test_area_and_aspect_have_the_published_distribution() -> None:
     assert abs(np.corrcoef(place, boxes[small, 1])[0, 1]) < 0.05
 
 
-def resize_and_centre_crop(width: int, height: int, size: int, crop: float) -> tuple[tuple[int, int], tuple[int, ...]]:
+def resize_and_centre_crop(
+    width: int, height: int, size: int, crop: float
+) -> tuple[tuple[int, int], tuple[int, ...]]:
     """torchvision's Resize(int(size / crop)) and CenterCrop(size), in their words."""
-    short_side = int(math.floor(size / crop))
+    short_side = math.floor(size / crop)
     short, long = (width, height) if width <= height else (height, width)
     new_short, new_long = short_side, int(short_side * long / short)
     new_width, new_height = (new_short, new_long) if width <= height else (new_long, new_short)
@@ -143,12 +146,14 @@ def resize_and_centre_crop(width: int, height: int, size: int, crop: float) -> t
     return (new_width, new_height), (left, top, left + size, top + size)
 
 
-@given(width=sides, height=sides, size=st.integers(1, 320), crop=st.sampled_from([0.875, 1.0, 0.9, 0.95, 0.5]))
+@given(
+    width=sides, height=sides, size=st.integers(1, 320), crop=st.sampled_from([0.875, 1.0, 0.9, 0.95, 0.5])
+)
 def test_the_centre_view_is_resize_and_centre_crop(width: int, height: int, size: int, crop: float) -> None:
     scaled, box = centre_view(width, height, size, crop)
     assert (scaled, box) == resize_and_centre_crop(width, height, size, crop)
-    assert 0 <= box[0]
-    assert 0 <= box[1]
+    assert box[0] >= 0
+    assert box[1] >= 0
     assert box[2] <= scaled[0]
     assert box[3] <= scaled[1]
 
@@ -272,10 +277,7 @@ MIXES = [View(16, "none", mixup=0.4), View(16, "none", cutmix=1.0), View(16, "no
 def test_a_mixing_plan_is_the_same_for_every_slicing(view: View, cuts: list[int]) -> None:
     wanted = request(40)
     edges = sorted({0, 40, *(2 * cut for cut in cuts)})
-    parts = [
-        mixing_plan(view, SEED, Request(3, wanted.samples[low:high]))
-        for low, high in zip(edges, edges[1:], strict=False)
-    ]
+    parts = [mixing_plan(view, SEED, Request(3, wanted.samples[low:high])) for low, high in pairwise(edges)]
     assert np.array_equal(np.concatenate(parts), mixing_plan(view, SEED, wanted))
 
 

@@ -50,7 +50,19 @@ def sha256(recipe: Recipe, folder: Path, name: str) -> str:
         {"model": Model(name="vgg11_bn"), "data": Data(source="digits", batch=16, size=64)},
         {"model": Model(name="mobilenet_v2"), "data": Data(source="digits", batch=16, size=64)},
     ],
-    ids=["sgd", "adamw", "lars", "lamb", "fp16", "fp16-lamb", "fp32-accumulate", "ema", "mix", "vgg", "mobilenet"],
+    ids=[
+        "sgd",
+        "adamw",
+        "lars",
+        "lamb",
+        "fp16",
+        "fp16-lamb",
+        "fp32-accumulate",
+        "ema",
+        "mix",
+        "vgg",
+        "mobilenet",
+    ],
 )
 def test_a_captured_step_gives_the_same_bits(changes: dict[str, object], tmp_path: Path) -> None:
     recipe = replace(BASE, **changes)  # type: ignore[arg-type]

@@ -118,7 +118,8 @@ def saves_or_fails(folder: Path, rank: int) -> None:
 def deaf(folder: Path, rank: int) -> None:
     """Ignores stop requests, and has a data loader of its own."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    loader = subprocess.Popen(["sleep", "600"])
+    code = "import sys, time; from drumline.launch.parent import die_with_parent; die_with_parent(int(sys.argv[1]))"
+    loader = subprocess.Popen([sys.executable, "-c", f"{code}; time.sleep(600)", str(os.getpid())])
     write(folder / f"pid-{rank}-loader", str(loader.pid))
     write(folder / f"ready-{rank}", "")
     time.sleep(600)

@@ -69,7 +69,8 @@ def test_two_hosts_meet_and_add_up(hosts: tuple[Host, Host], tmp_path: Path, how
         assert (facts["place"]["node_rank"], facts["place"]["local_rank"]) == (rank, 0)
         assert host.address in facts["addresses"]
         assert outputs[1 - rank].splitlines() == [
-            f"waiting for 2 machines at {place} (this one: {host.interface}, {host.address})",
+            f"1 process here, network interface {host.interface} ({host.address})",
+            f"waiting for 2 machines at {place}",
             f"machine {rank} of 2: starting ranks {rank} to {rank} of 2",
         ]
     assert not (tmp_path / "meet").exists()
@@ -103,5 +104,5 @@ def test_a_host_that_vanishes_ends_the_other(hosts: tuple[Host, Host], tmp_path:
     output = finish(launchers[1])[0]
     assert launchers[1].returncode == 1
     assert output.splitlines()[-1] == "lost contact with the machine that hosts the rendezvous"
-    for name in ("pid-0", "pid-1", "pid-1-loader"):
+    for name in ("pid-0", "pid-0-loader", "pid-1", "pid-1-loader"):
         assert not is_running(int((tmp_path / name).read_text())), name

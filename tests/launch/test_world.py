@@ -88,25 +88,24 @@ def test_a_rank_that_fails_because_rank_0_is_gone_was_not_first(size: int) -> No
 
 
 def test_cpu_processes_talk_over_gloo() -> None:
-    assert choose_backend("auto", CPU, 4) == "gloo"
-    assert choose_backend("gloo", CPU, 4) == "gloo"
+    assert choose_backend("auto", CPU, shared=False) == "gloo"
+    assert choose_backend("gloo", CPU, shared=False) == "gloo"
 
 
 def test_a_backend_that_torch_was_built_without_is_refused() -> None:
     if torch.distributed.is_mpi_available():
         pytest.skip("this torch has MPI")
     with pytest.raises(UserError, match=r"parallel.backend = mpi: this torch was built without it"):
-        choose_backend("mpi", CPU, 1)
+        choose_backend("mpi", CPU, shared=False)
 
 
 def test_more_processes_than_gpus_share_them_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     gpu = torch.device("cuda", 0)
-    assert choose_backend("auto", gpu, 2) == "nccl"
-    assert choose_backend("auto", gpu, 3) == "gloo"
-    with pytest.raises(UserError, match="3 processes share 2 GPU"):
-        choose_backend("nccl", gpu, 3)
+    assert choose_backend("auto", gpu, shared=False) == "nccl"
+    assert choose_backend("auto", gpu, shared=True) == "gloo"
+    with pytest.raises(UserError, match="several processes share a GPU"):
+        choose_backend("nccl", gpu, shared=True)
 
 
 def test_one_process_needs_nobody_to_meet() -> None:

@@ -107,9 +107,8 @@ def test_a_constant_table_keeps_its_values_on_any_world() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_that_drift_apart_by_one_ulp_are_named_with_the_tensor(size: int) -> None:
-    """With three ranks the odd one out is known; with two, it is one of them."""
+    """With three ranks the odd one out is known; with two, it may be either."""
     for result in ranks.results(size):
         message = result["agreement"]
         assert "the ranks no longer hold the same model: '5.weight' differs on rank(s)" in message
-        if size == 3:
-            assert message.endswith("[2]")
+        assert message.endswith("[2]" if size == 3 else "[0, 1]")

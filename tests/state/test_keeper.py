@@ -56,7 +56,9 @@ def test_a_save_is_on_disk_after_waiting(make: Make, tmp_path: Path) -> None:
     assert groups["model"]["w"].tolist() == [1.5] * 10
 
 
-def test_what_is_saved_is_the_state_at_the_call(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_saved_is_the_state_at_the_call(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Training goes on while the thread writes."""
     go = threading.Event()
     write = keeper.write_checkpoint
@@ -197,7 +199,9 @@ def test_a_full_disk_leaves_nothing_and_is_said_at_the_next_wait(
     one = make()
     monkeypatch.setattr(checkpoint, "save_file", full)
     one.save(state(), Position(1, 10))
-    with pytest.raises(UserError, match=f"could not write a checkpoint below {tmp_path}.*No space left") as caught:
+    with pytest.raises(
+        UserError, match=f"could not write a checkpoint below {tmp_path}.*No space left"
+    ) as caught:
         one.wait()
     assert "--checkpoint.resume auto" in caught.value.fix
     assert names(tmp_path) == []

@@ -141,7 +141,9 @@ def bits(world: World, folder: Path) -> dict[str, Any]:
 
     def state() -> dict[str, torch.Tensor]:
         groups = trained.tensors()
-        return {f"{group}/{name}": t.detach().clone() for group in groups for name, t in groups[group].items()}
+        return {
+            f"{group}/{name}": t.detach().clone() for group in groups for name, t in groups[group].items()
+        }
 
     before = state()
     step.rehearse(tiny.part(tiny.make(10, 77), mine))

@@ -27,7 +27,9 @@ def test_neighbours_are_partners_and_a_last_odd_one_is_its_own(count: int, expec
 
 
 @pytest.mark.parametrize("count", [6, 7])
-@pytest.mark.parametrize("view", [View(8, "none", mixup=0.4), View(8, "none", cutmix=1.0), View(8, "none", mixup=0.4, cutmix=1.0)])
+@pytest.mark.parametrize(
+    "view", [View(8, "none", mixup=0.4), View(8, "none", cutmix=1.0), View(8, "none", mixup=0.4, cutmix=1.0)]
+)
 def test_mixing_equals_a_loop_over_images(view: View, count: int) -> None:
     images, mix = torch.randn(count, 3, 8, 8), plan(view, count)
     expected = images.clone()

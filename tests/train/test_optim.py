@@ -68,7 +68,9 @@ def test_sgd_and_adamw_move_as_torchs_plain_ones_at_every_step(optim: Optim) -> 
     groups += [{"params": spared, "weight_decay": 0.0}] if spared else []
     plain: torch.optim.Optimizer
     if optim.name == "sgd":
-        plain = torch.optim.SGD(groups, 0.1, optim.momentum, nesterov=optim.nesterov, foreach=False, fused=False)
+        plain = torch.optim.SGD(
+            groups, 0.1, optim.momentum, nesterov=optim.nesterov, foreach=False, fused=False
+        )
     else:
         plain = torch.optim.AdamW(groups, 0.1, optim.betas, optim.eps, foreach=False, fused=False)
     for step, ours in enumerate(train(optim)):

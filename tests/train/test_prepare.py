@@ -44,14 +44,18 @@ def test_epochs_become_steps_and_steps_win_over_epochs() -> None:
 
 
 def test_evaluation_and_saving_come_every_so_many_epochs_and_at_the_end() -> None:
-    made = plan(data=Data(batch=100), train=Train(epochs=2.4, eval_every=0.5), checkpoint=Checkpoint(every_epochs=1))
+    made = plan(
+        data=Data(batch=100), train=Train(epochs=2.4, eval_every=0.5), checkpoint=Checkpoint(every_epochs=1)
+    )
     assert [step for step in range(1, 25) if made.evaluates_after(step)] == [5, 10, 15, 20, 24]
     assert [step for step in range(1, 25) if made.saves_after(step, 0)] == [10, 20, 24]
     assert [step for step in range(1, 25) if made.saves_after(step, 7)] == [7, 10, 14, 20, 21, 24]
 
 
 def test_zero_means_only_at_the_end() -> None:
-    made = plan(data=Data(batch=100), train=Train(epochs=2, eval_every=0), checkpoint=Checkpoint(every_epochs=0))
+    made = plan(
+        data=Data(batch=100), train=Train(epochs=2, eval_every=0), checkpoint=Checkpoint(every_epochs=0)
+    )
     assert [step for step in range(1, 21) if made.evaluates_after(step)] == [20]
     assert [step for step in range(1, 21) if made.saves_after(step, 0)] == [20]
 
@@ -161,7 +165,7 @@ def test_image_files_are_cropped_and_normalised_as_imagenet_is(tmp_path: Path) -
     own = replace(data, mean=(0.5,), std=(0.25,), workers=3)
     assert prepare.prepare_sets(Recipe(data=own), ONE).mean == (0.5,)
     assert prepare.prepare_sets(Recipe(data=own), ONE).workers == 3
-    with pytest.raises(UserError, match="data.augment = shift: image files come in many sizes"):
+    with pytest.raises(UserError, match=r"data.augment = shift: image files come in many sizes"):
         prepare.prepare_sets(Recipe(data=replace(data, augment="shift")), ONE)
 
 
@@ -197,7 +201,9 @@ def test_evaluation_sees_every_sample_once_unchanged() -> None:
     recipe = Recipe(data=Data(mixup=0.5, augment="shift-flip"))
     sets = prepare.prepare_sets(recipe, ONE)
     assert isinstance(sets.eval, ArraySource)
-    batches = [batch for rank in range(3) for batch in sets.evaluation(recipe, replace(ONE, rank=rank, size=3))]
+    batches = [
+        batch for rank in range(3) for batch in sets.evaluation(recipe, replace(ONE, rank=rank, size=3))
+    ]
     seen = torch.cat([batch.samples for batch in batches])
     assert sorted(seen.tolist()) == list(range(359))
     for batch in batches:
@@ -205,9 +211,7 @@ def test_evaluation_sees_every_sample_once_unchanged() -> None:
         assert torch.equal(batch.images, torch.from_numpy(sets.eval.take(batch.samples.numpy())))
 
 
-@pytest.mark.parametrize(
-    ("wanted", "dtype"), [("auto", None), ("fp32", None), ("bf16", torch.bfloat16)]
-)
+@pytest.mark.parametrize(("wanted", "dtype"), [("auto", None), ("fp32", None), ("bf16", torch.bfloat16)])
 def test_precision_on_a_cpu(wanted: Any, dtype: torch.dtype | None) -> None:
     assert prepare.precision(Recipe(train=Train(precision=wanted)), ONE) is dtype
 
@@ -242,7 +246,7 @@ def test_a_step_is_captured_only_where_that_is_right_and_the_reason_is_given(
     assert not captured
     assert reason in why
     if recipe.train.capture == "auto":
-        with pytest.raises(UserError, match="train.capture = on is not possible"):
+        with pytest.raises(UserError, match=r"train.capture = on is not possible"):
             prepare.captures(replace(recipe, train=replace(recipe.train, capture="on")), world)
 
 

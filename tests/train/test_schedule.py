@@ -11,7 +11,9 @@ from drumline.train.schedule import build_schedule, scaled_rate
 
 
 def test_warm_up_rises_in_equal_steps_from_near_zero_to_the_peak() -> None:
-    schedule = build_schedule(Optim(lr=0.4, warmup_epochs=0.5, schedule="constant"), 128, total=40, per_epoch=10)
+    schedule = build_schedule(
+        Optim(lr=0.4, warmup_epochs=0.5, schedule="constant"), 128, total=40, per_epoch=10
+    )
     rates = [schedule(step) for step in range(40)]
     assert rates[:5] == pytest.approx([0.4 * k / 6 for k in (1, 2, 3, 4, 5)])
     assert rates[5:] == [0.4] * 35

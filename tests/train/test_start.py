@@ -75,7 +75,10 @@ def test_best_weights_are_not_taken_from_a_rotten_checkpoint(tmp_path: Path) -> 
     keeper = Keeper(saved, 3, "", {}, lambda: None)
     trained = tiny.trainee(tiny.normed())
     ended: Any = SimpleNamespace(
-        folder=SimpleNamespace(path=tmp_path, checkpoints=saved), keeper=keeper, trainee=trained, note=notes.append
+        folder=SimpleNamespace(path=tmp_path, checkpoints=saved),
+        keeper=keeper,
+        trainee=trained,
+        note=notes.append,
     )
     keeper.save(trained.tensors(), Position(4, 10, best_step=4))
     position, best = Position(6, 10, best_step=4), tmp_path / "weights" / "best.safetensors"

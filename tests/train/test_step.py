@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,6 +109,21 @@ def test_a_rehearsal_leaves_no_trace(model: Callable[[], nn.Module], name: Any) 
     assert all(parameter.grad is None for parameter in trained.module.parameters())
 
 
+def test_a_rehearsal_puts_the_loss_scale_back() -> None:
+    """One whose gradients overflow would halve it."""
+    model = tiny.plain()
+    model[6].weight.data.mul_(100)
+    trained = replace(tiny.trainee(model), scaler=torch.amp.GradScaler("cpu", init_scale=2.0**127))
+    step = tiny.step_of(trained, 8)
+    before, state = trained.scaler.state_dict(), everything(trained)
+    step.rehearse(tiny.make(8), times=2)
+    assert trained.scaler.state_dict() == before
+    assert same_bits(everything(trained), state)
+    step(tiny.make(8), 0, 0.1)
+    assert trained.scaler.get_scale() == 2.0**126
+    assert same_bits(everything(trained), state)
+
+
 def test_a_rehearsal_puts_back_buffers_that_are_not_saved_too() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
@@ -150,7 +166,9 @@ def test_a_rehearsed_run_has_the_bits_of_an_unrehearsed_one() -> None:
     assert same_bits(*states)
 
 
-@pytest.mark.parametrize(("model", "draws"), [(tiny.plain, False), (tiny.normed, False), (tiny.dropping, True)])
+@pytest.mark.parametrize(
+    ("model", "draws"), [(tiny.plain, False), (tiny.normed, False), (tiny.dropping, True)]
+)
 def test_a_rehearsal_finds_out_whether_the_model_draws(model: Callable[[], nn.Module], draws: bool) -> None:
     step = tiny.step_of(tiny.trainee(model()), 8)
     step.rehearse(tiny.make(8))

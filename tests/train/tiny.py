@@ -23,7 +23,13 @@ def plain(seed: int = 0) -> nn.Module:
     """Nothing in it looks at more than one sample, and nothing is random."""
     torch.manual_seed(seed)
     return nn.Sequential(
-        nn.Conv2d(3, 6, 3), nn.ReLU(), nn.AvgPool2d(3), nn.Flatten(), nn.Linear(24, 8), nn.Tanh(), nn.Linear(8, CLASSES)
+        nn.Conv2d(3, 6, 3),
+        nn.ReLU(),
+        nn.AvgPool2d(3),
+        nn.Flatten(),
+        nn.Linear(24, 8),
+        nn.Tanh(),
+        nn.Linear(8, CLASSES),
     )
 
 
@@ -85,10 +91,16 @@ def normalised(images: torch.Tensor) -> torch.Tensor:
     return ((images / 255.0 - mean) / std).permute(0, 3, 1, 2).contiguous()
 
 
-def reference_steps(model: nn.Module, batches: list[Batch], rates: list[float], optim: Optim) -> list[list[torch.Tensor]]:
+def reference_steps(
+    model: nn.Module, batches: list[Batch], rates: list[float], optim: Optim
+) -> list[list[torch.Tensor]]:
     """A plain torch loop over whole batches: trains `model`, gives each step's gradients."""
     optimizer = torch.optim.SGD(
-        model.parameters(), lr=0.0, momentum=optim.momentum, weight_decay=optim.weight_decay, nesterov=optim.nesterov
+        model.parameters(),
+        lr=0.0,
+        momentum=optim.momentum,
+        weight_decay=optim.weight_decay,
+        nesterov=optim.nesterov,
     )
     gradients = []
     for batch, rate in zip(batches, rates, strict=True):

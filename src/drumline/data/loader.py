@@ -22,7 +22,7 @@ from drumline.data.order import Request
 from drumline.data.sources import ArraySource, Source, SourceSpec, open_source
 from drumline.data.views import Batch, View, make_batch
 from drumline.errors import UserError
-from drumline.launch.machine import usable_cores
+from drumline.launch.machine import cores_per_process
 from drumline.launch.parent import die_with_parent
 
 Batches = Generator[Batch, None, None]
@@ -87,7 +87,7 @@ def default_workers(source: Source, local_processes: int) -> int:
     """Arrays are cut faster than they could be sent between processes; files want every core."""
     if isinstance(source, ArraySource):
         return 0
-    return max(1, usable_cores() // local_processes)
+    return cores_per_process(local_processes)
 
 
 def _host_batches(

@@ -66,11 +66,9 @@ def launch(
     raise_descriptor_limit()
     for note in notes:
         announce(note)
+    announce(f"{processes} process{'es' * (processes > 1)} here, network interface {interface}")
     if several:
-        announce(
-            f"waiting for {parallel.nodes} machines at {rendezvous} "
-            f"(this one: {interface.name}, {interface.address})"
-        )
+        announce(f"waiting for {parallel.nodes} machines at {rendezvous}")
     errors = _ErrorFiles()
     with _environment(variables), _quiet_torch(), contextlib.closing(errors), signals_end_us():
         handler, hosts_store = _meet(rendezvous, parallel, interface)
@@ -183,7 +181,7 @@ class _ErrorFiles(LogsSpecs):
 
     def close(self) -> None:
         if self._folder is not None:
-            shutil.rmtree(self._folder)
+            shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,13 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     allowed = len(affinity(0)) if affinity else (os.cpu_count() or 1)
     quota = _cpu_quota(cgroup)
     return allowed if quota is None else max(1, min(allowed, int(quota)))
+
+
+def cores_per_process(local_processes: int, env: Mapping[str, str] = os.environ) -> int:
+    """A fair share of the cores for one of the processes here. Slurm hands each task its own cores already."""
+    if env.get("SLURM_CPUS_PER_TASK", "").isdigit() and "SLURM_PROCID" in env:
+        return max(1, min(usable_cores(), int(env["SLURM_CPUS_PER_TASK"])))
+    return max(1, usable_cores() // local_processes)
 
 
 def usable_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:

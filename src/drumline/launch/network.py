@@ -28,6 +28,9 @@ class Interface:
     address: str
     up: bool
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address})"
+
     @property
     def loopback(self) -> bool:
         """Whether it reaches this machine only."""

@@ -22,7 +22,9 @@ from drumline.errors import UserError
 from drumline.launch.environment import Place, read_place
 from drumline.launch.failure import record_failure
 from drumline.launch.machine import raise_descriptor_limit, usable_cores
+from drumline.launch.network import choose_interface, socket_variables
 from drumline.launch.parent import die_with_parent
+from drumline.launch.rendezvous import parse_rendezvous
 from drumline.launch.world import World, alone, join, pick_device, resolve_device_type
 from drumline.recipe import Recipe
 
@@ -33,7 +35,15 @@ def run(words: Sequence[str], recipe: Recipe, job: str) -> int:
     _set_environment(recipe.run.deterministic)
     device_type = resolve_device_type(recipe.run.device)
     place = read_place(os.environ)
+    rendezvous = parse_rendezvous(recipe.parallel.rendezvous).kind
+    if place is not None and place.started_by == "slurm" and rendezvous in ("tcp", "file"):
+        place = None  # one task per machine, each to be the launcher of its machine
     if place is None:
+        if rendezvous == "env":
+            raise UserError(
+                "parallel.rendezvous = env://, but RANK and WORLD_SIZE are not set",
+                "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process, or give HOST:PORT",
+            )
         processes = local_processes(recipe, device_type)
         if processes > 1 or recipe.parallel.nodes > 1:
             return _launch(words, recipe, processes)
@@ -67,6 +77,8 @@ def _work(place: Place | None, recipe: Recipe, device_type: str, job: str) -> in
     """One process of the run."""
     if place is not None and place.started_by == "drumline":
         die_with_parent()
+    elif place is not None and place.world_size > 1:
+        _heed_parallel(place, recipe)
     raise_descriptor_limit()
     world = alone(pick_device(device_type, place.local_rank if place else 0))
     try:
@@ -83,8 +95,25 @@ def _work(place: Place | None, recipe: Recipe, device_type: str, job: str) -> in
     return 0
 
 
+def _heed_parallel(place: Place, recipe: Recipe) -> None:
+    """What our launcher would have done, for processes that somebody else started."""
+    machines = 2 if place.world_size > place.local_size else 1
+    interface = choose_interface(recipe.parallel.interface, place.master_addr, machines=machines)
+    variables, notes = socket_variables(interface, os.environ, forced=recipe.parallel.interface != "auto")
+    os.environ.update(variables)
+    if recipe.parallel.processes not in ("auto", place.local_size):
+        notes.append(
+            f"parallel.processes = {recipe.parallel.processes} is not heeded: {place.started_by} started "
+            f"{place.local_size} here"
+        )
+    if place.rank == 0:
+        for note in (f"network interface {interface}", *notes):
+            print(note, file=sys.stderr)
+
+
 def _leave(error: BaseException, rank: int, world: World) -> int:
     """Ends a failed rank: says why unless the launcher will, and does not wait for threads that may hang."""
+    error = _explained(error, world)
     code = 2 if isinstance(error, UserError) else 1
     if not record_failure(error, rank) and world.claim_failure():
         story = str(error) if code == 2 else "".join(traceback.format_exception(error))
@@ -92,6 +121,17 @@ def _leave(error: BaseException, rank: int, world: World) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _explained(error: BaseException, world: World) -> BaseException:
+    """A wait for the others that ran out, in words that do not blame the rank that waited."""
+    if isinstance(error, torch.distributed.DistError | RuntimeError) and "timed out" in str(error).lower():
+        return UserError(
+            f"waited in vain for the other ranks ({str(error).strip().splitlines()[0]})",
+            "a rank hangs or is far slower than this one: see what each process does (py-spy dump --pid PID), or "
+            "raise --parallel.timeout",
+        )
+    return error
 
 
 def print_result(result: dict[str, Any]) -> None:

@@ -34,6 +34,8 @@ class World:
     local_size: int
     device: torch.device
     backend: str
+    shares_gpu: bool = False
+    """Whether two of the processes compute on one GPU."""
     store: dist.Store | None = None
     control: dist.ProcessGroup | None = None
     """A gloo group for small host messages; None in a world of one."""
@@ -113,10 +115,9 @@ def alone(device: torch.device) -> World:
     return World(rank=0, size=1, local_rank=0, local_size=1, device=device, backend="none")
 
 
-def choose_backend(wanted: str, device: torch.device, local_size: int) -> str:
-    """nccl when each local process has a GPU to itself, gloo otherwise; what the user asked for if it exists."""
+def choose_backend(wanted: str, device: torch.device, shared: bool) -> str:
+    """nccl when each process has a GPU to itself, gloo otherwise; what the user asked for if it exists."""
     if wanted == "auto":
-        shared = device.type == "cuda" and local_size > torch.cuda.device_count()
         return "nccl" if device.type == "cuda" and not shared and dist.is_nccl_available() else "gloo"
     available = {
         "nccl": dist.is_nccl_available(),
@@ -128,9 +129,9 @@ def choose_backend(wanted: str, device: torch.device, local_size: int) -> str:
         raise UserError(
             f"parallel.backend = {wanted}: this torch was built without it", f"use one of: {have}, or auto"
         )
-    if wanted == "nccl" and device.type == "cuda" and local_size > torch.cuda.device_count():
+    if wanted == "nccl" and shared:
         raise UserError(
-            f"parallel.backend = nccl: {local_size} processes share {torch.cuda.device_count()} GPU(s) here",
+            "parallel.backend = nccl: several processes share a GPU, which NCCL refuses",
             "use gloo (auto does), or as many processes as GPUs",
         )
     return wanted
@@ -142,12 +143,20 @@ def join(place: Place | None, device_type: str, backend: str, timeout: float) ->
     device = pick_device(device_type, local_rank)
     if place is None or place.world_size == 1:
         return alone(device)
-    chosen = choose_backend(backend, device, local_size)
     os.environ.update(to_env(place))
     limit = timedelta(seconds=timeout)
     try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+        store.set_timeout(limit)
+        shared = device.type == "cuda" and _share_a_gpu(store, device, rank, size)
+        chosen = choose_backend(backend, device, shared)
         dist.init_process_group(
-            chosen, timeout=limit, device_id=device if chosen == "nccl" else None, init_method="env://"
+            chosen,
+            timeout=limit,
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=size,
+            device_id=device if chosen == "nccl" else None,
         )
     except (dist.DistNetworkError, dist.DistStoreError, TimeoutError) as error:
         raise UserError(
@@ -157,7 +166,6 @@ def join(place: Place | None, device_type: str, backend: str, timeout: float) ->
             "(`drumline doctor`, --parallel.interface)",
         ) from error
     control = dist.new_group(backend="gloo", timeout=limit)
-    store = dist.distributed_c10d._get_default_store()
     return World(
         rank=place.rank,
         size=place.world_size,
@@ -165,9 +173,16 @@ def join(place: Place | None, device_type: str, backend: str, timeout: float) ->
         local_size=local_size,
         device=device,
         backend=chosen,
+        shares_gpu=shared,
         store=store,
         control=control,
     )
+
+
+def _share_a_gpu(store: dist.Store, device: torch.device, rank: int, size: int) -> bool:
+    """Asks everybody for the identity of their GPU: indices alone mislead where each task sees only its own."""
+    store.set(f"gpu/{rank}", str(torch.cuda.get_device_properties(device).uuid))
+    return len({store.get(f"gpu/{other}") for other in range(size)}) < size
 
 
 def pick_device(device_type: str, local_rank: int) -> torch.device:

@@ -71,6 +71,10 @@ class StepClock:
         self._compute.end()
         self._steps += 1
 
+    def data_share(self) -> float:
+        """The part of the time since the last `take` that went by waiting for data."""
+        return self._data_s / max(1e-9, perf_counter() - self._taken_at)
+
     def take(self) -> Times:
         """The sums since the last call; the next ones start from zero. Does not wait for the device."""
         now = perf_counter()

@@ -19,17 +19,22 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from drumline.errors import UserError
 from drumline.launch.world import World
 
-DATA_PARALLEL_WORD = (
-    "layout dp: one Python process drives {gpus} GPU(s); GPU 0 gathers every output and holds extra memory, and "
-    "the model is copied at each step. `--parallel.layout ddp --parallel.processes {gpus}` is faster"
-)
-
 # torch 2.13 renames the option; `BufferMean` does what it would do, with every rank's statistics.
 _BUFFER_OPTION = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
+
+
+def data_parallel_word(gpus: int) -> str:
+    """What torch's DataParallel costs, said plainly."""
+    if gpus < 2:
+        return "layout dp: DataParallel spreads over several GPUs; here it changes nothing"
+    return (
+        f"layout dp: one Python process drives {gpus} GPUs; GPU 0 gathers every output and holds extra memory, and "
+        f"the model is copied at each step. `--parallel.layout ddp --parallel.processes {gpus}` is faster"
+    )
 
 
 def resolve_layout(wanted: str, world: World) -> str:

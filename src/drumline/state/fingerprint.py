@@ -35,13 +35,14 @@ def fingerprints(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 def first_difference(names: Sequence[str], ranks: torch.Tensor) -> tuple[str, list[int]] | None:
     """Given every rank's fingerprints (ranks x tensors): the first tensor on which they differ, and the ranks
-    that differ from the majority. None when all agree."""
+    that differ from the majority; all of them when there is none, as with two. None when all agree."""
     majority = ranks.mode(dim=0).values
     wrong = ranks != majority
     if not wrong.any():
         return None
     column = int(wrong.any(dim=0).int().argmax())
-    return sorted(names)[column], wrong[:, column].nonzero().flatten().tolist()
+    accused = wrong[:, column].nonzero().flatten().tolist()
+    return sorted(names)[column], accused if 2 * len(accused) < len(ranks) else list(range(len(ranks)))
 
 
 def state_sha256(groups: Mapping[str, Mapping[str, torch.Tensor]]) -> str:

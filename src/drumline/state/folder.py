@@ -9,7 +9,8 @@ from __future__ import annotations
 import fcntl
 import json
 import tomllib
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,6 +44,19 @@ class Opened:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @property
+    def resumes_elsewhere(self) -> bool:
+        """Whether the checkpoint to go on from belongs to another run folder."""
+        return self.resume_from is not None and self.path.resolve() not in self.resume_from.resolve().parents
+
+    def leave(self) -> None:
+        """Unlocks; takes the folder away again when the run never came to use it."""
+        self.lock.close()
+        if not (self.path / "recipe.toml").exists():
+            (self.path / ".lock").unlink(missing_ok=True)
+            with suppress(OSError):  # somebody else's files are in it
+                self.path.rmdir()
+
 
 def open_run(recipe: Recipe, source: str) -> Opened:
     """Finds or makes the folder of a run. On the writing rank only."""
@@ -54,7 +68,7 @@ def open_run(recipe: Recipe, source: str) -> Opened:
         path = (
             base / recipe.run.name
             if recipe.run.name != "auto"
-            else _next_free(base, f"{source.split(':')[0]}-{model}")
+            else next_free(base, f"{source.split(':')[0]}-{model}")
         )
         path.mkdir(exist_ok=True)
         lock = _lock(path)
@@ -110,8 +124,28 @@ def evaluation_words(path: Path) -> list[str]:
         raise UserError(f"{path} does not exist", "give a run folder, a checkpoint or a weights file")
     run = path.parent.parent if path.name.startswith("step-") else path
     recipe = run / "recipe.toml"
-    words = [str(recipe)] if path.is_dir() and recipe.is_file() else []
+    here = ["parallel.nodes=1", "parallel.node_rank=auto", "parallel.rendezvous="]
+    words = [str(recipe), *here] if path.is_dir() and recipe.is_file() else []
     return [*words, f"model.weights={path}"]
+
+
+def repeatable(recipe: Recipe) -> Recipe:
+    """The recipe as it is saved: it starts the same run again, from any folder, in a run folder of its own."""
+    paths = {
+        name: str(Path(value).resolve()) if value and Path(value).exists() else value
+        for name, value in (
+            ("data", recipe.data.path),
+            ("weights", recipe.model.weights),
+            ("dir", recipe.run.dir),
+        )
+    }
+    return replace(
+        recipe,
+        run=replace(recipe.run, name="auto", dir=paths["dir"]),
+        data=replace(recipe.data, path=paths["data"]),
+        model=replace(recipe.model, weights=paths["weights"]),
+        checkpoint=replace(recipe.checkpoint, resume="never"),
+    )
 
 
 def write_facts(path: Path, recipe_text: str, environment: dict[str, Any]) -> None:
@@ -132,6 +166,16 @@ def changed_settings(saved: str, current: str) -> list[str]:
     ]
 
 
+def changed_environment(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """What differs of the things that can change bits, as `name: old -> new`."""
+    names = ("device", "cuda", "cudnn", "processes", "backend", "threads")
+    pairs = {name: (saved.get(name), current.get(name)) for name in names}
+    pairs |= {
+        name: (saved["packages"].get(name), current["packages"].get(name)) for name in ("torch", "pillow")
+    }
+    return [f"{name}: {old} -> {new}" for name, (old, new) in pairs.items() if old != new]
+
+
 def _passed_over(complaints: list[str], used: Path | None) -> list[str]:
     instead = f"; going back to {used.name}" if used else ""
     return [
@@ -140,7 +184,8 @@ def _passed_over(complaints: list[str], used: Path | None) -> list[str]:
     ]
 
 
-def _next_free(base: Path, stem: str) -> Path:
+def next_free(base: Path, stem: str) -> Path:
+    """A new folder `stem-N` with the smallest free N."""
     number = 1
     while True:
         try:

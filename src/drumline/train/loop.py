@@ -47,12 +47,16 @@ def train(recipe: Recipe, world: World) -> Result:
     """Runs the recipe. Every rank calls it, and every rank gets the same result."""
     with ExitStack() as cleanup:
         run = start(recipe, world, cleanup)
+        if run.moved_in:
+            save(run, run.position)
         with StopSign(world) as stop:
             position, score = take_steps(run, stop)
         if position.step == run.plan.total and score is None:
-            score = score_model(run, position.step)[0]
+            score = counting(score_model(run))
         export(run, position)
-        return _result(run, position, score)
+        result = _result(run, position, score)
+        run.note(_closing_words(result))
+        return result
 
 
 def take_steps(run: Running, stop: StopSign) -> tuple[Position, Score | None]:
@@ -102,8 +106,8 @@ def take_steps(run: Running, stop: StopSign) -> tuple[Position, Score | None]:
 def evaluate_run(run: Running, position: Position) -> tuple[Score, Position]:
     """Scores the model (and its average, which then counts), and remembers the best."""
     run.reporter.drain()
-    score, average = score_model(run, position.step)
-    counts = average or score
+    score, average = scores = score_model(run)
+    counts = counting(scores)
     best = counts.accuracy > position.best_accuracy
     if best:
         position = replace(position, best_step=position.step, best_accuracy=counts.accuracy)
@@ -111,7 +115,13 @@ def evaluate_run(run: Running, position: Position) -> tuple[Score, Position]:
     return counts, position
 
 
-def score_model(run: Running, step: int) -> tuple[Score, Score | None]:
+def counting(scores: tuple[Score, Score | None]) -> Score:
+    """Where there is an average of the weights, its score is the run's."""
+    score, average = scores
+    return average or score
+
+
+def score_model(run: Running) -> tuple[Score, Score | None]:
     """The model's score on the evaluation set, and its average's if there is one."""
 
     def scored(module: object) -> Score:
@@ -175,6 +185,15 @@ def export(run: Running, position: Position) -> None:
         )
     else:
         write_file(folder / "best.safetensors", partial(_copy, source))
+
+
+def _closing_words(result: Result) -> str:
+    score = "not evaluated"
+    if result.top1 is not None:
+        score = f"top-1 {result.top1:.2%} ({result.correct:,} of {result.samples:,})"
+    if result.best_top1 is not None:
+        score += f", best {result.best_top1:.2%} at epoch {result.best_epoch:g}"
+    return f"{'finished' if result.finished else 'stopped'}: {score}; run folder {result.run}"
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -1,12 +1,13 @@
-"""From a recipe to the things a run is made of. Everything that is chosen for the user is chosen here.
+"""From a recipe to the things a run is made of: sets, plan, model, optimizer.
 
-Promises: builds the same model on every rank (weights come from the seed alone), resolves each `auto` to a
-value and can say which (`Chosen`), refuses what does not fit together before a single step is computed.
+Promises: builds the same model on every rank (weights come from the seed alone), resolves each `auto` of data,
+model and arithmetic to a value, refuses what does not fit together before a single step is computed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -17,11 +18,13 @@ from drumline.data.sources import ArraySource, Source, SourceSpec, detect_source
 from drumline.data.sources import channel_statistics as measured_statistics
 from drumline.data.views import Augment, View
 from drumline.errors import UserError
-from drumline.launch.machine import usable_cores
+from drumline.launch.machine import cores_per_process
 from drumline.launch.world import World
 from drumline.models import create_model, load_weights
+from drumline.models.weights import resolve_weights
 from drumline.parallel.layout import lay_out, resolve_layout
 from drumline.recipe import Data, Recipe
+from drumline.state.checkpoint import MANIFEST, Unsound, verify_checkpoint
 from drumline.train.ema import Average
 from drumline.train.optim import build_optimizer
 from drumline.train.recompute import recompute_blocks
@@ -150,8 +153,11 @@ def prepare_plan(recipe: Recipe, samples: int, world: World) -> Plan:
     )
 
 
-def prepare_model(recipe: Recipe, classes: int, world: World) -> tuple[nn.Module, str]:
-    """The bare model on this rank's device, and a word on the weights it started from."""
+def prepare_model(
+    recipe: Recipe, classes: int, world: World, strict_head: bool = False
+) -> tuple[nn.Module, str]:
+    """The bare model on this rank's device, and a word on the weights it started from. With `strict_head` a
+    classifier that does not fit is refused; to start from, it may be made anew."""
     wanted = classes if recipe.model.classes == "auto" else recipe.model.classes
     if wanted < classes:
         raise UserError(
@@ -161,7 +167,8 @@ def prepare_model(recipe: Recipe, classes: int, world: World) -> tuple[nn.Module
     module = create_model(recipe.model.name, classes=wanted)
     word = ""
     if recipe.model.weights:
-        report = load_weights(module, recipe.model.weights)
+        _verify_weights(Path(recipe.model.weights))
+        report = load_weights(module, recipe.model.weights, strict_head=strict_head)
         word = f"weights from {recipe.model.weights}: {report.loaded} tensors"
         if report.reinitialised:
             word += f", new: {', '.join(report.reinitialised)}"
@@ -239,7 +246,17 @@ def threads_per_process(wanted: int | str, local_size: int) -> int:
     """CPU threads for arithmetic."""
     if isinstance(wanted, int):
         return wanted
-    return max(1, usable_cores() // local_size)
+    return cores_per_process(local_size)
+
+
+def _verify_weights(path: Path) -> None:
+    """A checkpoint's weights are checked against its manifest before they are used."""
+    folder = resolve_weights(path).parent
+    if (folder / MANIFEST).exists():
+        try:
+            verify_checkpoint(folder)
+        except Unsound as reason:
+            raise UserError(f"model.weights = {path}: {reason}", "give another checkpoint") from reason
 
 
 def _steps(epochs: float, per_epoch: int) -> int:

@@ -65,6 +65,7 @@ class Reporter:
             images_per_s=(done - since) * self.batch / (now - at)
             if done > since
             else self._latest.images_per_s,
+            data_share=self.clock.data_share(),
             lr=rate,
         )
         self.display.step(self._latest)

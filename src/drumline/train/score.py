@@ -34,7 +34,7 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
     prepare.set_arithmetic(recipe.run.deterministic)
     torch.set_num_threads(prepare.threads_per_process(recipe.parallel.threads, world.local_size))
     sets = prepare.prepare_sets(recipe, world)
-    module, word = prepare.prepare_model(recipe, len(sets.train.classes), world)
+    module, word = prepare.prepare_model(recipe, len(sets.train.classes), world, strict_head=True)
     display.note(word)
     with closing(sets.evaluation(recipe, world)) as batches:
         found = evaluate(

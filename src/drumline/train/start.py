@@ -7,8 +7,9 @@ resumed run has the threads it was started with and stands at the exact sample; 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,12 +18,19 @@ from drumline.errors import UserError
 from drumline.launch.world import World
 from drumline.observe.display import make_display
 from drumline.observe.logbook import Logbook
-from drumline.parallel.layout import DATA_PARALLEL_WORD, resolve_layout
+from drumline.parallel.layout import data_parallel_word, resolve_layout
 from drumline.recipe import Recipe
 from drumline.recipe_file import dump_recipe
 from drumline.state.checkpoint import Position, Unsound, copy_into, read_checkpoint, read_manifest
 from drumline.state.environment import describe_environment
-from drumline.state.folder import Opened, changed_settings, open_run, write_facts
+from drumline.state.folder import (
+    Opened,
+    changed_environment,
+    changed_settings,
+    open_run,
+    repeatable,
+    write_facts,
+)
 from drumline.state.keeper import Keeper
 from drumline.train import prepare
 from drumline.train.meter import MeterReader
@@ -48,6 +56,8 @@ class Running:
     """On rank 0 only, like `keeper`."""
     keeper: Keeper | None
     title: str
+    moved_in: bool
+    """Goes on from a checkpoint of another run folder."""
 
     def note(self, text: str) -> None:
         """A line for the log and the screen."""
@@ -73,6 +83,8 @@ def start(recipe: Recipe, world: World, cleanup: ExitStack) -> Running:
     sets = prepare.prepare_sets(recipe, world)
     plan = prepare.prepare_plan(recipe, len(sets.train), world)
     folder = open_run(recipe, sets.name) if world.first else None
+    if folder is not None:
+        cleanup.callback(folder.leave)
     checkpoint: Path | None = world.share(folder.resume_from if folder else None)
     threads = world.share(_threads(recipe, checkpoint, world) if world.first else 0)
     torch.set_num_threads(threads)
@@ -90,12 +102,16 @@ def start(recipe: Recipe, world: World, cleanup: ExitStack) -> Running:
         autocast=prepare.precision(recipe, world),
         clip=recipe.optim.clip,
     )
+    environment = describe_environment(world, threads)
     position = Position(step=0, per_epoch=plan.per_epoch)
     resume_words: list[str] = []
+    moved_in: bool = world.share(folder.resumes_elsewhere if folder else False)
     if checkpoint is not None:
-        position, resume_words = _resume(recipe, plan, trainee, checkpoint, world)
+        position, resume_words = _resume(recipe, plan, trainee, checkpoint, world, environment)
+        if moved_in:
+            position = replace(position, best_step=-1, best_accuracy=-1.0)
 
-    text, environment = dump_recipe(recipe), describe_environment(world, threads)
+    text = dump_recipe(repeatable(recipe))
     logbook, keeper = Logbook(None), None
     if folder is not None:
         write_facts(folder.path, text, environment)
@@ -118,7 +134,18 @@ def start(recipe: Recipe, world: World, cleanup: ExitStack) -> Running:
         batch=recipe.data.batch,
     )
     run = Running(
-        recipe, world, sets, plan, trainee, step, reporter, position, folder, keeper, _title(recipe, sets)
+        recipe=recipe,
+        world=world,
+        sets=sets,
+        plan=plan,
+        trainee=trainee,
+        step=step,
+        reporter=reporter,
+        position=position,
+        folder=folder,
+        keeper=keeper,
+        title=f"{recipe.model.name} on {sets.name}",
+        moved_in=moved_in,
     )
     words = _opening_words(recipe, sets, plan, module, step, world, threads)
     for word in (*words, weights_word, *(folder.notes if folder else ()), *resume_words):
@@ -128,7 +155,12 @@ def start(recipe: Recipe, world: World, cleanup: ExitStack) -> Running:
 
 
 def _resume(
-    recipe: Recipe, plan: prepare.Plan, trainee: Trainee, checkpoint: Path, world: World
+    recipe: Recipe,
+    plan: prepare.Plan,
+    trainee: Trainee,
+    checkpoint: Path,
+    world: World,
+    environment: dict[str, Any],
 ) -> tuple[Position, list[str]]:
     """Loads on rank 0, in place, and copies to every other rank."""
     live = trainee.tensors()
@@ -141,9 +173,12 @@ def _resume(
         copy_into(groups, live, checkpoint)
         position = manifest.position
         words = [f"resumed from {checkpoint} at step {position.step:,}"]
-        changes = changed_settings(manifest.recipe, dump_recipe(recipe))
+        changes = changed_settings(manifest.recipe, dump_recipe(repeatable(recipe)))
         if changes:
             words.append(f"resumed with other settings, the result will differ: {'; '.join(changes)}")
+        changes = changed_environment(manifest.environment, environment)
+        if changes:
+            words.append(f"resumed on another set-up, the bits may differ: {'; '.join(changes)}")
     position = world.share(position)
     for group in live.values():
         for tensor in group.values():
@@ -173,10 +208,6 @@ def _threads(recipe: Recipe, checkpoint: Path | None, world: World) -> int:
     return prepare.threads_per_process(recipe.parallel.threads, world.local_size)
 
 
-def _title(recipe: Recipe, sets: prepare.Sets) -> str:
-    return f"{recipe.model.name} on {sets.name}"
-
-
 def _opening_words(
     recipe: Recipe,
     sets: prepare.Sets,
@@ -194,15 +225,13 @@ def _opening_words(
         f"{recipe.model.name}: {parameters:,} parameters, {precision}; {sets.name}: {len(sets.train):,} to train, "
         f"{len(sets.eval):,} to evaluate, {len(sets.train.classes)} classes, {sets.view.size} px, "
         f"{sets.view.augment}",
-        f"{world.size} process(es) on {device}"
+        f"{world.size} process{'es' * (world.size > 1)} on {device}"
         + (f" over {world.backend}" if world.size > 1 else "")
         + f"; global batch {recipe.data.batch}, {plan.total:,} steps of {plan.per_epoch:,} per epoch"
         + (f" ({left_out} samples left out, others each epoch)" if left_out else ""),
     ]
-    if world.device.type == "cuda" and world.local_size > torch.cuda.device_count():
-        words.append(
-            f"{world.local_size} processes share {torch.cuda.device_count()} GPU(s): right, but not faster"
-        )
+    if world.shares_gpu:
+        words.append("several processes share a GPU: right, but not faster")
     if resolve_layout(recipe.parallel.layout, world) == "dp":
-        words.append(DATA_PARALLEL_WORD.format(gpus=max(1, torch.cuda.device_count())))
+        words.append(data_parallel_word(torch.cuda.device_count()))
     return words
