@@ -133,7 +133,7 @@ def evaluate(words: list[str]) -> int:
     from drumline.state.folder import evaluation_words
 
     expanded = words
-    if words and not words[0].startswith("-") and "=" not in words[0]:
+    if words and not words[0].startswith("-") and "=" not in words[0] and not words[0].endswith(".toml"):
         expanded = [*evaluation_words(Path(words[0])), *words[1:]]
     invocation = parse(expanded, "eval", EVAL_HELP)
     if invocation.dry_run:

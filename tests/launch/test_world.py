@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from drumline.errors import UserError
-from drumline.launch.environment import Place
+from drumline.launch.environment import Place, to_env
+from drumline.launch.network import free_port
 from drumline.launch.world import World, alone, choose_backend, join, resolve_device_type, taking_turns
 from tests.train import ranks
 
@@ -113,19 +114,15 @@ def test_one_process_needs_nobody_to_meet() -> None:
     assert join(None, "cpu", "auto", 1) == join(place, "cpu", "auto", 1) == alone(CPU)
 
 
-def test_a_world_that_does_not_meet_says_where_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    ):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_world_that_does_not_meet_says_where_and_for_how_long(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    place = Place(rank, 2, rank, 2, 0, "127.0.0.1", free_port("127.0.0.1"), "env")
+    for name in to_env(place):
         monkeypatch.setenv(name, "")
-    place = Place(1, 2, 1, 2, 0, "127.0.0.1", 9, "env")
-    with pytest.raises(UserError, match=r"rank 1 of 2 could not meet the others at 127.0.0.1:9 within 1 s"):
+    where = f"127.0.0.1:{place.master_port}"
+    with pytest.raises(UserError, match=f"rank {rank} of 2 could not meet the others at {where} within 1 s"):
         join(place, "cpu", "gloo", 1)
 
 

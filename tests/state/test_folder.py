@@ -15,10 +15,12 @@ from drumline.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Ru
 from drumline.recipe_file import dump_recipe
 from drumline.state.checkpoint import Position, write_checkpoint
 from drumline.state.folder import (
+    changed_environment,
     changed_settings,
     evaluation_words,
     find_checkpoint,
     open_run,
+    repeatable,
     write_facts,
 )
 
@@ -188,14 +190,85 @@ def test_a_field_that_only_one_version_has_is_a_change() -> None:
     assert changed_settings("[a]\nx = 1\n", "[a]\ny = 2\n") == ["a.x: 1 -> None", "a.y: None -> 2"]
 
 
-def test_words_of_an_evaluation_bring_the_runs_recipe(tmp_path: Path) -> None:
+def test_words_of_an_evaluation_bring_the_runs_recipe_but_not_its_machines(tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "a", 3)
     write_facts(tmp_path / "a", "", {})
     weights = tmp_path / "w.pth"
     weights.touch()
-    recipe_file = str(tmp_path / "a" / "recipe.toml")
-    assert evaluation_words(tmp_path / "a") == [recipe_file, f"model.weights={tmp_path / 'a'}"]
-    assert evaluation_words(checkpoint) == [recipe_file, f"model.weights={checkpoint}"]
+    for path in (tmp_path / "a", checkpoint):
+        first, *others, last = evaluation_words(path)
+        assert first == str(tmp_path / "a" / "recipe.toml")
+        assert last == f"model.weights={path}"
+        assert {word.split("=")[0] for word in others} == {
+            "parallel.nodes",
+            "parallel.node_rank",
+            "parallel.rendezvous",
+        }
     assert evaluation_words(weights) == [f"model.weights={weights}"]
     with pytest.raises(UserError, match="does not exist"):
         evaluation_words(tmp_path / "nowhere")
+
+
+def test_a_run_that_goes_on_from_another_folder_knows_it(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "a", 3)
+    assert open_run(recipe(tmp_path, "b", str(checkpoint)), "digits").resumes_elsewhere
+    assert not open_run(recipe(tmp_path, "a", str(checkpoint)), "digits").resumes_elsewhere
+    assert not open_run(recipe(tmp_path, "c"), "digits").resumes_elsewhere
+
+
+def test_a_folder_that_was_never_used_goes_away_again(tmp_path: Path) -> None:
+    unused, used, others = (open_run(recipe(tmp_path, name), "digits") for name in "abc")
+    write_facts(used.path, "", {})
+    (others.path / "notes.txt").touch()
+    for opened in (unused, used, others):
+        opened.leave()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "c"]
+    assert [path.name for path in others.path.iterdir()] == ["notes.txt"]
+    assert open_run(recipe(tmp_path, "b", "auto"), "digits").resume_from is None
+
+
+def test_a_folder_is_taken_away_while_it_is_still_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unlocked first, another run could lock the file in between and lose it."""
+    opened = open_run(recipe(tmp_path, "a"), "digits")
+    unlink, locked = Path.unlink, []
+
+    def watched(path: Path, missing_ok: bool = False) -> None:
+        locked.append(not opened.lock.closed)
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", watched)
+    opened.leave()
+    assert locked == [True]
+    assert opened.lock.closed
+
+
+def test_a_saved_recipe_runs_again_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "images").mkdir()
+    monkeypatch.chdir(tmp_path)
+    asked = replace(
+        recipe(Path(), "a", "auto"),
+        data=Data(path="images"),
+        model=Model(weights="classes=3"),
+        optim=Optim(lr=0.3),
+    )
+    saved = repeatable(asked)
+    assert saved.data.path == str(tmp_path / "images")
+    assert saved.run == replace(asked.run, name="auto", dir=str(tmp_path))
+    assert saved.model.weights == "classes=3"
+    assert saved.checkpoint.resume == "never"
+    assert saved.optim == asked.optim
+
+
+def test_another_set_up_is_named_where_it_can_change_bits() -> None:
+    packages = {"torch": "2.13", "pillow": "12", "numpy": "2"}
+    here = {"threads": 2, "device": "cpu", "host": "a", "packages": packages}
+    there = {
+        "threads": 4,
+        "device": "cpu",
+        "host": "b",
+        "packages": {**packages, "torch": "2.14", "numpy": "3"},
+    }
+    assert changed_environment(here, here) == []
+    assert changed_environment(here, there) == ["threads: 2 -> 4", "torch: 2.13 -> 2.14"]

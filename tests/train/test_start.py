@@ -16,7 +16,6 @@ from drumline.state.checkpoint import Position, read_checkpoint
 from drumline.state.inspect import inspect
 from drumline.state.keeper import Keeper
 from drumline.train.loop import Result, export, train
-from drumline.train.prepare import set_arithmetic
 from tests.train import tiny
 
 CPU = torch.device("cpu")
@@ -28,7 +27,9 @@ def _arithmetic() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-    set_arithmetic(False)
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = torch.backends.cudnn.benchmark = False
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
 def run(folder: Path, resume: str = "never", steps: int = 6, seed: int = 0) -> Result:

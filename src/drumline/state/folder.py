@@ -51,11 +51,12 @@ class Opened:
 
     def leave(self) -> None:
         """Unlocks; takes the folder away again when the run never came to use it."""
-        self.lock.close()
+        # Still locked: a file that another run has locked meanwhile must not be taken away from it.
         if not (self.path / "recipe.toml").exists():
             (self.path / ".lock").unlink(missing_ok=True)
             with suppress(OSError):  # somebody else's files are in it
                 self.path.rmdir()
+        self.lock.close()
 
 
 def open_run(recipe: Recipe, source: str) -> Opened:
@@ -63,6 +64,7 @@ def open_run(recipe: Recipe, source: str) -> Opened:
     base = Path(recipe.run.dir)
     model = recipe.model.name.replace("/", "-").replace(":", "-")
     resume = recipe.checkpoint.resume
+    elsewhere = find_checkpoint(Path(resume)) if resume not in ("auto", "never") else None
     try:
         base.mkdir(parents=True, exist_ok=True)
         path = (
@@ -94,7 +96,8 @@ def open_run(recipe: Recipe, source: str) -> Opened:
                 "restore one from a copy, or start again under another --run.name",
             )
     else:
-        resume_from, complaints = find_checkpoint(Path(resume))
+        assert elsewhere is not None
+        resume_from, complaints = elsewhere
         notes += _passed_over(complaints, resume_from)
         if holds_a_run and path.resolve() not in resume_from.resolve().parents:
             raise UserError(

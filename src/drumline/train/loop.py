@@ -70,7 +70,7 @@ def take_steps(run: Running, stop: StopSign) -> tuple[Position, Score | None]:
         run.rehearse(batch)
         reporter.display.begin(run.title, plan.total, position.step, plan.total / plan.per_epoch)
         clock = reporter.clock
-        clock.take()
+        reporter.pause(position.step)
         for index in range(position.step, plan.total):
             rate = plan.schedule(index)
             clock.step_begin()
@@ -79,17 +79,18 @@ def take_steps(run: Running, stop: StopSign) -> tuple[Position, Score | None]:
 
             done = index + 1
             position = replace(position, step=done)
+            evaluating, saving = (
+                plan.evaluates_after(done),
+                plan.saves_after(done, recipe.checkpoint.every_steps),
+            )
             reporter.moved(done, rate)
-            if done % recipe.train.log_every == 0 or plan.evaluates_after(done):
+            # A line at each save, so that the log of a resumed run is the log of an uninterrupted one.
+            if done % recipe.train.log_every == 0 or evaluating or saving:
                 reporter.tick(done, rate)
-            if plan.evaluates_after(done):
+            if evaluating:
                 score, position = evaluate_run(run, position)
             stopping = stop.seen(done) and done < plan.total
-            if (
-                stopping
-                or position.best_step == done
-                or plan.saves_after(done, recipe.checkpoint.every_steps)
-            ):
+            if saving or stopping or position.best_step == done:
                 save(run, position)
             if stopping:
                 run.note(f"stopped on request after step {done:,} of {plan.total:,}; saved")
@@ -142,8 +143,9 @@ def score_model(run: Running) -> tuple[Score, Score | None]:
 
 
 def save(run: Running, position: Position) -> None:
-    """Checks that the ranks agree, then hands a snapshot to the writer."""
+    """Checks that the ranks agree, says what is still to be said, then hands a snapshot to the writer."""
     check_agreement(run)
+    run.reporter.drain()
     if run.keeper is not None:
         scaler = run.trainee.scaler.state_dict() if run.trainee.scaler.is_enabled() else {}
         run.keeper.save(run.trainee.tensors(), replace(position, scaler=scaler))
