@@ -115,7 +115,7 @@ def test_mistakes_beyond_the_recipe_are_told_plainly(
 def test_doctor_examines_this_machine(tmp_path: Path) -> None:
     done = drumline("doctor", folder=tmp_path)
     assert done.returncode in (0, 1)
-    for word in ("torch", "gloo", "interface", "descriptor", "memory"):
+    for word in ("torch", "gloo", "interface", "open files", "memory"):
         assert word in done.stdout.lower()
     listed = drumline("doctor", "--models", folder=tmp_path)
     assert "resnet50" in listed.stdout

@@ -9,7 +9,8 @@ from typing import Any, get_args, get_origin
 
 import pytest
 
-from drumline.recipe import Problem, Recipe, field_names, problems, value_of
+from drumline.recipe import Recipe, field_names, value_of
+from drumline.recipe_checks import Problem, problems
 from drumline.recipe_fields import describe_field, recipe_fields, with_values
 
 SECOND = {"data.std": (0.5,), "parallel.rendezvous": "node0:29500", "optim.schedule": "step"}

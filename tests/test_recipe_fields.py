@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import pytest
 
-from drumline.recipe import Recipe, problems
+from drumline.recipe import Recipe
+from drumline.recipe_checks import problems
 from drumline.recipe_fields import (
     WrongValue,
     choices,

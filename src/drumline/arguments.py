@@ -19,7 +19,8 @@ from types import MappingProxyType
 from typing import Annotated, Any, NoReturn, get_origin
 
 from drumline.errors import UserError
-from drumline.recipe import Problem, Recipe, problems, value_of
+from drumline.recipe import Recipe, value_of
+from drumline.recipe_checks import Problem, problems
 from drumline.recipe_fields import (
     RecipeField,
     WrongValue,

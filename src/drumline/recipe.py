@@ -1,13 +1,12 @@
 """The whole configuration of a run as one frozen, printable value.
 
-Promises: a recipe saved with a run is enough to run it again; every field has a default, a docstring and a
-check that names the field, the value and the fix. Refuses nothing silently: see `problems`.
+Promises: a recipe saved with a run is enough to run it again; every field has a default and a docstring. What is
+impossible is told by `recipe_checks.py`, naming the field, the value and the fix.
 Reading and writing files lives in `recipe_file.py`, the command line in `arguments.py`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -208,27 +207,6 @@ class Recipe:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One thing wrong with a recipe: the field, what is wrong with its value, and what to do.
-
-    `what` reads well after the field and its value: "optim.lr = -1: too small".
-    """
-
-    field: str
-    what: str
-    fix: str
-
-
-def problems(recipe: Recipe) -> Iterator[Problem]:
-    """Every impossible value or combination, in the order of the fields. Looks at the recipe only."""
-    wrong = list(_unwritable(recipe)) or list(_bounds(recipe))
-    already = {problem.field for problem in wrong}
-    wrong += [problem for problem in _combinations(recipe) if problem.field not in already]
-    order = list(field_names(recipe))
-    yield from sorted(wrong, key=lambda problem: order.index(problem.field))
-
-
 def field_names(recipe: Recipe) -> Iterator[str]:
     """The dotted name of every field, in the order they are written down here."""
     for section in fields(recipe):
@@ -239,169 +217,3 @@ def value_of(recipe: Recipe, name: str) -> Any:
     """The value at a dotted name such as `optim.lr`."""
     section, key = name.split(".")
     return getattr(getattr(recipe, section), key)
-
-
-def _unwritable(recipe: Recipe) -> Iterator[Problem]:
-    """Values that no comparison and no file can hold."""
-    for name in field_names(recipe):
-        value = value_of(recipe, name)
-        parts = value if isinstance(value, tuple) else (value,)
-        if any(isinstance(part, float) and not math.isfinite(part) for part in parts):
-            yield Problem(name, "not a finite number", "give a number that can be written out, such as 0.1")
-        # A file name that is not UTF-8 reaches Python as lone surrogates, which no recipe file can hold.
-        if any("\ud800" <= sign <= "\udfff" for part in parts if isinstance(part, str) for sign in part):
-            yield Problem(name, "not valid UTF-8 text", "rename the file or folder, or point a link at it")
-
-
-def _bounds(recipe: Recipe) -> Iterator[Problem]:
-    """Values that are wrong by themselves."""
-    at_least: tuple[tuple[str, float], ...] = (
-        ("run.seed", 0),
-        ("data.batch", 1),
-        ("data.size", 1),
-        ("data.workers", 0),
-        ("data.mixup", 0),
-        ("data.cutmix", 0),
-        ("data.holdout", 0),
-        ("model.classes", 2),
-        ("optim.lr", 0),
-        ("optim.reference_batch", 1),
-        ("optim.momentum", 0),
-        ("optim.weight_decay", 0),
-        ("optim.eps", 0),
-        ("optim.trust", 0),
-        ("optim.clip", 0),
-        ("optim.warmup_epochs", 0),
-        ("optim.gamma", 0),
-        ("optim.final_lr", 0),
-        ("train.epochs", 0),
-        ("train.steps", 0),
-        ("train.accumulate", 1),
-        ("train.label_smoothing", 0),
-        ("train.ema", 0),
-        ("train.eval_every", 0),
-        ("train.log_every", 1),
-        ("parallel.processes", 1),
-        ("parallel.nodes", 1),
-        ("parallel.node_rank", 0),
-        ("parallel.timeout", 1),
-        ("parallel.threads", 1),
-        ("checkpoint.every_steps", 0),
-        ("checkpoint.every_epochs", 0),
-        ("checkpoint.keep", 1),
-    )
-    at_most: tuple[tuple[str, float], ...] = (
-        ("run.seed", 2**63 - 1),
-        ("data.mixup", 8),
-        ("data.cutmix", 8),
-        ("data.eval_crop", 1),
-        ("optim.final_lr", 1),
-    )
-    below: tuple[tuple[str, float], ...] = (
-        ("data.holdout", 1),
-        ("optim.momentum", 1),
-        ("train.label_smoothing", 1),
-        ("train.ema", 1),
-    )
-    for name, low in at_least:
-        value = value_of(recipe, name)
-        if value != "auto" and value < low:
-            yield Problem(name, "too small", f"give at least {low:g}")
-    for name, high in at_most:
-        if value_of(recipe, name) > high:
-            yield Problem(name, "too large", f"give at most {high}")
-    for name, high in below:
-        if value_of(recipe, name) >= high:
-            yield Problem(name, "too large", f"give less than {high}")
-    if recipe.data.eval_crop <= 0:
-        yield Problem("data.eval_crop", "leaves nothing to see", "give 0.875, or 1 for the whole image")
-    for name in ("data.mean", "data.std"):
-        values = value_of(recipe, name)
-        if len(values) not in (0, 1, 3):
-            yield Problem(name, f"has {len(values)} values", "give one for grey images, three for colour")
-        if not all(0 <= value <= 1 for value in values):
-            yield Problem(name, "outside 0 to 1", "pixels count from 0 to 1 here: divide by 255 if need be")
-    if 0 in recipe.data.std:
-        yield Problem("data.std", "would divide by zero", "give values above 0")
-    if not all(0 <= beta < 1 for beta in recipe.optim.betas):
-        yield Problem("optim.betas", "outside 0 to 1", "give two values below 1, such as 0.9 and 0.999")
-    if list(recipe.optim.milestones) != sorted(set(recipe.optim.milestones)):
-        yield Problem("optim.milestones", "does not rise", "list the epochs in rising order, each once")
-    if any(epoch <= 0 for epoch in recipe.optim.milestones):
-        yield Problem("optim.milestones", "starts before the run", "give epochs above 0")
-    name = recipe.run.name
-    if name in ("", ".", "..") or any(sign in name for sign in "/\\\0\r\n"):
-        yield Problem("run.name", "not a plain folder name", "put the folder into run.dir")
-    if recipe.parallel.rendezvous and not _is_meeting_place(recipe.parallel.rendezvous):
-        yield Problem(
-            "parallel.rendezvous",
-            "not a place to meet",
-            "give HOST:PORT such as node0:29500, file:///shared/path, or env://",
-        )
-    if not recipe.checkpoint.resume:
-        yield Problem("checkpoint.resume", "empty", "give never, auto, or the path of a run or checkpoint")
-
-
-def _is_meeting_place(text: str) -> bool:
-    """Whether `text` has one of the forms that `parallel.rendezvous` describes."""
-    if text == "env://" or text.startswith("file:///"):
-        return True
-    host, _, port = text.rpartition(":")
-    return bool(host) and port.isascii() and port.isdigit() and 0 < int(port) < 65536
-
-
-def _combinations(recipe: Recipe) -> Iterator[Problem]:
-    """Values that are wrong together."""
-    data, optim, train, parallel = recipe.data, recipe.optim, recipe.train, recipe.parallel
-    if train.epochs == 0 and train.steps == 0:
-        yield Problem("train.epochs", "trains nothing while train.steps = 0", "set one of the two above 0")
-    if data.source in ("folder", "idx", "cifar10", "cifar100", "npz") and not data.path:
-        yield Problem("data.path", f"data.source = {data.source} needs a path", "give its folder or file")
-    if bool(data.mean) != bool(data.std):
-        missing, given = ("data.std", "data.mean") if data.mean else ("data.mean", "data.std")
-        yield Problem(missing, f"goes together with {given}, which is set", "set both, or neither")
-    elif data.mean and len(data.mean) != len(data.std):
-        yield Problem("data.std", "has not as many values as data.mean", "give one per channel in both")
-    per_machine = 1 if parallel.processes == "auto" else parallel.processes
-    world = per_machine * parallel.nodes
-    if data.batch < world * train.accumulate:
-        yield Problem(
-            "data.batch",
-            f"too few samples for {world} x {train.accumulate} (processes x train.accumulate)",
-            f"give at least {world * train.accumulate}, or lower the others",
-        )
-    if parallel.layout in ("single", "dp") and world > 1:
-        yield Problem(
-            "parallel.layout",
-            f"runs in one process, but at least {world} are asked for",
-            "use ddp, or set parallel.processes and parallel.nodes to 1",
-        )
-    if parallel.nodes > 1 and not parallel.rendezvous:
-        yield Problem(
-            "parallel.rendezvous",
-            f"{parallel.nodes} machines need a place to meet",
-            "give HOST:PORT of one of them, the same on each machine",
-        )
-    if parallel.node_rank != "auto" and parallel.node_rank >= parallel.nodes:
-        yield Problem(
-            "parallel.node_rank",
-            f"not below parallel.nodes = {parallel.nodes}",
-            f"number the machines from 0 to {parallel.nodes - 1}, or give auto",
-        )
-    if recipe.run.device == "cpu":
-        if train.precision == "fp16":
-            yield Problem("train.precision", "needs a GPU, but run.device = cpu", "use bf16 or fp32 on a CPU")
-        if train.capture == "on":
-            yield Problem("train.capture", "needs a GPU, but run.device = cpu", "use auto or off on a CPU")
-        if parallel.backend == "nccl":
-            yield Problem("parallel.backend", "needs a GPU, but run.device = cpu", "use gloo on a CPU")
-    if optim.nesterov and (optim.name != "sgd" or optim.momentum == 0):
-        yield Problem(
-            "optim.nesterov",
-            f"only sgd with momentum has it, not {optim.name} with momentum {optim.momentum:g}",
-            "set optim.name to sgd and optim.momentum to 0.9, or leave nesterov off",
-        )
-    if optim.milestones and optim.schedule != "step":
-        yield Problem("optim.milestones", f"optim.schedule = {optim.schedule} has none", "set it to step")
-    if recipe.checkpoint.resume == "auto" and recipe.run.name == "auto":
-        yield Problem("checkpoint.resume", "cannot tell which run while run.name = auto", "set run.name")

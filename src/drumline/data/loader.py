@@ -11,9 +11,12 @@ import itertools
 import multiprocessing
 import os
 import signal
+import threading
+import warnings
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -23,7 +26,6 @@ from drumline.data.sources import ArraySource, Source, SourceSpec, open_source
 from drumline.data.views import Batch, View, make_batch
 from drumline.errors import UserError
 from drumline.launch.machine import cores_per_process
-from drumline.launch.parent import die_with_parent
 
 Batches = Generator[Batch, None, None]
 """An iterator to be closed when no more batches are wanted: that ends its workers."""
@@ -107,18 +109,21 @@ def _host_batches(
         return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["drumline.data.loader"])
-    loader = DataLoader(
-        _Maker(spec, view, seed),
-        sampler=_Requests(requests),
-        batch_size=None,
-        num_workers=workers,
-        pin_memory=pin,
-        prefetch_factor=2,
-        multiprocessing_context=context,
-        worker_init_fn=_start_worker,
-        # Its own generator: the loader must not draw from the global one, whose state belongs to the model.
-        generator=torch.Generator().manual_seed(0),
-    )
+    with warnings.catch_warnings():
+        # The number of workers is the user's choice, or ours from the cores we may use.
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        loader = DataLoader(
+            _Maker(spec, view, seed),
+            sampler=_Requests(requests),
+            batch_size=None,
+            num_workers=workers,
+            pin_memory=pin,
+            prefetch_factor=2,
+            multiprocessing_context=context,
+            worker_init_fn=_start_worker,
+            # Its own generator: the loader must not draw from the global one, whose state belongs to the model.
+            generator=torch.Generator().manual_seed(0),
+        )
     iterator = iter(loader)
     try:
         for batch in iterator:
@@ -169,6 +174,14 @@ class _Requests:
 
 
 def _start_worker(index: int) -> None:
-    """Ctrl-C belongs to the trainer, and a worker must not outlive the server it was forked from."""
+    """Ctrl-C belongs to the trainer, and a worker must not outlive it. torch's own watchdog looks at the parent
+    process, which is the fork server; and that one lives as long as a worker does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent(os.getppid())
+    threading.Thread(target=_end_with_trainer, daemon=True).start()
+
+
+def _end_with_trainer() -> None:
+    trainer = multiprocessing.parent_process()
+    assert trainer is not None
+    wait([trainer.sentinel])
+    os._exit(1)
