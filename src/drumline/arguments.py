@@ -2,7 +2,7 @@
 
 Promises: flags beat the file wherever they stand, the last of a repeated flag counts, every field of the
 result knows where it came from, and all mistakes of a line are told at once, each with its fix.
-Refuses unknown names, loose words, a second file, and whatever `recipe.problems` finds impossible.
+Refuses unknown names, loose words, a second file, and whatever `recipe_checks` finds impossible.
 """
 
 from __future__ import annotations

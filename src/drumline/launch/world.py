@@ -139,10 +139,14 @@ def choose_backend(wanted: str, device: torch.device, shared: bool) -> str:
 
 def join(place: Place | None, device_type: str, backend: str, timeout: float) -> World:
     """Meets the other processes named by `place`; None is a world of one. `device_type` is cpu or cuda."""
-    local_rank, local_size = (place.local_rank, place.local_size) if place else (0, 1)
-    device = pick_device(device_type, local_rank)
+    device = pick_device(device_type, place.local_rank if place else 0)
     if place is None or place.world_size == 1:
         return alone(device)
+    return meet(place, device, backend, timeout)
+
+
+def meet(place: Place, device: torch.device, backend: str, timeout: float) -> World:
+    """Makes the process group."""
     os.environ.update(to_env(place))
     limit = timedelta(seconds=timeout)
     try:
@@ -169,8 +173,8 @@ def join(place: Place | None, device_type: str, backend: str, timeout: float) ->
     return World(
         rank=place.rank,
         size=place.world_size,
-        local_rank=local_rank,
-        local_size=local_size,
+        local_rank=place.local_rank,
+        local_size=place.local_size,
         device=device,
         backend=chosen,
         shares_gpu=shared,

@@ -1,0 +1,35 @@
+"""NCCL, as far as one GPU goes: a group of one that DDP steps on. NCCL refuses two ranks on one GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from drumline.launch.environment import Place
+from drumline.launch.network import free_port
+from drumline.launch.world import meet, pick_device
+from drumline.parallel.layout import lay_out
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_a_group_of_one_meets_over_nccl_and_ddp_steps() -> None:
+    place = Place(0, 1, 0, 1, 0, "127.0.0.1", free_port("127.0.0.1"), "env")
+    world = meet(place, pick_device("cuda", 0), "auto", 60)
+    try:
+        assert world.backend == "nccl"
+        assert not world.shares_gpu
+        module = torch.nn.Linear(4, 2).cuda()
+        model = lay_out(module, "ddp", world)
+        model(torch.ones(3, 4, device="cuda")).sum().backward()
+        assert module.weight.grad is not None
+        total = torch.ones(5, device="cuda")
+        dist.all_reduce(total)
+        assert total.sum() == 5
+        dist.barrier(group=world.control)
+    finally:
+        world.close()
