@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from drumline.errors import UserError
+from drumline.recipe import Recipe
 
 HELP = """usage: drumline COMMAND ...
 
@@ -120,6 +121,7 @@ def train(words: list[str]) -> int:
     invocation = parse(words, "train", TRAIN_HELP)
     if invocation.dry_run:
         print(describe(invocation.recipe, invocation.came_from), end="")
+        print(_what_would_happen(invocation.recipe), file=sys.stderr)
         return 0
 
     from drumline.launch.worker import run
@@ -192,6 +194,22 @@ def demo(words: list[str]) -> int:
         if code := main(step):
             return code
     return 0
+
+
+def _what_would_happen(recipe: Recipe) -> str:
+    """The line below a dry run's recipe. Does not look at the machine, so `auto` stays a rule."""
+    parallel = recipe.parallel
+    processes = (
+        "one process per GPU (one on a CPU)"
+        if parallel.processes == "auto"
+        else f"{parallel.processes} process(es)"
+    )
+    length = f"{recipe.train.steps:,} steps" if recipe.train.steps else f"{recipe.train.epochs:g} epochs"
+    name = "a new folder" if recipe.run.name == "auto" else recipe.run.name
+    return (
+        f"would train {recipe.model.name} for {length} with {processes} on {parallel.nodes} machine(s) and write "
+        f"{recipe.run.dir}/ ({name}); nothing was started"
+    )
 
 
 def _print_result(result: dict[str, object]) -> None:

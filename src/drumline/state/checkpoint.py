@@ -94,6 +94,8 @@ def read_manifest(folder: Path) -> Manifest:
     # The text, not its meaning: 1E-7 for 1e-7 has changed too.
     if not isinstance(content, dict) or _sealed({k: v for k, v in content.items() if k != "seal"}) != text:
         raise Unsound(f"{folder / MANIFEST}: its checksum does not match")
+    if any(Path(name).name != name for name in content["files"]):
+        raise Unsound(f"{folder / MANIFEST}: names a file outside its folder")
     if content["format"] != FORMAT:
         raise Unsound(f"{folder / MANIFEST}: format {content['format']}, this version reads {FORMAT}")
     return Manifest(

@@ -16,7 +16,7 @@ import torch
 from drumline.data.views import Batch
 from drumline.errors import UserError
 from drumline.launch.world import World
-from drumline.observe.display import make_display
+from drumline.observe.display import Display, make_display
 from drumline.observe.logbook import Logbook
 from drumline.parallel.layout import data_parallel_word, resolve_layout
 from drumline.recipe import Recipe
@@ -111,19 +111,14 @@ def start(recipe: Recipe, world: World, cleanup: ExitStack) -> Running:
         if moved_in:
             position = replace(position, best_step=-1, best_accuracy=-1.0)
 
-    text = dump_recipe(repeatable(recipe))
     logbook, keeper = Logbook(None), None
     if folder is not None:
-        write_facts(folder.path, text, environment)
-        logbook = Logbook.open(folder.path, display.note, keep_until_step=position.step)
-        keeper = Keeper(folder.checkpoints, recipe.checkpoint.keep, text, environment, logbook.flush)
+        logbook, keeper = _open_books(folder, recipe, environment, position, display, cleanup)
         beyond = keeper.set_aside_after(position.step)
         if beyond:
             resume_words.append(
-                f"beyond step {position.step:,}, so set aside as step-N.aside: {', '.join(beyond)}"
+                f"beyond step {position.step:,}, set aside as step-N.aside: {', '.join(beyond)}"
             )
-        cleanup.callback(logbook.close)
-        cleanup.callback(keeper.close)
     reporter = Reporter(
         logbook,
         display,
@@ -152,6 +147,24 @@ def start(recipe: Recipe, world: World, cleanup: ExitStack) -> Running:
         if word:
             run.note(word)
     return run
+
+
+def _open_books(
+    folder: Opened,
+    recipe: Recipe,
+    environment: dict[str, Any],
+    position: Position,
+    display: Display,
+    cleanup: ExitStack,
+) -> tuple[Logbook, Keeper]:
+    """The log and the checkpoints of the run folder, closed in the right order at the end."""
+    text = dump_recipe(repeatable(recipe))
+    write_facts(folder.path, text, environment)
+    logbook = Logbook.open(folder.path, display.note, keep_until_step=position.step)
+    cleanup.callback(logbook.close)
+    keeper = Keeper(folder.checkpoints, recipe.checkpoint.keep, text, environment, logbook.flush)
+    cleanup.callback(keeper.close)
+    return logbook, keeper
 
 
 def _resume(

@@ -188,7 +188,8 @@ class TrainStep:
         trainee = self.trainee
         live = [tensor for group in trainee.tensors().values() for tensor in group.values()]
         live += [self.meter, trainee.lr, *trainee.module.buffers()]
-        saved = [tensor.detach().clone() for tensor in live]
+        # Kept on the host: a model that fills the GPU must still be able to rehearse.
+        saved = [tensor.detach().to("cpu", copy=True) for tensor in live]
         scaler_state = trainee.scaler.state_dict()
         generators = self._generator_states()
         try:
