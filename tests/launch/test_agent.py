@@ -27,6 +27,11 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.slow
 
 
+def hello(processes: int) -> str:
+    """What a launcher on one machine says first: the network interface it chose."""
+    return f"{processes} process{'es' * (processes > 1)} here, network interface lo (127.0.0.1)"
+
+
 class Run:
     """One launch: what was announced, how long it took, who is still alive."""
 
@@ -44,6 +49,7 @@ class Run:
             self.command(mode, *arguments), Parallel(**parallel), processes, self.lines.append, threads=3
         )
         self.seconds = time.monotonic() - begin
+        assert self.lines.pop(0) == hello(processes)
         return code
 
     def launcher(
@@ -165,7 +171,7 @@ def test_torch_adds_no_lines_of_its_own_to_an_error(run: Run) -> None:
     launcher = run.launcher("raises", ready=1)
     output = launcher.communicate(timeout=30)[1]
     assert launcher.returncode == 1
-    assert output.startswith("rank 1 failed:\nTraceback"), output
+    assert output.startswith(f"{hello(2)}\nrank 1 failed:\nTraceback"), output
     assert output.rstrip().endswith("RuntimeError: the cat is on the keyboard"), output
     assert "torch" not in output
 
@@ -179,7 +185,10 @@ def test_a_stop_request_reaches_each_worker_once_and_lets_it_save(run: Run, numb
     output = launcher.communicate(timeout=30)[1]
     assert launcher.returncode == 0
     assert [(run.folder / f"saved-{rank}").read_text() for rank in range(2)] == ["1", "1"]
-    assert output == f"{again}: the processes finish their step, save and leave; {again} again kills them\n"
+    assert (
+        output
+        == f"{hello(2)}\n{again}: the processes finish their step, save and leave; {again} again kills them\n"
+    )
     assert run.survivors() == []
 
 

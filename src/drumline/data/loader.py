@@ -124,7 +124,7 @@ def _host_batches(
             # Its own generator: the loader must not draw from the global one, whose state belongs to the model.
             generator=torch.Generator().manual_seed(0),
         )
-    iterator = iter(loader)
+        iterator = iter(loader)
     try:
         for batch in iterator:
             yield _checked(batch)

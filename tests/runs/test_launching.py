@@ -1,0 +1,218 @@
+"""One command however it is started; stopping, failing and cleaning up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launch.hosts import two_hosts, why_not
+from tests.runs.command import TINY, begin, drumline, environment, result, sha256, train
+
+pytestmark = pytest.mark.slow
+
+SHORT = (*TINY, "train.epochs=1")
+
+
+def wait_for(path: Path, run: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < deadline, path
+        time.sleep(0.02)
+
+
+def family(run: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(run.pid).children(recursive=True)
+
+
+def all_gone(processes: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The hash that two processes of one host end with."""
+    folder = tmp_path_factory.mktemp("reference")
+    train(folder, "reference", "parallel.processes=2", recipe=SHORT)
+    return sha256(folder, "reference")
+
+
+def test_torchrun_gives_the_same_bits(reference: str, tmp_path: Path) -> None:
+    words = [*SHORT, "run.name=x"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "drumline",
+    ]
+    done = subprocess.run(
+        [*command, "train", *words],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result(done)["finished"]
+    assert sha256(tmp_path, "x") == reference
+
+
+def test_slurms_variables_give_the_same_bits(reference: str, tmp_path: Path) -> None:
+    runs = [
+        begin(
+            "train",
+            *SHORT,
+            "run.name=x",
+            folder=tmp_path,
+            SLURM_PROCID=str(rank),
+            SLURM_NTASKS="2",
+            SLURM_LOCALID=str(rank),
+            SLURM_NODEID="0",
+            SLURM_NNODES="1",
+            SLURM_TASKS_PER_NODE="2",
+            SLURM_JOB_ID=str(os.getpid()),
+            SLURM_STEP_ID="0",
+            SLURM_JOB_NODELIST="localhost",
+            SLURM_STEP_NODELIST="localhost",
+        )
+        for rank in (0, 1)
+    ]
+    outputs = [run.communicate(timeout=120) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], outputs
+    assert outputs[1][0] == ""
+    assert sha256(tmp_path, "x") == reference
+
+
+def test_two_hosts_give_the_same_bits_as_one(reference: str, tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    with two_hosts() as hosts:
+        runs = [
+            subprocess.Popen(
+                [*host.prefix, sys.executable, "-m", "drumline", "train", *SHORT, "run.name=x"]
+                + [
+                    "parallel.nodes=2",
+                    "parallel.processes=1",
+                    f"parallel.rendezvous={hosts[0].address}:29577",
+                    f"run.dir={tmp_path / f'host{number}'}",
+                ],
+                cwd=tmp_path,
+                env=environment(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for number, host in enumerate(hosts)
+        ]
+        outputs = [run.communicate(timeout=180) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], outputs
+    for (_, said), host in zip(outputs, hosts, strict=True):
+        assert f"network interface {host.interface} ({host.address})" in said
+    written = [path.name for path in tmp_path.iterdir()]
+    assert written == ["host0"]  # rank 0 alone writes; the other host needs no disk of its own
+    (tmp_path / "host0").rename(tmp_path / "runs")
+    assert sha256(tmp_path, "x") == reference
+
+
+@pytest.mark.parametrize(
+    ("number", "processes"),
+    [(signal.SIGINT, 2), (signal.SIGTERM, 2), (signal.SIGINT, 1), (signal.SIGTERM, 1)],
+)
+def test_a_stopped_run_saves_leaves_nothing_running_and_goes_on_to_the_same_bits(
+    number: signal.Signals, processes: int, reference: str, tmp_path: Path
+) -> None:
+    here = f"parallel.processes={processes}"
+    run = begin("train", *SHORT, "run.name=x", here, "data.workers=1", folder=tmp_path)
+    wait_for(tmp_path / "runs/x/checkpoints/step-7", run)
+    children = family(run)
+    assert len(children) >= processes
+    run.send_signal(number)
+    out, said = run.communicate(timeout=60)
+    assert run.returncode == 0, said
+    assert "Traceback" not in said
+    assert all_gone(children)
+    if '"finished": false' in out:
+        assert "stopped on request after step" in said
+    again = drumline("train", *SHORT, "run.name=x", here, "checkpoint.resume=auto", folder=tmp_path)
+    assert result(again)["finished"]
+    if processes == 2:
+        assert sha256(tmp_path, "x") == reference
+
+
+BROKEN = """
+import os
+import torch
+from torch import nn
+
+class Broken(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.head, self.calls = nn.Linear(64, classes), 0
+    def forward(self, x):
+        self.calls += 1
+        if os.environ.get("RANK", "0") == "1" and self.calls == 5:
+            raise RuntimeError("the fifth call broke")
+        return self.head(x.mean(dim=1).flatten(1))
+
+def network(classes):
+    return Broken(classes)
+"""
+
+
+def test_an_error_on_one_rank_is_shown_once_with_its_rank_and_stops_the_others(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    begun = time.monotonic()
+    run = begin("train", *SHORT, "model.name=broken:network", "parallel.processes=3", folder=tmp_path)
+    children: list[psutil.Process] = []
+    while run.poll() is None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = family(run) or children
+        assert time.monotonic() - begun < 60
+        time.sleep(0.1)
+    _, said = run.communicate()
+    assert run.returncode == 1
+    assert said.count("RuntimeError: the fifth call broke") == 1
+    assert "rank 1 failed" in said
+    assert said.count("Traceback") == 1
+    assert all_gone(children)
+
+
+def test_a_users_mistake_found_by_the_workers_is_one_plain_message(tmp_path: Path) -> None:
+    done = drumline("train", "data.batch=5000", "parallel.processes=2", "model.name=resnet8", folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("the training set has only 1438 samples") == 1
+    assert "Traceback" not in done.stderr
+    assert not list((tmp_path / "runs").glob("*")) if (tmp_path / "runs").exists() else True
+
+
+def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    words = ("run.name=x", "parallel.processes=2", "data.workers=1", "train.epochs=500")
+    run = begin("train", *TINY, *words, folder=tmp_path)
+    wait_for(tmp_path / "runs/x/checkpoints/step-7", run)
+    children = family(run)
+    run.kill()
+    assert len(children) >= 4  # two trainers and their loader workers
+    assert all_gone(children)
+    run.communicate()
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
+    run = begin("train", *TINY, "run.name=x", "train.epochs=500", folder=tmp_path)
+    wait_for(tmp_path / "runs/x/checkpoints/step-7", run)
+    second = drumline("train", *TINY, "run.name=x", "checkpoint.resume=auto", folder=tmp_path)
+    run.terminate()
+    run.communicate(timeout=60)
+    assert second.returncode == 2
+    assert "being written by another run" in second.stderr

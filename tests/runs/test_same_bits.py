@@ -1,0 +1,96 @@
+"""Same recipe, same bits: twice, with any number of loader workers, killed and resumed, on 1, 2 and 3 processes."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.runs.command import TINY, begin, drumline, metrics, result, sha256, train
+
+pytestmark = pytest.mark.slow
+
+
+def kill_when(folder: Path, name: str, step: int, *words: str) -> None:
+    """Starts a run and kills every process of it with SIGKILL once it has saved checkpoint `step`."""
+    run = begin("train", *TINY, f"run.name={name}", *words, folder=folder)
+    family = psutil.Process(run.pid)
+    saved = folder / "runs" / name / "checkpoints" / f"step-{step}"
+    deadline = time.monotonic() + 120
+    while not saved.exists():
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(random.uniform(0, 0.3))
+    for process in [*family.children(recursive=True), family]:
+        try:
+            process.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+    run.communicate()
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_a_killed_and_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(
+    processes: int, tmp_path: Path
+) -> None:
+    here = f"parallel.processes={processes}"
+    train(tmp_path, "whole", here)
+    kill_when(tmp_path, "killed", random.choice([7, 14, 21, 28]), here)
+    resumed = train(tmp_path, "killed", here, "checkpoint.resume=auto")
+    assert resumed["finished"]
+    assert "resumed from" in (tmp_path / "runs/killed/log.txt").read_text()
+    assert sha256(tmp_path, "killed") == sha256(tmp_path, "whole")
+    for kind in ("train", "eval"):
+        lines = [metrics(tmp_path, name, kind) for name in ("whole", "killed")]
+        assert [(line["step"], line["loss"]) for line in lines[0]] == [
+            (line["step"], line["loss"]) for line in lines[1]
+        ]
+
+
+def test_two_runs_and_any_number_of_workers_give_the_same_bits(tmp_path: Path) -> None:
+    mixed = ("data.mixup=0.2", "data.cutmix=1", "train.ema=0.9", "train.epochs=1", "parallel.processes=2")
+    hashes = set()
+    for name, workers in (("again", 0), ("none", 0), ("one", 1), ("four", 4)):
+        train(tmp_path, name, *mixed, f"data.workers={workers}")
+        hashes.add(sha256(tmp_path, name))
+    assert len(hashes) == 1
+
+
+def test_dropout_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    small = (
+        "model.name=mobilenet_v2",
+        "data.size=32",
+        "train.steps=9",
+        "train.eval_every=0",
+        "checkpoint.keep=9",
+    )
+    train(tmp_path, "whole", *small, "checkpoint.every_steps=4")
+    train(tmp_path, "resumed", *small, "checkpoint.resume=runs/whole/checkpoints/step-4")
+    assert sha256(tmp_path, "resumed") == sha256(tmp_path, "whole")
+
+
+def test_the_saved_recipe_repeats_the_run(tmp_path: Path) -> None:
+    train(tmp_path, "first", "train.epochs=1", "optim.name=adamw", "optim.lr=0.002", "data.workers=1")
+    again = result(drumline("train", "runs/first/recipe.toml", folder=tmp_path))
+    assert again["run"].endswith("digits-resnet8-1")
+    assert sha256(tmp_path, "digits-resnet8-1") == sha256(tmp_path, "first")
+
+
+def test_a_corrupt_newest_checkpoint_is_passed_over_loudly(tmp_path: Path) -> None:
+    train(tmp_path, "whole")
+    train(tmp_path, "short", "train.steps=58", "checkpoint.keep=99")
+    newest = tmp_path / "runs/short/checkpoints/step-58/optimizer.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(bytes(content))
+    assert drumline("verify", "runs/short", folder=tmp_path).returncode == 1
+    done = drumline("train", *TINY, "run.name=short", "checkpoint.resume=auto", folder=tmp_path)
+    assert result(done)["finished"]
+    assert "does not verify and is passed over" in done.stderr
+    assert "optimizer.safetensors" in done.stderr
+    assert sha256(tmp_path, "short") == sha256(tmp_path, "whole")
