@@ -101,8 +101,14 @@ def test_two_hosts_give_the_same_bits_as_one(reference: str, tmp_path: Path) -> 
     with two_hosts() as hosts:
         runs = [
             subprocess.Popen(
-                [*host.prefix, sys.executable, "-m", "drumline", "train", *SHORT, "run.name=x"]
-                + [
+                [
+                    *host.prefix,
+                    sys.executable,
+                    "-m",
+                    "drumline",
+                    "train",
+                    *SHORT,
+                    "run.name=x",
                     "parallel.nodes=2",
                     "parallel.processes=1",
                     f"parallel.rendezvous={hosts[0].address}:29577",
