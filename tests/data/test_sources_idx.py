@@ -104,7 +104,7 @@ def test_refuses_damaged_image_files(tmp_path, data, words):
         (gzip.compress(idx_bytes(IMAGES["train"]), mtime=0)[:-12], "cannot be read"),
         (b"not gzip", "cannot be read"),
         (gzip.compress(idx_bytes(IMAGES["train"])[:-1], mtime=0), "holds 419 bytes"),
-        (gzip.compress(idx_bytes(IMAGES["train"]) + bytes(9)), "holds more than 420 bytes"),
+        (gzip.compress(idx_bytes(IMAGES["train"]) + bytes(9), mtime=0), "holds more than 420 bytes"),
         (gzip.compress(b"\x00\x00\x08\x03" + b"\xff" * 12, mtime=0), "holds 0 bytes"),
     ],
 )
