@@ -124,3 +124,26 @@ def test_a_compiled_run_learns(tmp_path: Path) -> None:
         BASE, train=replace(BASE.train, steps=220, compile=True), run=replace(BASE.run, dir=str(tmp_path))
     )
     assert train(recipe, alone(torch.device("cuda", 0))).top1 > 0.9  # type: ignore[operator]
+
+
+def test_a_model_that_reads_the_device_trains_without_a_graph(tmp_path: Path) -> None:
+    """Not everything can be captured; then the run says why and goes on."""
+    recipe = replace(BASE, model=Model(name="tests.gpu.test_runs:reads_the_device"))
+    assert sha256(recipe, tmp_path, "plain") == sha256(
+        replace(recipe, train=replace(recipe.train, capture="off")), tmp_path, "off"
+    )
+    assert "the model cannot be captured" in (tmp_path / "plain" / "log.txt").read_text()
+
+
+class ReadsTheDevice(torch.nn.Module):
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(3, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.mean(dim=(2, 3))
+        return self.head(x * (1.0 if x.sum().item() < 1e9 else 2.0))
+
+
+def reads_the_device(classes: int) -> torch.nn.Module:
+    return ReadsTheDevice(classes)

@@ -10,7 +10,7 @@ import torch
 from drumline.errors import UserError
 from drumline.launch.environment import Place, to_env
 from drumline.launch.network import free_port
-from drumline.launch.world import World, alone, choose_backend, join, resolve_device_type, taking_turns
+from drumline.launch.world import World, alone, choose_backend, join, resolve_device_type
 from tests.train import ranks
 
 CPU = torch.device("cpu")
@@ -33,8 +33,6 @@ def test_every_method_works_on_a_world_of_one() -> None:
     assert world.gather_integers(torch.tensor([7, 2**60])).tolist() == [[7, 2**60]]
     assert world.maximum_later(values) is None
     world.barrier()
-    with taking_turns(world):
-        pass
     assert world.claim_failure()
     world.close()
 
@@ -66,12 +64,6 @@ def test_gather_is_in_rank_order_and_exact_for_64_bit_integers(size: int) -> Non
 @SIZES
 def test_the_maximum_arrives_later_on_every_rank(size: int) -> None:
     assert column(size, "maximum") == [[size - 1, 0]] * size
-
-
-@pytest.mark.slow
-@SIZES
-def test_taking_turns_lets_rank_0_finish_first(size: int) -> None:
-    assert column(size, "saw_it") == [False] + [True] * (size - 1)
 
 
 @pytest.mark.slow

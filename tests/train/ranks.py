@@ -25,7 +25,7 @@ from drumline.data.order import evaluation_requests, share
 from drumline.errors import UserError
 from drumline.launch.environment import read_place
 from drumline.launch.network import free_port
-from drumline.launch.world import World, join, taking_turns
+from drumline.launch.world import World, join
 from drumline.parallel.layout import BufferMean
 from drumline.recipe import Train
 from drumline.train.evaluate import evaluate
@@ -74,7 +74,6 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     world = join(read_place(os.environ), "cpu", "auto", 60)
     found: dict[str, Any] = {}
-    for job in (talk, turns, steps, bits, buffers, agreement, stops, score, failure):
         found.update(job(world, folder))
     torch.save(found, folder / f"{world.rank}.pt")
     alone_at_last(world, folder, found)
@@ -97,18 +96,6 @@ def talk(world: World, folder: Path) -> dict[str, Any]:
         "integers": world.gather_integers(torch.tensor([2**53 + world.rank, -world.rank])).tolist(),
         "maximum": latest.tolist(),
     }
-
-
-def turns(world: World, folder: Path) -> dict[str, Any]:
-    """Rank 0 takes its time to make a file that the others must find."""
-    made = folder / "made"
-    with taking_turns(world):
-        seen = made.exists()
-        if world.first:
-            time.sleep(0.3)
-            made.touch()
-    world.barrier()
-    return {"saw_it": seen}
 
 
 def steps(world: World, folder: Path) -> dict[str, Any]:

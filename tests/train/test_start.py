@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from drumline.errors import UserError
 from drumline.launch.world import alone
 from drumline.recipe import Checkpoint, Data, Model, Recipe, Run, Train
 from drumline.state.checkpoint import Position, read_checkpoint
 from drumline.state.inspect import inspect
 from drumline.state.keeper import Keeper
+from drumline.train import prepare
 from drumline.train.loop import Result, export, train
+from drumline.train.step import NotCapturable, TrainStep
 from tests.train import tiny
 
 CPU = torch.device("cpu")
@@ -95,3 +98,25 @@ def test_best_weights_are_not_taken_from_a_rotten_checkpoint(tmp_path: Path) -> 
     assert best.read_bytes() != bytes(content)
     assert len(notes) == 1
     assert "model.safetensors: its checksum does not match" in notes[0]
+
+
+@pytest.mark.parametrize("wanted", ["auto", "on"])
+def test_a_model_that_cannot_be_captured_trains_without_a_graph_unless_one_was_demanded(
+    wanted: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def cannot(step: TrainStep, batch: Any) -> None:
+        raise NotCapturable("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(prepare, "captures", lambda recipe, world: (True, ""))
+    monkeypatch.setattr(TrainStep, "capture", cannot)
+    recipe = Recipe(
+        run=Run(dir=str(tmp_path), name="one"),
+        data=Data(batch=16),
+        model=Model(name="resnet8"),
+        train=Train(steps=2, eval_every=0, capture=wanted),  # type: ignore[arg-type]
+    )
+    if wanted == "auto":
+        assert train(recipe, alone(CPU)).finished
+    else:
+        with pytest.raises(UserError, match=r"train.capture = on: the model cannot be captured"):
+            train(recipe, alone(CPU))

@@ -30,8 +30,6 @@ class Purpose(IntEnum):
     MIX_CHOICE = 4
     MIX_SHARE = 5
     MIX_BOX = 6
-    HOLDOUT = 7
-    SYNTHETIC = 8
     MODEL = 9
 
 

@@ -29,10 +29,7 @@ class Place:
     node_rank: int
     master_addr: str
     master_port: int
-    started_by: Literal["alone", "drumline", "torchrun", "slurm", "env"]
-
-
-ALONE = Place(0, 1, 0, 1, 0, "127.0.0.1", 0, "alone")
+    started_by: Literal["drumline", "torchrun", "slurm", "env"]
 
 
 def read_place(env: Mapping[str, str]) -> Place | None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -205,16 +204,6 @@ def resolve_device_type(wanted: str) -> str:
             "run.device = cuda, but torch sees no GPU", "see `drumline doctor`, or use --run.device cpu"
         )
     return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
-
-
-@contextmanager
-def taking_turns(world: World) -> Iterator[None]:
-    """Rank 0 does the work first, the others when it is done (a file that only one should make)."""
-    if not world.first:
-        world.barrier()
-    yield
-    if world.first:
-        world.barrier()
 
 
 def host_name() -> str:

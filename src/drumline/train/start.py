@@ -36,7 +36,7 @@ from drumline.train import prepare
 from drumline.train.meter import MeterReader
 from drumline.train.objective import Classification
 from drumline.train.reporter import Reporter
-from drumline.train.step import TrainStep
+from drumline.train.step import NotCapturable, TrainStep
 from drumline.train.trainee import Trainee
 
 
@@ -70,7 +70,12 @@ class Running:
         self.step.rehearse(batch)
         captured, why_not = prepare.captures(self.recipe, self.world)
         if captured:
-            self.step.capture(batch)
+            try:
+                self.step.capture(batch)
+            except NotCapturable as reason:
+                captured, why_not = False, f"the model cannot be captured ({reason})"
+                if self.recipe.train.capture == "on":
+                    raise UserError(f"train.capture = on: {why_not}", "use auto or off") from reason
         if self.world.device.type == "cuda":
             self.note("the whole step runs as one CUDA graph" if captured else f"no CUDA graph: {why_not}")
 

@@ -29,6 +29,10 @@ REHEARSALS = 3
 """Steps before capture: cuDNN and cuBLAS set up their workspaces on the first ones."""
 
 
+class NotCapturable(Exception):
+    """The model does something that a CUDA graph cannot hold, such as reading a value on the host."""
+
+
 @dataclass(frozen=True)
 class Normalise:
     """uint8 NHWC from the loader to float NCHW for the model: (x / 255 - mean) / std per channel."""
@@ -84,10 +88,6 @@ class TrainStep:
         self._static: Batch | None = None
         self._rate = 0.0
 
-    @property
-    def captured(self) -> bool:
-        return self._graph is not None
-
     def __call__(self, batch: Batch, index: int, rate: float) -> None:
         if rate != self._rate:
             self.trainee.lr.fill_(rate)
@@ -132,19 +132,25 @@ class TrainStep:
             self.draws_random = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
     def capture(self, batch: Batch) -> None:
-        """Records the step as a CUDA graph over fixed input buffers. Call after a rehearsal."""
+        """Records the step as a CUDA graph over fixed input buffers. Call after a rehearsal. Raises
+        `NotCapturable`, with everything as it was, when that cannot be done."""
         static = Batch(*(tensor.clone() for tensor in batch))
         graph = torch.cuda.CUDAGraph()
-        side = torch.cuda.Stream(self.world.device)
-        side.wait_stream(torch.cuda.current_stream())
-        with self._undone():
-            with torch.cuda.stream(side):
-                for _ in range(REHEARSALS):
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream(self.world.device)
+        side.wait_stream(current)
+        try:
+            with self._undone():
+                with torch.cuda.stream(side):
+                    for _ in range(REHEARSALS):
+                        self.compute(static)
+                current.wait_stream(side)
+                self.trainee.optimizer.zero_grad(set_to_none=True)
+                with torch.cuda.graph(graph):
                     self.compute(static)
-            torch.cuda.current_stream().wait_stream(side)
-            self.trainee.optimizer.zero_grad(set_to_none=True)
-            with torch.cuda.graph(graph):
-                self.compute(static)
+        except RuntimeError as error:
+            # torch does not return from the capturing stream when the capture fails.
+            torch.cuda.set_stream(current)
+            raise NotCapturable(str(error).strip().splitlines()[0]) from error
         self._graph, self._static = graph, static
 
     def _backward(self, batch: Batch) -> None:
