@@ -74,6 +74,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     world = join(read_place(os.environ), "cpu", "auto", 60)
     found: dict[str, Any] = {}
+    for job in (talk, steps, bits, buffers, agreement, stops, score, failure):
         found.update(job(world, folder))
     torch.save(found, folder / f"{world.rank}.pt")
     alone_at_last(world, folder, found)
