@@ -222,3 +222,36 @@ def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
     run.communicate(timeout=60)
     assert second.returncode == 2
     assert "being written by another run" in second.stderr
+
+
+VIEWS = """
+import torch
+
+class Views:
+    def __init__(self, split):
+        big = torch.arange(500 * 192).remainder(251).to(torch.uint8).view(500, 8, 8, 3)
+        self.pieces = [big[i] for i in range(500)]
+        self.images = torch.stack(self.pieces[:96])
+        self.labels = torch.arange(96) % 5
+        self.classes = tuple("abcde")
+
+def factory(path, split):
+    return Views(split)
+"""
+
+
+def test_a_users_data_of_many_views_starts_under_a_low_descriptor_limit(tmp_path: Path) -> None:
+    """Nothing of it travels through process start, so "bad value(s) in fds_to_keep" cannot come up."""
+    (tmp_path / "mydata.py").write_text(VIEWS)
+    words = ("data.source=mydata:factory", "model.name=resnet8", "data.batch=24", "train.steps=6")
+    command = [sys.executable, "-m", "drumline", "train", *words, "data.workers=2", "parallel.processes=2"]
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -Sn 96; exec "$@"', "bash", *command],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result(done)["samples"] == 96
