@@ -6,7 +6,6 @@ not a terminal, the last line that train, eval and verify print on it is their r
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from drumline.errors import UserError
 from drumline.recipe import Recipe
+from drumline.result import print_result
 
 HELP = """usage: drumline COMMAND ...
 
@@ -162,7 +162,7 @@ def verify(words: list[str]) -> int:
     inspection = inspect(Path(words[0]))
     for line in inspection.lines:
         print(line)
-    _print_result({key: value for key, value in asdict(inspection).items() if key != "lines"})
+    print_result({key: value for key, value in asdict(inspection).items() if key != "lines"})
     return 0 if inspection.sound else 1
 
 
@@ -184,12 +184,16 @@ def demo(words: list[str]) -> int:
     if words and words[0] in ("-h", "--help"):
         print(DEMO_HELP, end="")
         return 0
+    from drumline.arguments import parse
     from drumline.state.folder import next_free
 
-    Path("runs").mkdir(exist_ok=True)
-    folder = next_free(Path("runs"), "demo")
-    steps = ["train", *DEMO, f"run.name={folder.name}", *words], ["verify", str(folder)]
-    for step in steps:
+    asked = parse([*DEMO, *words], "demo", DEMO_HELP)
+    run, name = asked.recipe.run, asked.recipe.run.name
+    if name == "auto" and not asked.dry_run:
+        Path(run.dir).mkdir(parents=True, exist_ok=True)
+        name = next_free(Path(run.dir), "demo").name
+    steps = [["train", *DEMO, *words, f"run.name={name}"], ["verify", str(Path(run.dir) / name)]]
+    for step in steps[:1] if asked.dry_run else steps:
         print(f"$ drumline {' '.join(step)}", file=sys.stderr)
         if code := main(step):
             return code
@@ -210,8 +214,3 @@ def _what_would_happen(recipe: Recipe) -> str:
         f"would train {recipe.model.name} for {length} with {processes} on {parallel.nodes} machine(s) and write "
         f"{recipe.run.dir}/ ({name}); nothing was started"
     )
-
-
-def _print_result(result: dict[str, object]) -> None:
-    if not sys.stdout.isatty():
-        print(json.dumps(result))

@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from drumline.errors import UserError
+from drumline.launch.rendezvous import parse_rendezvous
 from drumline.recipe import Recipe, field_names, value_of
 
 
@@ -125,22 +127,13 @@ def _bounds(recipe: Recipe) -> Iterator[Problem]:
     name = recipe.run.name
     if name in ("", ".", "..") or any(sign in name for sign in "/\\\0\r\n"):
         yield Problem("run.name", "not a plain folder name", "put the folder into run.dir")
-    if recipe.parallel.rendezvous and not _is_meeting_place(recipe.parallel.rendezvous):
-        yield Problem(
-            "parallel.rendezvous",
-            "not a place to meet",
-            "give HOST:PORT such as node0:29500, file:///shared/path, or env://",
-        )
+    try:
+        parse_rendezvous(recipe.parallel.rendezvous)
+    except UserError as error:
+        reason = error.what.rpartition(": ")[2]
+        yield Problem("parallel.rendezvous", f"not a place to meet: {reason}", error.fix)
     if not recipe.checkpoint.resume:
         yield Problem("checkpoint.resume", "empty", "give never, auto, or the path of a run or checkpoint")
-
-
-def _is_meeting_place(text: str) -> bool:
-    """Whether `text` has one of the forms that `parallel.rendezvous` describes."""
-    if text == "env://" or text.startswith("file:///"):
-        return True
-    host, _, port = text.rpartition(":")
-    return bool(host) and port.isascii() and port.isdigit() and 0 < int(port) < 65536
 
 
 def _combinations(recipe: Recipe) -> Iterator[Problem]:
@@ -162,6 +155,12 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
             "data.batch",
             f"too few samples for {world} x {train.accumulate} (processes x train.accumulate)",
             f"give at least {world * train.accumulate}, or lower the others",
+        )
+    if parallel.layout == "dp" and train.gradient_checkpointing:
+        yield Problem(
+            "train.gradient_checkpointing",
+            "does not go with parallel.layout = dp",
+            "use ddp, or leave one of them",
         )
     if parallel.layout in ("single", "dp") and world > 1:
         yield Problem(

@@ -64,7 +64,7 @@ def test_uniform_numbers_are_uniform() -> None:
     assert abs(np.corrcoef(draws[:, 0], draws[:, 1])[0, 1]) < 0.02
 
 
-@pytest.mark.parametrize("alpha", [0.2, 1.0, 2.0])
+@pytest.mark.parametrize("alpha", [0.2, 1.0, 2.0, 8.0])
 def test_symmetric_beta_has_its_mean_and_variance(alpha: float) -> None:
     share = symmetric_beta(0, 0, np.arange(40_000), Purpose.MIX_SHARE, alpha)
     assert abs(share.mean() - 0.5) < 0.01

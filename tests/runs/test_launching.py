@@ -157,6 +157,21 @@ def test_a_stopped_run_saves_leaves_nothing_running_and_goes_on_to_the_same_bits
         assert sha256(tmp_path, "x") == reference
 
 
+def test_a_stop_request_to_whole_process_groups_still_saves(tmp_path: Path) -> None:
+    """As systemd and some batch systems send it: loaders and their server get the signal too."""
+    words = ("run.name=x", "parallel.processes=2", "data.workers=1", "train.epochs=500")
+    run = begin("train", *TINY, *words, folder=tmp_path)
+    wait_for(tmp_path / "runs/x/checkpoints/step-7", run)
+    children = family(run)
+    for group in {os.getpgid(child.pid) for child in children}:
+        os.killpg(group, signal.SIGTERM)
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 0, said
+    assert "stopped on request after step" in said
+    assert "Traceback" not in said
+    assert all_gone(children)
+
+
 BROKEN = """
 import os
 import torch
@@ -255,3 +270,10 @@ def test_a_users_data_of_many_views_starts_under_a_low_descriptor_limit(tmp_path
         check=False,
     )
     assert result(done)["samples"] == 96
+
+
+def test_a_run_may_be_called_like_a_checkpoint(tmp_path: Path) -> None:
+    found = train(tmp_path, "step-lr", "train.steps=3", "train.eval_every=0")
+    assert sha256(tmp_path, "step-lr")
+    scored = result(drumline("eval", "runs/step-lr", folder=tmp_path))
+    assert scored["correct"] == found["correct"]

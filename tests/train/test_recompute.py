@@ -188,5 +188,5 @@ def test_a_model_without_blocks_is_refused() -> None:
             super().__init__()
             self.head = nn.Linear(3, 2)
 
-    with pytest.raises(UserError, match=r"gradient_checkpointing: found no repeated blocks in Flat"):
+    with pytest.raises(UserError, match=r"gradient_checkpointing = true: Flat has no repeated blocks"):
         recompute_blocks(Flat())

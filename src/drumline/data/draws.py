@@ -62,8 +62,9 @@ def uniform(
 def symmetric_beta(
     seed: int, epoch: int, samples: NDArray[np.integer], purpose: int, alpha: float
 ) -> NDArray[np.float64]:
-    """One number per sample from Beta(alpha, alpha), by Jöhnk's rejection: each sample redraws from its own
-    next block until it accepts, so a sample's number depends on no other sample."""
+    """One number per sample from Beta(alpha, alpha), by rejection: each sample redraws from its own next block
+    until it accepts, so a sample's number depends on no other sample. Up to 1 by Jöhnk's method; above, a uniform
+    number is accepted in proportion to the density."""
     samples = np.asarray(samples)
     share = np.empty(len(samples))
     open_ = np.arange(len(samples))
@@ -71,10 +72,14 @@ def symmetric_beta(
     while len(open_):
         draws = uniform(seed, epoch, samples[open_], purpose, 4, block)
         for first in (0, 2):
-            x = draws[:, first] ** (1 / alpha)
-            y = draws[:, first + 1] ** (1 / alpha)
-            accepted = (x + y <= 1) & (x + y > 0)
-            share[open_[accepted]] = x[accepted] / (x[accepted] + y[accepted])
+            x, y = draws[:, first], draws[:, first + 1]
+            if alpha <= 1:
+                x, y = x ** (1 / alpha), y ** (1 / alpha)
+                accepted = (x + y <= 1) & (x + y > 0)
+                share[open_[accepted]] = x[accepted] / (x[accepted] + y[accepted])
+            else:
+                accepted = y < (4 * x * (1 - x)) ** (alpha - 1)
+                share[open_[accepted]] = x[accepted]
             open_, draws = open_[~accepted], draws[~accepted]
         block += 1
     return share

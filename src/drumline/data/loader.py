@@ -108,7 +108,7 @@ def _host_batches(
             yield Batch(*(tensor.pin_memory() for tensor in batch)) if pin else batch
         return
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["drumline.data.loader"])
+    context.set_forkserver_preload(["drumline.data.forkserver", "drumline.data.loader"])
     with warnings.catch_warnings():
         # The number of workers is the user's choice, or ours from the cores we may use.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
@@ -174,9 +174,10 @@ class _Requests:
 
 
 def _start_worker(index: int) -> None:
-    """Ctrl-C belongs to the trainer, and a worker must not outlive it. torch's own watchdog looks at the parent
+    """Stop requests are for the trainer, and a worker must not outlive it. torch's own watchdog looks at the parent
     process, which is the fork server; and that one lives as long as a worker does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_trainer, daemon=True).start()
 
 

@@ -26,8 +26,10 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def cores_per_process(local_processes: int, env: Mapping[str, str] = os.environ) -> int:
-    """A fair share of the cores for one of the processes here. Slurm hands each task its own cores already."""
-    if env.get("SLURM_CPUS_PER_TASK", "").isdigit() and "SLURM_PROCID" in env:
+    """A fair share of the cores for one of the processes here. Slurm hands each task its own cores already, but a
+    launcher (ours or torchrun) inside a task shares them among its workers."""
+    task = "SLURM_PROCID" in env and "TORCHELASTIC_RUN_ID" not in env
+    if task and env.get("SLURM_CPUS_PER_TASK", "").isdigit():
         return max(1, min(usable_cores(), int(env["SLURM_CPUS_PER_TASK"])))
     return max(1, usable_cores() // local_processes)
 

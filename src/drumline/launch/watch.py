@@ -34,7 +34,7 @@ from drumline.launch.failure import (
 )
 from drumline.launch.notice import NoticeBoard
 
-GRACE_SECONDS = 60.0
+GRACE_SECONDS = 300.0
 """How long workers may take to finish their step and save after a stop request."""
 
 FAILURE_SECONDS = 3.0

@@ -8,13 +8,11 @@ nothing but words travels to another process.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 import torch
 
@@ -27,6 +25,7 @@ from drumline.launch.parent import die_with_parent
 from drumline.launch.rendezvous import parse_rendezvous
 from drumline.launch.world import World, alone, join, pick_device, resolve_device_type
 from drumline.recipe import Recipe
+from drumline.result import print_result
 
 
 def run(words: Sequence[str], recipe: Recipe, job: str) -> int:
@@ -132,12 +131,6 @@ def _explained(error: BaseException, world: World) -> BaseException:
             "raise --parallel.timeout",
         )
     return error
-
-
-def print_result(result: dict[str, Any]) -> None:
-    """The last line of stdout for scripts; people have read it on stderr."""
-    if not sys.stdout.isatty():
-        print(json.dumps(result), flush=True)
 
 
 def _set_environment(deterministic: bool) -> None:

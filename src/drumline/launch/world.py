@@ -128,6 +128,10 @@ def choose_backend(wanted: str, device: torch.device, shared: bool) -> str:
         raise UserError(
             f"parallel.backend = {wanted}: this torch was built without it", f"use one of: {have}, or auto"
         )
+    if wanted == "nccl" and device.type != "cuda":
+        raise UserError(
+            "parallel.backend = nccl: moves data between GPUs, and this run has none", "use gloo, or auto"
+        )
     if wanted == "nccl" and shared:
         raise UserError(
             "parallel.backend = nccl: several processes share a GPU, which NCCL refuses",

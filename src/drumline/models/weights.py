@@ -70,7 +70,8 @@ def resolve_weights(path: str | Path) -> Path:
         return path
     if not path.exists():
         raise UserError(
-            f"{path}: no such file or folder", fix="give a weights file, a checkpoint or a run folder"
+            f"model.weights = {path}: no such file or folder",
+            fix="give a weights file, a checkpoint or a run folder",
         )
     plain = ("model.safetensors", "weights/best.safetensors", "weights/last.safetensors")
     steps = [

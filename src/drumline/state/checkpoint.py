@@ -132,6 +132,11 @@ def read_checkpoint(folder: Path) -> tuple[Manifest, dict[str, dict[str, torch.T
     return manifest, groups
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint, or was one; a run may be called step-anything."""
+    return (path / MANIFEST).exists() or _STEP.fullmatch(path.name) is not None
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """The finished checkpoints below a folder, oldest first."""
     if not folder.is_dir():

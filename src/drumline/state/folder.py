@@ -17,7 +17,7 @@ from typing import IO, Any
 from drumline.errors import UserError
 from drumline.recipe import Recipe
 from drumline.state.atomic import write_text
-from drumline.state.checkpoint import checkpoints, newest_sound
+from drumline.state.checkpoint import checkpoints, is_checkpoint, newest_sound
 
 IRRELEVANT_TO_BITS = (
     "run.dir",
@@ -110,8 +110,11 @@ def open_run(recipe: Recipe, source: str) -> Opened:
 def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
     """A checkpoint folder itself, or the newest sound one of a run folder."""
     if not path.exists():
-        raise UserError(f"{path} does not exist", "give a run folder or one of its checkpoints/step-N")
-    if (path / "manifest.json").exists() or path.name.startswith("step-"):
+        raise UserError(
+            f"checkpoint.resume = {path}: {path} does not exist",
+            "give auto, never, a run folder or one of its checkpoints/step-N",
+        )
+    if is_checkpoint(path):
         return path, []
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     found, complaints = newest_sound(folder)
@@ -125,7 +128,7 @@ def evaluation_words(path: Path) -> list[str]:
     """The words that stand for `drumline eval PATH`: a run brings its recipe, every path its weights."""
     if not path.exists():
         raise UserError(f"{path} does not exist", "give a run folder, a checkpoint or a weights file")
-    run = path.parent.parent if path.name.startswith("step-") else path
+    run = path.parent.parent if is_checkpoint(path) else path
     recipe = run / "recipe.toml"
     here = ["parallel.nodes=1", "parallel.node_rank=auto", "parallel.rendezvous="]
     words = [str(recipe), *here] if path.is_dir() and recipe.is_file() else []

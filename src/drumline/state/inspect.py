@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drumline.errors import UserError
-from drumline.state.checkpoint import MANIFEST, Unsound, checkpoints, read_checkpoint
+from drumline.state.checkpoint import Unsound, checkpoints, is_checkpoint, read_checkpoint
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,7 @@ def inspect(path: Path) -> Inspection:
     """Checks a run folder (all of its checkpoints) or a single checkpoint, byte by byte."""
     if not path.exists():
         raise UserError(f"{path} does not exist", "give a run folder or one of its checkpoints/step-N")
-    single = (path / MANIFEST).exists() or path.name.startswith("step-")
-    found = [path] if single else checkpoints(path / "checkpoints") or checkpoints(path)
+    found = [path] if is_checkpoint(path) else checkpoints(path / "checkpoints") or checkpoints(path)
     if not found:
         raise UserError(
             f"{path} holds no checkpoint", "give a run folder that has saved one, or a checkpoints/step-N"

@@ -85,7 +85,7 @@ def tally(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     )
     return torch.stack(
         [
-            torch.tensor(len(labels), device=logits.device),
+            torch.full((), len(labels), device=logits.device),
             (place < 1).sum(),
             (place < 5).sum(),
             losses.mul(_FIXED_POINT).round().long().sum(),

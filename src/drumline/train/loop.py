@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from torch import nn
+
 from drumline.errors import UserError
 from drumline.launch.world import World
 from drumline.models.weights import export_weights
@@ -20,9 +22,13 @@ from drumline.recipe import Recipe
 from drumline.state.atomic import write_file
 from drumline.state.checkpoint import Position, Unsound, verify_checkpoint
 from drumline.state.fingerprint import fingerprints, first_difference
-from drumline.train.evaluate import Score, evaluate
+from drumline.train.evaluate import Score
+from drumline.train.score import score_module
 from drumline.train.start import Running, start
 from drumline.train.stop import StopSign
+
+CLOSE_LOOKS = 3
+"""First steps after which the ranks are compared, beside each save: most mistakes show at once."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +57,11 @@ def train(recipe: Recipe, world: World) -> Result:
             save(run, run.position)
         with StopSign(world) as stop:
             position, score = take_steps(run, stop)
-        if position.step == run.plan.total and score is None:
-            score = counting(score_model(run))
-        export(run, position)
-        result = _result(run, position, score)
-        run.note(_closing_words(result))
+            if position.step == run.plan.total and score is None:
+                score = counting(score_model(run))
+            export(run, position)
+            result = _result(run, position, score)
+            run.note(_closing_words(result))
         return result
 
 
@@ -90,8 +96,12 @@ def take_steps(run: Running, stop: StopSign) -> tuple[Position, Score | None]:
             if evaluating:
                 score, position = evaluate_run(run, position)
             stopping = stop.seen(done) and done < plan.total
+            if stopping and not (evaluating or saving) and done % recipe.train.log_every:
+                reporter.tick(done, rate)
             if saving or stopping or position.best_step == done:
                 save(run, position)
+            elif done <= CLOSE_LOOKS:
+                check_agreement(run)
             if stopping:
                 run.note(f"stopped on request after step {done:,} of {plan.total:,}; saved")
                 break
@@ -125,18 +135,9 @@ def counting(scores: tuple[Score, Score | None]) -> Score:
 def score_model(run: Running) -> tuple[Score, Score | None]:
     """The model's score on the evaluation set, and its average's if there is one."""
 
-    def scored(module: object) -> Score:
-        with closing(run.sets.evaluation(run.recipe, run.world)) as batches:
-            return evaluate(
-                module,  # type: ignore[arg-type]
-                batches,
-                len(run.sets.eval),
-                run.sets.eval_batch,
-                run.step.normalise,
-                run.world,
-                run.step.autocast,
-                watch=partial(run.reporter.display.evaluation, total=len(run.sets.eval)),
-            )
+    def scored(module: nn.Module) -> Score:
+        watch = partial(run.reporter.display.evaluation, total=len(run.sets.eval))
+        return score_module(module, run.sets, run.recipe, run.world, watch)
 
     average = run.trainee.average
     return scored(run.trainee.module), scored(average.module) if average else None

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from drumline.data.views import Batch
+from drumline.errors import UserError
 
 
 class Outcome(NamedTuple):
@@ -36,7 +37,13 @@ class Classification:
         self.label_smoothing = label_smoothing
 
     def __call__(self, model: nn.Module, images: torch.Tensor, batch: Batch) -> Outcome:
-        logits = model(images).float()
+        logits = model(images)
+        if not isinstance(logits, torch.Tensor):
+            raise UserError(
+                f"model.name: the model returned {type(logits).__name__} in training, not one tensor of logits",
+                "use a model without auxiliary outputs, or wrap it in a factory of your own that returns the logits",
+            )
+        logits = logits.float()
         losses = self.losses(logits, batch.labels)
         if batch.mix.shape[1]:
             share = batch.mix[:, 1]

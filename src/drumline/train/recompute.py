@@ -24,8 +24,8 @@ def recompute_blocks(model: nn.Module) -> int:
     blocks = repeated_blocks(model)
     if not blocks:
         raise UserError(
-            f"train.gradient_checkpointing: found no repeated blocks in {type(model).__name__}",
-            "give the model a method blocks() that lists them, or leave the option off",
+            f"train.gradient_checkpointing = true: {type(model).__name__} has no repeated blocks to recompute",
+            "leave the option off, or give a model of your own a method blocks() that lists them",
         )
     for block in blocks:
         block.forward = partial(_recomputed, block, block.forward)
@@ -50,6 +50,9 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 def _recomputed(block: nn.Module, forward: Any, *args: Any, **named: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **named)
+    if torch.compiler.is_compiling():
+        # Compiled code recomputes tensors, not Python: BatchNorm's buffers are written once anyway.
+        return checkpoint(forward, *args, use_reentrant=False, **named)
     return checkpoint(
         forward,
         *args,

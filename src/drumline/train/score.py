@@ -1,18 +1,21 @@
-"""`drumline eval`: the score of a model on an evaluation set."""
+"""The score of a model on an evaluation set: for a run in progress, and as `drumline eval`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 
+from drumline.data.views import Batch
 from drumline.launch.world import World
-from drumline.observe.display import make_display
+from drumline.observe.display import make_display, progress
 from drumline.recipe import Recipe
 from drumline.train import prepare
-from drumline.train.evaluate import evaluate
+from drumline.train.evaluate import Score, evaluate
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,29 @@ class ScoreResult:
     loss: float
 
 
+def score_module(
+    module: nn.Module,
+    sets: prepare.Sets,
+    recipe: Recipe,
+    world: World,
+    watch: Callable[[int], None] = lambda done: None,
+    through: Callable[[Iterator[Batch]], Iterator[Batch]] = lambda batches: batches,
+) -> Score:
+    """The score of a (not wrapped) module on the evaluation set. `watch` is told how many samples are done; the
+    batches are drawn `through` a function that may show them."""
+    with closing(sets.evaluation(recipe, world)) as batches:
+        return evaluate(
+            module,
+            through(batches),
+            len(sets.eval),
+            sets.eval_batch,
+            prepare.normaliser(sets, recipe, world),
+            world,
+            prepare.precision(recipe, world),
+            watch,
+        )
+
+
 def score(recipe: Recipe, world: World) -> ScoreResult:
     """Evaluates the recipe's weights; every rank gets the same result."""
     display = make_display(world.rank)
@@ -36,17 +62,9 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
     sets = prepare.prepare_sets(recipe, world)
     module, word = prepare.prepare_model(recipe, len(sets.train.classes), world, strict_head=True)
     display.note(word)
-    with closing(sets.evaluation(recipe, world)) as batches:
-        found = evaluate(
-            module,
-            batches,
-            len(sets.eval),
-            sets.eval_batch,
-            prepare.normaliser(sets, recipe, world),
-            world,
-            prepare.precision(recipe, world),
-            watch=partial(display.evaluation, total=len(sets.eval)),
-        )
+    mine = len(range(world.rank * sets.eval_batch, len(sets.eval), world.size * sets.eval_batch))
+    bar = partial(progress, text="evaluating", total=mine) if world.first else iter
+    found = score_module(module, sets, recipe, world, through=bar)
     display.result(
         f"top-1 {found.accuracy:.2%} ({found.top1:,} of {found.samples:,}), top-5 {found.accuracy5:.2%}, "
         f"loss {found.loss:.4f}"

@@ -6,6 +6,7 @@ resumed run has the threads it was started with and stands at the exact sample; 
 
 from __future__ import annotations
 
+import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,7 +68,15 @@ class Running:
         """Runs the first step once without effect, and records it as a CUDA graph where that is possible."""
         if self.recipe.train.compile:
             self.note("compiling the model; the first steps take a while")
-        self.step.rehearse(batch)
+        try:
+            self.step.rehearse(batch)
+        except RuntimeError as error:
+            if "deterministic" not in str(error):
+                raise
+            raise UserError(
+                f"run.deterministic = true: {str(error).strip().splitlines()[0]}",
+                "use --run.no-deterministic, or another model",
+            ) from error
         captured, why_not = prepare.captures(self.recipe, self.world)
         if captured:
             try:
@@ -164,6 +173,8 @@ def _open_books(
 ) -> tuple[Logbook, Keeper]:
     """The log and the checkpoints of the run folder, closed in the right order at the end."""
     text = dump_recipe(repeatable(recipe))
+    # Weights of an earlier stop would pass for those of this run, should it be killed.
+    shutil.rmtree(folder.path / "weights", ignore_errors=True)
     write_facts(folder.path, text, environment)
     logbook = Logbook.open(folder.path, display.note, keep_until_step=position.step)
     cleanup.callback(logbook.close)

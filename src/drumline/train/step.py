@@ -8,6 +8,7 @@ a CUDA graph, the step gives the same bits with one launch.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,10 +99,9 @@ class TrainStep:
             self.compute(batch)
             return
         assert self._static is not None
-        self._static.images.copy_(batch.images, non_blocking=True)
-        self._static.labels.copy_(batch.labels, non_blocking=True)
-        if batch.mix.shape[1]:
-            self._static.mix.copy_(batch.mix, non_blocking=True)
+        for static, fresh in zip(self._static, batch, strict=True):
+            if fresh.numel():
+                static.copy_(fresh, non_blocking=True)
         self._graph.replay()
 
     def compute(self, batch: Batch) -> None:
@@ -138,19 +138,25 @@ class TrainStep:
         graph = torch.cuda.CUDAGraph()
         current, side = torch.cuda.current_stream(), torch.cuda.Stream(self.world.device)
         side.wait_stream(current)
-        try:
-            with self._undone():
-                with torch.cuda.stream(side):
-                    for _ in range(REHEARSALS):
-                        self.compute(static)
-                current.wait_stream(side)
-                self.trainee.optimizer.zero_grad(set_to_none=True)
-                with torch.cuda.graph(graph):
+        with self._undone():
+            with torch.cuda.stream(side), _host_reads() as reads:
+                for _ in range(REHEARSALS):
                     self.compute(static)
-        except RuntimeError as error:
-            # torch does not return from the capturing stream when the capture fails.
-            torch.cuda.set_stream(current)
-            raise NotCapturable(str(error).strip().splitlines()[0]) from error
+            current.wait_stream(side)
+            if reads:
+                raise NotCapturable("it waits for the GPU inside the step, as .item() does")
+            self.trainee.optimizer.zero_grad(set_to_none=True)
+            try:
+                # Thread-local: the loader's thread that pins memory may allocate meanwhile.
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    self.compute(static)
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise NotCapturable(str(error).strip().splitlines()[0]) from error
+            finally:
+                # torch does not return from the capturing stream when the capture fails.
+                torch.cuda.set_stream(current)
         self._graph, self._static = graph, static
 
     def _backward(self, batch: Batch) -> None:
@@ -210,3 +216,19 @@ class TrainStep:
             torch.set_rng_state(generators[0])
             if self.world.device.type == "cuda":
                 torch.cuda.set_rng_state(generators[1], self.world.device)
+
+
+@contextmanager
+def _host_reads() -> Iterator[list[str]]:
+    """Collects what torch says of operations that make the host wait for the GPU. Found here, they do not break
+    a capture, after which older torch versions leak memory."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            texts = [str(warning.message) for warning in raised]
+            found += [text for text in texts if "synchronizing CUDA operation" in text]

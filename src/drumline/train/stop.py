@@ -7,6 +7,7 @@ so no step waits for it; checks are about a tenth of a second apart. A second si
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from types import FrameType
@@ -16,6 +17,7 @@ import torch
 from drumline.launch.world import World
 
 CHECK_SECONDS = 0.1
+SHOW_CURSOR = b"\x1b[?25h"
 
 
 class StopSign:
@@ -32,7 +34,9 @@ class StopSign:
 
     def __enter__(self) -> StopSign:
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._ask)
+            # A signal ignored on purpose (nohup, a shell's background job) stays ignored.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._ask)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -72,6 +76,10 @@ class StopSign:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
+            if os.isatty(2):
+                os.write(2, SHOW_CURSOR)
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self.asked = True
+        if self.world.size == 1:  # otherwise the launcher says it
+            os.write(2, b"\nfinishing what is under way, then saving; once more ends it at once\n")
