@@ -9,5 +9,5 @@ from typing import Any
 
 def print_result(result: dict[str, Any]) -> None:
     """Prints nothing on a terminal: people have read it on stderr."""
-    if not sys.stdout.isatty():
+    if sys.stdout is not None and not sys.stdout.isatty():
         print(json.dumps(result), flush=True)

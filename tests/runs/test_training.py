@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.runs.command import drumline, metrics, result, sha256, train
+from tests.runs.command import drumline, environment, metrics, result, sha256, train
 
 pytestmark = pytest.mark.slow
 
@@ -87,7 +90,11 @@ def test_the_run_folder_holds_what_was_promised(trained: Path) -> None:
     names = {path.name for path in run.iterdir()}
     assert {"recipe.toml", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "weights"} <= names
     assert any(name.startswith("events.out.tfevents") for name in names)
-    assert {path.name for path in (run / "weights").iterdir()} == {"last.safetensors", "best.safetensors"}
+    assert {path.name for path in (run / "weights").iterdir()} == {
+        "last.safetensors",
+        "best.safetensors",
+        "sha256.txt",
+    }
     environment = json.loads((run / "environment.json").read_text())
     assert environment["packages"]["torch"]
     last = load_file(run / "weights" / "last.safetensors")
@@ -134,3 +141,86 @@ def test_gradient_checkpointing_and_accumulation_run_from_the_command_line(tmp_p
     assert sha256(tmp_path, "recomputed") == sha256(tmp_path, "plain")
     found = train(tmp_path, "accumulated", *plain, "train.accumulate=3", "parallel.processes=2")
     assert found["finished"]
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Own(nn.Module):
+    def __init__(self, classes, unused=False, outputs=0):
+        super().__init__()
+        self.head = nn.Linear(64, outputs or classes)
+        if unused:
+            self.forgotten = nn.Linear(3, 3)
+    def forward(self, x):
+        return self.head(x.mean(dim=1).flatten(1))
+
+def unused(classes):
+    return Own(classes, unused=True)
+
+def few(classes):
+    return Own(classes, outputs=3)
+
+def frozen(classes):
+    return Own(classes).requires_grad_(False)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "processes", "code", "said"),
+    [
+        ("unused", 2, 2, "got no gradient: forgotten.weight, forgotten.bias"),
+        ("unused", 1, 0, "WARNING: 2 trainable parameter(s) got no gradient: forgotten.weight"),
+        ("few", 1, 2, "the data has 10 classes"),
+        ("frozen", 1, 2, "no trainable parameters"),
+    ],
+)
+def test_a_model_of_ones_own_that_cannot_be_trained_right_is_named(
+    name: str, processes: int, code: int, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "random.py").write_text("raise RuntimeError('shadowed')\n")
+    words = (f"model.name=own:{name}", "train.steps=4", f"parallel.processes={processes}", "data.batch=32")
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "drumline"), "train", *words],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_diverged_run_says_so_and_is_not_called_best(tmp_path: Path) -> None:
+    done = drumline(
+        "train", "model.name=resnet8", "data.batch=64", "train.steps=6", "optim.lr=1e30", folder=tmp_path
+    )
+    found = result(done)
+    assert found["loss"] is None
+    assert found["best_top1"] is None
+    assert "the run has diverged" in done.stderr
+
+
+def test_a_run_outlives_whoever_reads_its_progress(tmp_path: Path) -> None:
+    words = "data.batch=48 model.name=resnet8 train.epochs=1 run.name=x"
+    line = f"{sys.executable} -m drumline train {words} 2>&1 | head -1"
+    subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environment(), timeout=120, check=False)
+    assert (tmp_path / "runs/x/checkpoints/step-29").exists()
+    assert "finished" in (tmp_path / "runs/x/log.txt").read_text()
+
+
+def test_changed_weights_are_found_and_not_scored(trained: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "runs" / "copy"
+    shutil.copytree(trained / "runs/learnt", copy)
+    content = bytearray((copy / "weights/best.safetensors").read_bytes())
+    content[len(content) // 2] ^= 1
+    (copy / "weights/best.safetensors").write_bytes(bytes(content))
+    assert drumline("verify", "runs/copy", folder=tmp_path).returncode == 1
+    done = drumline("eval", "runs/copy", folder=tmp_path)
+    assert done.returncode == 2
+    assert "best.safetensors: its checksum does not match" in done.stderr

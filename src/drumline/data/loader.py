@@ -128,6 +128,14 @@ def _host_batches(
     try:
         for batch in iterator:
             yield _checked(batch)
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise UserError(
+            f"a loader process was killed ({str(error).splitlines()[0]})",
+            "out of memory? See `dmesg`, and try fewer data.workers or a smaller data.batch; "
+            "then go on with --checkpoint.resume auto",
+        ) from error
     finally:
         del iterator
 

@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 
 import torch
@@ -64,12 +65,18 @@ def _launch(words: Sequence[str], recipe: Recipe, processes: int) -> int:
     wanted = recipe.parallel.threads
     threads = max(1, usable_cores() // processes) if wanted == "auto" else wanted
     return launch(
-        [sys.executable, "-m", "drumline", *words],
+        [sys.executable, "-P", "-m", "drumline", *words],
         recipe.parallel,
         processes,
-        lambda text: print(text, file=sys.stderr, flush=True),
+        _say,
         threads=threads,
     )
+
+
+def _say(text: str) -> None:
+    """A line for the user, if somebody still reads."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _work(place: Place | None, recipe: Recipe, device_type: str, job: str) -> int:
@@ -107,7 +114,7 @@ def _heed_parallel(place: Place, recipe: Recipe) -> None:
         )
     if place.rank == 0:
         for note in (f"network interface {interface}", *notes):
-            print(note, file=sys.stderr)
+            _say(note)
 
 
 def _leave(error: BaseException, rank: int, world: World) -> int:

@@ -57,9 +57,9 @@ class Display(Protocol):
 
 def make_display(rank: int, stream: TextIO | None = None) -> Display:
     """The display for this process: rank 0 draws (on stderr unless told), the others are silent."""
-    if rank != 0:
-        return SilentDisplay()
     stream = stream or sys.stderr
+    if rank != 0 or stream is None:  # Python has no stderr when it was closed at the start
+        return SilentDisplay()
     return RichDisplay(stream) if _can_draw(stream) else PlainDisplay(stream)
 
 
@@ -113,6 +113,7 @@ class PlainDisplay:
         self._now = now
         self._next = now()
         self._pace = Pace()
+        self._unheard = False
 
     def begin(self, title: str, steps_total: int, steps_done: int, epochs: float) -> None:
         self._write(title)
@@ -144,9 +145,15 @@ class PlainDisplay:
         return True
 
     def _write(self, text: str) -> None:
-        # One write for the whole line, so that lines of two threads do not mix.
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        if self._unheard:
+            return
+        try:
+            # One write for the whole line, so that lines of two threads do not mix.
+            self._stream.write(text + "\n")
+            self._stream.flush()
+        except (OSError, ValueError):
+            # Whoever read this is gone (a closed pipe, a lost connection); the run goes on, log.txt has it all.
+            self._unheard = True
 
 
 class RichDisplay:

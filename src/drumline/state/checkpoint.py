@@ -21,12 +21,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drumline.errors import UserError
-from drumline.state.atomic import rename_folder
+from drumline.state.atomic import rename_folder, write_text
 from drumline.state.fingerprint import state_sha256
 
 Groups = Mapping[str, Mapping[str, torch.Tensor]]
 FORMAT = 1
 MANIFEST = "manifest.json"
+CHECKSUMS = "sha256.txt"
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -156,6 +157,25 @@ def newest_sound(folder: Path) -> tuple[Path | None, list[str]]:
         else:
             return path, complaints
     return None, complaints
+
+
+def write_checksums(folder: Path) -> None:
+    """Puts the SHA-256 of each weights file beside them, in the form that `sha256sum -c` reads."""
+    lines = [f"{_sha256(path)}  {path.name}\n" for path in sorted(folder.glob("*.safetensors"))]
+    write_text(folder / CHECKSUMS, "".join(lines))
+
+
+def verify_checksums(folder: Path) -> int:
+    """Checks exported weights against the checksums beside them; how many there were. Raises `Unsound`."""
+    if not (folder / CHECKSUMS).exists():
+        return 0
+    lines = (folder / CHECKSUMS).read_text(errors="replace").splitlines()
+    for line in lines:
+        expected, _, name = line.partition("  ")
+        path = folder / Path(name).name
+        if not path.is_file() or _sha256(path) != expected:
+            raise Unsound(f"{path}: its checksum does not match {CHECKSUMS}, or the file is gone")
+    return len(lines)
 
 
 def copy_into(groups: Groups, live: Groups, where: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drumline.errors import UserError
-from drumline.state.checkpoint import Unsound, checkpoints, is_checkpoint, read_checkpoint
+from drumline.state.checkpoint import Unsound, checkpoints, is_checkpoint, read_checkpoint, verify_checksums
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,13 @@ def inspect(path: Path) -> Inspection:
         tensors = sum(len(group) for group in groups.values())
         size = sum(int(entry["bytes"]) for entry in manifest.files.values())
         lines.append(f"ok   {checkpoint.name}: {tensors} tensors, {size / 2**20:,.1f} MiB")
+    try:
+        weights = verify_checksums(path / "weights")
+        if weights:
+            lines.append(f"ok   weights: {weights} files")
+    except Unsound as reason:
+        unsound.append(str(reason))
+        lines.append(f"BAD  weights: {reason}")
     if sha256:
         lines.append(f"state sha256: {sha256}")
     if unsound:

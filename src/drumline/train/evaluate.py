@@ -7,6 +7,7 @@ on the order of addition; the count is checked against the source and a mismatch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -29,6 +30,9 @@ class Score:
     top1: int
     top5: int
     loss: float
+    """NaN when an output was not finite."""
+    nonfinite: int = 0
+    """Samples for which the model gave NaN or infinity."""
 
     @property
     def accuracy(self) -> float:
@@ -53,7 +57,7 @@ def evaluate(
     """Runs `model` (not wrapped) in eval mode over this rank's batches and adds up over the world."""
     was_training = model.training
     model.eval()
-    totals = torch.zeros(4, dtype=torch.int64, device=world.device)
+    totals = torch.zeros(5, dtype=torch.int64, device=world.device)
     done = 0
     for batch in batches:
         images = normalise(padded(batch.images, batch_size))
@@ -65,14 +69,15 @@ def evaluate(
         done += len(batch.labels)
         watch(min(samples, done * world.size))
     model.train(was_training)
-    counted, top1, top5, loss = world.sum(totals).tolist()
+    counted, top1, top5, loss, nonfinite = world.sum(totals).tolist()
     if counted != samples:
         raise AssertionError(f"evaluation counted {counted} samples, the source has {samples}")
-    return Score(samples=counted, top1=top1, top5=top5, loss=loss / _FIXED_POINT / samples)
+    mean = math.nan if nonfinite else loss / _FIXED_POINT / samples
+    return Score(samples=counted, top1=top1, top5=top5, loss=mean, nonfinite=nonfinite)
 
 
 def tally(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """(samples, right at the first guess, right within five, fixed-point loss) as int64.
+    """(samples, right at the first guess, right within five, fixed-point loss, rows not finite) as int64.
 
     A label's place is the number of classes ranked before it; of equal logits the lower class comes first. A
     row that holds a NaN has no place for its label, so a broken model is never right."""
@@ -89,6 +94,7 @@ def tally(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             (place < 1).sum(),
             (place < 5).sum(),
             losses.mul(_FIXED_POINT).round().long().sum(),
+            (~logits.isfinite().all(dim=1)).sum(),
         ]
     )
 

@@ -20,7 +20,7 @@ from drumline.launch.world import World
 from drumline.models.weights import export_weights
 from drumline.recipe import Recipe
 from drumline.state.atomic import write_file
-from drumline.state.checkpoint import Position, Unsound, verify_checkpoint
+from drumline.state.checkpoint import Position, Unsound, verify_checkpoint, write_checksums
 from drumline.state.fingerprint import fingerprints, first_difference
 from drumline.train.evaluate import Score
 from drumline.train.score import score_module
@@ -119,7 +119,12 @@ def evaluate_run(run: Running, position: Position) -> tuple[Score, Position]:
     run.reporter.drain()
     score, average = scores = score_model(run)
     counts = counting(scores)
-    best = counts.accuracy > position.best_accuracy
+    best = counts.accuracy > position.best_accuracy and not counts.nonfinite
+    if counts.nonfinite:
+        run.note(
+            f"WARNING: the model's output is not finite for {counts.nonfinite:,} of {counts.samples:,} samples: "
+            "the run has diverged. Lower optim.lr, add optim.warmup_epochs or optim.clip, or use train.precision fp32"
+        )
     if best:
         position = replace(position, best_step=position.step, best_accuracy=counts.accuracy)
     run.reporter.evaluated(position.step, score, average, best)
@@ -178,16 +183,16 @@ def export(run: Running, position: Position) -> None:
     export_weights(average.module if average else run.trainee.module, folder / "last.safetensors")
     best = run.folder.checkpoints / f"step-{position.best_step}"
     source = best / ("average.safetensors" if average else "model.safetensors")
-    if not source.exists():
-        return
-    try:
-        verify_checkpoint(best)
-    except Unsound as reason:
-        run.note(
-            f"WARNING: weights/best.safetensors is not written, its checkpoint does not verify: {reason}"
-        )
-    else:
-        write_file(folder / "best.safetensors", partial(_copy, source))
+    if source.exists():
+        try:
+            verify_checkpoint(best)
+        except Unsound as reason:
+            run.note(
+                f"WARNING: weights/best.safetensors is not written, its checkpoint does not verify: {reason}"
+            )
+        else:
+            write_file(folder / "best.safetensors", partial(_copy, source))
+    write_checksums(folder)
 
 
 def _closing_words(result: Result) -> str:
@@ -212,7 +217,7 @@ def _result(run: Running, position: Position, score: Score | None) -> Result:
         epoch=round(position.step / per_epoch, 3),
         top1=score.accuracy if score else None,
         top5=score.accuracy5 if score else None,
-        loss=score.loss if score else None,
+        loss=score.loss if score and not score.nonfinite else None,
         correct=score.top1 if score else 0,
         samples=score.samples if score else 0,
         best_top1=position.best_accuracy if judged else None,

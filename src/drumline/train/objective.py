@@ -33,8 +33,8 @@ class Objective(Protocol):
 class Classification:
     """Cross-entropy with label smoothing, on mixed or plain images."""
 
-    def __init__(self, label_smoothing: float = 0.0) -> None:
-        self.label_smoothing = label_smoothing
+    def __init__(self, label_smoothing: float = 0.0, classes: int = 1) -> None:
+        self.label_smoothing, self.classes = label_smoothing, classes
 
     def __call__(self, model: nn.Module, images: torch.Tensor, batch: Batch) -> Outcome:
         logits = model(images)
@@ -42,6 +42,11 @@ class Classification:
             raise UserError(
                 f"model.name: the model returned {type(logits).__name__} in training, not one tensor of logits",
                 "use a model without auxiliary outputs, or wrap it in a factory of your own that returns the logits",
+            )
+        if logits.ndim != 2 or logits.shape[1] < self.classes:
+            raise UserError(
+                f"model.name: the logits have shape {tuple(logits.shape)}, the data has {self.classes} classes",
+                "give the model one output per class (a factory is called with classes=N)",
             )
         logits = logits.float()
         losses = self.losses(logits, batch.labels)

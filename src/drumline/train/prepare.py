@@ -24,7 +24,7 @@ from drumline.models import create_model, load_weights
 from drumline.models.weights import resolve_weights
 from drumline.parallel.layout import lay_out, resolve_layout
 from drumline.recipe import Data, Recipe
-from drumline.state.checkpoint import MANIFEST, Unsound, verify_checkpoint
+from drumline.state.checkpoint import MANIFEST, Unsound, verify_checkpoint, verify_checksums
 from drumline.train.ema import Average
 from drumline.train.optim import build_optimizer
 from drumline.train.recompute import recompute_blocks
@@ -183,6 +183,11 @@ def prepare_trainee(recipe: Recipe, module: nn.Module, world: World) -> Trainee:
     if recipe.train.gradient_checkpointing:
         recompute_blocks(module)
     module.train()
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise UserError(
+            f"model.name = {recipe.model.name}: the model has no trainable parameters",
+            "give a model with parameters that require gradients",
+        )
     forward = lay_out(module, resolve_layout(recipe.parallel.layout, world), world)
     # After DDP has given every rank rank 0's weights: a user's factory may not keep to torch's seed.
     average = Average(module, recipe.train.ema) if recipe.train.ema else None
@@ -250,13 +255,16 @@ def threads_per_process(wanted: int | str, local_size: int) -> int:
 
 
 def _verify_weights(path: Path) -> None:
-    """A checkpoint's weights are checked against its manifest before they are used."""
+    """Weights of ours are checked against the checksums that lie beside them before they are used."""
     folder = resolve_weights(path).parent
-    if (folder / MANIFEST).exists():
-        try:
+    try:
+        if (folder / MANIFEST).exists():
             verify_checkpoint(folder)
-        except Unsound as reason:
-            raise UserError(f"model.weights = {path}: {reason}", "give another checkpoint") from reason
+        verify_checksums(folder)
+    except Unsound as reason:
+        raise UserError(
+            f"model.weights = {path}: {reason}", "give a checkpoint of the run that verifies"
+        ) from reason
 
 
 def _steps(epochs: float, per_epoch: int) -> int:

@@ -34,6 +34,7 @@ from drumline.state.folder import (
 )
 from drumline.state.keeper import Keeper
 from drumline.train import prepare
+from drumline.train.agreement import check_data, check_recipes
 from drumline.train.meter import MeterReader
 from drumline.train.objective import Classification
 from drumline.train.reporter import Reporter
@@ -77,6 +78,7 @@ class Running:
                 f"run.deterministic = true: {str(error).strip().splitlines()[0]}",
                 "use --run.no-deterministic, or another model",
             ) from error
+        self._check_gradients()
         captured, why_not = prepare.captures(self.recipe, self.world)
         if captured:
             try:
@@ -88,13 +90,28 @@ class Running:
         if self.world.device.type == "cuda":
             self.note("the whole step runs as one CUDA graph" if captured else f"no CUDA graph: {why_not}")
 
+    def _check_gradients(self) -> None:
+        """Names parameters that the rehearsed step left without a gradient: DDP would wait for them for ever."""
+        if not self.step.without_gradient:
+            return
+        names = ", ".join(self.step.without_gradient[:5])
+        what = f"{len(self.step.without_gradient)} trainable parameter(s) got no gradient: {names}"
+        if resolve_layout(self.recipe.parallel.layout, self.world) == "ddp":
+            raise UserError(
+                f"{what}; several processes cannot exchange gradients that some never have",
+                "use them in forward, remove them, or set requires_grad_(False) on them",
+            )
+        self.note(f"WARNING: {what}. They are never trained")
+
 
 def start(recipe: Recipe, world: World, cleanup: ExitStack) -> Running:
     """Opens data, folder and books, builds the model, and loads the checkpoint to go on from."""
     display = make_display(world.rank)
     cleanup.callback(display.end)
     prepare.set_arithmetic(recipe.run.deterministic)
+    check_recipes(recipe, world)
     sets = prepare.prepare_sets(recipe, world)
+    check_data(sets, world)
     plan = prepare.prepare_plan(recipe, len(sets.train), world)
     folder = open_run(recipe, sets.name) if world.first else None
     if folder is not None:
@@ -107,7 +124,7 @@ def start(recipe: Recipe, world: World, cleanup: ExitStack) -> Running:
     trainee = prepare.prepare_trainee(recipe, module, world)
     step = TrainStep(
         trainee,
-        Classification(recipe.train.label_smoothing),
+        Classification(recipe.train.label_smoothing, len(sets.train.classes)),
         prepare.normaliser(sets, recipe, world),
         world,
         seed=recipe.run.seed,
@@ -175,7 +192,13 @@ def _open_books(
     text = dump_recipe(repeatable(recipe))
     # Weights of an earlier stop would pass for those of this run, should it be killed.
     shutil.rmtree(folder.path / "weights", ignore_errors=True)
-    write_facts(folder.path, text, environment)
+    try:
+        write_facts(folder.path, text, environment)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the run folder {folder.path}: {error.strerror or error}",
+            "free space there, or give another --run.dir",
+        ) from error
     logbook = Logbook.open(folder.path, display.note, keep_until_step=position.step)
     cleanup.callback(logbook.close)
     keeper = Keeper(folder.checkpoints, recipe.checkpoint.keep, text, environment, logbook.flush)

@@ -85,6 +85,7 @@ class TrainStep:
         self.meter = torch.zeros(len(METERS), dtype=torch.float64, device=world.device)
         self.average_buffers = BufferMean(trainee.module, world)
         self.draws_random = False
+        self.without_gradient: list[str] = []
         self._graph: torch.cuda.CUDAGraph | None = None
         self._static: Batch | None = None
         self._rate = 0.0
@@ -128,6 +129,11 @@ class TrainStep:
             before = self._generator_states()
             for _ in range(times):
                 self.compute(batch)
+            self.without_gradient = [
+                name
+                for name, parameter in self.trainee.module.named_parameters()
+                if parameter.requires_grad and parameter.grad is None
+            ]
             after = self._generator_states()
             self.draws_random = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
 

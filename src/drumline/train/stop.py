@@ -7,6 +7,7 @@ so no step waits for it; checks are about a tenth of a second apart. A second si
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -17,6 +18,7 @@ import torch
 from drumline.launch.world import World
 
 CHECK_SECONDS = 0.1
+SAME_REQUEST_SECONDS = 0.5
 SHOW_CURSOR = b"\x1b[?25h"
 
 
@@ -26,6 +28,7 @@ class StopSign:
     def __init__(self, world: World) -> None:
         self.world = world
         self.asked = False
+        self._asked_at = -math.inf
         self._before: dict[int, object] = {}
         self._message = torch.zeros(2, dtype=torch.int64)
         self._on_its_way: object | None = None
@@ -75,6 +78,10 @@ class StopSign:
         return max(1, min(1000, int(CHECK_SECONDS / max(seconds_per_step, 1e-6))))
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
+        again = time.monotonic() - self._asked_at > SAME_REQUEST_SECONDS
+        if self.asked and not again:
+            return  # one keystroke, passed on by a wrapper too
+        self._asked_at = time.monotonic()
         if self.asked:
             if os.isatty(2):
                 os.write(2, SHOW_CURSOR)

@@ -1,0 +1,83 @@
+"""Before the first step: were all processes started alike, on the same data?
+
+Promises: a rank with another recipe or other data is named, with the fields that differ, and nobody trains. What may
+differ between machines (paths, workers, interfaces) is left alone.
+"""
+
+from __future__ import annotations
+
+import tomllib
+import zlib
+
+from drumline.errors import UserError
+from drumline.launch.world import World
+from drumline.recipe import Recipe
+from drumline.recipe_file import dump_recipe
+from drumline.train.prepare import Sets
+
+OF_THE_MACHINE = frozenset(
+    (
+        "run.dir",
+        "data.path",
+        "data.workers",
+        "model.weights",
+        "parallel.processes",
+        "parallel.node_rank",
+        "parallel.rendezvous",
+        "parallel.interface",
+        "parallel.threads",
+        "parallel.timeout",
+    )
+)
+"""Fields that each machine may set for itself."""
+
+
+def check_recipes(recipe: Recipe, world: World) -> None:
+    """Compares every rank's recipe with rank 0's."""
+    if world.size == 1:
+        return
+    mine = dump_recipe(recipe)
+    differing = different_fields(world.share(mine), mine)
+    _refuse_if_any(
+        world,
+        [f"{name} = {value!r} here, {theirs!r} on rank 0" for name, value, theirs in differing],
+        "another recipe",
+        "start the same command on each machine",
+    )
+
+
+def check_data(sets: Sets, world: World) -> None:
+    """Compares the number of samples and their labels."""
+    if world.size == 1:
+        return
+    numbers = [[len(source), zlib.crc32(source.labels.tobytes())] for source in (sets.train, sets.eval)]
+    theirs = world.share(numbers)
+    names = ("training", "evaluation")
+    odd = [
+        f"{mine[0]:,} {name} samples here, {first[0]:,} on rank 0"
+        + (" (other labels)" if mine[0] == first[0] else "")
+        for name, mine, first in zip(names, numbers, theirs, strict=True)
+        if mine != first
+    ]
+    _refuse_if_any(world, odd, "other data", "give every machine the same data (data.path)")
+
+
+def different_fields(first: str, mine: str) -> list[tuple[str, object, object]]:
+    """Fields of two recipe texts that may not differ within a run, with my value and the first's."""
+    a, b = tomllib.loads(first), tomllib.loads(mine)
+    names = [(section, key) for section in b for key in b[section]]
+    return [
+        (f"{section}.{key}", b[section][key], a[section][key])
+        for section, key in names
+        if b[section][key] != a[section][key] and f"{section}.{key}" not in OF_THE_MACHINE
+    ]
+
+
+def _refuse_if_any(world: World, odd: list[str], what: str, fix: str) -> None:
+    """Every rank learns whether any of them differs, so all of them stop."""
+    counts = world.gather([len(odd)])
+    ranks = [rank for rank, (count,) in enumerate(counts) if count]
+    if not ranks:
+        return
+    details = f": {'; '.join(odd)}" if odd else ""
+    raise UserError(f"rank(s) {ranks} were started with {what} than rank 0{details}", fix)
