@@ -34,11 +34,13 @@ def test_the_handlers_from_before_are_put_back() -> None:
 @pytest.mark.slow
 def test_a_second_signal_ends_the_process_at_once() -> None:
     code = (
-        "import os, signal, torch\n"
+        "import os, signal, time, torch\n"
         "from drumline.launch.world import alone\n"
         "from drumline.train.stop import StopSign\n"
         "with StopSign(alone(torch.device('cpu'))):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"  # the same request, passed on by a wrapper too
+        "    time.sleep(0.6)\n"
         "    print('still here', flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    print('too long', flush=True)\n"
