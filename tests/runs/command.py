@@ -30,8 +30,15 @@ def environment(**extra: str) -> dict[str, str]:
 
 def drumline(*words: str, folder: Path, timeout: float = 240, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs to the end."""
+    return completed([sys.executable, "-m", "drumline", *words], folder, timeout, **env)
+
+
+def completed(
+    command: Sequence[str], folder: Path, timeout: float = 120, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Any command, in a clean environment."""
     return subprocess.run(
-        [sys.executable, "-m", "drumline", *words],
+        command,
         cwd=folder,
         env=environment(**env),
         capture_output=True,

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.launch.hosts import two_hosts, why_not
-from tests.runs.command import TINY, begin, drumline, environment, result, sha256, train
+from tests.runs.command import TINY, begin, completed, drumline, environment, result, sha256, train
 
 pytestmark = pytest.mark.slow
 
@@ -57,14 +57,7 @@ def test_torchrun_gives_the_same_bits(reference: str, tmp_path: Path) -> None:
         "-m",
         "drumline",
     ]
-    done = subprocess.run(
-        [*command, "train", *words],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = completed([*command, "train", *words], tmp_path)
     assert result(done)["finished"]
     assert sha256(tmp_path, "x") == reference
 
@@ -260,15 +253,7 @@ def test_a_users_data_of_many_views_starts_under_a_low_descriptor_limit(tmp_path
     (tmp_path / "mydata.py").write_text(VIEWS)
     words = ("data.source=mydata:factory", "model.name=resnet8", "data.batch=24", "train.steps=6")
     command = [sys.executable, "-m", "drumline", "train", *words, "data.workers=2", "parallel.processes=2"]
-    done = subprocess.run(
-        ["bash", "-c", 'ulimit -Sn 96; exec "$@"', "bash", *command],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = completed(["bash", "-c", 'ulimit -Sn 96; exec "$@"', "bash", *command], tmp_path)
     assert result(done)["samples"] == 96
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.runs.command import drumline, environment, metrics, result, sha256, train
+from tests.runs.command import completed, drumline, environment, metrics, result, sha256, train
 
 pytestmark = pytest.mark.slow
 
@@ -182,15 +182,7 @@ def test_a_model_of_ones_own_that_cannot_be_trained_right_is_named(
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "random.py").write_text("raise RuntimeError('shadowed')\n")
     words = (f"model.name=own:{name}", "train.steps=4", f"parallel.processes={processes}", "data.batch=32")
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / "drumline"), "train", *words],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = completed([str(Path(sys.executable).parent / "drumline"), "train", *words], tmp_path)
     assert done.returncode == code, done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr

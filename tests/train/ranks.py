@@ -15,7 +15,6 @@ import traceback
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,8 +27,8 @@ from drumline.launch.network import free_port
 from drumline.launch.world import World, join
 from drumline.parallel.layout import BufferMean
 from drumline.recipe import Train
+from drumline.train.agreement import check_models
 from drumline.train.evaluate import evaluate
-from drumline.train.loop import check_agreement
 from drumline.train.meter import MeterReader
 from drumline.train.stop import StopSign
 from tests.train import tiny
@@ -160,14 +159,13 @@ def buffers(world: World, folder: Path) -> dict[str, Any]:
 def agreement(world: World, folder: Path) -> dict[str, Any]:
     """One weight of the last rank moves by the smallest possible amount."""
     trained = tiny.trainee(tiny.normed(), world)
-    run: Any = SimpleNamespace(world=world, trainee=trained)
-    check_agreement(run)
+    check_models(trained, world)
     if world.rank == world.size - 1:
         with torch.no_grad():
             weight = trained.module[5].weight
             weight[2, 3] = torch.nextafter(weight[2, 3], torch.tensor(9.0))
     try:
-        check_agreement(run)
+        check_models(trained, world)
     except UserError as error:
         return {"agreement": error.what}
     return {"agreement": ""}

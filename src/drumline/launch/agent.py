@@ -36,7 +36,7 @@ from drumline.launch.environment import LAUNCHER
 from drumline.launch.failure import FILE
 from drumline.launch.machine import raise_descriptor_limit
 from drumline.launch.network import Interface, choose_interface, is_this_machine, socket_variables
-from drumline.launch.rendezvous import Rendezvous, parameters, parse_rendezvous
+from drumline.launch.rendezvous import Rendezvous, parameters, parse_rendezvous, variables_missing
 from drumline.launch.watch import GRACE_SECONDS, Watch, signals_end_us
 from drumline.recipe import Parallel
 
@@ -101,10 +101,7 @@ def _meeting_place(parallel: Parallel) -> Rendezvous:
     """The rendezvous of the recipe, refused where a launcher has no use for it."""
     rendezvous = parse_rendezvous(parallel.rendezvous)
     if rendezvous.kind == "env":
-        raise UserError(
-            "parallel.rendezvous = env://, but RANK and WORLD_SIZE are not set",
-            "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process, or give HOST:PORT",
-        )
+        raise variables_missing()
     if rendezvous.kind == "tcp" and parallel.nodes == 1 and not is_this_machine(rendezvous.host):
         raise UserError(
             f"parallel.rendezvous = {rendezvous} is another machine, but parallel.nodes is 1",

@@ -62,6 +62,14 @@ def parse_rendezvous(text: str) -> Rendezvous:
     return Rendezvous("tcp", host=(match["v6"] or match["name"]).lower(), port=int(match["port"]))
 
 
+def variables_missing() -> UserError:
+    """The refusal of `env://` in a process that nobody gave a rank."""
+    return UserError(
+        "parallel.rendezvous = env://, but RANK and WORLD_SIZE are not set",
+        "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process, or give HOST:PORT",
+    )
+
+
 def run_id(rendezvous: Rendezvous) -> str:
     """A name for the run that every machine derives alike from the meeting place."""
     return "drumline-" + hashlib.sha256(str(rendezvous).encode()).hexdigest()[:12]

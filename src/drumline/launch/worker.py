@@ -23,7 +23,7 @@ from drumline.launch.failure import record_failure
 from drumline.launch.machine import raise_descriptor_limit, usable_cores
 from drumline.launch.network import choose_interface, socket_variables
 from drumline.launch.parent import die_with_parent
-from drumline.launch.rendezvous import parse_rendezvous
+from drumline.launch.rendezvous import parse_rendezvous, variables_missing
 from drumline.launch.world import World, alone, join, pick_device, resolve_device_type
 from drumline.recipe import Recipe
 from drumline.result import print_result
@@ -40,10 +40,7 @@ def run(words: Sequence[str], recipe: Recipe, job: str) -> int:
         place = None  # one task per machine, each to be the launcher of its machine
     if place is None:
         if rendezvous == "env":
-            raise UserError(
-                "parallel.rendezvous = env://, but RANK and WORLD_SIZE are not set",
-                "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process, or give HOST:PORT",
-            )
+            raise variables_missing()
         processes = local_processes(recipe, device_type)
         if processes > 1 or recipe.parallel.nodes > 1:
             return _launch(words, recipe, processes)

@@ -1,6 +1,6 @@
-"""Before the first step: were all processes started alike, on the same data?
+"""Are all processes started alike, on the same data, and do they still hold the same model?
 
-Promises: a rank with another recipe or other data is named, with the fields that differ, and nobody trains. What may
+Promises: a rank that differs is named, with the fields or the tensor in which it does, and nobody trains on. What may
 differ between machines (paths, workers, interfaces) is left alone.
 """
 
@@ -13,7 +13,9 @@ from drumline.errors import UserError
 from drumline.launch.world import World
 from drumline.recipe import Recipe
 from drumline.recipe_file import dump_recipe
+from drumline.state.fingerprint import fingerprints, first_difference
 from drumline.train.prepare import Sets
+from drumline.train.trainee import Trainee
 
 OF_THE_MACHINE = frozenset(
     (
@@ -60,6 +62,20 @@ def check_data(sets: Sets, world: World) -> None:
         if mine != first
     ]
     _refuse_if_any(world, odd, "other data", "give every machine the same data (data.path)")
+
+
+def check_models(trainee: Trainee, world: World) -> None:
+    """Stops the run when the ranks hold different models: they would train on alone, in silence."""
+    if world.size == 1:
+        return
+    tensors = trainee.tensors()["model"]
+    difference = first_difference(sorted(tensors), world.gather_integers(fingerprints(tensors)))
+    if difference is not None:
+        name, ranks = difference
+        raise UserError(
+            f"the ranks no longer hold the same model: {name!r} differs on rank(s) {ranks}",
+            "look for code that changes weights or calls the model past its DDP wrapper on some ranks only",
+        )
 
 
 def different_fields(first: str, mine: str) -> list[tuple[str, object, object]]:

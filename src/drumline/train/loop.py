@@ -15,13 +15,12 @@ from pathlib import Path
 
 from torch import nn
 
-from drumline.errors import UserError
 from drumline.launch.world import World
 from drumline.models.weights import export_weights
 from drumline.recipe import Recipe
 from drumline.state.atomic import write_file
 from drumline.state.checkpoint import Position, Unsound, verify_checkpoint, write_checksums
-from drumline.state.fingerprint import fingerprints, first_difference
+from drumline.train.agreement import check_models
 from drumline.train.evaluate import Score
 from drumline.train.score import score_module
 from drumline.train.start import Running, start
@@ -101,7 +100,7 @@ def take_steps(run: Running, stop: StopSign) -> tuple[Position, Score | None]:
             if saving or stopping or position.best_step == done:
                 save(run, position)
             elif done <= CLOSE_LOOKS:
-                check_agreement(run)
+                check_models(run.trainee, run.world)
             if stopping:
                 run.note(f"stopped on request after step {done:,} of {plan.total:,}; saved")
                 break
@@ -150,26 +149,12 @@ def score_model(run: Running) -> tuple[Score, Score | None]:
 
 def save(run: Running, position: Position) -> None:
     """Checks that the ranks agree, says what is still to be said, then hands a snapshot to the writer."""
-    check_agreement(run)
+    check_models(run.trainee, run.world)
     run.reporter.drain()
     if run.keeper is not None:
         scaler = run.trainee.scaler.state_dict() if run.trainee.scaler.is_enabled() else {}
         run.keeper.save(run.trainee.tensors(), replace(position, scaler=scaler))
     run.reporter.pause(position.step)
-
-
-def check_agreement(run: Running) -> None:
-    """Stops the run when the ranks hold different models: they would train on alone, in silence."""
-    if run.world.size == 1:
-        return
-    tensors = run.trainee.tensors()["model"]
-    difference = first_difference(sorted(tensors), run.world.gather_integers(fingerprints(tensors)))
-    if difference is not None:
-        name, ranks = difference
-        raise UserError(
-            f"the ranks no longer hold the same model: {name!r} differs on rank(s) {ranks}",
-            "look for code that changes weights or calls the model past its DDP wrapper on some ranks only",
-        )
 
 
 def export(run: Running, position: Position) -> None:
