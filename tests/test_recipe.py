@@ -40,6 +40,7 @@ def test_every_field_has_a_docstring_that_is_a_sentence(name: str) -> None:
         ("run.name", "a/b", "a b"),
         ("run.name", "a\\b", "a-b"),
         ("run.name", "a\nb", "ä"),
+        ("run.name", "ä" * 128, "a" * 255),
         ("data.batch", 0, 1),
         ("data.size", 0, 1),
         ("data.workers", -1, 0),

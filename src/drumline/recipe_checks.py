@@ -127,6 +127,8 @@ def _bounds(recipe: Recipe) -> Iterator[Problem]:
     name = recipe.run.name
     if name in ("", ".", "..") or any(sign in name for sign in "/\\\0\r\n"):
         yield Problem("run.name", "not a plain folder name", "put the folder into run.dir")
+    if len(name.encode(errors="replace")) > 255:
+        yield Problem("run.name", "longer than a file system allows", "give at most 255 bytes")
     try:
         parse_rendezvous(recipe.parallel.rendezvous)
     except UserError as error:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from drumline.launch.world import alone
 from drumline.recipe import Checkpoint, Data, Model, Optim, Recipe, Run, Train
@@ -124,6 +126,34 @@ def test_a_compiled_run_learns(tmp_path: Path) -> None:
         BASE, train=replace(BASE.train, steps=220, compile=True), run=replace(BASE.run, dir=str(tmp_path))
     )
     assert train(recipe, alone(torch.device("cuda", 0))).top1 > 0.9  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("model", ["torchvision/resnet18", "timm/resnet18", "timm/vit_tiny_patch16_224"])
+def test_models_of_other_libraries_train_and_capture(model: str, tmp_path: Path) -> None:
+    pytest.importorskip(model.split("/")[0], reason="the library that has the model is not installed")
+    size = 224 if "224" in model else 64
+    recipe = replace(
+        BASE, model=Model(name=model), data=replace(BASE.data, size=size), train=replace(BASE.train, steps=6)
+    )
+    off = replace(recipe, train=replace(recipe.train, capture="off"))
+    assert sha256(recipe, tmp_path, "captured") == sha256(off, tmp_path, "off")
+
+
+def test_a_captured_run_on_photographs_with_workers_gives_the_same_bits(tmp_path: Path) -> None:
+    """Loader processes and the thread that pins memory are at work while the step is captured and replayed."""
+    for part, count in (("train", 40), ("val", 8)):
+        for label in ("a", "b"):
+            folder = tmp_path / "photos" / part / label
+            folder.mkdir(parents=True)
+            for number in range(count):
+                pixels = np.random.default_rng([number, ord(label)]).integers(0, 256, (96, 80, 3), np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number}.jpg")
+    photos = Data(source="folder", path=str(tmp_path / "photos"), batch=16, size=64, workers=4)
+    on = replace(BASE, data=photos, train=replace(BASE.train, steps=23, capture="on"))
+    off = replace(on, train=replace(on.train, capture="off"))
+    captured = sha256(on, tmp_path, "on")
+    assert captured == sha256(off, tmp_path, "off")
+    assert captured == sha256(replace(on, data=replace(photos, workers=0)), tmp_path, "no-workers")
 
 
 def test_a_model_that_reads_the_device_trains_without_a_graph(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -265,6 +266,15 @@ def test_machines_that_do_not_come_are_a_users_mistake_naming_the_place(run: Run
     with pytest.raises(UserError, match=r"2 machines did not meet at 127\.0\.0\.1:\d+ within 1 s") as caught:
         run.launch("report", nodes=2, rendezvous=f"127.0.0.1:{free_port('127.0.0.1')}", timeout=1.0)
     assert "--parallel.node_rank" in caught.value.fix
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_port_that_another_program_holds_is_named(run: Run, nodes: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        place = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(UserError, match=f"holds the port of {place}") as caught:
+            run.launch("report", nodes=nodes, node_rank=0, rendezvous=place, timeout=5.0)
+    assert "another port" in caught.value.fix
 
 
 def test_a_file_left_by_an_earlier_run_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,11 @@ def _did_not_meet(rendezvous: Rendezvous, parallel: Parallel, error: Exception) 
         )
         return UserError(f"the rendezvous {rendezvous} belongs to an earlier run that has ended", fix)
     reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
+    if "EADDRINUSE" in reason[0]:
+        return UserError(
+            f"another program on this machine holds the port of {rendezvous}",
+            "give another port in --parallel.rendezvous, the same on each machine",
+        )
     if parallel.nodes == 1:
         return UserError(
             f"cannot open {rendezvous} for the processes to meet ({reason[0]})", "see `drumline doctor`"
