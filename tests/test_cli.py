@@ -42,6 +42,22 @@ def test_every_command_has_a_help_that_teaches(command: str, tmp_path: Path) -> 
     assert len(done.stdout.splitlines()) >= 3
 
 
+def test_the_help_of_eval_shows_evaluations(tmp_path: Path) -> None:
+    done = drumline("eval", "--help", folder=tmp_path, COLUMNS="80")
+    assert done.stdout.startswith("usage: drumline eval [RUN | CHECKPOINT | WEIGHTS | RECIPE.toml]")
+    examples = done.stdout.partition("examples:\n")[2].strip().splitlines()
+    assert len(examples) == 5
+    assert max(map(len, examples)) <= 80
+    assert all(example.strip().startswith("drumline eval ") for example in examples)
+    assert not any("optim." in example or "train." in example for example in examples)
+
+
+def test_demo_explains_itself_wherever_help_is_asked_for(tmp_path: Path) -> None:
+    done = drumline("demo", "train.epochs=1", "--help", folder=tmp_path)
+    assert done.stdout.startswith("usage: drumline demo")
+    assert done.returncode == 0
+
+
 def test_help_lists_every_command_and_is_quick(tmp_path: Path) -> None:
     begun = time.perf_counter()
     done = drumline("--help", folder=tmp_path)

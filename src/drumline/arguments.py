@@ -241,11 +241,11 @@ def _show_help(command: str, description: str) -> NoReturn:
     with suppress(SystemExit):
         tyro.cli(
             make_dataclass("Recipe", parts),
-            prog=f"drumline {command} [RECIPE.toml] [section.key=value ...]",
+            prog=f"drumline {command} {_FIRST[command]} [section.key=value ...]",
             description=f"{description}\n\n{_GRAMMAR}",
             args=["--help"],
         )
-    print(_EXAMPLES.format(command=f"drumline {command}"))
+    print(_EXAMPLES[command])
     raise SystemExit(0)
 
 
@@ -265,10 +265,20 @@ Every field has a default. To set one:
   lr = 0.2          below [optim] in RECIPE.toml
   optim.lr=0.2      on the command line, which beats the file
   --optim.lr 0.2    the same as a flag"""
-_EXAMPLES = """\
+_FIRST = {"train": "[RECIPE.toml]", "eval": "[RUN | CHECKPOINT | WEIGHTS | RECIPE.toml]"}
+_EXAMPLES = {
+    "train": """\
 examples:
-  {command} data.path=photos model.name=resnet50
-  {command} recipe.toml optim.lr=0.2 --train.compile
-  {command} --optim.name adamw --optim.betas 0.9 0.99 optim.lr=1e-3
-  {command} recipe.toml --dry-run       show what would happen
-  {command} --dry-run > recipe.toml     start a recipe file of your own"""
+  drumline train data.path=photos model.name=resnet50
+  drumline train recipe.toml optim.lr=0.2 --train.compile
+  drumline train --optim.name adamw --optim.betas 0.9 0.99 optim.lr=1e-3
+  drumline train recipe.toml --dry-run       show what would happen
+  drumline train --dry-run > recipe.toml     start a recipe file of your own""",
+    "eval": """\
+examples:
+  drumline eval runs/photos                           the best weights of a run
+  drumline eval runs/photos/checkpoints/step-500      one of its checkpoints
+  drumline eval runs/photos data.path=other           on other photographs
+  drumline eval resnet50.pth model.name=resnet50 data.path=photos
+  drumline eval runs/photos --parallel.processes 4    the same score, sooner""",
+}

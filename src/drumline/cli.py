@@ -181,7 +181,7 @@ def doctor(words: list[str]) -> int:
 
 def demo(words: list[str]) -> int:
     """`drumline demo`: the main job on embedded data."""
-    if words and words[0] in ("-h", "--help"):
+    if "-h" in words or "--help" in words:
         print(DEMO_HELP, end="")
         return 0
     from drumline.arguments import parse
