@@ -175,9 +175,9 @@ def _network() -> Iterator[Finding]:
     yield Finding(
         "interfaces", "ok" if found else "fail", listing or "none", "" if found else "ip link set lo up"
     )
-    yield _attempt("one machine", lambda: _describe(network.choose_interface("auto", None)), "fail")
+    yield _attempt("one machine", lambda: str(network.choose_interface("auto", None)), "fail")
     yield _attempt(
-        "several machines", lambda: _describe(network.choose_interface("auto", None, machines=2)), "warn"
+        "several machines", lambda: str(network.choose_interface("auto", None, machines=2)), "warn"
     )
     names = [i.name for i in network.interfaces()]
     yield from _interface_variables(os.environ, names)
@@ -301,10 +301,6 @@ def _attempt(name: str, look: Callable[[], str], otherwise: Literal["warn", "fai
         return Finding(name, "ok", look())
     except UserError as error:
         return Finding(name, otherwise, error.what, error.fix)
-
-
-def _describe(interface: network.Interface) -> str:
-    return f"{interface.name} ({interface.address})"
 
 
 def _version(package: str) -> str:

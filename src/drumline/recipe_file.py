@@ -93,6 +93,17 @@ def dump_recipe(recipe: Recipe, remarks: Mapping[str, str] = _NO_REMARKS) -> str
     return "\n".join(blocks)
 
 
+def differing_fields(old: str, new: str) -> list[tuple[str, Any, Any]]:
+    """The fields of two recipe texts that differ, by dotted name, with both values; None for one that is not
+    there. In the order of the texts."""
+    values, others = _flat(tomllib.loads(old)), _flat(tomllib.loads(new))
+    return [
+        (name, values.get(name), others.get(name))
+        for name in values | others
+        if values.get(name) != others.get(name)
+    ]
+
+
 def literal(value: Any) -> str:
     """A value as TOML writes it."""
     if isinstance(value, bool):
@@ -109,6 +120,10 @@ def literal(value: Any) -> str:
 def together(mistakes: Sequence[UserError]) -> UserError:
     """Several mistakes as one error, each with its own fix."""
     return mistakes[0] if len(mistakes) == 1 else UserError("\n".join(map(str, mistakes)))
+
+
+def _flat(sections: dict[str, Any]) -> dict[str, Any]:
+    return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
 
 
 def _checked(recipe: Recipe, field: RecipeField) -> Any:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from drumline.errors import UserError
-from drumline.launch.environment import read_place, to_env
+from drumline.launch.environment import LAUNCHER, read_place, to_env
 from drumline.launch.failure import record_failure
 from drumline.launch.parent import die_with_parent
 
@@ -118,8 +118,10 @@ def saves_or_fails(folder: Path, rank: int) -> None:
 def deaf(folder: Path, rank: int) -> None:
     """Ignores stop requests, and has a data loader of its own."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    code = "import sys, time; from drumline.launch.parent import die_with_parent; die_with_parent(int(sys.argv[1]))"
-    loader = subprocess.Popen([sys.executable, "-c", f"{code}; time.sleep(600)", str(os.getpid())])
+    code = (
+        "import time; from drumline.launch.parent import die_with_parent; die_with_parent(); time.sleep(600)"
+    )
+    loader = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {LAUNCHER: str(os.getpid())})
     write(folder / f"pid-{rank}-loader", str(loader.pid))
     write(folder / f"ready-{rank}", "")
     time.sleep(600)

@@ -19,7 +19,7 @@ import torch
 
 from drumline.errors import UserError
 from drumline.state import checkpoint, keeper
-from drumline.state.checkpoint import Position, checkpoints, read_checkpoint, verify_checkpoint
+from drumline.state.checkpoint import Position, checkpoints, read_checkpoint, step_of, verify_checkpoint
 from drumline.state.keeper import Keeper, superseded
 
 Make = Callable[..., Keeper]
@@ -268,7 +268,7 @@ def _saver(folder: Path) -> None:
     torch.set_num_threads(1)
     one = Keeper(folder, 2, "", {}, lambda: None)
     found = checkpoints(folder)
-    step = int(found[-1].name.removeprefix("step-")) if found else 0
+    step = step_of(found[-1]) if found else 0
     while True:
         step += 1
         one.save(state(step, size=100_000), Position(step, 10, best_step=1))
@@ -284,7 +284,7 @@ def _kill_savers(folder: Path) -> None:
 
     draw = random.Random(0)
     for number in range(12):
-        before = len(checkpoints(folder)) and int(checkpoints(folder)[-1].name.removeprefix("step-"))
+        before = len(checkpoints(folder)) and step_of(checkpoints(folder)[-1])
         child = os.fork()
         if child == 0:
             _saver(folder)

@@ -31,6 +31,7 @@ from drumline.train.agreement import check_models
 from drumline.train.evaluate import evaluate
 from drumline.train.meter import MeterReader
 from drumline.train.stop import StopSign
+from tests.launch.job import is_running
 from tests.train import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -230,7 +231,7 @@ def alone_at_last(world: World, folder: Path, found: dict[str, Any]) -> None:
     if world.first:
         os._exit(0)
     deadline = time.monotonic() + 10
-    while _running(pid) and time.monotonic() < deadline:
+    while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     try:
         found["failed_first_after_rank_0"] = world.claim_failure()
@@ -238,13 +239,6 @@ def alone_at_last(world: World, folder: Path, found: dict[str, Any]) -> None:
         found["failed_first_after_rank_0"] = traceback.format_exc()
     torch.save(found, folder / f"{world.rank}.pt")
     os._exit(0)
-
-
-def _running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 if __name__ == "__main__":

@@ -69,7 +69,12 @@ def training_requests(
         yield Request(epoch, order[position * batch : (position + 1) * batch][part])
 
 
+def evaluation_starts(*, samples: int, batch: int, rank: int, world: int) -> range:
+    """The first sample of each of a rank's evaluation batches."""
+    return range(rank * batch, samples, world * batch)
+
+
 def evaluation_requests(*, samples: int, batch: int, rank: int, world: int) -> Iterator[Request]:
     """Batch k, in source order, goes whole to rank k mod world. A batch is the same whoever computes it."""
-    for first in range(rank * batch, samples, world * batch):
+    for first in evaluation_starts(samples=samples, batch=batch, rank=rank, world=world):
         yield Request(0, np.arange(first, min(first + batch, samples), dtype=np.int64))

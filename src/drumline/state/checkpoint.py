@@ -142,8 +142,12 @@ def checkpoints(folder: Path) -> list[Path]:
     """The finished checkpoints below a folder, oldest first."""
     if not folder.is_dir():
         return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    return sorted((path for path in folder.iterdir() if _STEP.fullmatch(path.name)), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in the name of a finished checkpoint."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def newest_sound(folder: Path) -> tuple[Path | None, list[str]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import tomllib
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import IO, Any
 
 from drumline.errors import UserError
 from drumline.recipe import Recipe
+from drumline.recipe_file import differing_fields
 from drumline.state.atomic import write_text
 from drumline.state.checkpoint import checkpoints, is_checkpoint, newest_sound
 
@@ -162,13 +162,10 @@ def write_facts(path: Path, recipe_text: str, environment: dict[str, Any]) -> No
 
 def changed_settings(saved: str, current: str) -> list[str]:
     """Which fields that can change the result differ between two recipe texts, as `name: old -> new`."""
-    old, new = _flat(tomllib.loads(saved)), _flat(tomllib.loads(current))
     return [
-        f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name)
-        and name not in IRRELEVANT_TO_BITS
-        and not name.startswith("checkpoint.")
+        f"{name}: {old!r} -> {new!r}"
+        for name, old, new in sorted(differing_fields(saved, current), key=lambda field: field[0])
+        if name not in IRRELEVANT_TO_BITS and not name.startswith("checkpoint.")
     ]
 
 
@@ -211,7 +208,3 @@ def _lock(path: Path) -> IO[str]:
             f"{path} is being written by another run", "wait for it to end, or give another --run.name"
         ) from None
     return lock
-
-
-def _flat(sections: dict[str, Any]) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}

@@ -22,6 +22,7 @@ from drumline.state.checkpoint import (
     Position,
     Unsound,
     checkpoints,
+    step_of,
     verify_checkpoint,
     write_checkpoint,
 )
@@ -53,7 +54,7 @@ class Keeper:
     def set_aside_after(self, step: int) -> list[str]:
         """Renames to `step-N.aside` the checkpoints beyond the step a run goes on from: unsound, or of a past
         that is being rewritten, they would stand in the way of new ones and count as newer. Gives their names."""
-        beyond = [path for path in checkpoints(self.folder) if int(path.name.removeprefix("step-")) > step]
+        beyond = [path for path in checkpoints(self.folder) if step_of(path) > step]
         for path in beyond:
             aside = path.with_name(f"{path.name}.aside")
             shutil.rmtree(aside, ignore_errors=True)

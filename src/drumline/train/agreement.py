@@ -6,13 +6,12 @@ differ between machines (paths, workers, interfaces) is left alone.
 
 from __future__ import annotations
 
-import tomllib
 import zlib
 
 from drumline.errors import UserError
 from drumline.launch.world import World
 from drumline.recipe import Recipe
-from drumline.recipe_file import dump_recipe
+from drumline.recipe_file import differing_fields, dump_recipe
 from drumline.state.fingerprint import fingerprints, first_difference
 from drumline.train.prepare import Sets
 from drumline.train.trainee import Trainee
@@ -39,10 +38,12 @@ def check_recipes(recipe: Recipe, world: World) -> None:
     if world.size == 1:
         return
     mine = dump_recipe(recipe)
-    differing = different_fields(world.share(mine), mine)
     _refuse_if_any(
         world,
-        [f"{name} = {value!r} here, {theirs!r} on rank 0" for name, value, theirs in differing],
+        [
+            f"{name} = {value!r} here, {theirs!r} on rank 0"
+            for name, value, theirs in different_fields(world.share(mine), mine)
+        ],
         "another recipe",
         "start the same command on each machine",
     )
@@ -80,12 +81,10 @@ def check_models(trainee: Trainee, world: World) -> None:
 
 def different_fields(first: str, mine: str) -> list[tuple[str, object, object]]:
     """Fields of two recipe texts that may not differ within a run, with my value and the first's."""
-    a, b = tomllib.loads(first), tomllib.loads(mine)
-    names = [(section, key) for section in b for key in b[section]]
     return [
-        (f"{section}.{key}", b[section][key], a[section][key])
-        for section, key in names
-        if b[section][key] != a[section][key] and f"{section}.{key}" not in OF_THE_MACHINE
+        (name, value, theirs)
+        for name, theirs, value in differing_fields(first, mine)
+        if name not in OF_THE_MACHINE
     ]
 
 

@@ -90,12 +90,13 @@ def take_steps(run: Running, stop: StopSign) -> tuple[Position, Score | None]:
             )
             reporter.moved(done, rate)
             # A line at each save, so that the log of a resumed run is the log of an uninterrupted one.
-            if done % recipe.train.log_every == 0 or evaluating or saving:
+            ticking = done % recipe.train.log_every == 0 or evaluating or saving
+            if ticking:
                 reporter.tick(done, rate)
             if evaluating:
                 score, position = evaluate_run(run, position)
             stopping = stop.seen(done) and done < plan.total
-            if stopping and not (evaluating or saving) and done % recipe.train.log_every:
+            if stopping and not ticking:
                 reporter.tick(done, rate)
             if saving or stopping or position.best_step == done:
                 save(run, position)

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from drumline.data.order import evaluation_starts
 from drumline.data.views import Batch
 from drumline.launch.world import World
 from drumline.observe.display import make_display, progress
@@ -62,8 +63,8 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
     sets = prepare.prepare_sets(recipe, world)
     module, word = prepare.prepare_model(recipe, len(sets.train.classes), world, strict_head=True)
     display.note(word)
-    mine = len(range(world.rank * sets.eval_batch, len(sets.eval), world.size * sets.eval_batch))
-    bar = partial(progress, text="evaluating", total=mine) if world.first else iter
+    mine = evaluation_starts(samples=len(sets.eval), batch=sets.eval_batch, rank=world.rank, world=world.size)
+    bar = partial(progress, text="evaluating", total=len(mine)) if world.first else iter
     found = score_module(module, sets, recipe, world, through=bar)
     display.result(
         f"top-1 {found.accuracy:.2%} ({found.top1:,} of {found.samples:,}), top-5 {found.accuracy5:.2%}, "
