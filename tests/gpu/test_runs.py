@@ -156,24 +156,40 @@ def test_a_captured_run_on_photographs_with_workers_gives_the_same_bits(tmp_path
     assert captured == sha256(replace(on, data=replace(photos, workers=0)), tmp_path, "no-workers")
 
 
-def test_a_model_that_reads_the_device_trains_without_a_graph(tmp_path: Path) -> None:
-    """Not everything can be captured; then the run says why and goes on."""
-    recipe = replace(BASE, model=Model(name="tests.gpu.test_runs:reads_the_device"))
-    assert sha256(recipe, tmp_path, "plain") == sha256(
-        replace(recipe, train=replace(recipe.train, capture="off")), tmp_path, "off"
-    )
-    assert "the model cannot be captured" in (tmp_path / "plain" / "log.txt").read_text()
+@pytest.mark.parametrize(
+    ("factory", "reason"),
+    [("reads_the_device", "(it waits for the GPU inside the step"), ("waits_for_the_device", "(CUDA error")],
+)
+def test_a_model_that_cannot_be_captured_trains_without_a_graph(
+    factory: str, reason: str, tmp_path: Path
+) -> None:
+    """Not everything can be captured; then the run says why and goes on, dropout included. Reading is found by
+    looking for it, waiting only by a capture that fails."""
+    recipe = replace(BASE, model=Model(name=f"tests.gpu.test_runs:{factory}"))
+    off = replace(recipe, train=replace(recipe.train, capture="off"))
+    assert sha256(recipe, tmp_path, "plain") == sha256(off, tmp_path, "off")
+    assert f"the model cannot be captured {reason}" in (tmp_path / "plain" / "log.txt").read_text()
 
 
-class ReadsTheDevice(torch.nn.Module):
-    def __init__(self, classes: int) -> None:
+class Uncapturable(torch.nn.Module):
+    def __init__(self, classes: int, *, reads: bool) -> None:
         super().__init__()
         self.head = torch.nn.Linear(3, classes)
+        self.dropout = torch.nn.Dropout(0.5)
+        self.reads = reads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.mean(dim=(2, 3))
-        return self.head(x * (1.0 if x.sum().item() < 1e9 else 2.0))
+        x = self.dropout(x).mean(dim=(2, 3))
+        if self.reads:
+            x = x * (1.0 if x.sum().item() < 1e9 else 2.0)
+        else:
+            torch.cuda.synchronize()
+        return self.head(x)
 
 
 def reads_the_device(classes: int) -> torch.nn.Module:
-    return ReadsTheDevice(classes)
+    return Uncapturable(classes, reads=True)
+
+
+def waits_for_the_device(classes: int) -> torch.nn.Module:
+    return Uncapturable(classes, reads=False)

@@ -152,6 +152,8 @@ class TrainStep:
             if reads:
                 raise NotCapturable("it waits for the GPU inside the step, as .item() does")
             self.trainee.optimizer.zero_grad(set_to_none=True)
+            generator = torch.cuda.default_generators[self.world.device.index]
+            intact = generator.clone_state()
             try:
                 # Thread-local: the loader's thread that pins memory may allocate meanwhile.
                 with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -159,6 +161,8 @@ class TrainStep:
             except torch.cuda.OutOfMemoryError:
                 raise
             except RuntimeError as error:
+                # The state in use still waits for its capture to end, and would refuse the next dropout.
+                generator.graphsafe_set_state(intact)
                 raise NotCapturable(str(error).strip().splitlines()[0]) from error
             finally:
                 # torch does not return from the capturing stream when the capture fails.
@@ -227,7 +231,7 @@ class TrainStep:
 @contextmanager
 def _host_reads() -> Iterator[list[str]]:
     """Collects what torch says of operations that make the host wait for the GPU. Found here, they do not break
-    a capture, after which older torch versions leak memory."""
+    a capture: torch 2.11 never gives back what a broken one has allocated."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
