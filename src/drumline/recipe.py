@@ -45,10 +45,21 @@ class Data:
     size: AutoInt = "auto"
     """Side of the square image the model sees. `auto`: the stored size for arrays, 224 for image files."""
     workers: AutoInt = "auto"
-    """Loader processes per training process. Never changes a pixel or the order."""
+    """Threads or processes per training process that read and decode. Never changes a pixel or the order."""
+    pool: Literal["auto", "threads", "processes"] = "auto"
+    """What the workers are. `auto`: native threads where they measure faster (JPEG), else processes."""
+    decode: Literal["auto", "cpu", "gpu"] = "auto"
+    """Where JPEGs are decoded. `gpu`: by nvJPEG those that come out bit-equal to Pillow, the rest on the CPU.
+    `auto` measures both for a second and says what it took. The pixels are the same."""
     augment: Literal["auto", "none", "shift", "shift-flip", "crop-flip"] = "auto"
     """`shift`: pad by an eighth and crop back. `shift-flip`: with a mirror (CIFAR's usual).
     `crop-flip`: random resized crop with a mirror (ImageNet's usual). `auto` picks by source."""
+    jitter: tuple[float, ...] = ()
+    """Colour jitter as four strengths: brightness, contrast, saturation, hue (`0.4,0.4,0.4,0.1`). Empty: none."""
+    randaugment: tuple[int, ...] = ()
+    """RandAugment as two numbers: operations per sample, and magnitude from 0 to 30 (`2,9`). Empty: none."""
+    erasing: float = 0.0
+    """Probability that a box of a sample is erased to the mean colour."""
     mixup: float = 0.0
     """Alpha of mixup's Beta distribution; 0 turns it off."""
     cutmix: float = 0.0
@@ -58,6 +69,15 @@ class Data:
     Which ones depends on the sample's position alone, not on the seed."""
     eval_crop: float = 0.875
     """Evaluation of image files: the centre crop is this share of the resized short side."""
+    resize: Literal["pillow12", "pillow13"] = "pillow12"
+    """Whose resize to give, bit for bit, whatever is installed: Pillow up to 12, or from 13 on, which differs."""
+    interpolation: Literal["bilinear", "bicubic", "box", "lanczos"] = "bilinear"
+    """Filter of the resize."""
+    strict: bool = False
+    """Stop at the first sample that cannot be read. Else a broken training sample is replaced by another one (the
+    same on every run), a broken evaluation image is black, and all are listed at the end."""
+    bad_limit: float = 0.01
+    """Share of a set's samples that may be broken before the run stops."""
     exif: Literal["ignore", "apply"] = "ignore"
     """EXIF orientation of image files. `ignore` gives the pixels that torchvision and timm train on."""
     mean: tuple[float, ...] = ()

@@ -55,9 +55,11 @@ def _bounds(recipe: Recipe) -> Iterator[Problem]:
         ("data.batch", 1),
         ("data.size", 1),
         ("data.workers", 0),
+        ("data.erasing", 0),
         ("data.mixup", 0),
         ("data.cutmix", 0),
         ("data.holdout", 0),
+        ("data.bad_limit", 0),
         ("model.classes", 2),
         ("optim.lr", 0),
         ("optim.reference_batch", 1),
@@ -89,7 +91,9 @@ def _bounds(recipe: Recipe) -> Iterator[Problem]:
         ("run.seed", 2**63 - 1),
         ("data.mixup", 8),
         ("data.cutmix", 8),
+        ("data.erasing", 1),
         ("data.eval_crop", 1),
+        ("data.bad_limit", 1),
         ("optim.final_lr", 1),
     )
     below: tuple[tuple[str, float], ...] = (
@@ -110,6 +114,15 @@ def _bounds(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(name, "too large", f"give less than {high}")
     if recipe.data.eval_crop <= 0:
         yield Problem("data.eval_crop", "leaves nothing to see", "give 0.875, or 1 for the whole image")
+    jitter, randaugment = recipe.data.jitter, recipe.data.randaugment
+    if jitter and (len(jitter) != 4 or min(jitter) < 0 or jitter[-1] > 0.5):
+        yield Problem(
+            "data.jitter", "not four strengths", "give brightness, contrast, saturation, and hue up to 0.5"
+        )
+    if randaugment and (len(randaugment) != 2 or randaugment[0] < 1 or not 0 <= randaugment[1] <= 30):
+        yield Problem(
+            "data.randaugment", "not operations and magnitude", "give for example 2,9; magnitudes end at 30"
+        )
     for name in ("data.mean", "data.std"):
         values = value_of(recipe, name)
         if len(values) not in (0, 1, 3):

@@ -31,6 +31,10 @@ class Purpose(IntEnum):
     MIX_SHARE = 5
     MIX_BOX = 6
     MODEL = 9
+    ERASE = 10
+    JITTER = 11
+    RANDAUGMENT = 12
+    SUBSTITUTE = 13
 
 
 def bits(

@@ -1,61 +1,54 @@
-"""Batches on the device, in order, one ahead of the step.
+"""Batches on the device, in order, ahead of the step.
 
-Promises: the sequence of batches depends on the requests alone, never on the number of workers; loader
-processes open the source themselves, so no data travels through process start; resuming needs only the
-requests still to come. A broken sample surfaces here as the `UserError` it was in the worker.
+Promises: the sequence of batches depends on the requests alone, never on the kind or number of workers; resuming
+needs only the requests still to come; what is under way is bounded and its buffers are used again, so nothing grows.
+The feed runs in a thread of its own and copies on a stream of its own: the step finds its batch on the device. A
+broken sample is dealt with as the view says and noted in the ledger; a refusal surfaces as the `UserError` it was.
 """
 
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import os
-import signal
-import threading
-import warnings
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass
-from multiprocessing.connection import wait
+from typing import Literal
 
 import torch
-from torch.utils.data import DataLoader, Dataset
 
+from drumline import native
+from drumline.data.ahead import ahead
+from drumline.data.augment import apply
+from drumline.data.batch import Made, make_batch
+from drumline.data.ledger import Ledger
 from drumline.data.order import Request
-from drumline.data.sources import ArraySource, Source, SourceSpec, open_source
-from drumline.data.views import Batch, View, make_batch
-from drumline.errors import UserError
+from drumline.data.processes import process_batches
+from drumline.data.sources import ArraySource, EncodedSource, Source, SourceSpec
+from drumline.data.threads import threaded_batches
+from drumline.data.views import Batch, View
+from drumline.data.window import Bad
 from drumline.launch.machine import cores_per_process
 
 Batches = Generator[Batch, None, None]
 """An iterator to be closed when no more batches are wanted: that ends its workers."""
 RESIDENT_BATCHES = 8
+READY = 2
+"""Batches that wait on the device for the step."""
 
 
 @dataclass(frozen=True)
-class _Refusal:
-    """A `UserError` on its way out of a worker; torch would otherwise wrap it into a traceback."""
+class Workers:
+    """Who makes the batches: native threads, processes, or (0 of either) the feed's own thread."""
 
-    what: str
-    fix: str
+    kind: Literal["threads", "processes"]
+    count: int
 
-
-class _Maker(Dataset[Batch | _Refusal]):
-    """Makes the batch of a request; opens the source on first use in each process."""
-
-    def __init__(self, spec: SourceSpec, view: View, seed: int, source: Source | None = None) -> None:
-        self.spec, self.view, self.seed, self.source = spec, view, seed, source
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"spec": self.spec, "view": self.view, "seed": self.seed, "source": None}
-
-    def __getitem__(self, request: Request) -> Batch | _Refusal:
-        try:
-            if self.source is None:
-                self.source = open_source(self.spec)
-            return make_batch(self.source, self.view, self.seed, request)
-        except UserError as error:
-            return _Refusal(error.what, error.fix)
+    def __str__(self) -> str:
+        if self.count == 0:
+            return "no workers"
+        return (
+            f"{self.count} {self.kind if self.count > 1 else self.kind.removesuffix('s').removesuffix('e')}"
+        )
 
 
 def batches(
@@ -64,12 +57,20 @@ def batches(
     view: View,
     seed: int,
     requests: Iterable[Request],
-    workers: int,
+    workers: Workers,
     device: torch.device,
+    ledger: Ledger,
 ) -> Batches:
     """The batches of the requests, in their order, on the device. Close the iterator to end the workers."""
-    host = _host_batches(spec, source, view, seed, requests, workers, pin=device.type == "cuda")
-    return _ahead(host, device) if device.type == "cuda" else host
+    room = PinnedRing() if device.type == "cuda" else None
+    host = _host_batches(spec, source, view, seed, requests, workers, room)
+    made = _on_device(host, device, room) if room else _on_host(host)
+    # An array batch on a CPU is cut faster than another thread could be told to cut it.
+    running_ahead = ahead(made, READY) if isinstance(source, EncodedSource) or device.type == "cuda" else made
+    with closing(running_ahead) as feed:
+        for batch, bad, copied in feed:
+            ledger.add(bad)
+            yield _handed_over(batch, copied, device)
 
 
 def resident_batches(
@@ -78,18 +79,41 @@ def resident_batches(
     """A few batches made once and repeated for ever: what the model takes when data costs nothing. Used for
     synthetic data; step n always gets batch n mod RESIDENT_BATCHES."""
     pool = [
-        Batch(*(tensor.to(device) for tensor in make_batch(source, view, seed, request)))
+        Batch(*(tensor.to(device) for tensor in make_batch(source, view, seed, request).batch))
         for request in itertools.islice(requests, RESIDENT_BATCHES)
     ]
     rotated = [pool[(first_step + i) % len(pool)] for i in range(len(pool))]
     yield from itertools.cycle(rotated)
 
 
-def default_workers(source: Source, local_processes: int) -> int:
-    """Arrays are cut faster than they could be sent between processes; files want every core."""
+def default_workers(source: Source, local_processes: int) -> Workers:
+    """Arrays are cut faster than they could be sent between processes; files want every core. Threads where the
+    native part decodes, processes where Python does: threads of Python would wait for each other."""
     if isinstance(source, ArraySource):
-        return 0
-    return cores_per_process(local_processes)
+        return Workers("threads", 0)
+    kind: Literal["threads", "processes"] = "threads" if native.decodes_jpeg() else "processes"
+    return Workers(kind, cores_per_process(local_processes))
+
+
+class PinnedRing:
+    """Page-locked buffers for the pixels of batches on their way to the device, each used again once copied."""
+
+    def __init__(self) -> None:
+        self.free: list[torch.Tensor] = []
+        self.leaving: list[tuple[torch.cuda.Event, torch.Tensor]] = []
+
+    def take(self, *shape: int) -> torch.Tensor:
+        """Room for uint8 pixels."""
+        while self.leaving and self.leaving[0][0].query():
+            self.free.append(self.leaving.pop(0)[1])
+        for place, buffer in enumerate(self.free):
+            if buffer.shape == shape:
+                return self.free.pop(place)
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+
+    def give_back(self, buffer: torch.Tensor, copied: torch.cuda.Event) -> None:
+        """The buffer may be used again after the event."""
+        self.leaving.append((copied, buffer))
 
 
 def _host_batches(
@@ -98,99 +122,59 @@ def _host_batches(
     view: View,
     seed: int,
     requests: Iterable[Request],
-    workers: int,
-    pin: bool,
-) -> Batches:
-    if workers == 0:
-        maker = _Maker(spec, view, seed, source)
-        for request in requests:
-            batch = _checked(maker[request])
-            yield Batch(*(tensor.pin_memory() for tensor in batch)) if pin else batch
-        return
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["drumline.data.forkserver", "drumline.data.loader"])
-    with warnings.catch_warnings():
-        # The number of workers is the user's choice, or ours from the cores we may use.
-        warnings.filterwarnings("ignore", message="This DataLoader will create")
-        loader = DataLoader(
-            _Maker(spec, view, seed),
-            sampler=_Requests(requests),
-            batch_size=None,
-            num_workers=workers,
-            pin_memory=pin,
-            prefetch_factor=2,
-            multiprocessing_context=context,
-            worker_init_fn=_start_worker,
-            # Its own generator: the loader must not draw from the global one, whose state belongs to the model.
-            generator=torch.Generator().manual_seed(0),
-        )
-        iterator = iter(loader)
-    try:
-        for batch in iterator:
-            yield _checked(batch)
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        raise UserError(
-            f"a loader process was killed ({str(error).splitlines()[0]})",
-            "out of memory? See `dmesg`, and try fewer data.workers or a smaller data.batch; "
-            "then go on with --checkpoint.resume auto",
-        ) from error
-    finally:
-        del iterator
+    workers: Workers,
+    room: PinnedRing | None,
+) -> Generator[Made, None, None]:
+    if workers.count == 0 or isinstance(source, ArraySource):
+        yield from (make_batch(source, view, seed, request) for request in requests)
+    elif workers.kind == "processes" or not native.decodes_jpeg():
+        yield from process_batches(spec, view, seed, requests, workers.count)
+    else:
+        take = room.take if room else _fresh
+        yield from threaded_batches(source, view, seed, requests, workers.count, take)
 
 
-def _ahead(host: Batches, device: torch.device) -> Batches:
-    """Copies each batch on a side stream while the step before it computes."""
-    stream = torch.cuda.Stream(device)
-    ready: tuple[Batch, torch.cuda.Event] | None = None
+def _fresh(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.uint8)
+
+
+Ready = tuple[Batch, tuple[Bad, ...], torch.cuda.Event | None]
+
+
+def _on_host(host: Generator[Made, None, None]) -> Generator[Ready, None, None]:
     with closing(host):
-        for host_batch in host:
-            with torch.cuda.stream(stream):
-                batch = Batch(*(tensor.to(device, non_blocking=True) for tensor in host_batch))
+        for batch, plan, bad in host:
+            yield batch._replace(images=apply(batch.images, plan)) if plan else batch, bad, None
+
+
+def _on_device(
+    host: Generator[Made, None, None], device: torch.device, room: PinnedRing
+) -> Generator[Ready, None, None]:
+    """Copies each batch on a side stream and augments its pixels there."""
+    stream = torch.cuda.Stream(device)
+    with closing(host):
+        for batch, plan, bad in host:
+            pixels = batch.images
+            if not pixels.is_pinned():
+                pixels = room.take(*batch.images.shape)
+                pixels.copy_(batch.images)
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                images = pixels.to(device, non_blocking=True)
                 copied = torch.cuda.Event()
                 copied.record(stream)
-            if ready is not None:
-                yield _handed_over(ready, torch.cuda.current_stream(device))
-            ready = (batch, copied)
+                room.give_back(pixels, copied)
+                others = (tensor.pin_memory().to(device, non_blocking=True) for tensor in batch[1:])
+                moved = Batch(apply(images, plan) if plan else images, *others)
+                ready = torch.cuda.Event()
+                ready.record(stream)
+            yield moved, bad, ready
+
+
+def _handed_over(batch: Batch, ready: torch.cuda.Event | None, device: torch.device) -> Batch:
+    """The step's stream waits for the copy, and the memory is kept until that stream is done with it."""
     if ready is not None:
-        yield _handed_over(ready, torch.cuda.current_stream(device))
-
-
-def _handed_over(ready: tuple[Batch, torch.cuda.Event], stream: torch.cuda.Stream) -> Batch:
-    batch, copied = ready
-    stream.wait_event(copied)
-    for tensor in batch:
-        tensor.record_stream(stream)
+        stream = torch.cuda.current_stream(device)
+        stream.wait_event(ready)
+        for tensor in batch:
+            tensor.record_stream(stream)
     return batch
-
-
-def _checked(result: Batch | _Refusal) -> Batch:
-    if isinstance(result, _Refusal):
-        raise UserError(result.what, result.fix)
-    return result
-
-
-class _Requests:
-    """torch wants a re-iterable sampler; ours is walked once."""
-
-    def __init__(self, requests: Iterable[Request]) -> None:
-        self.requests = requests
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self.requests)
-
-
-def _start_worker(index: int) -> None:
-    """Stop requests are for the trainer, and a worker must not outlive it. torch's own watchdog looks at the parent
-    process, which is the fork server; and that one lives as long as a worker does."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_trainer, daemon=True).start()
-
-
-def _end_with_trainer() -> None:
-    trainer = multiprocessing.parent_process()
-    assert trainer is not None
-    wait([trainer.sentinel])
-    os._exit(1)

@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from drumline.data.loader import Batches, batches, default_workers, resident_batches
+from drumline.data.augment import Augmentation, mean_colour
+from drumline.data.ledger import Ledger
+from drumline.data.loader import Batches, Workers, batches, default_workers, resident_batches
 from drumline.data.order import evaluation_requests, share, steps_per_epoch, training_requests
 from drumline.data.sources import ArraySource, Source, SourceSpec, detect_source, open_source
 from drumline.data.sources import channel_statistics as measured_statistics
@@ -49,7 +51,9 @@ class Sets:
     view: View
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    workers: int
+    workers: Workers
+    bad: tuple[Ledger, Ledger]
+    """Broken samples met so far, of the training and of the evaluation set."""
 
     @property
     def eval_batch(self) -> int:
@@ -72,7 +76,14 @@ class Sets:
                 self.train, self.view, recipe.run.seed, requests, first_step, world.device
             )
         return batches(
-            self.train_spec, self.train, self.view, recipe.run.seed, requests, self.workers, world.device
+            self.train_spec,
+            self.train,
+            self.view,
+            recipe.run.seed,
+            requests,
+            self.workers,
+            world.device,
+            self.bad[0],
         )
 
     def evaluation(self, recipe: Recipe, world: World) -> Batches:
@@ -81,7 +92,16 @@ class Sets:
             samples=len(self.eval), batch=self.eval_batch, rank=world.rank, world=world.size
         )
         view = self.view.for_evaluation()
-        return batches(self.eval_spec, self.eval, view, recipe.run.seed, requests, self.workers, world.device)
+        return batches(
+            self.eval_spec,
+            self.eval,
+            view,
+            recipe.run.seed,
+            requests,
+            self.workers,
+            world.device,
+            self.bad[1],
+        )
 
 
 @dataclass(frozen=True)
@@ -113,6 +133,7 @@ def prepare_sets(recipe: Recipe, world: World) -> Sets:
     train_spec = SourceSpec(source=name, path=data.path, split="train", holdout=data.holdout)
     eval_spec = SourceSpec(source=name, path=data.path, split="eval", holdout=data.holdout)
     train, evaluation = open_source(train_spec), open_source(eval_spec)
+    mean, std = _statistics(data, train)
     view = View(
         size=_size(data, train),
         augment=_augment(data, name, train),
@@ -120,10 +141,19 @@ def prepare_sets(recipe: Recipe, world: World) -> Sets:
         exif=data.exif,
         mixup=data.mixup,
         cutmix=data.cutmix,
+        resize=data.resize,
+        interpolation=data.interpolation,
+        augmentation=_augmentation(data, mean),
+        on_bad="raise" if data.strict else "substitute",
     )
-    mean, std = _statistics(data, train)
-    workers = default_workers(train, world.local_size) if data.workers == "auto" else data.workers
-    return Sets(name, train_spec, eval_spec, train, evaluation, view, mean, std, workers)
+    bad = (
+        Ledger("training", len(train), data.bad_limit),
+        Ledger("evaluation", len(evaluation), data.bad_limit),
+    )
+    workers = default_workers(train, world.local_size)
+    if data.workers != "auto":
+        workers = Workers(workers.kind, data.workers)
+    return Sets(name, train_spec, eval_spec, train, evaluation, view, mean, std, workers, bad)
 
 
 def prepare_plan(recipe: Recipe, samples: int, world: World) -> Plan:
@@ -302,6 +332,17 @@ def _augment(data: Data, name: str, source: Source) -> Augment:
             "use crop-flip or none",
         )
     return data.augment
+
+
+def _augmentation(data: Data, mean: tuple[float, ...]) -> Augmentation:
+    brightness, contrast, saturation, hue = data.jitter or (0.0,) * 4
+    operations, magnitude = data.randaugment or (0, 0)
+    return Augmentation(
+        jitter=(brightness, contrast, saturation, hue),
+        randaugment=(operations, magnitude),
+        erasing=data.erasing,
+        fill=mean_colour(mean),
+    )
 
 
 def _statistics(data: Data, source: Source) -> tuple[tuple[float, ...], tuple[float, ...]]:

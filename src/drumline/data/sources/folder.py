@@ -45,6 +45,10 @@ class FolderSource(EncodedSource):
     def where(self, sample: int) -> str:
         return self._files.path(int(self._rows[sample]))
 
+    def paths(self, samples: NDArray[np.integer]) -> list[bytes]:
+        """The paths of many samples, as the system writes them."""
+        return [os.fsencode(self._files.path(row)) for row in self._rows[samples].tolist()]
+
 
 def open_folder(spec: SourceSpec) -> FolderSource:
     """The files of a split: `train/` and `val/` (or valid, validation, test) below the path, or class folders

@@ -1,0 +1,57 @@
+"""An iterator that works in a thread of its own, a few items ahead.
+
+Promises: items come in order; what the thread raises is raised where the item was wanted; closing ends the thread
+before it returns, so that whatever the iterator holds (processes, files, buffers) is given back.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Generator, Iterator
+from typing import TypeVar
+
+Item = TypeVar("Item")
+_END = object()
+
+
+def ahead(items: Iterator[Item], ready: int) -> Generator[Item, None, None]:
+    """The items of an iterator, with up to `ready` of them waiting. Closes the iterator at the end."""
+    waiting: queue.Queue[tuple[object, BaseException | None]] = queue.Queue(ready)
+    closing = threading.Event()
+
+    def put(item: object, error: BaseException | None = None) -> bool:
+        while not closing.is_set():
+            try:
+                waiting.put((item, error), timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def work() -> None:
+        try:
+            for item in items:
+                if not put(item):
+                    break
+            put(_END)
+        except BaseException as error:
+            put(_END, error)
+        finally:
+            close = getattr(items, "close", None)
+            if close is not None:
+                close()
+
+    thread = threading.Thread(target=work, name="drumline-feed", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = waiting.get()
+            if error is not None:
+                raise error
+            if item is _END:
+                return
+            yield item  # type: ignore[misc]
+    finally:
+        closing.set()
+        thread.join()

@@ -1,0 +1,113 @@
+"""Batches made by processes: the way for what Python decodes, since threads of Python would wait for each other.
+
+Promises: the batches of `make_batch`, in the order of the requests, for any number of processes; each opens the
+source itself, so no data travels through process start; none outlives the trainer. A `UserError` in a worker
+surfaces here.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from drumline.data.batch import Made, make_batch
+from drumline.data.order import Request
+from drumline.data.sources import Source, SourceSpec, open_source
+from drumline.data.views import View
+from drumline.errors import UserError
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """A `UserError` on its way out of a worker; torch would otherwise wrap it into a traceback."""
+
+    what: str
+    fix: str
+
+
+class _Maker(Dataset["Made | _Refusal"]):
+    """Makes the batch of a request; opens the source on first use in each process."""
+
+    def __init__(self, spec: SourceSpec, view: View, seed: int) -> None:
+        self.spec, self.view, self.seed = spec, view, seed
+        self.source: Source | None = None
+
+    def __getitem__(self, request: Request) -> Made | _Refusal:
+        try:
+            if self.source is None:
+                self.source = open_source(self.spec)
+            return make_batch(self.source, self.view, self.seed, request)
+        except UserError as error:
+            return _Refusal(error.what, error.fix)
+
+
+def process_batches(
+    spec: SourceSpec, view: View, seed: int, requests: Iterable[Request], workers: int
+) -> Generator[Made, None, None]:
+    """The batches of the requests, in their order."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["drumline.data.forkserver", "drumline.data.processes"])
+    with warnings.catch_warnings():
+        # The number of workers is the user's choice, or ours from the cores we may use.
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        loader = DataLoader(
+            _Maker(spec, view, seed),
+            sampler=_Requests(requests),
+            batch_size=None,
+            num_workers=workers,
+            prefetch_factor=2,
+            multiprocessing_context=context,
+            worker_init_fn=_start_worker,
+            # Its own generator: the loader must not draw from the global one, whose state belongs to the model.
+            generator=torch.Generator().manual_seed(0),
+        )
+        iterator = iter(loader)
+    try:
+        for result in iterator:
+            if isinstance(result, _Refusal):
+                raise UserError(result.what, result.fix)
+            yield result
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise UserError(
+            f"a loader process was killed ({str(error).splitlines()[0]})",
+            "out of memory? See `dmesg`, and try fewer data.workers or a smaller data.batch; "
+            "then go on with --checkpoint.resume auto",
+        ) from error
+    finally:
+        del iterator
+
+
+class _Requests:
+    """torch wants a re-iterable sampler; ours is walked once."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self.requests = requests
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.requests)
+
+
+def _start_worker(index: int) -> None:
+    """Stop requests are for the trainer, and a worker must not outlive it. torch's own watchdog looks at the parent
+    process, which is the fork server; and that one lives as long as a worker does."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_trainer, daemon=True).start()
+
+
+def _end_with_trainer() -> None:
+    trainer = multiprocessing.parent_process()
+    assert trainer is not None
+    wait([trainer.sentinel])
+    os._exit(1)

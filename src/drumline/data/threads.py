@@ -1,0 +1,211 @@
+"""Batches made by native threads: files are read ahead in the order they are wanted, then cut where they lie.
+
+Promises: the batches of `make_batch`, bit for bit, whatever the number of threads. Python does nothing per sample on
+the usual way (a JPEG that the native part takes); the rest goes through `find_window` in Python threads. Memory is
+bounded: a fixed number of batches is under way, and their buffers are used again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from drumline import native
+from drumline.data.batch import Made, finished
+from drumline.data.decode import MAX_PIXELS
+from drumline.data.geometry import COLUMNS, Column
+from drumline.data.order import Request
+from drumline.data.sources import EncodedSource
+from drumline.data.sources.base import MappedFiles
+from drumline.data.sources.folder import FolderSource
+from drumline.data.views import View
+from drumline.data.window import Bad, Found, find_window
+from drumline.errors import UserError
+from drumline.native import Pool, Work
+
+READ_AHEAD, MADE_AHEAD = 2, 2
+"""Batches whose files are being read, and batches whose windows are being made, beside the one waited for."""
+READERS = 8
+"""Threads that read files: they wait for the disk, not for a core."""
+Room = Callable[..., torch.Tensor]
+"""Called with a shape, gives room for pixels; the room leaves with the batch."""
+
+
+def threaded_batches(
+    source: EncodedSource,
+    view: View,
+    seed: int,
+    requests: Iterable[Request],
+    threads: int,
+    room: Room,
+) -> Generator[Made, None, None]:
+    """The batches of the requests, in their order. Close the generator to end the threads."""
+    makers, readers = Pool(threads), Pool(READERS)
+    rest = ThreadPoolExecutor(threads, thread_name_prefix="drumline-sample")
+    free: list[Slot] = []
+    reading: deque[Slot] = deque()
+    making: deque[Slot] = deque()
+
+    def move(reads: int, makes: int) -> Generator[Made, None, None]:
+        """Passes batches on until no more than these are under way."""
+        while len(reading) > reads:
+            reading[0].make(readers, makers, rest)
+            making.append(reading.popleft())
+        while len(making) > makes:
+            yield making[0].finish(rest)
+            free.append(making.popleft())
+
+    try:
+        for request in requests:
+            slot = free.pop() if free else Slot(source, view, seed)
+            reading.append(slot)
+            images = room(len(request.samples), view.size, view.size, 3)
+            slot.read(request, images, readers, rest)
+            yield from move(READ_AHEAD, MADE_AHEAD)
+        yield from move(0, 0)
+    finally:
+        rest.shutdown(wait=True, cancel_futures=True)
+        for slot in (*reading, *making):
+            slot.settle()
+        readers.close()
+        makers.close()
+        for slot in (*free, *reading, *making):
+            slot.arrays.free_files()
+
+
+class Slot:
+    """One batch under way, and the arrays it shares with the native threads."""
+
+    def __init__(self, source: EncodedSource, view: View, seed: int) -> None:
+        self.source, self.view, self.seed = source, view, seed
+        self.request = Request(0, np.empty(0, np.int64))
+        self.images = torch.empty(0, dtype=torch.uint8)
+        self.arrays = Arrays(0)
+        self.borrowed: list[object] = []
+        """What native threads read from and Python must keep alive: paths, or bytes that Python read."""
+        self.sound: Future[NDArray[np.bool_]] | None = None
+        self.loads: list[Future[bytes]] = []
+        self.by_python: dict[int, Future[Found]] = {}
+        self.under_way: tuple[Pool, int] | None = None
+
+    def read(self, request: Request, images: torch.Tensor, readers: Pool, rest: ThreadPoolExecutor) -> None:
+        """Begins to fetch the encoded samples."""
+        self.request, self.images = request, images
+        count, samples = len(request.samples), request.samples
+        if len(self.arrays.lengths) != count:
+            self.arrays.free_files()
+            self.arrays = Arrays(count)
+        if isinstance(self.source, MappedFiles):
+            self.arrays.data[:], self.arrays.lengths[:] = self.source.pointers(samples)
+            self.sound = rest.submit(self.source.sound_jpegs, samples)
+            self._submit(readers, native.READ_SIZES)
+        elif isinstance(self.source, FolderSource):
+            paths = (ctypes.c_char_p * count)(*self.source.paths(samples))
+            self.borrowed = [paths]
+            self._submit(readers, native.READ_FILES, paths)
+        else:
+            self.loads = [rest.submit(self.source.read, sample) for sample in samples.tolist()]
+
+    def make(self, readers: Pool, makers: Pool, rest: ThreadPoolExecutor) -> None:
+        """Decides what is cut, once the stored sizes are known, and begins to cut it."""
+        if self.loads:
+            self._take_loads(readers)
+        self.settle()
+        arrays, epoch, samples = self.arrays, self.request.epoch, self.request.samples
+        wide, high, has_exif = arrays.stored.T.astype(np.int64)
+        natively = (arrays.status == 0) & (wide > 0) & (wide * high <= MAX_PIXELS)
+        if self.view.exif == "apply":
+            natively &= has_exif == 0
+        if self.sound is not None:
+            natively &= self.sound.result()
+        sizes = np.where(natively[:, None], arrays.stored[:, :2], 1)
+        arrays.geometry[:] = self.view.geometry(self.seed, epoch, samples, sizes)
+        natively &= (
+            arrays.geometry[:, Column.WIDTH].astype(np.int64) * arrays.geometry[:, Column.HEIGHT]
+            <= MAX_PIXELS
+        )
+        arrays.stored[~natively] = 0
+        for slot in np.flatnonzero(~natively).tolist():
+            self._leave_to_python(slot, rest)
+        self._submit(makers, native.MAKE_WINDOWS)
+
+    def finish(self, rest: ThreadPoolExecutor) -> Made:
+        """The batch, once it is whole."""
+        self.settle()
+        for slot in np.flatnonzero(self.arrays.status != native.DONE).tolist():
+            if slot not in self.by_python:
+                self._leave_to_python(slot, rest)
+        labels, bad = self.source.labels[self.request.samples], list[Bad]()
+        for slot in sorted(self.by_python):
+            found = self.by_python[slot].result()
+            self.images[slot] = torch.from_numpy(found.pixels)
+            labels[slot] = found.label
+            bad += found.bad
+        self.by_python, self.borrowed, self.sound = {}, [], None
+        return finished(self.images, labels, tuple(bad), self.view, self.seed, self.request)
+
+    def settle(self) -> None:
+        """Waits for the native threads to be done with the arrays."""
+        if self.under_way is not None:
+            pool, job = self.under_way
+            pool.wait(job)
+            self.under_way = None
+
+    def _leave_to_python(self, slot: int, rest: ThreadPoolExecutor) -> None:
+        sample = int(self.request.samples[slot])
+        self.by_python[slot] = rest.submit(
+            find_window, self.source, self.view, self.seed, self.request.epoch, sample
+        )
+
+    def _take_loads(self, readers: Pool) -> None:
+        """Bytes that Python read; what could not be read is left to `find_window`, which says why."""
+        for slot, load in enumerate(self.loads):
+            data = b"" if isinstance(load.exception(), UserError) else load.result()
+            self.borrowed.append(data)
+            self.arrays.data[slot] = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+            self.arrays.lengths[slot] = len(data)
+        self.loads = []
+        self._submit(readers, native.READ_SIZES)
+
+    def _submit(self, pool: Pool, kind: int, paths: ctypes.Array[ctypes.c_char_p] | None = None) -> None:
+        view, arrays = self.view, self.arrays
+        work = Work(
+            kind=kind,
+            count=len(arrays.lengths),
+            size=view.size,
+            filter=native.FILTERS[view.interpolation],
+            version13=view.resize == "pillow13",
+            paths=ctypes.addressof(paths) if paths is not None else None,
+            data=arrays.data.ctypes.data,
+            lengths=arrays.lengths.ctypes.data,
+            rooms=arrays.rooms.ctypes.data,
+            stored=arrays.stored.ctypes.data,
+            geometry=arrays.geometry.ctypes.data,
+            out=self.images.data_ptr(),
+            status=arrays.status.ctypes.data,
+        )
+        self.under_way = (pool, pool.submit(work))
+
+
+class Arrays:
+    """What a batch of n samples shares with the native threads, a row each."""
+
+    def __init__(self, count: int) -> None:
+        self.data = np.zeros(count, np.uint64)
+        self.lengths = np.zeros(count, np.int64)
+        self.rooms = np.zeros(count, np.int64)
+        """Bytes allocated at `data` by native threads; 0 where the data is somebody else's."""
+        self.stored = np.zeros((count, native.STORED), np.int32)
+        self.geometry = np.zeros((count, COLUMNS), np.int32)
+        self.status = np.zeros(count, np.int32)
+
+    def free_files(self) -> None:
+        """Gives back what native threads allocated."""
+        if self.rooms.any():
+            native.free_files(self.data, self.rooms)

@@ -1,0 +1,119 @@
+"""One sample's bytes to the square of pixels that the model sees, or to a substitute's when they are broken.
+
+Promises: the same pixels with and without the native part; whatever Pillow refuses is refused, with its name. A
+broken sample's substitute is a function of (seed, epoch, sample id), so every run and every world size takes the same
+one; it is seen with the broken sample's own crop draws and brings its own label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drumline import native
+from drumline.data.decode import MAX_PIXELS, decode
+from drumline.data.draws import Purpose, bits
+from drumline.data.geometry import Column, Geometry
+from drumline.data.resize import resize_by_pillow, vertical_first
+from drumline.data.sources import EncodedSource
+from drumline.data.views import View
+from drumline.errors import UserError
+
+Window = NDArray[np.uint8]
+SUBSTITUTES = 100
+"""Tries before a set is called unreadable."""
+
+
+class Bad(NamedTuple):
+    """A sample that could not be read or decoded."""
+
+    sample: int
+    what: str
+
+
+class Found(NamedTuple):
+    """What stands in a slot of the batch: pixels, the label that goes with them, and what was broken on the way."""
+
+    pixels: Window
+    label: int
+    bad: tuple[Bad, ...] = ()
+
+
+def find_window(source: EncodedSource, view: View, seed: int, epoch: int, sample: int) -> Found:
+    """The window of a sample; of a broken one what `view.on_bad` says."""
+    bad: list[Bad] = []
+    candidate = sample
+    for attempt in range(SUBSTITUTES):
+        try:
+            data, where = source.read(candidate), source.where(candidate)
+            pixels = window_of(data, where, view, lambda sizes: view.geometry(seed, epoch, [sample], sizes))
+            return Found(pixels, int(source.labels[candidate]), tuple(bad))
+        except UserError as error:
+            if view.on_bad == "raise":
+                raise
+            bad.append(Bad(candidate, error.what))
+        if view.on_bad == "black":
+            return Found(
+                np.zeros((view.size, view.size, 3), np.uint8), int(source.labels[sample]), tuple(bad)
+            )
+        candidate = substitute(seed, epoch, sample, attempt, len(source))
+    raise UserError(
+        f"{SUBSTITUTES} samples in a row cannot be read, the last of them: {bad[-1].what}",
+        fix="check the disk or the network share; `drumline verify` lists every broken sample",
+    )
+
+
+def substitute(seed: int, epoch: int, sample: int, attempt: int, samples: int) -> int:
+    """Which sample to try in the place of a broken one."""
+    high, low = bits(seed, epoch, np.array([sample]), Purpose.SUBSTITUTE, attempt)[0, :2].tolist()
+    return int((high << 32 | low) % samples)
+
+
+def window_of(
+    data: bytes, where: str, view: View, geometry: Callable[[NDArray[np.int32]], Geometry]
+) -> Window:
+    """The window of an encoded image; `geometry` tells what to cut once the stored size is known."""
+    stored = native.jpeg_size(data) if native.decodes_jpeg() else None
+    if stored is not None and _takes_natively(stored, view):
+        row = geometry(np.array([stored[:2]], np.int32))[0]
+        _check_geometry(row, where)
+        pixels = native.jpeg_window(data, stored[:2], row, view.size, view.interpolation, view.resize)
+        if pixels is not None:
+            return pixels
+    image = np.asarray(decode(data, where, view.exif))
+    row = geometry(np.array([image.shape[1::-1]], np.int32))[0]
+    _check_geometry(row, where)
+    return cut(image, row, view)
+
+
+def cut(image: Window, row: NDArray[np.int32], view: View) -> Window:
+    """The window that a geometry row asks for, of a decoded image (1 or 3 channels)."""
+    left, top, right, bottom, width, height, x, y, mirror = row.tolist()
+    columns_first = vertical_first(view.resize, right - left, bottom - top, width, height)
+    size = view.size
+    if native.available():
+        return native.window(image, row, (size, size), view.interpolation, columns_first)
+    resized = resize_by_pillow(
+        image[top:bottom, left:right], (width, height), columns_first, view.interpolation
+    )
+    window = resized[y : y + size, x : x + size]
+    return np.ascontiguousarray(window[:, ::-1] if mirror else window)
+
+
+def _takes_natively(stored: tuple[int, int, int], view: View) -> bool:
+    """Whether the native part may decode this JPEG: within limits, and not to be turned."""
+    width, height, has_exif = stored
+    return width * height <= MAX_PIXELS and not (has_exif and view.exif == "apply")
+
+
+def _check_geometry(row: NDArray[np.int32], where: str) -> None:
+    """Refuses an image so long and thin that resizing its short side would make it huge."""
+    if int(row[Column.WIDTH]) * int(row[Column.HEIGHT]) > MAX_PIXELS:
+        left, top, right, bottom = row[:4].tolist()
+        raise UserError(
+            f"{where} is {right - left} x {bottom - top} pixels, too elongated to be resized by its short side",
+            fix="crop it, or remove it from the data",
+        )

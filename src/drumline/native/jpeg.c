@@ -1,0 +1,230 @@
+/* The part of a JPEG that a crop needs, decoded by libjpeg-turbo and resized row by row as it appears.
+ *
+ * Pixels are those of a full decode: libjpeg smooths chroma over block borders, so a pixel more is decoded on each
+ * side than is used. Whatever is unusual is left to Pillow, so that both paths accept the same files and give the
+ * same pixels: other colour spaces, any warning of libjpeg's, and files whose coded data does not run clean to its
+ * end marker. The last is looked at before rows below the crop are left undecoded: bytes that hold no marker can
+ * make libjpeg warn but never fail, and Pillow passes over warnings. */
+#include "drumline.h"
+
+#include <string.h>
+
+#ifdef DRUMLINE_JPEG
+#include <setjmp.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include <jpeglib.h>
+
+typedef struct {
+    struct jpeg_error_mgr base;
+    jmp_buf jump;
+} Errors;
+
+static void leave(j_common_ptr info) { longjmp(((Errors *)info->err)->jump, 1); }
+
+static void count(j_common_ptr info, int level) {
+    if (level < 0) info->err->num_warnings++;
+}
+
+static void silent(j_common_ptr info) { (void)info; }
+
+/* Whether coded data holds nothing but stuffed bytes and restart markers up to its end marker. */
+static int runs_clean(const uint8_t *at, const uint8_t *end) {
+    while ((at = memchr(at, 0xFF, (size_t)(end - at)))) {
+        if (++at == end) return 0;
+        if (*at == 0xD9) return 1;
+        if (*at == 0xFF) continue;
+        if (*at != 0 && (*at < 0xD0 || *at > 0xD7)) return 0;
+        at++;
+    }
+    return 0;
+}
+
+/* Opens a JPEG and moves to the first wanted row. `left` and `right` (of the stored image) become what libjpeg
+ * really gives. */
+static int open_region(struct jpeg_decompress_struct *info, const uint8_t *data, size_t length, int width, int height,
+                       J_COLOR_SPACE space, int top, JDIMENSION *left, JDIMENSION *columns) {
+    jpeg_mem_src(info, (unsigned char *)data, (unsigned long)length);
+    if (jpeg_read_header(info, TRUE) != JPEG_HEADER_OK) return 0;
+    if ((int)info->image_width != width || (int)info->image_height != height || info->data_precision != 8) return 0;
+    int grey = info->num_components == 1 && info->jpeg_color_space == JCS_GRAYSCALE;
+    int colour = info->num_components == 3 &&
+                 (info->jpeg_color_space == JCS_YCbCr || info->jpeg_color_space == JCS_RGB);
+    if (!grey && !colour) return 0;
+    int one_scan = !info->progressive_mode && info->comps_in_scan == info->num_components;
+    if (one_scan && !runs_clean(info->src->next_input_byte, data + length)) return 0;
+    info->out_color_space = space;
+    jpeg_start_decompress(info);
+    if (*left > 0 || *columns < info->output_width) jpeg_crop_scanline(info, left, columns);
+    if (top > 0 && (int)jpeg_skip_scanlines(info, (JDIMENSION)top) != top) return 0;
+    return 1;
+}
+
+static void set_errors(struct jpeg_decompress_struct *info, Errors *errors) {
+    info->err = jpeg_std_error(&errors->base);
+    errors->base.error_exit = leave;
+    errors->base.emit_message = count;
+    errors->base.output_message = silent;
+}
+
+/* libjpeg-turbo writes rows around the cache when they are aligned, and reading them back then takes a third of the
+ * whole time: so rows are kept off alignment. The room beside a row takes what libjpeg rounds up. */
+#define OFF_ALIGNMENT 4
+static size_t row_stride(int width, int channels) { return ((size_t)width + 64) * (size_t)channels / 64 * 64 + 64; }
+
+static uint8_t *row_buffer(Scratch *scratch, size_t stride) {
+    uint8_t *memory = scratch_get(scratch, SCRATCH_REGION, 4 * stride + 128);
+    return memory ? memory + (64 - (uintptr_t)memory % 64) + OFF_ALIGNMENT : NULL;
+}
+
+static int lowered(int value) { return value > 0 ? value - 1 : 0; }
+static int raised(int value, int most) { return value < most ? value + 1 : most; }
+
+int jpeg_window(const uint8_t *data, size_t length, int stored_width, int stored_height, const int32_t *geometry,
+                int size, int filter, int version13, uint8_t *out, Scratch *scratch) {
+    struct jpeg_decompress_struct info;
+    Errors errors;
+    Resampler r;
+    volatile int result = LEFT_TO_PILLOW;
+    if (resampler_start(&r, scratch, geometry, size, size, filter, columns_come_first(version13, geometry)))
+        return LEFT_TO_PILLOW;
+    int first_x = geometry[LEFT] + r.x.first, end_x = geometry[LEFT] + r.x.end;
+    int first_y = geometry[TOP] + r.y.first, end_y = geometry[TOP] + r.y.end;
+    JDIMENSION left = (JDIMENSION)lowered(first_x);
+    JDIMENSION columns = (JDIMENSION)raised(end_x, stored_width) - left;
+    int top = lowered(first_y);
+    size_t stride = row_stride(stored_width, 4);
+    uint8_t *rows = row_buffer(scratch, stride);
+    if (!rows) return LEFT_TO_PILLOW;
+
+    set_errors(&info, &errors);
+    jpeg_create_decompress(&info);
+    if (!setjmp(errors.jump) && open_region(&info, data, length, stored_width, stored_height, JCS_EXT_RGBX, top,
+                                            &left, &columns)) {
+        for (int y = top; y < end_y;) {
+            JSAMPROW pointers[4] = {rows, rows + stride, rows + 2 * stride, rows + 3 * stride};
+            int given = (int)jpeg_read_scanlines(&info, pointers, 4);
+            if (given == 0) break;
+            for (int i = 0; i < given; i++, y++)
+                if (y >= first_y && y < end_y)
+                    resampler_row(&r, pointers[i] + 4 * ((size_t)first_x - left));
+        }
+        if (errors.base.num_warnings == 0 && !resampler_finish(&r, out, 3, geometry[MIRROR])) result = DONE;
+    }
+    jpeg_destroy_decompress(&info);
+    return result;
+}
+
+int jpeg_region(const uint8_t *data, size_t length, int stored_width, int stored_height, const int32_t *geometry,
+                uint8_t *out, Scratch *scratch) {
+    struct jpeg_decompress_struct info;
+    Errors errors;
+    volatile int result = LEFT_TO_PILLOW;
+    int first_x = geometry[LEFT], end_x = geometry[RIGHT], first_y = geometry[TOP], end_y = geometry[BOTTOM];
+    JDIMENSION left = (JDIMENSION)lowered(first_x);
+    JDIMENSION columns = (JDIMENSION)raised(end_x, stored_width) - left;
+    int top = lowered(first_y);
+    size_t stride = row_stride(stored_width, 3), bytes = 3 * (size_t)(end_x - first_x);
+    uint8_t *rows = row_buffer(scratch, stride);
+    if (!rows) return LEFT_TO_PILLOW;
+
+    set_errors(&info, &errors);
+    jpeg_create_decompress(&info);
+    if (!setjmp(errors.jump) &&
+        open_region(&info, data, length, stored_width, stored_height, JCS_RGB, top, &left, &columns)) {
+        int y = top;
+        while (y < end_y) {
+            JSAMPROW pointers[4] = {rows, rows + stride, rows + 2 * stride, rows + 3 * stride};
+            int given = (int)jpeg_read_scanlines(&info, pointers, 4);
+            if (given == 0) break;
+            for (int i = 0; i < given; i++, y++)
+                if (y >= first_y && y < end_y)
+                    memcpy(out + bytes * (size_t)(y - first_y), pointers[i] + 3 * ((size_t)first_x - left), bytes);
+        }
+        if (errors.base.num_warnings == 0 && y >= end_y) result = DONE;
+    }
+    jpeg_destroy_decompress(&info);
+    return result;
+}
+
+/* How often libjpeg warns over a whole file; -1 when it cannot be decoded. */
+EXPORT int drum_jpeg_warnings(const uint8_t *data, size_t length) {
+    struct jpeg_decompress_struct info;
+    Errors errors;
+    uint8_t *volatile row = NULL;
+    volatile int result = -1;
+    set_errors(&info, &errors);
+    jpeg_create_decompress(&info);
+    if (!setjmp(errors.jump)) {
+        jpeg_mem_src(&info, (unsigned char *)data, (unsigned long)length);
+        if (jpeg_read_header(&info, TRUE) == JPEG_HEADER_OK) {
+            jpeg_start_decompress(&info);
+            row = malloc((size_t)info.output_width * (size_t)info.output_components);
+            while (row && info.output_scanline < info.output_height) {
+                JSAMPROW pointer = row;
+                jpeg_read_scanlines(&info, &pointer, 1);
+            }
+            jpeg_finish_decompress(&info);
+            if (row) result = (int)errors.base.num_warnings;
+        }
+    }
+    jpeg_destroy_decompress(&info);
+    free(row);
+    return result;
+}
+
+EXPORT int drum_jpeg_version(void) { return LIBJPEG_TURBO_VERSION_NUMBER; }
+
+#else
+
+int jpeg_window(const uint8_t *data, size_t length, int stored_width, int stored_height, const int32_t *geometry,
+                int size, int filter, int version13, uint8_t *out, Scratch *scratch) {
+    (void)data, (void)length, (void)stored_width, (void)stored_height, (void)geometry;
+    (void)size, (void)filter, (void)version13, (void)out, (void)scratch;
+    return LEFT_TO_PILLOW;
+}
+
+int jpeg_region(const uint8_t *data, size_t length, int stored_width, int stored_height, const int32_t *geometry,
+                uint8_t *out, Scratch *scratch) {
+    (void)data, (void)length, (void)stored_width, (void)stored_height, (void)geometry, (void)out, (void)scratch;
+    return LEFT_TO_PILLOW;
+}
+
+EXPORT int drum_jpeg_warnings(const uint8_t *data, size_t length) {
+    (void)data, (void)length;
+    return -1;
+}
+
+EXPORT int drum_jpeg_version(void) { return 0; }
+
+#endif
+
+/* By the markers alone. */
+int jpeg_size(const uint8_t *data, size_t length, int32_t *stored) {
+    size_t at = 2;
+    stored[0] = stored[1] = stored[2] = 0;
+    if (length < 4 || data[0] != 0xFF || data[1] != 0xD8) return 0;
+    while (at + 4 <= length) {
+        if (data[at] != 0xFF) return 0;
+        uint8_t marker = data[at + 1];
+        if (marker == 0xFF) {
+            at++;
+            continue;
+        }
+        if (marker == 0xD8 || marker == 0x01 || (marker >= 0xD0 && marker <= 0xD7)) return 0;
+        size_t segment = (size_t)data[at + 2] << 8 | data[at + 3];
+        if (segment < 2 || marker == 0xD9 || marker == 0xDA) return 0;
+        if (marker >= 0xC0 && marker <= 0xC2) {
+            if (segment < 8 || at + 9 > length) return 0;
+            int width = data[at + 7] << 8 | data[at + 8], height = data[at + 5] << 8 | data[at + 6];
+            if (width == 0 || height == 0) return 0;
+            stored[0] = width, stored[1] = height;
+            return 1;
+        }
+        if (marker == 0xE1 && segment >= 8 && at + 10 <= length && !memcmp(data + at + 4, "Exif\0\0", 6))
+            stored[2] = 1;
+        at += 2 + segment;
+    }
+    return 0;
+}

@@ -1,0 +1,225 @@
+/* Threads that make whole batches: Python hands over a batch and is told when it is done.
+ *
+ * Jobs are served in the order they came, samples of the next job begin while the last ones of this job finish, so
+ * no thread waits at the end of a batch. A sample's result goes to its own slot: which thread made it shows nowhere.
+ * Threads take no signals; those are for Python. */
+#define _GNU_SOURCE
+#include "drumline.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { READ_FILES, READ_SIZES, MAKE_WINDOWS, MAKE_REGIONS };
+
+/* A file's buffer is used again for the next file in its slot, unless a large one made it large. */
+#define KEEP_FILE ((int64_t)512 << 10)
+#define LARGEST_FILE ((int64_t)1 << 30)
+
+/* Mirrored by `native/__init__.py`. Arrays belong to Python and outlive the job. */
+typedef struct {
+    int32_t kind, count, size, filter, version13;
+    const char **paths;
+    uint8_t **data;
+    int64_t *lengths, *rooms; /* `rooms`: bytes allocated at `data`, for files read here */
+    int32_t *stored;          /* STORED numbers each */
+    const int32_t *geometry;
+    uint8_t *out;
+    const int64_t *offsets; /* regions: where in `out` each begins */
+    int32_t *status;
+} Work;
+
+typedef struct Job {
+    Work work;
+    int next, left;
+    struct Job *following;
+} Job;
+
+typedef struct {
+    pthread_mutex_t lock;
+    pthread_cond_t arrived, finished;
+    Job *first, *last;
+    int threads, stopping;
+    pthread_t ids[];
+} Pool;
+
+/* Status 0 or an errno. */
+static int read_file(const char *path, uint8_t **data, int64_t *length, int64_t *room) {
+    int file = open(path, O_RDONLY | O_CLOEXEC);
+    if (file < 0) return errno;
+    struct stat facts;
+    int problem = 0;
+    *length = 0;
+    if (fstat(file, &facts) != 0)
+        problem = errno;
+    else if (!S_ISREG(facts.st_mode))
+        problem = S_ISDIR(facts.st_mode) ? EISDIR : EINVAL;
+    else if (facts.st_size > LARGEST_FILE)
+        problem = EFBIG;
+    else if (facts.st_size > *room || (*room > KEEP_FILE && facts.st_size <= KEEP_FILE)) {
+        free(*data);
+        *room = facts.st_size;
+        *data = malloc((size_t)facts.st_size + 16);
+        if (!*data) *room = 0, problem = ENOMEM;
+    }
+    while (!problem && *length < facts.st_size) {
+        ssize_t got = read(file, *data + *length, (size_t)(facts.st_size - *length));
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) problem = errno;
+        if (got <= 0) break;
+        *length += got;
+    }
+    close(file);
+    return problem;
+}
+
+static int64_t region_bytes(const int32_t *g) {
+    return 3 * (int64_t)(g[RIGHT] - g[LEFT]) * (g[BOTTOM] - g[TOP]);
+}
+
+static void serve(const Work *w, int i, Scratch *scratch) {
+    if (w->kind == READ_FILES) {
+        int problem = read_file(w->paths[i], &w->data[i], &w->lengths[i], &w->rooms[i]);
+        w->status[i] = problem;
+        if (!problem) jpeg_size(w->data[i], (size_t)w->lengths[i], w->stored + STORED * i);
+        return;
+    }
+    if (w->kind == READ_SIZES) {
+        w->status[i] = 0;
+        jpeg_size(w->data[i], (size_t)w->lengths[i], w->stored + STORED * i);
+        return;
+    }
+    const int32_t *stored = w->stored + STORED * i, *geometry = w->geometry + (size_t)GEOMETRY * i;
+    if (stored[0] == 0 || geometry[RIGHT] == 0) {
+        w->status[i] = LEFT_TO_PILLOW;
+        return;
+    }
+    size_t window = 3 * (size_t)w->size * (size_t)w->size;
+    if (w->kind == MAKE_WINDOWS)
+        w->status[i] = jpeg_window(w->data[i], (size_t)w->lengths[i], stored[0], stored[1], geometry, w->size,
+                                   w->filter, w->version13, w->out + window * (size_t)i, scratch);
+    else if (w->offsets[i + 1] - w->offsets[i] < region_bytes(geometry))
+        w->status[i] = LEFT_TO_PILLOW;
+    else
+        w->status[i] = jpeg_region(w->data[i], (size_t)w->lengths[i], stored[0], stored[1], geometry,
+                                   w->out + w->offsets[i], scratch);
+    scratch_trim(scratch);
+}
+
+static void *work(void *argument) {
+    Pool *pool = argument;
+    Scratch scratch = {{0}, {0}};
+    pthread_mutex_lock(&pool->lock);
+    for (;;) {
+        while (!pool->first && !pool->stopping) pthread_cond_wait(&pool->arrived, &pool->lock);
+        if (pool->stopping) break;
+        Job *job = pool->first;
+        int i = job->next++;
+        if (job->next == job->work.count) {
+            pool->first = job->following;
+            if (!pool->first) pool->last = NULL;
+        }
+        pthread_mutex_unlock(&pool->lock);
+        serve(&job->work, i, &scratch);
+        pthread_mutex_lock(&pool->lock);
+        if (--job->left == 0) pthread_cond_broadcast(&pool->finished);
+    }
+    pthread_mutex_unlock(&pool->lock);
+    scratch_free(&scratch);
+    return NULL;
+}
+
+EXPORT void drum_pool_close(Pool *pool) {
+    pthread_mutex_lock(&pool->lock);
+    pool->stopping = 1;
+    pthread_cond_broadcast(&pool->arrived);
+    pthread_mutex_unlock(&pool->lock);
+    for (int i = 0; i < pool->threads; i++) pthread_join(pool->ids[i], NULL);
+    pthread_mutex_destroy(&pool->lock);
+    pthread_cond_destroy(&pool->arrived);
+    pthread_cond_destroy(&pool->finished);
+    free(pool);
+}
+
+EXPORT Pool *drum_pool_open(int threads) {
+    Pool *pool = calloc(1, sizeof(Pool) + sizeof(pthread_t) * (size_t)threads);
+    if (!pool) return NULL;
+    pthread_condattr_t clock;
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_mutex_init(&pool->lock, NULL);
+    pthread_cond_init(&pool->arrived, NULL);
+    pthread_cond_init(&pool->finished, &clock);
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    for (; pool->threads < threads; pool->threads++)
+        if (pthread_create(&pool->ids[pool->threads], NULL, work, pool)) break;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (pool->threads == 0) {
+        drum_pool_close(pool);
+        return NULL;
+    }
+    return pool;
+}
+
+EXPORT Job *drum_submit(Pool *pool, const Work *asked) {
+    Job *job = calloc(1, sizeof(Job));
+    if (!job) return NULL;
+    job->work = *asked;
+    job->left = asked->count;
+    if (asked->count == 0) return job;
+    pthread_mutex_lock(&pool->lock);
+    if (pool->last)
+        pool->last->following = job;
+    else
+        pool->first = job;
+    pool->last = job;
+    pthread_cond_broadcast(&pool->arrived);
+    pthread_mutex_unlock(&pool->lock);
+    return job;
+}
+
+/* 1 when the job is done (and gone), 0 when the time is up first. */
+EXPORT int drum_wait(Pool *pool, Job *job, double seconds) {
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    int64_t nanoseconds = until.tv_nsec + (int64_t)(seconds * 1e9);
+    until.tv_sec += nanoseconds / 1000000000, until.tv_nsec = nanoseconds % 1000000000;
+    int late = 0;
+    pthread_mutex_lock(&pool->lock);
+    while (job->left > 0 && !late) late = pthread_cond_timedwait(&pool->finished, &pool->lock, &until);
+    int done = job->left == 0;
+    pthread_mutex_unlock(&pool->lock);
+    if (done) free(job);
+    return done;
+}
+
+/* Gives back what reading files has allocated. */
+EXPORT void drum_free_files(uint8_t **data, int64_t *rooms, int count) {
+    for (int i = 0; i < count; i++) {
+        free(data[i]);
+        data[i] = NULL;
+        rooms[i] = 0;
+    }
+}
+
+/* One sample on the calling thread. */
+EXPORT int drum_make_window(const uint8_t *data, int64_t length, const int32_t *stored, const int32_t *geometry,
+                            int size, int filter, int version13, uint8_t *out) {
+    Scratch scratch = {{0}, {0}};
+    int status = jpeg_window(data, (size_t)length, stored[0], stored[1], geometry, size, filter, version13, out,
+                             &scratch);
+    scratch_free(&scratch);
+    return status;
+}
+
+EXPORT int drum_jpeg_size(const uint8_t *data, int64_t length, int32_t *stored) {
+    return jpeg_size(data, (size_t)length, stored);
+}
