@@ -1,6 +1,7 @@
 """Drumline trains PyTorch vision models: fast, right, the same every time, and it tells you why.
 
-The command line is `drumline`; from Python, `create_model` builds any model by name.
+The command line is `drumline`; from Python, `create_model` builds any model by name and `resize` gives Pillow's pixels
+whatever Pillow is installed.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from drumline.data.resize import resize
     from drumline.models import create_model
 
-__all__ = ["create_model"]
+__all__ = ["create_model", "resize"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,4 +21,8 @@ def __getattr__(name: str) -> Any:
         from drumline.models import create_model
 
         return create_model
+    if name == "resize":
+        from drumline.data.resize import resize
+
+        return resize
     raise AttributeError(f"module 'drumline' has no attribute {name!r}")

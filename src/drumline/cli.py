@@ -23,7 +23,8 @@ Train PyTorch vision models on a CPU, a GPU, many GPUs or many machines, with th
 commands:
   train    train a model:            drumline train --model.name resnet50 --data.path photos
   eval     score a run or weights:   drumline eval runs/photos-resnet50-1
-  verify   check a run's files:      drumline verify runs/photos-resnet50-1
+  pack     pack a data set:          drumline pack photos photos.packed
+  verify   check a data set or run:  drumline verify photos
   doctor   examine this machine:     drumline doctor
   demo     a small run, from data to weights, on the embedded digits
 
@@ -37,10 +38,22 @@ EVAL_HELP = """Score a trained model: every sample once, on any number of proces
 a checkpoint or a weights file first; a run brings its own recipe, flags change it."""
 
 VERIFY_HELP = """usage: drumline verify RUN_OR_CHECKPOINT
+       drumline verify DATASET [--list FILE] [--workers N] [--source NAME]
 
 Check every byte of every checkpoint of a run (or of one checkpoint) against its checksums, and print the hash of
 the newest state: parameters, buffers and optimizer. Two runs with the same hash hold the same bits.
+
+Or check a data set (folders of images, .tar, packed set, idx, CIFAR, npz): every sample is decoded as a run would
+decode it; truncated, damaged, bomb-sized and mislabelled files are listed, and files that both splits share.
+  --list FILE    write all findings to FILE, one a line, tab-separated
+  --workers N    processes that decode (default: one per core)
+  --source NAME  what it is, where that cannot be told: folder, tar, packed, idx, cifar10, cifar100, npz
+
 Exit code 0: all is sound. 1: something is not; it is named.
+
+examples:
+  drumline verify runs/photos-resnet50-1
+  drumline verify photos --list broken.tsv
 """
 
 DOCTOR_HELP = """usage: drumline doctor [--models]
@@ -80,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": train,
         "eval": evaluate,
+        "pack": pack,
         "verify": verify,
         "doctor": doctor,
         "demo": demo,
@@ -150,12 +164,26 @@ def evaluate(words: list[str]) -> int:
 
 
 def verify(words: list[str]) -> int:
-    """`drumline verify`: check a run or a checkpoint."""
-    if words and words[0] in ("-h", "--help"):
+    """`drumline verify`: check a run, a checkpoint or a data set."""
+    if "-h" in words or "--help" in words:
         print(VERIFY_HELP, end="")
         return 0
+    if not words or words[0].startswith("-"):
+        raise UserError(
+            "verify takes a run folder, a checkpoint or a data set first", "drumline verify runs/NAME"
+        )
+
+    from drumline.data.verify import is_dataset
+
+    if is_dataset(Path(words[0])):
+        from drumline.data.verify_command import verify_command
+
+        return verify_command(words)
     if len(words) != 1:
-        raise UserError("verify takes one run folder or checkpoint", "drumline verify runs/NAME")
+        raise UserError(
+            f"verify of a run takes nothing more, not {' '.join(words[1:])!r}",
+            "drumline verify runs/NAME; --list and --workers are for data sets",
+        )
 
     from drumline.state.inspect import inspect
 
@@ -164,6 +192,13 @@ def verify(words: list[str]) -> int:
         print(line)
     print_result({key: value for key, value in asdict(inspection).items() if key != "lines"})
     return 0 if inspection.sound else 1
+
+
+def pack(words: list[str]) -> int:
+    """`drumline pack`: a data set in a few large files."""
+    from drumline.data.pack_command import pack as run
+
+    return run(words)
 
 
 def doctor(words: list[str]) -> int:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.text import Text
 
+from drumline import native
 from drumline.errors import UserError
 from drumline.launch import machine, network
 
@@ -72,7 +73,7 @@ def doctor(models: bool = False) -> int:
 def examine() -> list[Finding]:
     """Everything worth knowing, in the order of the data's way: software, compute, memory, network, disk."""
     findings: list[Finding] = []
-    for look in (_software, _gpus, _limits, _network, _distributed, _disk):
+    for look in (_software, _native, _gpus, _limits, _network, _distributed, _disk):
         findings.extend(look())
     return findings
 
@@ -119,6 +120,11 @@ def _software() -> Iterator[Finding]:
     have = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     lack = ", ".join(name for name, version in versions.items() if not version)
     yield Finding("optional", "ok", (have or "none") + (f" (not installed: {lack})" if lack else ""))
+
+
+def _native() -> Iterator[Finding]:
+    fix = "" if native.decodes_jpeg() else "JPEGs are decoded at half the speed; the pixels are the same"
+    yield Finding("native part", "ok" if native.decodes_jpeg() else "warn", native.describe(), fix)
 
 
 def _gpus() -> Iterator[Finding]:

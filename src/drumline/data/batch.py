@@ -13,10 +13,27 @@ import torch
 from numpy.typing import NDArray
 
 from drumline.data.augment import AugmentPlan, plan
+from drumline.data.geometry import Geometry
 from drumline.data.order import Request
 from drumline.data.sources import ArraySource, Source
 from drumline.data.views import Batch, View, flips, mixing_plan, resize_array, shift_offsets
 from drumline.data.window import Bad, cut, find_window
+
+
+class Coded(NamedTuple):
+    """Samples of a batch that are still JPEGs, to be decoded and cut on the device."""
+
+    slots: NDArray[np.int64]
+    """Which rows of the batch they are."""
+    data: torch.Tensor
+    """Their bytes, one after the other, page-locked."""
+    offsets: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    sizes: NDArray[np.int32]
+    """(k, 2): stored width and height."""
+    layouts: NDArray[np.int8]
+    """How the device decodes each: `gpu.rule`."""
+    geometry: Geometry
 
 
 class Made(NamedTuple):
@@ -25,6 +42,7 @@ class Made(NamedTuple):
     batch: Batch
     plan: AugmentPlan | None
     bad: tuple[Bad, ...]
+    coded: Coded | None = None
 
 
 def make_batch(source: Source, view: View, seed: int, request: Request) -> Made:

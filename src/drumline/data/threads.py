@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from drumline import native
-from drumline.data.batch import Made, finished
+from drumline.data.batch import Coded, Made, finished
 from drumline.data.decode import MAX_PIXELS
 from drumline.data.geometry import COLUMNS, Column
 from drumline.data.order import Request
@@ -33,8 +33,15 @@ READ_AHEAD, MADE_AHEAD = 2, 2
 """Batches whose files are being read, and batches whose windows are being made, beside the one waited for."""
 READERS = 8
 """Threads that read files: they wait for the disk, not for a core."""
+CODED_ALIGNMENT, CODED_UNIT = 16, 4 << 20
+"""Bytes sent to the device: each sample's begin at a multiple of the first, the whole takes multiples of the second,
+so that buffers can be used again."""
 Room = Callable[..., torch.Tensor]
-"""Called with a shape, gives room for pixels; the room leaves with the batch."""
+"""Called with a shape, gives room for bytes; the room leaves with the batch."""
+Route = Callable[
+    [NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64], NDArray[np.bool_]], NDArray[np.int8]
+]
+"""(samples, addresses, lengths, candidates) to how the device decodes each, or -1 where it does not."""
 
 
 def threaded_batches(
@@ -44,8 +51,10 @@ def threaded_batches(
     requests: Iterable[Request],
     threads: int,
     room: Room,
+    route: Route | None = None,
 ) -> Generator[Made, None, None]:
-    """The batches of the requests, in their order. Close the generator to end the threads."""
+    """The batches of the requests, in their order. What `route` sends to the device is passed on as it is stored.
+    Close the generator to end the threads."""
     makers, readers = Pool(threads), Pool(READERS)
     rest = ThreadPoolExecutor(threads, thread_name_prefix="drumline-sample")
     free: list[Slot] = []
@@ -63,10 +72,9 @@ def threaded_batches(
 
     try:
         for request in requests:
-            slot = free.pop() if free else Slot(source, view, seed)
+            slot = free.pop() if free else Slot(source, view, seed, room, route)
             reading.append(slot)
-            images = room(len(request.samples), view.size, view.size, 3)
-            slot.read(request, images, readers, rest)
+            slot.read(request, readers, rest)
             yield from move(READ_AHEAD, MADE_AHEAD)
         yield from move(0, 0)
     finally:
@@ -82,8 +90,8 @@ def threaded_batches(
 class Slot:
     """One batch under way, and the arrays it shares with the native threads."""
 
-    def __init__(self, source: EncodedSource, view: View, seed: int) -> None:
-        self.source, self.view, self.seed = source, view, seed
+    def __init__(self, source: EncodedSource, view: View, seed: int, room: Room, route: Route | None) -> None:
+        self.source, self.view, self.seed, self.room, self.route = source, view, seed, room, route
         self.request = Request(0, np.empty(0, np.int64))
         self.images = torch.empty(0, dtype=torch.uint8)
         self.arrays = Arrays(0)
@@ -92,12 +100,14 @@ class Slot:
         self.sound: Future[NDArray[np.bool_]] | None = None
         self.loads: list[Future[bytes]] = []
         self.by_python: dict[int, Future[Found]] = {}
-        self.under_way: tuple[Pool, int] | None = None
+        self.coded: Coded | None = None
+        self.under_way: list[tuple[Pool, int]] = []
 
-    def read(self, request: Request, images: torch.Tensor, readers: Pool, rest: ThreadPoolExecutor) -> None:
+    def read(self, request: Request, readers: Pool, rest: ThreadPoolExecutor) -> None:
         """Begins to fetch the encoded samples."""
-        self.request, self.images = request, images
         count, samples = len(request.samples), request.samples
+        self.request = request
+        self.images = self.room(count, self.view.size, self.view.size, 3)
         if len(self.arrays.lengths) != count:
             self.arrays.free_files()
             self.arrays = Arrays(count)
@@ -130,15 +140,22 @@ class Slot:
             arrays.geometry[:, Column.WIDTH].astype(np.int64) * arrays.geometry[:, Column.HEIGHT]
             <= MAX_PIXELS
         )
-        arrays.stored[~natively] = 0
         for slot in np.flatnonzero(~natively).tolist():
             self._leave_to_python(slot, rest)
+        if self.route is not None:
+            layouts = self.route(samples, arrays.data, arrays.lengths, natively)
+            self._gather(np.flatnonzero(layouts >= 0), layouts, readers)
+            natively &= layouts < 0
+        arrays.stored[~natively] = 0
         self._submit(makers, native.MAKE_WINDOWS)
 
     def finish(self, rest: ThreadPoolExecutor) -> Made:
         """The batch, once it is whole."""
         self.settle()
-        for slot in np.flatnonzero(self.arrays.status != native.DONE).tolist():
+        undone = self.arrays.status != native.DONE
+        if self.coded is not None:
+            undone[self.coded.slots] = False
+        for slot in np.flatnonzero(undone).tolist():
             if slot not in self.by_python:
                 self._leave_to_python(slot, rest)
         labels, bad = self.source.labels[self.request.samples], list[Bad]()
@@ -147,15 +164,17 @@ class Slot:
             self.images[slot] = torch.from_numpy(found.pixels)
             labels[slot] = found.label
             bad += found.bad
-        self.by_python, self.borrowed, self.sound = {}, [], None
-        return finished(self.images, labels, tuple(bad), self.view, self.seed, self.request)
+        made = finished(self.images, labels, tuple(bad), self.view, self.seed, self.request)
+        made = made._replace(coded=self.coded)
+        self.by_python, self.borrowed, self.sound, self.coded = {}, [], None, None
+        return made
 
     def settle(self) -> None:
         """Waits for the native threads to be done with the arrays."""
-        if self.under_way is not None:
-            pool, job = self.under_way
+        while self.under_way:
+            pool, job = self.under_way[-1]
             pool.wait(job)
-            self.under_way = None
+            self.under_way.pop()
 
     def _leave_to_python(self, slot: int, rest: ThreadPoolExecutor) -> None:
         sample = int(self.request.samples[slot])
@@ -172,6 +191,35 @@ class Slot:
             self.arrays.lengths[slot] = len(data)
         self.loads = []
         self._submit(readers, native.READ_SIZES)
+
+    def _gather(self, slots: NDArray[np.int64], layouts: NDArray[np.int8], readers: Pool) -> None:
+        """Begins to copy the bytes of these samples together, for the device."""
+        if len(slots) == 0:
+            return
+        arrays = self.arrays
+        data, lengths = arrays.data[slots], arrays.lengths[slots]
+        ends = np.cumsum(lengths + -lengths % CODED_ALIGNMENT)
+        offsets = np.concatenate([[0], ends[:-1]])
+        target = self.room(int(ends[-1] + -ends[-1] % CODED_UNIT))
+        self.coded = Coded(
+            slots,
+            target,
+            offsets,
+            lengths,
+            arrays.stored[slots, :2].copy(),
+            layouts[slots],
+            arrays.geometry[slots].copy(),
+        )
+        self.borrowed.append(data)
+        work = Work(
+            kind=native.GATHER,
+            count=len(slots),
+            data=data.ctypes.data,
+            lengths=lengths.ctypes.data,
+            out=target.data_ptr(),
+            offsets=offsets.ctypes.data,
+        )
+        self.under_way.append((readers, readers.submit(work)))
 
     def _submit(self, pool: Pool, kind: int, paths: ctypes.Array[ctypes.c_char_p] | None = None) -> None:
         view, arrays = self.view, self.arrays
@@ -190,7 +238,7 @@ class Slot:
             out=self.images.data_ptr(),
             status=arrays.status.ctypes.data,
         )
-        self.under_way = (pool, pool.submit(work))
+        self.under_way.append((pool, pool.submit(work)))
 
 
 class Arrays:

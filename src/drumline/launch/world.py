@@ -64,6 +64,14 @@ class World:
         dist.broadcast_object_list(box, src=0, group=self.control, device=torch.device("cpu"))
         return box[0]
 
+    def collect(self, value: Any) -> list[Any]:
+        """Every rank's (small, picklable) value, in rank order, on every rank. Travels between our own processes."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's short list of numbers, on every rank, in rank order."""
         mine = torch.tensor(list(values), dtype=torch.float64)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FILTERS = {"box": 0, "bilinear": 1, "bicubic": 2, "lanczos": 3}
-READ_FILES, READ_SIZES, MAKE_WINDOWS, MAKE_REGIONS = range(4)
+READ_FILES, READ_SIZES, MAKE_WINDOWS, GATHER = range(4)
 DONE, LEFT_TO_PILLOW = 0, 1
 STORED = 3
 """What a JPEG's header tells: width, height, and whether there is EXIF."""

@@ -60,9 +60,6 @@ int columns_come_first(int version13, const int32_t *geometry);
 /* One JPEG to one window; DONE or LEFT_TO_PILLOW. */
 int jpeg_window(const uint8_t *data, size_t length, int stored_width, int stored_height, const int32_t *geometry,
                 int size, int filter, int version13, uint8_t *out, Scratch *scratch);
-/* The crop box alone, 3 bytes a pixel, for a resize elsewhere. */
-int jpeg_region(const uint8_t *data, size_t length, int stored_width, int stored_height, const int32_t *geometry,
-                uint8_t *out, Scratch *scratch);
 /* Width, height, and whether there is EXIF; 0 when this is no JPEG for us. */
 enum { STORED = 3 };
 int jpeg_size(const uint8_t *data, size_t length, int32_t *stored);

@@ -44,7 +44,7 @@ static int runs_clean(const uint8_t *at, const uint8_t *end) {
 /* Opens a JPEG and moves to the first wanted row. `left` and `right` (of the stored image) become what libjpeg
  * really gives. */
 static int open_region(struct jpeg_decompress_struct *info, const uint8_t *data, size_t length, int width, int height,
-                       J_COLOR_SPACE space, int top, JDIMENSION *left, JDIMENSION *columns) {
+                       int top, JDIMENSION *left, JDIMENSION *columns) {
     jpeg_mem_src(info, (unsigned char *)data, (unsigned long)length);
     if (jpeg_read_header(info, TRUE) != JPEG_HEADER_OK) return 0;
     if ((int)info->image_width != width || (int)info->image_height != height || info->data_precision != 8) return 0;
@@ -54,7 +54,7 @@ static int open_region(struct jpeg_decompress_struct *info, const uint8_t *data,
     if (!grey && !colour) return 0;
     int one_scan = !info->progressive_mode && info->comps_in_scan == info->num_components;
     if (one_scan && !runs_clean(info->src->next_input_byte, data + length)) return 0;
-    info->out_color_space = space;
+    info->out_color_space = JCS_EXT_RGBX;
     jpeg_start_decompress(info);
     if (*left > 0 || *columns < info->output_width) jpeg_crop_scanline(info, left, columns);
     if (top > 0 && (int)jpeg_skip_scanlines(info, (JDIMENSION)top) != top) return 0;
@@ -71,7 +71,7 @@ static void set_errors(struct jpeg_decompress_struct *info, Errors *errors) {
 /* libjpeg-turbo writes rows around the cache when they are aligned, and reading them back then takes a third of the
  * whole time: so rows are kept off alignment. The room beside a row takes what libjpeg rounds up. */
 #define OFF_ALIGNMENT 4
-static size_t row_stride(int width, int channels) { return ((size_t)width + 64) * (size_t)channels / 64 * 64 + 64; }
+static size_t row_stride(int width) { return ((size_t)width + 64) * 4 / 64 * 64 + 64; }
 
 static uint8_t *row_buffer(Scratch *scratch, size_t stride) {
     uint8_t *memory = scratch_get(scratch, SCRATCH_REGION, 4 * stride + 128);
@@ -94,14 +94,14 @@ int jpeg_window(const uint8_t *data, size_t length, int stored_width, int stored
     JDIMENSION left = (JDIMENSION)lowered(first_x);
     JDIMENSION columns = (JDIMENSION)raised(end_x, stored_width) - left;
     int top = lowered(first_y);
-    size_t stride = row_stride(stored_width, 4);
+    size_t stride = row_stride(stored_width);
     uint8_t *rows = row_buffer(scratch, stride);
     if (!rows) return LEFT_TO_PILLOW;
 
     set_errors(&info, &errors);
     jpeg_create_decompress(&info);
-    if (!setjmp(errors.jump) && open_region(&info, data, length, stored_width, stored_height, JCS_EXT_RGBX, top,
-                                            &left, &columns)) {
+    if (!setjmp(errors.jump) &&
+        open_region(&info, data, length, stored_width, stored_height, top, &left, &columns)) {
         for (int y = top; y < end_y;) {
             JSAMPROW pointers[4] = {rows, rows + stride, rows + 2 * stride, rows + 3 * stride};
             int given = (int)jpeg_read_scanlines(&info, pointers, 4);
@@ -111,38 +111,6 @@ int jpeg_window(const uint8_t *data, size_t length, int stored_width, int stored
                     resampler_row(&r, pointers[i] + 4 * ((size_t)first_x - left));
         }
         if (errors.base.num_warnings == 0 && !resampler_finish(&r, out, 3, geometry[MIRROR])) result = DONE;
-    }
-    jpeg_destroy_decompress(&info);
-    return result;
-}
-
-int jpeg_region(const uint8_t *data, size_t length, int stored_width, int stored_height, const int32_t *geometry,
-                uint8_t *out, Scratch *scratch) {
-    struct jpeg_decompress_struct info;
-    Errors errors;
-    volatile int result = LEFT_TO_PILLOW;
-    int first_x = geometry[LEFT], end_x = geometry[RIGHT], first_y = geometry[TOP], end_y = geometry[BOTTOM];
-    JDIMENSION left = (JDIMENSION)lowered(first_x);
-    JDIMENSION columns = (JDIMENSION)raised(end_x, stored_width) - left;
-    int top = lowered(first_y);
-    size_t stride = row_stride(stored_width, 3), bytes = 3 * (size_t)(end_x - first_x);
-    uint8_t *rows = row_buffer(scratch, stride);
-    if (!rows) return LEFT_TO_PILLOW;
-
-    set_errors(&info, &errors);
-    jpeg_create_decompress(&info);
-    if (!setjmp(errors.jump) &&
-        open_region(&info, data, length, stored_width, stored_height, JCS_RGB, top, &left, &columns)) {
-        int y = top;
-        while (y < end_y) {
-            JSAMPROW pointers[4] = {rows, rows + stride, rows + 2 * stride, rows + 3 * stride};
-            int given = (int)jpeg_read_scanlines(&info, pointers, 4);
-            if (given == 0) break;
-            for (int i = 0; i < given; i++, y++)
-                if (y >= first_y && y < end_y)
-                    memcpy(out + bytes * (size_t)(y - first_y), pointers[i] + 3 * ((size_t)first_x - left), bytes);
-        }
-        if (errors.base.num_warnings == 0 && y >= end_y) result = DONE;
     }
     jpeg_destroy_decompress(&info);
     return result;
@@ -182,12 +150,6 @@ int jpeg_window(const uint8_t *data, size_t length, int stored_width, int stored
                 int size, int filter, int version13, uint8_t *out, Scratch *scratch) {
     (void)data, (void)length, (void)stored_width, (void)stored_height, (void)geometry;
     (void)size, (void)filter, (void)version13, (void)out, (void)scratch;
-    return LEFT_TO_PILLOW;
-}
-
-int jpeg_region(const uint8_t *data, size_t length, int stored_width, int stored_height, const int32_t *geometry,
-                uint8_t *out, Scratch *scratch) {
-    (void)data, (void)length, (void)stored_width, (void)stored_height, (void)geometry, (void)out, (void)scratch;
     return LEFT_TO_PILLOW;
 }
 

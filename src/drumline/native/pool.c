@@ -16,7 +16,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { READ_FILES, READ_SIZES, MAKE_WINDOWS, MAKE_REGIONS };
+enum { READ_FILES, READ_SIZES, MAKE_WINDOWS, GATHER };
 
 /* A file's buffer is used again for the next file in its slot, unless a large one made it large. */
 #define KEEP_FILE ((int64_t)512 << 10)
@@ -31,7 +31,7 @@ typedef struct {
     int32_t *stored;          /* STORED numbers each */
     const int32_t *geometry;
     uint8_t *out;
-    const int64_t *offsets; /* regions: where in `out` each begins */
+    const int64_t *offsets; /* gathering: where in `out` each sample's bytes go */
     int32_t *status;
 } Work;
 
@@ -79,10 +79,6 @@ static int read_file(const char *path, uint8_t **data, int64_t *length, int64_t 
     return problem;
 }
 
-static int64_t region_bytes(const int32_t *g) {
-    return 3 * (int64_t)(g[RIGHT] - g[LEFT]) * (g[BOTTOM] - g[TOP]);
-}
-
 static void serve(const Work *w, int i, Scratch *scratch) {
     if (w->kind == READ_FILES) {
         int problem = read_file(w->paths[i], &w->data[i], &w->lengths[i], &w->rooms[i]);
@@ -95,20 +91,18 @@ static void serve(const Work *w, int i, Scratch *scratch) {
         jpeg_size(w->data[i], (size_t)w->lengths[i], w->stored + STORED * i);
         return;
     }
+    if (w->kind == GATHER) {
+        memcpy(w->out + w->offsets[i], w->data[i], (size_t)w->lengths[i]);
+        return;
+    }
     const int32_t *stored = w->stored + STORED * i, *geometry = w->geometry + (size_t)GEOMETRY * i;
     if (stored[0] == 0 || geometry[RIGHT] == 0) {
         w->status[i] = LEFT_TO_PILLOW;
         return;
     }
     size_t window = 3 * (size_t)w->size * (size_t)w->size;
-    if (w->kind == MAKE_WINDOWS)
-        w->status[i] = jpeg_window(w->data[i], (size_t)w->lengths[i], stored[0], stored[1], geometry, w->size,
-                                   w->filter, w->version13, w->out + window * (size_t)i, scratch);
-    else if (w->offsets[i + 1] - w->offsets[i] < region_bytes(geometry))
-        w->status[i] = LEFT_TO_PILLOW;
-    else
-        w->status[i] = jpeg_region(w->data[i], (size_t)w->lengths[i], stored[0], stored[1], geometry,
-                                   w->out + w->offsets[i], scratch);
+    w->status[i] = jpeg_window(w->data[i], (size_t)w->lengths[i], stored[0], stored[1], geometry, w->size, w->filter,
+                               w->version13, w->out + window * (size_t)i, scratch);
     scratch_trim(scratch);
 }
 

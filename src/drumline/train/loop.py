@@ -18,8 +18,9 @@ from torch import nn
 from drumline.launch.world import World
 from drumline.models.weights import export_weights
 from drumline.recipe import Recipe
-from drumline.state.atomic import write_file
+from drumline.state.atomic import write_bytes, write_file
 from drumline.state.checkpoint import Position, Unsound, verify_checkpoint, write_checksums
+from drumline.train import broken
 from drumline.train.agreement import check_models
 from drumline.train.evaluate import Score
 from drumline.train.score import score_module
@@ -46,6 +47,7 @@ class Result:
     best_top1: float | None
     best_epoch: float | None
     images_per_s: float
+    broken_samples: int
 
 
 def train(recipe: Recipe, world: World) -> Result:
@@ -58,6 +60,7 @@ def train(recipe: Recipe, world: World) -> Result:
             position, score = take_steps(run, stop)
             if position.step == run.plan.total and score is None:
                 score = counting(score_model(run))
+            tell_broken(run)
             export(run, position)
             result = _result(run, position, score)
             run.note(_closing_words(result))
@@ -118,6 +121,7 @@ def evaluate_run(run: Running, position: Position) -> tuple[Score, Position]:
     """Scores the model (and its average, which then counts), and remembers the best."""
     run.reporter.drain()
     score, average = scores = score_model(run)
+    broken.agree(run.sets.bad, run.world)
     counts = counting(scores)
     best = counts.accuracy > position.best_accuracy and not counts.nonfinite
     if counts.nonfinite:
@@ -156,6 +160,16 @@ def save(run: Running, position: Position) -> None:
         scaler = run.trainee.scaler.state_dict() if run.trainee.scaler.is_enabled() else {}
         run.keeper.save(run.trainee.tensors(), replace(position, scaler=scaler))
     run.reporter.pause(position.step)
+
+
+def tell_broken(run: Running) -> None:
+    """Lists the samples that could not be read, on the screen and in the run folder."""
+    broken.agree(run.sets.bad, run.world)
+    for word in broken.words(run.sets.bad):
+        run.note(word)
+    lines = [line for ledger in run.sets.bad for line in ledger.lines()]
+    if lines and run.folder is not None:
+        write_bytes(run.folder.path / broken.FILE, ("\n".join(lines) + "\n").encode())
 
 
 def export(run: Running, position: Position) -> None:
@@ -209,4 +223,5 @@ def _result(run: Running, position: Position, score: Score | None) -> Result:
         best_top1=position.best_accuracy if judged else None,
         best_epoch=round(position.best_step / per_epoch, 3) if judged else None,
         images_per_s=round(run.reporter.images_per_s, 1),
+        broken_samples=sum(len(ledger.bad) for ledger in run.sets.bad),
     )

@@ -15,7 +15,7 @@ from drumline.data.views import Batch
 from drumline.launch.world import World
 from drumline.observe.display import make_display, progress
 from drumline.recipe import Recipe
-from drumline.train import prepare
+from drumline.train import broken, prepare
 from drumline.train.evaluate import Score, evaluate
 
 
@@ -30,6 +30,7 @@ class ScoreResult:
     top1: float
     top5: float
     loss: float
+    broken_samples: int
 
 
 def score_module(
@@ -66,6 +67,9 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
     mine = evaluation_starts(samples=len(sets.eval), batch=sets.eval_batch, rank=world.rank, world=world.size)
     bar = partial(progress, text="evaluating", total=len(mine)) if world.first else iter
     found = score_module(module, sets, recipe, world, through=bar)
+    broken.agree(sets.bad, world)
+    for told in broken.words(sets.bad):
+        display.note(told)
     display.result(
         f"top-1 {found.accuracy:.2%} ({found.top1:,} of {found.samples:,}), top-5 {found.accuracy5:.2%}, "
         f"loss {found.loss:.4f}"
@@ -79,4 +83,5 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
         top1=found.accuracy,
         top5=found.accuracy5,
         loss=found.loss,
+        broken_samples=len(sets.bad[1].bad),
     )
