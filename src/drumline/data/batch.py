@@ -34,6 +34,8 @@ class Coded(NamedTuple):
     layouts: NDArray[np.int8]
     """How the device decodes each: `gpu.rule`."""
     geometry: Geometry
+    status: NDArray[np.int32]
+    """0 where the coded data runs clean to its end marker."""
 
 
 class Made(NamedTuple):
@@ -42,6 +44,7 @@ class Made(NamedTuple):
     batch: Batch
     plan: AugmentPlan | None
     bad: tuple[Bad, ...]
+    epoch: int
     coded: Coded | None = None
 
 
@@ -77,7 +80,7 @@ def finished(
         mix=torch.from_numpy(mixing_plan(view, seed, request)),
     )
     pixels = plan(view.augmentation, seed, request, view.size) if view.augmentation.active else None
-    return Made(batch, pixels, bad)
+    return Made(batch, pixels, bad, request.epoch)
 
 
 def _array_pixels(source: ArraySource, view: View, seed: int, request: Request) -> NDArray[np.uint8]:

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -26,8 +26,10 @@ from drumline.data.processes import process_batches
 from drumline.data.sources import ArraySource, EncodedSource, Source, SourceSpec
 from drumline.data.threads import threaded_batches
 from drumline.data.views import Batch, View
-from drumline.data.window import Bad
-from drumline.launch.machine import cores_per_process
+from drumline.data.window import Bad, find_window
+
+if TYPE_CHECKING:
+    from drumline.data.gpu.feed import DeviceDecoder
 
 Batches = Generator[Batch, None, None]
 """An iterator to be closed when no more batches are wanted: that ends its workers."""
@@ -42,6 +44,8 @@ class Workers:
 
     kind: Literal["threads", "processes"]
     count: int
+    gpu: bool = False
+    """Whether the GPU decodes what it can, beside the threads."""
 
     def __str__(self) -> str:
         if self.count == 0:
@@ -63,8 +67,13 @@ def batches(
 ) -> Batches:
     """The batches of the requests, in their order, on the device. Close the iterator to end the workers."""
     room = PinnedRing() if device.type == "cuda" else None
-    host = _host_batches(spec, source, view, seed, requests, workers, room)
-    made = _on_device(host, device, room) if room else _on_host(host)
+    decoder = None
+    if workers.gpu and isinstance(source, EncodedSource):
+        from drumline.data.gpu.feed import DeviceDecoder
+
+        decoder = DeviceDecoder(len(source), view, device)
+    host = _host_batches(spec, source, view, seed, requests, workers, room, decoder)
+    made = _on_device(host, device, room, source, view, seed, decoder) if room else _on_host(host)
     # An array batch on a CPU is cut faster than another thread could be told to cut it.
     running_ahead = ahead(made, READY) if isinstance(source, EncodedSource) or device.type == "cuda" else made
     with closing(running_ahead) as feed:
@@ -84,15 +93,6 @@ def resident_batches(
     ]
     rotated = [pool[(first_step + i) % len(pool)] for i in range(len(pool))]
     yield from itertools.cycle(rotated)
-
-
-def default_workers(source: Source, local_processes: int) -> Workers:
-    """Arrays are cut faster than they could be sent between processes; files want every core. Threads where the
-    native part decodes, processes where Python does: threads of Python would wait for each other."""
-    if isinstance(source, ArraySource):
-        return Workers("threads", 0)
-    kind: Literal["threads", "processes"] = "threads" if native.decodes_jpeg() else "processes"
-    return Workers(kind, cores_per_process(local_processes))
 
 
 class PinnedRing:
@@ -124,6 +124,7 @@ def _host_batches(
     requests: Iterable[Request],
     workers: Workers,
     room: PinnedRing | None,
+    decoder: DeviceDecoder | None,
 ) -> Generator[Made, None, None]:
     if workers.count == 0 or isinstance(source, ArraySource):
         yield from (make_batch(source, view, seed, request) for request in requests)
@@ -131,7 +132,8 @@ def _host_batches(
         yield from process_batches(spec, view, seed, requests, workers.count)
     else:
         take = room.take if room else _fresh
-        yield from threaded_batches(source, view, seed, requests, workers.count, take)
+        route = decoder.route if decoder else None
+        yield from threaded_batches(source, view, seed, requests, workers.count, take, route)
 
 
 def _fresh(*shape: int) -> torch.Tensor:
@@ -143,31 +145,51 @@ Ready = tuple[Batch, tuple[Bad, ...], torch.cuda.Event | None]
 
 def _on_host(host: Generator[Made, None, None]) -> Generator[Ready, None, None]:
     with closing(host):
-        for batch, plan, bad in host:
-            yield batch._replace(images=apply(batch.images, plan)) if plan else batch, bad, None
+        for made in host:
+            batch, plan = made.batch, made.plan
+            yield batch._replace(images=apply(batch.images, plan)) if plan else batch, made.bad, None
 
 
 def _on_device(
-    host: Generator[Made, None, None], device: torch.device, room: PinnedRing
+    host: Generator[Made, None, None],
+    device: torch.device,
+    room: PinnedRing,
+    source: Source,
+    view: View,
+    seed: int,
+    decoder: DeviceDecoder | None,
 ) -> Generator[Ready, None, None]:
-    """Copies each batch on a side stream and augments its pixels there."""
+    """Copies each batch on a side stream, decodes what was left to the device, and augments the pixels there."""
     stream = torch.cuda.Stream(device)
-    with closing(host):
-        for batch, plan, bad in host:
+    with closing(host), torch.cuda.device(device):
+        for made in host:
+            batch, bad = made.batch, made.bad
             pixels = batch.images
             if not pixels.is_pinned():
                 pixels = room.take(*batch.images.shape)
                 pixels.copy_(batch.images)
-            with torch.cuda.device(device), torch.cuda.stream(stream):
+            with torch.cuda.stream(stream):
                 images = pixels.to(device, non_blocking=True)
+                if made.coded is not None:
+                    assert decoder is not None
+                    assert isinstance(source, EncodedSource)
+                    for slot in decoder.fill(images, made.coded).tolist():
+                        sample, epoch = int(batch.samples[slot]), made.epoch
+                        found = find_window(source, view, seed, epoch, sample)
+                        images[slot].copy_(torch.from_numpy(found.pixels))
+                        batch.labels[slot] = found.label
+                        bad += found.bad
                 copied = torch.cuda.Event()
                 copied.record(stream)
-                room.give_back(pixels, copied)
+                for buffer in (pixels, *([made.coded.data] if made.coded else [])):
+                    room.give_back(buffer, copied)
                 others = (tensor.pin_memory().to(device, non_blocking=True) for tensor in batch[1:])
-                moved = Batch(apply(images, plan) if plan else images, *others)
+                moved = Batch(apply(images, made.plan) if made.plan else images, *others)
                 ready = torch.cuda.Event()
                 ready.record(stream)
             yield moved, bad, ready
+    if decoder is not None:
+        decoder.close()
 
 
 def _handed_over(batch: Batch, ready: torch.cuda.Event | None, device: torch.device) -> Batch:

@@ -39,9 +39,10 @@ so that buffers can be used again."""
 Room = Callable[..., torch.Tensor]
 """Called with a shape, gives room for bytes; the room leaves with the batch."""
 Route = Callable[
-    [NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64], NDArray[np.bool_]], NDArray[np.int8]
+    [NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64], NDArray[np.int32], NDArray[np.bool_]],
+    NDArray[np.int8],
 ]
-"""(samples, addresses, lengths, candidates) to how the device decodes each, or -1 where it does not."""
+"""(samples, addresses, lengths, stored sizes, candidates) to how the device decodes each, or -1 where it does not."""
 
 
 def threaded_batches(
@@ -143,7 +144,7 @@ class Slot:
         for slot in np.flatnonzero(~natively).tolist():
             self._leave_to_python(slot, rest)
         if self.route is not None:
-            layouts = self.route(samples, arrays.data, arrays.lengths, natively)
+            layouts = self.route(samples, arrays.data, arrays.lengths, arrays.stored[:, :2], natively)
             self._gather(np.flatnonzero(layouts >= 0), layouts, readers)
             natively &= layouts < 0
         arrays.stored[~natively] = 0
@@ -209,6 +210,7 @@ class Slot:
             arrays.stored[slots, :2].copy(),
             layouts[slots],
             arrays.geometry[slots].copy(),
+            np.zeros(len(slots), np.int32),
         )
         self.borrowed.append(data)
         work = Work(
@@ -218,6 +220,7 @@ class Slot:
             lengths=lengths.ctypes.data,
             out=target.data_ptr(),
             offsets=offsets.ctypes.data,
+            status=self.coded.status.ctypes.data,
         )
         self.under_way.append((readers, readers.submit(work)))
 

@@ -63,5 +63,7 @@ int jpeg_window(const uint8_t *data, size_t length, int stored_width, int stored
 /* Width, height, and whether there is EXIF; 0 when this is no JPEG for us. */
 enum { STORED = 3 };
 int jpeg_size(const uint8_t *data, size_t length, int32_t *stored);
+/* Whether the (only) scan's data holds nothing but stuffed bytes and restart markers up to its end marker. */
+int jpeg_runs_clean(const uint8_t *data, size_t length);
 
 #endif

@@ -9,6 +9,18 @@
 
 #include <string.h>
 
+/* Whether coded data holds nothing but stuffed bytes and restart markers up to its end marker. */
+static int runs_clean(const uint8_t *at, const uint8_t *end) {
+    while ((at = memchr(at, 0xFF, (size_t)(end - at)))) {
+        if (++at == end) return 0;
+        if (*at == 0xD9) return 1;
+        if (*at == 0xFF) continue;
+        if (*at != 0 && (*at < 0xD0 || *at > 0xD7)) return 0;
+        at++;
+    }
+    return 0;
+}
+
 #ifdef DRUMLINE_JPEG
 #include <setjmp.h>
 #include <stdio.h>
@@ -28,18 +40,6 @@ static void count(j_common_ptr info, int level) {
 }
 
 static void silent(j_common_ptr info) { (void)info; }
-
-/* Whether coded data holds nothing but stuffed bytes and restart markers up to its end marker. */
-static int runs_clean(const uint8_t *at, const uint8_t *end) {
-    while ((at = memchr(at, 0xFF, (size_t)(end - at)))) {
-        if (++at == end) return 0;
-        if (*at == 0xD9) return 1;
-        if (*at == 0xFF) continue;
-        if (*at != 0 && (*at < 0xD0 || *at > 0xD7)) return 0;
-        at++;
-    }
-    return 0;
-}
 
 /* Opens a JPEG and moves to the first wanted row. `left` and `right` (of the stored image) become what libjpeg
  * really gives. */
@@ -186,6 +186,21 @@ int jpeg_size(const uint8_t *data, size_t length, int32_t *stored) {
         }
         if (marker == 0xE1 && segment >= 8 && at + 10 <= length && !memcmp(data + at + 4, "Exif\0\0", 6))
             stored[2] = 1;
+        at += 2 + segment;
+    }
+    return 0;
+}
+
+int jpeg_runs_clean(const uint8_t *data, size_t length) {
+    size_t at = 2;
+    while (at + 4 <= length && data[at] == 0xFF) {
+        if (data[at + 1] == 0xFF) {
+            at++;
+            continue;
+        }
+        size_t segment = (size_t)data[at + 2] << 8 | data[at + 3];
+        if (at + 2 + segment > length) return 0;
+        if (data[at + 1] == 0xDA) return runs_clean(data + at + 2 + segment, data + length);
         at += 2 + segment;
     }
     return 0;

@@ -2,7 +2,8 @@
  *
  * Jobs are served in the order they came, samples of the next job begin while the last ones of this job finish, so
  * no thread waits at the end of a batch. A sample's result goes to its own slot: which thread made it shows nowhere.
- * Threads take no signals; those are for Python. */
+ * Threads take no signals; those are for Python. On Linux they also give way to it: the thread that feeds the GPU is
+ * late otherwise when every core decodes. */
 #define _GNU_SOURCE
 #include "drumline.h"
 
@@ -12,11 +13,17 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#endif
 #include <time.h>
 #include <unistd.h>
 
 enum { READ_FILES, READ_SIZES, MAKE_WINDOWS, GATHER };
+
+#define NICE 10
 
 /* A file's buffer is used again for the next file in its slot, unless a large one made it large. */
 #define KEEP_FILE ((int64_t)512 << 10)
@@ -93,6 +100,7 @@ static void serve(const Work *w, int i, Scratch *scratch) {
     }
     if (w->kind == GATHER) {
         memcpy(w->out + w->offsets[i], w->data[i], (size_t)w->lengths[i]);
+        w->status[i] = jpeg_runs_clean(w->data[i], (size_t)w->lengths[i]) ? DONE : LEFT_TO_PILLOW;
         return;
     }
     const int32_t *stored = w->stored + STORED * i, *geometry = w->geometry + (size_t)GEOMETRY * i;
@@ -109,6 +117,9 @@ static void serve(const Work *w, int i, Scratch *scratch) {
 static void *work(void *argument) {
     Pool *pool = argument;
     Scratch scratch = {{0}, {0}};
+#ifdef __linux__
+    setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), NICE);
+#endif
     pthread_mutex_lock(&pool->lock);
     for (;;) {
         while (!pool->first && !pool->stopping) pthread_cond_wait(&pool->arrived, &pool->lock);

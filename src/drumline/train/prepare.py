@@ -7,15 +7,18 @@ model and arithmetic to a value, refuses what does not fit together before a sin
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from drumline.data.augment import Augmentation, mean_colour
+from drumline.data.choose import choose_workers
 from drumline.data.ledger import Ledger
-from drumline.data.loader import Batches, Workers, batches, default_workers, resident_batches
+from drumline.data.loader import Batches, Workers, batches, resident_batches
 from drumline.data.order import evaluation_requests, share, steps_per_epoch, training_requests
+from drumline.data.resident import ResidentSet, fits_on_device, resident_feed
 from drumline.data.sources import ArraySource, Source, SourceSpec, detect_source, open_source
 from drumline.data.sources import channel_statistics as measured_statistics
 from drumline.data.views import Augment, View
@@ -52,8 +55,21 @@ class Sets:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     workers: Workers
+    workers_why: str
+    """Why these, in words; empty where there was nothing to choose."""
     bad: tuple[Ledger, Ledger]
     """Broken samples met so far, of the training and of the evaluation set."""
+    device: torch.device
+
+    @cached_property
+    def resident_train(self) -> ResidentSet | None:
+        """The training set on the GPU, where it fits there whole."""
+        return _resident(self.train, self.view, self.device)
+
+    @cached_property
+    def resident_eval(self) -> ResidentSet | None:
+        """The evaluation set on the GPU, where it fits there whole."""
+        return _resident(self.eval, self.view.for_evaluation(), self.device)
 
     @property
     def eval_batch(self) -> int:
@@ -75,6 +91,8 @@ class Sets:
             return resident_batches(
                 self.train, self.view, recipe.run.seed, requests, first_step, world.device
             )
+        if self.resident_train is not None:
+            return resident_feed(self.resident_train, recipe.run.seed, requests)
         return batches(
             self.train_spec,
             self.train,
@@ -91,6 +109,8 @@ class Sets:
         requests = evaluation_requests(
             samples=len(self.eval), batch=self.eval_batch, rank=world.rank, world=world.size
         )
+        if self.resident_eval is not None:
+            return resident_feed(self.resident_eval, recipe.run.seed, requests)
         view = self.view.for_evaluation()
         return batches(
             self.eval_spec,
@@ -150,10 +170,23 @@ def prepare_sets(recipe: Recipe, world: World) -> Sets:
         Ledger("training", len(train), data.bad_limit),
         Ledger("evaluation", len(evaluation), data.bad_limit),
     )
-    workers = default_workers(train, world.local_size)
-    if data.workers != "auto":
-        workers = Workers(workers.kind, data.workers)
-    return Sets(name, train_spec, eval_spec, train, evaluation, view, mean, std, workers, bad)
+    count = cores_per_process(world.local_size) if data.workers == "auto" else data.workers
+    # Every rank measures, at the same time as in the run to come; one decides.
+    workers, why = world.share(
+        choose_workers(
+            train_spec,
+            train,
+            view,
+            recipe.run.seed,
+            world.device,
+            count=count,
+            pool=data.pool,
+            decode=data.decode,
+        )
+    )
+    return Sets(
+        name, train_spec, eval_spec, train, evaluation, view, mean, std, workers, why, bad, world.device
+    )
 
 
 def prepare_plan(recipe: Recipe, samples: int, world: World) -> Plan:
@@ -332,6 +365,16 @@ def _augment(data: Data, name: str, source: Source) -> Augment:
             "use crop-flip or none",
         )
     return data.augment
+
+
+def _resident(source: Source, view: View, device: torch.device) -> ResidentSet | None:
+    if (
+        device.type != "cuda"
+        or not isinstance(source, ArraySource)
+        or not fits_on_device(source, view, device)
+    ):
+        return None
+    return ResidentSet.upload(source, view, device)
 
 
 def _augmentation(data: Data, mean: tuple[float, ...]) -> Augmentation:

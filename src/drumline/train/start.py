@@ -282,6 +282,8 @@ def _opening_words(
         + f"; global batch {recipe.data.batch}, {plan.total:,} steps of {plan.per_epoch:,} per epoch"
         + (f" ({left_out} samples left out, others each epoch)" if left_out else ""),
     ]
+    if sets.workers_why:
+        words.append(sets.workers_why)
     if world.shares_gpu:
         words.append("several processes share a GPU: right, but not faster")
     if resolve_layout(recipe.parallel.layout, world) == "dp":

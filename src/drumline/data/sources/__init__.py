@@ -9,9 +9,11 @@ import difflib
 from collections.abc import Callable
 from pathlib import Path
 
+from drumline.data.packed import looks_packed
 from drumline.data.sources.base import (
     ArraySource,
     EncodedSource,
+    MappedFiles,
     PooledSource,
     Source,
     SourceSpec,
@@ -25,12 +27,16 @@ from drumline.data.sources.digits import open_digits
 from drumline.data.sources.folder import open_folder
 from drumline.data.sources.idx import idx_folder, open_idx
 from drumline.data.sources.npz import open_npz
+from drumline.data.sources.packed import PackedFiles, open_packed
 from drumline.data.sources.synthetic import open_synthetic
+from drumline.data.sources.tar import ENDINGS, open_tar
 from drumline.errors import UserError
 
 __all__ = [
     "ArraySource",
     "EncodedSource",
+    "MappedFiles",
+    "PackedFiles",
     "PooledSource",
     "Source",
     "SourceSpec",
@@ -40,7 +46,12 @@ __all__ = [
     "open_source",
 ]
 
-_MAY_HOLD_OUT: dict[str, Callable[[SourceSpec], Source]] = {"folder": open_folder, "npz": open_npz}
+_MAY_HOLD_OUT: dict[str, Callable[[SourceSpec], Source]] = {
+    "folder": open_folder,
+    "tar": open_tar,
+    "packed": open_packed,
+    "npz": open_npz,
+}
 _OWN_SPLIT: dict[str, Callable[[SourceSpec], Source]] = {
     "idx": open_idx,
     "cifar10": open_cifar,
@@ -61,7 +72,7 @@ def open_source(spec: SourceSpec) -> Source:
 
 def detect_source(source: str, path: str) -> str:
     """The source's name, with `auto` resolved by what lies at the path: nothing given, the digits; an .npz
-    file; idx or CIFAR files; else class folders."""
+    file; a tar archive; a packed set; idx or CIFAR files; else class folders."""
     if source != "auto":
         return _known(source)
     if not path:
@@ -74,10 +85,14 @@ def detect_source(source: str, path: str) -> str:
     if place.is_file():
         if place.suffix == ".npz":
             return "npz"
+        if place.name.lower().endswith(ENDINGS):
+            return "tar"
         raise UserError(
-            f"data.path {path} is a file, and not an .npz",
-            fix="give a folder (images, idx or CIFAR files) or an .npz file; unpack archives first",
+            f"data.path {path} is a file, and neither an .npz nor a .tar",
+            fix="give a folder (images, idx or CIFAR files, a packed set), an .npz file or a .tar archive",
         )
+    if looks_packed(place):
+        return "packed"
     found = [name for name in ("cifar10", "cifar100") if has_cifar(name, path)]
     if idx_folder(path) is not None:
         found.insert(0, "idx")

@@ -7,9 +7,12 @@ loader process needs to open the source itself; splits depend on positions alone
 from __future__ import annotations
 
 import math
+import mmap
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -28,8 +31,8 @@ class SourceSpec:
     through process start."""
 
     source: str
-    """`folder`, `idx`, `cifar10`, `cifar100`, `npz`, `digits`, `synthetic` or `package.module:factory`; never
-    `auto`, which `detect_source` resolves."""
+    """`folder`, `tar`, `packed`, `idx`, `cifar10`, `cifar100`, `npz`, `digits`, `synthetic` or
+    `package.module:factory`; never `auto`, which `detect_source` resolves."""
     path: str
     split: Literal["train", "eval"]
     holdout: float = 0.0
@@ -101,7 +104,73 @@ class EncodedSource(ABC):
         """The path (or another name) that tells a person which sample this is."""
 
 
+class MappedFiles(EncodedSource):
+    """Image files inside a few large files, memory-mapped: sample i is `lengths[i]` bytes from `offsets[i]` on in
+    file `parts[i]`. Whoever opens one has checked that every sample lies inside its file. A file that is made
+    shorter while it is mapped ends the process (SIGBUS): nothing may write to it then."""
+
+    def __init__(
+        self,
+        name: str,
+        labels: Labels,
+        classes: tuple[str, ...],
+        files: Sequence[Path],
+        parts: NDArray[np.integer],
+        offsets: NDArray[np.integer],
+        lengths: NDArray[np.integer],
+    ) -> None:
+        super().__init__(name, labels, classes)
+        self._maps = [map_file(file) for file in files]
+        self._parts, self._offsets = parts.astype(np.int32), offsets.astype(np.int64)
+        self.lengths = lengths.astype(np.int64)
+        bases = np.array([mapped.ctypes.data for mapped in self._maps], dtype=np.uint64)
+        self._addresses = bases[self._parts] + self._offsets.astype(np.uint64)
+
+    def read(self, sample: int) -> bytes:
+        return self.view(sample).tobytes()
+
+    def view(self, sample: int) -> Images:
+        """The stored bytes of a sample, not copied and not checked; not to be written to."""
+        start = int(self._offsets[sample])
+        return self._maps[self._parts[sample]][start : start + int(self.lengths[sample])]
+
+    def pointers(self, ids: NDArray[np.integer]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+        """Address and length of each sample's stored bytes, for native code; they hold while the source lives."""
+        return self._addresses[ids], self.lengths[ids]
+
+    def sound_jpegs(self, ids: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """Which of these samples native code may try as JPEG files; here nothing is known against any."""
+        return np.ones(len(ids), dtype=np.bool_)
+
+    def read_ahead(self, ids: NDArray[np.integer]) -> None:
+        """Has the system begin to read these samples from disk; returns at once."""
+        for part, start, length in zip(
+            self._parts[ids].tolist(), self._offsets[ids].tolist(), self.lengths[ids].tolist(), strict=True
+        ):
+            memory = self._maps[part].base
+            if length and isinstance(memory, memoryview) and isinstance(memory.obj, mmap.mmap):
+                first = start - start % mmap.PAGESIZE
+                memory.obj.madvise(mmap.MADV_WILLNEED, first, start + length - first)
+
+
 Source = ArraySource | EncodedSource
+
+
+class NoEvalSplit(UserError):
+    """The data has no evaluation split, and none was asked to be made."""
+
+
+def map_file(file: Path) -> Images:
+    """A whole file as read-only bytes, loaded by the system as they are touched."""
+    try:
+        with file.open("rb") as stream:
+            if stream.seek(0, 2) == 0:  # what is empty cannot be mapped
+                return np.empty(0, dtype=np.uint8)
+            return np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+    except OSError as error:
+        raise UserError(
+            f"{file} cannot be read: {error.strerror}", fix="check its permissions, the disk, and `ulimit -n`"
+        ) from error
 
 
 def holdout_mask(labels: Labels, share: float) -> NDArray[np.bool_]:
@@ -130,7 +199,7 @@ def holdout_ids(labels: Labels, spec: SourceSpec, where: str) -> NDArray[np.int6
     if spec.holdout == 0:
         if spec.split == "train":
             return np.arange(len(labels), dtype=np.int64)
-        raise UserError(
+        raise NoEvalSplit(
             f"{where} has no evaluation split, and data.holdout is 0",
             fix="add --data.holdout 0.1 to set a tenth aside, or give the data an evaluation split",
         )

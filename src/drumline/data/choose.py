@@ -1,0 +1,146 @@
+"""Who decodes: threads or processes, CPU or GPU. Measured on the user's own files where there is a choice.
+
+Promises: the choice changes speed only, never a pixel; it is told in words, with the figures it rests on. Nothing is
+measured without image files, or when the recipe leaves no choice. Refuses what cannot work here, with the reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from drumline import native
+from drumline.data.augment import Augmentation
+from drumline.data.batch import make_batch
+from drumline.data.ledger import Ledger
+from drumline.data.loader import Workers, batches
+from drumline.data.order import Request, epoch_order
+from drumline.data.sources import ArraySource, EncodedSource, Source, SourceSpec
+from drumline.data.views import View
+from drumline.errors import UserError
+
+MEASURE_S = 0.4
+TRIAL_BATCH = 64
+PROCESS_GAIN = 2.0
+"""Sixteen processes have made half of sixteen times what one makes alone, so they must promise this much more than
+threads."""
+GPU_GAIN = 1.5
+"""Decoding on the GPU takes time from the model there, so it must be this much faster than the CPU."""
+
+
+def choose_workers(
+    spec: SourceSpec,
+    source: Source,
+    view: View,
+    seed: int,
+    device: torch.device,
+    *,
+    count: int,
+    pool: Literal["auto", "threads", "processes"],
+    decode: Literal["auto", "cpu", "gpu"],
+) -> tuple[Workers, str]:
+    """The workers for this source on this machine, and why. `count` is how many there may be."""
+    _refuse_impossible(pool, decode, device)
+    if isinstance(source, ArraySource) or count == 0:
+        return Workers("threads", 0), ""
+    if not native.decodes_jpeg():
+        return (
+            Workers("processes", count),
+            f"decoding by {Workers('processes', count)}: native part {native.describe()}",
+        )
+    if decode == "gpu":
+        return Workers("threads", count, gpu=True), "decoding on the GPU where that is bit-equal, as asked"
+
+    # Pixels are augmented on the device, whoever decodes.
+    view = replace(view, augmentation=Augmentation())
+
+    def rate(workers: Workers) -> float:
+        with closing(
+            batches(
+                spec, source, view, seed, _trial(source), workers, device, Ledger("trial", len(source), 1)
+            )
+        ) as feed:
+            return _rate(lambda: len(next(feed).labels))
+
+    workers, told = Workers("threads", count), ""
+    if pool == "processes":
+        workers = Workers("processes", count)
+    elif pool == "auto":
+        workers, told = _threads_or_processes(source, view, seed, workers, rate(workers))
+    if (
+        decode == "auto"
+        and device.type == "cuda"
+        and workers.kind == "threads"
+        and not gpu_unavailable(device)
+    ):
+        on_cpu, on_gpu = rate(workers), rate(Workers("threads", count, gpu=True))
+        told = f"CPU ({workers}) {on_cpu:,.0f} img/s, GPU {on_gpu:,.0f} img/s"
+        if on_gpu > GPU_GAIN * on_cpu:
+            return Workers("threads", count, gpu=True), f"decoding on the GPU where that is bit-equal: {told}"
+        return workers, f"decoding on the CPU, which takes nothing from the model: {told}"
+    return workers, f"decoding by {workers}" + (f": {told}" if told else "")
+
+
+def gpu_unavailable(device: torch.device) -> str:
+    """Why JPEGs cannot be decoded on the device, or nothing."""
+    if device.type != "cuda":
+        return "there is no GPU in this run"
+    if not native.decodes_jpeg():
+        return f"the native part is {native.describe()}"
+    try:
+        from drumline.data.gpu import nvjpeg
+    except ImportError as error:
+        return f"{error.name} is not installed"
+    return nvjpeg.unavailable()
+
+
+def _refuse_impossible(pool: str, decode: str, device: torch.device) -> None:
+    if pool == "threads" and not native.decodes_jpeg():
+        raise UserError(
+            f"data.pool = threads needs the native part, which is {native.describe()}",
+            "use auto or processes, or install a C compiler and libjpeg-turbo's headers and install drumline again",
+        )
+    if decode != "gpu":
+        return
+    if pool == "processes":
+        raise UserError(
+            "data.decode = gpu works with threads, and data.pool = processes", "use data.pool auto"
+        )
+    if reason := gpu_unavailable(device):
+        raise UserError(f"data.decode = gpu is not possible: {reason}", "use auto or cpu")
+
+
+def _threads_or_processes(
+    source: EncodedSource, view: View, seed: int, threads: Workers, by_threads: float
+) -> tuple[Workers, str]:
+    """Threads, unless so much is left to Python (other formats than JPEG) that they wait for each other."""
+    requests = _trial(source)
+    alone = _rate(lambda: len(make_batch(source, view, seed, next(requests)).batch.labels))
+    processes = Workers("processes", threads.count)
+    figures = f"{by_threads:,.0f} img/s by {threads}, about {alone * threads.count:,.0f} by {processes}"
+    return (processes if alone * threads.count > PROCESS_GAIN * by_threads else threads), figures
+
+
+def _trial(source: Source) -> Iterator[Request]:
+    """Small batches of the set, again and again."""
+    batch = min(TRIAL_BATCH, len(source))
+    order = epoch_order(0, 0, len(source))
+    while True:
+        for first in range(0, len(source) - batch + 1, batch):
+            yield Request(0, order[first : first + batch])
+
+
+def _rate(make: Callable[[], Any]) -> float:
+    """Images a second, without the first batch, in which everything starts."""
+    make()
+    begin, made = time.perf_counter(), 0
+    while True:
+        made += make()
+        took = time.perf_counter() - begin
+        if took >= MEASURE_S:
+            return made / took

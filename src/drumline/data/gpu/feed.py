@@ -1,0 +1,69 @@
+"""The part of a batch that is decoded on the GPU: which samples, and their windows.
+
+Promises: only JPEGs that `rule.py` calls bit-equal come here, whole to their end marker; a sample that nvJPEG refuses
+is named, so that the CPU makes it. What is found out about a sample's header is kept, one byte a sample. Memory on the device is bounded by `ARENA_BYTES`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from drumline.data.batch import Coded
+from drumline.data.gpu.nvjpeg import PlaneDecoder
+from drumline.data.gpu.resample import Resampler, place
+from drumline.data.gpu.rule import layout_of
+from drumline.data.jpeg import read_header
+from drumline.data.views import View
+
+ARENA_BYTES = 1 << 30
+"""Decoded planes of one batch; samples beyond are decoded on the CPU."""
+_UNKNOWN, _NOT_HERE = -2, -1
+
+
+class DeviceDecoder:
+    """Decodes and cuts samples on a device, on the stream that is current, for one thread."""
+
+    def __init__(self, samples: int, view: View, device: torch.device) -> None:
+        self.view, self.device = view, device
+        self._layouts = np.full(samples, _UNKNOWN, np.int8)
+        self._planes = PlaneDecoder(device)
+        self._resample = Resampler(device, view.size, view.resize, view.interpolation)
+
+    def route(
+        self,
+        samples: NDArray[np.int64],
+        addresses: NDArray[np.uint64],
+        lengths: NDArray[np.int64],
+        sizes: NDArray[np.int32],
+        candidates: NDArray[np.bool_],
+    ) -> NDArray[np.int8]:
+        """How each sample lies in the arena once decoded (`Layout`), or -1: not to be decoded here."""
+        for slot in np.flatnonzero(candidates & (self._layouts[samples] == _UNKNOWN)).tolist():
+            data = memoryview((ctypes.c_char * int(lengths[slot])).from_address(int(addresses[slot]))).cast(
+                "B"
+            )
+            header = read_header(data)
+            layout = None if header is None else layout_of(header)
+            self._layouts[samples[slot]] = _NOT_HERE if layout is None else layout
+        layouts = np.where(candidates, self._layouts[samples], np.int8(_NOT_HERE))
+        planes = np.where(layouts >= 0, 3 * (sizes[:, 0] + 16).astype(np.int64) * sizes[:, 1], 0)
+        return np.where(np.cumsum(planes) <= ARENA_BYTES, layouts, np.int8(_NOT_HERE))
+
+    def fill(self, images: torch.Tensor, coded: Coded) -> NDArray[np.int64]:
+        """Puts the windows of the coded samples into their rows of `images`; gives the rows that failed."""
+        places = place(coded.layouts, coded.sizes[:, 0], coded.sizes[:, 1])
+        arena = torch.empty(places.end, dtype=torch.uint8, device=self.device)
+        failed = self._planes.decode(coded.data.numpy(), coded.offsets, coded.lengths, arena, places) != 0
+        windows = torch.empty((len(coded.slots), *images.shape[1:]), dtype=torch.uint8, device=self.device)
+        self._resample(arena, places, coded.geometry, windows)
+        rows = torch.from_numpy(coded.slots).pin_memory().to(self.device, non_blocking=True)
+        images.index_copy_(0, rows, windows)
+        return coded.slots[failed | (coded.status != 0)]
+
+    def close(self) -> None:
+        """Gives back what nvJPEG holds."""
+        self._planes.close()

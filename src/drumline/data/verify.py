@@ -1,0 +1,524 @@
+"""`drumline verify DATASET`: every sample read and decoded once, and what is wrong with it listed.
+
+Promises: a sample is bad here exactly when a run would refuse it (`decode` decides in both places); memory grows with
+what is found and 16 bytes a sample, not with the data; the report does not depend on the number of processes. Damage
+that Pillow passes over is a warning, where it can be seen: a flipped bit inside a JPEG's compressed data mostly
+cannot (but in packed sets, whose samples have checksums). Changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import multiprocessing
+import os
+import signal
+import stat
+import threading
+import zlib
+from collections import Counter, deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+from drumline import native
+from drumline.data.decode import FORMATS, decode
+from drumline.data.jpeg import read_header, stream_fault
+from drumline.data.packed import looks_packed
+from drumline.data.sources import ArraySource, EncodedSource, Source, SourceSpec, detect_source, open_source
+from drumline.data.sources.base import NoEvalSplit
+from drumline.data.sources.folder import EVAL_FOLDERS, EXTENSIONS
+from drumline.data.sources.packed import PackedArrays, PackedFiles
+from drumline.errors import UserError
+from drumline.launch.machine import usable_cores
+from drumline.observe.display import progress
+from drumline.observe.wording import count
+from drumline.state.atomic import write_bytes
+
+BAD = (
+    "unopened",  # a whole split: no run starts on it
+    "unreadable",
+    "changed",  # not what was packed
+    "empty",
+    "not-an-image",
+    "truncated",
+    "damaged",
+    "bomb",
+    "unsupported",
+)
+"""Kinds that a run refuses."""
+WARNINGS = (
+    "suspect",  # decodes, but its file shows damage
+    "mislabelled",  # the name says another format
+    "leak",  # an evaluation sample with the bytes of a training sample
+)
+NOTES = {
+    "animated": "only the first frame is used",
+    "cmyk": "turned into RGB by Pillow's simple rule",
+    "16-bit": "cut to 8 bits",
+}
+"""Worth knowing, and counted only: in some sets every sample is of such a kind."""
+SHOWN = 10
+"""Findings of a kind that `describe` lists; `write_list` writes all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing wrong with one sample, or (sample -1) with a split or folder."""
+
+    split: str
+    sample: int
+    kind: str
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class DatasetReport:
+    """What was found, training split first, by sample."""
+
+    path: str
+    source: str
+    splits: tuple[tuple[str, int], ...]
+    """Name and number of samples of each split: train, eval, or images for those in no split."""
+    findings: tuple[Finding, ...]
+    notes: tuple[tuple[str, int], ...]
+    """How many samples each of `NOTES` applies to."""
+
+    @property
+    def samples(self) -> int:
+        return sum(samples for _, samples in self.splits)
+
+    @property
+    def kinds(self) -> Counter[str]:
+        return Counter(finding.kind for finding in self.findings)
+
+    @property
+    def bad(self) -> int:
+        return sum(finding.kind in BAD for finding in self.findings)
+
+    @property
+    def warnings(self) -> int:
+        return sum(finding.kind in WARNINGS for finding in self.findings)
+
+    @property
+    def sound(self) -> bool:
+        """Nothing that a run would refuse; warnings may remain."""
+        return self.bad == 0
+
+
+def is_dataset(path: Path) -> bool:
+    """Whether `drumline verify PATH` means data rather than a run or one of its checkpoints."""
+    # Here, because it imports torch, which the checking processes can do without.
+    from drumline.state.checkpoint import checkpoints, is_checkpoint
+
+    if path.is_file() or looks_packed(path):  # a packed set has a manifest, as checkpoints do
+        return True
+    run = (path / "recipe.toml").exists() or checkpoints(path / "checkpoints") or checkpoints(path)
+    return path.is_dir() and not run and not is_checkpoint(path)
+
+
+def verify_dataset(path: Path, source: str = "auto", workers: int | None = None) -> DatasetReport:
+    """Reads and decodes every sample of a data set, with `workers` processes (one for each core unless told).
+
+    A path without data is a `UserError`; a split that does not open is a finding, and then its image files are looked
+    at as they lie.
+    """
+    name = detect_source(source, str(path))
+    splits, findings = _open_splits(path, name)
+    total = sum(len(split.source) for split in splits)
+    workers = min(workers or usable_cores(), -(-total // _CHUNK))
+    digests = {split.name: np.zeros((len(split.source), 2), np.uint64) for split in splits}
+    notes: Counter[str] = Counter()
+    files = all(isinstance(split.source, EncodedSource) for split in splits)
+    results = _in_processes(splits, workers) if files and workers > 1 else _in_this_process(splits)
+    with closing(results), closing(progress(results, "checking", total)) as shown:
+        for split, sample, result in shown:
+            digests[split.name][sample] = np.frombuffer(result.digest, np.uint64)
+            notes.update(result.notes)
+            for kind, reason in result.findings:
+                findings.append(Finding(split.name, sample, kind, split.where(sample), reason))
+    findings += _leaks(splits, digests)
+    order = {split: place for place, split in enumerate(("train", "eval", "images"))}
+    return DatasetReport(
+        path=str(path),
+        source=name,
+        splits=tuple((split.name, len(split.source)) for split in splits),
+        findings=tuple(sorted(findings, key=lambda found: (order[found.split], found.sample))),
+        notes=tuple((kind, notes[kind]) for kind in NOTES if notes[kind]),
+    )
+
+
+def describe(report: DatasetReport) -> list[str]:
+    """The report for people: what is bad, what is doubtful, and a summary."""
+    lines: list[str] = []
+    counts = report.kinds
+    for kind in (*BAD, *WARNINGS):
+        word = "BAD " if kind in BAD else "warn"
+        found = [finding for finding in report.findings if finding.kind == kind]
+        for finding in found[:SHOWN]:
+            sample = f" {finding.sample}" if finding.sample >= 0 else ""
+            lines.append(f"{word} {kind} ({finding.split}{sample}): {finding.path} {finding.reason}")
+        if len(found) > SHOWN:
+            lines.append(f"{word} {kind}: {count(len(found) - SHOWN)} more; --list FILE writes all of them")
+    for kind, number in report.notes:
+        lines.append(f"note {kind}: {count(number)} of {count(report.samples)} samples; {NOTES[kind]}")
+    splits = (
+        ", ".join(f"{name} {count(samples)}" for name, samples in report.splits) or "none could be opened"
+    )
+    kinds = ", ".join(f"{count(counts[kind])} {kind}" for kind in (*BAD, *WARNINGS) if counts[kind])
+    lines.append(
+        f"{'ok  ' if report.sound else 'BAD '} {count(report.samples)} samples ({splits}): {kinds or 'all sound'}"
+    )
+    if any(finding.kind in BAD and finding.sample >= 0 for finding in report.findings):
+        lines.append(
+            "fix: restore the bad files from where they came, or remove them; a run puts another sample of the "
+            "set in the place of each"
+        )
+    return [_printable(line) for line in lines]
+
+
+def summary(report: DatasetReport) -> dict[str, Any]:
+    """The report for scripts (`print_result`)."""
+    return {
+        "path": report.path,
+        "source": report.source,
+        "samples": report.samples,
+        "splits": dict(report.splits),
+        "bad": report.bad,
+        "warnings": report.warnings,
+        "kinds": dict(report.kinds),
+        "notes": dict(report.notes),
+    }
+
+
+def write_list(report: DatasetReport, file: Path) -> None:
+    """All findings, one a line: sample id, split, kind, path, reason, with tabs between them; a tab, line end or
+    backslash inside a field is written as in C."""
+    rows = ((str(f.sample), f.split, f.kind, f.path, f.reason) for f in report.findings)
+    text = "".join("\t".join(field.translate(_ESCAPED) for field in row) + "\n" for row in rows)
+    try:
+        write_bytes(file, text.encode("utf-8", "surrogateescape"))  # names are bytes, in any encoding
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror or error}", "give another --list") from error
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What one sample's bytes gave."""
+
+    digest: bytes
+    """16 bytes that tell it from others; zeros for a bad one."""
+    findings: tuple[tuple[str, str], ...] = ()
+    """Kinds and reasons, a bad one alone."""
+    notes: tuple[str, ...] = ()
+
+
+def examine(data: bytes, where: str, named: bool = True) -> Examination:
+    """Decodes a sample as a run does, then looks for what decoding passes over. `named`: `where` ends in the file's
+    own name, so its extension can be held against the content."""
+    try:
+        decode(data, where)
+    except UserError as error:
+        return _refused(_kind_of(data, error), error.what, where)
+    except MemoryError:
+        return _refused("bomb", "needs more memory than there is", where)
+    image = Image.open(io.BytesIO(data), formats=FORMATS)
+    kind = "JPEG" if data.startswith(b"\xff\xd8\xff") else image.format or ""
+    fault = _FAULTS[kind](data) if kind in _FAULTS else ""
+    findings = [("suspect", f"decodes, but {fault}")] if fault else []
+    expected = _FORMAT_OF.get(Path(where).suffix.lower(), kind) if named else kind
+    if kind != expected:
+        findings.append(("mislabelled", f"is a {kind} file, not the {expected} that its name says"))
+    deep = image.mode.startswith("I") or (kind == "PNG" and data[24] == 16)
+    seen = {"animated": _animated(image), "cmyk": image.mode == "CMYK", "16-bit": deep}
+    notes = tuple(note for note, is_so in seen.items() if is_so)
+    return Examination(hashlib.blake2b(data, digest_size=16).digest(), tuple(findings), notes)
+
+
+def _animated(image: Image.Image) -> bool:
+    try:
+        return bool(getattr(image, "is_animated", False))
+    except Exception:  # later frames may be damaged, in any way; only the first one matters
+        return True
+
+
+_FORMAT_OF = {
+    **dict.fromkeys((".jpg", ".jpeg"), "JPEG"),
+    **dict.fromkeys((".ppm", ".pgm"), "PPM"),
+    **dict.fromkeys((".tif", ".tiff"), "TIFF"),
+    ".png": "PNG",
+    ".bmp": "BMP",
+    ".webp": "WEBP",
+    ".gif": "GIF",
+}
+_CHUNK = 16
+"""Samples that a process takes at a time, some 50 ms of work."""
+
+
+def _kind_of(data: bytes, error: UserError) -> str:
+    """The kind of what `decode` refused."""
+    cause = error.__cause__
+    if not data:
+        return "empty"
+    if cause is None:
+        return "unsupported"
+    if isinstance(cause, Image.DecompressionBombError):
+        return "bomb"
+    if isinstance(cause, UnidentifiedImageError):
+        return "damaged" if " begins like a " in error.what else "not-an-image"
+    return "truncated" if " is cut off: " in error.what else "damaged"
+
+
+def _refused(kind: str, what: str, where: str) -> Examination:
+    return Examination(bytes(16), ((kind, what.removeprefix(where).strip()),))
+
+
+def _jpeg_fault(data: bytes) -> str:
+    header = read_header(data)
+    if header is None:
+        return "its header has parts that do not belong there"
+    if fault := stream_fault(data, header):
+        return fault
+    warnings = native.jpeg_warnings(data)
+    return "libjpeg finds its compressed data corrupt" if warnings is not None and warnings > 0 else ""
+
+
+def _png_fault(data: bytes) -> str:
+    """Pillow does not compare the checksums of the pixel data, nor does it miss the last chunk."""
+    at, view = 8, memoryview(data)
+    while at + 12 <= len(data):
+        end = at + 12 + int.from_bytes(view[at : at + 4], "big")
+        if end > len(data):
+            break
+        if zlib.crc32(view[at + 4 : end - 4]) != int.from_bytes(view[end - 4 : end], "big"):
+            return f"the checksum of its {bytes(view[at + 4 : at + 8]).decode('latin-1')} chunk is wrong"
+        if view[at + 4 : at + 8] == b"IEND":
+            return ""
+        at = end
+    return "it is cut off after its pixels"
+
+
+_FAULTS = {"JPEG": _jpeg_fault, "PNG": _png_fault}
+
+
+@dataclass(frozen=True)
+class _Loose:
+    """Says to a process: the image files below this folder, as they lie."""
+
+    root: str
+
+
+class _LooseFiles(EncodedSource):
+    """Image files outside of any layout, sorted by path; also links to nothing and other things with such a name."""
+
+    def __init__(self, root: str) -> None:
+        self.unreadable: list[tuple[str, str]] = []
+        self.paths: list[str] = []
+        seen: set[tuple[int, int]] = set()
+        for folder, folders, files in os.walk(root, onerror=self._note, followlinks=True):
+            status = os.stat(folder)  # noqa: PTH116 (os.walk gives strings)
+            if (status.st_dev, status.st_ino) in seen:  # a link to where we have been
+                folders.clear()
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            names = (name for name in files if name.lower().endswith(EXTENSIONS) and not name.startswith("."))
+            self.paths += (f"{folder}{os.sep}{name}" for name in sorted(names))
+
+    def _note(self, error: OSError) -> None:
+        self.unreadable.append((str(error.filename), str(error.strerror)))
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def where(self, sample: int) -> str:
+        return self.paths[sample]
+
+    def read(self, sample: int) -> bytes:
+        path = Path(self.paths[sample])
+        try:
+            if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would wait for ever
+                raise UserError(f"{path} is not a regular file")
+            return path.read_bytes()
+        except OSError as error:
+            broken = path.is_symlink() and not path.exists()
+            raise UserError(
+                f"{path} is a broken link" if broken else f"{path} cannot be read: {error.strerror}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class _Split:
+    name: str
+    spec: SourceSpec | _Loose
+    source: Source
+
+    def where(self, sample: int) -> str:
+        if isinstance(self.source, EncodedSource):
+            return self.source.where(sample)
+        return f"{self.name} image {sample}"
+
+
+def _open(spec: SourceSpec | _Loose) -> Source:
+    return _LooseFiles(spec.root) if isinstance(spec, _Loose) else open_source(spec)
+
+
+def _open_splits(path: Path, name: str) -> tuple[list[_Split], list[Finding]]:
+    """The splits that can be looked at, and a finding for each that a run could not open."""
+    splits: list[_Split] = []
+    findings: list[Finding] = []
+    refused: UserError | None = None
+    sides: tuple[Literal["train", "eval"], ...] = ("train", "eval")
+    for side in sides:
+        spec = SourceSpec(name, str(path), side)
+        try:
+            opened = open_source(spec)
+            if isinstance(opened, PackedArrays):
+                opened.check()
+            splits.append(_Split(side, spec, opened))
+        except NoEvalSplit:
+            continue
+        except UserError as error:
+            if refused is None or error.what != refused.what:  # one fault may close both
+                reason = f"cannot be opened: {error.what}; fix: {error.fix}"
+                findings.append(Finding(side, -1, "unopened", str(path), reason))
+            refused = error
+    if refused is None or name != "folder":
+        return splits, findings
+    loose = _loose_splits(path)
+    if not any(len(split.source) for split in loose):
+        raise refused
+    for split in loose:
+        assert isinstance(split.source, _LooseFiles)
+        for folder, reason in split.source.unreadable:
+            findings.append(Finding(split.name, -1, "unreadable", folder, f"cannot be read: {reason}"))
+    flat = not any(entry.is_dir() for entry in path.iterdir() if not entry.name.startswith("."))
+    return loose, [found for found in findings if not (flat and found.kind == "unopened")]
+
+
+def _loose_splits(path: Path) -> list[_Split]:
+    """The files of a folder that does not open as class folders, in the splits that its names tell."""
+    evaluation = next((folder for folder in EVAL_FOLDERS if (path / folder).is_dir()), None)
+    roots = {"images": path}
+    if evaluation and (path / "train").is_dir():
+        roots = {"train": path / "train", "eval": path / evaluation}
+    return [_Split(name, _Loose(str(root)), _LooseFiles(str(root))) for name, root in roots.items()]
+
+
+def _examine_range(source: Source, start: int, stop: int) -> list[Examination]:
+    if isinstance(source, ArraySource):  # opening it has checked all there is
+        images = source.take(np.arange(start, stop))
+        return [Examination(hashlib.blake2b(image, digest_size=16).digest()) for image in images]
+    return [_examine_sample(source, sample) for sample in range(start, stop)]
+
+
+def _examine_sample(source: EncodedSource, sample: int) -> Examination:
+    where = source.where(sample)
+    try:
+        data = source.read(sample)
+    except UserError as error:
+        changed = isinstance(source, PackedFiles) and not source.sound(np.array([sample])).all()
+        return _refused("changed" if changed else "unreadable", error.what, where)
+    except MemoryError:
+        return _refused("bomb", "needs more memory than there is", where)
+    # Packing may have changed the format, so the name of a packed sample says nothing.
+    return examine(data, where, named=not isinstance(source, PackedFiles))
+
+
+_Results = Generator[tuple[_Split, int, Examination], None, None]
+
+
+def _ranges(splits: list[_Split]) -> Iterator[tuple[_Split, int, int]]:
+    for split in splits:
+        for start in range(0, len(split.source), _CHUNK):
+            yield split, start, min(start + _CHUNK, len(split.source))
+
+
+def _in_this_process(splits: list[_Split]) -> _Results:
+    for split, start, stop in _ranges(splits):
+        for sample, result in enumerate(_examine_range(split.source, start, stop), start):
+            yield split, sample, result
+
+
+def _in_processes(splits: list[_Split], workers: int) -> _Results:
+    """The same, by processes that open the data themselves; results come in order, a few ranges ahead at most."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["drumline.data.forkserver", "drumline.data.verify"])
+    pool = ProcessPoolExecutor(workers, context, _start_worker)
+    ahead: deque[tuple[_Split, int, Future[list[Examination]]]] = deque()
+    ranges = _ranges(splits)
+    try:
+        while True:
+            while len(ahead) < 4 * workers and (task := next(ranges, None)):
+                split, start, stop = task
+                ahead.append((split, start, pool.submit(_work, split.spec, start, stop)))
+            if not ahead:
+                return
+            split, start, future = ahead.popleft()
+            for sample, result in enumerate(future.result(), start):
+                yield split, sample, result
+    except BrokenProcessPool as error:
+        raise UserError(
+            f"a checking process was killed, at {split.where(start)} or within {4 * workers * _CHUNK} samples of it",
+            "out of memory? See `dmesg`; else try these files one by one",
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_opened: dict[SourceSpec | _Loose, Source] = {}
+"""In a checking process: what it has opened."""
+
+
+def _work(spec: SourceSpec | _Loose, start: int, stop: int) -> list[Examination]:
+    if spec not in _opened:
+        _opened[spec] = _open(spec)
+    return _examine_range(_opened[spec], start, stop)
+
+
+def _start_worker() -> None:
+    """Ctrl-C is for the parent, which ends its processes; and a process must not outlive it, as it would: it waits
+    for work on a pipe that it could write to itself."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _leaks(splits: list[_Split], digests: dict[str, NDArray[np.uint64]]) -> Iterator[Finding]:
+    """Evaluation samples that have the bytes of a training sample."""
+    by_name = {split.name: split for split in splits}
+    if not {"train", "eval"} <= by_name.keys():
+        return
+    training, evaluation = digests["train"], digests["eval"]
+    order = np.argsort(training[:, 0], kind="stable")
+    place = np.searchsorted(training[order, 0], evaluation[:, 0])
+    place = np.minimum(place, len(order) - 1)
+    same = (training[order[place]] == evaluation).all(axis=1) & evaluation.any(axis=1)
+    for sample in np.flatnonzero(same).tolist():
+        twin = int(order[place[sample]])
+        reason = f"has the same bytes as training sample {twin}, {by_name['train'].where(twin)}"
+        yield Finding("eval", sample, "leak", by_name["eval"].where(sample), reason)
+
+
+_ESCAPED = str.maketrans({"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"})
+
+
+def _printable(line: str) -> str:
+    """A file's name may hold anything, also what a terminal obeys or cannot show."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
