@@ -1,0 +1,112 @@
+"""Does the feed stay the same for as long as it runs? Memory, descriptors, threads and throughput over an hour.
+
+Feeds batches of image files, epoch after epoch, through the loader that training uses, and never resets it. Every
+few seconds it writes down what the process holds. At the end the first tenth is compared with the last; the first
+minute counts as warm-up for memory. Throughput is counted in images per second of CPU time too, which other
+programs on the machine do not disturb. The set may hold broken files: they are replaced, as in a run.
+
+    python benchmarks/soak.py --path photos --minutes 60 --batch 64 --out soak.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import torch
+
+from drumline import native
+from drumline.data.ledger import Ledger
+from drumline.data.loader import Workers, batches
+from drumline.data.order import training_requests
+from drumline.data.sources import SourceSpec, detect_source, open_source
+from drumline.data.views import View
+from drumline.launch.machine import usable_cores
+
+SAMPLE_S = 5.0
+ENDLESS = 10**12
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--path", required=True, help="folder, tar or packed set of image files")
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--workers", type=int, default=usable_cores())
+    parser.add_argument("--pool", choices=("threads", "processes"), default="threads")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--gpu-decode", action="store_true")
+    parser.add_argument("--out", type=Path, help="write every measurement, one JSON object a line")
+    asked = parser.parse_args()
+
+    spec = SourceSpec(detect_source("auto", asked.path), asked.path, "train")
+    source = open_source(spec)
+    view = View(asked.size, "crop-flip", on_bad="substitute")
+    requests = training_requests(
+        seed=0,
+        samples=len(source),
+        batch=asked.batch,
+        first_step=0,
+        last_step=ENDLESS,
+        part=slice(0, asked.batch),
+    )
+    workers = Workers(asked.pool, asked.workers, gpu=asked.gpu_decode)
+    ledger = Ledger("training", len(source), 1.0)
+    process = psutil.Process()
+    rows: list[dict[str, float]] = []
+    begin = then = time.monotonic()
+    cpu_then, images = process.cpu_times(), 0
+    feed = batches(spec, source, view, 0, requests, workers, torch.device(asked.device), ledger)
+    with closing(feed):
+        for batch in feed:
+            images += len(batch.labels)
+            now = time.monotonic()
+            if now - then < SAMPLE_S:
+                continue
+            cpu = process.cpu_times()
+            used = cpu.user + cpu.system - cpu_then.user - cpu_then.system
+            rows.append(
+                {
+                    "seconds": now - begin,
+                    "images_per_s": images / (now - then),
+                    "images_per_cpu_s": images / used,
+                    "rss_mb": process.memory_info().rss / 2**20,
+                    "descriptors": process.num_fds(),
+                    "threads": process.num_threads(),
+                    "gpu_mb": torch.cuda.memory_reserved() / 2**20 if asked.device == "cuda" else 0.0,
+                }
+            )
+            if asked.out:
+                with asked.out.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
+            then, cpu_then, images = now, cpu, 0
+            if now - begin > 60 * asked.minutes:
+                break
+    report(rows, workers, len(source), ledger)
+
+
+def report(rows: list[dict[str, float]], workers: Workers, samples: int, ledger: Ledger) -> None:
+    """The first tenth beside the last."""
+    warm = [row for row in rows if row["seconds"] >= 60] or rows
+    tenth = max(1, len(warm) // 10)
+    print(
+        f"{workers}, native part {native.describe()}; {samples:,} files, {len(ledger.bad)} of them broken; "
+        f"{rows[-1]['seconds'] / 60:.1f} minutes"
+    )
+    print(f"{'':>18}{'first tenth':>14}{'last tenth':>14}{'ratio':>9}")
+    for name in ("images_per_s", "images_per_cpu_s", "rss_mb", "descriptors", "threads", "gpu_mb"):
+        first = statistics.median(row[name] for row in warm[:tenth])
+        last = statistics.median(row[name] for row in warm[-tenth:])
+        print(f"{name:>18}{first:>14.1f}{last:>14.1f}{last / first if first else 1.0:>9.3f}")
+
+
+if __name__ == "__main__":
+    main()
