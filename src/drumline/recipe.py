@@ -35,10 +35,11 @@ class Data:
     """Which images, in which batches, seen how."""
 
     source: str = "auto"
-    """`folder`, `idx`, `cifar10`, `cifar100`, `npz`, `digits` (embedded), `synthetic`, or your own as
-    `package.module:factory`. `auto` looks at `path`; without a path it takes the embedded digits."""
+    """`folder`, `tar`, `packed` (by `drumline pack`), `idx`, `cifar10`, `cifar100`, `npz`, `digits` (embedded),
+    `synthetic`, or your own as `package.module:factory`. `auto` looks at `path`; without a path it takes
+    the embedded digits."""
     path: str = ""
-    """Folder or file with the data. A folder source wants `train/<class>/` and `val/<class>/`, or class
+    """Folder or file with the data. A folder (or tar) source wants `train/<class>/` and `val/<class>/`, or class
     folders alone together with `holdout`."""
     batch: int = 128
     """Global batch: samples per optimizer step over all processes and accumulation steps together."""

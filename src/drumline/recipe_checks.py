@@ -115,14 +115,26 @@ def _bounds(recipe: Recipe) -> Iterator[Problem]:
     if recipe.data.eval_crop <= 0:
         yield Problem("data.eval_crop", "leaves nothing to see", "give 0.875, or 1 for the whole image")
     jitter, randaugment = recipe.data.jitter, recipe.data.randaugment
-    if jitter and (len(jitter) != 4 or min(jitter) < 0 or jitter[-1] > 0.5):
+    if jitter and len(jitter) != 4:
         yield Problem(
-            "data.jitter", "not four strengths", "give brightness, contrast, saturation, and hue up to 0.5"
+            "data.jitter",
+            f"has {len(jitter)} value(s)",
+            "give four: brightness, contrast, saturation, hue, such as 0.4,0.4,0.4,0.1",
         )
-    if randaugment and (len(randaugment) != 2 or randaugment[0] < 1 or not 0 <= randaugment[1] <= 30):
+    elif jitter and min(jitter) < 0:
+        yield Problem("data.jitter", "has a strength below 0", "give 0 for what is to stay as it is")
+    elif jitter and jitter[-1] > 0.5:
+        yield Problem("data.jitter", "turns the hue too far", "give at most 0.5 as the last, half the circle")
+    if randaugment and len(randaugment) != 2:
         yield Problem(
-            "data.randaugment", "not operations and magnitude", "give for example 2,9; magnitudes end at 30"
+            "data.randaugment",
+            f"has {len(randaugment)} value(s)",
+            "give two: operations per sample and magnitude, such as 2,9",
         )
+    elif randaugment and randaugment[0] < 1:
+        yield Problem("data.randaugment", "does nothing", "give at least 1 operation, such as 2,9")
+    elif randaugment and not 0 <= randaugment[1] <= 30:
+        yield Problem("data.randaugment", "has no such magnitude", "give 0 to 30 as the second, such as 2,9")
     for name in ("data.mean", "data.std"):
         values = value_of(recipe, name)
         if len(values) not in (0, 1, 3):
@@ -156,7 +168,7 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
     data, optim, train, parallel = recipe.data, recipe.optim, recipe.train, recipe.parallel
     if train.epochs == 0 and train.steps == 0:
         yield Problem("train.epochs", "trains nothing while train.steps = 0", "set one of the two above 0")
-    if data.source in ("folder", "idx", "cifar10", "cifar100", "npz") and not data.path:
+    if data.source in ("folder", "tar", "packed", "idx", "cifar10", "cifar100", "npz") and not data.path:
         yield Problem("data.path", f"data.source = {data.source} needs a path", "give its folder or file")
     if bool(data.mean) != bool(data.std):
         missing, given = ("data.std", "data.mean") if data.mean else ("data.mean", "data.std")
@@ -198,6 +210,8 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
     if recipe.run.device == "cpu":
         if train.precision == "fp16":
             yield Problem("train.precision", "needs a GPU, but run.device = cpu", "use bf16 or fp32 on a CPU")
+        if data.decode == "gpu":
+            yield Problem("data.decode", "needs a GPU, but run.device = cpu", "use auto or cpu")
         if train.capture == "on":
             yield Problem("train.capture", "needs a GPU, but run.device = cpu", "use auto or off on a CPU")
         if parallel.backend == "nccl":

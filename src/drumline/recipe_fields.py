@@ -12,6 +12,7 @@ import inspect
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cache
@@ -111,8 +112,13 @@ def example(field: RecipeField) -> Any:
         return not field.default
     if field.default not in ("", ()):
         return field.default
-    kind = get_args(field.hint)[0] if get_origin(field.hint) is tuple else field.hint
-    return from_words(field.hint, [_SAMPLES[kind]])
+    if get_origin(field.hint) is not tuple:
+        return from_words(field.hint, [_SAMPLES[field.hint]])
+    # How long a list must be the type does not say, but the docstring may show one.
+    for shown in (*describe_field(field).split("`")[1::2], _SAMPLES[get_args(field.hint)[0]]):
+        with suppress(WrongValue):
+            return from_words(field.hint, [shown])
+    raise AssertionError(field.name)
 
 
 def choices(hint: Any) -> tuple[str, ...]:

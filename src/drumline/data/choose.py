@@ -93,10 +93,11 @@ def gpu_unavailable(device: torch.device) -> str:
     if not native.decodes_jpeg():
         return f"the native part is {native.describe()}"
     try:
-        from drumline.data.gpu import nvjpeg
+        from drumline.data.gpu import feed, nvjpeg
     except ImportError as error:
         return f"{error.name} is not installed"
-    return nvjpeg.unavailable()
+    assert feed
+    return nvjpeg.unavailable(device)
 
 
 def _refuse_impossible(pool: str, decode: str, device: torch.device) -> None:

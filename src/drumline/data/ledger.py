@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from drumline.data.window import Bad
 from drumline.errors import UserError
+from drumline.observe.wording import printable
 
 SHOWN = 10
 
@@ -25,7 +26,7 @@ class Ledger:
     def add(self, bad: Iterable[Bad]) -> None:
         """Notes broken samples; refuses to go on when there are too many."""
         for sample, why in bad:
-            self.bad.setdefault(sample, why)
+            self.bad.setdefault(sample, printable(why))
         if len(self.bad) > self.limit:
             raise UserError(
                 f"{len(self.bad):,} of {self.samples:,} {self.what} samples are broken, data.bad_limit allows "

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Iterable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
-from drumline import native
 from drumline.data.ahead import ahead
 from drumline.data.augment import apply
 from drumline.data.batch import Made, make_batch
@@ -24,12 +23,9 @@ from drumline.data.ledger import Ledger
 from drumline.data.order import Request
 from drumline.data.processes import process_batches
 from drumline.data.sources import ArraySource, EncodedSource, Source, SourceSpec
-from drumline.data.threads import threaded_batches
+from drumline.data.threads import Room, Route, threaded_batches
 from drumline.data.views import Batch, View
 from drumline.data.window import Bad, find_window
-
-if TYPE_CHECKING:
-    from drumline.data.gpu.feed import DeviceDecoder
 
 Batches = Generator[Batch, None, None]
 """An iterator to be closed when no more batches are wanted: that ends its workers."""
@@ -66,14 +62,8 @@ def batches(
     ledger: Ledger,
 ) -> Batches:
     """The batches of the requests, in their order, on the device. Close the iterator to end the workers."""
-    room = PinnedRing() if device.type == "cuda" else None
-    decoder = None
-    if workers.gpu and isinstance(source, EncodedSource):
-        from drumline.data.gpu.feed import DeviceDecoder
-
-        decoder = DeviceDecoder(len(source), view, device)
-    host = _host_batches(spec, source, view, seed, requests, workers, room, decoder)
-    made = _on_device(host, device, room, source, view, seed, decoder) if room else _on_host(host)
+    feeding = _on_device if device.type == "cuda" else _on_host
+    made = feeding(spec, source, view, seed, requests, workers, device)
     # An array batch on a CPU is cut faster than another thread could be told to cut it.
     running_ahead = ahead(made, READY) if isinstance(source, EncodedSource) or device.type == "cuda" else made
     with closing(running_ahead) as feed:
@@ -123,17 +113,15 @@ def _host_batches(
     seed: int,
     requests: Iterable[Request],
     workers: Workers,
-    room: PinnedRing | None,
-    decoder: DeviceDecoder | None,
+    room: Room,
+    route: Route | None = None,
 ) -> Generator[Made, None, None]:
     if workers.count == 0 or isinstance(source, ArraySource):
         yield from (make_batch(source, view, seed, request) for request in requests)
-    elif workers.kind == "processes" or not native.decodes_jpeg():
+    elif workers.kind == "processes":
         yield from process_batches(spec, view, seed, requests, workers.count)
     else:
-        take = room.take if room else _fresh
-        route = decoder.route if decoder else None
-        yield from threaded_batches(source, view, seed, requests, workers.count, take, route)
+        yield from threaded_batches(source, view, seed, requests, workers.count, room, route)
 
 
 def _fresh(*shape: int) -> torch.Tensor:
@@ -143,25 +131,42 @@ def _fresh(*shape: int) -> torch.Tensor:
 Ready = tuple[Batch, tuple[Bad, ...], torch.cuda.Event | None]
 
 
-def _on_host(host: Generator[Made, None, None]) -> Generator[Ready, None, None]:
-    with closing(host):
+def _on_host(
+    spec: SourceSpec,
+    source: Source,
+    view: View,
+    seed: int,
+    requests: Iterable[Request],
+    workers: Workers,
+    device: torch.device,
+) -> Generator[Ready, None, None]:
+    with closing(_host_batches(spec, source, view, seed, requests, workers, _fresh)) as host:
         for made in host:
             batch, plan = made.batch, made.plan
             yield batch._replace(images=apply(batch.images, plan)) if plan else batch, made.bad, None
 
 
 def _on_device(
-    host: Generator[Made, None, None],
-    device: torch.device,
-    room: PinnedRing,
+    spec: SourceSpec,
     source: Source,
     view: View,
     seed: int,
-    decoder: DeviceDecoder | None,
+    requests: Iterable[Request],
+    workers: Workers,
+    device: torch.device,
 ) -> Generator[Ready, None, None]:
     """Copies each batch on a side stream, decodes what was left to the device, and augments the pixels there."""
-    stream = torch.cuda.Stream(device)
-    with closing(host), torch.cuda.device(device):
+    room, stream = PinnedRing(), torch.cuda.Stream(device)
+    with torch.cuda.device(device), ExitStack() as cleanup:
+        decoder = None
+        if workers.gpu and isinstance(source, EncodedSource):
+            from drumline.data.gpu.feed import DeviceDecoder
+
+            decoder = cleanup.enter_context(closing(DeviceDecoder(len(source), view, device)))
+        route = decoder.route if decoder else None
+        host = cleanup.enter_context(
+            closing(_host_batches(spec, source, view, seed, requests, workers, room.take, route))
+        )
         for made in host:
             batch, bad = made.batch, made.bad
             pixels = batch.images
@@ -170,26 +175,22 @@ def _on_device(
                 pixels.copy_(batch.images)
             with torch.cuda.stream(stream):
                 images = pixels.to(device, non_blocking=True)
-                if made.coded is not None:
-                    assert decoder is not None
-                    assert isinstance(source, EncodedSource)
+                if decoder and made.coded:
                     for slot in decoder.fill(images, made.coded).tolist():
-                        sample, epoch = int(batch.samples[slot]), made.epoch
-                        found = find_window(source, view, seed, epoch, sample)
+                        assert isinstance(source, EncodedSource)
+                        found = find_window(source, view, seed, made.epoch, int(batch.samples[slot]))
                         images[slot].copy_(torch.from_numpy(found.pixels))
                         batch.labels[slot] = found.label
                         bad += found.bad
                 copied = torch.cuda.Event()
                 copied.record(stream)
-                for buffer in (pixels, *([made.coded.data] if made.coded else [])):
+                for buffer in (pixels, made.coded.data) if made.coded else (pixels,):
                     room.give_back(buffer, copied)
                 others = (tensor.pin_memory().to(device, non_blocking=True) for tensor in batch[1:])
                 moved = Batch(apply(images, made.plan) if made.plan else images, *others)
                 ready = torch.cuda.Event()
                 ready.record(stream)
             yield moved, bad, ready
-    if decoder is not None:
-        decoder.close()
 
 
 def _handed_over(batch: Batch, ready: torch.cuda.Event | None, device: torch.device) -> Batch:

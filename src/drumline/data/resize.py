@@ -159,7 +159,8 @@ def _check(array: Pixels, size: tuple[int, int], box: Box | None, version: Versi
             f"resize: the image has the shape {array.shape}",
             fix="give (H, W), (H, W, 1) or (H, W, 3); resize an alpha channel by itself, as (H, W)",
         )
-    if len(size) != 2 or not all(isinstance(side, int | np.integer) and side > 0 for side in size):
+    pair = isinstance(size, tuple | list) and len(size) == 2
+    if not pair or not all(isinstance(side, int | np.integer) and side > 0 for side in size):
         raise UserError(f"resize: size = {size}", fix="give (width, height), two whole numbers above 0")
     if version not in get_args(Version):
         raise UserError(f"resize: version = {version!r}", fix=f"use one of {', '.join(get_args(Version))}")
@@ -167,7 +168,8 @@ def _check(array: Pixels, size: tuple[int, int], box: Box | None, version: Versi
         raise UserError(f"resize: filter = {filter!r}", fix=f"use one of {', '.join(get_args(Filter))}")
     if box is not None:
         height, width = array.shape[:2]
-        whole = len(box) == 4 and all(isinstance(side, int | np.integer) for side in box)
+        four = isinstance(box, tuple | list) and len(box) == 4
+        whole = four and all(isinstance(side, int | np.integer) for side in box)
         if not whole or not (0 <= box[0] < box[2] <= width and 0 <= box[1] < box[3] <= height):
             raise UserError(
                 f"resize: box = {box} is not inside the image of {width} x {height} pixels",

@@ -8,40 +8,32 @@ cannot (but in packed sets, whose samples have checksums). Changes nothing.
 
 from __future__ import annotations
 
-import hashlib
-import io
 import multiprocessing
 import os
-import signal
 import stat
-import threading
-import zlib
 from collections import Counter, deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
 
-from drumline import native
-from drumline.data.decode import FORMATS, decode
-from drumline.data.jpeg import read_header, stream_fault
+from drumline.data.examine import Examination, examine_range
+from drumline.data.owned import serve_owner
 from drumline.data.packed import looks_packed
-from drumline.data.sources import ArraySource, EncodedSource, Source, SourceSpec, detect_source, open_source
+from drumline.data.sources import EncodedSource, Source, SourceSpec, detect_source, open_source
 from drumline.data.sources.base import NoEvalSplit
 from drumline.data.sources.folder import EVAL_FOLDERS, EXTENSIONS
-from drumline.data.sources.packed import PackedArrays, PackedFiles
+from drumline.data.sources.packed import PackedArrays
 from drumline.errors import UserError
 from drumline.launch.machine import usable_cores
 from drumline.observe.display import progress
-from drumline.observe.wording import count
+from drumline.observe.wording import count, printable
 from drumline.state.atomic import write_bytes
 
 BAD = (
@@ -69,6 +61,8 @@ NOTES = {
 """Worth knowing, and counted only: in some sets every sample is of such a kind."""
 SHOWN = 10
 """Findings of a kind that `describe` lists; `write_list` writes all."""
+CHUNK = 16
+"""Samples that a process takes at a time, some 50 ms of work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +130,7 @@ def verify_dataset(path: Path, source: str = "auto", workers: int | None = None)
     name = detect_source(source, str(path))
     splits, findings = _open_splits(path, name)
     total = sum(len(split.source) for split in splits)
-    workers = min(workers or usable_cores(), -(-total // _CHUNK))
+    workers = min(workers or usable_cores(), -(-total // CHUNK))
     digests = {split.name: np.zeros((len(split.source), 2), np.uint64) for split in splits}
     notes: Counter[str] = Counter()
     files = all(isinstance(split.source, EncodedSource) for split in splits)
@@ -184,7 +178,7 @@ def describe(report: DatasetReport) -> list[str]:
             "fix: restore the bad files from where they came, or remove them; a run puts another sample of the "
             "set in the place of each"
         )
-    return [_printable(line) for line in lines]
+    return [printable(line) for line in lines]
 
 
 def summary(report: DatasetReport) -> dict[str, Any]:
@@ -210,105 +204,6 @@ def write_list(report: DatasetReport, file: Path) -> None:
         write_bytes(file, text.encode("utf-8", "surrogateescape"))  # names are bytes, in any encoding
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror or error}", "give another --list") from error
-
-
-@dataclass(frozen=True)
-class Examination:
-    """What one sample's bytes gave."""
-
-    digest: bytes
-    """16 bytes that tell it from others; zeros for a bad one."""
-    findings: tuple[tuple[str, str], ...] = ()
-    """Kinds and reasons, a bad one alone."""
-    notes: tuple[str, ...] = ()
-
-
-def examine(data: bytes, where: str, named: bool = True) -> Examination:
-    """Decodes a sample as a run does, then looks for what decoding passes over. `named`: `where` ends in the file's
-    own name, so its extension can be held against the content."""
-    try:
-        decode(data, where)
-    except UserError as error:
-        return _refused(_kind_of(data, error), error.what, where)
-    except MemoryError:
-        return _refused("bomb", "needs more memory than there is", where)
-    image = Image.open(io.BytesIO(data), formats=FORMATS)
-    kind = "JPEG" if data.startswith(b"\xff\xd8\xff") else image.format or ""
-    fault = _FAULTS[kind](data) if kind in _FAULTS else ""
-    findings = [("suspect", f"decodes, but {fault}")] if fault else []
-    expected = _FORMAT_OF.get(Path(where).suffix.lower(), kind) if named else kind
-    if kind != expected:
-        findings.append(("mislabelled", f"is a {kind} file, not the {expected} that its name says"))
-    deep = image.mode.startswith("I") or (kind == "PNG" and data[24] == 16)
-    seen = {"animated": _animated(image), "cmyk": image.mode == "CMYK", "16-bit": deep}
-    notes = tuple(note for note, is_so in seen.items() if is_so)
-    return Examination(hashlib.blake2b(data, digest_size=16).digest(), tuple(findings), notes)
-
-
-def _animated(image: Image.Image) -> bool:
-    try:
-        return bool(getattr(image, "is_animated", False))
-    except Exception:  # later frames may be damaged, in any way; only the first one matters
-        return True
-
-
-_FORMAT_OF = {
-    **dict.fromkeys((".jpg", ".jpeg"), "JPEG"),
-    **dict.fromkeys((".ppm", ".pgm"), "PPM"),
-    **dict.fromkeys((".tif", ".tiff"), "TIFF"),
-    ".png": "PNG",
-    ".bmp": "BMP",
-    ".webp": "WEBP",
-    ".gif": "GIF",
-}
-_CHUNK = 16
-"""Samples that a process takes at a time, some 50 ms of work."""
-
-
-def _kind_of(data: bytes, error: UserError) -> str:
-    """The kind of what `decode` refused."""
-    cause = error.__cause__
-    if not data:
-        return "empty"
-    if cause is None:
-        return "unsupported"
-    if isinstance(cause, Image.DecompressionBombError):
-        return "bomb"
-    if isinstance(cause, UnidentifiedImageError):
-        return "damaged" if " begins like a " in error.what else "not-an-image"
-    return "truncated" if " is cut off: " in error.what else "damaged"
-
-
-def _refused(kind: str, what: str, where: str) -> Examination:
-    return Examination(bytes(16), ((kind, what.removeprefix(where).strip()),))
-
-
-def _jpeg_fault(data: bytes) -> str:
-    header = read_header(data)
-    if header is None:
-        return "its header has parts that do not belong there"
-    if fault := stream_fault(data, header):
-        return fault
-    warnings = native.jpeg_warnings(data)
-    return "libjpeg finds its compressed data corrupt" if warnings is not None and warnings > 0 else ""
-
-
-def _png_fault(data: bytes) -> str:
-    """Pillow does not compare the checksums of the pixel data, nor does it miss the last chunk."""
-    at, view = 8, memoryview(data)
-    while at + 12 <= len(data):
-        end = at + 12 + int.from_bytes(view[at : at + 4], "big")
-        if end > len(data):
-            break
-        if zlib.crc32(view[at + 4 : end - 4]) != int.from_bytes(view[end - 4 : end], "big"):
-            return f"the checksum of its {bytes(view[at + 4 : at + 8]).decode('latin-1')} chunk is wrong"
-        if view[at + 4 : at + 8] == b"IEND":
-            return ""
-        at = end
-    return "it is cut off after its pixels"
-
-
-_FAULTS = {"JPEG": _jpeg_fault, "PNG": _png_fault}
 
 
 @dataclass(frozen=True)
@@ -415,38 +310,18 @@ def _loose_splits(path: Path) -> list[_Split]:
     return [_Split(name, _Loose(str(root)), _LooseFiles(str(root))) for name, root in roots.items()]
 
 
-def _examine_range(source: Source, start: int, stop: int) -> list[Examination]:
-    if isinstance(source, ArraySource):  # opening it has checked all there is
-        images = source.take(np.arange(start, stop))
-        return [Examination(hashlib.blake2b(image, digest_size=16).digest()) for image in images]
-    return [_examine_sample(source, sample) for sample in range(start, stop)]
-
-
-def _examine_sample(source: EncodedSource, sample: int) -> Examination:
-    where = source.where(sample)
-    try:
-        data = source.read(sample)
-    except UserError as error:
-        changed = isinstance(source, PackedFiles) and not source.sound(np.array([sample])).all()
-        return _refused("changed" if changed else "unreadable", error.what, where)
-    except MemoryError:
-        return _refused("bomb", "needs more memory than there is", where)
-    # Packing may have changed the format, so the name of a packed sample says nothing.
-    return examine(data, where, named=not isinstance(source, PackedFiles))
-
-
 _Results = Generator[tuple[_Split, int, Examination], None, None]
 
 
 def _ranges(splits: list[_Split]) -> Iterator[tuple[_Split, int, int]]:
     for split in splits:
-        for start in range(0, len(split.source), _CHUNK):
-            yield split, start, min(start + _CHUNK, len(split.source))
+        for start in range(0, len(split.source), CHUNK):
+            yield split, start, min(start + CHUNK, len(split.source))
 
 
 def _in_this_process(splits: list[_Split]) -> _Results:
     for split, start, stop in _ranges(splits):
-        for sample, result in enumerate(_examine_range(split.source, start, stop), start):
+        for sample, result in enumerate(examine_range(split.source, start, stop), start):
             yield split, sample, result
 
 
@@ -454,7 +329,7 @@ def _in_processes(splits: list[_Split], workers: int) -> _Results:
     """The same, by processes that open the data themselves; results come in order, a few ranges ahead at most."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["drumline.data.forkserver", "drumline.data.verify"])
-    pool = ProcessPoolExecutor(workers, context, _start_worker)
+    pool = ProcessPoolExecutor(workers, context, serve_owner)
     ahead: deque[tuple[_Split, int, Future[list[Examination]]]] = deque()
     ranges = _ranges(splits)
     try:
@@ -469,7 +344,7 @@ def _in_processes(splits: list[_Split], workers: int) -> _Results:
                 yield split, sample, result
     except BrokenProcessPool as error:
         raise UserError(
-            f"a checking process was killed, at {split.where(start)} or within {4 * workers * _CHUNK} samples of it",
+            f"a checking process was killed, at {split.where(start)} or within {4 * workers * CHUNK} samples of it",
             "out of memory? See `dmesg`; else try these files one by one",
         ) from error
     finally:
@@ -483,21 +358,7 @@ _opened: dict[SourceSpec | _Loose, Source] = {}
 def _work(spec: SourceSpec | _Loose, start: int, stop: int) -> list[Examination]:
     if spec not in _opened:
         _opened[spec] = _open(spec)
-    return _examine_range(_opened[spec], start, stop)
-
-
-def _start_worker() -> None:
-    """Ctrl-C is for the parent, which ends its processes; and a process must not outlive it, as it would: it waits
-    for work on a pipe that it could write to itself."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
+    return examine_range(_opened[spec], start, stop)
 
 
 def _leaks(splits: list[_Split], digests: dict[str, NDArray[np.uint64]]) -> Iterator[Finding]:
@@ -517,8 +378,3 @@ def _leaks(splits: list[_Split], digests: dict[str, NDArray[np.uint64]]) -> Iter
 
 
 _ESCAPED = str.maketrans({"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"})
-
-
-def _printable(line: str) -> str:
-    """A file's name may hold anything, also what a terminal obeys or cannot show."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)

@@ -1,8 +1,11 @@
-"""NVIDIA's JPEG decoder by ctypes: JPEG bytes on the host to unconverted planes in a device arena.
+"""The GPU's JPEG engine through libnvjpeg, by ctypes: JPEG bytes on the host to unconverted planes in a device arena.
 
-Promises: never fails at import; says in words why it cannot be used here; checks every status; reports failure per
-image, so that the caller can decode that one on the CPU; keeps one decoder state, whose buffers the library reuses.
-Refuses nothing by itself: which JPEGs come out bit-equal to Pillow is for `drumline.data.gpu.rule` to say.
+Promises: never fails at import; says in words why it cannot be used here; checks every status and reports failure
+per image, so that the caller can decode that one on the CPU; reuses its buffers, which grow to the largest image met.
+Does not judge files: `rule.decodes_equal` says which kinds come out right, and the engine reports success for files
+that are cut off or damaged inside, so `jpeg.clean_end` must have been asked.
+
+Only the HARDWARE backend is used: the others round the inverse DCT otherwise than libjpeg (by at most 3).
 """
 
 from __future__ import annotations
@@ -10,8 +13,8 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import importlib.util
+import io
 from collections.abc import Iterator
-from enum import IntEnum
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
@@ -19,21 +22,174 @@ from types import TracebackType
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 
-from drumline.data.gpu.resample import Places
-
-
-class Backend(IntEnum):
-    """Who decodes. HARDWARE is the JPEG engine beside the multiprocessors (A100, H100 and their like); GPU_HYBRID
-    computes on the multiprocessors."""
-
-    DEFAULT = 0
-    HYBRID = 1
-    GPU_HYBRID = 2
-    HARDWARE = 3
+from drumline.data.gpu import Layout, Places, place
 
 
-STATUSES = (
+def unavailable(device: torch.device | None = None) -> str:
+    """Why JPEGs cannot be decoded on this device (the current GPU if none is named), or nothing. Decodes a few images
+    to find out: the rule was proved on one GPU and one nvJPEG, and others may round otherwise."""
+    reason = _library()[1]
+    if reason:
+        return reason
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    try:
+        return _trial(device or torch.device("cuda"))
+    except NvJpegError as error:
+        return "this GPU has no JPEG engine" if error.status == _ARCHITECTURE_MISMATCH else str(error)
+
+
+class NvJpegError(Exception):
+    """A call that is not about one image failed, and how."""
+
+    def __init__(self, call: str, status: int) -> None:
+        super().__init__(f"{call} failed: {describe(status)}")
+        self.status = status
+
+
+def describe(status: int) -> str:
+    """A status in words."""
+    words = _STATUSES[status] if 0 <= status < len(_STATUSES) else "unknown status"
+    return f"{words} ({status})"
+
+
+class PlaneDecoder:
+    """Decodes batches, for one thread at a time. That thread waits, without the GIL, while the engine works."""
+
+    def __init__(self, device: torch.device) -> None:
+        library, reason = _library()
+        assert library is not None, reason
+        self.device = device
+        self._library = library
+        self._handle = ctypes.c_void_p()
+        # One state per layout: a state that changes between layouts rebuilds its surfaces, four times slower.
+        self._states: dict[int, ctypes.c_void_p] = {}
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # nvJPEG wants a context to be current
+            # Without NO_PIPELINE a call waits for everything queued on the GPU, training steps included.
+            self._call("nvjpegCreateEx", _HARDWARE, None, None, _NO_PIPELINE, ctypes.byref(self._handle))
+
+    def decode(
+        self,
+        encoded: NDArray[np.uint8],
+        offsets: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        arena: torch.Tensor,
+        places: Places,
+    ) -> NDArray[np.int32]:
+        """Puts the JPEGs encoded[offset : offset + length] into the arena, each at its place, on the current stream.
+        Gives a status per image, 0 for success (`describe` has the words). The encoded bytes must stay as they
+        are until the stream is past this call; best in pinned memory."""
+        assert places.end <= arena.numel()
+        assert len(offsets) == len(lengths) == len(places.layout)
+        statuses = np.zeros(len(offsets), np.int32)
+        if len(offsets) == 0:
+            return statuses
+        assert offsets.min() >= 0
+        assert (offsets + lengths).max() <= encoded.nbytes
+        sources = (encoded.ctypes.data + offsets).astype(np.uint64)
+        sizes = lengths.astype(np.uint64)
+        images = np.zeros((len(offsets), 8), np.uint64)  # nvjpegImage_t: four plane pointers, four pitches
+        images[:, :3] = arena.data_ptr() + places.offsets
+        images[:, 4:7] = places.pitches
+        with torch.cuda.device(self.device):
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            for layout in np.unique(places.layout).tolist():
+                rows = np.flatnonzero(places.layout == layout)
+                if not self._batch(layout, sources[rows], sizes[rows], images[rows], stream):
+                    continue
+                for row in rows:  # one bad image fails its batch: find it
+                    one = slice(row, row + 1)
+                    statuses[row] = self._batch(layout, sources[one], sizes[one], images[one], stream)
+        return statuses
+
+    def close(self) -> None:
+        """Gives the engine's memory back. The decoder is of no use afterwards."""
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize()
+            for state in self._states.values():
+                self._call("nvjpegJpegStateDestroy", state)
+            self._call("nvjpegDestroy", self._handle)
+        self._states.clear()
+
+    def __enter__(self) -> PlaneDecoder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _batch(
+        self,
+        layout: int,
+        sources: NDArray[np.uint64],
+        sizes: NDArray[np.uint64],
+        images: NDArray[np.uint64],
+        stream: ctypes.c_void_p,
+    ) -> int:
+        if layout not in self._states:
+            state = ctypes.c_void_p()
+            self._call("nvjpegJpegStateCreate", self._handle, ctypes.byref(state))
+            self._states[layout] = state
+        state = self._states[layout]
+        # Sets the batch's size and clears what a failed batch left; takes 6 microseconds.
+        self._call("nvjpegDecodeBatchedInitialize", self._handle, state, len(sources), 1, _UNCHANGED)
+        return int(
+            self._library.nvjpegDecodeBatched(
+                self._handle, state, sources.ctypes.data, sizes.ctypes.data, images.ctypes.data, stream
+            )
+        )
+
+    def _call(self, name: str, *arguments: object) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status:
+            raise NvJpegError(name, status)
+
+
+def _trial(device: torch.device) -> str:
+    """Nothing, if JPEGs made on the spot come out as Pillow decodes them."""
+    from drumline.data.gpu.resample import Resampler
+
+    size = 64
+    files, kinds, pictures = [], [], []
+    for kind, (mode, subsampling) in _TRIALS.items():
+        for side in (size, size + 33):
+            y, x = np.mgrid[:side, : side + 6]
+            colours = np.stack([x * 7 + y * 3, x * y // 5, (x - y) ** 2 // 9], axis=-1).astype(np.uint8)
+            file = io.BytesIO()
+            picture = Image.fromarray(colours).convert(mode)
+            picture.save(file, "JPEG", quality=92, subsampling=subsampling)
+            files.append(np.frombuffer(file.getvalue(), np.uint8))
+            kinds.append(kind)
+            with Image.open(file) as decoded:
+                pictures.append(np.asarray(decoded.convert("RGB"))[:size, :size])
+    widths = np.array([size + 6, size + 39] * len(_TRIALS))
+    places = place(np.array(kinds), widths, widths - 6)
+    lengths = np.array([len(file) for file in files])
+    geometry = np.zeros((len(files), 9), np.int32)
+    geometry[:, 2] = geometry[:, 4] = places.width
+    geometry[:, 3] = geometry[:, 5] = places.height
+    out = torch.empty((len(files), size, size, 3), dtype=torch.uint8, device=device)
+    arena = torch.empty(places.end, dtype=torch.uint8, device=device)
+    with PlaneDecoder(device) as decoder:
+        statuses = decoder.decode(np.concatenate(files), np.cumsum(lengths) - lengths, lengths, arena, places)
+        Resampler(device, size)(arena, places, geometry, out)
+        same = (out.cpu().numpy() == np.stack(pictures)).all(axis=(1, 2, 3)) & (statuses == 0)
+    wrong = sorted({Layout(kinds[row]).name for row in np.flatnonzero(~same)})
+    return f"nvJPEG does not decode as Pillow does here ({', '.join(wrong)})" if wrong else ""
+
+
+_TRIALS = {
+    Layout.YCC_444: ("RGB", 0),
+    Layout.YCC_422: ("RGB", 1),
+    Layout.YCC_420: ("RGB", 2),
+    Layout.GREY: ("L", 0),
+}
+_HARDWARE, _NO_PIPELINE, _UNCHANGED, _ARCHITECTURE_MISMATCH = 3, 1, 0, 7
+_STATUSES = (
     "success",
     "not initialised",
     "invalid parameter",
@@ -46,122 +202,15 @@ STATUSES = (
     "implementation not supported",
     "incomplete bitstream",
 )
-
-
-def unavailable() -> str:
-    """Why nvJPEG cannot be used here, or nothing."""
-    return _library()[1]
-
-
-class NvJpegError(Exception):
-    """A call that is not about one image failed, and how."""
-
-    def __init__(self, call: str, status: int) -> None:
-        words = STATUSES[status] if 0 <= status < len(STATUSES) else "unknown status"
-        super().__init__(f"{call} failed: {words} ({status})")
-        self.status = status
-
-
-class PlaneDecoder:
-    """A decoder for batches, for one thread at a time."""
-
-    def __init__(self, device: torch.device, backend: Backend = Backend.HARDWARE) -> None:
-        library, reason = _library()
-        assert library is not None, reason
-        self.device, self.backend = device, backend
-        self._library = library
-        self._handle, self._state = ctypes.c_void_p(), ctypes.c_void_p()
-        self._size = 0
-        with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()  # nvJPEG wants a context to be current
-            self._call("nvjpegCreateEx", int(backend), None, None, 0, ctypes.byref(self._handle))
-            self._call("nvjpegJpegStateCreate", self._handle, ctypes.byref(self._state))
-
-    def decode(
-        self,
-        encoded: NDArray[np.uint8],
-        offsets: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-        arena: torch.Tensor,
-        places: Places,
-    ) -> NDArray[np.int32]:
-        """Puts the JPEGs encoded[offset : offset + length] into the arena, each at its place, on the current stream.
-        Gives a status per image, 0 for success. The encoded bytes must stay as they are until the stream is
-        past this call; in pinned memory they are copied without a detour."""
-        count = len(offsets)
-        statuses = np.zeros(count, np.int32)
-        if count == 0:
-            return statuses
-        sources = (encoded.ctypes.data + offsets).astype(np.uint64)
-        sizes = lengths.astype(np.uint64)
-        images = np.zeros((count, 8), np.uint64)
-        images[:, :3] = (arena.data_ptr() + places.offsets).astype(np.uint64)
-        images[:, 4:7] = places.pitches
-        with torch.cuda.device(self.device):
-            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-            status = self._batch(sources, sizes, images, stream)
-            if status:
-                # One bad image fails the batch: take them one by one, and name the bad ones.
-                for i in range(count):
-                    statuses[i] = self._batch(sources[i : i + 1], sizes[i : i + 1], images[i : i + 1], stream)
-        return statuses
-
-    def _batch(
-        self,
-        sources: NDArray[np.uint64],
-        sizes: NDArray[np.uint64],
-        images: NDArray[np.uint64],
-        stream: ctypes.c_void_p,
-    ) -> int:
-        if self._size != len(sources):
-            self._call(
-                "nvjpegDecodeBatchedInitialize", self._handle, self._state, len(sources), 1, _UNCHANGED
-            )
-            self._size = len(sources)
-        status = self._library.nvjpegDecodeBatched(
-            self._handle, self._state, _pointer(sources), _pointer(sizes), _pointer(images), stream
-        )
-        if status:
-            self._size = 0  # a failed batch leaves a state that must be set up anew
-        return int(status)
-
-    def close(self) -> None:
-        if self._handle:
-            with torch.cuda.device(self.device):
-                torch.cuda.synchronize()
-                self._call("nvjpegJpegStateDestroy", self._state)
-                self._call("nvjpegDestroy", self._handle)
-            self._handle, self._state = ctypes.c_void_p(), ctypes.c_void_p()
-
-    def __enter__(self) -> PlaneDecoder:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _call(self, name: str, *arguments: object) -> None:
-        status = getattr(self._library, name)(*arguments)
-        if status:
-            raise NvJpegError(name, status)
-
-
-_UNCHANGED = 0
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "nvjpegCreateEx": (_INT, _POINTER, _POINTER, ctypes.c_uint, _POINTER),
     "nvjpegDestroy": (_POINTER,),
     "nvjpegJpegStateCreate": (_POINTER, _POINTER),
     "nvjpegJpegStateDestroy": (_POINTER,),
-    "nvjpegDecode": (_POINTER, _POINTER, _POINTER, ctypes.c_size_t, _INT, _POINTER, _POINTER),
     "nvjpegDecodeBatchedInitialize": (_POINTER, _POINTER, _INT, _INT, _INT),
     "nvjpegDecodeBatched": (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
 }
-
-
-def _pointer(array: NDArray[np.uint64]) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
 
 
 @lru_cache(maxsize=1)
@@ -177,21 +226,20 @@ def _library() -> tuple[ctypes.CDLL | None, str]:
                 getattr(library, function).argtypes = arguments
                 getattr(library, function).restype = _INT
         except (OSError, AttributeError) as error:
-            tried.append(f"{name}: {error}")
+            tried.append(str(error))
             continue
         return library, ""
-    return None, "; ".join(
-        tried
-    ) or "libnvjpeg is not installed (CUDA's toolkit and torchvision's wheel bring it)"
+    missing = "libnvjpeg is not installed (it comes with CUDA's toolkit and with torchvision for CUDA)"
+    return None, "; ".join(tried) or missing
 
 
 def _candidates() -> Iterator[str]:
-    """The toolkit's and pip's own before torchvision's copy, which may be older."""
+    """Where libnvjpeg may be: Python packages, CUDA's toolkit, torchvision's own copy, the system's folders."""
     major = (torch.version.cuda or "0").split(".")[0]
     folders: list[Path] = []
     nvidia = importlib.util.find_spec("nvidia")
-    for place in (nvidia.submodule_search_locations or []) if nvidia else []:
-        folders += [Path(place, f"cu{major}", "lib"), Path(place, "nvjpeg", "lib")]
+    for package in (nvidia.submodule_search_locations or []) if nvidia else []:
+        folders += [Path(package, f"cu{major}", "lib"), Path(package, "nvjpeg", "lib")]
     folders.append(Path("/usr/local/cuda/lib64"))
     vision = importlib.util.find_spec("torchvision")
     if vision is not None and vision.origin is not None:

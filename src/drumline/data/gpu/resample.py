@@ -12,8 +12,7 @@ which costs less than a pass of its own through memory.
 
 from __future__ import annotations
 
-from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,58 +20,11 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from drumline.data.gpu import Layout, Places, chroma_size, halved
 from drumline.data.resize import FRACTION_BITS, Filter, Version, coefficients, vertical_first
 
-PITCH_MULTIPLE = 16
-"""Rows in the arena begin at multiples of this."""
 TABLE_BYTES = 64 << 20
 """What the weights of all pairs of sizes seen so far may take on the device before they are forgotten."""
-
-
-class Layout(IntEnum):
-    """How an image lies in the arena."""
-
-    RGB = 0
-    """Interleaved."""
-    GREY = 1
-    RGB_PLANES = 2
-    YCC_444 = 3
-    YCC_422 = 4
-    YCC_420 = 5
-    YCC_440 = 6
-
-
-class Places(NamedTuple):
-    """Where the images of a batch lie in the arena; one row per sample in each array."""
-
-    layout: NDArray[np.int64]
-    width: NDArray[np.int64]
-    height: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    """(n, 3): where each plane begins; of RGB and GREY only the first counts."""
-    pitches: NDArray[np.int64]
-    """(n, 3): bytes from a row to the next, per plane."""
-    end: int
-    """One past the last byte."""
-
-
-def place(
-    layout: NDArray[np.integer[Any]], width: NDArray[np.integer[Any]], height: NDArray[np.integer[Any]]
-) -> Places:
-    """Gives each image its place, one after the other."""
-    layout, width, height = (np.asarray(column, np.int64) for column in (layout, width, height))
-    halves_width, halves_height = _halves(layout)
-    planes = np.where((layout == Layout.RGB) | (layout == Layout.GREY), 1, 3)
-    bytes_wide = np.where(layout == Layout.RGB, 3 * width, width)
-    chroma_wide = np.where(halves_width, (width + 1) // 2, width)
-    chroma_high = np.where(halves_height, (height + 1) // 2, height)
-    pitches = np.stack([bytes_wide, chroma_wide, chroma_wide], axis=1)
-    pitches += -pitches % PITCH_MULTIPLE
-    sizes = pitches * np.stack([height, chroma_high, chroma_high], axis=1)
-    sizes[planes == 1, 1:] = 0
-    ends = np.cumsum(sizes.ravel())
-    offsets = (ends - sizes.ravel()).reshape(-1, 3)
-    return Places(layout, width, height, offsets, pitches, int(ends[-1]) if len(ends) else 0)
 
 
 class Resampler:
@@ -195,7 +147,7 @@ def _packed(key: int, filter: Filter) -> NDArray[np.int32]:
 
 def _to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     host = torch.from_numpy(array)
-    if device.type != "cuda":
+    if device.type != "cuda":  # Triton's interpreter, which runs on the host
         return host
     # torch keeps pinned memory until the copy out of it is done, and then reuses it.
     return host.pin_memory().to(device, non_blocking=True)
@@ -228,9 +180,8 @@ def _rows(
 ) -> NDArray[np.int64]:
     left, top, right, bottom, width, height, x, y, mirror = np.ascontiguousarray(geometry.T, np.int64)
     layout, count = places.layout, len(geometry)
-    halves_width, halves_height = _halves(layout)
-    chroma_width = np.where(halves_width, (places.width + 1) // 2, places.width)
-    chroma_height = np.where(halves_height, (places.height + 1) // 2, places.height)
+    halves_width, halves_height = halved(layout)
+    chroma_width, chroma_height = chroma_size(layout, places.width, places.height)
     # libjpeg repeats samples instead of smoothing where two or fewer of them make a row.
     narrow = halves_width & (chroma_width <= 2)
     smooth_x, smooth_y = halves_width & ~narrow, halves_height & ~narrow
@@ -261,12 +212,6 @@ def _rows(
     if swapped.any():
         pixels[swapped], lines[swapped] = lines[swapped], pixels[swapped]
     return rows
-
-
-def _halves(layout: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Whose chroma planes have half the width, half the height."""
-    both = layout == Layout.YCC_420
-    return both | (layout == Layout.YCC_422), both | (layout == Layout.YCC_440)
 
 
 _OUTER, _INNER, _LINES = 8, 32, 4
@@ -404,10 +349,8 @@ def _tile(  # type: ignore[no-untyped-def]
 def _store(out, at, inside, value, mean, std, NORMALISE: tl.constexpr):  # type: ignore[no-untyped-def]
     if NORMALISE:
         # A subtraction, then a division rounded as IEEE says: what torch does. Triton's `/` is an approximation.
-        result = tl.div_rn(value.to(tl.float32) - mean, tl.zeros_like(value).to(tl.float32) + std)
-    else:
-        result = value
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
+        value = tl.div_rn(value.to(tl.float32) - mean, tl.zeros_like(value).to(tl.float32) + std)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

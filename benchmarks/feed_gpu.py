@@ -1,0 +1,521 @@
+"""Does the GPU wait for its data? Training steps fed by Drumline and by others, beside the synthetic limit.
+
+The step is one and the same for all, written by hand: uint8 batch to the device, normalise there, forward and
+backward under bf16 autocast in channels_last, fused SGD. The synthetic limit feeds it one resident batch again and
+again: nothing can be faster. The others read JPEG files, cut a random resized crop of 224, mirror half of them, and
+bring 256 to the GPU:
+
+- Drumline with native threads; and with JPEGs decoded on the GPU (`data.decode gpu`)
+- torch DataLoader with torchvision's transforms on PIL images, uint8 tensors, pinned, persistent workers, prefetch 4
+- timm's create_loader with its PrefetchLoader
+- DALI with decoding on the GPU
+
+In each round all take turns, so that noise hits all; each turn starts its workers anew and takes warm-up steps that
+are not timed. Drumline's batches are kept (a copy on the GPU, inside the timed part) and compared afterwards with
+what Pillow makes of the same files: bit for bit, every sample of every step. The files lie in the page cache for all.
+
+    python benchmarks/feed_gpu.py --path photos.tar
+    python benchmarks/feed_gpu.py --path photos.tar --only resnet50 --modes compiled --threads 14 16
+    python benchmarks/feed_gpu.py --path photos.tar --only none          # the feeds alone, no model
+    python benchmarks/feed_gpu.py --device cpu --tiny                    # does the script work? no figures
+
+What is not installed is left out, with a line that says so. About 8 minutes on an H200 with 16 cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from drumline.data.choose import gpu_unavailable
+from drumline.data.ledger import Ledger
+from drumline.data.loader import Workers, batches
+from drumline.data.order import training_requests
+from drumline.data.sources import EncodedSource, SourceSpec, open_source
+from drumline.data.views import View
+from drumline.launch.machine import raise_descriptor_limit, usable_cores
+from drumline.models import create_model
+from pixels import VERSION, machine, photographs, pillow_window
+
+CLASSES = 1000
+FILES = 2000
+"""At least so many files: the photographs are copied until there are."""
+SPARE = 8
+"""Batches asked for beyond the last step, so that no feed is already coming to its end there."""
+
+Feed = Generator[tuple[Tensor, Tensor], None, None]
+"""Images (n, 3, size, size), uint8 or already normalised, and labels, both on the device."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured, and how long."""
+
+    device: torch.device
+    batch: int
+    size: int
+    workers: int
+    warm: int
+    steps: int
+    slow_steps: int
+    """Timed steps of the feeds that keep the GPU waiting: a multiple of their workers, which deliver in waves."""
+    rounds: int
+
+
+class Contestant(NamedTuple):
+    """A way to feed the step."""
+
+    name: str
+    open: Callable[[], Feed]
+    steps: int
+    ours: bool = False
+
+
+class Measured(NamedTuple):
+    """One turn."""
+
+    speed: float
+    equal: int
+    """Samples whose pixels are Pillow's, of `samples`; only ours are looked at."""
+    samples: int
+
+
+def main() -> int:
+    asked = _arguments()
+    began = time.perf_counter()
+    device = torch.device(asked.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print(
+            "there is no CUDA device: feed_gpu.py measures on a GPU (--device cpu --tiny tries it)",
+            file=sys.stderr,
+        )
+        return 2
+    plan = _plan(asked, device)
+    raise_descriptor_limit()
+    torch.backends.cudnn.benchmark = True
+    with tempfile.TemporaryDirectory(prefix="drumline-feed-") as folder:
+        spec, told = lay_out(asked.path, Path(folder), plan, 24 if asked.tiny else FILES)
+        source = open_source(spec)
+        assert isinstance(source, EncodedSource)
+        view = View(plan.size, "crop-flip", resize=VERSION)
+        print(f"{machine(device)}\n{told}")
+        reference = torch.from_numpy(pillow_batches(source, view, plan)).to(device)
+        print(
+            f"Pillow made {reference[..., 0, 0, 0].numel():,} reference windows   [{_since(began)}]",
+            flush=True,
+        )
+        contestants = _contestants(asked.threads, spec, source, view, plan)
+        turns: dict[tuple[str, str, str], list[Measured]] = defaultdict(list)
+        for model, mode in ((model, mode) for model in asked.only for mode in _modes(model, asked.modes)):
+            if time.perf_counter() - began > 60 * asked.minutes:
+                print(f"{model} {mode}: left out, the {asked.minutes:g} minutes are over")
+                continue
+            measure(model, mode, contestants, reference, plan, turns, began)
+            print(f"\n{table(turns, model, mode)}\n", flush=True)
+        print(_headline(plan), table(turns), "", _verdict(turns), sep="\n")
+    return 0 if all(turn.equal == turn.samples for found in turns.values() for turn in found) else 1
+
+
+def lay_out(path: str | None, folder: Path, plan: Plan, at_least: int) -> tuple[SourceSpec, str]:
+    """Copies of the photographs in class folders, `at_least` files in all."""
+    photos = photographs(path)
+    copies = max(2, -(-max(at_least, 2 * plan.batch) // len(photos.data)))
+    for copy in range(copies):
+        place = folder / f"copy_{copy:03}"
+        place.mkdir()
+        for number, (name, data) in enumerate(zip(photos.names, photos.data, strict=True)):
+            (place / f"{number:05}_{name}").write_bytes(data)
+    told = f"{photos.told}; each copied {copies} times, {copies * len(photos.data):,} files in class folders"
+    return SourceSpec("folder", str(folder), "train"), told
+
+
+def pillow_batches(source: EncodedSource, view: View, plan: Plan) -> NDArray[np.uint8]:
+    """What Pillow makes of every sample of a turn: (steps, batch, size, size, 3), by processes that share it."""
+    requests = list(islice(_requests(source, plan), plan.warm + plan.steps))
+    shape = (len(requests), plan.batch, view.size, view.size, 3)
+    shared = np.frombuffer(mmap.mmap(-1, int(np.prod(shape))), np.uint8).reshape(shape)
+
+    def make(worker: int) -> None:
+        for step, request in list(enumerate(requests))[worker :: plan.workers]:
+            for slot, sample in enumerate(request.samples.tolist()):
+                with Image.open(source.where(sample)) as image:
+                    sizes = np.array([image.size], np.int32)
+                    row = view.geometry(0, request.epoch, [sample], sizes)[0]
+                    shared[step, slot] = pillow_window(image, row, view.size)
+
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=make, args=(worker,)) for worker in range(plan.workers)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0, "a process that makes the reference failed"
+    return shared
+
+
+def measure(
+    model: str,
+    mode: str,
+    contestants: list[Contestant],
+    reference: Tensor,
+    plan: Plan,
+    turns: dict[tuple[str, str, str], list[Measured]],
+    began: float,
+) -> None:
+    """All rounds of a model in a mode. A contestant that fails is left out from there on, with the reason."""
+    step = _nothing if model == "none" else training_step(model, mode, plan)
+    for images, labels in islice(synthetic(plan), 4):  # compiles, and lets cuDNN choose
+        step(images, labels)
+    _settle(plan.device)
+    print(f"{model} {mode}: ready   [{_since(began)}]", flush=True)
+    failed: set[str] = set()
+    for number in range(plan.rounds):
+        # Who begins alternates too.
+        for one in contestants if number % 2 == 0 else contestants[::-1]:
+            if one.name in failed or (model == "none" and one.open.func is synthetic):  # type: ignore[attr-defined]
+                continue
+            try:
+                turn = take_turn(one, step, reference, plan)
+            except Exception as error:
+                if one.ours:
+                    raise
+                print(f"{one.name}: left out, it failed: {type(error).__name__}: {error}", flush=True)
+                failed.add(one.name)
+                continue
+            turns[model, mode, one.name].append(turn)
+            pixels = f", {turn.equal:,} of {turn.samples:,} samples are Pillow's" if one.ours else ""
+            print(
+                f"{model} {mode}, round {number + 1} of {plan.rounds}: {one.name} {turn.speed:,.0f} img/s{pixels}"
+                f"   [{_since(began)}]",
+                flush=True,
+            )
+
+
+def take_turn(
+    one: Contestant, step: Callable[[Tensor, Tensor], None], reference: Tensor, plan: Plan
+) -> Measured:
+    """Feeds the step: warm-up, then the timed steps, with the device idle at both ends of those."""
+    kept: list[Tensor] = []
+    begun = 0.0
+    with closing(one.open()) as feed:
+        for index, (images, labels) in enumerate(islice(feed, plan.warm + one.steps)):
+            if index == plan.warm:
+                _settle(plan.device)
+                begun = time.perf_counter()
+            step(images, labels)
+            if one.ours:
+                # After the step: a buffer that is written to too early would show.
+                kept.append(images.permute(0, 2, 3, 1).clone())
+        _settle(plan.device)
+        took = time.perf_counter() - begun
+    assert begun
+    same = sum(
+        int((mine == right).flatten(1).all(1).sum()) for mine, right in zip(kept, reference, strict=False)
+    )
+    return Measured(one.steps * plan.batch / took, same, len(kept) * plan.batch)
+
+
+def training_step(name: str, mode: str, plan: Plan) -> Callable[[Tensor, Tensor], None]:
+    """What a careful person writes, with no host sync in it."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    device, on_gpu = plan.device, plan.device.type == "cuda"
+    model: nn.Module = (
+        create_model(name, classes=CLASSES).to(device, memory_format=torch.channels_last).train()
+    )  # type: ignore[call-overload]
+    forward = torch.compile(model) if mode == "compiled" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-5, fused=on_gpu)
+    mean = torch.tensor([0.485, 0.456, 0.406], device=device).mul(255).view(1, 3, 1, 1)
+    std = torch.tensor([0.229, 0.224, 0.225], device=device).mul(255).view(1, 3, 1, 1)
+
+    def step(images: Tensor, labels: Tensor) -> None:
+        images = images.contiguous(memory_format=torch.channels_last)
+        if images.dtype == torch.uint8:
+            images = images.sub(mean).div_(std)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = F.cross_entropy(forward(images), labels)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def _nothing(images: Tensor, labels: Tensor) -> None:
+    """The step of `--only none`."""
+
+
+# The feeds
+
+
+def synthetic(plan: Plan) -> Feed:
+    """One batch that is there already, for ever."""
+    shape = (plan.batch, plan.size, plan.size, 3)
+    images = torch.randint(256, shape, dtype=torch.uint8, device=plan.device).permute(0, 3, 1, 2)
+    labels = torch.randint(CLASSES, (plan.batch,), device=plan.device)
+    while True:
+        yield images, labels
+
+
+def drumline(workers: Workers, spec: SourceSpec, source: EncodedSource, view: View, plan: Plan) -> Feed:
+    """The loader that `drumline train` uses."""
+    ledger = Ledger("training", len(source), 0.0)
+    with closing(
+        batches(spec, source, view, 0, _requests(source, plan), workers, plan.device, ledger)
+    ) as feed:
+        for batch in feed:
+            yield batch.images.permute(0, 3, 1, 2), batch.labels
+
+
+class Files(Dataset[Any]):
+    """What ImageFolder does, so long that no epoch ends within a turn (starting one costs the others time)."""
+
+    def __init__(
+        self, source: EncodedSource, plan: Plan, transform: Callable[[Any], Any] | None = None
+    ) -> None:
+        self.paths = [source.where(sample) for sample in range(len(source))]
+        self.labels = source.labels.tolist()
+        self.length = 4 * (plan.warm + plan.steps + SPARE) * plan.batch
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        index %= len(self.paths)
+        with open(self.paths[index], "rb") as file:  # noqa: PTH123 (what ImageFolder does)
+            image = Image.open(file).convert("RGB")
+        return (self.transform(image) if self.transform else image), self.labels[index]
+
+
+def data_loader(source: EncodedSource, plan: Plan) -> Feed:
+    """torch's DataLoader with torchvision's transforms."""
+    from torchvision.transforms import v2
+
+    transform = v2.Compose([v2.RandomResizedCrop(plan.size), v2.RandomHorizontalFlip(), v2.PILToTensor()])
+    loader = DataLoader(
+        Files(source, plan, transform),
+        batch_size=plan.batch,
+        shuffle=True,
+        num_workers=plan.workers,
+        pin_memory=plan.device.type == "cuda",
+        persistent_workers=True,
+        prefetch_factor=4,
+        drop_last=True,
+    )
+    for images, labels in loader:
+        yield images.to(plan.device, non_blocking=True), labels.to(plan.device, non_blocking=True)
+
+
+def timm_loader(source: EncodedSource, plan: Plan) -> Feed:
+    """timm's loader: PIL in the workers, normalised on the GPU on a stream of its own."""
+    from timm.data import create_loader
+
+    loader = create_loader(
+        Files(source, plan),
+        input_size=(3, plan.size, plan.size),
+        batch_size=plan.batch,
+        is_training=True,
+        use_prefetcher=True,
+        color_jitter=None,  # type: ignore[arg-type]
+        interpolation="bilinear",
+        num_workers=plan.workers,
+        pin_memory=plan.device.type == "cuda",
+        device=plan.device,
+    )
+    yield from loader
+
+
+def dali_loader(source: EncodedSource, plan: Plan) -> Feed:
+    """DALI: region decode on the GPU, its own resize."""
+    from nvidia.dali import fn, pipeline_def, types
+    from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
+
+    on_gpu = plan.device.type == "cuda"
+    files = [source.where(sample) for sample in range(len(source))]
+
+    @pipeline_def(batch_size=plan.batch, num_threads=plan.workers, device_id=0 if on_gpu else None, seed=0)
+    def pipeline() -> Any:
+        encoded, labels = fn.readers.file(
+            files=files,
+            labels=source.labels.tolist(),
+            random_shuffle=True,
+            initial_fill=len(files),
+            name="files",
+        )
+        images = fn.decoders.image_random_crop(
+            encoded,
+            device="mixed" if on_gpu else "cpu",
+            output_type=types.RGB,
+            random_area=[0.08, 1.0],
+            random_aspect_ratio=[3 / 4, 4 / 3],
+        )
+        images = fn.resize(
+            images, resize_x=plan.size, resize_y=plan.size, interp_type=types.INTERP_LINEAR, antialias=True
+        )
+        images = fn.flip(images, horizontal=fn.random.coin_flip())
+        return images, labels.gpu() if on_gpu else labels
+
+    iterator = DALIGenericIterator(
+        [pipeline()],
+        ["images", "labels"],
+        reader_name="files",
+        auto_reset=True,
+        last_batch_policy=LastBatchPolicy.DROP,
+    )
+    while True:
+        for batch in iterator:
+            yield batch[0]["images"].permute(0, 3, 1, 2), batch[0]["labels"].flatten().long()
+
+
+def _contestants(
+    threads: list[int], spec: SourceSpec, source: EncodedSource, view: View, plan: Plan
+) -> list[Contestant]:
+    found = [Contestant("synthetic limit", partial(synthetic, plan), plan.steps)]
+
+    def ours(name: str, workers: Workers) -> Contestant:
+        return Contestant(name, partial(drumline, workers, spec, source, view, plan), plan.steps, ours=True)
+
+    found += [ours(f"Drumline, {Workers('threads', count)}", Workers("threads", count)) for count in threads]
+    if reason := gpu_unavailable(plan.device):
+        print(f"Drumline with GPU decode: left out, {reason}")
+    else:
+        found.append(ours("Drumline, GPU decode", Workers("threads", max(threads), gpu=True)))
+    others: tuple[tuple[str, str, Callable[..., Feed], int], ...] = (
+        ("torchvision", f"DataLoader + torchvision, {plan.workers} workers", data_loader, plan.slow_steps),
+        ("timm", f"timm, {plan.workers} workers", timm_loader, plan.slow_steps),
+        ("nvidia.dali", "DALI, GPU decode", dali_loader, plan.steps),
+    )
+    for module, name, feed, steps in others:
+        try:
+            __import__(module)
+        except Exception as error:  # a library that does not fit this torch raises nearly anything
+            print(f"{name}: left out, {module} cannot be imported ({type(error).__name__}: {error})")
+            continue
+        found.append(Contestant(name, partial(feed, source, plan), steps))
+    return found
+
+
+def _requests(source: EncodedSource, plan: Plan) -> Iterable[Any]:
+    """The same batches in every turn, so one reference serves all."""
+    return training_requests(
+        seed=0,
+        samples=len(source),
+        batch=plan.batch,
+        first_step=0,
+        last_step=plan.warm + plan.steps + SPARE,
+        part=slice(0, plan.batch),
+    )
+
+
+# The report
+
+
+def table(turns: dict[tuple[str, str, str], list[Measured]], model: str = "", mode: str = "") -> str:
+    """Markdown; the ratio is of the same round's synthetic speed, averaged over the rounds."""
+    lines = [
+        "| model | mode | feed | img/s | min..max | of the limit | Pillow's pixels |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (of_model, of_mode, name), found in turns.items():
+        if (model and (model, mode) != (of_model, of_mode)) or not found:
+            continue
+        speeds = [turn.speed for turn in found]
+        limits = [turn.speed for turn in turns.get((of_model, of_mode, "synthetic limit"), [])]
+        ratio = (
+            statistics.mean(a / b for a, b in zip(speeds, limits, strict=False)) if limits else float("nan")
+        )
+        samples = sum(turn.samples for turn in found)
+        pixels = f"{sum(turn.equal for turn in found):,} of {samples:,} samples" if samples else ""
+        lines.append(
+            f"| {of_model} | {of_mode} | {name} | {statistics.mean(speeds):,.0f} | {min(speeds):,.0f}.."
+            f"{max(speeds):,.0f} | {'' if limits == [] else f'{ratio:.3f}'} | {pixels} |"
+        )
+    return "\n".join(lines)
+
+
+def _headline(plan: Plan) -> str:
+    return (
+        f"batch {plan.batch}, {plan.size} x {plan.size}, bf16, channels_last, SGD; means of {plan.rounds} rounds that "
+        f"take turns, {plan.steps} timed steps each ({plan.slow_steps} where workers are processes) after "
+        f"{plan.warm} of warm-up\n"
+    )
+
+
+def _verdict(turns: dict[tuple[str, str, str], list[Measured]]) -> str:
+    samples = sum(turn.samples for found in turns.values() for turn in found)
+    equal = sum(turn.equal for found in turns.values() for turn in found)
+    return f"Drumline against Pillow: {equal:,} of {samples:,} samples equal, bit for bit"
+
+
+def _modes(model: str, modes: list[str]) -> list[str]:
+    return ["feed alone"] if model == "none" else modes
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _since(began: float) -> str:
+    return f"{time.perf_counter() - began:.0f} s"
+
+
+def _plan(asked: argparse.Namespace, device: torch.device) -> Plan:
+    if asked.tiny:
+        return Plan(device, batch=8, size=64, workers=2, warm=2, steps=2, slow_steps=2, rounds=asked.rounds)
+    workers = asked.workers
+    rounds, steps = (1, 16) if asked.quick else (asked.rounds, asked.steps)
+    return Plan(device, asked.batch, 224, workers, 16, steps, min(steps, 2 * workers), rounds)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--path", help="folder or tar of photographs; without it, made-up ones")
+    parser.add_argument(
+        "--only", nargs="+", default=["resnet50", "resnet18"], help="models; none: the feeds alone"
+    )
+    parser.add_argument("--modes", nargs="+", default=["compiled", "eager"], choices=("eager", "compiled"))
+    parser.add_argument(
+        "--threads", type=int, nargs="+", help="Drumline's threads; several are tried each; default: cores"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=usable_cores(), help="processes of the others; default: cores"
+    )
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=48, help="timed steps a turn")
+    parser.add_argument("--minutes", type=float, default=8.0, help="begin no further model after so many")
+    parser.add_argument("--quick", action="store_true", help="one round of 16 steps")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a few tiny steps, to see that everything works")
+    asked = parser.parse_args()
+    asked.threads = asked.threads or [2 if asked.tiny else usable_cores()]
+    return asked
+
+
+if __name__ == "__main__":
+    sys.exit(main())

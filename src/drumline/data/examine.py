@@ -1,0 +1,142 @@
+"""One sample judged: decoded as a run decodes it, then looked at for what decoding passes over.
+
+Promises: a pure function of the bytes and the name; bad exactly when `decode` refuses, since `decode` decides.
+Refuses nothing itself: whatever the bytes are, an `Examination` comes of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from drumline import native
+from drumline.data.decode import FORMATS, decode
+from drumline.data.jpeg import read_header, stream_fault
+from drumline.data.sources import ArraySource, EncodedSource, Source
+from drumline.data.sources.packed import PackedFiles
+from drumline.errors import UserError
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What one sample's bytes gave."""
+
+    digest: bytes
+    """16 bytes that tell it from others; zeros for a bad one."""
+    findings: tuple[tuple[str, str], ...] = ()
+    """Kinds and reasons, a bad one alone."""
+    notes: tuple[str, ...] = ()
+
+
+def examine_range(source: Source, start: int, stop: int) -> list[Examination]:
+    """The samples from `start` to before `stop`."""
+    if isinstance(source, ArraySource):  # opening it has checked all there is
+        images = source.take(np.arange(start, stop))
+        return [Examination(hashlib.blake2b(image, digest_size=16).digest()) for image in images]
+    return [examine_sample(source, sample) for sample in range(start, stop)]
+
+
+def examine_sample(source: EncodedSource, sample: int) -> Examination:
+    """A sample as its source gives it; one that cannot be read is told apart from one that was read and is bad."""
+    where = source.where(sample)
+    try:
+        data = source.read(sample)
+    except UserError as error:
+        changed = isinstance(source, PackedFiles) and not source.sound(np.array([sample])).all()
+        return _refused("changed" if changed else "unreadable", error.what, where)
+    except MemoryError:
+        return _refused("bomb", "needs more memory than there is", where)
+    # Packing may have changed the format, so the name of a packed sample says nothing.
+    return examine(data, where, named=not isinstance(source, PackedFiles))
+
+
+def examine(data: bytes, where: str, named: bool = True) -> Examination:
+    """Decodes a sample as a run does, then looks for what decoding passes over. `named`: `where` ends in the file's
+    own name, so its extension can be held against the content."""
+    try:
+        decode(data, where)
+    except UserError as error:
+        return _refused(_kind_of(data, error), error.what, where)
+    except MemoryError:
+        return _refused("bomb", "needs more memory than there is", where)
+    image = Image.open(io.BytesIO(data), formats=FORMATS)
+    kind = "JPEG" if data.startswith(b"\xff\xd8\xff") else image.format or ""
+    fault = _FAULTS[kind](data) if kind in _FAULTS else ""
+    findings = [("suspect", f"decodes, but {fault}")] if fault else []
+    expected = _FORMAT_OF.get(Path(where).suffix.lower(), kind) if named else kind
+    if kind != expected:
+        findings.append(("mislabelled", f"is a {kind} file, not the {expected} that its name says"))
+    deep = image.mode.startswith("I") or (kind == "PNG" and data[24] == 16)
+    seen = {"animated": _animated(image), "cmyk": image.mode == "CMYK", "16-bit": deep}
+    notes = tuple(note for note, is_so in seen.items() if is_so)
+    return Examination(hashlib.blake2b(data, digest_size=16).digest(), tuple(findings), notes)
+
+
+def _animated(image: Image.Image) -> bool:
+    try:
+        return bool(getattr(image, "is_animated", False))
+    except Exception:  # later frames may be damaged, in any way; only the first one matters
+        return True
+
+
+_FORMAT_OF = {
+    **dict.fromkeys((".jpg", ".jpeg"), "JPEG"),
+    **dict.fromkeys((".ppm", ".pgm"), "PPM"),
+    **dict.fromkeys((".tif", ".tiff"), "TIFF"),
+    ".png": "PNG",
+    ".bmp": "BMP",
+    ".webp": "WEBP",
+    ".gif": "GIF",
+}
+
+
+def _kind_of(data: bytes, error: UserError) -> str:
+    """The kind of what `decode` refused."""
+    cause = error.__cause__
+    if not data:
+        return "empty"
+    if cause is None:
+        return "unsupported"
+    if isinstance(cause, Image.DecompressionBombError):
+        return "bomb"
+    if isinstance(cause, UnidentifiedImageError):
+        return "damaged" if " begins like a " in error.what else "not-an-image"
+    return "truncated" if " is cut off: " in error.what else "damaged"
+
+
+def _refused(kind: str, what: str, where: str) -> Examination:
+    return Examination(bytes(16), ((kind, what.removeprefix(where).strip()),))
+
+
+def _jpeg_fault(data: bytes) -> str:
+    header = read_header(data)
+    if header is None:
+        return "its header has parts that do not belong there"
+    if fault := stream_fault(data, header):
+        return fault
+    warnings = native.jpeg_warnings(data)
+    return "libjpeg finds its compressed data corrupt" if warnings is not None and warnings > 0 else ""
+
+
+def _png_fault(data: bytes) -> str:
+    """Pillow does not compare the checksums of the pixel data, nor does it miss the last chunk."""
+    at, view = 8, memoryview(data)
+    while at + 12 <= len(data):
+        end = at + 12 + int.from_bytes(view[at : at + 4], "big")
+        if end > len(data):
+            break
+        if zlib.crc32(view[at + 4 : end - 4]) != int.from_bytes(view[end - 4 : end], "big"):
+            return f"the checksum of its {bytes(view[at + 4 : at + 8]).decode('latin-1')} chunk is wrong"
+        if view[at + 4 : at + 8] == b"IEND":
+            return ""
+        at = end
+    return "it is cut off after its pixels"
+
+
+_FAULTS = {"JPEG": _jpeg_fault, "PNG": _png_fault}

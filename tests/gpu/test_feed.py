@@ -1,0 +1,221 @@
+"""The whole feed on a GPU: batches of `make_batch` to the bit, decoded on the CPU or on the GPU; runs that agree."""
+
+from __future__ import annotations
+
+import io
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from drumline.data.augment import Augmentation
+from drumline.data.batch import make_batch
+from drumline.data.choose import choose_workers, gpu_unavailable
+from drumline.data.ledger import Ledger
+from drumline.data.loader import Workers, batches
+from drumline.data.order import Request, evaluation_requests, training_requests
+from drumline.data.sources import Source, SourceSpec, open_source
+from drumline.data.views import View
+from drumline.launch.world import alone
+from drumline.recipe import Checkpoint, Data, Model, Optim, Recipe, Run, Train
+from drumline.state.inspect import inspect
+from drumline.train.loop import train
+from tests.data.damage import KINDS, good_jpeg
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICE = torch.device("cuda", 0)
+STRONG = Augmentation(jitter=(0.4, 0.4, 0.4, 0.1), randaugment=(2, 9), erasing=0.5, fill=(1, 2, 3))
+needs_engine = pytest.mark.skipif(
+    not torch.cuda.is_available() or bool(gpu_unavailable(DEVICE)),
+    reason=f"needs a JPEG engine: {gpu_unavailable(DEVICE) if torch.cuda.is_available() else 'no GPU'}",
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Photograph-like files of every kind that the router must tell apart, and broken ones."""
+    folder = tmp_path_factory.mktemp("files")
+    draw = np.random.default_rng(0)
+    for number in range(96):
+        width, height = (int(side) for side in draw.integers(1, 400, 2))
+        small = draw.integers(0, 256, (height // 9 + 2, width // 9 + 2, 3), dtype=np.uint8)
+        image = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+        split, label = ("val" if number % 6 == 5 else "train"), "abc"[number % 3]
+        place = folder / split / label
+        place.mkdir(parents=True, exist_ok=True)
+        if number % 12 == 0:
+            image.save(place / f"{number:03}.png")
+            continue
+        if number % 12 == 1:
+            image = image.convert("L")
+        options = {"quality": int(draw.integers(40, 98)), "progressive": number % 12 == 2}
+        if image.mode == "RGB":
+            options["subsampling"] = number % 3 if number % 12 < 9 else 2
+        buffer = io.BytesIO()
+        image.save(buffer, "JPEG", **options)
+        (place / f"{number:03}.jpg").write_bytes(buffer.getvalue())
+    for kind in ("cut-in-half", "zero-filled", "web-page"):
+        (folder / "train" / "a" / f"{kind}.jpg").write_bytes(KINDS[kind](good_jpeg(3)))
+    return folder
+
+
+def opened(folder: Path, split: str = "train") -> tuple[SourceSpec, Source]:
+    spec = SourceSpec("folder", str(folder), split)  # type: ignore[arg-type]
+    return spec, open_source(spec)
+
+
+def requests(source: Source, batch: int = 16, epochs: int = 3) -> list[Request]:
+    steps = len(source) // batch * epochs
+    return list(
+        training_requests(
+            seed=5,
+            samples=len(source),
+            batch=batch,
+            first_step=0,
+            last_step=steps,
+            part=slice(0, batch),
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [
+        Workers("threads", 4),
+        Workers("processes", 2),
+        Workers("threads", 0),
+        pytest.param(Workers("threads", 4, gpu=True), marks=needs_engine),
+    ],
+    ids=["threads", "processes", "none", "gpu"],
+)
+@pytest.mark.parametrize(
+    "view",
+    [
+        View(64, "crop-flip", on_bad="substitute"),
+        View(56, "crop-flip", on_bad="substitute", mixup=0.4, augmentation=STRONG, interpolation="bicubic"),
+        View(64, "crop-flip", on_bad="substitute", resize="pillow13", exif="apply"),
+    ],
+    ids=["plain", "augmented", "pillow13"],
+)
+def test_batches_on_the_gpu_are_those_of_make_batch(files: Path, workers: Workers, view: View) -> None:
+    spec, source = opened(files)
+    asked, ledger = requests(source), Ledger("training", len(source), 0.5)
+    feed = batches(spec, source, view, 5, iter(asked), workers, DEVICE, ledger)
+    count = 0
+    with closing(feed):
+        for got, request in zip(feed, asked, strict=True):
+            made = make_batch(source, replace(view, augmentation=Augmentation()), 5, request).batch
+            if view.augmentation.active:
+                from drumline.data.augment import apply, plan
+
+                made = made._replace(
+                    images=apply(made.images, plan(view.augmentation, 5, request, view.size))
+                )
+            for ours, theirs in zip(got, made, strict=True):
+                assert ours.device == DEVICE
+                assert torch.equal(ours.cpu(), theirs)
+            count += len(got.labels)
+    assert count == sum(len(request.samples) for request in asked)
+    assert 0 < len(ledger.bad) <= 3
+
+
+@needs_engine
+def test_most_jpegs_really_are_decoded_on_the_gpu(files: Path) -> None:
+    from drumline.data.gpu.feed import DeviceDecoder
+    from drumline.data.loader import PinnedRing
+    from drumline.data.threads import threaded_batches
+
+    _, source = opened(files)
+    view = View(64, "crop-flip", on_bad="substitute")
+    decoder = DeviceDecoder(len(source), view, DEVICE)
+    feed = threaded_batches(source, view, 5, requests(source), 2, PinnedRing().take, decoder.route)  # type: ignore[arg-type]
+    with closing(feed), closing(decoder):
+        shares = [0 if made.coded is None else len(made.coded.slots) for made in feed]
+    assert sum(shares) > 0.6 * 16 * len(shares)
+
+
+@needs_engine
+def test_evaluation_views_are_equal_too(files: Path) -> None:
+    spec, source = opened(files, "val")
+    view = View(64, "none", on_bad="black")
+    asked = list(evaluation_requests(samples=len(source), batch=5, rank=0, world=1))
+    feed = batches(
+        spec, source, view, 0, iter(asked), Workers("threads", 2, gpu=True), DEVICE, Ledger("x", 99, 1)
+    )
+    with closing(feed):
+        for got, request in zip(feed, asked, strict=True):
+            assert torch.equal(got.images.cpu(), make_batch(source, view, 0, request).batch.images)
+
+
+@needs_engine
+def test_the_choice_is_measured_and_told(files: Path) -> None:
+    spec, source = opened(files)
+    view = View(64, "crop-flip", on_bad="substitute")
+    _, why = choose_workers(spec, source, view, 0, DEVICE, count=4, pool="auto", decode="auto")
+    assert "CPU" in why
+    assert "GPU" in why
+    assert "img/s" in why
+
+
+@needs_engine
+def test_runs_have_the_same_bits_whoever_decodes(files: Path, tmp_path: Path) -> None:
+    base = Recipe(
+        run=Run(device="cuda", dir=str(tmp_path)),
+        data=Data(path=str(files), batch=16, size=64, bad_limit=0.1, randaugment=(2, 9)),
+        model=Model(name="resnet18"),
+        optim=Optim(lr=0.02),
+        train=Train(epochs=3),
+        checkpoint=Checkpoint(every_epochs=0),
+    )
+    hashes = set()
+    for name, changes in {
+        "cpu": {"decode": "cpu", "workers": 4},
+        "gpu": {"decode": "gpu", "workers": 3},
+        "auto": {"decode": "auto"},
+        "processes": {"decode": "cpu", "pool": "processes", "workers": 2},
+    }.items():
+        recipe = replace(
+            base,
+            run=replace(base.run, name=name),
+            data=replace(base.data, **changes),  # type: ignore[arg-type]
+        )
+        result = train(recipe, alone(DEVICE))
+        assert result.broken_samples > 0
+        hashes.add(inspect(tmp_path / name).state_sha256)
+    assert len(hashes) == 1
+
+
+def test_the_feed_gives_its_memory_back(files: Path) -> None:
+    spec, source = opened(files)
+    view = View(64, "crop-flip", on_bad="substitute")
+
+    def walk() -> None:
+        feed = batches(
+            spec,
+            source,
+            view,
+            5,
+            iter(requests(source, epochs=8)),
+            Workers("threads", 3, gpu=not gpu_unavailable(DEVICE)),
+            DEVICE,
+            Ledger("training", len(source), 0.5),
+        )
+        with closing(feed):
+            for _ in feed:
+                pass
+
+    walk()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(DEVICE), torch.cuda.memory_reserved(DEVICE)
+    for _ in range(3):
+        walk()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated(DEVICE) <= before[0]
+    assert torch.cuda.memory_reserved(DEVICE) <= before[1] + (64 << 20)
