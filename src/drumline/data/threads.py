@@ -114,6 +114,7 @@ class Slot:
             self.arrays = Arrays(count)
         if isinstance(self.source, MappedFiles):
             self.arrays.data[:], self.arrays.lengths[:] = self.source.pointers(samples)
+            self.source.read_ahead(samples)
             self.sound = rest.submit(self.source.sound_jpegs, samples)
             self._submit(readers, native.READ_SIZES)
         elif isinstance(self.source, FolderSource):

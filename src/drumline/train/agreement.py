@@ -21,6 +21,8 @@ OF_THE_MACHINE = frozenset(
         "run.dir",
         "data.path",
         "data.workers",
+        "data.pool",
+        "data.decode",
         "model.weights",
         "parallel.processes",
         "parallel.node_rank",
