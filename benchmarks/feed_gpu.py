@@ -135,6 +135,8 @@ def main() -> int:
                 continue
             broken |= measure(model, mode, contestants, reference, plan, turns, began)
             print(f"\n{table(turns, model, mode)}\n", flush=True)
+        if asked.tiny:
+            print("tiny: this shows that the script works, and nothing about speed\n")
         print(_headline(plan), table(turns), "", _verdict(turns), sep="\n")
     return 1 if broken or any(turn.equal != turn.samples for found in turns.values() for turn in found) else 0
 
@@ -298,11 +300,11 @@ class Files(Dataset[Any]):
     """What ImageFolder does, so long that no epoch ends within a turn (starting one costs the others time)."""
 
     def __init__(
-        self, source: EncodedSource, plan: Plan, transform: Callable[[Any], Any] | None = None
+        self, source: EncodedSource, length: int, transform: Callable[[Any], Any] | None = None
     ) -> None:
         self.paths = [source.where(sample) for sample in range(len(source))]
         self.labels = source.labels.tolist()
-        self.length = 4 * (plan.warm + plan.steps + SPARE) * plan.batch
+        self.length = length
         self.transform = transform
 
     def __len__(self) -> int:
@@ -321,7 +323,7 @@ def data_loader(source: EncodedSource, plan: Plan) -> Feed:
 
     transform = v2.Compose([v2.RandomResizedCrop(plan.size), v2.RandomHorizontalFlip(), v2.PILToTensor()])
     loader = DataLoader(
-        Files(source, plan, transform),
+        Files(source, _endless(plan), transform),
         batch_size=plan.batch,
         shuffle=True,
         num_workers=plan.workers,
@@ -339,7 +341,7 @@ def timm_loader(source: EncodedSource, plan: Plan) -> Feed:
     from timm.data import create_loader
 
     loader = create_loader(
-        Files(source, plan),
+        Files(source, _endless(plan)),
         input_size=(3, plan.size, plan.size),
         batch_size=plan.batch,
         is_training=True,
@@ -421,6 +423,10 @@ def _contestants(
             continue
         found.append(Contestant(name, partial(feed, source, plan), steps))
     return found
+
+
+def _endless(plan: Plan) -> int:
+    return 4 * (plan.warm + plan.steps + SPARE) * plan.batch
 
 
 def _requests(source: EncodedSource, plan: Plan) -> Iterable[Any]:

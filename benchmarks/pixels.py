@@ -58,14 +58,8 @@ Row = NDArray[np.int32]
 VERSION: Version = "pillow13" if int(PIL.__version__.split(".")[0]) >= 13 else "pillow12"
 """The pass order of the Pillow that is installed here: the reference is what it really does."""
 LIBRARIES = (
-    "torch",
-    "pillow",
-    "numpy",
-    "torchvision",
-    "timm",
-    "opencv-python-headless",
-    "simplejpeg",
-    "pyvips",
+    *("torch", "pillow", "numpy", "torchvision", "timm", "nvidia-dali-cuda120", "nvidia-dali-cuda130"),
+    *("opencv-python-headless", "opencv-python", "simplejpeg", "pyvips", "spdl-io"),
 )
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.data.damage import good_jpeg
 from tests.runs.command import drumline, environment
 from tests.wrong_commands import WRONG_COMMANDS
 
-COMMANDS = ("train", "eval", "verify", "doctor", "demo")
+COMMANDS = ("train", "eval", "pack", "verify", "doctor", "demo")
 IN_A_PROCESS = WRONG_COMMANDS[:: max(1, len(WRONG_COMMANDS) // 22)]
 """At least 20 of the table, in processes of their own; the whole table runs in tests/test_arguments.py."""
 
@@ -94,9 +98,24 @@ def test_a_dry_run_prints_the_resolved_recipe_and_does_nothing(tmp_path: Path) -
         (("trian",), ("no command 'trian'", "drumline train")),
         (("eval",), ("eval needs a model",)),
         (("eval", "runs/nothing"), ("runs/nothing does not exist",)),
-        (("verify",), ("verify takes one run folder",)),
+        (("verify",), ("verify takes a run folder, a checkpoint or a data set first",)),
         (("verify", "nowhere"), ("nowhere does not exist",)),
-        (("verify", "."), ("holds no checkpoint",)),
+        (("verify", "nowhere", "--list", "x"), ("nowhere does not exist", "a data set")),
+        (("verify", "."), (". has no class folders", "train/CLASS/IMAGE")),
+        (("verify", ".", "--lst", "x"), ("verify does not know '--lst'", "did you mean --list?")),
+        (("verify", ".", "--list"), ("verify --list wants a value", "--list FILE")),
+        (("verify", ".", "--workers=none"), ("verify --workers none", "give 1 or more")),
+        (("verify", ".", "--source", "flder"), ("flder",)),
+        (("pack",), ("pack takes SOURCE and OUT", "drumline pack photos photos.packed")),
+        (("pack", "photos"), ("it was given photos",)),
+        (("pack", "nowhere", "out"), ("nowhere",)),
+        (("pack", "a", "b", "--worker", "3"), ("--worker: pack has no such flag", "did you mean --workers?")),
+        (("pack", "a", "b", "--zzz"), ("--zzz: pack has no such flag", "drumline pack --help")),
+        (("pack", "a", "b", "--workers", "many"), ("--workers many: expected a whole number", "--workers 8")),
+        (("pack", "a", "b", "--holdout", "2"), ("--holdout 2: expected a number from 0", "--holdout 0.1")),
+        (("pack", "a", "b", "--raw=yes"), ("--raw=yes: takes no value",)),
+        (("pack", "a", "b", "--shard-mb"), ("--shard-mb: needs a value", "--shard-mb 1024")),
+        (("pack", "a", "b", "--lo", "--shard-mb", "0"), ("--lo: pack has", "--shard-mb 0: expected a whole")),
         (("doctor", "--everything"), ("--models",)),
         (("train", "model.name=resnet19"), ("resnet19", "resnet18")),
         (("train", "data.path=nowhere"), ("nowhere",)),
@@ -124,7 +143,8 @@ def test_mistakes_beyond_the_recipe_are_told_plainly(
     assert "Traceback" not in done.stderr
     for part in parts:
         assert part in done.stderr
-    assert not list(tmp_path.glob("runs/*")), "nothing may be left behind"
+    left = [path for path in tmp_path.rglob("*") if path != tmp_path / "runs"]
+    assert not left, "nothing may be left behind"
 
 
 @pytest.mark.slow
@@ -145,3 +165,86 @@ def test_the_demo_trains_with_two_processes_and_verifies(tmp_path: Path) -> None
     assert json.loads(done.stdout.splitlines()[-1])["sound"]
     assert "state sha256: " in done.stdout
     assert "2 processes" in done.stderr
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    for number in range(300):
+        file = tmp_path / "photos" / ("val", "train")[number % 3 > 0] / f"class{number % 2}" / f"{number}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(good_jpeg(number, 200, 160))
+    return tmp_path / "photos"
+
+
+def interrupted(*words: str, folder: Path) -> tuple[int, str, str]:
+    """A command that gets Ctrl-C, as its whole process group does, once it has its helper processes at work."""
+    command = subprocess.Popen(
+        [sys.executable, "-m", "drumline", *words],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    me, helpers, deadline = psutil.Process(command.pid), list[psutil.Process](), time.monotonic() + 60
+    while len(helpers) < 4:  # a resource tracker, the fork server, and two that it forked
+        assert command.poll() is None, command.communicate()
+        assert time.monotonic() < deadline
+        helpers = me.children(recursive=True)
+        time.sleep(0.005)
+    os.killpg(command.pid, signal.SIGINT)
+    out, told = command.communicate(timeout=60)
+    _, left = psutil.wait_procs(helpers, timeout=10)
+    assert not left
+    return command.returncode, out, told
+
+
+@pytest.mark.slow
+def test_an_interrupted_pack_leaves_nothing_broken_and_goes_on(photos: Path, tmp_path: Path) -> None:
+    words = ("pack", "photos", "out", "--raw", "--workers", "2")
+    code, out, told = interrupted(*words, folder=tmp_path)
+    assert (code, out) == (130, ""), told
+    assert "Traceback" not in told
+    assert "stopped; the same command goes on where it was" in told
+    assert not (tmp_path / "out").exists()
+    done = drumline(*words, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    packed = json.loads(done.stdout.splitlines()[-1])
+    assert (packed["train"], packed["eval"], packed["bad"]) == (200, 100, 0)
+    assert not (tmp_path / "out.partial").exists()
+    checked = drumline("verify", "out", folder=tmp_path)
+    assert checked.returncode == 0, checked.stdout
+    assert json.loads(checked.stdout.splitlines()[-1])["samples"] == 300
+    again = drumline(*words, folder=tmp_path)
+    assert again.returncode == 2
+    assert "out exists" in again.stderr
+    assert "--force" in again.stderr
+
+
+@pytest.mark.slow
+def test_an_interrupted_verify_writes_nothing(photos: Path, tmp_path: Path) -> None:
+    words = ("verify", "photos", "--list", "found.tsv", "--workers", "2")
+    code, out, told = interrupted(*words, folder=tmp_path)
+    assert (code, out) == (130, ""), told
+    assert "Traceback" not in told
+    assert not (tmp_path / "found.tsv").exists()
+
+
+@pytest.mark.slow
+def test_verify_of_data_answers_in_words_in_json_and_by_its_exit_code(photos: Path, tmp_path: Path) -> None:
+    sound = drumline("verify", "photos", folder=tmp_path)
+    assert sound.returncode == 0, sound.stderr
+    assert json.loads(sound.stdout.splitlines()[-1])["bad"] == 0
+    victim = photos / "train" / "class0" / "4.jpg"
+    victim.write_bytes(victim.read_bytes()[:500])
+    broken = drumline("verify", "photos", "--list", "found.tsv", folder=tmp_path)
+    assert broken.returncode == 1
+    assert "BAD  truncated (train" in broken.stdout
+    assert "photos/train/class0/4.jpg" in (tmp_path / "found.tsv").read_text()
+    found = json.loads(broken.stdout.splitlines()[-1])
+    assert (found["bad"], found["kinds"], found["splits"]) == (
+        1,
+        {"truncated": 1},
+        {"train": 200, "eval": 100},
+    )

@@ -174,3 +174,12 @@ def test_an_example_shown_in_a_fix_is_itself_possible(name: str) -> None:
     assert value not in ("", ())
     found = problems(with_values(Recipe(), {name: value, "optim.schedule": "step", "run.name": "a"}))
     assert name not in [p.field for p in found] or name in ("optim.schedule", "parallel.rendezvous")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("data.jitter", (0.4, 0.4, 0.4, 0.1)), ("data.randaugment", (2, 9))]
+)
+def test_the_example_of_a_list_is_the_one_that_its_docstring_shows(
+    name: str, value: tuple[float, ...]
+) -> None:
+    assert example(recipe_fields()[name]) == value

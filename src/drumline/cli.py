@@ -172,6 +172,8 @@ def verify(words: list[str]) -> int:
         raise UserError(
             "verify takes a run folder, a checkpoint or a data set first", "drumline verify runs/NAME"
         )
+    if not Path(words[0]).exists():
+        raise UserError(f"{words[0]} does not exist", "give a run folder, a checkpoint or a data set")
 
     from drumline.data.verify import is_dataset
 

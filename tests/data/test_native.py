@@ -233,7 +233,7 @@ def test_sizes_are_read_from_headers_of_any_length() -> None:
     end = frame(data) + 9
     for length in range(end):
         assert native.jpeg_size(data[:length]) is None
-    assert native.jpeg_size(data[:end]) == (40, 30, 0)
+    assert native.jpeg_size(data[: data.index(b"\xff\xda") + 14]) == (40, 30, 0)
     assert native.jpeg_size(b"") is None
 
 

@@ -384,19 +384,27 @@ def test_stopped_at_random_moments_it_goes_on_to_the_same_bytes_and_leaves_no_pr
     whole = content(packed(tmp_path / "in", tmp_path / "whole", resize_short=32))
     note = tmp_path / "out.partial" / work.PROGRESS
     moments = random.Random(3)
-    for stop_after in (0, 12, 25, 40, None):
-        with subprocess.Popen(
-            [sys.executable, script, tmp_path / "in", out], stderr=subprocess.DEVNULL
-        ) as process:
+    for stop_after in (-1, 0, 15, 35, None):
+        command = [sys.executable, script, tmp_path / "in", out]
+        errors = (tmp_path / "errors").open("ab")
+        with errors, subprocess.Popen(command, stderr=errors, start_new_session=True) as process:
             while stop_after is not None and (not note.exists() or noted(note) <= stop_after):
                 assert process.poll() is None
                 time.sleep(0.01)
-            children = psutil.Process(process.pid).children(recursive=True) if stop_after else []
+            children = []
             if stop_after is not None:
                 time.sleep(moments.uniform(0.0, 0.05))
-                process.send_signal(number)
-            assert (process.wait(timeout=60) == 0) == (stop_after is None)
-        assert len(children) >= 3 or not stop_after
+                children = psutil.Process(process.pid).children(recursive=True)
+                if number == signal.SIGKILL:
+                    process.kill()
+                else:
+                    os.killpg(process.pid, number)  # as a terminal sends it
+            try:
+                ended = process.wait(timeout=60)
+                assert ended == (0 if stop_after is None else -number), (tmp_path / "errors").read_text()
+            finally:
+                process.kill()
+        assert len(children) >= 3 or stop_after in (-1, None)
         assert psutil.wait_procs(children, timeout=10)[1] == []
         assert out.exists() == (stop_after is None)
     assert content(out) == whole

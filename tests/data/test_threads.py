@@ -96,7 +96,7 @@ def specs(tmp_path_factory: pytest.TempPathFactory, broken: bool) -> dict[str, S
     folder = write(place / "photos", broken)
     with tarfile.open(place / "photos.tar", "w") as archive:
         archive.add(folder, "photos")
-    pack_set("folder", str(folder), place / "packed", Options(), 0, False, lambda text: None)
+    pack_set("folder", str(folder), place / "packed", Options(), 1, False, lambda text: None)
     return {
         "folder": SourceSpec("folder", str(folder), "train"),
         "tar": SourceSpec("tar", str(place / "photos.tar"), "train"),
@@ -157,9 +157,11 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("threads", "view"),
+    [(1, "training"), (5, "training"), (2, "evaluation"), (5, "turned"), (3, "augmented")],
+)
 def test_batches_are_those_made_plainly(
     specs: dict[str, SourceSpec], kind: str, threads: int, view: str, broken: bool
 ) -> None:
@@ -192,13 +194,14 @@ def test_most_samples_are_made_without_python(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("first", range(9))
-def test_resuming_anywhere_gives_the_rest(specs: dict[str, SourceSpec], kind: str, first: int) -> None:
-    source = opened(specs[kind])
-    for ours, request in zip(
-        run(source, VIEWS["training"], 2, requests()[first:]), requests()[first:], strict=True
-    ):
-        assert_equal(ours, make_batch(source, VIEWS["training"], SEED, request))
+def test_resuming_anywhere_gives_the_rest(specs: dict[str, SourceSpec], kind: str) -> None:
+    source, view = opened(specs[kind]), VIEWS["training"]
+    expected = [make_batch(source, view, SEED, request) for request in requests()]
+    for first in (1, 4, 8):
+        found = list(run(source, view, 2, requests()[first:]))
+        assert len(found) == 9 - first
+        for ours, theirs in zip(found, expected[first:], strict=True):
+            assert_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -219,17 +222,17 @@ def test_a_broken_sample_is_raised_where_its_batch_was_wanted_with_its_name(
 ) -> None:
     source, view = opened(specs[kind]), View(16, "crop-flip")
     wanted = [Request(0, np.arange(5 * i, 5 * i + 5)) for i in range(6)]
-    good = 0
-    try:
-        for made in run(source, view, threads, wanted):
-            assert_equal(made, make_batch(source, view, SEED, wanted[good]))
-            good += 1
-    except UserError as error:
+    made = run(source, view, threads, wanted)
+    if broken:
         with pytest.raises(UserError) as caught:
-            make_batch(source, view, SEED, wanted[good])
-        assert (error.what, error.fix) == (caught.value.what, caught.value.fix)
-        assert error.fix
-    assert good == (0 if broken else 6)
+            next(made)
+        with pytest.raises(UserError) as expected:
+            make_batch(source, view, SEED, wanted[0])
+        assert (caught.value.what, caught.value.fix) == (expected.value.what, expected.value.fix)
+        assert caught.value.fix
+    else:
+        for ours, request in zip(made, wanted, strict=True):
+            assert_equal(ours, make_batch(source, view, SEED, request))
     assert_nothing_left()
 
 
@@ -254,7 +257,7 @@ def assert_nothing_left(before: int | None = None) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("taken", [0, 1, 3, 8])
+@pytest.mark.parametrize("taken", [0, 1, 8])
 def test_closing_at_any_time_leaves_no_threads_and_no_descriptors(
     specs: dict[str, SourceSpec], kind: str, taken: int
 ) -> None:
@@ -322,7 +325,7 @@ def test_a_file_that_vanishes_or_cannot_be_read_is_substituted(tmp_path: Path) -
 
 def test_a_packed_sample_whose_bytes_changed_is_not_decoded(tmp_path: Path) -> None:
     folder = write(tmp_path / "photos", broken=False)
-    pack_set("folder", str(folder), tmp_path / "packed", Options(), 0, False, lambda text: None)
+    pack_set("folder", str(folder), tmp_path / "packed", Options(), 1, False, lambda text: None)
     spec = SourceSpec("packed", str(tmp_path / "packed"), "train")
     source = opened(spec)
     assert isinstance(source, MappedFiles)
@@ -371,12 +374,12 @@ def test_memory_stays_flat_and_slots_are_used_again(
     with closing(
         threaded_batches(source, VIEWS["training"], SEED, endless, 2, lambda *shape: next(ring))
     ) as made:
-        for _ in itertools.islice(made, 60):
+        for _ in itertools.islice(made, 40):
             pass
         gc.collect()
         addresses = {int(address) for slot in slots for address in slot.arrays.data}
         before, files = process.memory_info().rss, descriptors()
-        for _ in itertools.islice(made, 400):
+        for _ in itertools.islice(made, 250):
             pass
         gc.collect()
         grown = process.memory_info().rss - before

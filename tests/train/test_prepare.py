@@ -131,7 +131,8 @@ def test_optimizer_tensors_carry_the_names_of_their_parameters() -> None:
 def test_digits_are_the_data_when_nothing_is_said() -> None:
     sets = prepare.prepare_sets(Recipe(), ONE)
     assert (sets.name, len(sets.train), len(sets.eval), sets.view.size) == ("digits", 1438, 359, 8)
-    assert (sets.view.augment, sets.workers, sets.eval_batch) == ("shift", 0, 256)
+    assert (sets.view.augment, sets.workers.count, sets.eval_batch) == ("shift", 0, 256)
+    assert sets.workers_why == ""
     pixels = sets.train.images / 255  # type: ignore[union-attr]
     assert sets.mean == pytest.approx([pixels.mean()])
     assert sets.std == pytest.approx([pixels.std()])
@@ -161,10 +162,11 @@ def test_image_files_are_cropped_and_normalised_as_imagenet_is(tmp_path: Path) -
     sets = prepare.prepare_sets(Recipe(data=data), ONE)
     assert (sets.view.size, sets.view.augment, sets.eval_batch) == (224, "crop-flip", 2)
     assert (sets.mean, sets.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    assert sets.workers == usable_cores()
+    assert sets.workers.count == usable_cores()
+    assert str(sets.workers) in sets.workers_why
     own = replace(data, mean=(0.5,), std=(0.25,), workers=3)
     assert prepare.prepare_sets(Recipe(data=own), ONE).mean == (0.5,)
-    assert prepare.prepare_sets(Recipe(data=own), ONE).workers == 3
+    assert prepare.prepare_sets(Recipe(data=own), ONE).workers.count == 3
     with pytest.raises(UserError, match=r"data.augment = shift: image files come in many sizes"):
         prepare.prepare_sets(Recipe(data=replace(data, augment="shift")), ONE)
 

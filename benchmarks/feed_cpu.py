@@ -1,0 +1,268 @@
+"""How many training images a second does one core make, and how does that grow with cores?
+
+Part one: read a file, decode it, cut a random resized crop of 224, mirror half of them. Every contestant does all of
+that with the same boxes, pinned to one core, in turns of a few images, so that noise hits all. What counts is the
+process's CPU time, which other programs on the machine do not disturb. Beside the speed stands the share of values
+that are equal to those of Pillow's crop-then-resize, which is what torchvision's transforms do to PIL images: a fast
+path with other pixels trains another network.
+
+Part two: the whole loader at 1, 2, 4 ... workers: Drumline's native threads and its processes, beside torch's
+DataLoader with PIL transforms. Images per second of real time; efficiency is speed / (workers x speed of one).
+
+    python benchmarks/feed_cpu.py --path photos.tar
+    python benchmarks/feed_cpu.py                          # made-up photographs
+
+Libraries that are not installed are left out, each with a line. Status 1 if Drumline's pixels are not all Pillow's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from drumline.data.ledger import Ledger
+from drumline.data.loader import Workers, batches
+from drumline.data.order import training_requests
+from drumline.data.sources import EncodedSource, SourceSpec
+from drumline.data.views import View
+from drumline.launch.machine import usable_cores
+from feed_gpu import Files
+from pixels import (
+    PILLOW,
+    VERSION,
+    Cutter,
+    Difference,
+    cutters,
+    lay_in_folders,
+    machine,
+    photographs,
+)
+
+CHUNK = 25
+"""Images before the next contestant's turn: enough to be at home in the processor's caches."""
+OWN_DRAWS = "torchvision v2 transforms, own draws"
+
+
+def main() -> int:
+    asked = _arguments()
+    os.environ["VIPS_CONCURRENCY"] = "1"
+    torch.set_num_threads(1)
+    view = View(asked.size, "crop-flip", resize=VERSION)
+    with tempfile.TemporaryDirectory(prefix="drumline-feed-") as temporary:
+        folder = Path(temporary)
+        photos = photographs(asked.path, made_up=asked.made_up)
+        source = lay_in_folders(photos, folder)
+        print(f"{machine()}\n{photos.told}\n")
+        exact = one_core(source, view, asked.rounds)
+        if not asked.no_scaling:
+            scaling(source, folder, view, asked.rounds, asked.workers, asked.batch)
+    return 0 if exact else 1
+
+
+def one_core(source: EncodedSource, view: View, rounds: int) -> bool:
+    """Prints the table of part one; whether Drumline's pixels are all Pillow's."""
+    contestants, missing = cutters(view)
+    contestants |= torchvision_transforms(view.size)
+    paths = [source.where(sample) for sample in range(len(source))]
+    sizes = np.array([Image.open(path).size for path in paths], np.int32)
+    speeds: dict[str, list[float]] = {name: [] for name in contestants}
+    differences = dict.fromkeys(contestants, Difference())
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(allowed)})
+    try:
+        for number in range(rounds):
+            rows = view.geometry(0, number, np.arange(len(paths)), sizes)
+            took = dict.fromkeys(contestants, 0.0)
+            for first in range(0, len(paths), CHUNK):
+                which = slice(first, first + CHUNK)
+                windows = {}
+                for name, way in contestants.items():
+                    begun = time.process_time()
+                    windows[name] = [
+                        way(_read(path), row, view.size)
+                        for path, row in zip(paths[which], rows[which], strict=True)
+                    ]
+                    took[name] += time.process_time() - begun
+                for name, made in windows.items():
+                    for one, right in zip(made, windows[PILLOW], strict=True):
+                        differences[name] = differences[name].with_pair(one, right)
+            for name, seconds in took.items():
+                speeds[name].append(len(paths) / seconds)
+            print(f"one core: round {number + 1} of {rounds} done", file=sys.stderr, flush=True)
+    finally:
+        os.sched_setaffinity(0, allowed)
+    print(
+        f"one core, {view.size} x {view.size}, CPU time; means of {rounds} rounds of {len(paths)} images, in turns\n"
+    )
+    print(
+        "| path | ms | img/s/core | min..max | to Pillow | values equal to Pillow's |\n|---|---|---|---|---|---|"
+    )
+    for name, found in speeds.items():
+        ratio = statistics.mean(mine / pillow for mine, pillow in zip(found, speeds[PILLOW], strict=True))
+        equal = "other boxes" if name == OWN_DRAWS else differences[name].cells().partition(" |")[0]
+        print(
+            f"| {name} | {1000 / statistics.mean(found):.2f} | {statistics.mean(found):.0f} | "
+            f"{min(found):.0f}..{max(found):.0f} | {ratio:.2f}x | {equal} |"
+        )
+    print("\n".join(["", *missing]), flush=True)
+    return all(differences[name].exact for name in contestants if "Drumline" in name)
+
+
+def scaling(source: EncodedSource, folder: Path, view: View, rounds: int, most: int, batch: int) -> None:
+    """Prints the table of part two."""
+    load = os.getloadavg()[0]
+    counts = sorted({1, *(2**power for power in range(1, most.bit_length()) if 2**power <= most), most})
+    spec = SourceSpec("folder", str(folder), "train")
+    kinds: dict[str, Callable[[int], Generator[int, None, None]]] = {
+        "Drumline, threads": lambda count: ours(source, spec, view, Workers("threads", count), batch),
+        "Drumline, processes": lambda count: ours(source, spec, view, Workers("processes", count), batch),
+        "DataLoader + PIL transforms": lambda count: data_loader(source, view.size, count, batch),
+    }
+    speeds: dict[tuple[str, int], list[float]] = {(kind, count): [] for kind in kinds for count in counts}
+    for number in range(rounds):
+        for count in counts:
+            for kind, open_feed in kinds.items():
+                # Processes deliver in waves of one batch each, so whole waves are counted.
+                warm, timed = 2 * count, count * max(4, math.ceil(12 / count))
+                with closing(open_feed(count)) as feed:
+                    for _ in islice(feed, warm):
+                        pass
+                    begun = time.perf_counter()
+                    images = sum(islice(feed, timed))
+                    speeds[kind, count].append(images / (time.perf_counter() - begun))
+        print(f"scaling: round {number + 1} of {rounds} done", file=sys.stderr, flush=True)
+    print(
+        f"\nthe whole loader, batches of {batch}, real time; means of {rounds} rounds, in turns; load of the machine "
+        f"before it began: {load:.1f}\n"
+    )
+    print("| loader | workers | img/s | min..max | to DataLoader | efficiency |\n|---|---|---|---|---|---|")
+    for (kind, count), found in speeds.items():
+        mean, alone = statistics.mean(found), statistics.mean(speeds[kind, 1])
+        peer = statistics.mean(speeds["DataLoader + PIL transforms", count])
+        print(
+            f"| {kind} | {count} | {mean:.0f} | {min(found):.0f}..{max(found):.0f} | {mean / peer:.2f}x | "
+            f"{mean / alone / count:.2f} |"
+        )
+    print(
+        "\nDrumline reads files ahead with a few more threads, which mostly wait: with one worker it uses a little "
+        "more than one core"
+    )
+
+
+def ours(
+    source: EncodedSource, spec: SourceSpec, view: View, workers: Workers, batch: int
+) -> Generator[int, None, None]:
+    """Sizes of the batches that Drumline's loader makes."""
+    batch = min(batch, len(source))
+    requests = training_requests(
+        seed=0, samples=len(source), batch=batch, first_step=0, last_step=10**9, part=slice(0, batch)
+    )
+    ledger = Ledger("training", len(source), 0.0)
+    with closing(batches(spec, source, view, 0, requests, workers, torch.device("cpu"), ledger)) as feed:
+        for made in feed:
+            yield len(made.labels)
+
+
+def data_loader(source: EncodedSource, size: int, workers: int, batch: int) -> Generator[int, None, None]:
+    """Sizes of the batches of torch's DataLoader, with torchvision's transforms where they are installed."""
+    files = Files(source, 10**6, torchvision_transform(size) or PillowTransform(size))
+    loader = DataLoader(
+        files,
+        min(batch, len(source)),
+        shuffle=True,
+        num_workers=workers,
+        persistent_workers=True,
+        prefetch_factor=4,
+    )
+    for images, _ in loader:
+        yield len(images)
+
+
+def torchvision_transform(size: int) -> Callable[[Any], Tensor] | None:
+    """torchvision's own, or nothing where it cannot be had."""
+    try:
+        from torchvision.transforms import v2
+    except Exception:  # not installed, or not fitting this torch, which raises nearly anything
+        return None
+    return v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), v2.PILToTensor()])  # type: ignore[no-any-return]
+
+
+def torchvision_transforms(size: int) -> dict[str, Cutter]:
+    """As a contestant: it draws its own boxes, so its pixels cannot be compared."""
+    transform = torchvision_transform(size)
+    if transform is None:
+        return {}
+    return {
+        OWN_DRAWS: lambda data, row, side: (
+            transform(Image.open(io.BytesIO(data)).convert("RGB")).permute(1, 2, 0).numpy()
+        )
+    }
+
+
+class PillowTransform:
+    """Random resized crop and mirror of a PIL image, written by hand, for machines without torchvision."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        wide, high = image.size
+        for _ in range(10):
+            area, aspect = (
+                wide * high * random.uniform(0.08, 1),
+                math.exp(random.uniform(-1, 1) * math.log(4 / 3)),
+            )
+            w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            if 0 < w <= wide and 0 < h <= high:
+                break
+        else:
+            w = h = min(wide, high)
+        left, top = random.randint(0, wide - w), random.randint(0, high - h)
+        crop = image.crop((left, top, left + w, top + h))
+        crop = crop.resize((self.size, self.size), Image.Resampling.BILINEAR)
+        if random.random() < 0.5:
+            crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return torch.from_numpy(np.array(crop)).permute(2, 0, 1).contiguous()
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:  # noqa: PTH123 (a Path object for each file costs more than the open)
+        return file.read()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--path", help="folder or tar of photographs; without it, made-up ones")
+    parser.add_argument("--made-up", type=int, default=100, help="how many to make up without --path")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument(
+        "--workers", type=int, default=usable_cores(), help="scaling goes up to so many; default: cores"
+    )
+    parser.add_argument("--batch", type=int, default=64, help="for the loaders")
+    parser.add_argument("--no-scaling", action="store_true", help="only the table for one core")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

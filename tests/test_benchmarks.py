@@ -1,0 +1,164 @@
+"""The feed benchmarks run from end to end on a few made-up photographs, and notice pixels that are not Pillow's."""
+
+from __future__ import annotations
+
+import importlib
+import tarfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+FEW = ("--made-up", "3", "--size", "64")
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Gives a benchmark as a module, with its command line set."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+
+    def take(name: str, *arguments: str) -> ModuleType:
+        monkeypatch.setattr("sys.argv", [name, *arguments])
+        return importlib.import_module(name)
+
+    yield take
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.benchmark = benchmark
+
+
+def rows(printed: str, name: str) -> list[list[str]]:
+    """The cells of the table rows that begin with a name."""
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in printed.splitlines() if "|" in line
+    ]
+    return [row for row in cells if row[0].startswith(name)]
+
+
+def test_feed_cpu_shows_our_pixels_at_100_percent_beside_pillow(script: Any, capsys: Any) -> None:
+    feed_cpu = script("feed_cpu", *FEW, "--rounds", "1", "--no-scaling")
+    assert feed_cpu.main() == 0
+    printed = capsys.readouterr().out
+    assert "3 made-up photographs (no --path given)" in printed
+    (ours,) = rows(printed, "Drumline, native")
+    assert ours[-1] == "100 %"
+    (boxed,) = rows(printed, "Pillow resize(box=)")
+    assert boxed[-1] != "100 %"
+
+
+def test_pixels_ends_with_0_only_while_every_value_of_ours_is_pillows(
+    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels = script("pixels", *FEW)
+    monkeypatch.setattr(pixels, "without_native_part", lambda folder, view: [])  # it starts another Python
+    monkeypatch.setattr(pixels, "ways", without_empty(pixels.ways))
+    assert pixels.main() == 0
+    printed = capsys.readouterr().out
+    for name in ("Drumline, loader's threads", "Drumline, native", "Pillow decode + Drumline resize"):
+        (cells,) = rows(printed, name)
+        assert cells[1] == cells[5] == "100 %", name
+
+    honest = pixels.window_of
+
+    def one_value_off(*arguments: Any) -> Any:
+        window = honest(*arguments).copy()
+        window[5, 5, 0] ^= 1
+        return window
+
+    monkeypatch.setattr(pixels, "window_of", one_value_off)
+    assert pixels.main() == 1
+    (cells,) = rows(capsys.readouterr().out, "Drumline, native")
+    assert cells[1] != "100 %"
+
+
+def test_photographs_are_found_in_folders_and_tars_alike(script: Any, tmp_path: Path) -> None:
+    pixels = script("pixels")
+    (tmp_path / "photos" / "deep").mkdir(parents=True)
+    for place in ("photos/b.jpg", "photos/deep/a.JPEG"):
+        (tmp_path / place).write_bytes(pixels.made_up_photograph(len(place)))
+    (tmp_path / "photos" / "notes.txt").write_text("not an image")
+    with tarfile.open(tmp_path / "photos.tar", "w") as archive:
+        archive.add(tmp_path / "photos", "photos")
+    of_folder = pixels.photographs(str(tmp_path / "photos"))
+    assert of_folder.names == ["b.jpg", "a.JPEG"]
+    assert of_folder[:2] == pixels.photographs(str(tmp_path / "photos.tar"))[:2]
+
+
+def test_the_reference_is_crop_then_resize_then_mirror(script: Any) -> None:
+    pixels = script("pixels")
+    values = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8)
+    row = np.array([10, 5, 42, 37, 32, 32, 0, 0, 1], np.int32)
+    # A crop of the target's size is not resampled at all, so this says where the box and the mirror lie.
+    assert np.array_equal(
+        pixels.pillow_window(Image.fromarray(values), row, 32), values[5:37, 10:42][:, ::-1]
+    )
+
+
+def test_same_answers_counts_a_network_that_sees_equal_pixels(
+    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same_answers = script("same_answers", "--made-up", "3")
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.AvgPool2d(32), nn.Flatten(), nn.Linear(3 * 49, 10))
+    monkeypatch.setattr(same_answers, "classifier", lambda: network)
+    assert same_answers.main() == 0
+    (cells,) = rows(capsys.readouterr().out, "Drumline, CPU path")
+    assert cells[1:4] == ["3 of 3"] * 3
+
+    by_loader = same_answers.by_loader
+    monkeypatch.setattr(
+        same_answers, "by_loader", lambda *arguments: (image[:, ::-1] for image in by_loader(*arguments))
+    )
+    assert same_answers.main() == 1
+
+
+@pytest.mark.slow
+def test_pixels_without_the_native_part_are_the_same(script: Any, capsys: Any) -> None:
+    pixels = script("pixels", *FEW)
+    assert pixels.main() == 0
+    (cells,) = rows(capsys.readouterr().out, "Drumline, without its native part")
+    assert cells[1] == cells[5] == "100 %"
+
+
+@pytest.mark.slow
+def test_feed_cpu_shows_each_loader_at_each_number_of_workers(script: Any, capsys: Any) -> None:
+    feed_cpu = script("feed_cpu", *FEW, "--rounds", "1", "--batch", "2", "--workers", "2")
+    assert feed_cpu.main() == 0
+    printed = capsys.readouterr().out
+    for kind in ("Drumline, threads", "Drumline, processes", "DataLoader + PIL transforms"):
+        assert [cells[1] for cells in rows(printed, kind)] == ["1", "2"]
+
+
+@pytest.mark.slow
+def test_feed_gpu_checks_every_sample_of_a_tiny_run(
+    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = ("--device", "cpu", "--tiny", "--only", "resnet18", "--modes", "eager", "--rounds", "1")
+    feed_gpu = script("feed_gpu", *tiny)
+    assert feed_gpu.main() == 0
+    assert "Drumline against Pillow: 32 of 32 samples equal" in capsys.readouterr().out
+
+    honest = feed_gpu.drumline
+
+    def one_sample_off(*arguments: Any) -> Any:
+        for number, (images, labels) in enumerate(honest(*arguments)):
+            if number == 3:
+                images[1, 0, 0, 0] ^= 1
+            yield images, labels
+
+    monkeypatch.setattr(feed_gpu, "drumline", one_sample_off)
+    assert feed_gpu.main() == 1
+    assert "Drumline against Pillow: 31 of 32 samples equal" in capsys.readouterr().out
+
+
+def without_empty(ways: Any) -> Any:
+    """Leaves out the ways that give no windows."""
+    return lambda *arguments, **named: (
+        (name, windows) for name, windows in ways(*arguments, **named) if windows != []
+    )
