@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import shutil
 import struct
 import subprocess
 import sys
@@ -361,6 +362,27 @@ def test_buffers_of_files_are_used_again_and_large_ones_given_back(tmp_path: Pat
         native.free_files(data, rooms)
     assert data[0] == 0
     assert rooms[0] == 0
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="there is no C compiler")
+def test_machines_without_vector_units_give_the_same_pixels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plain loops, built here without their twins for AVX2."""
+    folder = Path(native.__file__).parent
+    for file in (*folder.glob("*.c"), *folder.glob("*.h")):
+        text = file.read_text()
+        (tmp_path / file.name).write_text(text.replace("#define HAVE_AVX2_VERSION 1", ""))
+    assert "HAVE_AVX2_VERSION 1" in (folder / "resample.c").read_text()
+    sources = [str(file) for file in sorted(tmp_path.glob("*.c"))]
+    flags = ["-O2", "-std=gnu11", "-ffp-contract=off", "-shared", "-fPIC", "-o", str(tmp_path / "plain.so")]
+    subprocess.run(["cc", *sources, *flags, "-lm", "-lpthread"], check=True)
+    library = ctypes.CDLL(str(tmp_path / "plain.so"))
+    native._declare(library)
+    monkeypatch.setattr(native, "_library", lambda: library)
+    assert not native.decodes_jpeg()
+    assert "without libjpeg-turbo" in native.describe()
+    test_windows_of_decoded_images_are_pillows()
 
 
 def test_it_can_be_left_out_and_says_so() -> None:

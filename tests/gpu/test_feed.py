@@ -174,7 +174,7 @@ def test_runs_have_the_same_bits_whoever_decodes(files: Path, tmp_path: Path) ->
         train=Train(epochs=3),
         checkpoint=Checkpoint(every_epochs=0),
     )
-    hashes = set()
+    hashes: dict[str, str] = {}
     for name, changes in {
         "cpu": {"decode": "cpu", "workers": 4},
         "gpu": {"decode": "gpu", "workers": 3},
@@ -188,8 +188,8 @@ def test_runs_have_the_same_bits_whoever_decodes(files: Path, tmp_path: Path) ->
         )
         result = train(recipe, alone(DEVICE))
         assert result.broken_samples > 0
-        hashes.add(inspect(tmp_path / name).state_sha256)
-    assert len(hashes) == 1
+        hashes[name] = inspect(tmp_path / name).state_sha256
+    assert set(hashes.values()) == {hashes["cpu"]}, hashes
 
 
 def test_the_feed_gives_its_memory_back(files: Path) -> None:
@@ -211,11 +211,11 @@ def test_the_feed_gives_its_memory_back(files: Path) -> None:
             for _ in feed:
                 pass
 
-    walk()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated(DEVICE), torch.cuda.memory_reserved(DEVICE)
-    for _ in range(3):
+    held = []
+    for _ in range(4):
         walk()
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated(DEVICE) <= before[0]
-    assert torch.cuda.memory_reserved(DEVICE) <= before[1] + (64 << 20)
+        torch.cuda.synchronize()
+        held.append((torch.cuda.memory_allocated(DEVICE) >> 20, torch.cuda.memory_reserved(DEVICE) >> 20))
+    # A block that another stream has used is counted until the allocator is asked again: some batches' worth.
+    assert held[-1][0] <= held[0][0] + 8, held
+    assert held[-1][1] <= held[0][1] + 64, held
