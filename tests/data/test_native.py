@@ -12,6 +12,7 @@ import threading
 import time
 from os import environ
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -268,6 +269,25 @@ def test_windows_of_decoded_images_are_pillows() -> None:
         order = vertical_first(version, right - left, bottom - top, wide, high)
         found = native.window(image, row, (size, size), filter, order)
         assert np.array_equal(found, expected_window(image, row, size, filter, version)), row
+
+
+@needs_native
+def test_arrays_outlive_the_calls_they_are_handed_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may take memory during a call, and would be given what nobody holds any more."""
+    seen: list[list[int]] = []
+
+    def taking(*arguments: object) -> int:
+        others = [np.full(count, 99, np.int32) for count in (2, 3, COLUMNS) for _ in range(20)]
+        pointers = [(2, 2), (3, COLUMNS)] if len(arguments) == 8 else [(3, COLUMNS)]
+        for place, count in pointers:
+            seen.append(list((ctypes.c_int32 * count).from_address(arguments[place])))  # type: ignore[arg-type]
+        return len(others) * 0
+
+    library = SimpleNamespace(drum_make_window=taking, drum_resize=taking)
+    monkeypatch.setattr(native, "_library", lambda: library)
+    native.jpeg_window(b"", (40, 30), WHOLE.astype(np.int64), 8, "bilinear", "pillow12")  # type: ignore[arg-type]
+    native.window(np.zeros((30, 40, 3), np.uint8), WHOLE.astype(np.int64), (8, 8), "box", False)  # type: ignore[arg-type]
+    assert seen == [[40, 30], WHOLE.tolist(), WHOLE.tolist()]
 
 
 @needs_native

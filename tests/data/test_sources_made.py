@@ -259,9 +259,9 @@ def test_auto_is_resolved_by_the_path(tmp_path):
     assert detect_source("pack.mod:make", "x") == "pack.mod:make"
     with pytest.raises(UserError, match="does not exist"):
         detect_source("auto", str(tmp_path / "no"))
-    (tmp_path / "a.tar").write_bytes(b"")
-    with pytest.raises(UserError, match=r"is a file, and not an \.npz"):
-        detect_source("auto", str(tmp_path / "a.tar"))
+    (tmp_path / "a.zip").write_bytes(b"")
+    with pytest.raises(UserError, match=r"neither an \.npz nor a \.tar"):
+        detect_source("auto", str(tmp_path / "a.zip"))
 
 
 def test_unknown_sources_are_refused_with_the_nearest_name():

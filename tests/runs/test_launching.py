@@ -13,12 +13,24 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.data.damage import build_damaged_set
 from tests.launch.hosts import two_hosts, why_not
 from tests.runs.command import TINY, begin, completed, drumline, environment, result, sha256, train
 
 pytestmark = pytest.mark.slow
 
 SHORT = (*TINY, "train.epochs=1")
+LOADED = (
+    *TINY,
+    "data.source=folder",
+    "data.path=photos",
+    "data.size=16",
+    "data.batch=12",
+    "data.pool=processes",
+    "data.workers=1",
+    "train.epochs=6",
+)
+"""30 steps on image files, with a loader process for each trainer."""
 
 
 def wait_for(path: Path, run: subprocess.Popen[str]) -> None:
@@ -36,6 +48,22 @@ def family(run: subprocess.Popen[str]) -> list[psutil.Process]:
 def all_gone(processes: list[psutil.Process]) -> bool:
     _, alive = psutil.wait_procs(processes, timeout=10)
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """A folder with image files for `LOADED`."""
+    build_damaged_set(tmp_path / "photos", kinds=())
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def loaded_reference(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The hash that `LOADED` ends with on two processes."""
+    folder = tmp_path_factory.mktemp("loaded")
+    build_damaged_set(folder / "photos", kinds=())
+    train(folder, "reference", "parallel.processes=2", recipe=LOADED)
+    return sha256(folder, "reference")
 
 
 @pytest.fixture(scope="module")
@@ -130,13 +158,15 @@ def test_two_hosts_give_the_same_bits_as_one(reference: str, tmp_path: Path) -> 
     [(signal.SIGINT, 2), (signal.SIGTERM, 2), (signal.SIGINT, 1), (signal.SIGTERM, 1)],
 )
 def test_a_stopped_run_saves_leaves_nothing_running_and_goes_on_to_the_same_bits(
-    number: signal.Signals, processes: int, reference: str, tmp_path: Path
+    number: signal.Signals, processes: int, loaded_reference: str, photos: Path
 ) -> None:
     here = f"parallel.processes={processes}"
-    run = begin("train", *SHORT, "run.name=x", here, "data.workers=1", folder=tmp_path)
-    wait_for(tmp_path / "runs/x/checkpoints/step-7", run)
+    run = begin("train", *LOADED, "run.name=x", here, folder=photos)
+    wait_for(photos / "runs/x/checkpoints/step-7", run)
     children = family(run)
-    assert len(children) >= processes
+    assert len(children) >= 2 * processes + (
+        processes > 1
+    )  # per trainer a loader, and the server that forked it
     run.send_signal(number)
     out, said = run.communicate(timeout=60)
     assert run.returncode == 0, said
@@ -144,17 +174,17 @@ def test_a_stopped_run_saves_leaves_nothing_running_and_goes_on_to_the_same_bits
     assert all_gone(children)
     if '"finished": false' in out:
         assert "stopped on request after step" in said
-    again = drumline("train", *SHORT, "run.name=x", here, "checkpoint.resume=auto", folder=tmp_path)
+    again = drumline("train", *LOADED, "run.name=x", here, "checkpoint.resume=auto", folder=photos)
     assert result(again)["finished"]
     if processes == 2:
-        assert sha256(tmp_path, "x") == reference
+        assert sha256(photos, "x") == loaded_reference
 
 
-def test_a_stop_request_to_whole_process_groups_still_saves(tmp_path: Path) -> None:
+def test_a_stop_request_to_whole_process_groups_still_saves(photos: Path) -> None:
     """As systemd and some batch systems send it: loaders and their server get the signal too."""
-    words = ("run.name=x", "parallel.processes=2", "data.workers=1", "train.epochs=500")
-    run = begin("train", *TINY, *words, folder=tmp_path)
-    wait_for(tmp_path / "runs/x/checkpoints/step-7", run)
+    words = ("run.name=x", "parallel.processes=2", "train.epochs=500")
+    run = begin("train", *LOADED, *words, folder=photos)
+    wait_for(photos / "runs/x/checkpoints/step-7", run)
     children = family(run)
     for group in {os.getpgid(child.pid) for child in children}:
         os.killpg(group, signal.SIGTERM)
@@ -211,10 +241,10 @@ def test_a_users_mistake_found_by_the_workers_is_one_plain_message(tmp_path: Pat
     assert not list((tmp_path / "runs").glob("*")) if (tmp_path / "runs").exists() else True
 
 
-def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
-    words = ("run.name=x", "parallel.processes=2", "data.workers=1", "train.epochs=500")
-    run = begin("train", *TINY, *words, folder=tmp_path)
-    wait_for(tmp_path / "runs/x/checkpoints/step-7", run)
+def test_nothing_outlives_a_killed_launcher(photos: Path) -> None:
+    words = ("run.name=x", "parallel.processes=2", "train.epochs=500")
+    run = begin("train", *LOADED, *words, folder=photos)
+    wait_for(photos / "runs/x/checkpoints/step-7", run)
     children = family(run)
     run.kill()
     assert len(children) >= 4  # two trainers and their loader workers

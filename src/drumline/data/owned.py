@@ -10,13 +10,41 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import wait
+from types import FrameType
 
 
 def serve_owner() -> None:
     """Called by a process at its start."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_owner, daemon=True).start()
+
+
+@contextmanager
+def interrupts_noted() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C as a question asked between samples: raised at any moment, it can strike while the pool of processes
+    holds a lock, and ending the pool then waits for ever. A second Ctrl-C is raised at once."""
+    seen: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(number)
+
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's business
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(seen)
+    except Exception as error:
+        if seen:  # a terminal's Ctrl-C also ends processes that have not yet begun to ignore it; no wonder they fail
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _end_with_owner() -> None:

@@ -13,17 +13,15 @@ import hashlib
 import json
 import os
 import shutil
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 
 import numpy as np
 
+from drumline.data.owned import interrupts_noted
 from drumline.data.packed import (
     MANIFEST,
     RECORD,
@@ -292,7 +290,7 @@ def _pack_split(job: _Job, partial: Path, split: str, done: dict[str, Split], wo
                 stored_samples(source, job.specs[split], job.options, state.samples, 1 if arrays else workers)
             ) as made,
             closing(progress(made, f"packing {split}", len(source) - state.samples)) as shown,
-            _interrupts_noted() as interrupted,
+            interrupts_noted() as interrupted,
         ):
             for sample, stored in enumerate(shown, start=state.samples):
                 writer.add(stored, labels[sample], names[sample])
@@ -306,31 +304,6 @@ def _pack_split(job: _Job, partial: Path, split: str, done: dict[str, Split], wo
         done[split] = writer.commit()
         _note(partial, job, done)
     return done[split]
-
-
-@contextmanager
-def _interrupts_noted() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C as a question asked between samples: raised at any moment, it can strike while the pool of processes
-    holds a lock, and ending the pool then waits for ever. A second Ctrl-C is raised at once."""
-    seen: list[int] = []
-
-    def note(number: int, _: FrameType | None) -> None:
-        if seen:
-            raise KeyboardInterrupt
-        seen.append(number)
-
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's business
-        yield lambda: False
-        return
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: bool(seen)
-    except Exception as error:
-        if seen:  # a terminal's Ctrl-C also ends processes that have not yet begun to ignore it; no wonder they fail
-            raise KeyboardInterrupt from error
-        raise
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _note(partial: Path, job: _Job, done: dict[str, Split]) -> None:

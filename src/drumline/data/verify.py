@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drumline.data.examine import Examination, examine_range
-from drumline.data.owned import serve_owner
+from drumline.data.owned import interrupts_noted, serve_owner
 from drumline.data.packed import looks_packed
 from drumline.data.sources import EncodedSource, Source, SourceSpec, detect_source, open_source
 from drumline.data.sources.base import NoEvalSplit
@@ -333,15 +333,17 @@ def _in_processes(splits: list[_Split], workers: int) -> _Results:
     ahead: deque[tuple[_Split, int, Future[list[Examination]]]] = deque()
     ranges = _ranges(splits)
     try:
-        while True:
-            while len(ahead) < 4 * workers and (task := next(ranges, None)):
-                split, start, stop = task
-                ahead.append((split, start, pool.submit(_work, split.spec, start, stop)))
-            if not ahead:
-                return
-            split, start, future = ahead.popleft()
-            for sample, result in enumerate(future.result(), start):
-                yield split, sample, result
+        with interrupts_noted() as interrupted:
+            while not interrupted():
+                while len(ahead) < 4 * workers and (task := next(ranges, None)):
+                    split, start, stop = task
+                    ahead.append((split, start, pool.submit(_work, split.spec, start, stop)))
+                if not ahead:
+                    return
+                split, start, future = ahead.popleft()
+                for sample, result in enumerate(future.result(), start):
+                    yield split, sample, result
+            raise KeyboardInterrupt
     except BrokenProcessPool as error:
         raise UserError(
             f"a checking process was killed, at {split.where(start)} or within {4 * workers * CHUNK} samples of it",

@@ -93,11 +93,12 @@ def window(
     if image.strides[1] != channels or image.strides[-1] != 1 or image.strides[0] < 0:
         image = np.ascontiguousarray(image)
     out = np.empty((size[1], size[0], *image.shape[2:]), np.uint8)
+    row = np.ascontiguousarray(geometry, np.int32)  # named, so that it outlives the call
     failed = _built().drum_resize(
         image.ctypes.data,
         image.strides[0],
         channels,
-        np.ascontiguousarray(geometry, np.int32).ctypes.data,
+        row.ctypes.data,
         *size,
         FILTERS[filter],
         columns_first,
@@ -133,11 +134,12 @@ def jpeg_window(
 ) -> NDArray[np.uint8] | None:
     """One sample's window; None when it is left to Pillow."""
     out = np.empty((size, size, 3), np.uint8)
+    sides, row = np.array(stored, np.int32), np.ascontiguousarray(geometry, np.int32)
     status = _built().drum_make_window(
         data,
         len(data),
-        np.array(stored, np.int32).ctypes.data,
-        np.ascontiguousarray(geometry, np.int32).ctypes.data,
+        sides.ctypes.data,
+        row.ctypes.data,
         size,
         FILTERS[filter],
         version == "pillow13",

@@ -156,7 +156,7 @@ def prepare_sets(recipe: Recipe, world: World) -> Sets:
     mean, std = _statistics(data, train)
     view = View(
         size=_size(data, train),
-        augment=_augment(data, name, train),
+        augment=_augment(data, train),
         eval_crop=data.eval_crop,
         exif=data.exif,
         mixup=data.mixup,
@@ -348,7 +348,7 @@ def _size(data: Data, source: Source) -> int:
     return height
 
 
-def _augment(data: Data, name: str, source: Source) -> Augment:
+def _augment(data: Data, source: Source) -> Augment:
     arrays = isinstance(source, ArraySource)
     if data.augment == "auto":
         if not arrays:
@@ -358,7 +358,8 @@ def _augment(data: Data, name: str, source: Source) -> Augment:
             "cifar100": "shift-flip",
             "synthetic": "none",
         }
-        return by_source.get(name, "shift")
+        # The source's own name: a packed CIFAR-10 is still CIFAR-10.
+        return by_source.get(source.name, "shift")
     if data.augment.startswith("shift") and not arrays:
         raise UserError(
             f"data.augment = {data.augment}: image files come in many sizes, shifting wants one",

@@ -21,7 +21,7 @@ from drumline.errors import UserError
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 EVAL_FOLDERS = ("val", "valid", "validation", "test")
 """The first of these that exists beside `train` is the evaluation split."""
-_SPLIT_LIKE = ("train", "training", *EVAL_FOLDERS, "testing", "eval", "dev")
+SPLIT_LIKE = ("train", "training", *EVAL_FOLDERS, "testing", "eval", "dev")
 
 
 class FolderSource(EncodedSource):
@@ -104,7 +104,7 @@ def _layout(path: str) -> tuple[str, str | None]:
     if "train" in folders and (evaluation or any(entry.is_dir() for entry in _entries(train))):
         return train, str(Path(path, evaluation)) if evaluation else None
     for name in folders:
-        if name.lower() in _SPLIT_LIKE and any(entry.is_dir() for entry in _entries(str(Path(path, name)))):
+        if name.lower() in SPLIT_LIKE and any(entry.is_dir() for entry in _entries(str(Path(path, name)))):
             raise UserError(
                 f"{path} has a folder {name!r} that looks like a split, but no folder 'train' with classes",
                 fix="name the two splits train and val; or, if it is a class, rename that class",

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drumline.data.sources.base import Images, MappedFiles, SourceSpec, holdout_ids, map_file, refuse_holdout
-from drumline.data.sources.folder import _SPLIT_LIKE, EVAL_FOLDERS, EXTENSIONS
+from drumline.data.sources.folder import EVAL_FOLDERS, EXTENSIONS, SPLIT_LIKE
 from drumline.errors import UserError
 
 COMPRESSED = {
@@ -208,7 +208,7 @@ def _tree(archive: Images, file: Path) -> tuple[_Folder, int]:
             folder.others.append(name)
     while len(top.folders) == 1 and not top.images:
         ((name, only),) = top.folders.items()
-        if only.images or not only.folders or name.lower() in _SPLIT_LIKE:
+        if only.images or not only.folders or name.lower() in SPLIT_LIKE:
             break
         top = only
     return top, count
@@ -240,7 +240,7 @@ def _layout(top: _Folder, file: Path) -> tuple[_Folder, _Folder | None]:
     if train is not None and (evaluation is not None or train.folders):
         return train, evaluation
     for name, folder in top.folders.items():
-        if name.lower() in _SPLIT_LIKE and folder.folders:
+        if name.lower() in SPLIT_LIKE and folder.folders:
             raise UserError(
                 f"{file}: the folder {folder.path}/ looks like a split, but there is no 'train' with classes",
                 fix="name the two splits train and val; or, if it is a class, rename that class",
