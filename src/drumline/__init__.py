@@ -1,7 +1,7 @@
 """Drumline trains PyTorch vision models: fast, right, the same every time, and it tells you why.
 
-The command line is `drumline`; from Python, `create_model` builds any model by name and `resize` gives Pillow's pixels
-whatever Pillow is installed.
+The command line is `drumline`; from Python, `create_model` builds any model by name, and `resize` gives Pillow's
+pixels whatever Pillow is installed.
 """
 
 from __future__ import annotations

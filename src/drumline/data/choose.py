@@ -45,8 +45,10 @@ def choose_workers(
     decode: Literal["auto", "cpu", "gpu"],
 ) -> tuple[Workers, str]:
     """The workers for this source on this machine, and why. `count` is how many there may be."""
-    _refuse_impossible(pool, decode, device)
-    if isinstance(source, ArraySource) or count == 0:
+    if isinstance(source, ArraySource):
+        return Workers("threads", 0), ""
+    _refuse_impossible(pool, decode, device, count)
+    if count == 0:
         return Workers("threads", 0), ""
     if not native.decodes_jpeg():
         return (
@@ -100,7 +102,7 @@ def gpu_unavailable(device: torch.device) -> str:
     return nvjpeg.unavailable(device)
 
 
-def _refuse_impossible(pool: str, decode: str, device: torch.device) -> None:
+def _refuse_impossible(pool: str, decode: str, device: torch.device, count: int) -> None:
     if pool == "threads" and not native.decodes_jpeg():
         raise UserError(
             f"data.pool = threads needs the native part, which is {native.describe()}",
@@ -108,6 +110,8 @@ def _refuse_impossible(pool: str, decode: str, device: torch.device) -> None:
         )
     if decode != "gpu":
         return
+    if count == 0:
+        raise UserError("data.decode = gpu needs workers, and data.workers = 0", "use data.workers auto")
     if pool == "processes":
         raise UserError(
             "data.decode = gpu works with threads, and data.pool = processes", "use data.pool auto"

@@ -57,7 +57,7 @@ def decode(data: bytes, where: str, exif: Literal["ignore", "apply"] = "ignore")
         raise UserError(f"{where} {_looks_like(data)}", fix=_RESTORE) from error
     except Image.DecompressionBombError as error:
         raise UserError(
-            f"{where} is too large: {error} (the limit is {MAX_PIXELS} pixels)",
+            f"{where} is too large: {str(error).partition(' exceeds')[0]} (the limit is {MAX_PIXELS:,} pixels)",
             fix="scale it down, or remove it",
         ) from error
     except Exception as error:  # a damaged file makes Pillow raise nearly anything

@@ -6,13 +6,15 @@ number of processes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 
 from drumline.data.window import Bad
 from drumline.errors import UserError
 from drumline.observe.wording import printable
 
-SHOWN = 10
+SHOWN = 3
 
 
 class Ledger:
@@ -20,7 +22,8 @@ class Ledger:
 
     def __init__(self, what: str, samples: int, share: float) -> None:
         self.what, self.samples = what, samples
-        self.limit = int(samples * share)
+        # By the decimal number that was written: 0.29 of 100 is 29, though a float is a little less.
+        self.limit = math.ceil(Fraction(repr(float(share))) * samples)
         self.bad: dict[int, str] = {}
 
     def add(self, bad: Iterable[Bad]) -> None:

@@ -28,7 +28,8 @@ every sample. SOURCE is a folder of class folders, a .tar of them, an .npz, or a
 splits are packed. Train on the result with data.path=OUT: same samples, same ids, same pixels.
 
 Interrupted (Ctrl-C, kill, power), the same command goes on where it stopped. OUT appears when it is whole.
-Samples that cannot be read as images are kept as they are, counted and listed.
+Samples whose headers cannot be read as images are kept as they are, counted and listed; `drumline verify OUT`
+decodes every one.
 
 flags:
   --source auto        what SOURCE is, where it cannot be told: folder, tar, packed, npz, idx, cifar10, cifar100,

@@ -1,8 +1,9 @@
 """Pillow's resize as our own arithmetic: the same pixels whatever Pillow is installed.
 
-Promises: bit-equal to `Image.crop(box).resize(size, filter)` of the named Pillow version. `pillow12` (9.5 to 12)
-resamples rows before columns; `pillow13` takes columns first when the height shrinks by more than twice what the
-width does, which changes pixels by one here and there. The version is part of the recipe, so that an upgrade of a
+Promises: bit-equal to `Image.crop(box).resize(size, filter)` of the named Pillow version. `pillow12` (the last of 12;
+9.5 to 12.1 differ from it only for images over a hundred times as high as wide) resamples rows before columns;
+`pillow13` takes columns first when the height shrinks by more than twice what the width does, which changes pixels by
+one here and there. The version is part of the recipe, so that an upgrade of a
 library cannot change training. Refuses boxes outside the image, other types than uint8, and alpha channels.
 """
 
@@ -23,7 +24,8 @@ from drumline.errors import UserError
 Box = tuple[int, int, int, int]
 Pixels = NDArray[np.uint8]
 Version = Literal["pillow12", "pillow13"]
-Filter = Literal["bilinear", "bicubic", "nearest", "box", "lanczos"]
+Smooth = Literal["bilinear", "bicubic", "box", "lanczos"]
+Filter = Literal["bilinear", "bicubic", "box", "lanczos", "nearest"]
 
 FRACTION_BITS = 22
 """Weights are whole numbers of 2**-22: the most that leaves a sum of 8-bit pixels within 32 bits."""
@@ -64,11 +66,13 @@ def resize(
 def vertical_first(version: Version, width: int, height: int, new_width: int, new_height: int) -> bool:
     """Whether this version of Pillow resamples columns before rows."""
     shrinks_by = height - new_height
-    return version == "pillow13" and shrinks_by > 0 and shrinks_by > 2 * (width - new_width)
+    if version == "pillow12":
+        return shrinks_by > 0 and height > 100 * width
+    return shrinks_by > 0 and shrinks_by > 2 * (width - new_width)
 
 
 @lru_cache(maxsize=16384)
-def coefficients(source: int, target: int, filter: Filter = "bilinear") -> Coefficients:
+def coefficients(source: int, target: int, filter: Smooth = "bilinear") -> Coefficients:
     """Pillow's weights for an axis of `source` pixels made into `target`: the filter stretched to the reduction,
     in float64, normalised, rounded half away from zero. Only +, -, *, / in a fixed order, so every machine agrees
     (lanczos also takes the C library's sine, as Pillow does)."""
@@ -134,7 +138,7 @@ def _lanczos(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.array([sinc(v) * sinc(v / 3) if -3.0 <= v < 3.0 else 0.0 for v in x.tolist()])
 
 
-_SHAPES: dict[Filter, tuple[Callable[[NDArray[np.float64]], NDArray[np.float64]], float]] = {
+_SHAPES: dict[Smooth, tuple[Callable[[NDArray[np.float64]], NDArray[np.float64]], float]] = {
     "box": (_box, 0.5),
     "bilinear": (_triangle, 1.0),
     "bicubic": (_cubic, 2.0),

@@ -175,8 +175,8 @@ def describe(report: DatasetReport) -> list[str]:
     )
     if any(finding.kind in BAD and finding.sample >= 0 for finding in report.findings):
         lines.append(
-            "fix: restore the bad files from where they came, or remove them; a run puts another sample of the "
-            "set in the place of each"
+            "fix: restore the bad files from where they came, or remove them; a run puts another sample in the place "
+            "of each that it trains on, and scores those to evaluate as black images"
         )
     return [printable(line) for line in lines]
 

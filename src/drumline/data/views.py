@@ -18,7 +18,7 @@ from drumline.data.augment import Augmentation
 from drumline.data.draws import Purpose, symmetric_beta, uniform
 from drumline.data.geometry import Geometry, evaluation_geometry, mirrored, training_geometry
 from drumline.data.order import Request
-from drumline.data.resize import Filter, Version, resize
+from drumline.data.resize import Smooth, Version, resize
 
 Augment = Literal["none", "shift", "shift-flip", "crop-flip"]
 MIX_COLUMNS = 6
@@ -49,7 +49,7 @@ class View:
     mixup: float = 0.0
     cutmix: float = 0.0
     resize: Version = "pillow12"
-    interpolation: Filter = "bilinear"
+    interpolation: Smooth = "bilinear"
     augmentation: Augmentation = field(default_factory=Augmentation)
     on_bad: Literal["raise", "substitute", "black"] = "raise"
     """What stands for a sample that cannot be read: nothing (the run stops), another sample, a black image."""

@@ -25,7 +25,8 @@ FILE = "TORCHELASTIC_ERROR_FILE"
 HINTS = {
     signal.SIGKILL: "out of memory? The kernel kills the largest process then: see `dmesg`, "
     "and try a smaller data.batch or fewer data.workers",
-    signal.SIGBUS: "shared memory full? See `drumline doctor`; in Docker, start with --shm-size=8g",
+    signal.SIGBUS: "shared memory full, or a data file cut short while it was read? See `drumline doctor`; "
+    "in Docker, start with --shm-size=8g",
     signal.SIGSEGV: "a crash in native code: run again with PYTHONFAULTHANDLER=1 to see where",
 }
 

@@ -41,10 +41,20 @@ static void count(j_common_ptr info, int level) {
 
 static void silent(j_common_ptr info) { (void)info; }
 
+/* Whether a progressive file holds every bit of every coefficient. Where some are missing libjpeg smooths over blocks,
+ * not alike in every version, and does not warn. */
+static int is_complete(const struct jpeg_decompress_struct *info) {
+    for (int component = 0; component < info->num_components; component++)
+        for (int i = 0; i < DCTSIZE2; i++)
+            if (info->coef_bits[component][i] != 0) return 0;
+    return 1;
+}
+
 /* Opens a JPEG and moves to the first wanted row. `left` and `right` (of the stored image) become what libjpeg
  * really gives. */
 static int open_region(struct jpeg_decompress_struct *info, const uint8_t *data, size_t length, int width, int height,
                        int top, JDIMENSION *left, JDIMENSION *columns) {
+    jpeg_create_decompress(info);
     jpeg_mem_src(info, (unsigned char *)data, (unsigned long)length);
     if (jpeg_read_header(info, TRUE) != JPEG_HEADER_OK) return 0;
     if ((int)info->image_width != width || (int)info->image_height != height || info->data_precision != 8) return 0;
@@ -56,6 +66,7 @@ static int open_region(struct jpeg_decompress_struct *info, const uint8_t *data,
     if (one_scan && !runs_clean(info->src->next_input_byte, data + length)) return 0;
     info->out_color_space = JCS_EXT_RGBX;
     jpeg_start_decompress(info);
+    if (info->progressive_mode && !is_complete(info)) return 0;
     if (*left > 0 || *columns < info->output_width) jpeg_crop_scanline(info, left, columns);
     if (top > 0 && (int)jpeg_skip_scanlines(info, (JDIMENSION)top) != top) return 0;
     return 1;
@@ -101,8 +112,8 @@ int jpeg_window(const uint8_t *data, size_t length, int stored_width, int stored
     uint8_t *rows = row_buffer(scratch, stride);
     if (!rows) return LEFT_TO_PILLOW;
 
+    memset(&info, 0, sizeof info);
     set_errors(&info, &errors);
-    jpeg_create_decompress(&info);
     if (!setjmp(errors.jump) &&
         open_region(&info, data, length, stored_width, stored_height, top, &left, &columns)) {
         for (int y = top; y < end_y;) {
@@ -125,9 +136,10 @@ EXPORT int drum_jpeg_warnings(const uint8_t *data, size_t length) {
     Errors errors;
     uint8_t *volatile row = NULL;
     volatile int result = -1;
+    memset(&info, 0, sizeof info);
     set_errors(&info, &errors);
-    jpeg_create_decompress(&info);
     if (!setjmp(errors.jump)) {
+        jpeg_create_decompress(&info);
         jpeg_mem_src(&info, (unsigned char *)data, (unsigned long)length);
         if (jpeg_read_header(&info, TRUE) == JPEG_HEADER_OK) {
             jpeg_start_decompress(&info);
@@ -165,31 +177,59 @@ EXPORT int drum_jpeg_version(void) { return 0; }
 
 #endif
 
-/* By the markers alone. */
+/* Whether Photoshop's blocks do not end just before the length of a name, where Pillow reads on. */
+static int blocks_are_whole(const uint8_t *body, size_t length) {
+    size_t at = 14;
+    while (at + 6 <= length && !memcmp(body + at, "8BIM", 4)) {
+        at += 6;
+        if (at == length) return 0;
+        at += 1 + body[at];
+        at += at & 1;
+        if (at + 4 > length) return 1;
+        size_t size = (size_t)body[at] << 24 | body[at + 1] << 16 | body[at + 2] << 8 | body[at + 3];
+        if (size > length) return 1;
+        at += 4 + size;
+        at += at & 1;
+    }
+    return 1;
+}
+
+/* Whether Pillow, which reads these segments, may refuse the file for what one holds. Nobody else looks into them. */
+static int pillow_minds(uint8_t marker, const uint8_t *body, size_t length) {
+#define BEGINS(words) (length >= sizeof(words) - 1 && !memcmp(body, words, sizeof(words) - 1))
+    if (marker == 0xE0) return BEGINS("JFIF") && length < 7;
+    if (marker == 0xEE) return BEGINS("Adobe") && length < 7;
+    if (marker == 0xE2) return BEGINS("MPF\0") || (BEGINS("ICC_PROFILE\0") && length < 14);
+    if (marker == 0xED && BEGINS("Photoshop 3.0\0")) return !blocks_are_whole(body, length);
+    return 0;
+#undef BEGINS
+}
+
+/* By the markers alone, up to the first scan. */
 int jpeg_size(const uint8_t *data, size_t length, int32_t *stored) {
     size_t at = 2;
     stored[0] = stored[1] = stored[2] = 0;
     if (length < 4 || data[0] != 0xFF || data[1] != 0xD8) return 0;
     while (at + 4 <= length) {
-        if (data[at] != 0xFF) return 0;
+        if (data[at] != 0xFF) break;
         uint8_t marker = data[at + 1];
         if (marker == 0xFF) {
             at++;
             continue;
         }
-        if (marker == 0xD8 || marker == 0x01 || (marker >= 0xD0 && marker <= 0xD7)) return 0;
+        if (marker == 0xDA && stored[0] > 0) return 1;
         size_t segment = (size_t)data[at + 2] << 8 | data[at + 3];
-        if (segment < 2 || marker == 0xD9 || marker == 0xDA) return 0;
+        if (marker < 0xC0 || (marker >= 0xD0 && marker <= 0xDA) || segment < 2 || at + 2 + segment > length) break;
         if (marker >= 0xC0 && marker <= 0xC2) {
-            if (segment < 8 || at + 9 > length) return 0;
-            int width = data[at + 7] << 8 | data[at + 8], height = data[at + 5] << 8 | data[at + 6];
-            if (width == 0 || height == 0) return 0;
-            stored[0] = width, stored[1] = height;
-            return 1;
+            if (segment < 8 || stored[0] > 0) break;
+            stored[0] = data[at + 7] << 8 | data[at + 8], stored[1] = data[at + 5] << 8 | data[at + 6];
+            if (stored[0] == 0 || stored[1] == 0) break;
         }
         if (marker == 0xE1) stored[2] = 1; /* EXIF or XMP: Pillow turns by either */
+        if (pillow_minds(marker, data + at + 4, segment - 2)) break;
         at += 2 + segment;
     }
+    stored[0] = stored[1] = stored[2] = 0;
     return 0;
 }
 

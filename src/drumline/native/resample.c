@@ -255,7 +255,8 @@ static size_t stride_of(int pixels) { return ((size_t)pixels * 4 + 31) / 32 * 32
 int columns_come_first(int version13, const int32_t *geometry) {
     int shrinks_by = (geometry[BOTTOM] - geometry[TOP]) - geometry[HEIGHT];
     int narrows_by = (geometry[RIGHT] - geometry[LEFT]) - geometry[WIDTH];
-    return version13 && shrinks_by > 0 && shrinks_by > 2 * narrows_by;
+    if (!version13) return shrinks_by > 0 && geometry[BOTTOM] - geometry[TOP] > 100 * (geometry[RIGHT] - geometry[LEFT]);
+    return shrinks_by > 0 && shrinks_by > 2 * narrows_by;
 }
 
 int resampler_start(Resampler *r, Scratch *scratch, const int32_t *geometry, int size_x, int size_y, int filter,

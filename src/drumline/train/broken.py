@@ -1,13 +1,16 @@
 """Broken samples of a run, agreed on by all ranks and told at the end.
 
 Promises: every rank learns what any rank met, so a limit that is passed ends the run on all of them; the list in the
-run folder (`broken-samples.tsv`) names each sample once.
+run folder (`broken-samples.tsv`) names each sample once, those met before a stop and a resume too.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from drumline.data.ledger import Ledger
 from drumline.launch.world import World
+from drumline.state.atomic import write_bytes
 
 FILE = "broken-samples.tsv"
 
@@ -22,6 +25,18 @@ def agree(ledgers: tuple[Ledger, Ledger], world: World) -> None:
             ledger.merge(others)
 
 
+def record(ledgers: tuple[Ledger, Ledger], folder: Path) -> None:
+    """Writes the list into the run folder; what stands there already stays."""
+    file = folder / FILE
+    lines = file.read_text(errors="surrogateescape").splitlines() if file.exists() else []
+    known = {tuple(line.split("\t")[:2]) for line in lines}
+    fresh = [
+        line for ledger in ledgers for line in ledger.lines() if tuple(line.split("\t")[:2]) not in known
+    ]
+    if fresh:
+        write_bytes(file, "".join(f"{line}\n" for line in lines + fresh).encode(errors="surrogateescape"))
+
+
 def words(ledgers: tuple[Ledger, Ledger]) -> list[str]:
     """What to tell about them; nothing when all is well."""
     training, evaluation = ledgers
@@ -29,11 +44,11 @@ def words(ledgers: tuple[Ledger, Ledger]) -> list[str]:
     if training.bad:
         told.append(
             f"WARNING: {len(training.bad):,} of {training.samples:,} training samples are broken and were replaced "
-            f"by others, the same on every run: {training.some()}"
+            f"by others, the same on every run (all in {FILE}): {training.some()}"
         )
     if evaluation.bad:
         told.append(
             f"WARNING: {len(evaluation.bad):,} of {evaluation.samples:,} evaluation samples are broken and were "
-            f"scored as black images: {evaluation.some()}"
+            f"scored as black images (all in {FILE}): {evaluation.some()}"
         )
     return told

@@ -18,7 +18,7 @@ from torch import nn
 from drumline.launch.world import World
 from drumline.models.weights import export_weights
 from drumline.recipe import Recipe
-from drumline.state.atomic import write_bytes, write_file
+from drumline.state.atomic import write_file
 from drumline.state.checkpoint import Position, Unsound, verify_checkpoint, write_checksums
 from drumline.train import broken
 from drumline.train.agreement import check_models
@@ -122,6 +122,8 @@ def evaluate_run(run: Running, position: Position) -> tuple[Score, Position]:
     run.reporter.drain()
     score, average = scores = score_model(run)
     broken.agree(run.sets.bad, run.world)
+    if run.folder is not None:
+        broken.record(run.sets.bad, run.folder.path)
     counts = counting(scores)
     best = counts.accuracy > position.best_accuracy and not counts.nonfinite
     if counts.nonfinite:
@@ -167,9 +169,8 @@ def tell_broken(run: Running) -> None:
     broken.agree(run.sets.bad, run.world)
     for word in broken.words(run.sets.bad):
         run.note(word)
-    lines = [line for ledger in run.sets.bad for line in ledger.lines()]
-    if lines and run.folder is not None:
-        write_bytes(run.folder.path / broken.FILE, ("\n".join(lines) + "\n").encode())
+    if run.folder is not None:
+        broken.record(run.sets.bad, run.folder.path)
 
 
 def export(run: Running, position: Position) -> None:

@@ -171,18 +171,16 @@ def prepare_sets(recipe: Recipe, world: World) -> Sets:
         Ledger("evaluation", len(evaluation), data.bad_limit),
     )
     count = cores_per_process(world.local_size) if data.workers == "auto" else data.workers
-    # Every rank measures, at the same time as in the run to come; one decides.
-    workers, why = world.share(
-        choose_workers(
-            train_spec,
-            train,
-            view,
-            recipe.run.seed,
-            world.device,
-            count=count,
-            pool=data.pool,
-            decode=data.decode,
-        )
+    # Every rank for itself, at the same time as in the run to come: machines differ, and pixels do not.
+    workers, why = choose_workers(
+        train_spec,
+        train,
+        view,
+        recipe.run.seed,
+        world.device,
+        count=count,
+        pool=data.pool,
+        decode=data.decode,
     )
     return Sets(
         name, train_spec, eval_spec, train, evaluation, view, mean, std, workers, why, bad, world.device

@@ -21,7 +21,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from drumline.data.gpu import Layout, Places, chroma_size, halved
-from drumline.data.resize import FRACTION_BITS, Filter, Version, coefficients, vertical_first
+from drumline.data.resize import FRACTION_BITS, Smooth, Version, coefficients, vertical_first
 
 TABLE_BYTES = 64 << 20
 """What the weights of all pairs of sizes seen so far may take on the device before they are forgotten."""
@@ -39,7 +39,7 @@ class Resampler:
         device: torch.device,
         size: int,
         version: Version = "pillow12",
-        filter: Filter = "bilinear",
+        filter: Smooth = "bilinear",
         mean: tuple[float, float, float] = (0.0, 0.0, 0.0),
         std: tuple[float, float, float] = (1.0, 1.0, 1.0),
     ) -> None:
@@ -97,7 +97,7 @@ class _WeightTable:
     """Weights on the device by (source, target). A pair's entry: first[target], count[target], then each tap's
     weights[target], so that neighbouring targets read neighbouring words."""
 
-    def __init__(self, device: torch.device, filter: Filter) -> None:
+    def __init__(self, device: torch.device, filter: Smooth) -> None:
         self.device, self.filter = device, filter
         self.table = torch.empty(1 << 18, dtype=torch.int32, device=device)
         self._forget()
@@ -140,7 +140,7 @@ class _WeightTable:
         self.used = end
 
 
-def _packed(key: int, filter: Filter) -> NDArray[np.int32]:
+def _packed(key: int, filter: Smooth) -> NDArray[np.int32]:
     first, count, weights = coefficients(key >> 32, key & 0xFFFFFFFF, filter)
     return np.concatenate([first, count, weights.T.ravel()])
 
