@@ -25,8 +25,9 @@ enum { READ_FILES, READ_SIZES, MAKE_WINDOWS, GATHER };
 
 #define NICE 10
 
-/* A file's buffer is used again for the next file in its slot, unless a large one made it large. */
-#define KEEP_FILE ((int64_t)512 << 10)
+/* A file's buffer is used again for the next file in its slot, unless it is much larger than that needs: kept at the
+ * largest file seen, the buffers of all slots would creep up to it for an hour. */
+static int is_wasteful(int64_t room, int64_t size) { return room > 2 * size + (64 << 10); }
 #define LARGEST_FILE ((int64_t)1 << 30)
 
 /* Mirrored by `native/__init__.py`. Arrays belong to Python and outlive the job. */
@@ -69,7 +70,7 @@ static int read_file(const char *path, uint8_t **data, int64_t *length, int64_t 
         problem = S_ISDIR(facts.st_mode) ? EISDIR : EINVAL;
     else if (facts.st_size > LARGEST_FILE)
         problem = EFBIG;
-    else if (facts.st_size > *room || (*room > KEEP_FILE && facts.st_size <= KEEP_FILE)) {
+    else if (facts.st_size > *room || is_wasteful(*room, facts.st_size)) {
         free(*data);
         *room = facts.st_size;
         *data = malloc((size_t)facts.st_size + 16);
