@@ -114,6 +114,9 @@ def _bounds(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(name, "too large", f"give less than {high}")
     if recipe.data.eval_crop <= 0:
         yield Problem("data.eval_crop", "leaves nothing to see", "give 0.875, or 1 for the whole image")
+    for name in ("data.mixup", "data.cutmix"):
+        if 0 < value_of(recipe, name) < 1e-3:
+            yield Problem(name, "too small", "give at least 0.001, or 0 to turn it off")
     jitter, randaugment = recipe.data.jitter, recipe.data.randaugment
     if jitter and len(jitter) != 4:
         yield Problem(
@@ -133,6 +136,8 @@ def _bounds(recipe: Recipe) -> Iterator[Problem]:
         )
     elif randaugment and randaugment[0] < 1:
         yield Problem("data.randaugment", "does nothing", "give at least 1 operation, such as 2,9")
+    elif randaugment and randaugment[0] > 100:
+        yield Problem("data.randaugment", "leaves nothing to see", "give at most 100 operations, such as 2,9")
     elif randaugment and not 0 <= randaugment[1] <= 30:
         yield Problem("data.randaugment", "has no such magnitude", "give 0 to 30 as the second, such as 2,9")
     for name in ("data.mean", "data.std"):

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
+from contextlib import closing
 from typing import TypeVar
 
 Item = TypeVar("Item")
 _END = object()
 
 
-def ahead(items: Iterator[Item], ready: int) -> Generator[Item, None, None]:
-    """The items of an iterator, with up to `ready` of them waiting. Closes the iterator at the end."""
+def ahead(items: Generator[Item, None, None], ready: int) -> Generator[Item, None, None]:
+    """The items of a generator, with up to `ready` of them waiting. Closes the generator at the end."""
     waiting: queue.Queue[tuple[object, BaseException | None]] = queue.Queue(ready)
-    closing = threading.Event()
+    ending = threading.Event()
 
     def put(item: object, error: BaseException | None = None) -> bool:
-        while not closing.is_set():
+        while not ending.is_set():
             try:
                 waiting.put((item, error), timeout=0.1)
                 return True
@@ -30,17 +31,15 @@ def ahead(items: Iterator[Item], ready: int) -> Generator[Item, None, None]:
         return False
 
     def work() -> None:
+        failure: BaseException | None = None
         try:
-            for item in items:
-                if not put(item):
-                    break
-            put(_END)
+            with closing(items):
+                for item in items:
+                    if not put(item):
+                        break
         except BaseException as error:
-            put(_END, error)
-        finally:
-            close = getattr(items, "close", None)
-            if close is not None:
-                close()
+            failure = error
+        put(_END, failure)
 
     thread = threading.Thread(target=work, name="drumline-feed", daemon=True)
     thread.start()
@@ -53,5 +52,5 @@ def ahead(items: Iterator[Item], ready: int) -> Generator[Item, None, None]:
                 return
             yield item  # type: ignore[misc]
     finally:
-        closing.set()
+        ending.set()
         thread.join()

@@ -25,6 +25,7 @@ class Coded(NamedTuple):
 
     slots: NDArray[np.int64]
     """Which rows of the batch they are."""
+    samples: NDArray[np.int64]
     data: torch.Tensor
     """Their bytes, one after the other, page-locked."""
     offsets: NDArray[np.int64]

@@ -1,7 +1,8 @@
 """Who decodes: threads or processes, CPU or GPU. Measured on the user's own files where there is a choice.
 
-Promises: the choice changes speed only, never a pixel; it is told in words, with the figures it rests on. Nothing is
-measured without image files, or when the recipe leaves no choice. Refuses what cannot work here, with the reason.
+Promises: the choice changes speed only, never a pixel of a sound file; it is told in words, with the figures it rests
+on. Nothing is measured without image files, or when the recipe leaves no choice. Refuses what cannot work here, with
+the reason.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from drumline import native
 from drumline.data.augment import Augmentation
 from drumline.data.batch import make_batch
 from drumline.data.ledger import Ledger
-from drumline.data.loader import Workers, batches
+from drumline.data.loader import READY, Workers, batches
 from drumline.data.order import Request, epoch_order
 from drumline.data.sources import ArraySource, EncodedSource, Source, SourceSpec
+from drumline.data.threads import MADE_AHEAD, READ_AHEAD
 from drumline.data.views import View
 from drumline.errors import UserError
 
@@ -67,7 +69,7 @@ def choose_workers(
                 spec, source, view, seed, _trial(source), workers, device, Ledger("trial", len(source), 1)
             )
         ) as feed:
-            return _rate(lambda: len(next(feed).labels))
+            return _rate(lambda: len(next(feed).labels), ahead=READ_AHEAD + MADE_AHEAD + READY)
 
     workers, told = Workers("threads", count), ""
     if pool == "processes":
@@ -140,9 +142,10 @@ def _trial(source: Source) -> Iterator[Request]:
             yield Request(0, order[first : first + batch])
 
 
-def _rate(make: Callable[[], Any]) -> float:
-    """Images a second, without the first batch, in which everything starts."""
-    make()
+def _rate(make: Callable[[], Any], ahead: int = 0) -> float:
+    """Images a second, without the first batch, in which everything starts, and those that were made meanwhile."""
+    for _ in range(1 + ahead):
+        make()
     begin, made = time.perf_counter(), 0
     while True:
         made += make()

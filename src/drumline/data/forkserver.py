@@ -1,7 +1,7 @@
-"""Imported by the loaders' fork server and by nobody else.
+"""Imported first by the fork servers of loaders, packing and checking, and by nobody else.
 
-A SIGTERM for a whole process group means the trainer, which finishes its step and saves; the server and the
-loaders it forks must stay until then. They end with the trainer (`processes._end_with_trainer`).
+Signals for a whole process group mean the owner: the trainer finishes its step and saves, packing notes how far it
+came. The server and the processes it forks must stay until then. They end with the owner (`owned.end_with_owner`).
 """
 
 from __future__ import annotations
@@ -9,3 +9,4 @@ from __future__ import annotations
 import signal
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)

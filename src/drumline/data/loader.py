@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -30,6 +31,8 @@ from drumline.data.window import Bad, find_window
 Batches = Generator[Batch, None, None]
 """An iterator to be closed when no more batches are wanted: that ends its workers."""
 RESIDENT_BATCHES = 8
+KEPT = 8
+"""Free page-locked buffers that wait to be used again."""
 READY = 2
 """Batches that wait on the device for the step."""
 
@@ -96,6 +99,7 @@ class PinnedRing:
         """Room for uint8 pixels."""
         while self.leaving and self.leaving[0][0].query():
             self.free.append(self.leaving.pop(0)[1])
+        del self.free[:-KEPT]
         for place, buffer in enumerate(self.free):
             if buffer.shape == shape:
                 return self.free.pop(place)
@@ -156,13 +160,14 @@ def _on_device(
     device: torch.device,
 ) -> Generator[Ready, None, None]:
     """Copies each batch on a side stream, decodes what was left to the device, and augments the pixels there."""
-    room, stream = PinnedRing(), torch.cuda.Stream(device)
+    room, stream = PinnedRing(), _side_stream(device)
     with torch.cuda.device(device), ExitStack() as cleanup:
         decoder = None
         if workers.gpu and isinstance(source, EncodedSource):
             from drumline.data.gpu.feed import DeviceDecoder
 
-            decoder = cleanup.enter_context(closing(DeviceDecoder(len(source), view, device)))
+            with torch.cuda.stream(stream):
+                decoder = cleanup.enter_context(closing(DeviceDecoder(len(source), view, device)))
         route = decoder.route if decoder else None
         host = cleanup.enter_context(
             closing(_host_batches(spec, source, view, seed, requests, workers, room.take, route))
@@ -191,6 +196,12 @@ def _on_device(
                 ready = torch.cuda.Event()
                 ready.record(stream)
             yield moved, bad, ready
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all feeds of a device: torch keeps freed memory for the stream that it was taken on."""
+    return torch.cuda.Stream(device)
 
 
 def _handed_over(batch: Batch, ready: torch.cuda.Event | None, device: torch.device) -> Batch:

@@ -19,13 +19,14 @@ from types import FrameType
 def serve_owner() -> None:
     """Called by a process at its start."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_owner, daemon=True).start()
+    end_with_owner()
 
 
 @contextmanager
 def interrupts_noted() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C as a question asked between samples: raised at any moment, it can strike while the pool of processes
-    holds a lock, and ending the pool then waits for ever. A second Ctrl-C is raised at once."""
+    """Ctrl-C (and SIGTERM, which schedulers send) as a question asked between samples: raised at any moment, it can
+    strike while the pool of processes holds a lock, and ending the pool then waits for ever. A second one is raised
+    at once."""
     seen: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:
@@ -36,7 +37,7 @@ def interrupts_noted() -> Iterator[Callable[[], bool]]:
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's business
         yield lambda: False
         return
-    before = signal.signal(signal.SIGINT, note)
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: bool(seen)
     except Exception as error:
@@ -44,10 +45,17 @@ def interrupts_noted() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt from error
         raise
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _end_with_owner() -> None:
+def end_with_owner() -> None:
+    """From now on this process ends when its owner does. torch's own watchdog, for one, looks at the parent process,
+    which is the fork server; and that one lives as long as its children do."""
+    threading.Thread(target=_wait_for_owner, daemon=True).start()
+
+
+def _wait_for_owner() -> None:
     owner = multiprocessing.parent_process()
     assert owner is not None
     wait([owner.sentinel])

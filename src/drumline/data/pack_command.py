@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drumline.errors import UserError
+from drumline.observe.wording import printable
 from drumline.recipe_file import together
 from drumline.result import print_result
 
@@ -91,7 +92,7 @@ def pack(words: list[str]) -> int:
     if packed.bad:
         _say(f"{packed.bad:,} sample(s) cannot be read as images; they were kept as they are:")
         for line in packed.bad_samples:
-            _say(f"  {line}")
+            _say(f"  {printable(line)}")
         if packed.bad > len(packed.bad_samples):
             _say(f"  and {packed.bad - len(packed.bad_samples):,} more")
     print_result(asdict(packed))

@@ -8,19 +8,17 @@ surfaces here.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
-import threading
 import warnings
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from drumline.data.batch import Made, make_batch
 from drumline.data.order import Request
+from drumline.data.owned import end_with_owner
 from drumline.data.sources import Source, SourceSpec, open_source
 from drumline.data.views import View
 from drumline.errors import UserError
@@ -99,15 +97,7 @@ class _Requests:
 
 
 def _start_worker(index: int) -> None:
-    """Stop requests are for the trainer, and a worker must not outlive it. torch's own watchdog looks at the parent
-    process, which is the fork server; and that one lives as long as a worker does."""
+    """Stop requests are for the trainer, and a worker must not outlive it."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_trainer, daemon=True).start()
-
-
-def _end_with_trainer() -> None:
-    trainer = multiprocessing.parent_process()
-    assert trainer is not None
-    wait([trainer.sentinel])
-    os._exit(1)
+    end_with_owner()

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from drumline import native
+from drumline.data.decode import MAX_PIXELS
 from drumline.errors import UserError
 
 Box = tuple[int, int, int, int]
@@ -51,6 +52,7 @@ def resize(
     crop to `size` (width, height). Gives a new array with the same axes. Runs without the GIL where the native
     part is built, else through Pillow, one axis at a time; the pixels are the same."""
     _check(array, size, box, version, filter)
+    size = int(size[0]), int(size[1])
     left, top, right, bottom = box or (0, 0, array.shape[1], array.shape[0])
     crop = array[top:bottom, left:right]
     if crop.shape[1::-1] == tuple(size):
@@ -157,25 +159,41 @@ def _nearest(source: int, target: int) -> NDArray[np.int64]:
 def _check(array: Pixels, size: tuple[int, int], box: Box | None, version: Version, filter: Filter) -> None:
     if not isinstance(array, np.ndarray) or array.dtype != np.uint8:
         kind = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
-        raise UserError(f"resize: the image is {kind}, not a NumPy array of uint8", fix="convert it first")
+        raise UserError(
+            f"resize: the image is {kind}, not a NumPy array of uint8",
+            fix="convert it first, for example by np.asarray(image) or array.astype(np.uint8)",
+        )
     if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3)) or 0 in array.shape:
         raise UserError(
             f"resize: the image has the shape {array.shape}",
             fix="give (H, W), (H, W, 1) or (H, W, 3); resize an alpha channel by itself, as (H, W)",
         )
-    pair = isinstance(size, tuple | list) and len(size) == 2
-    if not pair or not all(isinstance(side, int | np.integer) and side > 0 for side in size):
-        raise UserError(f"resize: size = {size}", fix="give (width, height), two whole numbers above 0")
+    if not _whole_numbers(size, 2) or min(size) < 1:
+        raise UserError(f"resize: size = {size!r}", fix="give (width, height), two whole numbers above 0")
+    height, width = array.shape[:2]
+    if size[0] * size[1] > MAX_PIXELS or max(size[0] * height, width * size[1]) > 8 * MAX_PIXELS:
+        raise UserError(
+            f"resize: size = {size!r} makes {size[0] * size[1]:,} pixels of {width} x {height}",
+            fix=f"give a size of at most {MAX_PIXELS:,} pixels; after one axis there may be 8 times as many",
+        )
     if version not in get_args(Version):
         raise UserError(f"resize: version = {version!r}", fix=f"use one of {', '.join(get_args(Version))}")
     if filter not in get_args(Filter):
         raise UserError(f"resize: filter = {filter!r}", fix=f"use one of {', '.join(get_args(Filter))}")
-    if box is not None:
-        height, width = array.shape[:2]
-        four = isinstance(box, tuple | list) and len(box) == 4
-        whole = four and all(isinstance(side, int | np.integer) for side in box)
-        if not whole or not (0 <= box[0] < box[2] <= width and 0 <= box[1] < box[3] <= height):
-            raise UserError(
-                f"resize: box = {box} is not inside the image of {width} x {height} pixels",
-                fix="give whole numbers (left, top, right, bottom) with left < right and top < bottom",
-            )
+    inside = box is None or (
+        _whole_numbers(box, 4) and 0 <= box[0] < box[2] <= width and 0 <= box[1] < box[3] <= height
+    )
+    if not inside:
+        raise UserError(
+            f"resize: box = {box!r} is not inside the image of {width} x {height} pixels",
+            fix="give whole numbers (left, top, right, bottom) with left < right and top < bottom",
+        )
+
+
+def _whole_numbers(values: object, count: int) -> bool:
+    """Whether this is a tuple or list of so many whole numbers."""
+    return (
+        isinstance(values, tuple | list)
+        and len(values) == count
+        and all(isinstance(value, int | np.integer) and not isinstance(value, bool) for value in values)
+    )

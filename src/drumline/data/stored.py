@@ -81,7 +81,7 @@ def stored_samples(
             yield store(source, sample, options)
         return
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["drumline.data.stored"])
+    context.set_forkserver_preload(["drumline.data.forkserver", "drumline.data.stored"])
     pool = ProcessPoolExecutor(workers, context, _start_worker, (spec, options))
     pending: deque[Future[list[Stored]]] = deque()
     starts = iter(range(first, len(source), CHUNK))

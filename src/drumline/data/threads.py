@@ -1,8 +1,8 @@
 """Batches made by native threads: files are read ahead in the order they are wanted, then cut where they lie.
 
-Promises: the batches of `make_batch`, bit for bit, whatever the number of threads. Python does nothing per sample on
-the usual way (a JPEG that the native part takes); the rest goes through `find_window` in Python threads. Memory is
-bounded: a fixed number of batches is under way, and their buffers are used again.
+Promises: the batches of `make_batch`, bit for bit, whatever the number of threads. On the usual way (a JPEG that the
+native part takes) Python does no more for a sample than find its path; the rest goes through `find_window` in Python
+threads. Memory is bounded: a fixed number of batches is under way, and their buffers are used again.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ READ_AHEAD, MADE_AHEAD = 2, 2
 """Batches whose files are being read, and batches whose windows are being made, beside the one waited for."""
 READERS = 8
 """Threads that read files: they wait for the disk, not for a core."""
-CODED_ALIGNMENT, CODED_UNIT = 16, 4 << 20
-"""Bytes sent to the device: each sample's begin at a multiple of the first, the whole takes multiples of the second,
-so that buffers can be used again."""
+CODED_ALIGNMENT, CODED_LEAST = 16, 4 << 20
+"""Bytes sent to the device: each sample's begin at a multiple of the first; the whole takes a power of two, at least
+the second, so that buffers fit again."""
 Room = Callable[..., torch.Tensor]
 """Called with a shape, gives room for bytes; the room leaves with the batch."""
 Route = Callable[
@@ -202,9 +202,10 @@ class Slot:
         data, lengths = arrays.data[slots], arrays.lengths[slots]
         ends = np.cumsum(lengths + -lengths % CODED_ALIGNMENT)
         offsets = np.concatenate([[0], ends[:-1]])
-        target = self.room(int(ends[-1] + -ends[-1] % CODED_UNIT))
+        target = self.room(max(CODED_LEAST, 1 << int(ends[-1] - 1).bit_length()))
         self.coded = Coded(
             slots,
+            self.request.samples[slots],
             target,
             offsets,
             lengths,

@@ -199,7 +199,7 @@ def write_list(report: DatasetReport, file: Path) -> None:
     """All findings, one a line: sample id, split, kind, path, reason, with tabs between them; a tab, line end or
     backslash inside a field is written as in C."""
     rows = ((str(f.sample), f.split, f.kind, f.path, f.reason) for f in report.findings)
-    text = "".join("\t".join(field.translate(_ESCAPED) for field in row) + "\n" for row in rows)
+    text = "".join("\t".join(_one_field(field) for field in row) + "\n" for row in rows)
     try:
         write_bytes(file, text.encode("utf-8", "surrogateescape"))  # names are bytes, in any encoding
     except OSError as error:
@@ -379,4 +379,9 @@ def _leaks(splits: list[_Split], digests: dict[str, NDArray[np.uint64]]) -> Iter
         yield Finding("eval", sample, "leak", by_name["eval"].where(sample), reason)
 
 
-_ESCAPED = str.maketrans({"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"})
+def _one_field(text: str) -> str:
+    """Backslashes and control characters as in C; bytes that are no UTF-8 stay, for they name the file."""
+    return "".join(
+        "\\\\" if sign == "\\" else ascii(sign)[1:-1] if ord(sign) < 32 or ord(sign) == 127 else sign
+        for sign in text
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,6 +21,8 @@ def verify_command(words: list[str]) -> int:
     workers = options.get("--workers")
     if workers is not None and (not workers.isdigit() or int(workers) < 1):
         raise UserError(f"verify --workers {workers}: not a number of processes", "give 1 or more")
+    if "--list" in options:
+        _check_writable(Path(options["--list"]))
     report = verify_dataset(
         Path(path), options.get("--source", "auto"), int(workers) if workers is not None else None
     )
@@ -29,6 +32,14 @@ def verify_command(words: list[str]) -> int:
         write_list(report, Path(options["--list"]))
     print_result(summary(report))
     return 1 if report.bad else 0
+
+
+def _check_writable(file: Path) -> None:
+    """Before hours of work, not after."""
+    if file.is_dir() or not os.access(file.absolute().parent, os.W_OK | os.X_OK):
+        raise UserError(
+            f"verify --list {file} cannot be written", "give a file in a folder that you may write to"
+        )
 
 
 def _options(words: deque[str]) -> dict[str, str]:

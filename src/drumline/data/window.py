@@ -48,8 +48,7 @@ def find_window(source: EncodedSource, view: View, seed: int, epoch: int, sample
     candidate = sample
     for attempt in range(SUBSTITUTES):
         try:
-            data, where = source.read(candidate), source.where(candidate)
-            pixels = window_of(data, where, view, lambda sizes: view.geometry(seed, epoch, [sample], sizes))
+            pixels = _window(source, view, seed, epoch, sample, candidate)
             return Found(pixels, int(source.labels[candidate]), tuple(bad))
         except UserError as error:
             if view.on_bad == "raise":
@@ -64,6 +63,21 @@ def find_window(source: EncodedSource, view: View, seed: int, epoch: int, sample
         f"{SUBSTITUTES} samples in a row cannot be read, the last of them: {bad[-1].what}",
         fix="check the disk or the network share; `drumline verify` lists every broken sample",
     )
+
+
+def _window(source: EncodedSource, view: View, seed: int, epoch: int, sample: int, shown: int) -> Window:
+    """The window of the sample that is shown, cut by the draws of the one that was asked for."""
+
+    def geometry(sizes: NDArray[np.int32]) -> Geometry:
+        return view.geometry(seed, epoch, [sample], sizes)
+
+    stored = source.decoded(shown)
+    if stored is None:
+        return window_of(source.read(shown), source.where(shown), view, geometry)
+    row = geometry(np.array([stored.shape[1::-1]], np.int32))[0]
+    _check_geometry(row, source.where(shown))
+    pixels = cut(stored, row, view)
+    return pixels if pixels.shape[2] == 3 else np.repeat(pixels, 3, axis=2)
 
 
 def substitute(seed: int, epoch: int, sample: int, attempt: int, samples: int) -> int:

@@ -61,11 +61,9 @@ def decodes_jpeg() -> bool:
 
 def describe() -> str:
     """For `drumline doctor` and logs."""
-    if os.environ.get("DRUMLINE_NATIVE") == "0":
-        return "turned off by DRUMLINE_NATIVE=0"
-    library = _library()
+    library, why_not = _loaded()
     if library is None:
-        return "not built (needs a C compiler on install)"
+        return str(why_not)
     number = library.drum_jpeg_version()
     if not number:
         return "built without libjpeg-turbo (install its headers and install drumline again)"
@@ -193,22 +191,28 @@ def _built() -> Any:
     return library
 
 
-@cache
 def _library() -> Any:
-    """The library, or None. Looks for a build of this Python first, then for any: it does not use Python."""
+    return _loaded()[0]
+
+
+@cache
+def _loaded() -> tuple[Any, str]:
+    """The library, or None and why. Looks for a build of this Python first, then for any: it does not use Python."""
     if os.environ.get("DRUMLINE_NATIVE") == "0":
-        return None
+        return None, "turned off by DRUMLINE_NATIVE=0"
     folder = Path(__file__).parent
     names = [f"_core{suffix}" for suffix in EXTENSION_SUFFIXES]
     found = [folder / name for name in names if (folder / name).exists()] or sorted(folder.glob("_core*.so"))
     if not found:
-        return None
+        return None, "not built (needs a C compiler on install)"
     try:
         library = ctypes.CDLL(str(found[0]))
-    except OSError:  # built against a libjpeg that is not here
-        return None
-    _declare(library)
-    return library
+        _declare(library)
+    except (OSError, AttributeError) as error:  # libjpeg is not here any more; or a build of other sources
+        return None, f"cannot be used ({error}): install drumline again"
+    if library.drum_work_bytes() != ctypes.sizeof(Work):
+        return None, "is a build of other sources: install drumline again"
+    return library, ""
 
 
 def _declare(library: Any) -> None:
@@ -220,6 +224,7 @@ def _declare(library: Any) -> None:
         "drum_jpeg_size": (c_int, (c_char_p, c_int64, pointer)),
         "drum_jpeg_warnings": (c_int, (c_char_p, c_ssize_t)),
         "drum_jpeg_version": (c_int, ()),
+        "drum_work_bytes": (c_int, ()),
         "drum_pool_open": (c_void_p, (number,)),
         "drum_pool_close": (None, (pointer,)),
         "drum_submit": (c_void_p, (pointer, POINTER(Work))),

@@ -13,6 +13,7 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #ifdef __linux__
@@ -26,8 +27,25 @@ enum { READ_FILES, READ_SIZES, MAKE_WINDOWS, GATHER };
 #define NICE 10
 
 /* A file's buffer is used again for the next file in its slot, unless it is much larger than that needs: kept at the
- * largest file seen, the buffers of all slots would creep up to it for an hour. */
-static int is_wasteful(int64_t room, int64_t size) { return room > 2 * size + (64 << 10); }
+ * largest file seen, the buffers of all slots would creep up to it. They are pages of their own, since heaps of many
+ * threads, with buffers of every size coming and going, grow for an hour before they settle. */
+#define ROOM_UNIT ((int64_t)64 << 10)
+
+static int fits(int64_t room, int64_t size) { return size <= room && room <= 2 * size + ROOM_UNIT; }
+
+static void give_back(uint8_t **data, int64_t *room) {
+    if (*room > 0) munmap(*data, (size_t)*room);
+    *data = NULL, *room = 0;
+}
+
+static int take(uint8_t **data, int64_t *room, int64_t size) {
+    give_back(data, room);
+    int64_t rounded = (size / ROOM_UNIT + 1) * ROOM_UNIT;
+    void *pages = mmap(NULL, (size_t)rounded, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (pages == MAP_FAILED) return ENOMEM;
+    *data = pages, *room = rounded;
+    return 0;
+}
 #define LARGEST_FILE ((int64_t)1 << 30)
 
 /* Mirrored by `native/__init__.py`. Arrays belong to Python and outlive the job. */
@@ -70,12 +88,8 @@ static int read_file(const char *path, uint8_t **data, int64_t *length, int64_t 
         problem = S_ISDIR(facts.st_mode) ? EISDIR : EINVAL;
     else if (facts.st_size > LARGEST_FILE)
         problem = EFBIG;
-    else if (facts.st_size > *room || is_wasteful(*room, facts.st_size)) {
-        free(*data);
-        *room = facts.st_size;
-        *data = malloc((size_t)facts.st_size + 16);
-        if (!*data) *room = 0, problem = ENOMEM;
-    }
+    else if (!fits(*room, facts.st_size))
+        problem = take(data, room, facts.st_size);
     while (!problem && *length < facts.st_size) {
         ssize_t got = read(file, *data + *length, (size_t)(facts.st_size - *length));
         if (got < 0 && errno == EINTR) continue;
@@ -209,11 +223,7 @@ EXPORT int drum_wait(Pool *pool, Job *job, double seconds) {
 
 /* Gives back what reading files has allocated. */
 EXPORT void drum_free_files(uint8_t **data, int64_t *rooms, int count) {
-    for (int i = 0; i < count; i++) {
-        free(data[i]);
-        data[i] = NULL;
-        rooms[i] = 0;
-    }
+    for (int i = 0; i < count; i++) give_back(&data[i], &rooms[i]);
 }
 
 /* One sample on the calling thread. */
@@ -225,6 +235,9 @@ EXPORT int drum_make_window(const uint8_t *data, int64_t length, const int32_t *
     scratch_free(&scratch);
     return status;
 }
+
+/* What Python must agree with: checked when the library is loaded. */
+EXPORT int drum_work_bytes(void) { return (int)sizeof(Work); }
 
 EXPORT int drum_jpeg_size(const uint8_t *data, int64_t length, int32_t *stored) {
     return jpeg_size(data, (size_t)length, stored);

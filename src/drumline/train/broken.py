@@ -37,18 +37,19 @@ def record(ledgers: tuple[Ledger, Ledger], folder: Path) -> None:
         write_bytes(file, "".join(f"{line}\n" for line in lines + fresh).encode(errors="surrogateescape"))
 
 
-def words(ledgers: tuple[Ledger, Ledger]) -> list[str]:
+def words(ledgers: tuple[Ledger, Ledger], listed: bool = True) -> list[str]:
     """What to tell about them; nothing when all is well."""
+    where = f" (all in {FILE})" if listed else ""
     training, evaluation = ledgers
     told = []
     if training.bad:
         told.append(
             f"WARNING: {len(training.bad):,} of {training.samples:,} training samples are broken and were replaced "
-            f"by others, the same on every run (all in {FILE}): {training.some()}"
+            f"by others, the same on every run{where}: {training.some()}"
         )
     if evaluation.bad:
         told.append(
             f"WARNING: {len(evaluation.bad):,} of {evaluation.samples:,} evaluation samples are broken and were "
-            f"scored as black images (all in {FILE}): {evaluation.some()}"
+            f"scored as black images{where}: {evaluation.some()}"
         )
     return told

@@ -54,6 +54,9 @@ def train(recipe: Recipe, world: World) -> Result:
     """Runs the recipe. Every rank calls it, and every rank gets the same result."""
     with ExitStack() as cleanup:
         run = start(recipe, world, cleanup)
+        if run.folder is not None:
+            # However the run ends, too many broken samples included.
+            cleanup.callback(broken.record, run.sets.bad, run.folder.path)
         if run.moved_in:
             save(run, run.position)
         with StopSign(world) as stop:
@@ -73,9 +76,9 @@ def take_steps(run: Running, stop: StopSign) -> tuple[Position, Score | None]:
     score: Score | None = None
     if position.step >= plan.total:
         return position, score
+    run.rehearse(run.sets.rehearsal(recipe, run.world, position.step))
     with closing(run.sets.training(recipe, run.world, position.step, plan.total)) as batches:
         batch = next(batches)
-        run.rehearse(batch)
         reporter.display.begin(run.title, plan.total, position.step, plan.total / plan.per_epoch)
         clock = reporter.clock
         reporter.pause(position.step)
@@ -165,12 +168,10 @@ def save(run: Running, position: Position) -> None:
 
 
 def tell_broken(run: Running) -> None:
-    """Lists the samples that could not be read, on the screen and in the run folder."""
+    """Says which samples could not be read; `broken.record` lists all of them in the run folder."""
     broken.agree(run.sets.bad, run.world)
     for word in broken.words(run.sets.bad):
         run.note(word)
-    if run.folder is not None:
-        broken.record(run.sets.bad, run.folder.path)
 
 
 def export(run: Running, position: Position) -> None:

@@ -6,7 +6,8 @@ model and arithmetic to a value, refuses what does not fit together before a sin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from drumline.data.order import evaluation_requests, share, steps_per_epoch, tra
 from drumline.data.resident import ResidentSet, fits_on_device, resident_feed
 from drumline.data.sources import ArraySource, Source, SourceSpec, detect_source, open_source
 from drumline.data.sources import channel_statistics as measured_statistics
-from drumline.data.views import Augment, View
+from drumline.data.views import Augment, Batch, View
 from drumline.errors import UserError
 from drumline.launch.machine import cores_per_process
 from drumline.launch.world import World
@@ -74,6 +75,13 @@ class Sets:
     @property
     def eval_batch(self) -> int:
         return min(EVALUATION_BATCH, len(self.eval))
+
+    def rehearsal(self, recipe: Recipe, world: World, step: int) -> Batch:
+        """This rank's batch of a step, made by nobody else: what runs beside a rehearsal would be taken for the
+        step's own doing, and may break its capture."""
+        alone = replace(self, workers=Workers("threads", 0))
+        with closing(alone.training(recipe, world, step, step + 1)) as batches:
+            return next(batches)
 
     def training(self, recipe: Recipe, world: World, first_step: int, last_step: int) -> Batches:
         """This rank's batches from `first_step` on."""

@@ -68,7 +68,7 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
     bar = partial(progress, text="evaluating", total=len(mine)) if world.first else iter
     found = score_module(module, sets, recipe, world, through=bar)
     broken.agree(sets.bad, world)
-    for told in broken.words(sets.bad):
+    for told in broken.words(sets.bad, listed=False):
         display.note(told)
     display.result(
         f"top-1 {found.accuracy:.2%} ({found.top1:,} of {found.samples:,}), top-5 {found.accuracy5:.2%}, "

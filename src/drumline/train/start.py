@@ -227,7 +227,7 @@ def _resume(
         words = [f"resumed from {checkpoint} at step {position.step:,}"]
         changes = changed_settings(manifest.recipe, dump_recipe(repeatable(recipe)))
         if changes:
-            words.append(f"resumed with other settings, the result will differ: {'; '.join(changes)}")
+            words.append(f"resumed with other settings, the result may differ: {'; '.join(changes)}")
         changes = changed_environment(manifest.environment, environment)
         if changes:
             words.append(f"resumed on another set-up, the bits may differ: {'; '.join(changes)}")

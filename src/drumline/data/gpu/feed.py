@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from drumline.data.batch import Coded
 from drumline.data.gpu import PITCH_MULTIPLE, Layout, place
-from drumline.data.gpu.nvjpeg import PlaneDecoder
+from drumline.data.gpu.nvjpeg import NvJpegError, PlaneDecoder
 from drumline.data.gpu.resample import Resampler
 from drumline.data.gpu.rule import layout_of
 from drumline.data.jpeg import clean_end, read_header
 from drumline.data.views import View
+from drumline.errors import UserError
 
 ARENA_BYTES = 1 << 30
 """Decoded planes of one batch; samples beyond are decoded on the CPU."""
@@ -59,12 +60,19 @@ class DeviceDecoder:
         """Puts the windows of the coded samples into their rows of `images`; gives the rows that failed."""
         places = place(coded.layouts, coded.sizes[:, 0], coded.sizes[:, 1])
         arena = torch.empty(places.end, dtype=torch.uint8, device=self.device)
-        failed = self._planes.decode(coded.data.numpy(), coded.offsets, coded.lengths, arena, places) != 0
+        try:
+            refused = (
+                self._planes.decode(coded.data.numpy(), coded.offsets, coded.lengths, arena, places) != 0
+            )
+        except NvJpegError as error:
+            raise UserError(f"decoding on the GPU: {error}", "use data.decode cpu") from error
         windows = torch.empty((len(coded.slots), *images.shape[1:]), dtype=torch.uint8, device=self.device)
         self._resample(arena, places, coded.geometry, windows)
         rows = torch.from_numpy(coded.slots).pin_memory().to(self.device, non_blocking=True)
         images.index_copy_(0, rows, windows)
-        return coded.slots[failed | (coded.status != 0)]
+        failed = refused | (coded.status != 0)
+        self._layouts[coded.samples[failed]] = _NOT_HERE
+        return coded.slots[failed]
 
     def close(self) -> None:
         """Gives back what nvJPEG holds."""

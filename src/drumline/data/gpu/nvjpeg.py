@@ -39,6 +39,8 @@ def unavailable(device: torch.device | None = None) -> str:
         return _trial(device or torch.device("cuda"))
     except NvJpegError as error:
         return "this GPU has no JPEG engine" if error.status == _ARCHITECTURE_MISMATCH else str(error)
+    except Exception as error:  # Triton without a C compiler, a full GPU: then the CPU decodes
+        return f"a trial failed: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
 
 
 class NvJpegError(Exception):

@@ -103,6 +103,10 @@ class EncodedSource(ABC):
     def where(self, sample: int) -> str:
         """The path (or another name) that tells a person which sample this is."""
 
+    def decoded(self, sample: int) -> Images | None:
+        """The pixels of a sample that is stored as such, (H, W, C); None where `read` has to be decoded."""
+        return None
+
 
 class MappedFiles(EncodedSource):
     """Image files inside a few large files, memory-mapped: sample i is `lengths[i]` bytes from `offsets[i]` on in

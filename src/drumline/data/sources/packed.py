@@ -118,6 +118,14 @@ class PackedFiles(MappedFiles):
         channels = 3 if self.kinds[sample] == Kind.RGB else 1
         return self.view(sample).reshape(int(self.heights[sample]), int(self.widths[sample]), channels)
 
+    def decoded(self, sample: int) -> Images | None:
+        """Raw pixels, checked. Those that EXIF may want turned are left to `read`, which keeps it."""
+        if self.kinds[sample] < Kind.RGB or self.orientations[sample] > 1:
+            return None
+        if not self.sound(np.array([sample]))[0]:
+            raise self._damaged(sample)
+        return self.pixels(sample)
+
     def sound(self, ids: NDArray[np.integer]) -> NDArray[np.bool_]:
         """Whether these samples' bytes have their checksums, for readers that go by `pointers`."""
         for i in ids[~self._checked[ids]].tolist():
