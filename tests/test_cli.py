@@ -104,6 +104,11 @@ def test_a_dry_run_prints_the_resolved_recipe_and_does_nothing(tmp_path: Path) -
         (("verify", "."), (". has no class folders", "train/CLASS/IMAGE")),
         (("verify", ".", "--lst", "x"), ("verify does not know '--lst'", "did you mean --list?")),
         (("verify", ".", "--list"), ("verify --list wants a value", "--list FILE")),
+        (
+            ("verify", ".", "--list", "no/such/list.tsv"),
+            ("--list no/such/list.tsv cannot be written", "a folder"),
+        ),
+        (("verify", ".", "--list", "."), ("--list . cannot be written", "a folder")),
         (("verify", ".", "--workers=none"), ("verify --workers none", "give 1 or more")),
         (("verify", ".", "--source", "flder"), ("flder",)),
         (("pack",), ("pack takes SOURCE and OUT", "drumline pack photos photos.packed")),

@@ -60,6 +60,7 @@ def test_every_field_has_a_docstring_that_is_a_sentence(name: str) -> None:
         ("data.bad_limit", 1.1, 1.0),
         ("data.mixup", -0.1, 0.0),
         ("data.mixup", 9.0, 8.0),
+        ("data.mixup", 1e-4, 1e-3),
         ("data.cutmix", -0.1, 8.0),
         ("data.holdout", 1.0, 0.99),
         ("data.holdout", -0.1, 0.0),

@@ -160,6 +160,8 @@ WRONG_COMMANDS = [
     _line("hue too far", "data.jitter=0.4,0.4,0.4,0.6", "turns the hue too far", "at most 0.5 as the last"),
     _line("one number for two", "--data.randaugment 9", "has 1 value(s)", "such as 2,9"),
     _line("no operation", "data.randaugment=0,9", "data.randaugment=0,9: does nothing", "at least 1"),
+    _line("a million operations", "data.randaugment=1000000,9", "leaves nothing to see", "at most 100"),
+    _line("next to no mixup", "data.mixup=1e-300", "too small", "at least 0.001, or 0"),
     _line("magnitude off the scale", "--data.randaugment 2 31", "--data.randaugment 2 31", "0 to 30"),
     _line("limit in percent", "--data.bad-limit 5", "--data.bad-limit 5: too large", "give at most 1"),
     _line("more than certain", "data.erasing=1.5", "data.erasing=1.5: too large", "give at most 1"),

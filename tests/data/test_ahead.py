@@ -57,7 +57,7 @@ def test_items_come_in_order_and_the_source_is_closed_once(count: int, ready: in
 
 
 def test_items_that_are_none_or_false_are_items() -> None:
-    assert list(ahead(iter([None, False, 0, ()]), 2)) == [None, False, 0, ()]
+    assert list(ahead((item for item in (None, False, 0, ())), 2)) == [None, False, 0, ()]
 
 
 def test_it_runs_ahead_but_no_further_than_asked() -> None:

@@ -68,7 +68,7 @@ def chosen(path: Path, device: torch.device = CPU, view: View = VIEW, **asked: A
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measuring is an error."""
 
-    def refuse(make: object) -> float:
+    def refuse(make: object, ahead: int = 0) -> float:
         raise AssertionError("measured, though there is nothing to choose")
 
     monkeypatch.setattr(choose, "_rate", refuse)
@@ -79,7 +79,7 @@ def rates(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The images a second that will be measured, one after the other."""
     given: list[float] = []
 
-    def pretend(make: Any) -> float:
+    def pretend(make: Any, ahead: int = 0) -> float:
         assert make() > 0, "a rate is that of something that works"
         return given.pop(0)
 
@@ -146,9 +146,9 @@ def test_nothing_is_measured_or_told_without_image_files(tmp_path: Path) -> None
 @pytest.fixture
 def without_native(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("DRUMLINE_NATIVE", "0")
-    native._library.cache_clear()
+    native._loaded.cache_clear()
     yield
-    native._library.cache_clear()
+    native._loaded.cache_clear()
 
 
 @pytest.mark.usefixtures("unmeasured", "without_native")

@@ -210,7 +210,7 @@ def test_broken_samples_are_replaced_alike_and_noted_alike(
 @pytest.mark.parametrize("workers", ALL, ids=named)
 def test_too_many_broken_samples_end_the_run_and_its_workers(damaged: Path, workers: Workers) -> None:
     before = children()
-    view, ledger = View(16, "crop-flip", on_bad="substitute"), Ledger("training", 14, 0.1)
+    view, ledger = View(16, "crop-flip", on_bad="substitute"), Ledger("training", 14, 0.07)
     with (
         pytest.raises(UserError, match=r"2 of 14 training samples .* allows 1") as caught,
         closing(load(damaged, workers, view=view, ledger=ledger)) as loaded,

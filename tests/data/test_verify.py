@@ -379,6 +379,7 @@ def test_names_that_are_no_text_or_control_a_terminal_do_no_harm(tmp_path: Path)
     assert len(rows) == 3
     assert all(row.count(b"\t") == 4 for row in rows)
     assert folder + b"/caf\xe9.jpg" in b"\t".join(rows)
+    assert b"\x1b" not in b"".join(rows)
 
 
 def test_a_list_that_cannot_be_written_is_the_users_mistake(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_too_many_broken_samples_stop_the_run_with_their_number_and_names(
         damaged.folder, f"limit-{processes}", "--data.bad_limit", "0.001", f"parallel.processes={processes}"
     )
     assert done.returncode == 2
-    assert "of 100 training samples are broken, data.bad_limit allows 0: " in done.stderr
+    assert "of 100 training samples are broken, data.bad_limit allows 1: " in done.stderr
     assert any(file in done.stderr for file in damaged.broken)
     assert "`drumline verify` lists all of them; mend or remove them, or raise data.bad_limit" in done.stderr
     assert "Traceback" not in done.stderr
