@@ -26,15 +26,18 @@ def agree(ledgers: tuple[Ledger, Ledger], world: World) -> None:
 
 
 def record(ledgers: tuple[Ledger, Ledger], folder: Path) -> None:
-    """Writes the list into the run folder; what stands there already stays."""
+    """Writes the list into the run folder, in the order of sets and ids; what stands there already stays."""
     file = folder / FILE
-    lines = file.read_text(errors="surrogateescape").splitlines() if file.exists() else []
-    known = {tuple(line.split("\t")[:2]) for line in lines}
-    fresh = [
-        line for ledger in ledgers for line in ledger.lines() if tuple(line.split("\t")[:2]) not in known
-    ]
-    if fresh:
-        write_bytes(file, "".join(f"{line}\n" for line in lines + fresh).encode(errors="surrogateescape"))
+    before = file.read_text().splitlines() if file.exists() else []
+    lines = {_key(line): line for ledger in ledgers for line in ledger.lines()}
+    lines |= {_key(line): line for line in before}
+    if len(lines) > len(before):
+        write_bytes(file, "".join(f"{lines[key]}\n" for key in sorted(lines)).encode())
+
+
+def _key(line: str) -> tuple[bool, int]:
+    split, sample, _ = line.split("\t", 2)
+    return split != "training", int(sample)
 
 
 def words(ledgers: tuple[Ledger, Ledger], listed: bool = True) -> list[str]:
