@@ -1,7 +1,8 @@
 """Does the feed stay the same for as long as it runs? Memory, descriptors, threads and throughput over an hour.
 
-Feeds batches of image files, epoch after epoch, through the loader that training uses, and never resets it. Every
-few seconds it writes down what the process holds. At the end the first tenth is compared with the last; the first
+Feeds batches of image files, epoch after epoch, through the loader that training uses, and never resets it; every
+minute an evaluation feed is opened beside it, walked to its end and closed, as a run does. Every few seconds it
+writes down what the process holds. At the end the first tenth is compared with the last; the first
 minute counts as warm-up for memory. Throughput is counted in images per second of CPU time too, which other
 programs on the machine do not disturb. The set may hold broken files: they are replaced, as in a run.
 
@@ -23,12 +24,12 @@ import torch
 from drumline import native
 from drumline.data.ledger import Ledger
 from drumline.data.loader import Workers, batches
-from drumline.data.order import training_requests
+from drumline.data.order import evaluation_requests, training_requests
 from drumline.data.sources import SourceSpec, detect_source, open_source
 from drumline.data.views import View
 from drumline.launch.machine import usable_cores
 
-SAMPLE_S = 5.0
+SAMPLE_S, EVALUATE_S = 5.0, 60.0
 ENDLESS = 10**12
 
 
@@ -44,6 +45,9 @@ def main() -> None:
     parser.add_argument("--pool", choices=("threads", "processes"), default="threads")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--gpu-decode", action="store_true")
+    parser.add_argument(
+        "--no-evaluate", dest="evaluate", action="store_false", help="the set has no such split"
+    )
     parser.add_argument("--out", type=Path, help="write every measurement, one JSON object a line")
     asked = parser.parse_args()
 
@@ -64,10 +68,15 @@ def main() -> None:
     rows: list[dict[str, float]] = []
     begin = then = time.monotonic()
     cpu_then, images = process.cpu_times(), 0
-    feed = batches(spec, source, view, 0, requests, workers, torch.device(asked.device), ledger)
+    device = torch.device(asked.device)
+    evaluation, evaluated = SourceSpec(spec.source, spec.path, "eval"), begin
+    feed = batches(spec, source, view, 0, requests, workers, device, ledger)
     with closing(feed):
         for batch in feed:
             images += len(batch.labels)
+            if asked.evaluate and time.monotonic() - evaluated > EVALUATE_S:
+                images += evaluate(evaluation, view, asked.batch, workers, device)
+                evaluated = time.monotonic()
             now = time.monotonic()
             if now - then < SAMPLE_S:
                 continue
@@ -91,6 +100,15 @@ def main() -> None:
             if now - begin > 60 * asked.minutes:
                 break
     report(rows, workers, len(source), ledger)
+
+
+def evaluate(spec: SourceSpec, view: View, batch: int, workers: Workers, device: torch.device) -> int:
+    """Walks through the evaluation set once; gives the number of images."""
+    source = open_source(spec)
+    requests = evaluation_requests(samples=len(source), batch=batch, rank=0, world=1)
+    ledger = Ledger("evaluation", len(source), 1.0)
+    with closing(batches(spec, source, view.for_evaluation(), 0, requests, workers, device, ledger)) as feed:
+        return sum(len(each.labels) for each in feed)
 
 
 def report(rows: list[dict[str, float]], workers: Workers, samples: int, ledger: Ledger) -> None:
