@@ -52,15 +52,11 @@ def refusal(path: Path, split: Literal["train", "eval"] = "train", holdout: floa
 
 NAMES = st.text("aAbB09-_+ é", min_size=1, max_size=4).filter(lambda name: name.strip() == name)
 ENDINGS = st.sampled_from([".jpg", ".JPEG", ".png", ".webp", ".txt", ".gif"])
+FILES = st.tuples(NAMES, st.lists(NAMES.map(lambda name: "d" + name), max_size=2), NAMES, ENDINGS)
+"""Class, folders below it, name and ending of an image or of something else."""
 
 
-@given(
-    files=st.lists(
-        st.tuples(NAMES, st.lists(NAMES.map(lambda name: "d" + name), max_size=2), NAMES, ENDINGS),
-        min_size=1,
-        max_size=25,
-    )
-)
+@given(files=st.lists(FILES, min_size=1, max_size=25))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_order_and_labels_are_those_of_image_folder(tmp_path_factory, files):
     root = tmp_path_factory.mktemp("set")

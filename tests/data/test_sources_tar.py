@@ -18,6 +18,7 @@ from drumline.data.sources import SourceSpec, detect_source, open_source
 from drumline.data.sources.base import MappedFiles, holdout_mask
 from drumline.data.sources.tar import members, open_tar
 from drumline.errors import UserError
+from tests.data.test_sources_folder import FILES
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
@@ -76,16 +77,8 @@ def refusal(file: Path, split: str = "train", holdout: float = 0.0) -> UserError
     return caught.value
 
 
-NAMES = st.text("aAbB09-_+ é", min_size=1, max_size=4).filter(lambda name: name.strip() == name)
-ENDINGS = st.sampled_from([".jpg", ".JPEG", ".png", ".webp", ".txt", ".gif"])
-
-
 @given(
-    files=st.lists(
-        st.tuples(NAMES, st.lists(NAMES.map(lambda name: "d" + name), max_size=2), NAMES, ENDINGS),
-        min_size=1,
-        max_size=20,
-    ),
+    files=st.lists(FILES, min_size=1, max_size=20),
     format=st.sampled_from(sorted(FORMATS)),
     within=st.sampled_from(["", "./", "top/", "./top/"]),
 )

@@ -94,7 +94,7 @@ def _array_pixels(source: ArraySource, view: View, seed: int, request: Request) 
     if view.augment == "none":
         return np.ascontiguousarray(images)
     count, height, width, _ = images.shape
-    pad = max(1, view.size // 8)
+    pad = view.pad
     offsets = shift_offsets(seed, request, pad)
     rows = offsets[:, 1, None] + np.arange(height)
     columns = offsets[:, 0, None] + np.arange(width)

@@ -82,6 +82,7 @@ def choose_workers(
         and workers.kind == "threads"
         and not gpu_unavailable(device)
     ):
+        # The CPU once more, if it was measured: by now the files are in the page cache, as they will be for the GPU.
         on_cpu, on_gpu = rate(workers), rate(Workers("threads", count, gpu=True))
         told = f"CPU ({workers}) {on_cpu:,.0f} img/s, GPU {on_gpu:,.0f} img/s"
         if on_gpu > GPU_GAIN * on_cpu:
@@ -96,11 +97,8 @@ def gpu_unavailable(device: torch.device) -> str:
         return "there is no GPU in this run"
     if not native.decodes_jpeg():
         return f"the native part is {native.describe()}"
-    try:
-        from drumline.data.gpu import feed, nvjpeg
-    except ImportError as error:
-        return f"{error.name} is not installed"
-    assert feed
+    from drumline.data.gpu import nvjpeg
+
     return nvjpeg.unavailable(device)
 
 

@@ -65,8 +65,8 @@ def batches(
     ledger: Ledger,
 ) -> Batches:
     """The batches of the requests, in their order, on the device. Close the iterator to end the workers."""
-    feeding = _on_device if device.type == "cuda" else _on_host
-    made = feeding(spec, source, view, seed, requests, workers, device)
+    asked = _Asked(spec, source, view, seed, requests, workers)
+    made = _on_device(asked, device) if device.type == "cuda" else _on_host(asked)
     # An array batch on a CPU is cut faster than another thread could be told to cut it.
     running_ahead = ahead(made, READY) if isinstance(source, EncodedSource) or device.type == "cuda" else made
     with closing(running_ahead) as feed:
@@ -110,22 +110,26 @@ class PinnedRing:
         self.leaving.append((copied, buffer))
 
 
-def _host_batches(
-    spec: SourceSpec,
-    source: Source,
-    view: View,
-    seed: int,
-    requests: Iterable[Request],
-    workers: Workers,
-    room: Room,
-    route: Route | None = None,
-) -> Generator[Made, None, None]:
-    if workers.count == 0 or isinstance(source, ArraySource):
-        yield from (make_batch(source, view, seed, request) for request in requests)
-    elif workers.kind == "processes":
-        yield from process_batches(spec, view, seed, requests, workers.count)
-    else:
-        yield from threaded_batches(source, view, seed, requests, workers.count, room, route)
+@dataclass(frozen=True)
+class _Asked:
+    """What a feed was asked for; each part of the way takes what it needs."""
+
+    spec: SourceSpec
+    source: Source
+    view: View
+    seed: int
+    requests: Iterable[Request]
+    workers: Workers
+
+    def on_host(self, room: Room, route: Route | None = None) -> Generator[Made, None, None]:
+        """The batches as the workers make them."""
+        source, view, seed, workers = self.source, self.view, self.seed, self.workers
+        if workers.count == 0 or isinstance(source, ArraySource):
+            yield from (make_batch(source, view, seed, request) for request in self.requests)
+        elif workers.kind == "processes":
+            yield from process_batches(self.spec, view, seed, self.requests, workers.count)
+        else:
+            yield from threaded_batches(source, view, seed, self.requests, workers.count, room, route)
 
 
 def _fresh(*shape: int) -> torch.Tensor:
@@ -135,43 +139,25 @@ def _fresh(*shape: int) -> torch.Tensor:
 Ready = tuple[Batch, tuple[Bad, ...], torch.cuda.Event | None]
 
 
-def _on_host(
-    spec: SourceSpec,
-    source: Source,
-    view: View,
-    seed: int,
-    requests: Iterable[Request],
-    workers: Workers,
-    device: torch.device,
-) -> Generator[Ready, None, None]:
-    with closing(_host_batches(spec, source, view, seed, requests, workers, _fresh)) as host:
+def _on_host(asked: _Asked) -> Generator[Ready, None, None]:
+    with closing(asked.on_host(_fresh)) as host:
         for made in host:
             batch, plan = made.batch, made.plan
             yield batch._replace(images=apply(batch.images, plan)) if plan else batch, made.bad, None
 
 
-def _on_device(
-    spec: SourceSpec,
-    source: Source,
-    view: View,
-    seed: int,
-    requests: Iterable[Request],
-    workers: Workers,
-    device: torch.device,
-) -> Generator[Ready, None, None]:
+def _on_device(asked: _Asked, device: torch.device) -> Generator[Ready, None, None]:
     """Copies each batch on a side stream, decodes what was left to the device, and augments the pixels there."""
-    room, stream = PinnedRing(), _side_stream(device)
+    room, stream, source = PinnedRing(), _side_stream(device), asked.source
     with torch.cuda.device(device), ExitStack() as cleanup:
         decoder = None
-        if workers.gpu and isinstance(source, EncodedSource):
+        if asked.workers.gpu and isinstance(source, EncodedSource):
             from drumline.data.gpu.feed import DeviceDecoder
 
             with torch.cuda.stream(stream):
-                decoder = cleanup.enter_context(closing(DeviceDecoder(len(source), view, device)))
+                decoder = cleanup.enter_context(closing(DeviceDecoder(len(source), asked.view, device)))
         route = decoder.route if decoder else None
-        host = cleanup.enter_context(
-            closing(_host_batches(spec, source, view, seed, requests, workers, room.take, route))
-        )
+        host = cleanup.enter_context(closing(asked.on_host(room.take, route)))
         for made in host:
             batch, bad = made.batch, made.bad
             pixels = batch.images
@@ -183,7 +169,8 @@ def _on_device(
                 if decoder and made.coded:
                     for slot in decoder.fill(images, made.coded).tolist():
                         assert isinstance(source, EncodedSource)
-                        found = find_window(source, view, seed, made.epoch, int(batch.samples[slot]))
+                        sample = int(batch.samples[slot])
+                        found = find_window(source, asked.view, asked.seed, made.epoch, sample)
                         images[slot].copy_(torch.from_numpy(found.pixels))
                         batch.labels[slot] = found.label
                         bad += found.bad

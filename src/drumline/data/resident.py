@@ -51,7 +51,7 @@ class ResidentSet:
     def upload(source: ArraySource, view: View, device: torch.device) -> ResidentSet:
         """Copies the set to the device, resized to the view's size and padded there."""
         assert view.augment != "crop-flip"
-        count, size, channels, pad = len(source.images), view.size, source.shape[2], _pad(view)
+        count, size, channels, pad = len(source.images), view.size, source.shape[2], view.pad
         copies, side = _copies(view), size + 2 * pad
         stored = torch.zeros((copies, count, side, side, channels), dtype=torch.uint8, device=device)
         inner = stored[:, :, pad : pad + size, pad : pad + size]
@@ -68,7 +68,7 @@ class ResidentSet:
 
     def starts(self, seed: int, request: Request) -> NDArray[np.int64]:
         """The window of each sample: the shift and the mirroring that the loader would draw for it."""
-        count, size, pad = len(self.source.images), self.view.size, _pad(self.view)
+        count, size, pad = len(self.source.images), self.view.size, self.view.pad
         image, side = request.samples % count, size + 2 * pad
         if not pad:
             return image * side**2
@@ -144,15 +144,10 @@ def _chunks(requests: Iterable[Request]) -> Iterator[list[Request]]:
         yield several
 
 
-def _pad(view: View) -> int:
-    """As wide as the loader pads."""
-    return 0 if view.augment == "none" else max(1, view.size // 8)
-
-
 def _copies(view: View) -> int:
     return 2 if view.augment == "shift-flip" else 1
 
 
 def _stored_bytes(source: ArraySource, view: View) -> int:
-    side = view.size + 2 * _pad(view)
+    side = view.size + 2 * view.pad
     return _copies(view) * len(source.images) * side * side * source.shape[2]

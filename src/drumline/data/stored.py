@@ -40,7 +40,7 @@ def store(source: Source, sample: int, options: Options) -> Stored:
     if isinstance(source, ArraySource):
         return _raw(_shortened(source.take(np.array([sample]))[0], options.resize_short))
     if isinstance(source, PackedFiles) and source.kinds[sample] >= Kind.RGB:
-        source.read(sample)  # checks it
+        source.check(sample)
         return _raw(_shortened(source.pixels(sample), options.resize_short), int(source.orientations[sample]))
     data = source.read(sample)
     kept = as_it_is(data)

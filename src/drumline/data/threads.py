@@ -18,14 +18,13 @@ from numpy.typing import NDArray
 
 from drumline import native
 from drumline.data.batch import Coded, Made, finished
-from drumline.data.decode import MAX_PIXELS
-from drumline.data.geometry import COLUMNS, Column
+from drumline.data.geometry import COLUMNS
 from drumline.data.order import Request
 from drumline.data.sources import EncodedSource
 from drumline.data.sources.base import MappedFiles
 from drumline.data.sources.folder import FolderSource
 from drumline.data.views import View
-from drumline.data.window import Bad, Found, find_window
+from drumline.data.window import Bad, Found, elongated, find_window, takes_natively
 from drumline.errors import UserError
 from drumline.native import Pool, Work
 
@@ -130,18 +129,12 @@ class Slot:
             self._take_loads(readers)
         self.settle()
         arrays, epoch, samples = self.arrays, self.request.epoch, self.request.samples
-        wide, high, has_exif = arrays.stored.T.astype(np.int64)
-        natively = (arrays.status == 0) & (wide > 0) & (wide * high <= MAX_PIXELS)
-        if self.view.exif == "apply":
-            natively &= has_exif == 0
+        natively = (arrays.status == 0) & takes_natively(arrays.stored, self.view)
         if self.sound is not None:
             natively &= self.sound.result()
         sizes = np.where(natively[:, None], arrays.stored[:, :2], 1)
         arrays.geometry[:] = self.view.geometry(self.seed, epoch, samples, sizes)
-        natively &= (
-            arrays.geometry[:, Column.WIDTH].astype(np.int64) * arrays.geometry[:, Column.HEIGHT]
-            <= MAX_PIXELS
-        )
+        natively &= ~elongated(arrays.geometry)
         for slot in np.flatnonzero(~natively).tolist():
             self._leave_to_python(slot, rest)
         if self.route is not None:

@@ -55,6 +55,11 @@ class View:
     """What stands for a sample that cannot be read: nothing (the run stops), another sample, a black image."""
 
     @property
+    def pad(self) -> int:
+        """Black pixels on each side of an image before `shift` cuts it back."""
+        return max(1, self.size // 8) if self.augment.startswith("shift") else 0
+
+    @property
     def mixes(self) -> bool:
         return self.mixup > 0 or self.cutmix > 0
 

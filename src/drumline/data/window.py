@@ -23,6 +23,8 @@ from drumline.data.views import View
 from drumline.errors import UserError
 
 Window = NDArray[np.uint8]
+GeometryOf = Callable[[NDArray[np.int32]], Geometry]
+"""What is cut from images of these stored sizes, (n, 2)."""
 SUBSTITUTES = 100
 """Tries before a set is called unreadable."""
 
@@ -74,9 +76,7 @@ def _window(source: EncodedSource, view: View, seed: int, epoch: int, sample: in
     stored = source.decoded(shown)
     if stored is None:
         return window_of(source.read(shown), source.where(shown), view, geometry)
-    row = geometry(np.array([stored.shape[1::-1]], np.int32))[0]
-    _check_geometry(row, source.where(shown))
-    pixels = cut(stored, row, view)
+    pixels = _window_of_pixels(stored, source.where(shown), view, geometry)
     return pixels if pixels.shape[2] == 3 else np.repeat(pixels, 3, axis=2)
 
 
@@ -86,21 +86,15 @@ def substitute(seed: int, epoch: int, sample: int, attempt: int, samples: int) -
     return int((high << 32 | low) % samples)
 
 
-def window_of(
-    data: bytes, where: str, view: View, geometry: Callable[[NDArray[np.int32]], Geometry]
-) -> Window:
+def window_of(data: bytes, where: str, view: View, geometry: GeometryOf) -> Window:
     """The window of an encoded image; `geometry` tells what to cut once the stored size is known."""
     stored = native.jpeg_size(data) if native.decodes_jpeg() else None
-    if stored is not None and _takes_natively(stored, view):
-        row = geometry(np.array([stored[:2]], np.int32))[0]
-        _check_geometry(row, where)
+    if stored is not None and takes_natively(np.array([stored], np.int32), view)[0]:
+        row = _checked_row((stored[0], stored[1]), where, geometry)
         pixels = native.jpeg_window(data, stored[:2], row, view.size, view.interpolation, view.resize)
         if pixels is not None:
             return pixels
-    image = np.asarray(decode(data, where, view.exif))
-    row = geometry(np.array([image.shape[1::-1]], np.int32))[0]
-    _check_geometry(row, where)
-    return cut(image, row, view)
+    return _window_of_pixels(np.asarray(decode(data, where, view.exif)), where, view, geometry)
 
 
 def cut(image: Window, row: NDArray[np.int32], view: View) -> Window:
@@ -117,17 +111,30 @@ def cut(image: Window, row: NDArray[np.int32], view: View) -> Window:
     return np.ascontiguousarray(window[:, ::-1] if mirror else window)
 
 
-def _takes_natively(stored: tuple[int, int, int], view: View) -> bool:
-    """Whether the native part may decode this JPEG: within limits, and not to be turned."""
-    width, height, has_exif = stored
-    return width * height <= MAX_PIXELS and not (has_exif and view.exif == "apply")
+def takes_natively(stored: NDArray[np.int32], view: View) -> NDArray[np.bool_]:
+    """Which JPEGs the native part may decode, by what their headers tell (`native.STORED` numbers each): those within
+    limits, and not to be turned."""
+    wide, high, has_exif = stored.T.astype(np.int64)
+    within = (wide > 0) & (wide * high <= MAX_PIXELS)
+    return within & (has_exif == 0) if view.exif == "apply" else within
 
 
-def _check_geometry(row: NDArray[np.int32], where: str) -> None:
-    """Refuses an image so long and thin that resizing its short side would make it huge."""
-    if int(row[Column.WIDTH]) * int(row[Column.HEIGHT]) > MAX_PIXELS:
-        left, top, right, bottom = row[:4].tolist()
+def elongated(rows: Geometry) -> NDArray[np.bool_]:
+    """Which images are so long and thin that resizing their short side would make them huge."""
+    return rows[:, Column.WIDTH].astype(np.int64) * rows[:, Column.HEIGHT] > MAX_PIXELS
+
+
+def _window_of_pixels(image: Window, where: str, view: View, geometry: GeometryOf) -> Window:
+    height, width = image.shape[:2]
+    return cut(image, _checked_row((width, height), where, geometry), view)
+
+
+def _checked_row(size: tuple[int, int], where: str, geometry: GeometryOf) -> NDArray[np.int32]:
+    rows = geometry(np.array([size], np.int32))
+    if elongated(rows)[0]:
+        left, top, right, bottom = rows[0, :4].tolist()
         raise UserError(
             f"{where} is {right - left} x {bottom - top} pixels, too elongated to be resized by its short side",
             fix="crop it, or remove it from the data",
         )
+    return rows[0]

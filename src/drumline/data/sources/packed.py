@@ -12,6 +12,7 @@ import io
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,7 @@ from drumline.data.sources.base import (
 from drumline.errors import UserError
 from drumline.launch.machine import raise_descriptor_limit
 
+SplitName = Literal["train", "eval"]
 CHECKED_ON_OPENING = 1 << 30
 """Bytes of an array up to which its checksums are checked as it is opened: a quarter of a second at most."""
 MANY_SHARDS = 256
@@ -49,7 +51,7 @@ def open_packed(spec: SourceSpec) -> PackedFiles | PackedArrays:
     manifest = read_manifest(root)
     if manifest.eval is not None:
         refuse_holdout(spec, str(root))
-    split = spec.split if manifest.eval is not None else "train"
+    split: SplitName = spec.split if manifest.eval is not None else "train"
     records = read_index(root, manifest, split)
     rows = None
     if manifest.eval is None:
@@ -68,11 +70,11 @@ class PackedFiles(MappedFiles):
         self,
         root: Path,
         manifest: Manifest,
-        split: str,
+        split: SplitName,
         records: NDArray[np.void],
         rows: NDArray[np.int64] | None,
     ) -> None:
-        part = manifest.split("train" if split == "train" else "eval")
+        part = manifest.split(split)
         assert part is not None
         if len(part.shards) > MANY_SHARDS:
             raise_descriptor_limit()
@@ -95,15 +97,12 @@ class PackedFiles(MappedFiles):
         ends = records["name_end"].astype(np.int64)
         starts = np.concatenate([[0], ends[:-1]])
         self._name_starts, self._name_ends = (starts, ends) if rows is None else (starts[rows], ends[rows])
-        self._names = read_names(root, manifest, "train" if split == "train" else "eval")
+        self._names = read_names(root, manifest, split)
 
     def read(self, sample: int) -> bytes:
         """An image file; of raw pixels one is made, in a form that needs no decoding."""
+        self.check(sample)
         data = super().read(sample)
-        if not self._checked[sample]:
-            if zlib.crc32(data) != self.crcs[sample]:
-                raise self._damaged(sample)
-            self._checked[sample] = True
         return data if self.kinds[sample] < Kind.RGB else self._as_file(sample, data)
 
     def where(self, sample: int) -> str:
@@ -122,9 +121,13 @@ class PackedFiles(MappedFiles):
         """Raw pixels, checked. Those that EXIF may want turned are left to `read`, which keeps it."""
         if self.kinds[sample] < Kind.RGB or self.orientations[sample] > 1:
             return None
+        self.check(sample)
+        return self.pixels(sample)
+
+    def check(self, sample: int) -> None:
+        """Refuses a sample whose bytes do not have their checksum."""
         if not self.sound(np.array([sample]))[0]:
             raise self._damaged(sample)
-        return self.pixels(sample)
 
     def sound(self, ids: NDArray[np.integer]) -> NDArray[np.bool_]:
         """Whether these samples' bytes have their checksums, for readers that go by `pointers`."""
@@ -166,7 +169,7 @@ class PackedArrays(ArraySource):
         self,
         root: Path,
         manifest: Manifest,
-        split: str,
+        split: SplitName,
         records: NDArray[np.void],
         rows: NDArray[np.int64] | None,
     ) -> None:
