@@ -38,23 +38,16 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from cutters import PILLOW, Cutter, cutters
 from drumline.data.ledger import Ledger
 from drumline.data.loader import Workers, batches
 from drumline.data.order import training_requests
 from drumline.data.sources import EncodedSource, SourceSpec
 from drumline.data.views import View
 from drumline.launch.machine import usable_cores
-from feed_gpu import Files
-from pixels import (
-    PILLOW,
-    VERSION,
-    Cutter,
-    Difference,
-    cutters,
-    lay_in_folders,
-    machine,
-    photographs,
-)
+from feeds import Files
+from photographs import VERSION, lay_in_folders, machine, photographs
+from pixels import Difference
 
 CHUNK = 25
 """Images before the next contestant's turn: enough to be at home in the processor's caches."""

@@ -36,7 +36,8 @@ from drumline.data.choose import gpu_unavailable
 from drumline.data.loader import Workers
 from drumline.data.views import View
 from drumline.launch.machine import usable_cores
-from pixels import VERSION, Photos, by_loader, lay_in_folders, machine, photographs, pillow_window
+from photographs import VERSION, Photos, lay_in_folders, machine, photographs, pillow_window
+from pixels import by_loader
 
 SIZE, CROP, BATCH = 224, 0.875, 50
 CPU = torch.device("cpu")

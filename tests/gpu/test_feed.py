@@ -178,7 +178,7 @@ def test_runs_have_the_same_bits_whoever_decodes(files: Path, tmp_path: Path) ->
     for name, changes in {
         "cpu": {"decode": "cpu", "workers": 4},
         "gpu": {"decode": "gpu", "workers": 3},
-        "auto": {"decode": "auto"},
+        "chosen": {"decode": "auto"},
         "processes": {"decode": "cpu", "pool": "processes", "workers": 2},
     }.items():
         recipe = replace(
