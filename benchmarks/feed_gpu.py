@@ -5,7 +5,8 @@ backward under bf16 autocast in channels_last, fused SGD. The synthetic limit fe
 again: nothing can be faster. The others read JPEG files, cut a random resized crop of 224, mirror half of them, and
 bring 256 to the GPU:
 
-- Drumline with native threads; and with JPEGs decoded on the GPU (`data.decode gpu`)
+- Drumline with native threads; with the GPU decoding what they are too slow for (what `data.decode auto` takes); and
+  with the GPU decoding all it can (`data.decode gpu`)
 - torch DataLoader with torchvision's transforms on PIL images, uint8 tensors, pinned, persistent workers, prefetch 4
 - timm's create_loader with its PrefetchLoader
 - DALI with decoding on the GPU
@@ -34,6 +35,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -66,6 +68,7 @@ class Contestant(NamedTuple):
     name: str
     open: Callable[[], Feed]
     steps: int
+    warm: int
     ours: bool = False
 
 
@@ -132,7 +135,7 @@ def lay_out(path: str | None, folder: Path, plan: Plan, at_least: int) -> tuple[
 
 def pillow_batches(source: EncodedSource, view: View, plan: Plan) -> NDArray[np.uint8]:
     """What Pillow makes of every sample of a turn: (steps, batch, size, size, 3), by processes that share it."""
-    asked = list(islice(requests(source, plan), plan.warm + plan.steps))
+    asked = list(islice(requests(source, plan), plan.settle + plan.steps))
     shape = (len(asked), plan.batch, view.size, view.size, 3)
     shared = np.frombuffer(mmap.mmap(-1, int(np.prod(shape))), np.uint8).reshape(shape)
 
@@ -200,8 +203,8 @@ def take_turn(
     """Feeds the step: warm-up, then the timed steps, with the device idle at both ends of those."""
     begun, taken = 0.0, 0
     with closing(one.open()) as feed:
-        for index, (images, labels) in enumerate(islice(feed, plan.warm + one.steps)):
-            if index == plan.warm:
+        for index, (images, labels) in enumerate(islice(feed, one.warm + one.steps)):
+            if index == one.warm:
                 _settle(plan.device)
                 begun = time.perf_counter()
             step(images, labels)
@@ -211,11 +214,12 @@ def take_turn(
             taken = index + 1
         _settle(plan.device)
         took = time.perf_counter() - begun
-    assert taken == plan.warm + one.steps, (one.name, taken)
+    assert taken == one.warm + one.steps, (one.name, taken)
     if not one.ours:
         return Measured(one.steps * plan.batch / took, 0, 0)
     same = sum(
-        int((mine == right).flatten(1).all(1).sum()) for mine, right in zip(kept, reference, strict=True)
+        int((mine == right).flatten(1).all(1).sum())
+        for mine, right in zip(kept[:taken], reference[:taken], strict=True)
     )
     return Measured(one.steps * plan.batch / took, same, taken * plan.batch)
 
@@ -253,16 +257,20 @@ def _nothing(images: Tensor, labels: Tensor) -> None:
 def _contestants(
     threads: list[int], spec: SourceSpec, source: EncodedSource, view: View, plan: Plan
 ) -> list[Contestant]:
-    found = [Contestant(LIMIT, partial(synthetic, plan), plan.steps)]
+    found = [Contestant(LIMIT, partial(synthetic, plan), plan.steps, plan.warm)]
 
     def ours(name: str, workers: Workers) -> Contestant:
-        return Contestant(name, partial(drumline, workers, spec, source, view, plan), plan.steps, ours=True)
+        feed = partial(drumline, workers, spec, source, view, plan)
+        warm = plan.settle if workers.decode == "both" else plan.warm
+        return Contestant(name, feed, plan.steps, warm, ours=True)
 
     found += [ours(f"Drumline, {Workers('threads', count)}", Workers("threads", count)) for count in threads]
     if reason := gpu_unavailable(plan.device):
         print(f"Drumline with GPU decode: left out, {reason}")
     else:
-        found.append(ours("Drumline, GPU decode", Workers("threads", max(threads), gpu=True)))
+        most = Workers("threads", max(threads))
+        found.append(ours(f"Drumline, {most} and the GPU", replace(most, decode="both")))
+        found.append(ours("Drumline, GPU decode", replace(most, decode="gpu")))
     others: tuple[tuple[str, str, Callable[..., Feed], int], ...] = (
         ("torchvision", f"DataLoader + torchvision, {plan.workers} workers", data_loader, plan.slow_steps),
         ("timm", f"timm, {plan.workers} workers", timm_loader, plan.slow_steps),
@@ -274,7 +282,7 @@ def _contestants(
         except Exception as error:  # a library that does not fit this torch raises nearly anything
             print(f"{name}: left out, {module} cannot be imported ({type(error).__name__}: {error})")
             continue
-        found.append(Contestant(name, partial(feed, source, plan), steps))
+        found.append(Contestant(name, partial(feed, source, plan), steps, plan.warm))
     return found
 
 
@@ -308,7 +316,7 @@ def _headline(plan: Plan) -> str:
     return (
         f"batch {plan.batch}, {plan.size} x {plan.size}, bf16, channels_last, SGD; means of {plan.rounds} rounds "
         f"that take turns, {plan.steps} timed steps each ({plan.slow_steps} where workers are processes) after "
-        f"{plan.warm} of warm-up\n"
+        f"{plan.warm} of warm-up, {plan.settle} where the feed balances itself\n"
     )
 
 
@@ -333,10 +341,12 @@ def _since(began: float) -> str:
 
 def _plan(asked: argparse.Namespace, device: torch.device) -> Plan:
     if asked.tiny:
-        return Plan(device, batch=8, size=64, workers=2, warm=2, steps=2, slow_steps=2, rounds=asked.rounds)
+        return Plan(
+            device, batch=8, size=64, workers=2, warm=2, settle=3, steps=2, slow_steps=2, rounds=asked.rounds
+        )
     workers = asked.workers
     rounds, steps = (1, 16) if asked.quick else (asked.rounds, asked.steps)
-    return Plan(device, asked.batch, 224, workers, 16, steps, min(steps, 2 * workers), rounds)
+    return Plan(device, asked.batch, 224, workers, 16, 64, steps, min(steps, 2 * workers), rounds)
 
 
 def _arguments() -> argparse.Namespace:

@@ -39,6 +39,8 @@ class Plan:
     size: int
     workers: int
     warm: int
+    settle: int
+    """Warm-up steps of the feed that finds its balance between CPU and GPU while it runs."""
     steps: int
     slow_steps: int
     """Timed steps of the feeds that keep the GPU waiting: a multiple of their workers, which deliver in waves."""
@@ -166,7 +168,7 @@ def dali_loader(source: EncodedSource, plan: Plan) -> Feed:
 
 
 def _endless(plan: Plan) -> int:
-    return 4 * (plan.warm + plan.steps + SPARE) * plan.batch
+    return 4 * (plan.settle + plan.steps + SPARE) * plan.batch
 
 
 def requests(source: EncodedSource, plan: Plan) -> Iterable[Any]:
@@ -176,6 +178,6 @@ def requests(source: EncodedSource, plan: Plan) -> Iterable[Any]:
         samples=len(source),
         batch=plan.batch,
         first_step=0,
-        last_step=plan.warm + plan.steps + SPARE,
+        last_step=plan.settle + plan.steps + SPARE,
         part=slice(0, plan.batch),
     )

@@ -247,7 +247,7 @@ def ways(
             for data in photos.data
         )
         name = f"Drumline, GPU decode ({on_gpu} of {len(photos.data)} decoded there)"
-        yield name, by_loader(source, folder, view, replace(workers, gpu=True), device)
+        yield name, by_loader(source, folder, view, replace(workers, decode="gpu"), device)
     each, more = cutters(view)
     for name, way in each.items():
         yield name, (way(data, row, view.size) for data, row in zip(photos.data, rows, strict=True))

@@ -116,7 +116,7 @@ def all_pixels(photos: Photos, device: torch.device) -> tuple[dict[str, NDArray[
         if reason := gpu_unavailable(device):
             told.append(f"Drumline, GPU path: left out, {reason}")
         else:
-            on_gpu = Workers("threads", usable_cores(), gpu=True)
+            on_gpu = Workers("threads", usable_cores(), decode="gpu")
             found["Drumline, GPU path"] = np.stack(list(by_loader(source, folder, view, on_gpu, device)))
     return found, told
 

@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=usable_cores())
     parser.add_argument("--pool", choices=("threads", "processes"), default="threads")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--gpu-decode", action="store_true")
+    parser.add_argument("--decode", choices=("cpu", "gpu", "both"), default="cpu")
     parser.add_argument(
         "--no-evaluate", dest="evaluate", action="store_false", help="the set has no such split"
     )
@@ -62,7 +62,7 @@ def main() -> None:
         last_step=ENDLESS,
         part=slice(0, asked.batch),
     )
-    workers = Workers(asked.pool, asked.workers, gpu=asked.gpu_decode)
+    workers = Workers(asked.pool, asked.workers, decode=asked.decode)
     ledger = Ledger("training", len(source), 1.0)
     process = psutil.Process()
     rows: list[dict[str, float]] = []

@@ -12,9 +12,11 @@ import pytest
 import torch
 from PIL import Image
 
+from drumline.data import loader
 from drumline.data.augment import Augmentation
 from drumline.data.batch import make_batch
 from drumline.data.choose import choose_workers, gpu_unavailable
+from drumline.data.gpu import share
 from drumline.data.ledger import Ledger
 from drumline.data.loader import Workers, batches
 from drumline.data.order import Request, evaluation_requests, training_requests
@@ -91,9 +93,10 @@ def requests(source: Source, batch: int = 16, epochs: int = 3) -> list[Request]:
         Workers("threads", 4),
         Workers("processes", 2),
         Workers("threads", 0),
-        pytest.param(Workers("threads", 4, gpu=True), marks=needs_engine),
+        pytest.param(Workers("threads", 4, decode="gpu"), marks=needs_engine),
+        pytest.param(Workers("threads", 4, decode="both"), marks=needs_engine),
     ],
-    ids=["threads", "processes", "none", "gpu"],
+    ids=["threads", "processes", "none", "gpu", "both"],
 )
 @pytest.mark.parametrize(
     "view",
@@ -104,7 +107,14 @@ def requests(source: Source, batch: int = 16, epochs: int = 3) -> list[Request]:
     ],
     ids=["plain", "augmented", "pillow13"],
 )
-def test_batches_on_the_gpu_are_those_of_make_batch(files: Path, workers: Workers, view: View) -> None:
+def test_batches_on_the_gpu_are_those_of_make_batch(
+    files: Path, workers: Workers, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = iter([0.0, 0.4, 1.0, 0.1] * 20)
+    if workers.decode == "both":  # however the share goes up and down
+        monkeypatch.setattr(share, "next_share", lambda *_: next(shares))
+        monkeypatch.setattr(share, "UNDER_WAY", 0)
+        monkeypatch.setattr(share, "WINDOW", 1)
     spec, source = opened(files)
     asked, ledger = requests(source), Ledger("training", len(source), 0.5)
     feed = batches(spec, source, view, 5, iter(asked), workers, DEVICE, ledger)
@@ -142,12 +152,50 @@ def test_most_jpegs_really_are_decoded_on_the_gpu(files: Path) -> None:
 
 
 @needs_engine
+def test_the_gpu_takes_what_the_threads_are_too_slow_for(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread cannot feed a step that does nothing; it can feed one that takes long."""
+    reached = []
+
+    class Watched(share.Share):
+        def handed(self, wanted: torch.cuda.Event, ready: torch.cuda.Event) -> None:
+            super().handed(wanted, ready)
+            reached.append(self.value)
+
+    monkeypatch.setattr(loader, "Share", Watched)
+    spec, source = opened(files)
+    view = View(64, "crop-flip", on_bad="substitute")
+
+    def walk(busy_ms: float) -> float:
+        reached.clear()
+        asked = requests(source, 32, epochs=100)
+        feed = batches(
+            spec,
+            source,
+            view,
+            5,
+            iter(asked),
+            Workers("threads", 1, decode="both"),
+            DEVICE,
+            Ledger("x", 99, 1),
+        )
+        with closing(feed):
+            for _ in feed:
+                torch.cuda._sleep(int(busy_ms * 1.5e6))
+        return max(reached[40:])
+
+    assert walk(0.0) > 0.1
+    assert walk(60.0) < 0.05
+
+
+@needs_engine
 def test_evaluation_views_are_equal_too(files: Path) -> None:
     spec, source = opened(files, "val")
     view = View(64, "none", on_bad="black")
     asked = list(evaluation_requests(samples=len(source), batch=5, rank=0, world=1))
     feed = batches(
-        spec, source, view, 0, iter(asked), Workers("threads", 2, gpu=True), DEVICE, Ledger("x", 99, 1)
+        spec, source, view, 0, iter(asked), Workers("threads", 2, decode="gpu"), DEVICE, Ledger("x", 99, 1)
     )
     with closing(feed):
         for got, request in zip(feed, asked, strict=True):
@@ -203,7 +251,7 @@ def test_the_feed_gives_its_memory_back(files: Path) -> None:
             view,
             5,
             iter(requests(source, epochs=8)),
-            Workers("threads", 3, gpu=not gpu_unavailable(DEVICE)),
+            Workers("threads", 3, decode="cpu" if gpu_unavailable(DEVICE) else "gpu"),
             DEVICE,
             Ledger("training", len(source), 0.5),
         )

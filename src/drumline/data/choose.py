@@ -28,11 +28,11 @@ from drumline.errors import UserError
 
 MEASURE_S = 0.4
 TRIAL_BATCH = 64
+GPU_HELPS = 0.1
+"""A GPU that decodes less than this part of what the CPU does is not worth its memory."""
 PROCESS_GAIN = 2.0
 """Sixteen processes have made half of sixteen times what one makes alone, so they must promise this much more than
 threads."""
-GPU_GAIN = 1.5
-"""Decoding on the GPU takes time from the model there, so it must be this much faster than the CPU."""
 
 
 def choose_workers(
@@ -58,7 +58,10 @@ def choose_workers(
             f"decoding by {Workers('processes', count)}: native part {native.describe()}",
         )
     if decode == "gpu":
-        return Workers("threads", count, gpu=True), "decoding on the GPU where that is bit-equal, as asked"
+        return (
+            Workers("threads", count, decode="gpu"),
+            "decoding on the GPU where that is bit-equal, as asked",
+        )
 
     # Pixels are augmented on the device, whoever decodes.
     view = replace(view, augmentation=Augmentation())
@@ -83,11 +86,14 @@ def choose_workers(
         and not gpu_unavailable(device)
     ):
         # The CPU once more, if it was measured: by now the files are in the page cache, as they will be for the GPU.
-        on_cpu, on_gpu = rate(workers), rate(Workers("threads", count, gpu=True))
-        told = f"CPU ({workers}) {on_cpu:,.0f} img/s, GPU {on_gpu:,.0f} img/s"
-        if on_gpu > GPU_GAIN * on_cpu:
-            return Workers("threads", count, gpu=True), f"decoding on the GPU where that is bit-equal: {told}"
-        return workers, f"decoding on the CPU, which takes nothing from the model: {told}"
+        on_cpu, on_gpu = rate(workers), rate(replace(workers, decode="gpu"))
+        told = f"CPU {on_cpu:,.0f} img/s, GPU {on_gpu:,.0f} img/s alone"
+        if on_gpu > GPU_HELPS * on_cpu:
+            return (
+                replace(workers, decode="both"),
+                f"decoding by {workers}, and on the GPU what the step would wait for: {told}",
+            )
+        return workers, f"decoding by {workers}: {told}"
     return workers, f"decoding by {workers}" + (f": {told}" if told else "")
 
 

@@ -20,6 +20,7 @@ import torch
 from drumline.data.ahead import ahead
 from drumline.data.augment import apply
 from drumline.data.batch import Made, make_batch
+from drumline.data.gpu.share import Share
 from drumline.data.ledger import Ledger
 from drumline.data.order import Request
 from drumline.data.processes import process_batches
@@ -43,8 +44,8 @@ class Workers:
 
     kind: Literal["threads", "processes"]
     count: int
-    gpu: bool = False
-    """Whether the GPU decodes what it can, beside the threads."""
+    decode: Literal["cpu", "gpu", "both"] = "cpu"
+    """Whether the GPU decodes what it can beside the threads: all of it, or (both) what they are too slow for."""
 
     def __str__(self) -> str:
         if self.count == 0:
@@ -65,14 +66,22 @@ def batches(
     ledger: Ledger,
 ) -> Batches:
     """The batches of the requests, in their order, on the device. Close the iterator to end the workers."""
-    asked = _Asked(spec, source, view, seed, requests, workers)
+    share = Share() if workers.decode == "both" and device.type == "cuda" else None
+    asked = _Asked(spec, source, view, seed, requests, workers, share)
     made = _on_device(asked, device) if device.type == "cuda" else _on_host(asked)
     # An array batch on a CPU is cut faster than another thread could be told to cut it.
     running_ahead = ahead(made, READY) if isinstance(source, EncodedSource) or device.type == "cuda" else made
     with closing(running_ahead) as feed:
-        for batch, bad, copied in feed:
+        while True:
+            wanted = share.wanted(device) if share else None
+            item = next(feed, None)
+            if item is None:
+                return
+            batch, bad, ready = item
             ledger.add(bad)
-            yield _handed_over(batch, copied, device)
+            if share and wanted and ready:
+                share.handed(wanted, ready)
+            yield _handed_over(batch, ready, device)
 
 
 def resident_batches(
@@ -120,6 +129,7 @@ class _Asked:
     seed: int
     requests: Iterable[Request]
     workers: Workers
+    share: Share | None = None
 
     def on_host(self, room: Room, route: Route | None = None) -> Generator[Made, None, None]:
         """The batches as the workers make them."""
@@ -151,14 +161,16 @@ def _on_device(asked: _Asked, device: torch.device) -> Generator[Ready, None, No
     room, stream, source = PinnedRing(), _side_stream(device), asked.source
     with torch.cuda.device(device), ExitStack() as cleanup:
         decoder = None
-        if asked.workers.gpu and isinstance(source, EncodedSource):
+        if asked.workers.decode != "cpu" and isinstance(source, EncodedSource):
             from drumline.data.gpu.feed import DeviceDecoder
 
             with torch.cuda.stream(stream):
-                decoder = cleanup.enter_context(closing(DeviceDecoder(len(source), asked.view, device)))
+                decoder = cleanup.enter_context(
+                    closing(DeviceDecoder(len(source), asked.view, device, asked.share))
+                )
         route = decoder.route if decoder else None
         host = cleanup.enter_context(closing(asked.on_host(room.take, route)))
-        for made in host:
+        for made in asked.share.timed(host) if asked.share else host:
             batch, bad = made.batch, made.bad
             pixels = batch.images
             if not pixels.is_pinned():
@@ -180,7 +192,7 @@ def _on_device(asked: _Asked, device: torch.device) -> Generator[Ready, None, No
                     room.give_back(buffer, copied)
                 others = (tensor.pin_memory().to(device, non_blocking=True) for tensor in batch[1:])
                 moved = Batch(apply(images, made.plan) if made.plan else images, *others)
-                ready = torch.cuda.Event()
+                ready = torch.cuda.Event(enable_timing=asked.share is not None)
                 ready.record(stream)
             yield moved, bad, ready
 

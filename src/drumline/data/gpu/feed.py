@@ -19,6 +19,7 @@ from drumline.data.gpu import PITCH_MULTIPLE, Layout, place
 from drumline.data.gpu.nvjpeg import NvJpegError, PlaneDecoder
 from drumline.data.gpu.resample import Resampler
 from drumline.data.gpu.rule import layout_of
+from drumline.data.gpu.share import Share
 from drumline.data.jpeg import clean_end, read_header
 from drumline.data.views import View
 from drumline.errors import UserError
@@ -31,10 +32,10 @@ _UNKNOWN, _NOT_HERE = -2, -1
 class DeviceDecoder:
     """Decodes and cuts samples on a device, on the stream that is current, for one thread."""
 
-    def __init__(self, samples: int, view: View, device: torch.device) -> None:
-        self.view, self.device = view, device
+    def __init__(self, samples: int, view: View, device: torch.device, share: Share | None = None) -> None:
+        self.view, self.device, self.share = view, device, share
         self._layouts = np.full(samples, _UNKNOWN, np.int8)
-        self._planes = PlaneDecoder(device)
+        self._planes: PlaneDecoder | None = None  # made when first needed, which may be never
         self._resample = Resampler(device, view.size, view.resize, view.interpolation)
 
     def route(
@@ -46,37 +47,45 @@ class DeviceDecoder:
         candidates: NDArray[np.bool_],
     ) -> NDArray[np.int8]:
         """How each sample lies in the arena once decoded (`Layout`), or -1: not to be decoded here."""
-        for slot in np.flatnonzero(candidates & (self._layouts[samples] == _UNKNOWN)).tolist():
-            data = memoryview((ctypes.c_char * int(lengths[slot])).from_address(int(addresses[slot]))).cast(
-                "B"
-            )
-            layout = _layout(data)
-            self._layouts[samples[slot]] = _NOT_HERE if layout is None else layout
         layouts = np.where(candidates, self._layouts[samples], np.int8(_NOT_HERE))
+        wanted = len(samples) if self.share is None else round(self.share.value * len(samples))
+        missing = wanted - int((layouts >= 0).sum())
+        for slot in np.flatnonzero(layouts == _UNKNOWN).tolist():
+            if missing <= 0:
+                break
+            layouts[slot] = self._learn(int(samples[slot]), int(addresses[slot]), int(lengths[slot]))
+            missing -= layouts[slot] >= 0
+        layouts[(layouts == _UNKNOWN) | (np.cumsum(layouts >= 0) > wanted)] = _NOT_HERE
         planes = np.where(layouts >= 0, 3 * (sizes[:, 0] + PITCH_MULTIPLE).astype(np.int64) * sizes[:, 1], 0)
         return np.where(np.cumsum(planes) <= ARENA_BYTES, layouts, np.int8(_NOT_HERE))
+
+    def _learn(self, sample: int, address: int, length: int) -> int:
+        """A sample's layout, by its bytes."""
+        layout = _layout(memoryview((ctypes.c_char * length).from_address(address)).cast("B"))
+        self._layouts[sample] = _NOT_HERE if layout is None else layout
+        return int(self._layouts[sample])
 
     def fill(self, images: torch.Tensor, coded: Coded) -> NDArray[np.int64]:
         """Puts the windows of the coded samples into their rows of `images`; gives the rows that failed."""
         places = place(coded.layouts, coded.sizes[:, 0], coded.sizes[:, 1])
         arena = torch.empty(places.end, dtype=torch.uint8, device=self.device)
         try:
-            refused = (
-                self._planes.decode(coded.data.numpy(), coded.offsets, coded.lengths, arena, places) != 0
-            )
+            self._planes = self._planes or PlaneDecoder(self.device)
+            statuses = self._planes.decode(coded.data.numpy(), coded.offsets, coded.lengths, arena, places)
         except NvJpegError as error:
             raise UserError(f"decoding on the GPU: {error}", "use data.decode cpu") from error
         windows = torch.empty((len(coded.slots), *images.shape[1:]), dtype=torch.uint8, device=self.device)
         self._resample(arena, places, coded.geometry, windows)
         rows = torch.from_numpy(coded.slots).pin_memory().to(self.device, non_blocking=True)
         images.index_copy_(0, rows, windows)
-        failed = refused | (coded.status != 0)
+        failed = (statuses != 0) | (coded.status != 0)
         self._layouts[coded.samples[failed]] = _NOT_HERE
         return coded.slots[failed]
 
     def close(self) -> None:
         """Gives back what nvJPEG holds."""
-        self._planes.close()
+        if self._planes is not None:
+            self._planes.close()
 
 
 def _layout(data: memoryview) -> Layout | None:

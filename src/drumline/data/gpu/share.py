@@ -1,0 +1,97 @@
+"""How much of each batch the GPU decodes beside the CPU: as little as keeps the step from waiting.
+
+Decoding on the GPU takes time from the model there, so it does nothing while the CPU keeps up. When the device runs
+out of work, a part of each batch goes over to it; when decoding there becomes the slower half, some comes back.
+Promises: only speed depends on it, never a pixel (`rule.py` sees to that); nobody ever waits for a figure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+
+WINDOW = 4
+"""Batches that a decision rests on."""
+UNDER_WAY = 8
+"""Batches on their way when the share changes: they say nothing about the new one."""
+IDLE, HOST_WAIT = 0.005, 0.05
+"""Parts of the time from which on the device is said to wait for batches, and the feed for the CPU's half of them."""
+FIRST_RISE, RETREAT, FALL = 1 / 8, 31 / 32, 1 / 128
+
+Item = TypeVar("Item")
+
+
+def next_share(share: float, idle: float, host_wait: float) -> float:
+    """The share from now on, from the part of the time in which the device had nothing to do for want of a batch, and
+    that in which the feed waited for the CPU's half. No more moves than was missing, and not beyond the point where
+    both halves would take the same time."""
+    if idle < IDLE:
+        return max(0.0, share - FALL)
+    if host_wait < HOST_WAIT:  # the GPU's half is the slower one
+        return share * RETREAT
+    if share == 0.0:
+        return min(idle, FIRST_RISE)
+    level = share / ((1.0 - share) * (1.0 - host_wait) + share)
+    return share + min(idle, level - share)
+
+
+class Share:
+    """The share, kept by what the two ends of a feed see: its own thread, and the one that takes the batches."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._handed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._skip, self._batches = UNDER_WAY, 0
+        self._idle_ms = self._took_ms = 0.0
+        # Written by the feed's thread alone; the other one reads differences.
+        self._host_s = self._fed_s = 0.0
+        self._host_before = self._fed_before = 0.0
+
+    def timed(self, items: Iterator[Item]) -> Iterator[Item]:
+        """For the feed's thread: the CPU's halves of the batches, noting how long each was waited for."""
+        last = time.perf_counter()
+        while True:
+            began = time.perf_counter()
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            now = time.perf_counter()
+            self._host_s += now - began
+            self._fed_s += now - last
+            last = now
+            yield item
+
+    def wanted(self, device: torch.device) -> torch.cuda.Event:
+        """For the thread that takes the batches: marks the point on its stream where the next one is needed."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def handed(self, wanted: torch.cuda.Event, ready: torch.cuda.Event) -> None:
+        """A batch was needed behind one event and is there behind the other; decides now and then."""
+        self._handed.append((wanted, ready))
+        while len(self._handed) > 1 and self._handed[0][1].query() and self._handed[1][0].query():
+            (needed, came), (next_needed, _) = self._handed.popleft(), self._handed[0]
+            if self._skip:
+                self._skip -= 1
+                self._host_before, self._fed_before = self._host_s, self._fed_s
+                continue
+            self._idle_ms += max(0.0, needed.elapsed_time(came))
+            self._took_ms += needed.elapsed_time(next_needed)
+            self._batches += 1
+            if self._batches == WINDOW:
+                self._decide()
+
+    def _decide(self) -> None:
+        waited, fed = self._host_s - self._host_before, self._fed_s - self._fed_before
+        idle = self._idle_ms / self._took_ms if self._took_ms > 0 else 0.0
+        share = next_share(self.value, idle, waited / fed if fed > 0 else 0.0)
+        self._skip = UNDER_WAY if share > self.value or idle >= IDLE else 0
+        self._batches, self._idle_ms, self._took_ms = 0, 0.0, 0.0
+        self._host_before, self._fed_before = self._host_s, self._fed_s
+        self.value = share
