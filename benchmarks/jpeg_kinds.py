@@ -57,6 +57,7 @@ def usual_kinds(image: Image.Image, quality: int, draw: np.random.Generator) -> 
         "progressive": jpeg(image, quality, progressive=True),
         "progressive grey": jpeg(grey, quality, progressive=True),
         "extended frame (SOF1)": plain.replace(b"\xff\xc0", b"\xff\xc1", 1),
+        "extended frame, tables above 255": jpeg(image, 100, qtables=[[400] * 64]),
         "grey with factors 2x2": jpeg(grey, quality, subsampling="4:2:0"),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import tarfile
 from pathlib import Path
 from types import ModuleType
@@ -52,6 +53,28 @@ def test_feed_cpu_shows_our_pixels_at_100_percent_beside_pillow(script: Any, cap
     assert boxed[-1] != "100 %"
 
 
+def test_jpeg_rule_makes_valid_files_of_every_kind_and_tells_what_the_rule_says(
+    script: Any, capsys: Any
+) -> None:
+    jpeg_rule = script("jpeg_rule", "--dry", "--crops", "6")
+    made = list(jpeg_rule.corpus([jpeg_rule.jpeg(Image.new("RGB", (90, 70), "red"), 80)], 6))
+    for sample in made:
+        with Image.open(io.BytesIO(sample.data)) as image:
+            image.load()
+            header = jpeg_rule.read_header(sample.data)
+            assert image.size == (header.width, header.height)
+    assert jpeg_rule.main() == 0
+    printed = capsys.readouterr().out
+    accepted, left = printed.split("Left to the CPU")
+    kinds = {sample.kind for sample in made}
+    for kind in ("progressive", "extended frame (SOF1)", "grey with factors 2x2", "4:1:1"):
+        assert f"| {kind} (" in left
+        kinds.remove(kind)
+    for kind in ("4:2:0", "grey", "RGB", "16-bit tables", "4:4:0 written 2x2, 2x1", "16384 x 40"):
+        assert f"| {kind} |" in accepted
+        assert kind in kinds
+
+
 def test_pixels_ends_with_0_only_while_every_value_of_ours_is_pillows(
     script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,39 +87,40 @@ def test_pixels_ends_with_0_only_while_every_value_of_ours_is_pillows(
         (cells,) = rows(printed, name)
         assert cells[1] == cells[5] == "100 %", name
 
-    honest = pixels.window_of
+    cutters = script("cutters", *FEW)
+    honest = cutters.window_of
 
     def one_value_off(*arguments: Any) -> Any:
         window = honest(*arguments).copy()
         window[5, 5, 0] ^= 1
         return window
 
-    monkeypatch.setattr(pixels, "window_of", one_value_off)
+    monkeypatch.setattr(cutters, "window_of", one_value_off)
     assert pixels.main() == 1
     (cells,) = rows(capsys.readouterr().out, "Drumline, native")
     assert cells[1] != "100 %"
 
 
 def test_photographs_are_found_in_folders_and_tars_alike(script: Any, tmp_path: Path) -> None:
-    pixels = script("pixels")
+    shared = script("photographs")
     (tmp_path / "photos" / "deep").mkdir(parents=True)
     for place in ("photos/b.jpg", "photos/deep/a.JPEG"):
-        (tmp_path / place).write_bytes(pixels.made_up_photograph(len(place)))
+        (tmp_path / place).write_bytes(shared.made_up_photograph(len(place)))
     (tmp_path / "photos" / "notes.txt").write_text("not an image")
     with tarfile.open(tmp_path / "photos.tar", "w") as archive:
         archive.add(tmp_path / "photos", "photos")
-    of_folder = pixels.photographs(str(tmp_path / "photos"))
+    of_folder = shared.photographs(str(tmp_path / "photos"))
     assert of_folder.names == ["b.jpg", "a.JPEG"]
-    assert of_folder[:2] == pixels.photographs(str(tmp_path / "photos.tar"))[:2]
+    assert of_folder[:2] == shared.photographs(str(tmp_path / "photos.tar"))[:2]
 
 
 def test_the_reference_is_crop_then_resize_then_mirror(script: Any) -> None:
-    pixels = script("pixels")
+    shared = script("photographs")
     values = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8)
     row = np.array([10, 5, 42, 37, 32, 32, 0, 0, 1], np.int32)
     # A crop of the target's size is not resampled at all, so this says where the box and the mirror lie.
     assert np.array_equal(
-        pixels.pillow_window(Image.fromarray(values), row, 32), values[5:37, 10:42][:, ::-1]
+        shared.pillow_window(Image.fromarray(values), row, 32), values[5:37, 10:42][:, ::-1]
     )
 
 

@@ -51,7 +51,8 @@ class Data:
     """What the workers are. `auto`: native threads where they measure faster (JPEG), else processes."""
     decode: Literal["auto", "cpu", "gpu"] = "auto"
     """Where JPEGs are decoded. `gpu`: by nvJPEG those that come out bit-equal to Pillow, the rest on the CPU.
-    `auto` measures both for a second and says what it took. The pixels are the same."""
+    `auto` measures both and says what it took: threads, and the GPU for what they are too slow for. The pixels are
+    the same."""
     augment: Literal["auto", "none", "shift", "shift-flip", "crop-flip"] = "auto"
     """`shift`: pad by an eighth and crop back. `shift-flip`: with a mirror (CIFAR's usual).
     `crop-flip`: random resized crop with a mirror (ImageNet's usual). `auto` picks by source."""
