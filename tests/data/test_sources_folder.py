@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections import Counter
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from drumline.data.sources import EncodedSource, SourceSpec, holdout_mask, open_source
+from drumline.data.sources.base import passed_over_words
 from drumline.errors import UserError
 
 
@@ -215,6 +217,29 @@ def test_refuses_an_empty_class_by_name(tmp_path):
 
 def test_refuses_a_class_of_unknown_endings_and_names_them(tmp_path):
     assert "its files end in .gif, .heic" in refusal(put(tmp_path, "a/1.gif", "a/2.heic", "b/3.png")).what
+
+
+def test_files_that_are_passed_over_are_counted_by_their_endings(tmp_path):
+    put(
+        tmp_path,
+        "a/1.png",
+        "a/deep/2.HEIC",
+        "a/3.heic",
+        "a/notes.txt",
+        "a/.hidden",
+        "a/README",
+        "b/4.png",
+        "b/5.png",
+    )
+    source = open_source(SourceSpec("folder", str(tmp_path), "train", 0.0))
+    assert isinstance(source, EncodedSource)
+    assert len(source) == 3
+    assert source.passed_over == {".heic": 2, ".txt": 1, "README": 1}
+    assert passed_over_words(source) == (
+        "4 files are passed over, not images by their endings: .heic 2, .txt 1, README 1"
+    )
+    source.passed_over = Counter([".gif"])
+    assert passed_over_words(source) == "1 file is passed over, not images by their endings: .gif 1"
 
 
 def test_refuses_eval_without_split_or_holdout(tmp_path):

@@ -149,6 +149,24 @@ def test_a_leak_alone_is_a_warning(tmp_path: Path) -> None:
     assert report.warnings == 1
 
 
+def test_files_that_are_not_taken_for_images_are_a_warning(tmp_path: Path) -> None:
+    for number in range(4):
+        place = tmp_path / "photos" / ("train", "val")[number // 2] / "ab"[number % 2]
+        place.mkdir(parents=True)
+        (place / "1.jpg").write_bytes(good_jpeg(number))
+        (place / "2.heic").write_bytes(b"whatever")
+    with tarfile.open(tmp_path / "photos.tar", "w") as archive:
+        archive.add(tmp_path / "photos", "photos")
+    for path in (tmp_path / "photos", tmp_path / "photos.tar"):
+        report = verify_dataset(path, workers=1)
+        assert report.sound
+        assert [(found.split, found.sample, found.kind) for found in report.findings] == [
+            ("train", -1, "passed-over"),
+            ("eval", -1, "passed-over"),
+        ]
+        assert "2 files are passed over, not images by their endings: .heic 2" in describe(report)[0]
+
+
 def test_class_folders_without_a_split_are_one(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

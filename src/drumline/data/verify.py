@@ -27,7 +27,7 @@ from drumline.data.examine import Examination, examine_range
 from drumline.data.owned import interrupts_noted, serve_owner
 from drumline.data.packed import looks_packed
 from drumline.data.sources import EncodedSource, Source, SourceSpec, detect_source, open_source
-from drumline.data.sources.base import NoEvalSplit
+from drumline.data.sources.base import NoEvalSplit, passed_over_words
 from drumline.data.sources.folder import EVAL_FOLDERS, EXTENSIONS
 from drumline.data.sources.packed import PackedArrays
 from drumline.errors import UserError
@@ -51,6 +51,7 @@ BAD = (
 WARNINGS = (
     "suspect",  # decodes, but its file shows damage
     "mislabelled",  # the name says another format
+    "passed-over",  # files of a split that are not taken for images
     "leak",  # an evaluation sample with the bytes of a training sample
 )
 NOTES = {
@@ -281,6 +282,10 @@ def _open_splits(path: Path, name: str) -> tuple[list[_Split], list[Finding]]:
             if isinstance(opened, PackedArrays):
                 opened.check()
             splits.append(_Split(side, spec, opened))
+            if isinstance(opened, EncodedSource) and (words := passed_over_words(opened)):
+                findings.append(
+                    Finding(side, -1, "passed-over", str(path), f"has others beside its images: {words}")
+                )
         except NoEvalSplit:
             continue
         except UserError as error:

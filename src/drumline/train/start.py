@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from drumline.data.sources import EncodedSource
+from drumline.data.sources.base import passed_over_words
 from drumline.data.views import Batch
 from drumline.errors import UserError
 from drumline.launch.world import World
@@ -281,6 +283,12 @@ def _opening_words(
         + (f" over {world.backend}" if world.size > 1 else "")
         + f"; global batch {recipe.data.batch}, {plan.total:,} steps of {plan.per_epoch:,} per epoch"
         + (f" ({left_out} samples left out, others each epoch)" if left_out else ""),
+    ]
+    sides = (("training", sets.train), ("evaluation", sets.eval))
+    words += [
+        f"WARNING: {side} set: {passed_over_words(source)}"
+        for side, source in (sides[:1] if recipe.data.holdout else sides)  # a holdout is of the same folders
+        if isinstance(source, EncodedSource) and source.passed_over
     ]
     if sets.workers_why:
         words.append(sets.workers_why)

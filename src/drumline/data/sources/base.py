@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -91,6 +92,8 @@ class EncodedSource(ABC):
         assert len(labels) > 0
         assert 0 <= labels.min() <= labels.max() < len(classes)
         self.name, self.labels, self.classes = name, labels, classes
+        self.passed_over: Counter[str] = Counter()
+        """Files beside the images that are not taken for images, by their endings."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -106,6 +109,16 @@ class EncodedSource(ABC):
     def decoded(self, sample: int) -> Images | None:
         """The pixels of a sample that is stored as such, (H, W, C); None where `read` has to be decoded."""
         return None
+
+
+def passed_over_words(source: EncodedSource) -> str:
+    """What was passed over, in words, or nothing."""
+    endings = sorted(source.passed_over.items(), key=lambda each: (-each[1], each[0]))
+    if not endings:
+        return ""
+    some = ", ".join(f"{ending} {number:,}" for ending, number in endings[:5])
+    files = f"{source.passed_over.total():,} file{'s are' if source.passed_over.total() > 1 else ' is'}"
+    return f"{files} passed over, not images by their endings: {some}{', ...' if len(endings) > 5 else ''}"
 
 
 class MappedFiles(EncodedSource):

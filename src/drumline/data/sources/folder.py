@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -29,10 +30,15 @@ class FolderSource(EncodedSource):
     about 50 MB. Each process that reads it scans the folders itself, some 1.4 s for as many."""
 
     def __init__(
-        self, labels: Labels, classes: tuple[str, ...], files: _Files, rows: NDArray[np.int64]
+        self,
+        labels: Labels,
+        classes: tuple[str, ...],
+        files: _Files,
+        rows: NDArray[np.int64],
+        others: Counter[str],
     ) -> None:
         super().__init__("folder", labels, classes)
-        self._files, self._rows = files, rows
+        self._files, self._rows, self.passed_over = files, rows, others
 
     def read(self, sample: int) -> bytes:
         path = self.where(sample)
@@ -57,9 +63,9 @@ def open_folder(spec: SourceSpec) -> FolderSource:
     train_root, eval_root = _layout(path)
     classes = _class_folders(train_root)
     if eval_root is None:
-        files, labels = _scan(train_root, classes, classes)
+        files, labels, others = _scan(train_root, classes, classes)
         rows = holdout_ids(labels, spec, path)
-        return FolderSource(labels[rows], tuple(classes), files, rows)
+        return FolderSource(labels[rows], tuple(classes), files, rows, others)
     refuse_holdout(spec, path)
     root, names = train_root, classes
     if spec.split == "eval":
@@ -69,8 +75,8 @@ def open_folder(spec: SourceSpec) -> FolderSource:
                 f"{eval_root} has the class folder {extra[0]!r}, but {train_root} has none of that name",
                 fix="use the same class names in both; the training split must have every class",
             )
-    files, labels = _scan(root, names, classes)
-    return FolderSource(labels, tuple(classes), files, np.arange(len(labels)))
+    files, labels, others = _scan(root, names, classes)
+    return FolderSource(labels, tuple(classes), files, np.arange(len(labels)), others)
 
 
 class _Files:
@@ -139,13 +145,14 @@ def _class_folders(root: str) -> list[str]:
     return sorted(classes)
 
 
-def _scan(root: str, names: list[str], classes: list[str]) -> tuple[_Files, Labels]:
-    """All images of the class folders `names`, labelled by their place among `classes`."""
+def _scan(root: str, names: list[str], classes: list[str]) -> tuple[_Files, Labels, Counter[str]]:
+    """All images of the class folders `names`, labelled by their place among `classes`; and other files' endings."""
     folders: list[tuple[str, list[str]]] = []
     labels: list[NDArray[np.int64]] = []
     number = {name: i for i, name in enumerate(classes)}
+    others: Counter[str] = Counter()
     for name in names:
-        unknown: set[str] = set()
+        unknown: Counter[str] = Counter()
         found = sorted(_walk(str(Path(root, name)), unknown))
         count = sum(len(images) for _, images in found)
         if count == 0:
@@ -156,10 +163,11 @@ def _scan(root: str, names: list[str], classes: list[str]) -> tuple[_Files, Labe
             )
         folders += found
         labels.append(np.full(count, number[name], dtype=np.int64))
-    return _Files(folders), np.concatenate(labels)
+        others += unknown
+    return _Files(folders), np.concatenate(labels), others
 
 
-def _walk(top: str, unknown: set[str]) -> Iterator[tuple[str, list[str]]]:
+def _walk(top: str, unknown: Counter[str]) -> Iterator[tuple[str, list[str]]]:
     """Every folder from `top` down with its sorted image names; notes other files' endings in `unknown`."""
     pending: list[tuple[str, frozenset[tuple[int, int]]]] = [(top, frozenset())]
     while pending:
@@ -177,12 +185,17 @@ def _walk(top: str, unknown: set[str]) -> Iterator[tuple[str, list[str]]]:
             elif _is_folder(entry):
                 pending.append((entry.path, above | {identity}))
             elif not known:
-                unknown.add(Path(entry.name).suffix or entry.name)
+                unknown[file_ending(entry.name)] += 1
             elif entry.is_file():
                 images.append(entry.name)
             else:
                 raise UserError(f"{entry.path} is not a regular file", fix="remove it from the data")
         yield folder, sorted(images)
+
+
+def file_ending(name: str) -> str:
+    """What a file's name says about its kind: the ending, or the name if it has none."""
+    return Path(name).suffix.lower() or name
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:

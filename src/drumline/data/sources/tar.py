@@ -8,6 +8,7 @@ links among the images, absolute names and `..`, sparse members, and images outs
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drumline.data.sources.base import Images, MappedFiles, SourceSpec, holdout_ids, map_file, refuse_holdout
-from drumline.data.sources.folder import EVAL_FOLDERS, EXTENSIONS, SPLIT_LIKE
+from drumline.data.sources.folder import EVAL_FOLDERS, EXTENSIONS, SPLIT_LIKE, file_ending
 from drumline.errors import UserError
 
 COMPRESSED = {
@@ -87,7 +88,14 @@ def open_tar(spec: SourceSpec) -> TarFiles:
     found = _images(root, names, classes, file)
     labels = np.array([image.label for image in found], dtype=np.int64)
     rows = np.arange(len(found), dtype=np.int64) if evaluation else holdout_ids(labels, spec, str(file))
-    return TarFiles(file, tuple(classes), found, rows, members - len(found))
+    source = TarFiles(file, tuple(classes), found, rows, members - len(found))
+    source.passed_over = Counter(
+        file_ending(other)
+        for name in names
+        for folder in _walk(root.folders[name])
+        for other in folder.others
+    )
+    return source
 
 
 @dataclass(frozen=True, slots=True)
