@@ -236,10 +236,10 @@ def test_files_that_are_passed_over_are_counted_by_their_endings(tmp_path):
     assert len(source) == 3
     assert source.passed_over == {".heic": 2, ".txt": 1, "README": 1}
     assert passed_over_words(source) == (
-        "4 files are passed over, not images by their endings: .heic 2, .txt 1, README 1"
+        "4 files that are not images by their endings and are passed over: .heic 2, .txt 1, README 1"
     )
     source.passed_over = Counter([".gif"])
-    assert passed_over_words(source) == "1 file is passed over, not images by their endings: .gif 1"
+    assert passed_over_words(source) == "1 file that is not an image by its ending and is passed over: .gif 1"
 
 
 def test_refuses_eval_without_split_or_holdout(tmp_path):

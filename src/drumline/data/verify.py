@@ -283,9 +283,7 @@ def _open_splits(path: Path, name: str) -> tuple[list[_Split], list[Finding]]:
                 opened.check()
             splits.append(_Split(side, spec, opened))
             if isinstance(opened, EncodedSource) and (words := passed_over_words(opened)):
-                findings.append(
-                    Finding(side, -1, "passed-over", str(path), f"has others beside its images: {words}")
-                )
+                findings.append(Finding(side, -1, "passed-over", str(path), f"has {words}"))
         except NoEvalSplit:
             continue
         except UserError as error:

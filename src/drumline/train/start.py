@@ -286,7 +286,7 @@ def _opening_words(
     ]
     sides = (("training", sets.train), ("evaluation", sets.eval))
     words += [
-        f"WARNING: {side} set: {passed_over_words(source)}"
+        f"WARNING: the {side} set has {passed_over_words(source)}"
         for side, source in (sides[:1] if recipe.data.holdout else sides)  # a holdout is of the same folders
         if isinstance(source, EncodedSource) and source.passed_over
     ]

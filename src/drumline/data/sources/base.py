@@ -117,8 +117,13 @@ def passed_over_words(source: EncodedSource) -> str:
     if not endings:
         return ""
     some = ", ".join(f"{ending} {number:,}" for ending, number in endings[:5])
-    files = f"{source.passed_over.total():,} file{'s are' if source.passed_over.total() > 1 else ' is'}"
-    return f"{files} passed over, not images by their endings: {some}{', ...' if len(endings) > 5 else ''}"
+    number = source.passed_over.total()
+    files = (
+        "1 file that is not an image by its ending and is"
+        if number == 1
+        else f"{number:,} files that are not images by their endings and are"
+    )
+    return f"{files} passed over: {some}{', ...' if len(endings) > 5 else ''}"
 
 
 class MappedFiles(EncodedSource):
