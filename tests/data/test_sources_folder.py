@@ -238,8 +238,11 @@ def test_files_that_are_passed_over_are_counted_by_their_endings(tmp_path):
     assert passed_over_words(source) == (
         "4 files that are not images by their endings and are passed over: .heic 2, .txt 1, README 1"
     )
-    source.passed_over = Counter([".gif"])
-    assert passed_over_words(source) == "1 file that is not an image by its ending and is passed over: .gif 1"
+    source.passed_over = Counter([".g\x1bif"])
+    assert (
+        passed_over_words(source)
+        == "1 file that is not an image by its ending and is passed over: .g\\x1bif 1"
+    )
 
 
 def test_refuses_eval_without_split_or_holdout(tmp_path):

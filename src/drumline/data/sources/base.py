@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drumline.errors import UserError
+from drumline.observe.wording import printable
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -87,13 +88,14 @@ class PooledSource(ArraySource):
 class EncodedSource(ABC):
     """A set of image files: `read` gives a sample's bytes, `where` its path for messages."""
 
+    passed_over: Counter[str] = Counter()
+    """Files beside the images that are not taken for images, by their endings. Replaced, never added to."""
+
     def __init__(self, name: str, labels: Labels, classes: tuple[str, ...]) -> None:
         assert labels.dtype == np.int64, labels.dtype
         assert len(labels) > 0
         assert 0 <= labels.min() <= labels.max() < len(classes)
         self.name, self.labels, self.classes = name, labels, classes
-        self.passed_over: Counter[str] = Counter()
-        """Files beside the images that are not taken for images, by their endings."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -116,7 +118,7 @@ def passed_over_words(source: EncodedSource) -> str:
     endings = sorted(source.passed_over.items(), key=lambda each: (-each[1], each[0]))
     if not endings:
         return ""
-    some = ", ".join(f"{ending} {number:,}" for ending, number in endings[:5])
+    some = ", ".join(f"{printable(ending)} {number:,}" for ending, number in endings[:5])
     number = source.passed_over.total()
     files = (
         "1 file that is not an image by its ending and is"
