@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections import Counter
 from pathlib import Path
 from typing import Literal
 
@@ -238,7 +237,7 @@ def test_files_that_are_passed_over_are_counted_by_their_endings(tmp_path):
     assert passed_over_words(source) == (
         "4 files that are not images by their endings and are passed over: .heic 2, .txt 1, README 1"
     )
-    source.passed_over = Counter([".g\x1bif"])
+    source.passed_over = {".g\x1bif": 1}
     assert (
         passed_over_words(source)
         == "1 file that is not an image by its ending and is passed over: .g\\x1bif 1"

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import mmap
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -88,8 +88,8 @@ class PooledSource(ArraySource):
 class EncodedSource(ABC):
     """A set of image files: `read` gives a sample's bytes, `where` its path for messages."""
 
-    passed_over: Counter[str] = Counter()
-    """Files beside the images that are not taken for images, by their endings. Replaced, never added to."""
+    passed_over: Mapping[str, int] = MappingProxyType({})
+    """How many files beside the images are not taken for images, by their endings."""
 
     def __init__(self, name: str, labels: Labels, classes: tuple[str, ...]) -> None:
         assert labels.dtype == np.int64, labels.dtype
@@ -119,7 +119,7 @@ def passed_over_words(source: EncodedSource) -> str:
     if not endings:
         return ""
     some = ", ".join(f"{printable(ending)} {number:,}" for ending, number in endings[:5])
-    number = source.passed_over.total()
+    number = sum(source.passed_over.values())
     files = (
         "1 file that is not an image by its ending and is"
         if number == 1
