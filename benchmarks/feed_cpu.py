@@ -36,7 +36,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from cutters import PILLOW, Cutter, cutters
 from drumline.data.ledger import Ledger
@@ -45,7 +44,7 @@ from drumline.data.order import training_requests
 from drumline.data.sources import EncodedSource, SourceSpec
 from drumline.data.views import View
 from drumline.launch.machine import usable_cores
-from feeds import Files
+from feeds import Files, torch_loader, torchvision_transform
 from photographs import VERSION, lay_in_folders, machine, photographs
 from pixels import Difference
 
@@ -176,31 +175,22 @@ def ours(
 
 def data_loader(source: EncodedSource, size: int, workers: int, batch: int) -> Generator[int, None, None]:
     """Sizes of the batches of torch's DataLoader, with torchvision's transforms where they are installed."""
-    files = Files(source, 10**6, torchvision_transform(size) or PillowTransform(size))
-    loader = DataLoader(
-        files,
-        min(batch, len(source)),
-        shuffle=True,
-        num_workers=workers,
-        persistent_workers=True,
-        prefetch_factor=4,
-    )
-    for images, _ in loader:
+    files = Files(source, 10**6, installed_transform(size) or PillowTransform(size))
+    for images, _ in torch_loader(files, min(batch, len(source)), workers):
         yield len(images)
 
 
-def torchvision_transform(size: int) -> Callable[[Any], Tensor] | None:
+def installed_transform(size: int) -> Callable[[Any], Tensor] | None:
     """torchvision's own, or nothing where it cannot be had."""
     try:
-        from torchvision.transforms import v2
+        return torchvision_transform(size)
     except Exception:  # not installed, or not fitting this torch, which raises nearly anything
         return None
-    return v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), v2.PILToTensor()])  # type: ignore[no-any-return]
 
 
 def torchvision_transforms(size: int) -> dict[str, Cutter]:
     """As a contestant: it draws its own boxes, so its pixels cannot be compared."""
-    transform = torchvision_transform(size)
+    transform = installed_transform(size)
     if transform is None:
         return {}
     return {

@@ -87,22 +87,31 @@ class Files(Dataset[Any]):
         return (self.transform(image) if self.transform else image), self.labels[index]
 
 
-def data_loader(source: EncodedSource, plan: Plan) -> Feed:
-    """torch's DataLoader with torchvision's transforms."""
+def torchvision_transform(size: int) -> Callable[[Any], Tensor]:
+    """Random resized crop and mirror of a PIL image, as torchvision has them."""
     from torchvision.transforms import v2
 
-    transform = v2.Compose([v2.RandomResizedCrop(plan.size), v2.RandomHorizontalFlip(), v2.PILToTensor()])
-    loader = DataLoader(
-        Files(source, _endless(plan), transform),
-        batch_size=plan.batch,
+    return v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), v2.PILToTensor()])  # type: ignore[no-any-return]
+
+
+def torch_loader(files: Files, batch: int, workers: int, pin: bool = False) -> DataLoader[Any]:
+    """torch's DataLoader as a careful person sets it up."""
+    return DataLoader(
+        files,
+        batch_size=batch,
         shuffle=True,
-        num_workers=plan.workers,
-        pin_memory=plan.device.type == "cuda",
+        num_workers=workers,
+        pin_memory=pin,
         persistent_workers=True,
         prefetch_factor=4,
         drop_last=True,
     )
-    for images, labels in loader:
+
+
+def data_loader(source: EncodedSource, plan: Plan) -> Feed:
+    """torch's DataLoader with torchvision's transforms."""
+    files = Files(source, _endless(plan), torchvision_transform(plan.size))
+    for images, labels in torch_loader(files, plan.batch, plan.workers, pin=plan.device.type == "cuda"):
         yield images.to(plan.device, non_blocking=True), labels.to(plan.device, non_blocking=True)
 
 

@@ -56,8 +56,8 @@ def usual_kinds(image: Image.Image, quality: int, draw: np.random.Generator) -> 
         "fill bytes before a marker": plain[:2] + b"\xff\xff" + plain[2:],
         "progressive": jpeg(image, quality, progressive=True),
         "progressive grey": jpeg(grey, quality, progressive=True),
-        "extended frame (SOF1)": plain.replace(b"\xff\xc0", b"\xff\xc1", 1),
-        "extended frame, tables above 255": jpeg(image, 100, qtables=[[400] * 64]),
+        "extended frame (SOF1)": extended(plain),
+        "extended frame, tables above 255": extended(with_wide_tables(plain, times=260)),
         "grey with factors 2x2": jpeg(grey, quality, subsampling="4:2:0"),
     }
 
@@ -122,15 +122,21 @@ def with_jfif(data: bytes) -> bytes:
     return data[:2] + b"\xff\xe0\0\x10JFIF\0\1\1\0\0\1\0\1\0\0" + data[2:]
 
 
-def with_wide_tables(data: bytes) -> bytes:
-    """With its quantisation tables written as 16-bit numbers."""
+def extended(data: bytes) -> bytes:
+    """A baseline file under the marker of the extended ones, which may do more."""
+    return data.replace(b"\xff\xc0", b"\xff\xc1", 1)
+
+
+def with_wide_tables(data: bytes, times: int = 1) -> bytes:
+    """With its quantisation tables written as 16-bit numbers, multiplied."""
     parts, at = [data[:2]], 2
     while data[at + 1] != 0xDA:
         end = at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
         if data[at + 1] == 0xDB:
             tables = [data[first : first + 65] for first in range(at + 4, end, 65)]
             wide = b"".join(
-                bytes([0x10 | table[0]]) + b"".join(b"\0" + bytes([value]) for value in table[1:])
+                bytes([0x10 | table[0]])
+                + struct.pack(">64H", *(min(value * times, 0xFFFF) for value in table[1:]))
                 for table in tables
             )
             parts.append(b"\xff\xdb" + struct.pack(">H", 2 + len(wide)) + wide)

@@ -28,8 +28,8 @@ from PIL import Image
 from drumline.data.choose import gpu_unavailable
 from drumline.data.gpu import Layout, Places, place
 from drumline.data.gpu.nvjpeg import PlaneDecoder
-from drumline.data.gpu.rule import decodes_equal, layout_of
-from drumline.data.jpeg import JpegHeader, clean_end, read_header
+from drumline.data.gpu.rule import decodes_equal, layout_of, layout_of_file
+from drumline.data.jpeg import JpegHeader, chroma, read_header
 from jpeg_kinds import jpeg, unusual_samplings, usual_kinds
 from photographs import Pixels, machine, photographs
 
@@ -37,6 +37,15 @@ CHUNK_BYTES = 40_000_000
 """Compressed bytes decoded in one call."""
 TILES = 4096
 """Windows that one launch makes."""
+FORCED = {
+    "grey": Layout.GREY,
+    "444": Layout.YCC_444,
+    "422": Layout.YCC_422,
+    "420": Layout.YCC_420,
+    "440": Layout.YCC_440,
+    "other": Layout.YCC_422,
+}
+"""Where files go that the rule refuses, by their chroma; 4:1:1 finds more room than it needs."""
 
 
 class Sample(NamedTuple):
@@ -73,10 +82,11 @@ def main() -> int:
         headers = [_header(sample.data) for sample in chunk]
         apart: Sequence[int | None] = [0] * len(chunk) if asked.dry else differences(chunk, headers, device)
         for sample, header, difference in zip(chunk, headers, apart, strict=True):
-            reason = why_not(sample.data, header)
-            count = counts.setdefault((not reason, sample.origin, sample.kind), Count())
+            accepted = layout_of_file(sample.data) is not None
+            count = counts.setdefault((accepted, sample.origin, sample.kind), Count())
             count.files += 1
-            count.reasons.add(reason)
+            if not accepted:
+                count.reasons.add(decodes_equal(header) or "restart markers out of place")
             count.refused += difference is None
             count.equal += difference == 0
             count.largest = max(count.largest, difference or 0)
@@ -147,13 +157,6 @@ def whole_image(arena: torch.Tensor, places: Places, number: int) -> Pixels:
     return image
 
 
-def why_not(data: bytes, header: JpegHeader) -> str:
-    """What the loader goes by: the rule, and for files with restart markers their order."""
-    if header.restart_interval and not clean_end(data, header):
-        return "restart markers out of place"
-    return decodes_equal(header)
-
-
 @cache
 def _decoder(device: torch.device) -> PlaneDecoder:
     return PlaneDecoder(device)
@@ -169,19 +172,7 @@ def _resampler(device: torch.device, side: int) -> Any:
 def _forced(header: JpegHeader) -> Layout:
     """The layout of a file, or the nearest to it if the rule refuses."""
     layout = layout_of(header)
-    if layout is not None:
-        return layout
-    if header.components == 1:
-        return Layout.GREY
-    across, down = (max(factors[axis] for factors in header.sampling) for axis in (0, 1))
-    chroma_across, chroma_down = header.sampling[1]
-    halves = (across > chroma_across, down > chroma_down)
-    return {
-        (False, False): Layout.YCC_444,
-        (True, False): Layout.YCC_422,
-        (True, True): Layout.YCC_420,
-        (False, True): Layout.YCC_440,
-    }[halves]
+    return layout if layout is not None else FORCED[chroma(header)]
 
 
 def _header(data: bytes) -> JpegHeader:

@@ -36,8 +36,7 @@ from PIL import Image
 from cutters import cutters, turned
 from drumline import native
 from drumline.data.choose import gpu_unavailable
-from drumline.data.gpu.rule import layout_of
-from drumline.data.jpeg import read_header
+from drumline.data.gpu.rule import layout_of_file
 from drumline.data.ledger import Ledger
 from drumline.data.loader import Workers, batches
 from drumline.data.order import evaluation_requests
@@ -242,10 +241,7 @@ def ways(
     if reason := gpu_unavailable(device):
         missing.append(f"Drumline, GPU decode: left out ({reason})")
     else:
-        on_gpu = sum(
-            (header := read_header(data)) is not None and layout_of(header) is not None
-            for data in photos.data
-        )
+        on_gpu = sum(layout_of_file(data) is not None for data in photos.data)
         name = f"Drumline, GPU decode ({on_gpu} of {len(photos.data)} decoded there)"
         yield name, by_loader(source, folder, view, replace(workers, decode="gpu"), device)
     each, more = cutters(view)

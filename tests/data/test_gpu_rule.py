@@ -10,14 +10,18 @@ import pytest
 from PIL import Image
 
 from drumline.data.gpu import Layout, place
-from drumline.data.gpu.rule import MAX_SIDE, decodes_equal, layout_of
+from drumline.data.gpu.rule import MAX_SIDE, decodes_equal, layout_of, layout_of_file
 from drumline.data.jpeg import JpegHeader, read_header
 
 
-def header(mode: str = "RGB", **save: object) -> JpegHeader:
+def jpeg(mode: str = "RGB", **save: object) -> bytes:
     file = io.BytesIO()
     Image.new(mode, (40, 30)).save(file, "JPEG", **save)
-    read = read_header(file.getvalue())
+    return file.getvalue()
+
+
+def header(mode: str = "RGB", **save: object) -> JpegHeader:
+    read = read_header(jpeg(mode, **save))
     assert read is not None
     return read
 
@@ -63,6 +67,14 @@ def test_kinds_that_were_proved_equal_go_to_the_gpu(made: JpegHeader, layout: La
 def test_anything_else_stays_on_the_cpu_with_a_reason(made: JpegHeader, reason: str) -> None:
     assert reason in decodes_equal(made)
     assert layout_of(made) is None
+
+
+def test_a_file_goes_by_its_header_and_its_restart_markers() -> None:
+    restarts = jpeg(restart_marker_blocks=2)
+    assert layout_of_file(restarts) == layout_of_file(jpeg()) == Layout.YCC_420
+    assert layout_of_file(restarts.replace(b"\xff\xd1", b"\xff\xd3", 1)) is None, "one is out of order"
+    assert layout_of_file(jpeg(progressive=True)) is None
+    assert layout_of_file(b"GIF89a") is None
 
 
 def test_places_never_overlap_and_rows_are_aligned() -> None:

@@ -15,12 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 from drumline.data.batch import Coded
-from drumline.data.gpu import PITCH_MULTIPLE, Layout, place
+from drumline.data.gpu import PITCH_MULTIPLE, place
 from drumline.data.gpu.nvjpeg import NvJpegError, PlaneDecoder
 from drumline.data.gpu.resample import Resampler
-from drumline.data.gpu.rule import layout_of
+from drumline.data.gpu.rule import layout_of_file
 from drumline.data.gpu.share import Share
-from drumline.data.jpeg import clean_end, read_header
 from drumline.data.views import View
 from drumline.errors import UserError
 
@@ -61,7 +60,7 @@ class DeviceDecoder:
 
     def _learn(self, sample: int, address: int, length: int) -> int:
         """A sample's layout, by its bytes."""
-        layout = _layout(memoryview((ctypes.c_char * length).from_address(address)).cast("B"))
+        layout = layout_of_file(memoryview((ctypes.c_char * length).from_address(address)).cast("B"))
         self._layouts[sample] = _NOT_HERE if layout is None else layout
         return int(self._layouts[sample])
 
@@ -86,12 +85,3 @@ class DeviceDecoder:
         """Gives back what nvJPEG holds."""
         if self._planes is not None:
             self._planes.close()
-
-
-def _layout(data: memoryview) -> Layout | None:
-    """How a JPEG is decoded here. A file with restart markers must have each of them in its place: decoders differ in
-    how they find their way back."""
-    header = read_header(data)
-    if header is None or (header.restart_interval and not clean_end(data, header)):
-        return None
-    return layout_of(header)

@@ -17,7 +17,7 @@ to be asked too.
 from __future__ import annotations
 
 from drumline.data.gpu import Layout
-from drumline.data.jpeg import JpegHeader
+from drumline.data.jpeg import JpegHeader, clean_end, read_header
 
 MAX_SIDE = 16_384
 MAX_PIXELS = 24_000_000
@@ -51,6 +51,15 @@ def layout_of(header: JpegHeader) -> Layout | None:
     if decodes_equal(header):
         return None
     return Layout.RGB_PLANES if _stores_rgb(header) else _LAYOUTS[header.sampling]
+
+
+def layout_of_file(data: bytes | memoryview) -> Layout | None:
+    """The same from a file's bytes: what a feed goes by. A file with restart markers must have each of them in its
+    place: decoders differ in how they find their way back."""
+    header = read_header(data)
+    if header is None or (header.restart_interval and not clean_end(data, header)):
+        return None
+    return layout_of(header)
 
 
 _LAYOUTS = {
