@@ -94,6 +94,10 @@ def test_no_time_is_asked_for_before_it_has_come() -> None:
     share = Share()
     for number in range(40):
         share.handed(Event(10.0 * number, now=0.0), Event(10.0 * number + 1, now=0.0))  # type: ignore[arg-type]
+    share = Share()
+    share.handed(Event(0.0, now=500.0), Event(1.0, now=500.0))  # type: ignore[arg-type]
+    for number in range(40):  # each came in time, but the step has not yet got as far as wanting the next
+        share.handed(Event(1000.0 + number, now=500.0), Event(0.0, now=500.0))  # type: ignore[arg-type]
     assert share.value == 0.0
 
 

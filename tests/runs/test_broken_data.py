@@ -103,6 +103,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Damaged:
     kinds[odd.rename(odd.with_name(os.fsdecode(b"arch\xff\tive\n.jpg")))] = kinds.pop(odd)
     assert len(kinds) > len(KINDS) >= 12
     assert sum(1 for _ in (folder / "set/train").rglob("*.*")) % 20 == 0, "every epoch meets every sample"
+    (folder / "set/train/class0/notes.txt").write_text("no image")
     broken = {
         file for file, kind in kinds.items()
         if kind.outcome == "bad" or (kind.outcome == "either" and refused(file))
@@ -135,6 +136,13 @@ def test_what_was_broken_is_told_at_the_end(damaged: Damaged) -> None:
         )
         assert "set/train/class0/empty.jpg is empty (0 bytes)" in told
     assert "Traceback" not in damaged.told
+
+
+def test_files_that_are_passed_over_are_told_at_the_start(damaged: Damaged) -> None:
+    words = (
+        "WARNING: the training set has 1 file that is not an image by its ending and is passed over: .txt 1"
+    )
+    assert words in damaged.told.split("epoch 1")[0]
 
 
 def test_verify_agrees_with_the_run(damaged: Damaged) -> None:
