@@ -9,9 +9,9 @@ few of 16,384 x 40 up to 6000 x 4000; in 4:4:4, 4:2:2, 4:2:0, 4:4:0 (each sampli
 grey and RGB; qualities 1 to 100; fixed and optimised Huffman tables; restart markers; EXIF; with and without JFIF
 and Adobe markers; 16-bit quantisation tables. What is left to the CPU, forced through the engine: progressive files
 and 4:1:1 are refused there, grey with sampling factors other than 1 x 1 comes out wrong. SOF1 frames came out right
-when they were baseline files under another marker, and wrong with quantisation tables above 255 when the rule was
-found. The engine reports success for files that are cut off or damaged inside, so `drumline.data.jpeg.clean_end` has
-to be asked too.
+when they were baseline files under another marker, and wrong (58 of 60) with quantisation tables above 255. The
+engine reports success for files that are cut off or damaged inside, so `drumline.data.jpeg.clean_end` has to be asked
+too.
 """
 
 from __future__ import annotations
