@@ -22,17 +22,26 @@ Train PyTorch vision models on a CPU, a GPU, many GPUs or many machines, with th
 
 commands:
   train    train a model:            drumline train --model.name resnet50 --data.path photos
+  distill  teach a small model:      drumline distill --distill.teacher_weights runs/photos-resnet50-1
+                                       --model.name resnet18 --data.path photos
   eval     score a run or weights:   drumline eval runs/photos-resnet50-1
   pack     pack a data set:          drumline pack photos photos.packed
   verify   check a data set or run:  drumline verify photos
   doctor   examine this machine:     drumline doctor
-  demo     a small run, from data to weights, on the embedded digits
+  demo     a teacher and its student, from data to weights, on the embedded digits
 
 `drumline COMMAND --help` teaches each one.
 """
 
 TRAIN_HELP = """Train a model. Everything has a default: `drumline train` alone trains on the embedded
 digits. The run folder holds the recipe, metrics, checkpoints and weights."""
+
+DISTILL_HELP = """Teach a student by a trained teacher. All that `train` does, with the loss
+  r x cross-entropy + a x kd + b x METHOD
+where the weights and the temperature T default to each method's paper. The teacher is a run folder, a
+checkpoint or a weights file; its accuracy is measured first. A published recipe comes by its name:
+  drumline distill cifar100/dkd/resnet56-resnet20 --data.path cifar100 --distill.teacher_weights runs/r56
+`drumline distill --presets` lists them."""
 
 EVAL_HELP = """Score a trained model: every sample once, on any number of processes. Takes a run folder,
 a checkpoint or a weights file first; a run brings its own recipe, flags change it."""
@@ -92,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.append(here)
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": train,
+        "distill": distill,
         "eval": evaluate,
         "pack": pack,
         "verify": verify,
@@ -132,7 +142,10 @@ def train(words: list[str]) -> int:
     """`drumline train`: one run of a recipe."""
     from drumline.arguments import describe, parse
 
+    words = _with_preset(words)
     invocation = parse(words, "train", TRAIN_HELP)
+    if "distill.teacher_weights" in invocation.came_from:
+        raise UserError("distill.teacher_weights: train has no teacher", "use drumline distill")
     if invocation.dry_run:
         print(describe(invocation.recipe, invocation.came_from), end="")
         print(_what_would_happen(invocation.recipe), file=sys.stderr)
@@ -141,6 +154,26 @@ def train(words: list[str]) -> int:
     from drumline.launch.worker import run
 
     return run(["train", *words], invocation.recipe, "drumline.train.loop:train")
+
+
+def distill(words: list[str]) -> int:
+    """`drumline distill`: one run of a recipe with a teacher."""
+    from drumline.arguments import describe, parse
+    from drumline.distill.presets import listing
+
+    if words == ["--presets"]:
+        print(listing(), end="")
+        return 0
+    words = _with_preset(words)
+    invocation = parse(words, "distill", DISTILL_HELP)
+    if invocation.dry_run:
+        print(describe(invocation.recipe, invocation.came_from), end="")
+        print(_what_would_happen(invocation.recipe, distils=True), file=sys.stderr)
+        return 0
+
+    from drumline.launch.worker import run
+
+    return run(["distill", *words], invocation.recipe, "drumline.distill.run:distill")
 
 
 def evaluate(words: list[str]) -> int:
@@ -237,7 +270,14 @@ def demo(words: list[str]) -> int:
     return 0
 
 
-def _what_would_happen(recipe: Recipe) -> str:
+def _with_preset(words: list[str]) -> list[str]:
+    """The words with the name of a published recipe, if they start with one, replaced by what it stands for."""
+    from drumline.distill.presets import is_preset, preset_words
+
+    return [*preset_words(words[0]), *words[1:]] if words and is_preset(words[0]) else words
+
+
+def _what_would_happen(recipe: Recipe, distils: bool = False) -> str:
     """The line below a dry run's recipe. Does not look at the machine, so `auto` stays a rule."""
     parallel = recipe.parallel
     processes = (
@@ -247,7 +287,10 @@ def _what_would_happen(recipe: Recipe) -> str:
     )
     length = f"{recipe.train.steps:,} steps" if recipe.train.steps else f"{recipe.train.epochs:g} epochs"
     name = "a new folder" if recipe.run.name == "auto" else recipe.run.name
+    by = ""
+    if distils:
+        by = f" by {'+'.join(recipe.distill.method)} from {', '.join(recipe.distill.teacher_weights) or 'no teacher'}"
     return (
-        f"would train {recipe.model.name} for {length} with {processes} on {parallel.nodes} machine(s) and write "
+        f"would train {recipe.model.name}{by} for {length} with {processes} on {parallel.nodes} machine(s) and write "
         f"{recipe.run.dir}/ ({name}); nothing was started"
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 AutoInt = int | Literal["auto"]
+AutoFloat = float | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +175,49 @@ class Train:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Distill:
+    """How a student learns from a teacher. Only `drumline distill` reads this section."""
+
+    teacher: tuple[str, ...] = ()
+    """Model name of the teacher; several make an ensemble. Empty: the model of the run that `teacher_weights` names."""
+    teacher_weights: tuple[str, ...] = ()
+    """Run folder, checkpoint or weights file of each teacher."""
+    method: tuple[str, ...] = ("kd",)
+    """`kd`, `dkd`, `dist`, `hint`, `attention`, `similarity`, `correlation`, `vid`, `rkd`, `pkt`, `crd`, `reviewkd`,
+    `ofd`, `factor`, `nst`, `kdsvd`, `fsp`, `abound`, `srd`; several as `crd,rkd`. kd joins any of them by its weight
+    `a`."""
+    r: AutoFloat = "auto"
+    """Weight of the labels' cross-entropy. `auto`: the method's paper."""
+    a: AutoFloat = "auto"
+    """Weight of kd, the divergence of softened logits. `auto`: the method's paper."""
+    b: tuple[float, ...] = ()
+    """Weight of each other method, in their order. Empty: their papers."""
+    T: AutoFloat = "auto"
+    """Temperature of the logits. `auto`: the method's paper."""
+    standardise: bool = False
+    """Standardise logits (z-score of each row) before methods that compare them."""
+    options: tuple[str, ...] = ()
+    """A method's own numbers, as `beta:2,warmup:20`, or `dkd.beta:2` where two methods are combined."""
+    initial_epochs: AutoFloat = "auto"
+    """Length of the initial stage of fsp, abound and factor. `auto`: the method's paper."""
+    student_taps: str = ""
+    """Where taps lie in a student that is not one of ours, as `stage1=layer1 pooled=fc:input`. Empty: found."""
+    teacher_taps: str = ""
+    """The same for the teacher."""
+    teacher_precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Arithmetic of the teacher. `auto`: as the student's."""
+    ensemble: Literal["probabilities", "logits"] = "probabilities"
+    """What of several teachers is averaged: their softened probabilities, or their logits."""
+    shares: tuple[float, ...] = ()
+    """Weight of each teacher in the mean. Empty: equal."""
+    cache: str = ""
+    """Folder that keeps the teacher's outputs. Filled on first use; later runs of any student, batch or number of
+    processes read it, and the teacher is not computed again. Empty: the teacher runs at every step."""
+    cache_top: int = 0
+    """Keep only this many of a sample's logits, the largest; the rest share their probability. 0: all."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Parallel:
     """How the work is laid over processes and machines."""
 
@@ -225,6 +269,7 @@ class Recipe:
     model: Model = field(default_factory=Model)
     optim: Optim = field(default_factory=Optim)
     train: Train = field(default_factory=Train)
+    distill: Distill = field(default_factory=Distill)
     parallel: Parallel = field(default_factory=Parallel)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 

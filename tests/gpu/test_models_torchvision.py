@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drumline.models.pool import pool_to
 from drumline.models.registry import IMAGENET, create_model
-from drumline.models.vgg import pool_to_grid
 from drumline.models.weights import export_weights, load_weights
 
 # cuBLAS reads this when its first handle is made; without it deterministic algorithms refuse matrix products.
@@ -150,7 +150,7 @@ def test_pooling_to_the_grid_is_adaptive_pooling(side: int) -> None:
     weights = torch.randn(2, 8, 7, 7, device="cuda")
     (expected_grad,) = torch.autograd.grad((F.adaptive_avg_pool2d(x, 7) * weights).sum(), x)
     torch.use_deterministic_algorithms(True)
-    pooled = pool_to_grid(x)
+    pooled = pool_to(x, (7, 7))
     (grad,) = torch.autograd.grad((pooled * weights).sum(), x)
     torch.testing.assert_close(pooled, F.adaptive_avg_pool2d(x, 7), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(grad, expected_grad, atol=1e-5, rtol=1e-5)

@@ -35,6 +35,7 @@ class Purpose(IntEnum):
     JITTER = 11
     RANDAUGMENT = 12
     SUBSTITUTE = 13
+    BANK = 14
 
 
 def bits(

@@ -190,7 +190,7 @@ def _on_device(asked: _Asked, device: torch.device) -> Generator[Ready, None, No
                 copied.record(stream)
                 for buffer in (pixels, made.coded.data) if made.coded else (pixels,):
                     room.give_back(buffer, copied)
-                others = (tensor.pin_memory().to(device, non_blocking=True) for tensor in batch[1:])
+                others = (tensor.pin_memory().to(device, non_blocking=True) for tensor in batch[1:4])
                 moved = Batch(apply(images, made.plan) if made.plan else images, *others)
                 ready = torch.cuda.Event(enable_timing=asked.share is not None)
                 ready.record(stream)
@@ -208,6 +208,6 @@ def _handed_over(batch: Batch, ready: torch.cuda.Event | None, device: torch.dev
     if ready is not None:
         stream = torch.cuda.current_stream(device)
         stream.wait_event(ready)
-        for tensor in batch:
+        for tensor in batch[:4]:
             tensor.record_stream(stream)
     return batch

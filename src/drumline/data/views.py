@@ -25,6 +25,9 @@ MIX_COLUMNS = 6
 """Per sample: pixel share, label share, and the box (x0, y0, x1, y1) that takes the partner's pixels."""
 
 
+NOTHING = torch.empty((0, 0), dtype=torch.uint8)
+
+
 class Batch(NamedTuple):
     """What travels from the loader to the step."""
 
@@ -36,6 +39,8 @@ class Batch(NamedTuple):
     """(n,) int64, the sample ids asked for (a broken one's id stays, though a substitute is shown)."""
     mix: torch.Tensor
     """(n, MIX_COLUMNS) float32, or (n, 0) when nothing is mixed."""
+    extra: torch.Tensor = NOTHING
+    """(n, k) uint8: what an objective stored for each sample, such as its teacher's outputs; `NOTHING` without."""
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,18 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
+    def gather_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """The rows of all ranks, one below the other in rank order. `counts` are the ranks' numbers of rows, known to
+        each beforehand, so nobody has to ask."""
+        if self.size == 1:
+            return rows
+        assert len(rows) == counts[self.rank], (len(rows), counts, self.rank)
+        padded = rows.new_zeros((max(counts), *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rank 0's tensor on every rank, in place."""
         if self.size > 1:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drumline.errors import UserError
+from drumline.models.pool import pool_to
 from drumline.models.taps import (
     Output,
     TapInfo,
@@ -26,7 +26,7 @@ from drumline.models.taps import (
 )
 
 _WIDTHS = (64, 128, 256, 512, 512)
-_GRID = 7
+_GRID = (7, 7)
 
 
 class VGG(VisionModel):
@@ -55,7 +55,7 @@ class VGG(VisionModel):
             layers.append(nn.MaxPool2d(kernel_size=2, stride=2))
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Sequential(
-            nn.Linear(entry * _GRID * _GRID, 4096),
+            nn.Linear(entry * _GRID[0] * _GRID[1], 4096),
             nn.ReLU(inplace=True),
             nn.Dropout(),
             nn.Linear(4096, 4096),
@@ -74,7 +74,7 @@ class VGG(VisionModel):
         """Logits, or (logits, taps)."""
         _require_side(x, 32)
         if not taps:
-            return self.classifier(pool_to_grid(self.features(x)).flatten(1))
+            return self.classifier(pool_to(self.features(x), _GRID).flatten(1))
         seen: Taps = {}
         for index, layer in enumerate(self.features):
             name = self._tap_at.get(index)
@@ -84,7 +84,7 @@ class VGG(VisionModel):
             if name != "stem":
                 seen[f"{name}.pre"] = x
             x = seen[name] = F.relu(x)
-        x = pool_to_grid(x).flatten(1)
+        x = pool_to(x, _GRID).flatten(1)
         *hidden, dropout, head = self.classifier
         for layer in hidden:
             x = layer(x)
@@ -135,30 +135,6 @@ class CifarVGG(VisionModel):
             seen["pooled"] = x
         logits = self.classifier(x)
         return (logits, seen) if taps else logits
-
-
-def pool_to_grid(x: Tensor) -> Tensor:
-    """Adaptive mean pooling to 7x7, as torchvision's, by way of kernels whose backward is deterministic.
-
-    A 7x7 map is its own pool. A map that 7 divides is a plain average pool. Any other map goes through
-    torch's adaptive kernel, unless deterministic algorithms are asked for on a GPU, where that kernel has
-    none: then the same means are taken slice by slice, equal up to rounding.
-    """
-    height, width = x.shape[-2:]
-    if height == width == _GRID:
-        return x
-    if height % _GRID == 0 and width % _GRID == 0:
-        return F.avg_pool2d(x, (height // _GRID, width // _GRID))
-    if x.is_cuda and torch.are_deterministic_algorithms_enabled():
-        return _means(_means(x, 2), 3)
-    return F.adaptive_avg_pool2d(x, _GRID)
-
-
-def _means(x: Tensor, axis: int) -> Tensor:
-    """Means over the adaptive windows of one axis; window i spans floor(i n / 7) to ceil((i + 1) n / 7)."""
-    length = x.shape[axis]
-    windows = [(i * length // _GRID, -((i + 1) * length // -_GRID)) for i in range(_GRID)]
-    return torch.stack([x.narrow(axis, a, b - a).mean(axis) for a, b in windows], axis)
 
 
 def _conv_group(entry: int, width: int, count: int) -> nn.Sequential:

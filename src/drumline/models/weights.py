@@ -37,7 +37,21 @@ class WeightReport:
     """Tensors of the classifier that stayed as they were, since the file has another number of classes."""
 
 
-def load_weights(model: nn.Module, path: str | Path, *, strict_head: bool = False) -> WeightReport:
+@dataclass(frozen=True)
+class WeightFields:
+    """The recipe's fields that weights and their model come from, for messages."""
+
+    weights: str = "model.weights"
+    name: str = "model.name"
+
+
+def load_weights(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    strict_head: bool = False,
+    fields: WeightFields = WeightFields(),  # noqa: B008
+) -> WeightReport:
     """Fill the model, in place, from a file, a checkpoint folder or a run folder (see `resolve_weights`).
 
     Takes a bare state dict or one under `state_dict`, `model` or `model_state_dict`, with or without the
@@ -45,11 +59,11 @@ def load_weights(model: nn.Module, path: str | Path, *, strict_head: bool = Fals
     BatchNorm's batch counters may be missing, as in old files. A classifier with another number of classes is
     left as it is in the model, unless `strict_head`.
     """
-    file = resolve_weights(path)
+    file = resolve_weights(path, fields)
     found = _unwrapped(_read(file), model)
     fit = _fit(found, model)
     if fit.missing or fit.unexpected or fit.misshapen:
-        raise _misfit(file, found, model, fit)
+        raise _misfit(file, found, model, fit, fields)
     if fit.head and strict_head:
         raise UserError(
             f"{file} has another number of classes: {'; '.join(fit.head.values())}",
@@ -59,7 +73,7 @@ def load_weights(model: nn.Module, path: str | Path, *, strict_head: bool = Fals
     return WeightReport(file, len(fit.usable), tuple(fit.head))
 
 
-def resolve_weights(path: str | Path) -> Path:
+def resolve_weights(path: str | Path, fields: WeightFields = WeightFields()) -> Path:  # noqa: B008
     """The weights file that a path means.
 
     A file is itself. A folder gives its `model.safetensors` (a checkpoint), else `weights/best.safetensors`,
@@ -70,7 +84,7 @@ def resolve_weights(path: str | Path) -> Path:
         return path
     if not path.exists():
         raise UserError(
-            f"model.weights = {path}: no such file or folder",
+            f"{fields.weights} = {path}: no such file or folder",
             fix="give a weights file, a checkpoint or a run folder",
         )
     plain = ("model.safetensors", "weights/best.safetensors", "weights/last.safetensors")
@@ -218,7 +232,7 @@ def _unreadable(file: Path, error: Exception) -> UserError:
     )
 
 
-def _misfit(file: Path, found: State, model: nn.Module, fit: _Fit) -> UserError:
+def _misfit(file: Path, found: State, model: nn.Module, fit: _Fit, fields: WeightFields) -> UserError:
     parts = [
         f"{len(names)} tensors {what} ({_a_few(names)})"
         for what, names in (
@@ -230,7 +244,7 @@ def _misfit(file: Path, found: State, model: nn.Module, fit: _Fit) -> UserError:
     ]
     names = list(_fitting_names(found))
     fix = (
-        f"the file fits {' or '.join(names)}: set model.name to that"
+        f"the file fits {' or '.join(names)}: set {fields.name} to that"
         if names
         else "give this model's own weights"
     )

@@ -70,11 +70,19 @@ def without_sync(model: nn.Module, last: bool) -> AbstractContextManager[None]:
 
 
 class BufferMean:
-    """Averages the floating-point buffers (running statistics) over the ranks, in one message."""
+    """Averages the floating-point buffers (running statistics) over the ranks, in one message. Those of a part that
+    is in evaluation mode stay: nothing changes them, and a mean of equal numbers may round."""
 
     def __init__(self, module: nn.Module, world: World) -> None:
         self.world = world
-        self.buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+        found = {
+            id(buffer): buffer
+            for part in module.modules()
+            if part.training
+            for buffer in part.buffers(recurse=False)
+            if buffer.is_floating_point()
+        }
+        self.buffers = list(found.values())
 
     @torch.no_grad()
     def __call__(self) -> None:

@@ -1,7 +1,7 @@
 """Short numbers that stand for tensors, to compare ranks and runs.
 
 Promises: `fingerprint` is computed on the tensor's own device and changes with any bit, any swap of two values
-and any sign; `state_sha256` covers names, types, shapes and every byte of parameters, buffers and optimizer.
+and any sign; `state_sha256` covers names, types, shapes and every byte of parameters, buffers, optimizer and memory.
 Both are pure.
 """
 
@@ -46,9 +46,10 @@ def first_difference(names: Sequence[str], ranks: torch.Tensor) -> tuple[str, li
 
 
 def state_sha256(groups: Mapping[str, Mapping[str, torch.Tensor]]) -> str:
-    """The hash that two runs with the same bits share: the groups `model` and `optimizer`, sorted by name."""
+    """The hash that two runs with the same bits share: model, helpers, optimizer and the objective's memory, sorted
+    by name within each."""
     digest = hashlib.sha256()
-    for group in ("model", "optimizer"):
+    for group in ("model", "helpers", "optimizer", "memory"):
         for name in sorted(groups.get(group, {})):
             tensor = groups[group][name].detach().to("cpu").contiguous()
             digest.update(f"{group}/{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

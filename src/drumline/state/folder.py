@@ -66,22 +66,14 @@ class Opened:
 def open_run(recipe: Recipe, source: str) -> Opened:
     """Finds or makes the folder of a run. On the writing rank only."""
     base = Path(recipe.run.dir)
-    model = recipe.model.name.replace("/", "-").replace(":", "-")
     resume = recipe.checkpoint.resume
     elsewhere = find_checkpoint(Path(resume)) if resume not in ("auto", "never") else None
+    path = base / (claim_name(recipe, source) if recipe.run.name == "auto" else recipe.run.name)
     try:
-        base.mkdir(parents=True, exist_ok=True)
-        path = (
-            base / recipe.run.name
-            if recipe.run.name != "auto"
-            else next_free(base, f"{source.split(':')[0]}-{model}")
-        )
-        path.mkdir(exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
         lock = _lock(path)
     except OSError as error:
-        raise UserError(
-            f"cannot write the run folder in {base}: {error.strerror or error}", "give another --run.dir"
-        ) from error
+        raise _unwritable(base, error) from error
     notes: list[str] = []
     resume_from: Path | None = None
     holds_a_run = (path / "recipe.toml").exists() or bool(checkpoints(path / "checkpoints"))
@@ -109,6 +101,17 @@ def open_run(recipe: Recipe, source: str) -> Opened:
                 "give another --run.name to go on under, or the name of the run itself",
             )
     return Opened(path, resume_from, tuple(notes), lock)
+
+
+def claim_name(recipe: Recipe, source: str) -> str:
+    """A free name for a run, by its source and model; its folder is made."""
+    base = Path(recipe.run.dir)
+    model = recipe.model.name.replace("/", "-").replace(":", "-")
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        return next_free(base, f"{source.split(':')[0]}-{model}").name
+    except OSError as error:
+        raise _unwritable(base, error) from error
 
 
 def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
@@ -141,19 +144,20 @@ def evaluation_words(path: Path) -> list[str]:
 
 def repeatable(recipe: Recipe) -> Recipe:
     """The recipe as it is saved: it starts the same run again, from any folder, in a run folder of its own."""
-    paths = {
-        name: str(Path(value).resolve()) if value and Path(value).exists() else value
-        for name, value in (
-            ("data", recipe.data.path),
-            ("weights", recipe.model.weights),
-            ("dir", recipe.run.dir),
-        )
-    }
+
+    def whole(path: str) -> str:
+        return str(Path(path).resolve()) if path and Path(path).exists() else path
+
     return replace(
         recipe,
-        run=replace(recipe.run, name="auto", dir=paths["dir"]),
-        data=replace(recipe.data, path=paths["data"]),
-        model=replace(recipe.model, weights=paths["weights"]),
+        run=replace(recipe.run, name="auto", dir=whole(recipe.run.dir)),
+        data=replace(recipe.data, path=whole(recipe.data.path)),
+        model=replace(recipe.model, weights=whole(recipe.model.weights)),
+        distill=replace(
+            recipe.distill,
+            teacher_weights=tuple(whole(path) for path in recipe.distill.teacher_weights),
+            cache=whole(recipe.distill.cache),
+        ),
         checkpoint=replace(recipe.checkpoint, resume="never"),
     )
 
@@ -181,6 +185,12 @@ def changed_environment(saved: dict[str, Any], current: dict[str, Any]) -> list[
         name: (saved["packages"].get(name), current["packages"].get(name)) for name in ("torch", "pillow")
     }
     return [f"{name}: {old} -> {new}" for name, (old, new) in pairs.items() if old != new]
+
+
+def _unwritable(base: Path, error: OSError) -> UserError:
+    return UserError(
+        f"cannot write the run folder in {base}: {error.strerror or error}", "give another --run.dir"
+    )
 
 
 def _passed_over(complaints: list[str], used: Path | None) -> list[str]:

@@ -24,6 +24,8 @@ OF_THE_MACHINE = frozenset(
         "data.pool",
         "data.decode",
         "model.weights",
+        "distill.teacher_weights",
+        "distill.cache",
         "parallel.processes",
         "parallel.node_rank",
         "parallel.rendezvous",
@@ -71,7 +73,8 @@ def check_models(trainee: Trainee, world: World) -> None:
     """Stops the run when the ranks hold different models: they would train on alone, in silence."""
     if world.size == 1:
         return
-    tensors = trainee.tensors()["model"]
+    groups = trainee.tensors()
+    tensors = {**groups["model"], **groups.get("helpers", {})}
     difference = first_difference(sorted(tensors), world.gather_integers(fingerprints(tensors)))
     if difference is not None:
         name, ranks = difference

@@ -33,6 +33,8 @@ class Score:
     """NaN when an output was not finite."""
     nonfinite: int = 0
     """Samples for which the model gave NaN or infinity."""
+    agreed: int | None = None
+    """Samples whose first guess was the rival's, where there is one."""
 
     @property
     def accuracy(self) -> float:
@@ -41,6 +43,11 @@ class Score:
     @property
     def accuracy5(self) -> float:
         return self.top5 / self.samples
+
+    @property
+    def agreement(self) -> float | None:
+        """Share of the samples whose first guess was the rival's."""
+        return None if self.agreed is None else self.agreed / self.samples
 
 
 @torch.inference_mode()
@@ -53,27 +60,43 @@ def evaluate(
     world: World,
     autocast: torch.dtype | None,
     watch: Callable[[int], None] = lambda done: None,
+    rival: torch.Tensor | None = None,
+    record: torch.Tensor | None = None,
 ) -> Score:
-    """Runs `model` (not wrapped) in eval mode over this rank's batches and adds up over the world."""
+    """Runs `model` (not wrapped) in eval mode over this rank's batches and adds up over the world. `rival` holds
+    another model's first guess by sample id, to count agreement; `record` takes this model's, for this rank's
+    samples."""
     was_training = model.training
     model.eval()
-    totals = torch.zeros(5, dtype=torch.int64, device=world.device)
+    totals = torch.zeros(6, dtype=torch.int64, device=world.device)
     done = 0
     for batch in batches:
         images = normalise(padded(batch.images, batch_size))
         with torch.autocast(
             world.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None
         ):
-            logits = model(images)
-        totals += tally(logits[: len(batch.labels)].float(), batch.labels)
+            logits = model(images)[: len(batch.labels)].float()
+        guesses = logits.argmax(dim=1)
+        totals[:5] += tally(logits, batch.labels)
+        if rival is not None:
+            totals[5] += (guesses == rival[batch.samples]).sum()
+        if record is not None:
+            record[batch.samples] = guesses
         done += len(batch.labels)
         watch(min(samples, done * world.size))
     model.train(was_training)
-    counted, top1, top5, loss, nonfinite = world.sum(totals).tolist()
+    counted, top1, top5, loss, nonfinite, agreed = world.sum(totals).tolist()
     if counted != samples:
         raise AssertionError(f"evaluation counted {counted} samples, the source has {samples}")
     mean = math.nan if nonfinite else loss / _FIXED_POINT / samples
-    return Score(samples=counted, top1=top1, top5=top5, loss=mean, nonfinite=nonfinite)
+    return Score(
+        samples=counted,
+        top1=top1,
+        top5=top5,
+        loss=mean,
+        nonfinite=nonfinite,
+        agreed=None if rival is None else agreed,
+    )
 
 
 def tally(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

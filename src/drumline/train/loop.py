@@ -26,6 +26,7 @@ from drumline.train.evaluate import Score
 from drumline.train.score import score_module
 from drumline.train.start import Running, start
 from drumline.train.stop import StopSign
+from drumline.train.task import Builder, classification
 
 CLOSE_LOOKS = 3
 """First steps after which the ranks are compared, beside each save: most mistakes show at once."""
@@ -46,14 +47,17 @@ class Result:
     samples: int
     best_top1: float | None
     best_epoch: float | None
+    agreement: float | None
+    """Share of the evaluation samples with the teacher's first guess, where there is a teacher."""
     images_per_s: float
     broken_samples: int
 
 
-def train(recipe: Recipe, world: World) -> Result:
-    """Runs the recipe. Every rank calls it, and every rank gets the same result."""
+def train(recipe: Recipe, world: World, build: Builder = classification) -> Result:
+    """Runs the recipe on the task that `build` makes of it. Every rank calls it, and every rank gets the same
+    result."""
     with ExitStack() as cleanup:
-        run = start(recipe, world, cleanup)
+        run = start(recipe, world, build, cleanup)
         if run.folder is not None:
             # However the run ends, too many broken samples included.
             cleanup.callback(broken.record, run.sets.bad, run.folder.path)
@@ -61,7 +65,7 @@ def train(recipe: Recipe, world: World) -> Result:
             save(run, run.position)
         with StopSign(world) as stop:
             position, score = take_steps(run, stop)
-            if position.step == run.plan.total and score is None:
+            if position.step == run.plan.total and score is None and run.task.evaluates:
                 score = counting(score_model(run))
             tell_broken(run)
             export(run, position)
@@ -76,8 +80,8 @@ def take_steps(run: Running, stop: StopSign) -> tuple[Position, Score | None]:
     score: Score | None = None
     if position.step >= plan.total:
         return position, score
-    run.rehearse(run.sets.rehearsal(recipe, run.world, position.step))
-    with closing(run.sets.training(recipe, run.world, position.step, plan.total)) as batches:
+    run.rehearse(run.rehearsal(position.step))
+    with closing(run.batches(position.step, plan.total)) as batches:
         batch = next(batches)
         reporter.display.begin(run.title, plan.total, position.step, plan.total / plan.per_epoch)
         clock = reporter.clock
@@ -91,7 +95,7 @@ def take_steps(run: Running, stop: StopSign) -> tuple[Position, Score | None]:
             done = index + 1
             position = replace(position, step=done)
             evaluating, saving = (
-                plan.evaluates_after(done),
+                run.task.evaluates and plan.evaluates_after(done),
                 plan.saves_after(done, recipe.checkpoint.every_steps),
             )
             reporter.moved(done, rate)
@@ -101,6 +105,8 @@ def take_steps(run: Running, stop: StopSign) -> tuple[Position, Score | None]:
                 reporter.tick(done, rate)
             if evaluating:
                 score, position = evaluate_run(run, position)
+            if done == run.position.step + 1 or done % plan.per_epoch == 0:
+                run.task.objective.check()
             stopping = stop.seen(done) and done < plan.total
             if stopping and not ticking:
                 reporter.tick(done, rate)
@@ -151,19 +157,21 @@ def score_model(run: Running) -> tuple[Score, Score | None]:
 
     def scored(module: nn.Module) -> Score:
         watch = partial(run.reporter.display.evaluation, total=len(run.sets.eval))
-        return score_module(module, run.sets, run.recipe, run.world, watch)
+        return score_module(module, run.sets, run.recipe, run.world, watch, rival=run.task.rival)
 
     average = run.trainee.average
-    return scored(run.trainee.module), scored(average.module) if average else None
+    return scored(run.trainee.model), scored(average.module) if average else None
 
 
 def save(run: Running, position: Position) -> None:
     """Checks that the ranks agree, says what is still to be said, then hands a snapshot to the writer."""
     check_models(run.trainee, run.world)
     run.reporter.drain()
+    memory = run.task.objective.collect()
     if run.keeper is not None:
         scaler = run.trainee.scaler.state_dict() if run.trainee.scaler.is_enabled() else {}
-        run.keeper.save(run.trainee.tensors(), replace(position, scaler=scaler))
+        groups = run.trainee.tensors() | ({"memory": memory} if memory else {})
+        run.keeper.save(groups, replace(position, scaler=scaler))
     run.reporter.pause(position.step)
 
 
@@ -182,7 +190,7 @@ def export(run: Running, position: Position) -> None:
     average = run.trainee.average
     folder = run.folder.path / "weights"
     folder.mkdir(exist_ok=True)
-    export_weights(average.module if average else run.trainee.module, folder / "last.safetensors")
+    export_weights(average.module if average else run.trainee.model, folder / "last.safetensors")
     best = run.folder.checkpoints / f"step-{position.best_step}"
     source = best / ("average.safetensors" if average else "model.safetensors")
     if source.exists():
@@ -203,6 +211,8 @@ def _closing_words(result: Result) -> str:
         score = f"top-1 {result.top1:.2%} ({result.correct:,} of {result.samples:,})"
     if result.best_top1 is not None:
         score += f", best {result.best_top1:.2%} at epoch {result.best_epoch:g}"
+    if result.agreement is not None:
+        score += f", agrees with the teacher on {result.agreement:.2%}"
     return f"{'finished' if result.finished else 'stopped'}: {score}; run folder {result.run}"
 
 
@@ -224,6 +234,7 @@ def _result(run: Running, position: Position, score: Score | None) -> Result:
         samples=score.samples if score else 0,
         best_top1=position.best_accuracy if judged else None,
         best_epoch=round(position.best_step / per_epoch, 3) if judged else None,
+        agreement=score.agreement if score else None,
         images_per_s=round(run.reporter.images_per_s, 1),
         broken_samples=sum(len(ledger.bad) for ledger in run.sets.bad),
     )

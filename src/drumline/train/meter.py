@@ -22,6 +22,8 @@ class Reading:
     loss_sum: float
     correct: int
     samples: int
+    terms: tuple[float, ...] = ()
+    """Sums of the objective's own terms."""
 
     @property
     def loss(self) -> float:
@@ -57,8 +59,8 @@ class MeterReader:
         arrived = []
         while self._waiting and (self._waiting[0][2] is None or self._waiting[0][2].query()):
             step, sums, _ = self._waiting.popleft()
-            loss, correct, samples = sums.tolist()
-            arrived.append(Reading(step, loss, int(correct), int(samples)))
+            loss, correct, samples, *terms = sums.tolist()
+            arrived.append(Reading(step, loss, int(correct), int(samples), tuple(terms)))
         return arrived
 
     def drain(self) -> list[Reading]:

@@ -7,7 +7,8 @@ for uneven shares; mixing happens on the device from the plan the loader made.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,15 +23,39 @@ class Outcome(NamedTuple):
 
     loss: torch.Tensor
     correct: torch.Tensor
+    terms: torch.Tensor | None = None
+    """One sum for each of the objective's `terms`."""
 
 
-class Objective(Protocol):
-    """Runs the model on normalised images and scores it."""
+class Objective:
+    """Runs the model on normalised images and scores it. What it keeps from step to step, and brings along beside
+    the model, is its own; the step puts it back after a rehearsal and the loop saves it."""
 
-    def __call__(self, model: nn.Module, images: torch.Tensor, batch: Batch) -> Outcome: ...
+    terms: tuple[str, ...] = ()
+    """Names of further sums that it reports, such as the parts of its loss."""
+
+    def __call__(self, model: nn.Module, images: torch.Tensor, batch: Batch) -> Outcome:
+        raise NotImplementedError
+
+    def at(self, step: int) -> None:
+        """Told the optimizer step before each; never waits for the device."""
+
+    def check(self) -> None:
+        """Raises where what it brings along is not as it must be. Called after the first step and each epoch."""
+
+    def live(self) -> list[torch.Tensor]:
+        """The tensors of its own that a step writes."""
+        return []
+
+    def collect(self) -> dict[str, torch.Tensor]:
+        """Its state for a checkpoint, on the host, the same on any number of processes. All processes call it."""
+        return {}
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes up what `collect` gave; rank 0's state counts. All processes call it."""
 
 
-class Classification:
+class Classification(Objective):
     """Cross-entropy with label smoothing, on mixed or plain images."""
 
     def __init__(self, label_smoothing: float = 0.0, classes: int = 1) -> None:
@@ -38,17 +63,11 @@ class Classification:
 
     def __call__(self, model: nn.Module, images: torch.Tensor, batch: Batch) -> Outcome:
         logits = model(images)
-        if not isinstance(logits, torch.Tensor):
-            raise UserError(
-                f"model.name: the model returned {type(logits).__name__} in training, not one tensor of logits",
-                "use a model without auxiliary outputs, or wrap it in a factory of your own that returns the logits",
-            )
-        if logits.ndim != 2 or logits.shape[1] < self.classes:
-            raise UserError(
-                f"model.name: the logits have shape {tuple(logits.shape)}, the data has {self.classes} classes",
-                "give the model one output per class (a factory is called with classes=N)",
-            )
-        logits = logits.float()
+        check_logits(logits, self.classes)
+        return self.outcome(logits.float(), batch)
+
+    def outcome(self, logits: torch.Tensor, batch: Batch) -> Outcome:
+        """The score of fp32 logits."""
         losses = self.losses(logits, batch.labels)
         if batch.mix.shape[1]:
             share = batch.mix[:, 1]
@@ -60,6 +79,20 @@ class Classification:
     def losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """One loss per sample."""
         return F.cross_entropy(logits, labels, reduction="none", label_smoothing=self.label_smoothing)
+
+
+def check_logits(logits: object, classes: int) -> None:
+    """Refuses a model that does not give one tensor with a logit for each class."""
+    if not isinstance(logits, torch.Tensor):
+        raise UserError(
+            f"model.name: the model returned {type(logits).__name__} in training, not one tensor of logits",
+            "use a model without auxiliary outputs, or wrap it in a factory of your own that returns the logits",
+        )
+    if logits.ndim != 2 or logits.shape[1] < classes:
+        raise UserError(
+            f"model.name: the logits have shape {tuple(logits.shape)}, the data has {classes} classes",
+            "give the model one output per class (a factory is called with classes=N)",
+        )
 
 
 def partner(values: torch.Tensor) -> torch.Tensor:

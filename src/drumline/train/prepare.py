@@ -6,8 +6,8 @@ model and arithmetic to a value, refuses what does not fit together before a sin
 
 from __future__ import annotations
 
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -18,16 +18,16 @@ from drumline.data.augment import Augmentation, mean_colour
 from drumline.data.choose import choose_workers
 from drumline.data.ledger import Ledger
 from drumline.data.loader import Batches, Workers, batches, resident_batches
-from drumline.data.order import evaluation_requests, share, steps_per_epoch, training_requests
+from drumline.data.order import Request, evaluation_requests, share, steps_per_epoch, training_requests
 from drumline.data.resident import ResidentSet, fits_on_device, resident_feed
 from drumline.data.sources import ArraySource, Source, SourceSpec, detect_source, open_source
 from drumline.data.sources import channel_statistics as measured_statistics
-from drumline.data.views import Augment, Batch, View
+from drumline.data.views import Augment, View
 from drumline.errors import UserError
 from drumline.launch.machine import cores_per_process
 from drumline.launch.world import World
 from drumline.models import create_model, load_weights
-from drumline.models.weights import resolve_weights
+from drumline.models.weights import WeightFields, resolve_weights
 from drumline.parallel.layout import lay_out, resolve_layout
 from drumline.recipe import Data, Recipe
 from drumline.state.checkpoint import MANIFEST, Unsound, verify_checkpoint, verify_checksums
@@ -73,28 +73,18 @@ class Sets:
         return _resident(self.eval, self.view.for_evaluation(), self.device)
 
     @property
+    def unit(self) -> int:
+        """Samples that stay together on one process: pairs, where they are mixed."""
+        return 2 if self.view.mixes else 1
+
+    @property
     def eval_batch(self) -> int:
         return min(EVALUATION_BATCH, len(self.eval))
 
-    def rehearsal(self, recipe: Recipe, world: World, step: int) -> Batch:
-        """This rank's batch of a step, made by nobody else: what runs beside a rehearsal would be taken for the
-        step's own doing, and may break its capture."""
-        alone = replace(self, workers=Workers("threads", 0))
-        with closing(alone.training(recipe, world, step, step + 1)) as batches:
-            return next(batches)
-
     def training(self, recipe: Recipe, world: World, first_step: int, last_step: int) -> Batches:
         """This rank's batches from `first_step` on."""
-        part = share(recipe.data.batch, world.rank, world.size, unit=2 if self.view.mixes else 1)
         resident = self.name == "synthetic"
-        requests = training_requests(
-            seed=recipe.run.seed,
-            samples=len(self.train),
-            batch=recipe.data.batch,
-            first_step=0 if resident else first_step,
-            last_step=last_step,
-            part=part,
-        )
+        requests = self.requests(recipe, world, 0 if resident else first_step, last_step)
         if resident:
             return resident_batches(
                 self.train, self.view, recipe.run.seed, requests, first_step, world.device
@@ -110,6 +100,17 @@ class Sets:
             self.workers,
             world.device,
             self.bad[0],
+        )
+
+    def requests(self, recipe: Recipe, world: World, first_step: int, last_step: int) -> Iterator[Request]:
+        """What this rank's batches are made of."""
+        return training_requests(
+            seed=recipe.run.seed,
+            samples=len(self.train),
+            batch=recipe.data.batch,
+            first_step=first_step,
+            last_step=last_step,
+            part=share(recipe.data.batch, world.rank, world.size, self.unit),
         )
 
     def evaluation(self, recipe: Recipe, world: World) -> Batches:
@@ -236,7 +237,7 @@ def prepare_model(
     module = create_model(recipe.model.name, classes=wanted)
     word = ""
     if recipe.model.weights:
-        _verify_weights(Path(recipe.model.weights))
+        verify_weights(Path(recipe.model.weights))
         report = load_weights(module, recipe.model.weights, strict_head=strict_head)
         word = f"weights from {recipe.model.weights}: {report.loaded} tensors"
         if report.reinitialised:
@@ -247,10 +248,14 @@ def prepare_model(
     return module, word
 
 
-def prepare_trainee(recipe: Recipe, module: nn.Module, world: World) -> Trainee:
-    """The model laid out over the world, with optimizer, loss scaler and average."""
+def prepare_trainee(
+    recipe: Recipe, module: nn.Module, world: World, model: nn.Module | None = None
+) -> Trainee:
+    """The module laid out over the world, with optimizer, loss scaler and average. `model` is the part of it that the
+    run is for, if not all of it."""
+    model = module if model is None else model
     if recipe.train.gradient_checkpointing:
-        recompute_blocks(module)
+        recompute_blocks(model)
     module.train()
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UserError(
@@ -259,12 +264,12 @@ def prepare_trainee(recipe: Recipe, module: nn.Module, world: World) -> Trainee:
         )
     forward = lay_out(module, resolve_layout(recipe.parallel.layout, world), world)
     # After DDP has given every rank rank 0's weights: a user's factory may not keep to torch's seed.
-    average = Average(module, recipe.train.ema) if recipe.train.ema else None
+    average = Average(model, recipe.train.ema) if recipe.train.ema else None
     if recipe.train.compile:
         forward.compile()
     lr = torch.tensor(0.0, device=world.device)
     scaler = torch.amp.GradScaler("cuda", enabled=precision(recipe, world) is torch.float16)
-    return Trainee(module, forward, build_optimizer(recipe.optim, module, lr), lr, scaler, average)
+    return Trainee(module, model, forward, build_optimizer(recipe.optim, module, lr), lr, scaler, average)
 
 
 def normaliser(sets: Sets, recipe: Recipe, world: World) -> Normalise:
@@ -323,16 +328,16 @@ def threads_per_process(wanted: int | str, local_size: int) -> int:
     return cores_per_process(local_size)
 
 
-def _verify_weights(path: Path) -> None:
+def verify_weights(path: Path, fields: WeightFields = WeightFields()) -> None:  # noqa: B008
     """Weights of ours are checked against the checksums that lie beside them before they are used."""
-    folder = resolve_weights(path).parent
+    folder = resolve_weights(path, fields).parent
     try:
         if (folder / MANIFEST).exists():
             verify_checkpoint(folder)
         verify_checksums(folder)
     except Unsound as reason:
         raise UserError(
-            f"model.weights = {path}: {reason}", "give a checkpoint of the run that verifies"
+            f"{fields.weights} = {path}: {reason}", "give a checkpoint of the run that verifies"
         ) from reason
 
 

@@ -31,9 +31,10 @@ class Reporter:
         total: int,
         per_epoch: int,
         batch: int,
+        terms: tuple[str, ...] = (),
     ) -> None:
         self.logbook, self.display, self.meters, self.world = logbook, display, meters, world
-        self.total, self.per_epoch, self.batch = total, per_epoch, batch
+        self.total, self.per_epoch, self.batch, self.terms = total, per_epoch, batch, terms
         self.clock = StepClock(world.device)
         self.images_per_s = 0.0
         self._latest = Progress(
@@ -87,6 +88,9 @@ class Reporter:
         """One evaluation, and every rank's times since the one before."""
         epoch = done / self.per_epoch
         extra = {"average_top1": average.accuracy, "average_loss": average.loss} if average else {}
+        agreement = (average or score).agreement
+        if agreement is not None:
+            extra["agreement"] = agreement
         self.logbook.metric(
             "eval",
             step=done,
@@ -101,6 +105,8 @@ class Reporter:
         words = f"epoch {epoch:.4g}: top-1 {score.accuracy:.2%}, top-5 {score.accuracy5:.2%}, loss {score.loss:.4f}"
         if average:
             words += f", averaged weights {average.accuracy:.2%}"
+        if agreement is not None:
+            words += f", agreement {agreement:.2%}"
         self.display.result(words + (" (best)" if best else ""))
         self._write_times(done)
         self.pause(done)
@@ -148,6 +154,10 @@ class Reporter:
                 lr=rate,
                 images_per_s=images_per_s,
                 data_share=times.data_s / wall,
+                **{
+                    name: total / max(1, reading.samples)
+                    for name, total in zip(self.terms, reading.terms, strict=True)
+                },
             )
             self._latest = replace(
                 self._latest,

@@ -40,9 +40,11 @@ def score_module(
     world: World,
     watch: Callable[[int], None] = lambda done: None,
     through: Callable[[Iterator[Batch]], Iterator[Batch]] = lambda batches: batches,
+    rival: torch.Tensor | None = None,
+    record: torch.Tensor | None = None,
 ) -> Score:
     """The score of a (not wrapped) module on the evaluation set. `watch` is told how many samples are done; the
-    batches are drawn `through` a function that may show them."""
+    batches are drawn `through` a function that may show them; `rival` and `record` are of `evaluate`."""
     with closing(sets.evaluation(recipe, world)) as batches:
         return evaluate(
             module,
@@ -53,6 +55,8 @@ def score_module(
             world,
             prepare.precision(recipe, world),
             watch,
+            rival,
+            record,
         )
 
 

@@ -7,13 +7,14 @@ resumed run has the threads it was started with and stands at the exact sample; 
 from __future__ import annotations
 
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from drumline.data.loader import Batches, Workers
 from drumline.data.sources import EncodedSource
 from drumline.data.sources.base import passed_over_words
 from drumline.data.views import Batch
@@ -38,9 +39,9 @@ from drumline.state.keeper import Keeper
 from drumline.train import prepare
 from drumline.train.agreement import check_data, check_recipes
 from drumline.train.meter import MeterReader
-from drumline.train.objective import Classification
 from drumline.train.reporter import Reporter
 from drumline.train.step import NotCapturable, TrainStep
+from drumline.train.task import Builder, Task
 from drumline.train.trainee import Trainee
 
 
@@ -52,6 +53,7 @@ class Running:
     world: World
     sets: prepare.Sets
     plan: prepare.Plan
+    task: Task
     trainee: Trainee
     step: TrainStep
     reporter: Reporter
@@ -66,6 +68,20 @@ class Running:
     def note(self, text: str) -> None:
         """A line for the log and the screen."""
         self.reporter.logbook.note(text)
+
+    def batches(self, first_step: int, last_step: int) -> Batches:
+        """This rank's batches of these steps, with what the task adds to them."""
+        return self._fed(self.sets, first_step, last_step)
+
+    def rehearsal(self, step: int) -> Batch:
+        """This rank's batch of a step, made by nobody else: what runs beside a rehearsal would be taken for the
+        step's own doing, and may break its capture."""
+        with closing(self._fed(replace(self.sets, workers=Workers("threads", 0)), step, step + 1)) as batches:
+            return next(batches)
+
+    def _fed(self, sets: prepare.Sets, first_step: int, last_step: int) -> Batches:
+        batches = sets.training(self.recipe, self.world, first_step, last_step)
+        return self.task.feed(batches, sets.requests(self.recipe, self.world, first_step, last_step))
 
     def rehearse(self, batch: Batch) -> None:
         """Runs the first step once without effect, and records it as a CUDA graph where that is possible."""
@@ -106,7 +122,7 @@ class Running:
         self.note(f"WARNING: {what}. They are never trained")
 
 
-def start(recipe: Recipe, world: World, cleanup: ExitStack) -> Running:
+def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> Running:
     """Opens data, folder and books, builds the model, and loads the checkpoint to go on from."""
     display = make_display(world.rank)
     cleanup.callback(display.end)
@@ -122,11 +138,11 @@ def start(recipe: Recipe, world: World, cleanup: ExitStack) -> Running:
     threads = world.share(_threads(recipe, checkpoint, world) if world.first else 0)
     torch.set_num_threads(threads)
 
-    module, weights_word = prepare.prepare_model(recipe, len(sets.train.classes), world)
-    trainee = prepare.prepare_trainee(recipe, module, world)
+    task = build(recipe, sets, plan, world, display)
+    trainee = prepare.prepare_trainee(recipe, task.module, world, task.model)
     step = TrainStep(
         trainee,
-        Classification(recipe.train.label_smoothing, len(sets.train.classes)),
+        task.objective,
         prepare.normaliser(sets, recipe, world),
         world,
         seed=recipe.run.seed,
@@ -140,7 +156,7 @@ def start(recipe: Recipe, world: World, cleanup: ExitStack) -> Running:
     resume_words: list[str] = []
     moved_in: bool = world.share(folder.resumes_elsewhere if folder else False)
     if checkpoint is not None:
-        position, resume_words = _resume(recipe, plan, trainee, checkpoint, world, environment)
+        position, resume_words = _resume(recipe, plan, trainee, task, checkpoint, world, environment)
         if moved_in:
             position = replace(position, best_step=-1, best_accuracy=-1.0)
 
@@ -160,12 +176,14 @@ def start(recipe: Recipe, world: World, cleanup: ExitStack) -> Running:
         total=plan.total,
         per_epoch=plan.per_epoch,
         batch=recipe.data.batch,
+        terms=task.objective.terms,
     )
     run = Running(
         recipe=recipe,
         world=world,
         sets=sets,
         plan=plan,
+        task=task,
         trainee=trainee,
         step=step,
         reporter=reporter,
@@ -175,8 +193,8 @@ def start(recipe: Recipe, world: World, cleanup: ExitStack) -> Running:
         title=f"{recipe.model.name} on {sets.name}",
         moved_in=moved_in,
     )
-    words = _opening_words(recipe, sets, plan, module, step, world, threads)
-    for word in (*words, weights_word, *(folder.notes if folder else ()), *resume_words):
+    words = _opening_words(recipe, sets, plan, task.model, step, world, threads)
+    for word in (*words, *task.words, *(folder.notes if folder else ()), *resume_words):
         if word:
             run.note(word)
     return run
@@ -212,12 +230,14 @@ def _resume(
     recipe: Recipe,
     plan: prepare.Plan,
     trainee: Trainee,
+    task: Task,
     checkpoint: Path,
     world: World,
     environment: dict[str, Any],
 ) -> tuple[Position, list[str]]:
     """Loads on rank 0, in place, and copies to every other rank."""
     live = trainee.tensors()
+    memory: dict[str, torch.Tensor] = {}
     position, words = Position(step=0, per_epoch=plan.per_epoch), []
     if world.first:
         try:
@@ -225,6 +245,7 @@ def _resume(
         except Unsound as reason:
             raise UserError(f"cannot resume: {reason}", "give another checkpoint of the run") from reason
         copy_into(groups, live, checkpoint)
+        memory = groups.get("memory", {})
         position = manifest.position
         words = [f"resumed from {checkpoint} at step {position.step:,}"]
         changes = changed_settings(manifest.recipe, dump_recipe(repeatable(recipe)))
@@ -237,6 +258,7 @@ def _resume(
     for group in live.values():
         for tensor in group.values():
             world.broadcast(tensor)
+    task.objective.restore(memory)
     if position.per_epoch != plan.per_epoch:
         raise UserError(
             f"{checkpoint} has {position.per_epoch} steps per epoch, this recipe has {plan.per_epoch}",

@@ -82,7 +82,7 @@ class TrainStep:
         self.trainee, self.objective, self.normalise, self.world = trainee, objective, normalise, world
         self.seed, self.global_batch, self.accumulate = seed, global_batch, accumulate
         self.autocast, self.clip = autocast, clip
-        self.meter = torch.zeros(len(METERS), dtype=torch.float64, device=world.device)
+        self.meter = torch.zeros(len(METERS) + len(objective.terms), dtype=torch.float64, device=world.device)
         self.average_buffers = BufferMean(trainee.module, world)
         self.draws_random = False
         self.without_gradient: list[str] = []
@@ -94,6 +94,7 @@ class TrainStep:
         if rate != self._rate:
             self.trainee.lr.fill_(rate)
             self._rate = rate
+        self.objective.at(index)
         if self.draws_random:
             self._seed_generators(index)
         if self._graph is None:
@@ -183,6 +184,8 @@ class TrainStep:
         self.meter[0].add_(outcome.loss.detach())
         self.meter[1].add_(outcome.correct)
         self.meter[2].add_(len(batch.labels))
+        if outcome.terms is not None:
+            self.meter[len(METERS) :].add_(outcome.terms)
 
     def _micro_batches(self, batch: Batch) -> list[Batch]:
         if self.accumulate == 1:
@@ -209,7 +212,7 @@ class TrainStep:
         """Whatever happens inside, the state afterwards is the state before, at the same addresses."""
         trainee = self.trainee
         live = [tensor for group in trainee.tensors().values() for tensor in group.values()]
-        live += [self.meter, trainee.lr, *trainee.module.buffers()]
+        live += [self.meter, trainee.lr, *trainee.module.buffers(), *self.objective.live()]
         # Kept on the host: a model that fills the GPU must still be able to rehearse.
         saved = [tensor.detach().to("cpu", copy=True) for tensor in live]
         scaler_state = trainee.scaler.state_dict()

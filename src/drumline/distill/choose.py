@@ -1,0 +1,155 @@
+"""From a recipe's `distill` section to methods with their numbers: a pure function.
+
+Promises: what the recipe leaves open comes from the first method's paper; kd joins any method by its weight `a`. Refuses
+unknown methods and options, naming the nearest, and weights that no method takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any, get_type_hints
+
+from drumline.distill.method import Method
+from drumline.distill.methods import METHODS, STAGES
+from drumline.errors import UserError
+from drumline.recipe import Distill
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A method with its name and weight."""
+
+    name: str
+    method: Method
+    weight: float
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a distillation minimises, and what comes before it."""
+
+    r: float
+    parts: tuple[Weighted, ...]
+    """kd first, where it has a weight."""
+    T: float
+    initial: tuple[tuple[str, float], ...]
+    """Methods with an initial stage, and its epochs."""
+
+
+def choose(distill: Distill) -> Chosen:
+    """The recipe's methods, with every open number filled in."""
+    names = _names(distill)
+    others = [name for name in names if name != "kd"]
+    first = METHODS[others[0] if others else "kd"]
+    paper = first.weights
+    r, a, T = paper.r, paper.a, paper.T
+    if not others and distill.standardise:
+        r, a, T = 0.1, 9.0, 2.0
+    elif others and "kd" in names:
+        a = 1.0
+    r, a, T = (
+        found if wanted == "auto" else wanted
+        for wanted, found in ((distill.r, r), (distill.a, a), (distill.T, T))
+    )
+    options = _options(distill.options, names)
+    built = {name: _build(name, {**options[name], "T": T}) for name in (*names, "kd")}
+    weights = _weights(distill, others)
+    parts = [Weighted("kd", built["kd"], a)] if a else []
+    parts += [
+        Weighted(name, built[name], weight)
+        for name, weight in zip(others, weights, strict=True)
+        if weight and METHODS[name].initial != name
+    ]
+    if distill.standardise and not any(part.method.on_logits for part in parts):
+        raise UserError(
+            f"distill.standardise = true: {', '.join(names)} compares no logits",
+            "leave it off, or give kd a weight by --distill.a",
+        )
+    initial = tuple(
+        (name, METHODS[name].initial_epochs if distill.initial_epochs == "auto" else distill.initial_epochs)
+        for name in others
+        if METHODS[name].initial
+    )
+    return Chosen(r, tuple(parts), T, initial)
+
+
+def stage_of(distill: Distill, name: str) -> Chosen:
+    """The initial stage of a method: its stage's loss alone."""
+    options = _options(distill.options, _names(distill))[name]
+    stage = METHODS[name].initial
+    known = {key: value for key, value in options.items() if key in _option_fields(stage)}
+    return Chosen(0.0, (Weighted(name, _build(stage, known), METHODS[name].weights.b),), 1.0, ())
+
+
+def _names(distill: Distill) -> list[str]:
+    if not distill.method:
+        raise UserError("distill.method is empty", f"give one of: {', '.join(METHODS)}")
+    for name in distill.method:
+        if name not in METHODS:
+            near = get_close_matches(name.lower(), METHODS, n=1)
+            raise UserError(
+                f"distill.method = {name}: there is no such method",
+                f"did you mean {near[0]}?" if near else f"use one of: {', '.join(METHODS)}",
+            )
+    if len(set(distill.method)) < len(distill.method):
+        raise UserError(f"distill.method = {','.join(distill.method)} names a method twice", "name each once")
+    return list(distill.method)
+
+
+def _weights(distill: Distill, others: list[str]) -> list[float]:
+    if not distill.b:
+        return [METHODS[name].weights.b for name in others]
+    if len(distill.b) != len(others):
+        names = ", ".join(others) or "none (kd is weighted by distill.a)"
+        raise UserError(
+            f"distill.b = {','.join(f'{b:g}' for b in distill.b)} has {len(distill.b)} weight(s), the methods that "
+            f"take one are: {names}",
+            "give one weight for each of them, in their order",
+        )
+    return list(distill.b)
+
+
+def _options(texts: tuple[str, ...], names: list[str]) -> dict[str, dict[str, Any]]:
+    """Every method's options, read by the type of its fields."""
+    found: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for text in texts:
+        key, _, value = text.replace("=", ":", 1).partition(":")
+        owner, _, option = key.rpartition(".")
+        owners = [name for name in ([owner] if owner else names) if option in _option_fields(name)]
+        if not owners:
+            known = ", ".join(f"{name}.{option}" for name in names for option in _option_fields(name))
+            raise UserError(
+                f"distill.options: {text}: {' and '.join(names)} have no option {key!r}",
+                f"use one of: {known}" if known else "leave it out: they have no options",
+            )
+        if len(owners) > 1:
+            raise UserError(
+                f"distill.options: {text}: {' and '.join(owners)} both have it", f"write {owners[0]}.{text}"
+            )
+        kind = _option_fields(owners[0])[option]
+        try:
+            found[owners[0]][option] = kind(value)
+        except ValueError:
+            raise UserError(
+                f"distill.options: {text}: {option} wants a {kind.__name__}", f"for example {option}:1"
+            ) from None
+    return found
+
+
+def _option_fields(name: str) -> dict[str, type]:
+    """A method's options and their types; the temperature has a field of its own in the recipe."""
+    kind = _all()[name]
+    hints = get_type_hints(kind)
+    own = [item.name for item in fields(kind) if item.name != "T"]  # type: ignore[arg-type]
+    return {option: hints[option] for option in own}
+
+
+def _build(name: str, numbers: dict[str, Any]) -> Method:
+    kind = _all()[name]
+    known = {item.name for item in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{key: value for key, value in numbers.items() if key in known})
+
+
+def _all() -> dict[str, type[Method]]:
+    return {**METHODS, **STAGES}

@@ -1,0 +1,297 @@
+"""From a recipe to a distillation task: student, helpers, teacher and objective, fitted to each other.
+
+Promises: the student starts from the weights that `drumline train` would start from; the teacher's accuracy is measured
+before the first step; what does not fit together (taps, classes, processes, batches, a cache) is refused before it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from drumline.data.order import evaluation_starts, share
+from drumline.distill.bundle import Bundle
+from drumline.distill.choose import Chosen, choose, stage_of
+from drumline.distill.gather import Gathered, over_the_world
+from drumline.distill.load import Loaded, load_teachers
+from drumline.distill.method import Anatomy, Method, Needs
+from drumline.distill.objective import Distillation, Part
+from drumline.distill.teacher import Teacher
+from drumline.errors import UserError
+from drumline.launch.world import World
+from drumline.models.foreign import Tapped, head_of, norm_before, with_taps
+from drumline.models.taps import VisionModel
+from drumline.observe.display import Display, progress
+from drumline.parallel.layout import resolve_layout
+from drumline.recipe import Recipe
+from drumline.state.checkpoint import newest_sound, read_checkpoint
+from drumline.train import prepare
+from drumline.train.evaluate import Score
+from drumline.train.objective import Classification
+from drumline.train.score import score_module
+from drumline.train.task import Task
+
+
+@dataclass(frozen=True)
+class Stage:
+    """An initial stage to be run, or the folders of those that are done."""
+
+    name: str = ""
+    """The method whose initial stage this is; empty for the main one."""
+    before: tuple[Path, ...] = ()
+    """Run folders of the stages before, in their order."""
+
+
+def lesson(
+    recipe: Recipe,
+    sets: prepare.Sets,
+    plan: prepare.Plan,
+    world: World,
+    display: Display,
+    stage: Stage = Stage(),  # noqa: B008
+) -> Task:
+    """What `drumline distill` trains."""
+    chosen = stage_of(recipe.distill, stage.name) if stage.name else choose(recipe.distill)
+    _refuse_misfits(recipe, chosen, world)
+    classes = len(sets.train.classes)
+    student, word = prepare.prepare_model(recipe, classes, world)
+    teachers = load_teachers(recipe, classes, world)
+    pair = _Pair.of(recipe, chosen, student, teachers, sets.view.size, world)
+    bundle = pair.bundle(recipe.run.seed, runs_student=not stage.name or pair.reads_student, world=world)
+    words = [word, *_take_over(bundle, pair.bare, stage.before, world)]
+    teacher = _teacher(recipe, chosen, pair, teachers, world)
+    predictions, score = None, None
+    if not stage.name:
+        predictions = torch.full((len(sets.eval),), -1, device=world.device)
+        score = _measured(teacher, predictions, sets, recipe, world)
+        words.append(_teacher_words(teachers, score))
+    else:
+        _freeze_idle(bundle, pair, teacher, sets.view.size)
+    over_the_world(bundle.helpers, world)
+    counts = [
+        len(range(recipe.data.batch)[share(recipe.data.batch, rank, world.size, sets.unit)])
+        for rank in range(world.size)
+    ]
+    labels = torch.from_numpy(sets.train.labels).to(world.device)
+    objective = Distillation(
+        parts=[
+            Part(
+                part.name,
+                part.method,
+                part.weight,
+                pair.needs[part.name],
+                part.method.memory(labels, recipe.run.seed, world),
+            )
+            for part in chosen.parts
+        ],
+        r=chosen.r,
+        classification=Classification(recipe.train.label_smoothing, classes),
+        source=lambda images, batch: teacher(images),
+        gathered=Gathered(world, counts),
+        device=world.device,
+        per_epoch=plan.per_epoch,
+        teacher=teacher,
+        standardise=recipe.distill.standardise,
+    )
+    words.append(_method_words(chosen, stage))
+    return Task(
+        module=bundle,
+        model=pair.bare,
+        objective=objective,
+        words=tuple(words),
+        rival=predictions,
+        evaluates=not stage.name,
+    )
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Student and teacher as the methods see them."""
+
+    bare: nn.Module
+    """The student as it is evaluated and exported."""
+    student: nn.Module
+    """The same, able to give the taps that are needed."""
+    teachers: tuple[nn.Module, ...]
+    anatomies: tuple[Anatomy, Anatomy]
+    methods: Mapping[str, Method]
+    needs: Mapping[str, Needs]
+
+    @staticmethod
+    def of(
+        recipe: Recipe, chosen: Chosen, student: nn.Module, teachers: list[Loaded], size: int, world: World
+    ) -> _Pair:
+        methods = {part.name: part.method for part in chosen.parts}
+        modules = tuple(each.module for each in teachers)
+        wants_taps = any(not method.on_logits for method in methods.values())
+        tapped, teacher = student, modules[0]
+        example = torch.zeros((1, 3, size, size), device=world.device)
+        if wants_taps:
+            tapped = with_taps(student, recipe.distill.student_taps, example)
+            teacher = with_taps(teacher, recipe.distill.teacher_taps, example)
+        anatomies = (
+            anatomy(tapped, recipe.model.name, example),
+            anatomy(teacher, teachers[0].name, example),
+        )
+        needs = {name: method.needs(*anatomies) for name, method in methods.items()}
+        if len(teachers) > 1 and any(need.teacher for need in needs.values()):
+            names = ", ".join(name for name, need in needs.items() if need.teacher)
+            raise UserError(
+                f"distill.method = {names} reads features of one teacher, and there are {len(teachers)}",
+                "use methods of logits (kd, dkd, dist) with several teachers, or give one",
+            )
+        return _Pair(student, tapped, (teacher, *modules[1:]), anatomies, methods, needs)
+
+    @property
+    def reads_student(self) -> bool:
+        """Whether a method looks at anything of the student but its logits."""
+        return any(need.student for need in self.needs.values())
+
+    @property
+    def teacher_taps(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(tap for need in self.needs.values() for tap in need.teacher))
+
+    def bundle(self, seed: int, runs_student: bool, world: World) -> Bundle:
+        """Student and helpers; these start from the seed too."""
+        torch.manual_seed(seed)
+        found = {name: method.helper(*self.anatomies) for name, method in self.methods.items()}
+        helpers = {name: helper for name, helper in found.items() if helper is not None}
+        made = Bundle(self.student, helpers, self.needs, runs_student, self.anatomies[0].classes)
+        return made.to(world.device)
+
+
+def anatomy(model: nn.Module, name: str, example: Tensor) -> Anatomy:
+    """A network's taps and their shapes, found by running it once, in evaluation mode and without a trace."""
+    was_training = model.training
+    model.eval()
+    taps: Mapping[str, Tensor] = {}
+    with torch.no_grad():
+        if isinstance(model, VisionModel | Tapped):
+            logits, taps = model(example, taps=True)
+        else:
+            logits = model(example)
+    model.train(was_training)
+    norms = {tap: norm for tap in taps if (norm := norm_before(model, tap)) is not None}
+    shapes = {tap: tuple(value.shape[1:]) for tap, value in taps.items()}
+    return Anatomy(name, shapes, logits.shape[1], norms, head_of(model))
+
+
+def _teacher(recipe: Recipe, chosen: Chosen, pair: _Pair, teachers: list[Loaded], world: World) -> Teacher:
+    distill = recipe.distill
+    wanted = recipe.train.precision if distill.teacher_precision == "auto" else distill.teacher_precision
+    precision = prepare.precision(replace(recipe, train=replace(recipe.train, precision=wanted)), world)
+    return Teacher(
+        pair.teachers,
+        world.device,
+        taps=pair.teacher_taps,
+        autocast=precision,
+        rule=distill.ensemble,
+        shares=distill.shares or (1.0,) * len(teachers),
+        temperature=chosen.T,
+        compiled=recipe.train.compile,
+    )
+
+
+class _Voice(nn.Module):
+    """A teacher as evaluation wants it; holds no module, so nothing can put the teacher into training mode."""
+
+    def __init__(self, teacher: Teacher) -> None:
+        super().__init__()
+        self.say = lambda images: teacher(images).logits
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.say(images)
+
+
+def _measured(
+    teacher: Teacher, predictions: Tensor, sets: prepare.Sets, recipe: Recipe, world: World
+) -> Score:
+    """The teacher's score on the evaluation set; `predictions` takes its first guesses."""
+    mine = evaluation_starts(samples=len(sets.eval), batch=sets.eval_batch, rank=world.rank, world=world.size)
+    bar = partial(progress, text="measuring the teacher", total=len(mine)) if world.first else iter
+    return score_module(_Voice(teacher), sets, recipe, world, through=bar, record=predictions)
+
+
+def _teacher_words(teachers: list[Loaded], score: Score) -> str:
+    names = " + ".join(f"{each.name} ({each.weights})" for each in teachers)
+    words = f"teacher {names}: top-1 {score.accuracy:.2%} ({score.top1:,} of {score.samples:,})"
+    return words
+
+
+def _method_words(chosen: Chosen, stage: Stage) -> str:
+    terms = [f"{chosen.r:g} cross-entropy"] if chosen.r else []
+    terms += [f"{part.weight:g} {part.name}" for part in chosen.parts]
+    opening = f"initial stage of {stage.name}: " if stage.name else "loss = "
+    return opening + " + ".join(terms) + (f", T = {chosen.T:g}" if not stage.name else "")
+
+
+def _refuse_misfits(recipe: Recipe, chosen: Chosen, world: World) -> None:
+    """What the recipe alone, with the number of processes, rules out."""
+    if resolve_layout(recipe.parallel.layout, world) == "dp":
+        raise UserError(
+            "parallel.layout = dp: DataParallel would run the teacher and all losses on GPU 0",
+            "use --parallel.layout ddp",
+        )
+    spanning = [part.name for part in chosen.parts if part.method.scope == "global_batch"]
+    if spanning and recipe.train.accumulate > 1:
+        raise UserError(
+            f"train.accumulate = {recipe.train.accumulate}: {', '.join(spanning)} relates all samples of the global "
+            "batch to each other, and micro-batches would hide them from each other",
+            "use --train.accumulate 1 with more processes or a smaller data.batch, or a method of single samples",
+        )
+    unmixed = [part.name for part in chosen.parts if not part.method.mixes]
+    if unmixed and (recipe.data.mixup or recipe.data.cutmix):
+        raise UserError(
+            f"distill.method = {', '.join(unmixed)}: remembers single samples, and mixed images are of two",
+            "turn data.mixup and data.cutmix off, or use another method",
+        )
+    shares = recipe.distill.shares
+    if shares and (len(shares) != len(recipe.distill.teacher_weights) or min(shares) <= 0):
+        raise UserError(
+            f"distill.shares = {','.join(f'{share:g}' for share in shares)}: not one weight above 0 for each of "
+            f"{len(recipe.distill.teacher_weights)} teacher(s)",
+            "give one for each, in their order, or none",
+        )
+
+
+def _take_over(bundle: Bundle, student: nn.Module, before: tuple[Path, ...], world: World) -> list[str]:
+    """Loads what initial stages left: the student, and those helpers that go on. Rank 0's state counts: DDP gives it to
+    every rank."""
+    words = []
+    for folder in before if world.first else ():
+        newest, _ = newest_sound(folder / "checkpoints")
+        if newest is None:
+            raise UserError(
+                f"{folder}: its initial stage left no sound checkpoint", "delete it and run again"
+            )
+        _, groups = read_checkpoint(newest)
+        student.load_state_dict(groups["model"])
+        ours = bundle.state_dict()
+        taken = {
+            name: tensor
+            for name, tensor in groups.get("helpers", {}).items()
+            if name in ours and ours[name].shape == tensor.shape
+        }
+        bundle.load_state_dict(taken, strict=False)
+        words.append(f"goes on from the initial stage {folder.name} ({len(taken)} tensors of helpers)")
+    return words
+
+
+def _freeze_idle(bundle: Bundle, pair: _Pair, teacher: Teacher, size: int) -> None:
+    """Turns gradients off for what an initial stage does not train, such as the student's last layer: found by one
+    backward of a copy. DDP would wait for them for ever."""
+    trial = copy.deepcopy(bundle).train()
+    images = torch.randn((4, 3, size, size), generator=torch.Generator().manual_seed(0)).to(teacher.device)
+    taught = teacher(images)
+    said = trial(images, {name: tap.float() for name, tap in taught.taps.items()})
+    features = [*said.taps.values(), *(value for each in said.helped.values() for value in each.values())]
+    sum(value.float().sum() for value in features if value.requires_grad).backward()
+    for parameter, tried in zip(bundle.parameters(), trial.parameters(), strict=True):
+        if tried.grad is None:
+            parameter.requires_grad_(False)

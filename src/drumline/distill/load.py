@@ -1,0 +1,75 @@
+"""Teachers from their names and weights.
+
+Promises: a teacher's every tensor came from its weights; a run folder brings the model's name along. Refuses a teacher
+without weights, and one whose classes are not the data's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from drumline.errors import UserError
+from drumline.launch.world import World
+from drumline.models import create_model, load_weights
+from drumline.recipe import Recipe
+from drumline.recipe_file import load_recipe
+from drumline.state.checkpoint import is_checkpoint
+from drumline.models.weights import WeightFields
+from drumline.train import prepare
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A teacher on this process's device, not yet frozen."""
+
+    name: str
+    weights: str
+    module: nn.Module
+
+
+def load_teachers(recipe: Recipe, classes: int, world: World) -> list[Loaded]:
+    """Every teacher of the recipe, in its order."""
+    weights, names = recipe.distill.teacher_weights, recipe.distill.teacher
+    if not weights:
+        raise UserError(
+            "distill.teacher_weights is empty: an untrained teacher teaches nothing",
+            "train one (drumline train) and give its run folder, or a weights file",
+        )
+    if names and len(names) != len(weights):
+        raise UserError(
+            f"distill.teacher names {len(names)} model(s), distill.teacher_weights has {len(weights)}",
+            "give one weights file or run folder for each teacher, in the same order",
+        )
+    return [
+        _load(recipe, name, path, classes, world)
+        for name, path in zip(names or [""] * len(weights), weights, strict=True)
+    ]
+
+
+def teacher_name(path: str) -> str:
+    """The model's name, from the recipe of the run that a path belongs to."""
+    folder = Path(path)
+    recipe = (folder.parent.parent if is_checkpoint(folder) else folder) / "recipe.toml"
+    if folder.is_file() or not recipe.is_file():
+        raise UserError(
+            f"distill.teacher is empty, and {path} is not a run folder that could tell it",
+            "give the model's name, such as --distill.teacher resnet34",
+        )
+    return load_recipe(str(recipe)).recipe.model.name
+
+
+def _load(recipe: Recipe, name: str, path: str, classes: int, world: World) -> Loaded:
+    fields = WeightFields("distill.teacher_weights", "distill.teacher")
+    prepare.verify_weights(Path(path), fields)
+    name = name or teacher_name(path)
+    wanted = classes if recipe.model.classes == "auto" else recipe.model.classes
+    module = create_model(name, classes=wanted)
+    load_weights(module, path, strict_head=True, fields=fields)
+    module = module.to(world.device)
+    if prepare.channels_last(recipe, world):
+        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return Loaded(name, path, module)

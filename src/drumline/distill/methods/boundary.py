@@ -1,0 +1,203 @@
+"""Methods that teach where neurons switch on: ofd (margin and partial distance) and abound (activation boundaries).
+
+Promises: both compare values before the activation, stage by stage from the last one backwards, through a 1x1
+convolution and a BatchNorm that bring the student to the teacher's channels; of two map sizes the larger is pooled
+to the smaller, never the other way. A sample's loss depends on no other sample. Refuses networks without taps
+before the activation and, for ofd, a teacher whose BatchNorm before it is not known.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from drumline.distill.method import Anatomy, Method, Needs, Seen, Taps, Weights
+from drumline.errors import UserError
+from drumline.models.pool import pool_to
+
+_RARE = 1e-3
+"""Below this share of negative values ofd takes three standard deviations for the margin."""
+
+
+def margins(weight: Tensor, bias: Tensor) -> Tensor:
+    """The mean of a channel's negative values, from its BatchNorm's weight and bias (C,), in their type.
+
+    With x ~ N(mu, s^2), mu = bias and s = |weight|, it is E[x | x < 0] = mu - s phi(mu / s) / Phi(-mu / s), and
+    -3 s where Phi(-mu / s) < 0.001, as negative values are then too rare to have a mean worth teaching. A channel
+    of weight 0 is constant: min(mu, 0).
+    """
+    mean, deviation = bias.detach().double(), weight.detach().double().abs()
+    ratio = mean / deviation.clamp_min(1e-12)
+    below = 0.5 * torch.erfc(ratio / math.sqrt(2))
+    density = (-0.5 * ratio**2).exp() / math.sqrt(2 * math.pi)
+    rare = below < _RARE
+    expected = mean - deviation * density / torch.where(rare, 1.0, below)
+    return torch.where(rare, -3 * deviation, expected).to(weight.dtype)
+
+
+def ofd(student: Tensor, target: Tensor) -> Tensor:
+    """Partial squared distance per sample, (n,), of pre-activation maps n x C x H x W:
+
+        sum over c, h, w of  0           where s <= t <= 0
+                             (s - t)^2   elsewhere
+
+    with t = max(teacher, margin of the channel): a neuron that is off in both need only stay off.
+    """
+    return torch.where((student <= target) & (target <= 0), 0.0, (student - target) ** 2).flatten(1).sum(1)
+
+
+def abound(student: Tensor, teacher: Tensor, margin: float) -> Tensor:
+    """Boundary loss per sample, (n,), of pre-activation maps n x C x H x W:
+
+        sum over c, h, w of  (s + m)^2   where t <= 0 and s > -m
+                             (s - m)^2   where t > 0 and s <= m
+                             0           elsewhere
+
+    Only the side of the boundary counts, not the teacher's value; the student shall be beyond it by m.
+    """
+    off = torch.where((teacher <= 0) & (student > -margin), (student + margin) ** 2, 0.0)
+    on = torch.where((teacher > 0) & (student <= margin), (student - margin) ** 2, 0.0)
+    return (off + on).flatten(1).sum(1)
+
+
+def by_depth(losses: list[Tensor]) -> Tensor:
+    """The sum over stages i = 0 .. L-1 of loss_i / 2^(L-1-i): the last stage counts whole, each one before half."""
+    last = len(losses) - 1
+    return torch.stack([loss / 2 ** (last - i) for i, loss in enumerate(losses)]).sum(0)
+
+
+@dataclass(frozen=True)
+class Ofd(Method):
+    """A comprehensive overhaul of feature distillation (Heo et al., 2019): `by_depth` of `ofd` over the stages."""
+
+    weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=1e-3)
+
+    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+        """All common stages before their activation."""
+        pairs = _pairs("ofd", student, teacher)
+        for _, tap in pairs:
+            _norm(teacher, tap)
+        return _needs(pairs)
+
+    def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
+        """Connectors, and the teacher's margins."""
+        pairs = _pairs("ofd", student, teacher)
+        norms = [_norm(teacher, tap) for _, tap in pairs]
+        found = [margins(norm.weight, norm.bias) for norm in norms]
+        return Connectors(student, teacher, pairs, found)
+
+    def loss(self, seen: Seen) -> Tensor:
+        """(n,)."""
+        return by_depth([ofd(student, target) for student, target in _connected(seen.helped)])
+
+
+@dataclass(frozen=True)
+class Abound(Method):
+    """Activation boundaries (Heo et al., 2018), an initial stage only: 0.003 `by_depth` of `abound` over the stages.
+
+    The factor 0.003 is the authors' and belongs to their weight of 1: the sum over a map is large.
+    """
+
+    weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=1.0)
+    initial: ClassVar[str] = "abound"
+    initial_epochs: ClassVar[float] = 30.0
+    scale: ClassVar[float] = 0.003
+
+    margin: float = 1.0
+    """How far beyond the boundary the student shall be."""
+
+    def __post_init__(self) -> None:
+        if self.margin <= 0:
+            raise UserError(f"distill.options margin = {self.margin:g}: must be above 0", "the paper's is 1")
+
+    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+        """All common stages before their activation."""
+        return _needs(_pairs("abound", student, teacher))
+
+    def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
+        """Connectors."""
+        return Connectors(student, teacher, _pairs("abound", student, teacher))
+
+    def loss(self, seen: Seen) -> Tensor:
+        """(n,)."""
+        losses = [abound(student, target, self.margin) for student, target in _connected(seen.helped)]
+        return self.scale * by_depth(losses)
+
+
+class Connectors(nn.Module):
+    """Brings the stages of both networks to one shape: `student.0` to `student.L-1` and `target.0` to `target.L-1`.
+
+    Student: pooled where it is the larger, 1x1 convolution, BatchNorm. Target: the teacher's map, pooled where it is
+    the larger, then raised to its channel's margin where margins are given.
+    """
+
+    def __init__(
+        self,
+        student: Anatomy,
+        teacher: Anatomy,
+        pairs: list[tuple[str, str]],
+        margins: list[Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.pairs = pairs
+        self.stages = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(student.shapes[s][0], width, 1, bias=False), nn.BatchNorm2d(width))
+            for s, width in ((s, teacher.shapes[t][0]) for s, t in pairs)
+        )
+        self.has_margins = margins is not None
+        for i, margin in enumerate(margins or []):
+            self.register_buffer(f"margin{i}", margin.clone())
+
+    def forward(self, student: Taps, teacher: Taps) -> dict[str, Tensor]:
+        """Both, stage by stage."""
+        found: dict[str, Tensor] = {}
+        for i, (connector, (s, t)) in enumerate(zip(self.stages, self.pairs, strict=True)):
+            grid = _smaller(student[s], teacher[t])
+            found[f"student.{i}"] = connector(pool_to(student[s], grid))
+            target = pool_to(teacher[t], grid)
+            if self.has_margins:
+                target = torch.maximum(target, self.get_buffer(f"margin{i}")[:, None, None])
+            found[f"target.{i}"] = target
+        return found
+
+
+def _connected(helped: Taps) -> list[tuple[Tensor, Tensor]]:
+    return [(helped[f"student.{i}"], helped[f"target.{i}"]) for i in range(len(helped) // 2)]
+
+
+def _smaller(one: Tensor, other: Tensor) -> tuple[int, int]:
+    return min(one.shape[-2], other.shape[-2]), min(one.shape[-1], other.shape[-1])
+
+
+def _pairs(method: str, student: Anatomy, teacher: Anatomy) -> list[tuple[str, str]]:
+    """The common stages' taps before the activation, first to last, matched from the last backwards."""
+    both = [[f"{stage}.pre" for stage in anatomy.stages] for anatomy in (student, teacher)]
+    for anatomy, taps in zip((student, teacher), both, strict=True):
+        missing = [tap for tap in taps if tap not in anatomy.shapes]
+        if missing or not taps:
+            raise UserError(
+                f"distill.method = {method}: compares values before the activation, and {anatomy.name} has no "
+                f"{missing[0] if missing else 'stages'}",
+                "use models of ours for both networks, or another method",
+            )
+    count = min(map(len, both))
+    return list(zip(both[0][-count:], both[1][-count:], strict=True))
+
+
+def _needs(pairs: list[tuple[str, str]]) -> Needs:
+    return Needs(tuple(s for s, _ in pairs), tuple(t for _, t in pairs))
+
+
+def _norm(teacher: Anatomy, tap: str) -> nn.BatchNorm2d:
+    norm = teacher.norms.get(tap)
+    if isinstance(norm, nn.BatchNorm2d) and norm.affine and norm.num_features == teacher.shapes[tap][0]:
+        return norm
+    raise UserError(
+        f"distill.method = ofd: takes its margins from the BatchNorm right before the activation, and none is known "
+        f"at {tap} of the teacher {teacher.name}",
+        "use a resnet, wrn or vgg_bn teacher, or another method (reviewkd, attention)",
+    )

@@ -1,0 +1,192 @@
+"""Factor transfer: the student learns a short description of the teacher's last map, not the map itself.
+
+Promises: an initial stage (`Paraphrase`) trains an autoencoder of the teacher's last map; `Factor` then freezes it
+and trains a translator that makes the same factors from the student's last map. Both helpers call the autoencoder
+`paraphraser`, so its weights carry over by name; frozen, it never leaves eval mode. Of two map sizes the larger is
+pooled to the smaller before encoding, in both stages alike. Refuses networks without stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from drumline.distill.method import Anatomy, Method, Needs, Seen, Taps, Weights
+from drumline.errors import UserError
+from drumline.models.pool import pool_to
+
+
+def factor(student: Tensor, teacher: Tensor) -> Tensor:
+    """Mean absolute difference per sample, (n,), of the two networks' factors n x K x H x W:
+
+        mean over k, h, w of | s / ||s|| - t / ||t|| |
+
+    with the L2 norm over all of a sample's factors. A factor of zero stays zero and is given no gradient.
+    """
+    return (_unit(student.flatten(1)) - _unit(teacher.flatten(1))).abs().mean(1)
+
+
+def paraphrase(reconstruction: Tensor, target: Tensor) -> Tensor:
+    """Mean squared error per sample, (n,)."""
+    return ((reconstruction - target) ** 2).flatten(1).mean(1)
+
+
+@dataclass(frozen=True)
+class Paraphrase(Method):
+    """The initial stage of `Factor`: an autoencoder of the teacher's last map. The student has no part in it."""
+
+    weights: ClassVar[Weights] = Weights(r=0.0, a=0.0, b=1.0)
+    initial: ClassVar[str] = "paraphrase"
+    initial_epochs: ClassVar[float] = 30.0
+
+    k: float = 0.5
+    """Channels of a factor for each channel of the teacher's last map."""
+
+    def __post_init__(self) -> None:
+        _check(self.k)
+
+    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+        """The teacher's last map."""
+        return Needs(teacher=(_last(teacher),))
+
+    def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
+        """The autoencoder."""
+        return _Reconstruct(_last(teacher), _grid(student, teacher), _paraphraser(teacher, self.k))
+
+    def loss(self, seen: Seen) -> Tensor:
+        """(n,)."""
+        return paraphrase(seen.helped["reconstruction"], seen.helped["target"])
+
+
+@dataclass(frozen=True)
+class Factor(Method):
+    """Paraphrasing complex network (Kim et al., 2018), with p = 1."""
+
+    weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=200.0)
+    initial: ClassVar[str] = "paraphrase"
+    initial_epochs: ClassVar[float] = 30.0
+
+    k: float = 0.5
+    """Channels of a factor for each channel of the teacher's last map."""
+
+    def __post_init__(self) -> None:
+        _check(self.k)
+
+    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+        """The last map of both."""
+        return Needs((_last(student),), (_last(teacher),))
+
+    def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
+        """The frozen autoencoder, and the translator."""
+        paraphraser = _paraphraser(teacher, self.k)
+        translator = encoder(student.shapes[_last(student)][0], paraphraser.width)
+        taps = (_last(student), _last(teacher))
+        return _Translate(taps, _grid(student, teacher), paraphraser, translator)
+
+    def loss(self, seen: Seen) -> Tensor:
+        """(n,)."""
+        return factor(seen.helped["student"], seen.helped["teacher"])
+
+
+class Paraphraser(nn.Module):
+    """Three convolutions to `width` channels, and three transposed ones back."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.encode = encoder(channels, width)
+        self.decode = nn.Sequential(
+            *_layer(nn.ConvTranspose2d(width, width, 3, padding=1, bias=False)),
+            *_layer(nn.ConvTranspose2d(width, channels, 3, padding=1, bias=False)),
+            *_layer(nn.ConvTranspose2d(channels, channels, 3, padding=1, bias=False)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The map, made again from its factors."""
+        rebuilt: Tensor = self.decode(self.encode(x))
+        return rebuilt
+
+
+def encoder(channels: int, width: int) -> nn.Sequential:
+    """Three 3x3 convolutions, each with BatchNorm and LeakyReLU(0.1): channels, then twice `width`."""
+    return nn.Sequential(
+        *_layer(nn.Conv2d(channels, channels, 3, padding=1, bias=False)),
+        *_layer(nn.Conv2d(channels, width, 3, padding=1, bias=False)),
+        *_layer(nn.Conv2d(width, width, 3, padding=1, bias=False)),
+    )
+
+
+class _Reconstruct(nn.Module):
+    def __init__(self, tap: str, grid: tuple[int, int], paraphraser: Paraphraser) -> None:
+        super().__init__()
+        self.tap, self.grid = tap, grid
+        self.paraphraser = paraphraser
+
+    def forward(self, student: Taps, teacher: Taps) -> dict[str, Tensor]:
+        target = pool_to(teacher[self.tap], self.grid)
+        return {"reconstruction": self.paraphraser(target), "target": target}
+
+
+class _Translate(nn.Module):
+    def __init__(
+        self,
+        taps: tuple[str, str],
+        grid: tuple[int, int],
+        paraphraser: Paraphraser,
+        translator: nn.Sequential,
+    ) -> None:
+        super().__init__()
+        self.taps, self.grid = taps, grid
+        self.paraphraser = paraphraser.requires_grad_(False).eval()
+        self.translator = translator
+
+    def train(self, mode: bool = True) -> _Translate:
+        super().train(mode)
+        self.paraphraser.eval()
+        return self
+
+    def forward(self, student: Taps, teacher: Taps) -> dict[str, Tensor]:
+        mine, theirs = self.taps
+        return {
+            "student": self.translator(pool_to(student[mine], self.grid)),
+            "teacher": self.paraphraser.encode(pool_to(teacher[theirs], self.grid)),
+        }
+
+
+def _layer(convolution: nn.Conv2d | nn.ConvTranspose2d) -> tuple[nn.Module, ...]:
+    return convolution, nn.BatchNorm2d(convolution.out_channels), nn.LeakyReLU(0.1)
+
+
+def _paraphraser(teacher: Anatomy, k: float) -> Paraphraser:
+    channels = teacher.shapes[_last(teacher)][0]
+    return Paraphraser(channels, max(1, round(k * channels)))
+
+
+def _last(anatomy: Anatomy) -> str:
+    if not anatomy.stages:
+        raise UserError(
+            f"distill.method = factor: reads the last map, and {anatomy.name} has no stages",
+            "use models of ours for both networks, or another method",
+        )
+    return anatomy.stages[-1]
+
+
+def _grid(student: Anatomy, teacher: Anatomy) -> tuple[int, int]:
+    """The smaller height and width. Taken from the probed shapes, as the initial stage does not see the student's."""
+    (_, *mine), (_, *theirs) = student.shapes[_last(student)], teacher.shapes[_last(teacher)]
+    return min(mine[0], theirs[0]), min(mine[1], theirs[1])
+
+
+def _unit(rows: Tensor) -> Tensor:
+    """Rows of length 1. A zero row stays zero: dividing it by a small number would give it a huge gradient."""
+    squares = (rows**2).sum(1, keepdim=True)
+    there = squares > torch.finfo(rows.dtype).tiny
+    return rows * torch.where(there, torch.where(there, squares, 1.0).rsqrt(), 0.0)
+
+
+def _check(k: float) -> None:
+    if k <= 0:
+        raise UserError(f"distill.options k = {k:g}: must be above 0", "the paper's is 0.5")

@@ -1,0 +1,241 @@
+"""Methods that compare feature maps place by place: hint (FitNet), attention transfer and VID; how maps are paired.
+
+Promises: a sample's loss depends on that sample alone, and the batch loss of the papers is the mean over samples.
+Stages of two networks are paired from the last one backwards; maps of two sizes meet at the smaller one, by means.
+Refuses networks without stages to pair, and stages that were asked for by number and have no partner.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drumline.distill.method import Anatomy, Method, Needs, Seen, Taps, Weights
+from drumline.errors import UserError
+from drumline.models.pool import pool_to
+
+Pair = tuple[str, str]
+"""A tap of the student and the teacher's tap that it is compared with."""
+
+
+def paired_stages(student: Iterable[str], teacher: Iterable[str]) -> list[Pair]:
+    """The `stageN` among two networks' taps, last with last and so on backwards while both have one; in order."""
+    mine, theirs = _stages(student), _stages(teacher)
+    count = min(len(mine), len(theirs))
+    return list(zip(mine[len(mine) - count :], theirs[len(theirs) - count :], strict=True))
+
+
+def require_pairs(method: str, student: Anatomy, teacher: Anatomy, least: int = 1) -> list[Pair]:
+    """`paired_stages`, at least so many of them or a `UserError`."""
+    pairs = paired_stages(student.shapes, teacher.shapes)
+    if len(pairs) < least:
+        counts = f"{student.name} has {len(student.stages)} stages, {teacher.name} has {len(teacher.stages)}"
+        raise UserError(
+            f"distill.method = {method}: it compares at least {least} stage(s) of each network; {counts}",
+            "use a method that reads logits, such as kd or dkd, or models of drumline's own, whose stages are named",
+        )
+    return pairs
+
+
+def common_grid(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, int]:
+    """The smaller height and the smaller width of two shapes that end in them."""
+    return min(one[-2], other[-2]), min(one[-1], other[-1])
+
+
+def at_common_size(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Two maps, each brought down to the common grid by means."""
+    grid = common_grid(one.shape, other.shape)
+    return pool_to(one, grid), pool_to(other, grid)
+
+
+def hint(regressed: Tensor, teacher: Tensor) -> Tensor:
+    """(n,): mean over channels and places of (regressed − teacher)²; maps of two sizes meet at the smaller."""
+    regressed, teacher = at_common_size(regressed, teacher)
+    return (regressed - teacher).square().mean((1, 2, 3))
+
+
+def attention(student: Tensor, teacher: Tensor) -> Tensor:
+    """(n,): mean over places of (A_s/‖A_s‖ − A_t/‖A_t‖)², where A is the channel mean of f², as one vector.
+
+    Maps are brought to the common size before they are squared. A map of zeros has A/‖A‖ = 0.
+    """
+    student, teacher = at_common_size(student, teacher)
+    return (_attention_map(student) - _attention_map(teacher)).square().mean(1)
+
+
+def vid(mean: Tensor, variance: Tensor, teacher: Tensor) -> Tensor:
+    """(n,): mean over channels and places of ½((μ − t)²/σ² + log σ²), with one σ² per channel of the teacher.
+
+    The negative log-likelihood of the teacher's map, less its constant.
+    """
+    mean, teacher = at_common_size(mean, teacher)
+    spread = variance.view(1, -1, 1, 1)
+    return 0.5 * ((mean - teacher).square() / spread + spread.log()).mean((1, 2, 3))
+
+
+@dataclass(frozen=True)
+class Hint(Method):
+    """FitNet: one map of the student, through a 1×1 convolution, should be the teacher's."""
+
+    weights: ClassVar[Weights] = Weights(b=100.0)
+
+    layer: int = 2
+    """Which stage of the student, counted from 1; the teacher's is the one as far from its end."""
+
+    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+        """The one stage of each. Refuses a `layer` that either network lacks."""
+        mine, theirs = self._pair(student, teacher)
+        return Needs((mine,), (theirs,))
+
+    def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
+        """The regressor."""
+        return _Regressor(self._pair(student, teacher), student, teacher)
+
+    def loss(self, seen: Seen) -> Tensor:
+        """`hint` of the regressed map."""
+        ((name, regressed),) = seen.helped.items()
+        return hint(regressed, seen.teacher_taps[name])
+
+    def _pair(self, student: Anatomy, teacher: Anatomy) -> Pair:
+        return _chosen("hint", "layer", [self.layer], student, teacher)[0]
+
+
+@dataclass(frozen=True)
+class Attention(Method):
+    """Attention transfer: where the student's maps are strong, relative to themselves, the teacher's should be."""
+
+    weights: ClassVar[Weights] = Weights(b=1000.0)
+
+    layers: str = ""
+    """Which stages of the student, as in "3,4", counted from 1; empty for all that both networks have."""
+
+    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+        """The stages of `layers` and their partners. Refuses numbers that either network lacks."""
+        if self.layers.strip():
+            return _needed(_chosen("attention", "layers", self._numbers(), student, teacher))
+        return _needed(require_pairs("attention", student, teacher))
+
+    def loss(self, seen: Seen) -> Tensor:
+        """Sum of `attention` over the stages."""
+        pairs = paired_stages(seen.taps, seen.teacher_taps)
+        return sum_of([attention(seen.taps[mine], seen.teacher_taps[theirs]) for mine, theirs in pairs])
+
+    def _numbers(self) -> list[int]:
+        try:
+            return sorted({int(part) for part in self.layers.split(",")})
+        except ValueError:
+            raise UserError(
+                f"distill.options layers = {self.layers!r}: not stage numbers with commas between them",
+                'write them as in layers="3,4", or leave the option out for all stages',
+            ) from None
+
+
+@dataclass(frozen=True)
+class Vid(Method):
+    """Variational information distillation: the student's maps should predict the teacher's, as a Gaussian would."""
+
+    weights: ClassVar[Weights] = Weights(b=1.0)
+
+    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+        """All common stages."""
+        return _needed(require_pairs("vid", student, teacher))
+
+    def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
+        """One predictor of mean and variance for each stage."""
+        return _Predictors(require_pairs("vid", student, teacher), student, teacher)
+
+    def loss(self, seen: Seen) -> Tensor:
+        """Sum of `vid` over the stages."""
+        return sum_of(
+            [
+                vid(seen.helped[name], seen.helped[name + _VARIANCE], seen.teacher_taps[name])
+                for name in _stages(seen.teacher_taps)
+            ]
+        )
+
+
+def sum_of(losses: list[Tensor]) -> Tensor:
+    """The sum of (n,) losses, of which there is at least one."""
+    return torch.stack(losses).sum(0)
+
+
+class _Regressor(nn.Module):
+    """The student's map in the teacher's channels, at the common size, under the name of the teacher's tap."""
+
+    def __init__(self, pair: Pair, student: Anatomy, teacher: Anatomy) -> None:
+        super().__init__()
+        self.mine, self.theirs = pair
+        self.conv = nn.Conv2d(student.shapes[self.mine][0], teacher.shapes[self.theirs][0], 1)
+
+    def forward(self, student: Taps, teacher: Taps) -> dict[str, Tensor]:
+        # The mean and a 1×1 convolution commute, so the smaller map goes through it.
+        x = student[self.mine]
+        return {self.theirs: self.conv(pool_to(x, common_grid(x.shape, teacher[self.theirs].shape)))}
+
+
+_VARIANCE = ".variance"
+_FIRST_VARIANCE = 5.0
+_LEAST_VARIANCE = 1e-5
+
+
+class _Predictors(nn.Module):
+    """For each teacher's stage T, means under "T" (n, C, h, w) and variances under "T.variance" (C,)."""
+
+    def __init__(self, pairs: list[Pair], student: Anatomy, teacher: Anatomy) -> None:
+        super().__init__()
+        self.pairs = pairs
+        self.means = nn.ModuleDict()
+        self.log_scales = nn.ParameterDict()
+        # The inverse of softplus, so that the variance starts at its first value.
+        start = math.log(math.expm1(_FIRST_VARIANCE - _LEAST_VARIANCE))
+        for mine, theirs in pairs:
+            entry, width = student.shapes[mine][0], teacher.shapes[theirs][0]
+            self.means[theirs] = nn.Sequential(
+                nn.Conv2d(entry, width, 1, bias=False),
+                nn.ReLU(),
+                nn.Conv2d(width, width, 1, bias=False),
+                nn.ReLU(),
+                nn.Conv2d(width, width, 1, bias=False),
+            )
+            self.log_scales[theirs] = nn.Parameter(torch.full((width,), start))
+
+    def forward(self, student: Taps, teacher: Taps) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for mine, theirs in self.pairs:
+            x = student[mine]
+            found[theirs] = self.means[theirs](pool_to(x, common_grid(x.shape, teacher[theirs].shape)))
+            found[theirs + _VARIANCE] = F.softplus(self.log_scales[theirs]) + _LEAST_VARIANCE
+        return found
+
+
+def _attention_map(x: Tensor) -> Tensor:
+    return F.normalize(x.square().mean(1).flatten(1), dim=1)
+
+
+def _stages(names: Iterable[str]) -> list[str]:
+    numbers = [name.removeprefix("stage") for name in names if name.startswith("stage")]
+    return [f"stage{number}" for number in sorted(int(number) for number in numbers if number.isdecimal())]
+
+
+def _needed(pairs: list[Pair]) -> Needs:
+    return Needs(tuple(mine for mine, _ in pairs), tuple(theirs for _, theirs in pairs))
+
+
+def _chosen(method: str, option: str, numbers: list[int], student: Anatomy, teacher: Anatomy) -> list[Pair]:
+    """The pairs of the student's stages of these numbers."""
+    pairs = dict(require_pairs(method, student, teacher))
+    for number in numbers:
+        if f"stage{number}" not in pairs:
+            had = ", ".join(name.removeprefix("stage") for name in pairs)
+            raise UserError(
+                f"distill.method = {method}: no stage {number} that {student.name} and {teacher.name} share, "
+                "counted from the end of each",
+                f"set distill.options {option} to one of the student's stages {had}",
+            )
+    return [(f"stage{number}", pairs[f"stage{number}"]) for number in numbers]

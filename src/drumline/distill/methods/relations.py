@@ -1,0 +1,236 @@
+"""Methods that compare how the samples of a batch lie to one another: similarity, correlation, rkd and pkt.
+
+Promises: they see the whole global batch and return the paper's number for it. Rows that are equal or all zero
+have no direction: they count as such, and pass no gradient instead of an endless one. No tensor holds B³
+numbers: rkd's angles go over blocks of anchors that the backward computes again.
+Refuses networks without the tap that the method reads. Only correlation trains something: it has to bring both
+networks to one width; the others compare B x B tables, so the widths may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from drumline.distill.method import Anatomy, Method, Needs, Scope, Seen, Taps, Weights
+from drumline.errors import UserError
+
+PKT_EPS = 1e-7
+"""Added to both probabilities inside pkt's logarithm, as in the published code."""
+
+BLOCK = 2**21
+"""How many angles a block of rkd's anchors has, at most (8 MiB in fp32), unless one anchor alone has more: B²."""
+
+
+def similarity(student: Tensor, teacher: Tensor) -> Tensor:
+    """Σ (rows(S Sᵀ) − rows(T Tᵀ))² / B², with S and T the maps as one row each, rows() bringing rows to length 1."""
+    student, teacher = student.flatten(1), teacher.flatten(1)
+    difference = _unit(student @ student.T) - _unit(teacher @ teacher.T)
+    return difference.square().mean()
+
+
+def correlation(student: Tensor, teacher: Tensor) -> Tensor:
+    """mean over i < B − 1 of Σ_d δ_i δ_{i+1}, with δ = |s − t| of each row; 0 for a batch of one.
+
+    It falls as the embeddings meet: it is to be added, not subtracted.
+    """
+    delta = (student - teacher).abs()
+    return (delta[:-1] * delta[1:]).sum() / max(len(delta) - 1, 1)
+
+
+def rkd_distance(student: Tensor, teacher: Tensor) -> Tensor:
+    """mean over all B² pairs of smooth-L1(ψ_s, ψ_t); ψ is the Euclidean distance over the mean positive one."""
+    return F.smooth_l1_loss(_relative_distances(student), _relative_distances(teacher))
+
+
+def rkd_angle(student: Tensor, teacher: Tensor) -> Tensor:
+    """mean over all B³ triples of smooth-L1(cos_s, cos_t); cos(i, j, k) = e_ij · e_kj.
+
+    e_ij = (x_i − x_j) / |x_i − x_j|, zero for equal rows. Memory is that of one block of anchors j, forward and
+    backward (32 MiB instead of 288 at B = 256, 64 wide, fp32); the size of a block depends on B alone.
+    """
+    total = student.new_zeros(())
+    for anchors in _blocks(len(student)):
+        total = total + _again(_block_angle, student, teacher, student[anchors], teacher[anchors])
+    return total / len(student) ** 3
+
+
+def rkd(student: Tensor, teacher: Tensor, distance: float, angle: float) -> Tensor:
+    """distance · `rkd_distance` + angle · `rkd_angle`."""
+    return distance * rkd_distance(student, teacher) + angle * rkd_angle(student, teacher)
+
+
+def pkt(student: Tensor, teacher: Tensor) -> Tensor:
+    """mean over all B² entries of t log((t + ε)/(s + ε)), ε = 1e-7.
+
+    s and t are rows of (cos + 1)/2 between samples, each divided by its sum.
+    """
+    s, t = _affinity(student), _affinity(teacher)
+    return (t * ((t + PKT_EPS).log() - (s + PKT_EPS).log())).mean()
+
+
+class Embeddings(nn.Module):
+    """One linear layer for each network, from its pooled features to a common width."""
+
+    def __init__(self, student: int, teacher: int, dim: int) -> None:
+        super().__init__()
+        self.student = nn.Linear(student, dim)
+        self.teacher = nn.Linear(teacher, dim)
+
+    def forward(self, student: Taps, teacher: Taps) -> dict[str, Tensor]:
+        """`student` and `teacher`, both N x dim."""
+        return {"student": self.student(student["pooled"]), "teacher": self.teacher(teacher["pooled"])}
+
+
+@dataclass(frozen=True)
+class Similarity(Method):
+    """Similarity-preserving: which images of the batch the last maps find alike."""
+
+    weights: ClassVar[Weights] = Weights(b=3000.0)
+    scope: ClassVar[Scope] = "global_batch"
+
+    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+        return Needs((_last_stage("similarity", student),), (_last_stage("similarity", teacher),))
+
+    def loss(self, seen: Seen) -> Tensor:
+        return similarity(_last_map(seen.taps), _last_map(seen.teacher_taps))
+
+
+@dataclass(frozen=True)
+class Correlation(Method):
+    """Correlation congruence of neighbouring rows: the errors of two samples should not be large together.
+
+    The one relation that depends on the order of the batch. The teacher's embedding is trained as well.
+    """
+
+    weights: ClassVar[Weights] = Weights(b=0.02)
+    scope: ClassVar[Scope] = "global_batch"
+
+    dim: int = 128
+    """Width of the two embeddings."""
+
+    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+        return _pooled("correlation", student, teacher)
+
+    def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
+        return Embeddings(student.shapes["pooled"][0], teacher.shapes["pooled"][0], self.dim)
+
+    def loss(self, seen: Seen) -> Tensor:
+        return correlation(seen.helped["student"], seen.helped["teacher"])
+
+
+@dataclass(frozen=True)
+class Rkd(Method):
+    """Relational kd: distances of pairs and angles of triples of pooled features."""
+
+    weights: ClassVar[Weights] = Weights(b=1.0)
+    scope: ClassVar[Scope] = "global_batch"
+
+    distance: float = 25.0
+    """Weight of the distances."""
+    angle: float = 50.0
+    """Weight of the angles."""
+
+    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+        return _pooled("rkd", student, teacher)
+
+    def loss(self, seen: Seen) -> Tensor:
+        return rkd(seen.taps["pooled"], seen.teacher_taps["pooled"], self.distance, self.angle)
+
+
+@dataclass(frozen=True)
+class Pkt(Method):
+    """Probabilistic knowledge transfer: whom each sample would pick as its neighbour, by the cosine."""
+
+    weights: ClassVar[Weights] = Weights(b=30000.0)
+    scope: ClassVar[Scope] = "global_batch"
+
+    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+        return _pooled("pkt", student, teacher)
+
+    def loss(self, seen: Seen) -> Tensor:
+        return pkt(seen.taps["pooled"], seen.teacher_taps["pooled"])
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Vectors of the last axis brought to length 1; zero ones stay zero and pass no gradient."""
+    square = x.square().sum(-1, keepdim=True)
+    some = square > 0
+    return torch.where(some, x, 0) / torch.where(some, square, 1).sqrt()
+
+
+def _affinity(x: Tensor) -> Tensor:
+    unit = _unit(x)
+    # Opposite vectors can have a cosine a rounding below −1, and a logarithm follows.
+    alike = ((unit @ unit.T + 1) / 2).clamp(min=0)
+    return alike / alike.sum(1, keepdim=True)
+
+
+def _relative_distances(x: Tensor) -> Tensor:
+    """B x B distances over the mean of the positive ones; all zero where all rows are equal."""
+    distances = torch.cat([_again(_block_distances, x, x[rows]) for rows in _blocks(len(x))])
+    positive = (distances.detach() > 0).sum()
+    mean = distances.sum() / positive.clamp(min=1)
+    return distances / torch.where(positive > 0, mean, 1)
+
+
+def _block_distances(x: Tensor, rows: Tensor) -> Tensor:
+    """Distances of some rows to all. By differences: |a|² + |b|² − 2ab leaves noise between close rows, and the
+    square root makes it large."""
+    square = (x.unsqueeze(0) - rows.unsqueeze(1)).square().sum(-1)
+    some = square > 0
+    return torch.where(some, torch.where(some, square, 1).sqrt(), 0)
+
+
+def _block_angle(student: Tensor, teacher: Tensor, anchors: Tensor, teacher_anchors: Tensor) -> Tensor:
+    """Sum of smooth-L1 over the triples whose middle is one of the anchors."""
+    return F.smooth_l1_loss(_cosines(student, anchors), _cosines(teacher, teacher_anchors), reduction="sum")
+
+
+def _cosines(x: Tensor, anchors: Tensor) -> Tensor:
+    """(anchors, B, B) cosines of the angles at each anchor."""
+    rays = _unit(x.unsqueeze(0) - anchors.unsqueeze(1))
+    return rays @ rays.mT
+
+
+def _blocks(rows: int) -> Iterator[slice]:
+    """Slices of the batch, so short that a block of B x B tables stays within `BLOCK`."""
+    size = max(1, BLOCK // rows**2)
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+def _again(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
+    """The function's value, keeping only its arguments: the backward computes the rest again."""
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+
+def _last_stage(method: str, network: Anatomy) -> str:
+    if not network.stages:
+        raise _lacking(method, network, "stage1")
+    return network.stages[-1]
+
+
+def _last_map(taps: Taps) -> Tensor:
+    stages = (name.removeprefix("stage") for name in taps if name.startswith("stage"))
+    return taps[f"stage{max(int(number) for number in stages if number.isdigit())}"]
+
+
+def _pooled(method: str, student: Anatomy, teacher: Anatomy) -> Needs:
+    for network in (student, teacher):
+        if "pooled" not in network.shapes:
+            raise _lacking(method, network, "pooled")
+    return Needs(("pooled",), ("pooled",))
+
+
+def _lacking(method: str, network: Anatomy, tap: str) -> UserError:
+    return UserError(
+        f"distill.method = {method}: reads the tap `{tap}`, and {network.name} has none (it has: "
+        f"{', '.join(network.shapes) or 'no taps'})",
+        "use a model that has it, or a method on logits such as kd",
+    )

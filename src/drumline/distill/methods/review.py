@@ -1,0 +1,142 @@
+"""ReviewKD: deeper features of the student help its shallower ones to become the teacher's.
+
+Promises: each level of the teacher (every paired stage before its activation, and the pooled vector as a 1×1 map)
+is compared with a map that was fused from the student's level and all deeper ones. A sample's loss depends on the
+other samples only through the helper's BatchNorms.
+Refuses networks without stages to pair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drumline.distill.method import Anatomy, Method, Needs, Seen, Taps, Weights
+from drumline.distill.methods.maps import Pair, require_pairs, sum_of
+from drumline.errors import UserError
+from drumline.models.pool import pool_to
+
+PYRAMID = (4, 2, 1)
+"""The grids on which maps are compared, after the whole map."""
+
+
+def hierarchical(fused: Tensor, teacher: Tensor) -> Tensor:
+    """(n,): Σ_l w_l · mean (P_l(fused) − P_l(teacher))² / Σ_l w_l, mean over channels and places.
+
+    P_l are the whole map and its means on 4×4, 2×2 and 1×1 grids. w is 1 for the whole map and half of the one
+    before for each grid smaller than the map; other grids are left out. The two maps have one shape.
+    """
+    height, width = fused.shape[-2:]
+    loss = (fused - teacher).square().mean((1, 2, 3))
+    weight = total = 1.0
+    for grid in PYRAMID:
+        if grid >= min(height, width):
+            continue
+        weight /= 2
+        total += weight
+        # Means are linear: one pool of the difference is the difference of two pools.
+        loss = loss + weight * pool_to(fused - teacher, (grid, grid)).square().mean((1, 2, 3))
+    return loss / total
+
+
+@dataclass(frozen=True)
+class ReviewKd(Method):
+    """Knowledge review, with attention-based fusion and the hierarchical loss."""
+
+    weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=5.0)
+
+    mid: int = 64
+    """Channels in which levels are fused. The paper has up to 512, the width of the student's last stage."""
+    warmup: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.mid < 1:
+            raise UserError(f"distill.options mid = {self.mid}: not a number of channels", "use mid=64, say")
+
+    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+        """Common stages before their activation, where that is known, and the pooled vectors."""
+        levels = _levels(student, teacher)
+        return Needs(tuple(mine for mine, _ in levels), tuple(theirs for _, theirs in levels))
+
+    def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
+        """The fusion of levels, from deep to shallow."""
+        return _Review(_levels(student, teacher), student, teacher, self.mid)
+
+    def loss(self, seen: Seen) -> Tensor:
+        """Sum of `hierarchical` over the levels."""
+        return sum_of([hierarchical(x, _as_map(seen.teacher_taps[name])) for name, x in seen.helped.items()])
+
+
+class _Review(nn.Module):
+    """A map for each of the teacher's taps, of its shape and under its name, from the student's levels."""
+
+    def __init__(self, levels: list[Pair], student: Anatomy, teacher: Anatomy, mid: int) -> None:
+        super().__init__()
+        self.levels = levels[::-1]
+        self.fusions = nn.ModuleList(
+            _Fusion(student.shapes[mine][0], mid, teacher.shapes[theirs][0], fuses=depth > 0)
+            for depth, (mine, theirs) in enumerate(self.levels)
+        )
+
+    def forward(self, student: Taps, teacher: Taps) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        deeper: Tensor | None = None
+        for (mine, theirs), fusion in zip(self.levels, self.fusions, strict=True):
+            height, width = _as_map(teacher[theirs]).shape[-2:]
+            found[theirs], deeper = fusion(_as_map(student[mine]), deeper, (height, width))
+        return found
+
+
+class _Fusion(nn.Module):
+    """One level: its map in `mid` channels, mixed with the deeper level's by two attention maps, then as the
+    teacher's map would be.
+
+    With x the own map, y the deeper one at x's size (nearest) and (a, b) = sigmoid(conv1×1([x, y])), the fused map is
+    a·x + b·y, brought to the teacher's size (nearest). The deepest level has no y and is its own fused map.
+    """
+
+    def __init__(self, entry: int, mid: int, width: int, fuses: bool) -> None:
+        super().__init__()
+        self.enter = nn.Sequential(nn.Conv2d(entry, mid, 1, bias=False), nn.BatchNorm2d(mid))
+        self.attend = nn.Conv2d(2 * mid, 2, 1) if fuses else None
+        self.leave = nn.Sequential(nn.Conv2d(mid, width, 3, padding=1, bias=False), nn.BatchNorm2d(width))
+        for conv in (self.enter[0], self.leave[0]):
+            assert isinstance(conv, nn.Conv2d)
+            nn.init.kaiming_uniform_(conv.weight, a=1)
+
+    def forward(self, x: Tensor, deeper: Tensor | None, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """The map to compare with the teacher's, of its size, and the fused one for the next level."""
+        x = self.enter(x)
+        if self.attend is not None:
+            assert deeper is not None
+            deeper = _nearest(deeper, (x.shape[2], x.shape[3]))
+            share = self.attend(torch.cat((x, deeper), 1)).sigmoid()
+            x = x * share[:, :1] + deeper * share[:, 1:]
+        x = _nearest(x, grid)
+        return self.leave(x), x
+
+
+def _nearest(x: Tensor, grid: tuple[int, int]) -> Tensor:
+    return x if (x.shape[2], x.shape[3]) == grid else F.interpolate(x, grid, mode="nearest")
+
+
+def _as_map(x: Tensor) -> Tensor:
+    return x if x.dim() == 4 else x[:, :, None, None]
+
+
+def _levels(student: Anatomy, teacher: Anatomy) -> list[Pair]:
+    """The taps to compare, from shallow to deep."""
+    stages = require_pairs("reviewkd", student, teacher)
+    levels = [
+        (_before_activation(student, mine), _before_activation(teacher, theirs)) for mine, theirs in stages
+    ]
+    both_pool = "pooled" in student.shapes and "pooled" in teacher.shapes
+    return [*levels, ("pooled", "pooled")] if both_pool else levels
+
+
+def _before_activation(network: Anatomy, stage: str) -> str:
+    return f"{stage}.pre" if f"{stage}.pre" in network.shapes else stage

@@ -1,0 +1,269 @@
+"""Methods that compare statistics of feature maps, one sample at a time: nst, kdsvd and fsp.
+
+Promises: a sample's loss depends on that sample alone, and the batch loss is the mean over samples. No tensor of
+channels × channels × places is built. Gradients are finite at maps of zeros and at equal singular values.
+Refuses networks without enough stages to pair and, for fsp, stages of different widths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from drumline.distill.method import Anatomy, Method, Needs, Seen, Weights
+from drumline.distill.methods.maps import (
+    Pair,
+    at_common_size,
+    common_grid,
+    paired_stages,
+    require_pairs,
+    sum_of,
+)
+from drumline.errors import UserError
+from drumline.models.pool import pool_to
+
+
+def nst(student: Tensor, teacher: Tensor) -> Tensor:
+    """(n,): MMD² between the channels of two maps, by the kernel k(x, y) = (xᵀy)².
+
+    mean k(s_i, s_j) + mean k(t_i, t_j) − 2 mean k(s_i, t_j), where s_i and t_j are the channels' maps at the
+    common size, each of norm 1 over its places (a channel of zeros stays zero). With the rows of S and T the
+    channels, the sum of k over pairs of rows is ‖S Tᵀ‖² = ⟨SᵀS, TᵀT⟩: the side with the smaller matrices is used.
+    """
+    student, teacher = at_common_size(student, teacher)
+    s, t = F.normalize(student.flatten(2), dim=2), F.normalize(teacher.flatten(2), dim=2)
+    mine, theirs, places = s.shape[1], t.shape[1], s.shape[2]
+    if 2 * places**2 <= mine**2 + mine * theirs + theirs**2:
+        return (s.mT @ s / mine - t.mT @ t / theirs).square().sum((1, 2))
+    return _kernel_mean(s, s) + _kernel_mean(t, t) - 2 * _kernel_mean(s, t)
+
+
+def kdsvd(student: list[Tensor], teacher: list[Tensor], k: int = 1) -> Tensor:
+    """(n,): how the leading singular vectors of one stage relate to those of the next, compared by radial functions.
+
+    A map at the common size is a matrix X of channels × places. Its leading right singular vectors, which live on
+    places so that widths may differ, come from `singular_vectors`: k of the teacher, k + 3 of the student. For each
+    of the teacher's v_m the student's u_m is the candidate of largest |cosine|, times the sign of that cosine. With
+    σ_m = ‖X_t v_m‖, scaled to Σ σ_m² = 1, place i of a stage has the k coordinates σ_m v_im (teacher) and σ_m u_im
+    (student). Between places i of a stage and j of the next one, R_ij = exp(−‖p_i − q_j‖²/8) on these coordinates,
+    and the loss is Σ_ij (R_ij(student) − R_ij(teacher))², summed over consecutive stages.
+    """
+    points = [_aligned(mine, theirs, k) for mine, theirs in zip(student, teacher, strict=True)]
+    losses = [
+        _radial_gap(mine, next_mine, theirs, next_theirs)
+        for (mine, theirs), (next_mine, next_theirs) in pairwise(points)
+    ]
+    return sum_of(losses)
+
+
+def singular_vectors(x: Tensor, count: int) -> Tensor:
+    """The `count` leading right singular vectors of matrices (n, C, P), as columns of (n, P, count), in order.
+
+    Orthogonal iteration from a fixed start: W ← XᵀX W/‖X‖², then Gram–Schmidt. 25 rounds: the error of vector m falls
+    as (σ_{m+1}/σ_m)^50. Only the last 5 are differentiated, from a constant start. They give the first terms of the
+    series 1/(σ_m² − σ_j²) = Σ_r σ_j^2r/σ_m^(2r+2) in the exact gradient: close to it for vectors set apart, bounded
+    for vectors of equal singular values, where the exact one does not exist. No library decomposition is called,
+    because those wait for the GPU. Vectors whose σ² is under about 1e-5 of ‖X‖² fade to zero.
+    """
+    places = torch.arange(x.shape[2], dtype=x.dtype, device=x.device)
+    waves = torch.arange(count, dtype=x.dtype, device=x.device)
+    # Waves of 0, 1, 2... radians per place: all independent, and the first has the sign that ReLU gives maps.
+    found = torch.outer(places + 0.5, waves).cos().expand(x.shape[0], -1, -1)
+    energy = x.square().sum((1, 2), keepdim=True) + _LEAST_ENERGY
+    with torch.no_grad():
+        for _ in range(_CONSTANT_ROUNDS):
+            found = _round(x, found, energy)
+    for _ in range(_ROUNDS - _CONSTANT_ROUNDS):
+        found = _round(x, found, energy)
+    return found
+
+
+def flow(lower: Tensor, upper: Tensor) -> Tensor:
+    """(n, C, D): G = X Yᵀ/(h·w), the products of two maps' channels, mean over places; the FSP matrix.
+
+    The larger map is max-pooled to the size of the smaller, as in the paper; where sizes do not divide, by means.
+    """
+    grid = common_grid(lower.shape, upper.shape)
+    x, y = _strongest(lower, grid).flatten(2), _strongest(upper, grid).flatten(2)
+    return x @ y.mT / x.shape[2]
+
+
+def fsp(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
+    """(n,): Σ over consecutive maps of the mean squared difference of `flow` between student and teacher."""
+    losses = [
+        (flow(*mine) - flow(*theirs)).square().mean((1, 2))
+        for mine, theirs in zip(pairwise(student), pairwise(teacher), strict=True)
+    ]
+    return sum_of(losses)
+
+
+@dataclass(frozen=True)
+class Nst(Method):
+    """Neuron selectivity transfer: the student's channels should be spread over places as the teacher's are."""
+
+    weights: ClassVar[Weights] = Weights(b=50.0)
+
+    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+        """All common stages."""
+        return _needed(require_pairs("nst", student, teacher))
+
+    def loss(self, seen: Seen) -> Tensor:
+        """Sum of `nst` over the stages."""
+        return sum_of([nst(mine, theirs) for mine, theirs in zip(*_maps(seen), strict=True)])
+
+
+@dataclass(frozen=True)
+class Kdsvd(Method):
+    """Distillation by singular value decomposition: leading patterns over places, related from stage to stage."""
+
+    weights: ClassVar[Weights] = Weights(b=1.0)
+
+    k: int = 1
+    """Singular vectors of the teacher for each stage."""
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise UserError(f"distill.options k = {self.k}: not a number of singular vectors", "use k=1, say")
+
+    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+        """All common stages, of which there must be two."""
+        return _needed(require_pairs("kdsvd", student, teacher, least=2))
+
+    def loss(self, seen: Seen) -> Tensor:
+        """`kdsvd` of all stages."""
+        return kdsvd(*_maps(seen), self.k)
+
+
+@dataclass(frozen=True)
+class Fsp(Method):
+    """Flow of solution procedure: an initial stage in which the student's `flow` becomes the teacher's."""
+
+    weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=50.0)
+    initial: ClassVar[str] = "fsp"
+    initial_epochs: ClassVar[float] = 30.0
+
+    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+        """The stem and all common stages. Refuses two networks whose channels differ there."""
+        pairs = require_pairs("fsp", student, teacher)
+        if "stem" in student.shapes and "stem" in teacher.shapes:
+            pairs = [("stem", "stem"), *pairs]
+        mine = [student.shapes[name][0] for name, _ in pairs]
+        theirs = [teacher.shapes[name][0] for _, name in pairs]
+        if mine != theirs or len(pairs) < 2:
+            raise UserError(
+                "distill.method = fsp: it compares products of channels, so both networks need the same channels "
+                f"at two taps or more; {student.name} has {_listed(mine)}, {teacher.name} has {_listed(theirs)}",
+                "use two networks of one family, such as resnet56 or resnet110 for resnet20, or a method that takes "
+                "any channels, such as nst or attention",
+            )
+        return _needed(pairs)
+
+    def loss(self, seen: Seen) -> Tensor:
+        """`fsp` from the stem to the last stage."""
+        mine, theirs = _maps(seen)
+        if "stem" in seen.taps and "stem" in seen.teacher_taps:
+            mine, theirs = [seen.taps["stem"], *mine], [seen.teacher_taps["stem"], *theirs]
+        return fsp(mine, theirs)
+
+
+_ROUNDS = 25
+_CONSTANT_ROUNDS = 20
+_LEAST_ENERGY = 1e-12
+_LEAST_SHARE = 1e-5
+_MORE_CANDIDATES = 3
+_BLOCK = 1 << 24
+"""Elements of the largest tensor that `kdsvd` builds: a block of places by places."""
+
+
+def _kernel_mean(x: Tensor, y: Tensor) -> Tensor:
+    return (x @ y.mT).square().mean((1, 2))
+
+
+def _round(x: Tensor, found: Tensor, energy: Tensor) -> Tensor:
+    """One round: XᵀX W/‖X‖² with columns made orthogonal to the ones before them and of norm 1.
+
+    The norm is √(‖w‖² + 1e-10), so that a column of rounding errors is not blown up to a vector, nor its gradient.
+    """
+    stretched = x.mT @ (x @ found) / energy
+    columns: list[Tensor] = []
+    for index in range(found.shape[2]):
+        column = stretched[:, :, index : index + 1]
+        if columns:
+            before = torch.cat(columns, 2)
+            column = column - before @ (before.mT @ column)
+        columns.append(column / (column.square().sum(1, keepdim=True) + _LEAST_SHARE**2).sqrt())
+    return torch.cat(columns, 2)
+
+
+def _aligned(student: Tensor, teacher: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The places' coordinates (n, P, k) by student and teacher, as `kdsvd` defines them."""
+    student, teacher = at_common_size(student, teacher)
+    s, t = student.flatten(2), teacher.flatten(2)
+    theirs = singular_vectors(t, min(k, *t.shape[1:]))
+    candidates = singular_vectors(s, min(k + _MORE_CANDIDATES, *s.shape[1:]))
+    cosines = candidates.detach().mT @ theirs
+    best = cosines.abs().argmax(1, keepdim=True)
+    rows = torch.arange(cosines.shape[1], device=best.device).view(1, -1, 1)
+    # ±1 at the best candidate of each column, 0 elsewhere.
+    choice = (rows == best).to(s.dtype) * torch.where(cosines < 0, -1.0, 1.0).to(s.dtype)
+    scale = F.normalize((t @ theirs).square().sum(1, keepdim=True).sqrt(), dim=2)
+    return candidates @ choice * scale, theirs * scale
+
+
+def _radial_gap(mine: Tensor, next_mine: Tensor, theirs: Tensor, next_theirs: Tensor) -> Tensor:
+    """(n,): Σ_ij (R_ij(mine) − R_ij(theirs))², in blocks of places i that the backward computes again."""
+    count, places, width = mine.shape[0], mine.shape[1], min(mine.shape[2], next_mine.shape[2])
+    mine, next_mine = mine[:, :, :width], next_mine[:, :, :width]
+    theirs, next_theirs = theirs[:, :, :width], next_theirs[:, :, :width]
+    rows = max(1, _BLOCK // (count * next_mine.shape[1] * width))
+    if rows >= places:
+        return _radial_gap_block(mine, next_mine, theirs, next_theirs)
+    losses = [
+        checkpoint(
+            _radial_gap_block, a, next_mine, b, next_theirs, use_reentrant=False, preserve_rng_state=False
+        )
+        for a, b in zip(mine.split(rows, 1), theirs.split(rows, 1), strict=True)
+    ]
+    return sum_of(losses)
+
+
+def _radial_gap_block(mine: Tensor, next_mine: Tensor, theirs: Tensor, next_theirs: Tensor) -> Tensor:
+    return (_radial(mine, next_mine) - _radial(theirs, next_theirs)).square().sum((1, 2))
+
+
+def _radial(points: Tensor, others: Tensor) -> Tensor:
+    return (-(points[:, :, None] - others[:, None]).square().sum(3) / 8).exp()
+
+
+def _strongest(x: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Max-pooling to a grid that divides the map, else `pool_to`.
+
+    By amax, whose backward shares a gradient among equal maxima: torch's max-pool has none that repeats on a GPU.
+    """
+    count, channels, height, width = x.shape
+    if (height, width) == grid:
+        return x
+    if height % grid[0] or width % grid[1]:
+        return pool_to(x, grid)
+    windows = x.reshape(count, channels, grid[0], height // grid[0], grid[1], width // grid[1])
+    return windows.amax((3, 5))
+
+
+def _maps(seen: Seen) -> tuple[list[Tensor], list[Tensor]]:
+    """The paired stages' maps of student and teacher."""
+    pairs = paired_stages(seen.taps, seen.teacher_taps)
+    return [seen.taps[mine] for mine, _ in pairs], [seen.teacher_taps[theirs] for _, theirs in pairs]
+
+
+def _needed(pairs: list[Pair]) -> Needs:
+    return Needs(tuple(mine for mine, _ in pairs), tuple(theirs for _, theirs in pairs))
+
+
+def _listed(channels: list[int]) -> str:
+    return "/".join(str(width) for width in channels)

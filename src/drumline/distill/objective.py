@@ -1,0 +1,176 @@
+"""What a student minimises: r · cross-entropy + a · kd + Σ b · method.
+
+Promises: losses are computed in fp32 outside any autocast; batch-relational ones see the whole global batch, so the
+loss and its gradient are the same on any number of processes; a weight of 0 costs nothing. The teacher is live or read
+from the batch (`extra`), and is checked after the first step and every epoch. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from drumline.data.views import Batch
+from drumline.distill.bundle import Said
+from drumline.distill.gather import Gathered
+from drumline.distill.method import Memory, Method, Needs, Seen
+from drumline.distill.methods.logits import standardised
+from drumline.distill.teacher import Taught, Teacher
+from drumline.errors import UserError
+from drumline.train.objective import Classification, Objective, Outcome, check_logits, partner
+
+Source = Callable[[Tensor, Batch], Taught]
+"""What the teacher says of normalised images, or of the batch they came in."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One method of an objective."""
+
+    name: str
+    method: Method
+    weight: float
+    needs: Needs
+    memory: Memory | None = None
+
+
+class Distillation(Objective):
+    """Calls a bundle. `r` weighs the labels, each part brings its own weight (kd's is `a`)."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        r: float,
+        classification: Classification,
+        source: Source,
+        gathered: Gathered,
+        device: torch.device,
+        per_epoch: int,
+        teacher: Teacher | None = None,
+        standardise: bool = False,
+    ) -> None:
+        self.parts, self.r, self.classification, self.source = tuple(parts), r, classification, source
+        self.gathered, self.teacher, self.standardise, self.per_epoch = (
+            gathered,
+            teacher,
+            standardise,
+            per_epoch,
+        )
+        self.terms = ("ce", *(part.name for part in parts), "teacher_agreement")
+        self._ramps = torch.ones(len(parts), device=device)
+        self._epoch = -1
+
+    def __call__(self, model: nn.Module, images: Tensor, batch: Batch) -> Outcome:
+        taught = self.source(images, batch)
+        said: Said = model(images, taught.taps)
+        check_logits(said.logits, self.classification.classes)
+        with torch.autocast(images.device.type, enabled=False):
+            return self._scored(_exact(said), _exact_taught(taught), batch)
+
+    def at(self, step: int) -> None:
+        epoch = step // self.per_epoch
+        if epoch != self._epoch:
+            self._epoch = epoch
+            for place, part in enumerate(self.parts):
+                self._ramps[place].fill_(ramp(part.method.warmup, epoch))
+        for part in self.parts:
+            if part.memory is not None:
+                part.memory.at(step)
+
+    def check(self) -> None:
+        if self.teacher is not None:
+            self.teacher.check()
+
+    def live(self) -> list[Tensor]:
+        return [tensor for part in self.parts if part.memory is not None for tensor in part.memory.live()]
+
+    def collect(self) -> dict[str, Tensor]:
+        return {
+            f"{part.name}.{name}": tensor
+            for part in self.parts
+            if part.memory is not None
+            for name, tensor in part.memory.collect().items()
+        }
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        for part in self.parts:
+            if part.memory is not None:
+                part.memory.restore(
+                    {
+                        name: self._from_rank_0(state.get(f"{part.name}.{name}"), shape, part.name)
+                        for name, shape in part.memory.shapes().items()
+                    }
+                )
+
+    def _from_rank_0(self, tensor: Tensor | None, shape: tuple[int, ...], name: str) -> Tensor:
+        world = self.gathered.world
+        if not world.share(tensor is not None and tensor.shape == shape):
+            raise UserError(
+                f"the checkpoint has no memory of {name} for this data",
+                "resume with the methods and the data the run was started with",
+            )
+        if tensor is None:
+            tensor = torch.empty(shape)
+        return world.broadcast(tensor.to(world.device))
+
+    def _scored(self, said: Said, taught: Taught, batch: Batch) -> Outcome:
+        labels = self.classification.outcome(said.logits, batch)
+        total, terms = self.r * labels.loss, [labels.loss.detach()]
+        for place, part in enumerate(self.parts):
+            value = self._part(part, said, taught, batch)
+            total = total + part.weight * self._ramps[place] * value
+            terms.append(value.detach())
+        with torch.no_grad():
+            terms.append((said.logits.argmax(1) == taught.logits.argmax(1)).sum().to(total.dtype))
+        return Outcome(total, labels.correct, torch.stack(terms))
+
+    def _part(self, part: Part, said: Said, taught: Taught, batch: Batch) -> Tensor:
+        """A method's loss, as a sum over the micro-batch's samples."""
+        spread = self.gathered if part.method.scope == "global_batch" else _as_it_is
+        logits, teacher_logits = said.logits, taught.logits
+        if self.standardise and part.method.on_logits:
+            logits, teacher_logits = standardised(logits), standardised(teacher_logits)
+
+        def loss(labels: Tensor) -> Tensor:
+            seen = Seen(
+                logits=spread(logits),
+                teacher_logits=spread(teacher_logits),
+                taps={name: spread(said.taps[name]) for name in part.needs.student},
+                teacher_taps={name: spread(taught.taps[name]) for name in part.needs.teacher},
+                helped={name: spread(value) for name, value in said.helped.get(part.name, {}).items()},
+                labels=spread(labels),
+                samples=spread(batch.samples),
+                memory=part.memory,
+            )
+            return part.method.loss(seen)
+
+        losses = loss(batch.labels)
+        if part.method.scope == "global_batch":
+            assert losses.ndim == 0, (part.name, losses.shape)
+            return losses * len(batch.labels)
+        assert losses.shape == batch.labels.shape, (part.name, losses.shape)
+        if batch.mix.shape[1] and part.method.uses_labels:
+            share = batch.mix[:, 1]
+            losses = share * losses + (1 - share) * loss(partner(batch.labels))
+        return losses.sum()
+
+
+def ramp(warmup: float, epoch: int) -> float:
+    """The weight of a method in an epoch (counted from 0) while it rises over `warmup` epochs."""
+    return 1.0 if warmup <= 0 else min(1.0, (epoch + 1) / warmup)
+
+
+def _as_it_is(rows: Tensor) -> Tensor:
+    return rows
+
+
+def _exact(said: Said) -> Said:
+    helped = {name: {key: value.float() for key, value in each.items()} for name, each in said.helped.items()}
+    return Said(said.logits.float(), {name: tap.float() for name, tap in said.taps.items()}, helped)
+
+
+def _exact_taught(taught: Taught) -> Taught:
+    return Taught(taught.logits.float(), {name: tap.float() for name, tap in taught.taps.items()})

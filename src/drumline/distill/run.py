@@ -1,0 +1,60 @@
+"""A distillation run: initial stages where the methods have one, then the main one. The loop is that of `train`.
+
+Promises: an initial stage is a run of its own inside the run folder (`initial-METHOD`), with checkpoints and log; a
+run that is stopped or killed in it and resumed goes on there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from drumline.data.sources import detect_source
+from drumline.distill.choose import choose
+from drumline.distill.lesson import Stage, lesson
+from drumline.launch.world import World
+from drumline.recipe import Recipe
+from drumline.state.checkpoint import newest_sound
+from drumline.state.folder import claim_name
+from drumline.train.loop import Result, train
+
+
+def distill(recipe: Recipe, world: World) -> Result:
+    """Runs the recipe. Every rank calls it, and every rank gets the same result."""
+    stages = [(name, epochs) for name, epochs in choose(recipe.distill).initial if epochs]
+    done: tuple[Path, ...] = ()
+    if stages and not world.share(_is_past(recipe) if world.first else False):
+        recipe = _named(recipe, world)
+        for name, epochs in stages:
+            stage = _stage_recipe(recipe, name, epochs)
+            result = train(stage, world, partial(lesson, stage=Stage(name, done)))
+            if not result.finished:
+                return result
+            done = (*done, Path(stage.run.dir) / stage.run.name)
+    return train(recipe, world, partial(lesson, stage=Stage(before=done)))
+
+
+def _is_past(recipe: Recipe) -> bool:
+    """Whether the run goes on from a checkpoint of its main stage."""
+    resume = recipe.checkpoint.resume
+    if resume == "auto":
+        return newest_sound(Path(recipe.run.dir) / recipe.run.name / "checkpoints")[0] is not None
+    return resume != "never"
+
+
+def _named(recipe: Recipe, world: World) -> Recipe:
+    """With the name of the run folder, which the stages lie in."""
+    name = recipe.run.name
+    if name == "auto":
+        source = detect_source(recipe.data.source, recipe.data.path)
+        name = world.share(claim_name(recipe, source) if world.first else "")
+    return replace(recipe, run=replace(recipe.run, name=name))
+
+
+def _stage_recipe(recipe: Recipe, name: str, epochs: float) -> Recipe:
+    return replace(
+        recipe,
+        run=replace(recipe.run, dir=str(Path(recipe.run.dir) / recipe.run.name), name=f"initial-{name}"),
+        train=replace(recipe.train, epochs=epochs, steps=0, ema=0.0),
+    )

@@ -1,0 +1,129 @@
+"""Trains CRD's embeddings on one global batch after another, on real processes over gloo or alone.
+
+As a program (`python -m tests.distill.bank_ranks FOLDER`) it is one rank, and leaves what it found in a file.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drumline.distill.bank import ContrastBank
+from drumline.distill.method import Anatomy, Seen
+from drumline.distill.methods.contrast import Crd
+from drumline.launch.environment import read_place
+from drumline.launch.network import free_port
+from drumline.launch.world import World, join
+
+ROOT = Path(__file__).parents[2]
+SAMPLES, BATCH, STEPS, CLASSES, SEED = 37, 10, 6, 4, 11
+METHOD = Crd(K=50, dim=8)
+STUDENT, TEACHER = Anatomy("small", {"pooled": (5,)}, CLASSES), Anatomy("large", {"pooled": (7,)}, CLASSES)
+LABELS = torch.arange(SAMPLES) * 7 % CLASSES
+
+
+@cache
+def results(size: int) -> list[dict[str, Any]]:
+    """What every rank of a world of `size` found, in rank order. Starts the processes on the first call."""
+    with tempfile.TemporaryDirectory() as folder:
+        common = {
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port("127.0.0.1")),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.distill.bank_ranks", folder],
+                env={**os.environ, **common, "RANK": str(rank)},
+                cwd=ROOT,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+        try:
+            errors = [process.communicate(timeout=120)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        assert [process.returncode for process in processes] == [0] * size, "\n".join(errors)
+        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(size)]
+
+
+def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample ids and both networks' pooled vectors of a whole global batch."""
+    generator = torch.Generator().manual_seed(100 + step)
+    ids = torch.randperm(SAMPLES, generator=generator)[:BATCH]
+    return ids, torch.randn(BATCH, 5, generator=generator), torch.randn(BATCH, 7, generator=generator)
+
+
+def train(world: World, bank: ContrastBank, steps: range, helper: torch.nn.Module) -> list[Tensor]:
+    """The losses of these steps, each followed by plain gradient descent on the embeddings."""
+    losses = []
+    for step in steps:
+        ids, student, teacher = batch(step)
+        bank.at(step)
+        helped = helper({"pooled": student}, {"pooled": teacher})
+        logits = torch.zeros(BATCH, CLASSES)
+        loss = METHOD.loss(Seen(logits, logits, {}, {}, helped, LABELS[ids], ids, bank))
+        helper.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in helper.parameters():
+                assert parameter.grad is not None
+                parameter -= 0.01 * parameter.grad
+        losses.append(loss.detach())
+    return losses
+
+
+def embeddings() -> torch.nn.Module:
+    """The same on every rank."""
+    torch.manual_seed(5)
+    return METHOD.helper(STUDENT, TEACHER)
+
+
+def job(world: World) -> dict[str, Any]:
+    """All steps; then again from the state in the middle, in a bank that held something else."""
+    bank = METHOD.memory(LABELS, SEED, world)
+    first, helper = bank.collect(), embeddings()
+    losses = train(world, bank, range(STEPS // 2), helper)
+    middle, weights = bank.collect(), {name: value.clone() for name, value in helper.state_dict().items()}
+    losses += train(world, bank, range(STEPS // 2, STEPS), helper)
+    last = bank.collect()
+    other, again = METHOD.memory(LABELS, SEED, world), embeddings()
+    for tensor in other.live():
+        tensor.fill_(0.5)
+    other.restore(middle)
+    again.load_state_dict(weights)
+    resumed = train(world, other, range(STEPS // 2, STEPS), again)
+    return {
+        "first": first,
+        "last": last,
+        "losses": torch.stack(losses),
+        "resumed": {"last": other.collect(), "losses": torch.stack(resumed)},
+        "held": sum(tensor.numel() for tensor in bank.live()),
+        "weights": dict(helper.state_dict()),
+    }
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    world = join(read_place(os.environ), "cpu", "auto", 60)
+    torch.save(job(world), folder / f"{world.rank}.pt")
+    world.barrier()
+    world.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
