@@ -179,7 +179,7 @@ class Distill:
     """How a student learns from a teacher. Only `drumline distill` reads this section."""
 
     teacher: tuple[str, ...] = ()
-    """Model name of the teacher; several make an ensemble. Empty: the model of the run that `teacher_weights` names."""
+    """Model name of the teacher; several make an ensemble. Empty: that of the run which `teacher_weights` names."""
     teacher_weights: tuple[str, ...] = ()
     """Run folder, checkpoint or weights file of each teacher."""
     method: tuple[str, ...] = ("kd",)

@@ -245,7 +245,7 @@ def test_vid_starts_from_a_variance_of_five_and_adds_up_its_stages() -> None:
         (Hint(layer=0), THREE, THREE, "no stage 0"),
         (Attention(layers="3,4"), THREE, THREE, "no stage 4"),
         (Attention(layers="last"), THREE, THREE, "'last'"),
-        (Attention(), Anatomy("flat", {"pooled": (4,)}, 10), THREE, "flat has 0 stages"),
+        (Attention(), Anatomy("flat", {"pooled": (4,)}, 10), THREE, "it has 0 of flat"),
         (Vid(), THREE, Anatomy("flat", {"pooled": (4,)}, 10), "method = vid"),
     ],
 )

@@ -137,7 +137,7 @@ def test_a_network_without_pooled_features_is_compared_by_stages() -> None:
 
 
 def test_what_cannot_be_fused_is_refused() -> None:
-    with pytest.raises(UserError, match="flat has 0 stages"):
+    with pytest.raises(UserError, match="it has 0 of flat"):
         ReviewKd().needs(Anatomy("flat", {"pooled": (4,)}, 10), LARGE)
     with pytest.raises(UserError, match="mid = 0"):
         ReviewKd(mid=0)

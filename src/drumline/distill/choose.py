@@ -53,7 +53,7 @@ def choose(distill: Distill) -> Chosen:
         for wanted, found in ((distill.r, r), (distill.a, a), (distill.T, T))
     )
     options = _options(distill.options, names)
-    built = {name: _build(name, {**options[name], "T": T}) for name in (*names, "kd")}
+    built = {name: _build(name, {**options.get(name, {}), "T": T}) for name in (*names, "kd")}
     weights = _weights(distill, others)
     parts = [Weighted("kd", built["kd"], a)] if a else []
     parts += [

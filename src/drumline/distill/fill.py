@@ -136,7 +136,7 @@ def _prepare(cache: Cache, epochs: range, world: World) -> _Plan:
         if not absent and (cache.epoch_folder(epoch) / CHECKSUMS).exists():
             continue
         missing += ((epoch, block) for block in absent)
-        present += ((epoch, block) for block in range(cache.blocks) if block not in set(absent))
+        present += ((epoch, block) for block in sorted({*range(cache.blocks)} - {*absent}))
     if not missing and not present:
         return _Plan([], [], "")
     token = f"seen-{uuid.uuid4().hex[:8]}.tmp"
@@ -192,9 +192,9 @@ def _work_off(
             if step % MEETING == 0 or step == steps:
                 everybody = world.collect((asked, fresh))
                 fresh = {}
-                for _, theirs in everybody:
-                    known |= theirs
                 if world.first:
+                    for _, theirs in everybody:
+                        known |= theirs
                     _seal(cache, known)
                 if any(theirs for theirs, _ in everybody):
                     return False

@@ -60,9 +60,12 @@ class WorldNorm(_BatchNorm):
     def of(norm: _BatchNorm, world: World) -> WorldNorm:
         """The same layer, with the same parameters and buffers, over the whole world."""
         made = WorldNorm(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-        made.load_state_dict(norm.state_dict())
-        made.world = world
-        return made.to(next(iter(norm.state_dict().values())).device)
+        made.world, made.training = world, norm.training
+        for name, parameter in norm.named_parameters(recurse=False):
+            setattr(made, name, parameter)
+        for name, buffer in norm.named_buffers(recurse=False):
+            setattr(made, name, buffer)
+        return made
 
     def _check_input_dim(self, input: Tensor) -> None:
         assert input.ndim >= 2, input.shape

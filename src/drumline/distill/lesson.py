@@ -22,7 +22,8 @@ from drumline.distill.gather import Gathered, over_the_world
 from drumline.distill.load import Loaded, load_teachers
 from drumline.distill.method import Anatomy, Method, Needs
 from drumline.distill.objective import Distillation, Part
-from drumline.distill.teacher import Teacher
+from drumline.distill.stored import refuse_uncacheable, store
+from drumline.distill.teacher import Live, Teacher, weights_sha256
 from drumline.errors import UserError
 from drumline.launch.world import World
 from drumline.models.foreign import Tapped, head_of, norm_before, with_taps
@@ -65,6 +66,10 @@ def lesson(
     pair = _Pair.of(recipe, chosen, student, teachers, sets.view.size, world)
     bundle = pair.bundle(recipe.run.seed, runs_student=not stage.name or pair.reads_student, world=world)
     words = [word, *_take_over(bundle, pair.bare, stage.before, world)]
+    cached = bool(recipe.distill.cache) and not stage.name
+    identity = _identity(recipe, chosen, pair, teachers) if cached else ""
+    if cached:
+        refuse_uncacheable(recipe, pair.teacher_taps, sets.name)
     teacher = _teacher(recipe, chosen, pair, teachers, world)
     predictions, score = None, None
     if not stage.name:
@@ -79,6 +84,8 @@ def lesson(
         for rank in range(world.size)
     ]
     labels = torch.from_numpy(sets.train.labels).to(world.device)
+    stored = store(recipe, teacher, identity, sets, plan, world) if cached else None
+    words += stored.words if stored else ()
     objective = Distillation(
         parts=[
             Part(
@@ -92,11 +99,11 @@ def lesson(
         ],
         r=chosen.r,
         classification=Classification(recipe.train.label_smoothing, classes),
-        source=lambda images, batch: teacher(images),
+        source=stored or Live(teacher),
         gathered=Gathered(world, counts),
         device=world.device,
         per_epoch=plan.per_epoch,
-        teacher=teacher,
+        teacher=None if stored else teacher,
         standardise=recipe.distill.standardise,
     )
     words.append(_method_words(chosen, stage))
@@ -107,6 +114,7 @@ def lesson(
         words=tuple(words),
         rival=predictions,
         evaluates=not stage.name,
+        **({"feed": stored.feed} if stored else {}),
     )
 
 
@@ -180,6 +188,21 @@ def anatomy(model: nn.Module, name: str, example: Tensor) -> Anatomy:
     norms = {tap: norm for tap in taps if (norm := norm_before(model, tap)) is not None}
     shapes = {tap: tuple(value.shape[1:]) for tap, value in taps.items()}
     return Anatomy(name, shapes, logits.shape[1], norms, head_of(model))
+
+
+def _identity(recipe: Recipe, chosen: Chosen, pair: _Pair, teachers: list[Loaded]) -> str:
+    """What a cache knows the teacher by."""
+    distill = recipe.distill
+    parts = [
+        f"model={'+'.join(each.name for each in teachers)}",
+        f"weights={weights_sha256(pair.teachers)}",
+        f"precision={recipe.train.precision if distill.teacher_precision == 'auto' else distill.teacher_precision}",
+        f"compiled={recipe.train.compile}",
+    ]
+    if len(teachers) > 1:
+        shares = ",".join(f"{share:g}" for share in distill.shares or (1.0,) * len(teachers))
+        parts.append(f"ensemble of {distill.ensemble} at T={chosen.T:g}, shares {shares}")
+    return "; ".join(parts)
 
 
 def _teacher(recipe: Recipe, chosen: Chosen, pair: _Pair, teachers: list[Loaded], world: World) -> Teacher:

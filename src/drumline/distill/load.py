@@ -15,10 +15,10 @@ from torch import nn
 from drumline.errors import UserError
 from drumline.launch.world import World
 from drumline.models import create_model, load_weights
+from drumline.models.weights import WeightFields
 from drumline.recipe import Recipe
 from drumline.recipe_file import load_recipe
 from drumline.state.checkpoint import is_checkpoint
-from drumline.models.weights import WeightFields
 from drumline.train import prepare
 
 

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from drumline.data.views import Batch
 from drumline.errors import UserError
 from drumline.state.fingerprint import fingerprints
 
@@ -98,6 +99,16 @@ class Teacher:
 
     def _fingerprints(self) -> Tensor:
         return torch.cat([fingerprints(module.state_dict()) for module in self.modules])
+
+
+@dataclass(frozen=True)
+class Live:
+    """A teacher that is computed at every step."""
+
+    teacher: Teacher
+
+    def __call__(self, images: Tensor, batch: Batch) -> Taught:
+        return self.teacher(images)
 
 
 def _wrong(what: str, fix: str) -> UserError:

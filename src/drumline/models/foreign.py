@@ -48,14 +48,14 @@ class Tapped(nn.Module):
         so must be copied. It leaves modes, buffers and random generators as they were."""
         super().__init__()
         _check(places, model)
-        own = isinstance(model, VisionModel)
-        record = probe(model, example, taps=own)
+        native = model.tap_info if isinstance(model, VisionModel) else {}
+        record = probe(model, example, taps=bool(native))
         self.model = model
         self.places = {tap: places[tap] for tap in sorted(places, key=tap_order)}
-        native = model.tap_info if isinstance(model, VisionModel) else {}
         self.native = tuple(
             tap for tap in native if tap not in places and tap.removesuffix(".pre") not in places
         )
+        """Taps that the model gives itself."""
         self.taps = tuple(sorted((*self.native, *places), key=tap_order))
         marks = {tap: record.at(model, tap, place) for tap, place in self.places.items()}
         self.copied = tuple(tap for tap, mark in marks.items() if mark.tensor._version != mark.version)
@@ -80,10 +80,11 @@ class Tapped(nn.Module):
         versions: dict[str, int] = {}
         self._slot.seen, self._slot.versions = seen, versions
         try:
-            out = self.model(x, taps=True) if self.native else self.model(x)
+            # A model of ours may take other ways through its modules when asked for taps, as it was in the probe.
+            ours = isinstance(self.model, VisionModel)
+            logits, own = self.model(x, taps=True) if ours else (self.model(x), {})
         finally:
             self._slot.seen, self._slot.versions = None, {}
-        logits, own = out if self.native else (out, {})
         for tap in self.places:
             assert tap in seen, f"tap {tap}: {self.places[tap]} was not called in this forward"
         for tap, version in versions.items():

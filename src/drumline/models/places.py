@@ -107,7 +107,7 @@ def probe(model: nn.Module, example: Tensor, taps: bool = False) -> Record:
 
     handles = []
     for module in names:
-        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(module.register_forward_hook(leave))
     try:
         with _undisturbed(model, example.device):
@@ -216,16 +216,16 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     devices = [device] if device.type not in ("cpu", "meta") else []
     kind = device.type if devices else "cuda"
     model.eval()
-    try:
-        with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices, device_type=kind):
+    with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices, device_type=kind):
+        try:
             yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
             for module, name, buffer, before in buffers:
                 module._buffers[name] = buffer
                 if buffer.device.type != "meta" and not torch.equal(buffer, before):
                     buffer.copy_(before)
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _timm_ends(model: nn.Module, record: Record) -> list[str]:

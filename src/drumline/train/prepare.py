@@ -6,7 +6,7 @@ model and arithmetic to a value, refuses what does not fit together before a sin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -89,17 +89,14 @@ class Sets:
             return resident_batches(
                 self.train, self.view, recipe.run.seed, requests, first_step, world.device
             )
+        return self.feed(recipe.run.seed, requests, world.device)
+
+    def feed(self, seed: int, requests: Iterable[Request], device: torch.device) -> Batches:
+        """The training batches that these requests ask for."""
         if self.resident_train is not None:
-            return resident_feed(self.resident_train, recipe.run.seed, requests)
+            return resident_feed(self.resident_train, seed, requests)
         return batches(
-            self.train_spec,
-            self.train,
-            self.view,
-            recipe.run.seed,
-            requests,
-            self.workers,
-            world.device,
-            self.bad[0],
+            self.train_spec, self.train, self.view, seed, requests, self.workers, device, self.bad[0]
         )
 
     def requests(self, recipe: Recipe, world: World, first_step: int, last_step: int) -> Iterator[Request]:

@@ -142,7 +142,7 @@ class Dkd(Method):
 class Dist(Method):
     """Correlation instead of equality: classes within a sample, and samples within a class."""
 
-    weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=2.0)
+    weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=2.0, T=1.0)
     scope: ClassVar[Scope] = "global_batch"
     on_logits: ClassVar[bool] = True
 

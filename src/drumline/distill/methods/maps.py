@@ -35,9 +35,9 @@ def require_pairs(method: str, student: Anatomy, teacher: Anatomy, least: int = 
     """`paired_stages`, at least so many of them or a `UserError`."""
     pairs = paired_stages(student.shapes, teacher.shapes)
     if len(pairs) < least:
-        counts = f"{student.name} has {len(student.stages)} stages, {teacher.name} has {len(teacher.stages)}"
+        counts = " and ".join(f"{len(network.stages)} of {network.name}" for network in (student, teacher))
         raise UserError(
-            f"distill.method = {method}: it compares at least {least} stage(s) of each network; {counts}",
+            f"distill.method = {method}: it needs {least} or more named stages of each network; it has {counts}",
             "use a method that reads logits, such as kd or dkd, or models of drumline's own, whose stages are named",
         )
     return pairs

@@ -39,7 +39,7 @@ class Srd(Method):
     """Understanding the role of the projector (Miles & Mikolajczyk, 2024): 2 `srd` of the pooled vectors, the
     student's projected, both through a BatchNorm without weights, plus `divergence` of the logits."""
 
-    weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=1.0)
+    weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=1.0, T=1.0)
     scope: ClassVar[Scope] = "global_batch"
 
     exponent: float = 4.0

@@ -48,11 +48,12 @@ def kdsvd(student: list[Tensor], teacher: list[Tensor], k: int = 1) -> Tensor:
     """(n,): how the leading singular vectors of one stage relate to those of the next, compared by radial functions.
 
     A map at the common size is a matrix X of channels × places. Its leading right singular vectors, which live on
-    places so that widths may differ, come from `singular_vectors`: k of the teacher, k + 3 of the student. For each
-    of the teacher's v_m the student's u_m is the candidate of largest |cosine|, times the sign of that cosine. With
-    σ_m = ‖X_t v_m‖, scaled to Σ σ_m² = 1, place i of a stage has the k coordinates σ_m v_im (teacher) and σ_m u_im
-    (student). Between places i of a stage and j of the next one, R_ij = exp(−‖p_i − q_j‖²/8) on these coordinates,
-    and the loss is Σ_ij (R_ij(student) − R_ij(teacher))², summed over consecutive stages.
+    places so that widths may differ, come from `singular_vectors`: k of the teacher, k + 3 of the student. The
+    teacher's v_m are signed so that Σ_i v_im ≥ 0. For each of them the student's u_m is the candidate of largest
+    |cosine|, times the sign of that cosine. With σ_m = ‖X_t v_m‖, scaled to Σ σ_m² = 1, place i of a stage has the k
+    coordinates σ_m v_im (teacher) and σ_m u_im (student). Between places i of a stage and j of the next one,
+    R_ij = exp(−‖p_i − q_j‖²/8) on these coordinates, and the loss is Σ_ij (R_ij(student) − R_ij(teacher))², summed
+    over consecutive stages.
     """
     points = [_aligned(mine, theirs, k) for mine, theirs in zip(student, teacher, strict=True)]
     losses = [
@@ -206,14 +207,20 @@ def _aligned(student: Tensor, teacher: Tensor, k: int) -> tuple[Tensor, Tensor]:
     student, teacher = at_common_size(student, teacher)
     s, t = student.flatten(2), teacher.flatten(2)
     theirs = singular_vectors(t, min(k, *t.shape[1:]))
+    theirs = theirs * _signs(theirs.sum(1, keepdim=True))
     candidates = singular_vectors(s, min(k + _MORE_CANDIDATES, *s.shape[1:]))
     cosines = candidates.detach().mT @ theirs
     best = cosines.abs().argmax(1, keepdim=True)
     rows = torch.arange(cosines.shape[1], device=best.device).view(1, -1, 1)
     # ±1 at the best candidate of each column, 0 elsewhere.
-    choice = (rows == best).to(s.dtype) * torch.where(cosines < 0, -1.0, 1.0).to(s.dtype)
+    choice = (rows == best).to(s.dtype) * _signs(cosines)
     scale = F.normalize((t @ theirs).square().sum(1, keepdim=True).sqrt(), dim=2)
     return candidates @ choice * scale, theirs * scale
+
+
+def _signs(x: Tensor) -> Tensor:
+    """−1 or 1; 1 for zero."""
+    return 1 - 2 * (x < 0).to(x.dtype)
 
 
 def _radial_gap(mine: Tensor, next_mine: Tensor, theirs: Tensor, next_theirs: Tensor) -> Tensor:
@@ -242,17 +249,13 @@ def _radial(points: Tensor, others: Tensor) -> Tensor:
 
 
 def _strongest(x: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Max-pooling to a grid that divides the map, else `pool_to`.
-
-    By amax, whose backward shares a gradient among equal maxima: torch's max-pool has none that repeats on a GPU.
-    """
-    count, channels, height, width = x.shape
+    """Max-pooling to a grid that divides the map, else `pool_to`. Windows do not overlap, so the backward repeats."""
+    height, width = x.shape[-2:]
     if (height, width) == grid:
         return x
     if height % grid[0] or width % grid[1]:
         return pool_to(x, grid)
-    windows = x.reshape(count, channels, grid[0], height // grid[0], grid[1], width // grid[1])
-    return windows.amax((3, 5))
+    return F.max_pool2d(x, (height // grid[0], width // grid[1]))
 
 
 def _maps(seen: Seen) -> tuple[list[Tensor], list[Tensor]]:

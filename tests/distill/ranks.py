@@ -1,0 +1,149 @@
+"""Every method on real processes over gloo: two optimizer steps, and what each rank found.
+
+As a program (`python -m tests.distill.ranks FOLDER`) it is one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from drumline.distill.lesson import Stage, lesson
+from drumline.distill.methods import METHODS
+from drumline.launch.environment import read_place
+from drumline.launch.network import free_port
+from drumline.launch.world import World, join
+from drumline.models import create_model
+from drumline.observe.display import make_display
+from drumline.recipe import Data, Distill, Model, Optim, Recipe, Run, Train
+from drumline.train import prepare
+from drumline.train.agreement import check_models
+from drumline.train.step import TrainStep
+from tests.distill.nets import wakened
+
+ROOT = Path(__file__).parents[2]
+BATCH = 26
+"""Uneven over 4 processes."""
+PAIRS = {"crd,rkd": ("crd", "rkd"), "hint,similarity": ("hint", "similarity"), "dkd,dist": ("dkd", "dist")}
+CASES: dict[str, tuple[tuple[str, ...], str]] = {
+    **{name: ((name,), "") for name in METHODS if METHODS[name].initial != name},
+    **{name: (methods, "") for name, methods in PAIRS.items()},
+    **{f"initial {name}": ((name,), name) for name in METHODS if METHODS[name].initial},
+}
+
+
+def recipe_of(folder: Path, methods: tuple[str, ...]) -> Recipe:
+    """kd beside every method; a small bank, so that negatives repeat."""
+    options = tuple(text for text in ("crd.K:64", "crd.dim:16") if text.partition(".")[0] in methods)
+    return Recipe(
+        run=Run(seed=3),
+        data=Data(source="digits", batch=BATCH, workers=0),
+        model=Model(name="tests.distill.nets:alone"),
+        optim=Optim(lr=0.02, momentum=0.9),
+        train=Train(steps=2),
+        distill=Distill(
+            teacher=("resnet14",),
+            teacher_weights=(str(folder / "teacher.safetensors"),),
+            method=methods,
+            a=0.5,
+            options=options,
+        ),
+    )
+
+
+def write_teacher(folder: Path) -> None:
+    torch.manual_seed(11)
+    state = wakened(create_model("resnet14", classes=10)).state_dict()
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "teacher.safetensors")
+
+
+def two_steps(folder: Path, name: str, world: World) -> dict[str, Any]:
+    """Builds the task as `drumline distill` does and takes its first two steps."""
+    methods, stage = CASES[name]
+    recipe = recipe_of(folder, methods)
+    sets = prepare.prepare_sets(recipe, world)
+    plan = prepare.prepare_plan(recipe, len(sets.train), world)
+    task = lesson(recipe, sets, plan, world, make_display(world.rank), Stage(stage))
+    trainee = prepare.prepare_trainee(recipe, task.module, world, task.model)
+    step = TrainStep(
+        trainee,
+        task.objective,
+        prepare.normaliser(sets, recipe, world),
+        world,
+        seed=recipe.run.seed,
+        global_batch=BATCH,
+    )
+    found: dict[str, Any] = {}
+    with closing(sets.training(recipe, world, 0, 2)) as batches:
+        first = next(batches)
+        step.rehearse(first)
+        idle = list(step.without_gradient)
+        step(first, 0, 0.02)
+        found["gradients"] = {
+            key: parameter.grad.clone()
+            for key, parameter in trainee.module.named_parameters()
+            if parameter.grad is not None
+        }
+        found["meter"] = world.sum(step.meter.clone())
+        step(next(batches), 1, 0.02)
+    task.objective.check()
+    check_models(trainee, world)
+    groups = trainee.tensors()
+    found["state"] = {
+        f"{group}/{key}": tensor.clone() for group, each in groups.items() for key, tensor in each.items()
+    }
+    found["memory"] = task.objective.collect()
+    return {**found, "idle": idle, "terms": list(task.objective.terms)}
+
+
+@cache
+def results(size: int) -> list[dict[str, Any]]:
+    """What every rank of a world of `size` found, in rank order."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_teacher(Path(folder))
+        common = {
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port("127.0.0.1")),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.distill.ranks", folder],
+                env={**os.environ, **common, "RANK": str(rank)},
+                cwd=ROOT,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+        try:
+            errors = [process.communicate(timeout=300)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        assert [process.returncode for process in processes] == [0] * size, "\n".join(errors)
+        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(size)]
+
+
+def main(folder: Path, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    world = join(read_place(os.environ), "cpu", "auto", 60)
+    found = {name: two_steps(folder, name, world) for name in names or CASES}
+    torch.save(found, folder / f"{world.rank}.pt")
+    world.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
