@@ -166,6 +166,12 @@ def distill(words: list[str]) -> int:
         return 0
     words = _with_preset(words)
     invocation = parse(words, "distill", DISTILL_HELP)
+
+    from drumline.distill.choose import choose
+    from drumline.distill.load import check_teachers
+
+    choose(invocation.recipe.distill)
+    check_teachers(invocation.recipe.distill)
     if invocation.dry_run:
         print(describe(invocation.recipe, invocation.came_from), end="")
         print(_what_would_happen(invocation.recipe, distils=True), file=sys.stderr)

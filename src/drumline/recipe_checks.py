@@ -78,6 +78,10 @@ def _bounds(recipe: Recipe) -> Iterator[Problem]:
         ("train.ema", 0),
         ("train.eval_every", 0),
         ("train.log_every", 1),
+        ("distill.r", 0),
+        ("distill.a", 0),
+        ("distill.initial_epochs", 0),
+        ("distill.cache_top", 0),
         ("parallel.processes", 1),
         ("parallel.nodes", 1),
         ("parallel.node_rank", 0),
@@ -140,6 +144,14 @@ def _bounds(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("data.randaugment", "leaves nothing to see", "give at most 100 operations, such as 2,9")
     elif randaugment and not 0 <= randaugment[1] <= 30:
         yield Problem("data.randaugment", "has no such magnitude", "give 0 to 30 as the second, such as 2,9")
+    if recipe.distill.T != "auto" and recipe.distill.T <= 0:
+        yield Problem("distill.T", "divides by nothing", "give a temperature above 0, such as 4")
+    if any(weight < 0 for weight in recipe.distill.b):
+        yield Problem("distill.b", "has a weight below 0", "give 0 or more for each method")
+    if any(share <= 0 for share in recipe.distill.shares):
+        yield Problem(
+            "distill.shares", "has a weight that is not above 0", "give one above 0 for each teacher"
+        )
     for name in ("data.mean", "data.std"):
         values = value_of(recipe, name)
         if len(values) not in (0, 1, 3):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,7 +19,7 @@ class Alone(VisionModel):
         self.stem = nn.Conv2d(3, widths[0], 3, padding=1)
         self.convolutions = nn.ModuleList(
             nn.Conv2d(a, b, 3, padding=1, stride=1 if i == 0 else 2)
-            for i, (a, b) in enumerate(zip(widths, widths[1:], strict=False))
+            for i, (a, b) in enumerate(pairwise(widths))
         )
         self.norms = nn.ModuleList(nn.GroupNorm(4, width) for width in widths[1:])
         self.head_ = nn.Linear(widths[-1], classes)

@@ -348,6 +348,14 @@ def test_a_short_or_missing_block_is_refused_by_name(whole: Cache, length: int |
         read_all(whole)
 
 
+@pytest.mark.parametrize("more", [b"x", b"x\n"])
+def test_a_list_with_more_than_the_blocks_is_refused(whole: Cache, more: bytes) -> None:
+    path = whole.epoch_folder(0) / "sha256.txt"
+    path.write_bytes(path.read_bytes() + more)
+    with pytest.raises(UserError, match=r"sha256.txt: does not list 3 blocks"):
+        read_all(whole)
+
+
 def test_a_sound_block_in_anothers_place_is_refused(whole: Cache) -> None:
     whole.path(1, 0).write_bytes(whole.path(1, 1).read_bytes())
     with pytest.raises(UserError, match="does not say that it is block 0 of epoch 1"):

@@ -62,6 +62,7 @@ def by_probabilities(
 def test_nce_equals_loops_over_probabilities(count: int, draws: int, dim: int, tau: float) -> None:
     anchors, positives, negatives = unit(count, dim, 1), unit(count, dim, 2), unit(draws, dim, 3)
     keep = torch.rand(count, draws, generator=torch.Generator().manual_seed(4)) > 0.3
+    keep[-1] = count == 1  # one anchor finds nothing but its own class
     positive, negative = scores(anchors, positives, negatives, tau)
     for z in (3.0, 5000.0):
         expected = by_probabilities(anchors, positives, negatives, keep, z, 50, tau)

@@ -226,11 +226,12 @@ def test_a_sound_cache_passes_the_spot_check(
 
 
 @pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("chunk", [0, 1])
 def test_one_changed_bit_with_sound_checksums_is_found(
-    tmp_path: Path, sound: dict[str, dict[str, bytes]], name: str
+    tmp_path: Path, sound: dict[str, dict[str, bytes]], name: str, chunk: int
 ) -> None:
     cache = laid_out(sound[name], tmp_path, RULES[name])
-    request = chosen_chunks(cache, range(2), 2)[1]
+    request = chosen_chunks(cache, range(2), 2)[chunk]
     sample = int(request.samples[9])
     block, row = divmod(sample, cache_ranks.SMALL_BLOCK)
     rows = cache.read(request.epoch, block)[0].copy()
@@ -262,7 +263,7 @@ def test_another_teacher_is_found_with_and_without_tolerance(
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize(("share", "passes"), [(0.3, True), (5.0, False)])
+@pytest.mark.parametrize(("share", "passes"), [(0.5, True), (1.5, False)])
 def test_the_tolerance_lets_rounding_pass_and_no_more(
     tmp_path: Path, sound: dict[str, dict[str, bytes]], name: str, share: float, passes: bool
 ) -> None:

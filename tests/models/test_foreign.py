@@ -260,6 +260,45 @@ def test_a_squeeze_is_no_stage() -> None:
     assert found == {"stage1": "conv1", "stage2": "conv2", "pooled": "fc:input"}
 
 
+def test_what_follows_the_global_pool_is_no_stage() -> None:
+    head = [nn.AdaptiveAvgPool2d(1), nn.Conv2d(6, 9, 1), nn.ReLU(), nn.Flatten(), nn.Linear(9, 5)]
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), nn.Conv2d(4, 6, 3, 2, 1), *head)
+    assert find_places(model, images()) == {"stage1": "0", "stage2": "1", "pooled": "6:input"}
+
+
+def test_a_module_used_again_later_names_only_its_last_call() -> None:
+    relu = nn.ReLU()
+    first, second = (
+        nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), relu),
+        nn.Sequential(nn.Conv2d(4, 6, 3, 2, 1), relu),
+    )
+    tail = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5)]
+    expected = {"stage1": "0", "stage2.pre": "0.1:input", "stage2": "1", "pooled": "4:input"}
+    assert find_places(nn.Sequential(first, second, *tail), images()) == expected
+    flat = {"stage1": "0", "stage2.pre": "1:input", "stage2": "1", "pooled": "6:input"}
+    assert find_places(nn.Sequential(*first, *second, *tail), images()) == flat
+
+
+def test_an_activation_whose_output_is_written_to_is_not_the_stages_end() -> None:
+    class Added(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.relu = nn.Conv2d(3, 3, 3, 1, 1), nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.relu(self.conv(x))
+            out += x
+            return out
+
+    after = nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(3, 6, 3, 2, 1))
+    tail = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5)]
+    model = with_taps(nn.Sequential(Added(), after, *tail), "", images())
+    assert isinstance(model, Tapped)
+    # The next stage's in-place activation writes over stage1, and is not its end either.
+    assert model.places == {"stage1": "0", "stage2": "1", "pooled": "4:input"}
+    assert model.copied == ("stage1",)
+
+
 def test_timms_list_of_features_is_used_where_it_names_maps() -> None:
     model = made("resnet")
     entries = [("relu", 8), ("layer1.0", 8), ("layer2", 12), ("layer3", 16), ("layer4", 20)]

@@ -1,7 +1,7 @@
 """From a recipe's `distill` section to methods with their numbers: a pure function.
 
-Promises: what the recipe leaves open comes from the first method's paper; kd joins any method by its weight `a`. Refuses
-unknown methods and options, naming the nearest, and weights that no method takes.
+Promises: what the recipe leaves open comes from the first method's paper; kd joins any method by its weight `a`.
+Refuses unknown methods and options, naming the nearest, and weights that no method takes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From a recipe to a distillation task: student, helpers, teacher and objective, fitted to each other.
 
-Promises: the student starts from the weights that `drumline train` would start from; the teacher's accuracy is measured
-before the first step; what does not fit together (taps, classes, processes, batches, a cache) is refused before it.
+Promises: the student starts from the weights that `drumline train` would start from; the teacher's accuracy is
+measured before the first step; what does not fit together (taps, classes, processes, a cache) is refused before it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def lesson(
     if not stage.name:
         predictions = torch.full((len(sets.eval),), -1, device=world.device)
         score = _measured(teacher, predictions, sets, recipe, world)
-        words.append(_teacher_words(teachers, score))
+        words.append(_teacher_words(teachers, score, classes))
     else:
         _freeze_idle(bundle, pair, teacher, sets.view.size)
     over_the_world(bundle.helpers, world)
@@ -241,9 +241,14 @@ def _measured(
     return score_module(_Voice(teacher), sets, recipe, world, through=bar, record=predictions)
 
 
-def _teacher_words(teachers: list[Loaded], score: Score) -> str:
+def _teacher_words(teachers: list[Loaded], score: Score, classes: int) -> str:
     names = " + ".join(f"{each.name} ({each.weights})" for each in teachers)
     words = f"teacher {names}: top-1 {score.accuracy:.2%} ({score.top1:,} of {score.samples:,})"
+    if score.nonfinite or score.accuracy < 2 / classes:
+        words += (
+            ". WARNING: hardly better than chance; are these its weights, and the classes, image size and "
+            "normalisation (data.size, data.mean, data.std) that it was trained with?"
+        )
     return words
 
 
@@ -274,18 +279,11 @@ def _refuse_misfits(recipe: Recipe, chosen: Chosen, world: World) -> None:
             f"distill.method = {', '.join(unmixed)}: remembers single samples, and mixed images are of two",
             "turn data.mixup and data.cutmix off, or use another method",
         )
-    shares = recipe.distill.shares
-    if shares and (len(shares) != len(recipe.distill.teacher_weights) or min(shares) <= 0):
-        raise UserError(
-            f"distill.shares = {','.join(f'{share:g}' for share in shares)}: not one weight above 0 for each of "
-            f"{len(recipe.distill.teacher_weights)} teacher(s)",
-            "give one for each, in their order, or none",
-        )
 
 
 def _take_over(bundle: Bundle, student: nn.Module, before: tuple[Path, ...], world: World) -> list[str]:
-    """Loads what initial stages left: the student, and those helpers that go on. Rank 0's state counts: DDP gives it to
-    every rank."""
+    """Loads what initial stages left: the student, and those helpers that go on. Rank 0's state counts: DDP gives it
+    to every rank."""
     words = []
     for folder in before if world.first else ():
         newest, _ = newest_sound(folder / "checkpoints")

@@ -1,7 +1,7 @@
 """Teachers from their names and weights.
 
-Promises: a teacher's every tensor came from its weights; a run folder brings the model's name along. Refuses a teacher
-without weights, and one whose classes are not the data's.
+Promises: a teacher's every tensor came from its weights; a run folder brings the model's name along. Refuses a
+teacher without weights, and one whose classes are not the data's.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from torch import nn
 from drumline.errors import UserError
 from drumline.launch.world import World
 from drumline.models import create_model, load_weights
-from drumline.models.weights import WeightFields
-from drumline.recipe import Recipe
+from drumline.models.weights import WeightFields, resolve_weights
+from drumline.recipe import Distill, Recipe
 from drumline.recipe_file import load_recipe
 from drumline.state.checkpoint import is_checkpoint
 from drumline.train import prepare
+
+FIELDS = WeightFields("distill.teacher_weights", "distill.teacher")
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,15 @@ class Loaded:
 
 def load_teachers(recipe: Recipe, classes: int, world: World) -> list[Loaded]:
     """Every teacher of the recipe, in its order."""
-    weights, names = recipe.distill.teacher_weights, recipe.distill.teacher
+    return [
+        _load(recipe, name, path, classes, world)
+        for name, path in zip(check_teachers(recipe.distill), recipe.distill.teacher_weights, strict=True)
+    ]
+
+
+def check_teachers(distill: Distill) -> tuple[str, ...]:
+    """The name of each teacher's model. Refuses what can be seen to be wrong without building one."""
+    names, weights = distill.teacher, distill.teacher_weights
     if not weights:
         raise UserError(
             "distill.teacher_weights is empty: an untrained teacher teaches nothing",
@@ -44,10 +54,14 @@ def load_teachers(recipe: Recipe, classes: int, world: World) -> list[Loaded]:
             f"distill.teacher names {len(names)} model(s), distill.teacher_weights has {len(weights)}",
             "give one weights file or run folder for each teacher, in the same order",
         )
-    return [
-        _load(recipe, name, path, classes, world)
-        for name, path in zip(names or [""] * len(weights), weights, strict=True)
-    ]
+    if distill.shares and len(distill.shares) != len(weights):
+        raise UserError(
+            f"distill.shares has {len(distill.shares)} weight(s), there are {len(weights)} teacher(s)",
+            "give one for each, in their order, or none",
+        )
+    for path in weights:
+        resolve_weights(path, FIELDS)
+    return names or tuple(teacher_name(path) for path in weights)
 
 
 def teacher_name(path: str) -> str:
@@ -63,12 +77,10 @@ def teacher_name(path: str) -> str:
 
 
 def _load(recipe: Recipe, name: str, path: str, classes: int, world: World) -> Loaded:
-    fields = WeightFields("distill.teacher_weights", "distill.teacher")
-    prepare.verify_weights(Path(path), fields)
-    name = name or teacher_name(path)
+    prepare.verify_weights(Path(path), FIELDS)
     wanted = classes if recipe.model.classes == "auto" else recipe.model.classes
     module = create_model(name, classes=wanted)
-    load_weights(module, path, strict_head=True, fields=fields)
+    load_weights(module, path, strict_head=True, fields=FIELDS)
     module = module.to(world.device)
     if prepare.channels_last(recipe, world):
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -1,8 +1,8 @@
 """What a student minimises: r · cross-entropy + a · kd + Σ b · method.
 
 Promises: losses are computed in fp32 outside any autocast; batch-relational ones see the whole global batch, so the
-loss and its gradient are the same on any number of processes; a weight of 0 costs nothing. The teacher is live or read
-from the batch (`extra`), and is checked after the first step and every epoch. Nothing waits for the device.
+loss and its gradient are the same on any number of processes; a weight of 0 costs nothing. The teacher is live or
+read from the batch (`extra`), and is checked after the first step and every epoch. Nothing waits for the device.
 """
 
 from __future__ import annotations

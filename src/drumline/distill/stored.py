@@ -1,8 +1,8 @@
 """A run's teacher read from its cache instead of being computed.
 
-Promises: the cache is filled and spot-checked against the live teacher before the first step; then the step reads what
-is stored, from the rows that travel with each batch, and the teacher's memory is free again. Refuses methods that need
-more of the teacher than a cache keeps, and data that has no sample ids of its own.
+Promises: the cache is filled and spot-checked against the live teacher before the first step; then the step reads
+what is stored, from the rows that travel with each batch, and the teacher's memory is free again. Refuses methods
+that need more of the teacher than a cache keeps, and data that has no sample ids of its own.
 """
 
 from __future__ import annotations

@@ -56,9 +56,9 @@ def pre_places(model: nn.Module, record: Record, places: Mapping[str, str]) -> d
             continue
         stage = record.at(model, tap, place)
         for call in reversed(record.calls):
-            if call.leaving is None or call.leaving.time > stage.time or not _activates(call.module):
+            if not _activates(call.module) or not stage.is_(call.leaving):
                 continue
-            if stage.is_(call.leaving) and record.last(call.module) is call and call.entry is not None:
+            if record.last(call.module) is call and call.entry is not None:
                 pre[f"{tap}.pre"] = call.name + INPUT
                 break
     return pre
@@ -199,7 +199,11 @@ def first_tensor(values: object) -> Tensor | None:
     if isinstance(values, Tensor):
         return values
     if isinstance(values, list | tuple):
-        return next((tensor for value in values if (tensor := first_tensor(value)) is not None), None)
+        # A plain loop: torch.compile cannot follow a generator expression that binds a name.
+        for value in values:
+            tensor = first_tensor(value)
+            if tensor is not None:
+                return tensor
     return None
 
 

@@ -1,0 +1,552 @@
+"""What does a teacher cost? Distillation by hand and by Drumline, live and cached, beside the student alone.
+
+ResNet-34 teaches ResNet-18 by kd (T = 4, 0.1 cross-entropy + 0.9 divergence) at 224 px in bf16 on one GPU:
+
+- by hand: the loop that RepDistiller's users run, under autocast: student forward, teacher forward without gradient,
+  one `loss.item()` and top-1 and top-5 at each step, torch's SGD, cudnn.benchmark; in NCHW, and in channels_last
+- Drumline, live: what `drumline distill` runs, step by step, with its meters and its log
+- Drumline, cached: the same with `distill.cache`, filled before; reading and checking the rows is inside the time
+- Drumline, alone: the student without a teacher, what `drumline train` runs
+
+Drumline's three come with its default, kernels that give the same bits each time, and with the fastest ones
+(`--run.no-deterministic`), which the loops by hand always take. All get the same batches from the same feed: random
+uint8 images that lie on the GPU, normalised there by the same code. Decoding is not in the picture. Student and
+teacher begin with the same weights everywhere, so the first loss must be the same: it is compared.
+
+In each round all take turns, so that noise hits all; a turn begins with warm-up steps that are not timed and has the
+GPU idle at both ends. Ratios are taken in each round, then their median. Memory is the peak of an arm's own tensors.
+
+    python benchmarks/distill_speed.py
+    python benchmarks/distill_speed.py --compile                       # and all of them under torch.compile
+    python benchmarks/distill_speed.py --device cpu --quick            # does the script work? no figures
+
+Ends with 1 when the first losses differ. About 3 minutes on an H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from drumline.data.views import Batch
+from drumline.distill import stored
+from drumline.distill.lesson import lesson
+from drumline.launch.world import World, alone
+from drumline.models import create_model
+from drumline.models.weights import export_weights, load_weights
+from drumline.observe.display import SilentDisplay
+from drumline.recipe import Checkpoint, Data, Distill, Model, Optim, Parallel, Recipe, Run, Train
+from drumline.train import prepare
+from drumline.train.start import Running, start
+from drumline.train.task import Builder, classification
+from photographs import machine
+
+T, R, A = 4.0, 0.1, 0.9
+RATE, MOMENTUM, DECAY = 0.01, 0.9, 1e-4
+NAIVE, LIVE, CACHED, ALONE = "by hand", "Drumline, live", "Drumline, cached", "Drumline, alone"
+NAIVE_LAST = "by hand, channels_last"
+FASTEST, SAME_BITS = "fastest", "same bits"
+TARGETS = ((LIVE, NAIVE, 1.15), (CACHED, NAIVE, 1.5), (CACHED, ALONE, 0.95))
+"""Who should be how many times as fast as whom."""
+CLOSE = 0.02
+"""How far apart, relatively, first losses of the same work may be in bf16."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured."""
+
+    device: torch.device
+    teacher: str
+    student: str
+    classes: int
+    size: int
+    samples: int
+    batch: int
+    warm: int
+    steps: int
+    rounds: int
+
+    @property
+    def turn(self) -> int:
+        return self.warm + self.steps
+
+    @property
+    def per_epoch(self) -> int:
+        return self.samples // self.batch
+
+    @property
+    def epochs(self) -> int:
+        """Epochs that an arm's turns reach into."""
+        return math.ceil(self.rounds * self.turn / self.per_epoch)
+
+
+class Arm(Protocol):
+    """A way to train, ready to step."""
+
+    graph: bool
+    """Whether the step is one CUDA graph."""
+    first_loss: float
+
+    def take(self, first: int, last: int, before: Callable[[int], None]) -> None:
+        """Takes the steps of these numbers; `before` hears of each."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the table."""
+
+    name: str
+    kernels: str
+    compiled: bool
+    open: Callable[[ExitStack], Arm]
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.name, self.kernels
+
+
+@dataclass
+class Measured:
+    """What was found of an entry."""
+
+    speeds: list[float] = field(default_factory=list)
+    memory: int = 0
+    graph: bool = False
+    first_loss: float = math.nan
+    fill: float = math.nan
+    """Seconds to fill the cache, an epoch."""
+
+
+Found = dict[tuple[str, str], Measured]
+
+
+def main() -> int:
+    asked = _arguments()
+    device = torch.device(asked.device, 0) if asked.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print(
+            "there is no CUDA device: distill_speed.py measures on a GPU (--device cpu --quick tries it)",
+            file=sys.stderr,
+        )
+        return 2
+    # As `drumline` itself does; on this GPU it is cuBLAS's own choice too.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    plan = _plan(asked, device)
+    print(f"{machine(device)}\n{_headline(plan)}", flush=True)
+    same = True
+    with tempfile.TemporaryDirectory(prefix="drumline-distill-") as place:
+        folder = Path(place)
+        write_set(folder / "set.npz", plan)
+        torch.manual_seed(1)
+        export_weights(create_model(plan.teacher, classes=plan.classes), folder / "teacher.safetensors")
+        for compiled in (False, True) if asked.compile else (False,):
+            found = measure(entries(folder, plan, compiled), plan)
+            title = "\nunder torch.compile\n" if compiled else ""
+            print(title, table(found), "", *verdicts(found, plan), sep="\n", flush=True)
+            same &= _same_losses(found)
+    if asked.quick:
+        print("\nquick: this shows that the script works, and nothing about speed")
+    return 0 if same else 1
+
+
+def write_set(file: Path, plan: Plan) -> None:
+    """Random images, every class among them."""
+    generator = np.random.default_rng(0)
+
+    def images(count: int) -> Any:
+        return generator.integers(0, 256, (count, plan.size, plan.size, 3), dtype=np.uint8)
+
+    labels = np.arange(plan.samples) % plan.classes
+    few = plan.batch
+    np.savez(file, x_train=images(plan.samples), y_train=labels, x_test=images(few), y_test=labels[:few])
+
+
+def measure(arms: list[Entry], plan: Plan) -> Found:
+    """All rounds of these, side by side on the device."""
+    found: Found = {entry.key: Measured() for entry in arms}
+    with ExitStack() as cleanup:
+        ready = [(entry, _opened(entry, found[entry.key], plan, cleanup)) for entry in arms]
+        for number in range(plan.rounds):
+            # Who begins alternates too.
+            for entry, arm in ready if number % 2 == 0 else ready[::-1]:
+                speed = take_turn(entry, arm, number, plan)
+                found[entry.key].speeds.append(speed)
+                print(
+                    f"round {number + 1} of {plan.rounds}: {entry.name}, {entry.kernels}: {speed:,.0f} img/s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        ready.clear()
+    _free(plan.device)
+    return found
+
+
+def take_turn(entry: Entry, arm: Arm, number: int, plan: Plan) -> float:
+    """Images per second of the timed steps of a round."""
+    _set_kernels(entry)
+    first = number * plan.turn
+    begun = 0.0
+
+    def before(index: int) -> None:
+        nonlocal begun
+        if index == first + plan.warm:
+            _settle(plan.device)
+            begun = time.perf_counter()
+
+    arm.take(first, first + plan.turn, before)
+    _settle(plan.device)
+    return plan.steps * plan.batch / (time.perf_counter() - begun)
+
+
+def _opened(entry: Entry, measured: Measured, plan: Plan, cleanup: ExitStack) -> Arm:
+    """Builds an arm and has it take its first steps: compiled code, library workspaces, the CUDA graph."""
+    began = time.perf_counter()
+    _free(plan.device)
+    on_gpu = plan.device.type == "cuda"
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    _set_kernels(entry)
+    fills: list[float] = []
+    with mock.patch.object(stored, "fill", _timed(stored.fill, fills)):
+        arm = entry.open(cleanup)
+    _free(plan.device)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    if isinstance(arm, Ours):
+        arm.rehearse()
+    arm.take(0, plan.warm, lambda index: None)
+    _settle(plan.device)
+    if on_gpu:
+        measured.memory = torch.cuda.max_memory_allocated() - before
+    measured.graph, measured.first_loss = arm.graph, arm.first_loss
+    measured.fill = fills[0] / plan.epochs if fills else math.nan
+    took = time.perf_counter() - began
+    print(f"{entry.name}, {entry.kernels}: ready after {took:.0f} s", file=sys.stderr, flush=True)
+    return arm
+
+
+def _set_kernels(entry: Entry) -> None:
+    """Global in torch, so anew before each turn; what a graph holds stays as it was recorded."""
+    prepare.set_arithmetic(entry.kernels == SAME_BITS)
+
+
+def _timed(work: Callable[..., bool], seconds: list[float]) -> Callable[..., bool]:
+    def timed(*arguments: Any, **named: Any) -> bool:
+        begun = time.perf_counter()
+        whole = work(*arguments, **named)
+        seconds.append(time.perf_counter() - begun)
+        return whole
+
+    return timed
+
+
+# The arms
+
+
+def entries(folder: Path, plan: Plan, compiled: bool) -> list[Entry]:
+    """Every way to train. Compiled code is not promised to give the same bits, so there only the fastest."""
+
+    def ours(name: str, kernels: str) -> Entry:
+        recipe = _recipe(folder, plan, kernels, compiled)
+        if name == CACHED:
+            # A folder for each: kernels that differ give outputs that do.
+            cache = str(folder / f"cache-{kernels}-{compiled}")
+            recipe = replace(recipe, distill=replace(recipe.distill, cache=cache))
+        build = classification if name == ALONE else lesson
+        return Entry(name, kernels, compiled, lambda cleanup: Ours.open(recipe, build, plan, cleanup))
+
+    def by_hand(name: str) -> Entry:
+        last = name == NAIVE_LAST
+        recipe = _recipe(folder, plan, FASTEST, compiled)
+        return Entry(name, FASTEST, compiled, lambda cleanup: ByHand(recipe, plan, channels_last=last))
+
+    settings = (FASTEST,) if compiled else (SAME_BITS, FASTEST)
+    return [
+        by_hand(NAIVE),
+        by_hand(NAIVE_LAST),
+        *(ours(name, kernels) for kernels in settings for name in (LIVE, CACHED, ALONE)),
+    ]
+
+
+class ByHand:
+    """The loop as it is found in the wild."""
+
+    graph = False
+
+    def __init__(self, recipe: Recipe, plan: Plan, channels_last: bool) -> None:
+        self.recipe, self.plan, self.world = recipe, plan, _world(plan)
+        self.sets = prepare.prepare_sets(recipe, self.world)
+        self.first_loss = math.nan
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        self.student = _network(plan.student, plan, 0).to(plan.device, memory_format=layout).train()  # type: ignore[call-overload]
+        self.teacher = _network(plan.teacher, plan, 1, recipe.distill.teacher_weights[0])
+        self.teacher = self.teacher.to(plan.device, memory_format=layout).eval()  # type: ignore[call-overload]
+        if recipe.train.compile:
+            self.student.compile()
+            self.teacher.compile()
+        self.optimizer = torch.optim.SGD(
+            self.student.parameters(), lr=RATE, momentum=MOMENTUM, weight_decay=DECAY
+        )
+        mean, std = self.sets.mean, self.sets.std
+        self.normalise = prepare.Normalise.build(mean, std, plan.device, channels_last)
+        self.losses = 0.0
+        self.top1, self.top5 = torch.zeros((), device=plan.device), torch.zeros((), device=plan.device)
+
+    def take(self, first: int, last: int, before: Callable[[int], None]) -> None:
+        with closing(self.sets.training(self.recipe, self.world, first, last)) as batches:
+            for index, batch in enumerate(batches, first):
+                before(index)
+                loss = self.step(batch)
+                if math.isnan(self.first_loss):
+                    self.first_loss = loss
+
+    def step(self, batch: Batch) -> float:
+        images, labels = self.normalise(batch.images), batch.labels
+        with torch.autocast(self.plan.device.type, torch.bfloat16):
+            logits = self.student(images)
+            with torch.no_grad():
+                taught = self.teacher(images)
+            # What autocast does by itself on a GPU, once for each loss.
+            logits, taught = logits.float(), taught.float()
+            divergence = F.kl_div(
+                F.log_softmax(logits / T, dim=1), F.softmax(taught / T, dim=1), reduction="batchmean"
+            )
+            loss = R * F.cross_entropy(logits, labels) + A * T**2 * divergence
+        with torch.no_grad():
+            hits = logits.topk(5, dim=1).indices == labels[:, None]
+            self.top1 += hits[:, :1].sum()
+            self.top5 += hits.sum()
+        value = loss.item()
+        self.losses += value
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return value
+
+
+@dataclass
+class Ours:
+    """A run of Drumline, stepped as its loop does. What that does once an epoch is left out: an epoch has few steps
+    here."""
+
+    run: Running
+    graph: bool = False
+    first_loss: float = math.nan
+
+    @staticmethod
+    def open(recipe: Recipe, build: Builder, plan: Plan, cleanup: ExitStack) -> Ours:
+        run = start(recipe, _world(plan), build, cleanup)
+        # A terminal can show one live bar, and this is not the only run.
+        run.reporter.display = SilentDisplay()
+        return Ours(run)
+
+    def rehearse(self) -> None:
+        self.run.rehearse(self.run.rehearsal(0))
+        self.graph = self.run.step._graph is not None
+
+    def take(self, first: int, last: int, before: Callable[[int], None]) -> None:
+        run, reporter = self.run, self.run.reporter
+        clock = reporter.clock
+        reporter.pause(first)
+        with closing(run.batches(first, last)) as batches:
+            for index, batch in enumerate(_watched(batches, clock), first):
+                before(index)
+                rate = run.plan.schedule(index)
+                clock.step_begin()
+                run.step(batch, index, rate)
+                clock.step_end()
+                if math.isnan(self.first_loss):
+                    loss, _, samples = run.step.meter[:3].tolist()
+                    self.first_loss = loss / samples
+                    reporter.tick(index + 1, rate)
+                    # TensorBoard is imported on a background thread with the first metric: not a step's cost.
+                    reporter.drain()
+                    reporter.logbook.flush()
+                reporter.moved(index + 1, rate)
+                if (index + 1) % run.recipe.train.log_every == 0:
+                    reporter.tick(index + 1, rate)
+
+
+def _watched(batches: Iterator[Batch], clock: Any) -> Iterator[Batch]:
+    """The batches, with the clock told of each wait for one."""
+    while True:
+        clock.data_begin()
+        batch = next(batches, None)
+        clock.data_end()
+        if batch is None:
+            return
+        yield batch
+
+
+def _network(name: str, plan: Plan, seed: int, weights: str = "") -> nn.Module:
+    """torchvision's where it is installed and has it, with the numbers that ours would have."""
+    torch.manual_seed(seed)
+    ours = create_model(name, classes=plan.classes)
+    if weights:
+        load_weights(ours, weights)
+    if not (_torchvision() and plan.size == 224):
+        return ours
+    theirs = create_model(f"torchvision/{name}", classes=plan.classes)
+    theirs.load_state_dict(ours.state_dict())
+    return theirs
+
+
+def _torchvision() -> bool:
+    try:
+        importlib.import_module("torchvision")
+    except Exception:  # one that does not fit this torch raises nearly anything
+        return False
+    return True
+
+
+def _recipe(folder: Path, plan: Plan, kernels: str, compiled: bool) -> Recipe:
+    return Recipe(
+        run=Run(dir=str(folder / "runs"), device=plan.device.type, deterministic=kernels == SAME_BITS),  # type: ignore[arg-type]
+        data=Data(source="npz", path=str(folder / "set.npz"), batch=plan.batch, augment="shift"),
+        model=Model(name=plan.student),
+        optim=Optim(lr=RATE, momentum=MOMENTUM, weight_decay=DECAY, schedule="constant"),
+        train=Train(
+            steps=plan.rounds * plan.turn, precision="bf16", compile=compiled, log_every=50, eval_every=0
+        ),
+        distill=Distill(
+            teacher=(plan.teacher,),
+            teacher_weights=(str(folder / "teacher.safetensors"),),
+            method=("kd",),
+            r=R,
+            a=A,
+            T=T,
+        ),
+        parallel=Parallel(threads="auto" if plan.device.type == "cuda" else 1),
+        checkpoint=Checkpoint(every_epochs=0),
+    )
+
+
+def _world(plan: Plan) -> World:
+    return alone(plan.device)
+
+
+# The report
+
+
+def table(found: Found) -> str:
+    """Markdown. Ratios are those of the same round, then their median."""
+    lines = [
+        "| way | kernels | CUDA graph | img/s | min..max | to by hand | to by hand, channels_last | peak memory |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (name, kernels), measured in found.items():
+        speeds = measured.speeds
+        ratios = [
+            f"{times(measured, found[naive, FASTEST]):.2f}" if (naive, FASTEST) in found else ""
+            for naive in (NAIVE, NAIVE_LAST)
+        ]
+        lines.append(
+            f"| {name} | {kernels} | {'yes' if measured.graph else 'no'} | {statistics.median(speeds):,.0f} | "
+            f"{min(speeds):,.0f}..{max(speeds):,.0f} | {' | '.join(ratios)} | {measured.memory / 2**30:.1f} GiB |"
+        )
+    return "\n".join(lines)
+
+
+def times(one: Measured, other: Measured) -> float:
+    """How many times as fast, in the median of the rounds."""
+    return statistics.median(a / b for a, b in zip(one.speeds, other.speeds, strict=True))
+
+
+def verdicts(found: Found, plan: Plan) -> list[str]:
+    """A line for each target and for each cache."""
+    lines = []
+    for kernels in (SAME_BITS, FASTEST):
+        for name, rival, least in TARGETS:
+            against = (rival, FASTEST if rival == NAIVE else kernels)
+            if (name, kernels) in found:
+                ratio = times(found[name, kernels], found[against])
+                lines.append(
+                    f"{'pass' if ratio >= least else 'FAIL'}: {name} ({kernels}) is {ratio:.2f} times as fast as "
+                    f"{rival} ({against[1]}); at least {least:g} wanted"
+                )
+    for (name, kernels), measured in found.items():
+        if name == CACHED:
+            live = plan.per_epoch * plan.batch / statistics.median(found[LIVE, kernels].speeds)
+            lines.append(
+                f"filling the cache ({kernels}): {measured.fill:.3f} s an epoch, {measured.fill / live:.2f} of a "
+                f"live epoch ({live:.3f} s)"
+            )
+    told = ", ".join(f"{loss:.4f}" for loss in _first_losses(found))
+    same = "the same" if _same_losses(found) else "DIFFERENT"
+    lines.append(f"first losses with a teacher: {told}: {same}")
+    return lines
+
+
+def _first_losses(found: Found) -> list[float]:
+    return [measured.first_loss for (name, _), measured in found.items() if name != ALONE]
+
+
+def _same_losses(found: Found) -> bool:
+    losses = _first_losses(found)
+    return all(abs(loss - losses[0]) <= CLOSE * abs(losses[0]) for loss in losses)
+
+
+def _headline(plan: Plan) -> str:
+    whose = "torchvision's" if _torchvision() and plan.size == 224 else "Drumline's"
+    return (
+        f"{plan.teacher} teaches {plan.student}, kd, batch {plan.batch}, {plan.size} x {plan.size}, {plan.classes} "
+        f"classes, bf16; {plan.rounds} rounds that take turns, {plan.steps} timed steps each after {plan.warm} of "
+        f"warm-up; medians; the loops by hand run {whose} networks\n"
+    )
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def _plan(asked: argparse.Namespace, device: torch.device) -> Plan:
+    if asked.quick:
+        return Plan(device, "resnet14", "resnet8", 10, 32, 32, 8, warm=1, steps=2, rounds=1)
+    samples = max(2048, 2 * asked.batch)
+    return Plan(
+        device, "resnet34", "resnet18", 1000, 224, samples, asked.batch, asked.warm, asked.steps, asked.rounds
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60, help="timed steps a turn")
+    parser.add_argument("--warm", type=int, default=10, help="steps before them")
+    parser.add_argument("--compile", action="store_true", help="also all of them under torch.compile")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--quick", action="store_true", help="a few tiny steps, to see that everything works")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
