@@ -4,7 +4,8 @@
 
 The schedule is the literature's for CIFAR-100 (240 epochs, the rate divided by 10 at 150, 180 and 210) shortened to
 `--epochs`, the same for the student alone and for every method; a method's warm-up and initial stage shrink with it.
-Weights are those of each method's paper. A method may be `crd+kd`, or `kd+ls` (logit standardisation).
+Weights are those of each method's paper. A method may be `crd+kd`, `kd+ls` (logit standardisation), or changed in
+fields of the recipe's section `distill`: `dist@T=4`.
 
 Each run is written to OUT/results.json when it is done and is not repeated, so that several calls, each with its
 `--budget` of seconds, add up; `--budget 0` prints what there is. The data: CIFAR's files as published or an .npz;
@@ -55,7 +56,7 @@ SETS = {
     "cifar100": ("data.augment=shift-flip", 128, "resnet32x4", "resnet8x4"),
     "cifar10": ("data.augment=shift-flip", 128, "resnet32x4", "resnet8x4"),
     "imagenette": ("data.source=folder data.size=160", 64, "resnet34", "resnet18"),
-    "digits": ("data.source=digits", 64, "resnet8x4", "resnet8"),
+    "digits": ("data.source=digits parallel.threads=1", 64, "resnet8x4", "resnet8"),
 }
 """How each set is seen; its batch, teacher and student, unless told otherwise."""
 QUICK = {"set": "digits", "epochs": 0.5, "methods": "alone,kd", "seeds": "0"}
@@ -155,8 +156,8 @@ def students(setting: Setting) -> list[Job]:
             words = schedule(setting, setting.student, setting.epochs, seed)
             if method != "alone":
                 words += [f"distill.teacher={setting.teacher}", *method_words(method, setting.epochs)]
-                choose(parse(words, "distill", "").recipe.distill)
             jobs.append(Job(method, seed, " ".join(words)))
+            choose(recipe_of(setting, jobs[-1], []).distill)
     return jobs
 
 
@@ -185,9 +186,10 @@ def schedule(setting: Setting, model: str, epochs: float, seed: int) -> list[str
 
 def method_words(method: str, epochs: float) -> list[str]:
     """A method with its paper's weights; its warm-up and initial stage take the same part of the run as there."""
-    names = [name for name in method.split("+") if name != "ls"]
-    words = [f"distill.method={','.join(names)}"]
-    if "ls" in method.split("+"):
+    joined, *changes = method.split("@")
+    names = [name for name in joined.split("+") if name != "ls"]
+    words = [f"distill.method={','.join(names)}", *(f"distill.{change}" for change in changes)]
+    if "ls" in joined.split("+"):
         words.append("distill.standardise=true")
     kinds = {name: METHODS[name] for name in names if name in METHODS}
     warm = [

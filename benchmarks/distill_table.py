@@ -110,7 +110,9 @@ def report(
 def verdict(by_method: Mapping[str, Sequence[Done]]) -> str:
     """Which methods beat the student alone by more than the half-spreads of both together."""
     alone = [done.top1 for done in by_method["alone"]]
-    better, not_better, unsaid = [], [], []
+    better: list[str] = []
+    not_better: list[str] = []
+    unsaid: list[str] = []
     for name, done in by_method.items():
         last = [each.top1 for each in done]
         if name == "alone":
@@ -161,7 +163,7 @@ def _published(setting: Setting, name: str) -> str:
         name, f"{setting.teacher}-{setting.student}"
     )
     try:
-        figure = published(f"{setting.set}/{name}/{networks.replace('cifar/', '')}")
+        figure = published(f"{setting.set}/{name.partition('@')[0]}/{networks.replace('cifar/', '')}")
     except UserError:
         figure = None
     return "-" if figure is None else f"{figure:.2f}"
@@ -170,17 +172,16 @@ def _published(setting: Setting, name: str) -> str:
 def _commands(setting: Setting, jobs: Sequence[Job], teacher: Job) -> list[str]:
     """What was run, once per method. In the runs of the table the folders are others."""
     data = f" data.path={setting.data}" if setting.data else ""
+    alone, *others = jobs[: len(setting.methods)]
     lines = [
-        "Commands, with the first seed:",
+        f"Commands, with seed {alone.seed}: the teacher, the student alone, and `drumline distill` in place of "
+        "`drumline train` with what each method adds to the student's words:",
         "",
         f"    drumline train {teacher.words}{data} run.name=teacher",
+        f"    drumline train {alone.words}{data}",
+        "    + distill.teacher_weights=runs/teacher/weights/last.safetensors, and one of:",
     ]
-    for job in jobs[: len(setting.methods)]:
-        kind, weights = "train", ""
-        if job.method != "alone":
-            kind, weights = "distill", " distill.teacher_weights=runs/teacher/weights/last.safetensors"
-        lines.append(f"    drumline {kind} {job.words}{data}{weights}")
-    return lines
+    return lines + [f"    + {job.words.removeprefix(alone.words).strip()}" for job in others]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,9 +1,10 @@
-"""The feed benchmarks run from end to end on a few made-up photographs, and notice pixels that are not Pillow's."""
+"""The benchmarks run from end to end on a few made-up images, and notice pixels that are not Pillow's."""
 
 from __future__ import annotations
 
 import importlib
 import io
+import json
 import tarfile
 from pathlib import Path
 from types import ModuleType
@@ -31,7 +32,10 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     yield take
     torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
     torch.backends.cudnn.benchmark = benchmark
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
 def rows(printed: str, name: str) -> list[list[str]]:
@@ -183,6 +187,106 @@ def test_feed_gpu_checks_every_sample_of_a_tiny_run(
     monkeypatch.setattr(feed_gpu, "drumline", one_sample_off)
     assert feed_gpu.main() == 1
     assert "Drumline against Pillow: 31 of 32 samples equal" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_distill_speed_measures_every_way_and_notices_one_that_computes_another_loss(
+    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distill_speed = script("distill_speed", "--device", "cpu", "--quick")
+    assert distill_speed.main() == 0
+    printed = capsys.readouterr().out
+    for name, count in (("by hand", 2), *((f"Drumline, {way}", 2) for way in ("live", "cached", "alone"))):
+        found = rows(printed, name)
+        assert len(found) == count
+        assert all(float(cells[3].replace(",", "")) > 0 for cells in found)
+    assert "left out" not in printed
+    assert len([line for line in printed.splitlines() if line.startswith(("pass: ", "FAIL: "))]) == 6
+    assert printed.count("filling the cache") == 2
+    assert "the same" in printed
+
+    ways, honest = distill_speed.entries, distill_speed.ByHand.step
+    monkeypatch.setattr(distill_speed, "entries", lambda *arguments: ways(*arguments)[:3])
+    monkeypatch.setattr(distill_speed.ByHand, "step", lambda arm, batch: 1.05 * honest(arm, batch))
+    assert distill_speed.main() == 1
+    assert "DIFFERENT" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_distill_quality_makes_each_run_once_and_says_what_is_missing(
+    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = ("--quick", "--out", str(tmp_path))
+    quality = script("distill_quality", *out)
+    assert quality.main() == 0
+    printed = capsys.readouterr().out
+    for name, agrees in (("teacher", False), ("alone", True), ("kd", True)):
+        (cells,) = rows(printed, name)
+        assert cells[1] == "1"
+        assert (cells[7] != "-") == agrees
+    assert printed.splitlines()[-1].endswith("nothing is said: kd.")
+    runs = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert [run["method"] for run in runs] == ["teacher", "alone", "kd"]
+
+    script("distill_quality", *out, "--seeds", "0,1", "--methods", "kd,dkd", "--budget", "0")
+    assert quality.main() == 0
+    again = capsys.readouterr().out
+    assert rows(again, "kd") == rows(printed, "kd")
+    for missing in ("alone, seed 1", "kd, seed 1", "dkd, seed 0", "dkd, seed 1"):
+        assert f"Missing: {missing}: no time left" in again
+    assert again.count("Missing") == 4
+
+    def broken(*arguments: Any) -> None:
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(quality, "distill", broken)
+    script("distill_quality", *out, "--methods", "kd,dkd")
+    assert quality.main() == 1
+    assert "Missing: dkd, seed 0: failed: RuntimeError: no such luck" in capsys.readouterr().out
+
+
+def test_distill_quality_refuses_a_method_before_anything_is_trained(
+    script: Any, capsys: Any, tmp_path: Path
+) -> None:
+    quality = script("distill_quality", "--quick", "--methods", "kdd", "--out", str(tmp_path / "out"))
+    assert quality.main() == 2
+    assert "distill.method = kdd" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_distill_quality_shortens_warm_ups_and_initial_stages_with_the_run(script: Any) -> None:
+    quality = script("distill_quality")
+    assert quality.method_words("kd+ls", 30) == ["distill.method=kd", "distill.standardise=true"]
+    assert quality.method_words("dkd", 30) == ["distill.method=dkd", "distill.options=dkd.warmup:2.5"]
+    assert quality.method_words("factor", 24) == ["distill.method=factor", "distill.initial_epochs=3"]
+    assert quality.method_words("dist@T=4", 24) == ["distill.method=dist", "distill.T=4"]
+
+
+def test_distill_quality_calls_a_method_better_only_beyond_both_half_spreads(script: Any) -> None:
+    table = script("distill_table")
+
+    def runs(*last: float) -> list[Any]:
+        return [
+            table.Done("", seed, "", "", "", 0, 1, top1, top1, 1.0, None, 1.0, 1.0)
+            for seed, top1 in enumerate(last)
+        ]
+
+    told = table.verdict(
+        {
+            "alone": runs(0.70, 0.72),
+            "far": runs(0.740, 0.750),
+            "near": runs(0.71, 0.74),
+            "worse": runs(0.5, 0.5),
+            "once": runs(0.9),
+        }
+    )
+    better, rest = told.split(" Not: ")
+    assert better.endswith(": far (+3.50 points, half-spreads 1.50).")
+    assert rest.startswith(
+        "near (+1.50 points, half-spreads 2.50), worse (-21.00 points, half-spreads 1.00)."
+    )
+    assert rest.endswith("nothing is said: once.")
+    assert table.half_spread([0.1, 0.2, 0.3]) == pytest.approx(0.1)
 
 
 def without_empty(ways: Any) -> Any:

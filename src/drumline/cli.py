@@ -72,24 +72,6 @@ or fail, with what to do. --models lists the models that can be trained by name.
 Exit code 1 when anything fails.
 """
 
-DEMO_HELP = """usage: drumline demo [section.key=value ...]
-
-Train a small ResNet on the 1,797 embedded handwritten digits with two processes, then verify the run it left.
-Takes about a minute on two CPU cores. Any recipe field may be changed, as in `drumline train`.
-"""
-
-DEMO = (
-    "data.source=digits",
-    "data.batch=64",
-    "model.name=resnet8x4",
-    "train.epochs=12",
-    "optim.lr=0.1",
-    "optim.warmup_epochs=1",
-    "optim.nesterov=true",
-    "train.ema=0.95",
-    "parallel.processes=2",
-)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
@@ -257,23 +239,9 @@ def doctor(words: list[str]) -> int:
 
 def demo(words: list[str]) -> int:
     """`drumline demo`: the main job on embedded data."""
-    if "-h" in words or "--help" in words:
-        print(DEMO_HELP, end="")
-        return 0
-    from drumline.arguments import parse
-    from drumline.state.folder import next_free
+    from drumline.demo import demo as show
 
-    asked = parse([*DEMO, *words], "demo", DEMO_HELP)
-    run, name = asked.recipe.run, asked.recipe.run.name
-    if name == "auto" and not asked.dry_run:
-        Path(run.dir).mkdir(parents=True, exist_ok=True)
-        name = next_free(Path(run.dir), "demo").name
-    steps = [["train", *DEMO, *words, f"run.name={name}"], ["verify", str(Path(run.dir) / name)]]
-    for step in steps[:1] if asked.dry_run else steps:
-        print(f"$ drumline {' '.join(step)}", file=sys.stderr)
-        if code := main(step):
-            return code
-    return 0
+    return show(words, main)
 
 
 def _with_preset(words: list[str]) -> list[str]:

@@ -235,7 +235,8 @@ def test_initial_stages_are_listed_in_order_with_their_epochs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "weight"), [("fsp", Fsp(), 50.0), ("abound", Abound(), 1.0), ("factor", Paraphrase(), 200.0)]
+    ("name", "method", "weight"),
+    [("fsp", Fsp(), 50.0), ("abound", Abound(), 1.0), ("factor", Paraphrase(), 200.0)],
 )
 def test_a_stage_is_its_methods_initial_loss_alone(name: str, method: object, weight: float) -> None:
     distill = Distill(method=(name, "crd"), r=2.0, a=3.0, T=9.0, options=("crd.K:32",))

@@ -258,7 +258,7 @@ def test_another_teacher_is_found_with_and_without_tolerance(
         cache = Cache(cache.folder, cache.key, {"device": "another", "torch": "1.0"})
     with pytest.raises(UserError, match=r"256 of 256 rows|158 of 158 rows") as refused:
         spot_check(cache, range(2), teacher(RULES[name], seed=1), feed, HERE)
-    largest = float(refused.value.what.split("differ by up to ")[1].split(":")[0])
+    largest = float(refused.value.what.split("logits differ by up to ")[1].split(":")[0].split(",")[0])
     assert 0.5 < largest < 50
 
 
@@ -299,6 +299,20 @@ def test_an_output_that_is_not_a_number_is_never_within_tolerance(
 
     with pytest.raises(UserError, match="differ by up to inf"):
         spot_check(cache, range(2), broken, feed, HERE)
+
+
+def test_features_alone_are_compared_too(tmp_path: Path, sound: dict[str, dict[str, bytes]]) -> None:
+    here = laid_out(sound["half"], tmp_path, HALF)
+    run = teacher(HALF)
+
+    def other(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logits, pooled = run(images)
+        assert pooled is not None
+        return logits, pooled + 0.5
+
+    for cache in (here, Cache(here.folder, here.key, {"device": "another", "torch": "1.0"})):
+        with pytest.raises(UserError, match=r"logits differ by up to 0, features by up to 0\.5"):
+            spot_check(cache, range(2), other, feed, HERE)
 
 
 def test_chunks_are_chosen_by_seed_and_epochs_alone(tmp_path: Path) -> None:

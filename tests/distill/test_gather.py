@@ -97,7 +97,11 @@ def nested() -> nn.Module:
 
 
 def norms(module: nn.Module) -> dict[str, nn.Module]:
-    return {name: part for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)}
+    return {
+        name: part
+        for name, part in module.named_modules()
+        if isinstance(part, nn.modules.batchnorm._BatchNorm)
+    }
 
 
 def test_every_batchnorm_is_replaced_wherever_it_lies_and_nothing_else() -> None:

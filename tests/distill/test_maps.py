@@ -217,14 +217,14 @@ def test_hint_regresses_with_a_bias_and_the_loss_sees_the_teachers_map() -> None
 
 
 def test_attention_adds_up_its_stages_and_reads_those_asked_for() -> None:
-    needs = Attention(layers="2, 3").needs(THREE, FOUR)
+    needs = Attention(layers="2+3").needs(THREE, FOUR)
     assert (needs.student, needs.teacher) == (("stage2", "stage3"), ("stage3", "stage4"))
-    batch, _ = seen(Attention(layers="2, 3"), THREE, FOUR)
+    batch, _ = seen(Attention(layers="2+3"), THREE, FOUR)
     parts = [
         attention(batch.taps[mine], batch.teacher_taps[theirs])
         for mine, theirs in (("stage2", "stage3"), ("stage3", "stage4"))
     ]
-    torch.testing.assert_close(Attention(layers="2, 3").loss(batch), parts[0] + parts[1])
+    torch.testing.assert_close(Attention(layers="2+3").loss(batch), parts[0] + parts[1])
 
 
 def test_vid_starts_from_a_variance_of_five_and_adds_up_its_stages() -> None:
@@ -243,7 +243,7 @@ def test_vid_starts_from_a_variance_of_five_and_adds_up_its_stages() -> None:
         (Hint(layer=4), THREE, FOUR, "no stage 4"),
         (Hint(layer=1), FOUR, THREE, "stages 2, 3, 4"),
         (Hint(layer=0), THREE, THREE, "no stage 0"),
-        (Attention(layers="3,4"), THREE, THREE, "no stage 4"),
+        (Attention(layers="3+4"), THREE, THREE, "no stage 4"),
         (Attention(layers="last"), THREE, THREE, "'last'"),
         (Attention(), Anatomy("flat", {"pooled": (4,)}, 10), THREE, "it has 0 of flat"),
         (Vid(), THREE, Anatomy("flat", {"pooled": (4,)}, 10), "method = vid"),

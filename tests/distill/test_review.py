@@ -109,6 +109,14 @@ def test_the_fusion_is_the_papers_from_deep_to_shallow() -> None:
     torch.testing.assert_close(batch.helped["stage1.pre"], expected["stage1"], rtol=1e-3, atol=1e-4)
 
 
+def test_the_shallowest_level_teaches_all_deeper_ones() -> None:
+    batch, _ = seen(ReviewKd(mid=8), SMALL, LARGE)
+    hierarchical(batch.helped["stage1.pre"], batch.teacher_taps["stage1.pre"]).mean().backward()
+    for tap in batch.taps.values():
+        assert tap.grad is not None
+        assert tap.grad.abs().max() > 0
+
+
 def test_the_loss_adds_up_its_levels() -> None:
     batch, _ = seen(ReviewKd(mid=8), SMALL, LARGE)
     expected = (batch.helped["pooled"].flatten(1) - batch.teacher_taps["pooled"]).square().mean(1)

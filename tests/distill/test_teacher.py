@@ -235,7 +235,9 @@ def test_sure_teachers_that_disagree_stay_finite(rule: Rule) -> None:
 def test_several_teachers_are_called_and_averaged_by_the_rule(rule: Rule) -> None:
     modules = [network(seed) for seed in range(2)]
     each = [module(images()).detach().double().numpy() for module in modules]
-    said = Teacher(modules, CPU, rule=rule, shares=(1.0, 3.0), temperature=2.0)(images()).logits.double().numpy()
+    said = (
+        Teacher(modules, CPU, rule=rule, shares=(1.0, 3.0), temperature=2.0)(images()).logits.double().numpy()
+    )
     if rule == "logits":
         np.testing.assert_allclose(said, 0.25 * each[0] + 0.75 * each[1], rtol=1e-4, atol=1e-5)
     else:

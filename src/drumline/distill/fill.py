@@ -9,6 +9,7 @@ hold, and folders that not all processes share. One run at a time fills a folder
 from __future__ import annotations
 
 import hashlib
+import math
 import shutil
 import time
 import uuid
@@ -296,10 +297,12 @@ def _compare(cache: Cache, teacher: Teacher, request: Request, batch: Batch, exa
     if not wrong.any():
         return ""
     sample = first + int(wrong.int().argmax())
+    largest = [f"{float(part.nan_to_num(nan=math.inf).amax()):.3g}" for part in (apart, features_apart)]
     return (
         f"distill.cache = {cache.folder}: {int(wrong.sum())} of {len(wrong)} rows of epoch {request.epoch} are not "
-        f"what the teacher gives now, the first of sample {sample}; logits differ by up to "
-        f"{float(apart.nan_to_num(nan=float('inf')).amax()):.3g}: the cache is of another teacher, code or machine"
+        f"what the teacher gives now, the first of sample {sample}; logits differ by up to {largest[0]}"
+        + (f", features by up to {largest[1]}" if cache.key.rule.pooled else "")
+        + ": the cache is of another teacher, code or machine"
     )
 
 

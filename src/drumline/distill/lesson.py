@@ -141,8 +141,8 @@ class _Pair:
         tapped, teacher = student, modules[0]
         example = torch.zeros((1, 3, size, size), device=world.device)
         if wants_taps:
-            tapped = with_taps(student, recipe.distill.student_taps, example)
-            teacher = with_taps(teacher, recipe.distill.teacher_taps, example)
+            tapped = _tapped(student, "student_taps", recipe.distill.student_taps, example)
+            teacher = _tapped(teacher, "teacher_taps", recipe.distill.teacher_taps, example)
         anatomies = (
             anatomy(tapped, recipe.model.name, example),
             anatomy(teacher, teachers[0].name, example),
@@ -172,6 +172,13 @@ class _Pair:
         helpers = {name: helper for name, helper in found.items() if helper is not None}
         made = Bundle(self.student, helpers, self.needs, runs_student, self.anatomies[0].classes)
         return made.to(world.device)
+
+
+def _tapped(model: nn.Module, key: str, text: str, example: Tensor) -> nn.Module:
+    try:
+        return with_taps(model, text, example)
+    except UserError as error:
+        raise UserError(f"distill.{key}: {error.what.removeprefix('taps: ')}", error.fix) from error
 
 
 def anatomy(model: nn.Module, name: str, example: Tensor) -> Anatomy:
@@ -276,7 +283,7 @@ def _refuse_misfits(recipe: Recipe, chosen: Chosen, world: World) -> None:
     unmixed = [part.name for part in chosen.parts if not part.method.mixes]
     if unmixed and (recipe.data.mixup or recipe.data.cutmix):
         raise UserError(
-            f"distill.method = {', '.join(unmixed)}: remembers single samples, and mixed images are of two",
+            f"distill.method = {', '.join(unmixed)}: needs the one class or sample of an image, a mixed one has two",
             "turn data.mixup and data.cutmix off, or use another method",
         )
 

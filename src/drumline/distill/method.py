@@ -100,15 +100,13 @@ class Memory(Protocol):
 
 class Method:
     """One way to learn from a teacher. Subclasses are frozen dataclasses; their fields are the method's options
-    (`--distill.options NAME=VALUE`), defaults as in the paper."""
+    (`--distill.options NAME:VALUE`), defaults as in the paper."""
 
     weights: ClassVar[Weights] = Weights()
     """The paper's."""
     scope: ClassVar[Scope] = "sample"
     on_logits: ClassVar[bool] = False
     """Whether it compares logits, so that logit standardisation applies."""
-    uses_labels: ClassVar[bool] = False
-    """Whether its loss reads labels; on mixed images it is then mixed as the cross-entropy is."""
     mixes: ClassVar[bool] = True
     """Whether it makes sense on mixed images (mixup, cutmix)."""
     initial: ClassVar[str] = ""

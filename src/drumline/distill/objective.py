@@ -20,7 +20,7 @@ from drumline.distill.method import Memory, Method, Needs, Seen
 from drumline.distill.methods.logits import standardised
 from drumline.distill.teacher import Taught, Teacher
 from drumline.errors import UserError
-from drumline.train.objective import Classification, Objective, Outcome, check_logits, partner
+from drumline.train.objective import Classification, Objective, Outcome, check_logits
 
 Source = Callable[[Tensor, Batch], Taught]
 """What the teacher says of normalised images, or of the batch they came in."""
@@ -134,27 +134,21 @@ class Distillation(Objective):
         if self.standardise and part.method.on_logits:
             logits, teacher_logits = standardised(logits), standardised(teacher_logits)
 
-        def loss(labels: Tensor) -> Tensor:
-            seen = Seen(
-                logits=spread(logits),
-                teacher_logits=spread(teacher_logits),
-                taps={name: spread(said.taps[name]) for name in part.needs.student},
-                teacher_taps={name: spread(taught.taps[name]) for name in part.needs.teacher},
-                helped={name: spread(value) for name, value in said.helped.get(part.name, {}).items()},
-                labels=spread(labels),
-                samples=spread(batch.samples),
-                memory=part.memory,
-            )
-            return part.method.loss(seen)
-
-        losses = loss(batch.labels)
+        seen = Seen(
+            logits=spread(logits),
+            teacher_logits=spread(teacher_logits),
+            taps={name: spread(said.taps[name]) for name in part.needs.student},
+            teacher_taps={name: spread(taught.taps[name]) for name in part.needs.teacher},
+            helped={name: spread(value) for name, value in said.helped.get(part.name, {}).items()},
+            labels=spread(batch.labels),
+            samples=spread(batch.samples),
+            memory=part.memory,
+        )
+        losses = part.method.loss(seen)
         if part.method.scope == "global_batch":
             assert losses.ndim == 0, (part.name, losses.shape)
             return losses * len(batch.labels)
         assert losses.shape == batch.labels.shape, (part.name, losses.shape)
-        if batch.mix.shape[1] and part.method.uses_labels:
-            share = batch.mix[:, 1]
-            losses = share * losses + (1 - share) * loss(partner(batch.labels))
         return losses.sum()
 
 

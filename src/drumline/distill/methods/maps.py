@@ -113,7 +113,7 @@ class Attention(Method):
     weights: ClassVar[Weights] = Weights(b=1000.0)
 
     layers: str = ""
-    """Which stages of the student, as in "3,4", counted from 1; empty for all that both networks have."""
+    """Which stages of the student, as in `3+4`, counted from 1; empty for all that both networks have."""
 
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
         """The stages of `layers` and their partners. Refuses numbers that either network lacks."""
@@ -128,11 +128,11 @@ class Attention(Method):
 
     def _numbers(self) -> list[int]:
         try:
-            return sorted({int(part) for part in self.layers.split(",")})
+            return sorted({int(part) for part in self.layers.split("+")})
         except ValueError:
             raise UserError(
-                f"distill.options layers = {self.layers!r}: not stage numbers with commas between them",
-                'write them as in layers="3,4", or leave the option out for all stages',
+                f"distill.options layers = {self.layers!r}: not stage numbers joined by +",
+                "write them as in layers:3+4, or leave the option out for all stages",
             ) from None
 
 

@@ -1,0 +1,233 @@
+"""The loops that `distill_speed.py` lets take turns: one written by hand, and Drumline's runs.
+
+Promises: all get the same batches from the same feed, normalised by the same code, and begin with the same weights,
+so that the first loss of those with a teacher is the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from drumline.data.views import Batch
+from drumline.launch.world import alone
+from drumline.models import create_model
+from drumline.models.weights import load_weights
+from drumline.observe.display import SilentDisplay
+from drumline.recipe import Checkpoint, Data, Distill, Model, Optim, Parallel, Recipe, Run, Train
+from drumline.train import prepare
+from drumline.train.start import Running, start
+from drumline.train.task import Builder
+
+T, R, A = 4.0, 0.1, 0.9
+RATE, MOMENTUM, DECAY = 0.01, 0.9, 1e-4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured."""
+
+    device: torch.device
+    teacher: str
+    student: str
+    classes: int
+    size: int
+    samples: int
+    batch: int
+    warm: int
+    steps: int
+    rounds: int
+
+    @property
+    def turn(self) -> int:
+        return self.warm + self.steps
+
+    @property
+    def per_epoch(self) -> int:
+        return self.samples // self.batch
+
+    @property
+    def epochs(self) -> int:
+        """Epochs that an arm's turns reach into."""
+        return math.ceil(self.rounds * self.turn / self.per_epoch)
+
+
+class Arm(Protocol):
+    """A way to train, ready to step."""
+
+    graph: bool
+    """Whether the step is one CUDA graph."""
+    first_loss: float
+
+    def take(self, first: int, last: int, before: Callable[[int], None]) -> None:
+        """Takes the steps of these numbers; `before` hears of each."""
+
+
+class ByHand:
+    """The loop as it is found in the wild."""
+
+    graph = False
+
+    def __init__(self, recipe: Recipe, plan: Plan, channels_last: bool) -> None:
+        self.recipe, self.plan, self.world = recipe, plan, alone(plan.device)
+        self.sets = prepare.prepare_sets(recipe, self.world)
+        self.first_loss = math.nan
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        self.student = _network(plan.student, plan, 0).to(plan.device, memory_format=layout).train()  # type: ignore[call-overload]
+        self.teacher = _network(plan.teacher, plan, 1, recipe.distill.teacher_weights[0])
+        self.teacher = self.teacher.to(plan.device, memory_format=layout).eval()  # type: ignore[call-overload]
+        if recipe.train.compile:
+            self.student.compile()
+            self.teacher.compile()
+        self.optimizer = torch.optim.SGD(
+            self.student.parameters(), lr=RATE, momentum=MOMENTUM, weight_decay=DECAY
+        )
+        mean, std = self.sets.mean, self.sets.std
+        self.normalise = prepare.Normalise.build(mean, std, plan.device, channels_last)
+        self.losses = 0.0
+        self.top1, self.top5 = torch.zeros((), device=plan.device), torch.zeros((), device=plan.device)
+
+    def take(self, first: int, last: int, before: Callable[[int], None]) -> None:
+        with closing(self.sets.training(self.recipe, self.world, first, last)) as batches:
+            for index, batch in enumerate(batches, first):
+                before(index)
+                loss = self.step(batch)
+                if math.isnan(self.first_loss):
+                    self.first_loss = loss
+
+    def step(self, batch: Batch) -> float:
+        images, labels = self.normalise(batch.images), batch.labels
+        with torch.autocast(self.plan.device.type, torch.bfloat16):
+            logits = self.student(images)
+            with torch.no_grad():
+                taught = self.teacher(images)
+            # What autocast does by itself on a GPU, once for each loss.
+            logits, taught = logits.float(), taught.float()
+            divergence = F.kl_div(
+                F.log_softmax(logits / T, dim=1), F.softmax(taught / T, dim=1), reduction="batchmean"
+            )
+            loss = R * F.cross_entropy(logits, labels) + A * T**2 * divergence
+        with torch.no_grad():
+            hits = logits.topk(5, dim=1).indices == labels[:, None]
+            self.top1 += hits[:, :1].sum()
+            self.top5 += hits.sum()
+        value = loss.item()
+        self.losses += value
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return value
+
+
+@dataclass
+class Ours:
+    """A run of Drumline, stepped as its loop does. What that does once an epoch is left out: an epoch has few steps
+    here."""
+
+    run: Running
+    graph: bool = False
+    first_loss: float = math.nan
+
+    @staticmethod
+    def open(recipe: Recipe, build: Builder, plan: Plan, cleanup: ExitStack) -> Ours:
+        run = start(recipe, alone(plan.device), build, cleanup)
+        # A terminal can show one live bar, and this is not the only run.
+        run.reporter.display = SilentDisplay()
+        return Ours(run)
+
+    def rehearse(self) -> None:
+        self.run.rehearse(self.run.rehearsal(0))
+        self.graph = self.run.step._graph is not None
+
+    def take(self, first: int, last: int, before: Callable[[int], None]) -> None:
+        run, reporter = self.run, self.run.reporter
+        clock = reporter.clock
+        reporter.pause(first)
+        with closing(run.batches(first, last)) as batches:
+            for index, batch in enumerate(_watched(batches, clock), first):
+                before(index)
+                rate = run.plan.schedule(index)
+                clock.step_begin()
+                run.step(batch, index, rate)
+                clock.step_end()
+                if math.isnan(self.first_loss):
+                    loss, _, samples = run.step.meter[:3].tolist()
+                    self.first_loss = loss / samples
+                    reporter.tick(index + 1, rate)
+                    # TensorBoard is imported on a background thread with the first metric: not a step's cost.
+                    reporter.drain()
+                    reporter.logbook.flush()
+                reporter.moved(index + 1, rate)
+                if (index + 1) % run.recipe.train.log_every == 0:
+                    reporter.tick(index + 1, rate)
+
+
+def _watched(batches: Iterator[Batch], clock: Any) -> Iterator[Batch]:
+    """The batches, with the clock told of each wait for one."""
+    while True:
+        clock.data_begin()
+        batch = next(batches, None)
+        clock.data_end()
+        if batch is None:
+            return
+        yield batch
+
+
+def _network(name: str, plan: Plan, seed: int, weights: str = "") -> nn.Module:
+    """torchvision's where it is installed and has it, with the numbers that ours would have."""
+    torch.manual_seed(seed)
+    ours = create_model(name, classes=plan.classes)
+    if weights:
+        load_weights(ours, weights)
+    if not (has_torchvision() and plan.size == 224):
+        return ours
+    theirs = create_model(f"torchvision/{name}", classes=plan.classes)
+    theirs.load_state_dict(ours.state_dict())
+    return theirs
+
+
+def has_torchvision() -> bool:
+    try:
+        importlib.import_module("torchvision")
+    except Exception:  # one that does not fit this torch raises nearly anything
+        return False
+    return True
+
+
+def make_recipe(folder: Path, plan: Plan, deterministic: bool, compiled: bool) -> Recipe:
+    """The same work for every arm; Drumline's run it, the loop by hand takes its data and numbers from it."""
+    return Recipe(
+        run=Run(dir=str(folder / "runs"), device=plan.device.type, deterministic=deterministic),  # type: ignore[arg-type]
+        data=Data(
+            source="npz",
+            path=str(folder / "set.npz"),
+            batch=plan.batch,
+            augment="shift",
+            mean=prepare.IMAGENET_MEAN,
+            std=prepare.IMAGENET_STD,
+        ),
+        model=Model(name=plan.student),
+        optim=Optim(lr=RATE, momentum=MOMENTUM, weight_decay=DECAY, schedule="constant"),
+        train=Train(
+            steps=plan.rounds * plan.turn, precision="bf16", compile=compiled, log_every=50, eval_every=0
+        ),
+        distill=Distill(
+            teacher=(plan.teacher,),
+            teacher_weights=(str(folder / "teacher.safetensors"),),
+            method=("kd",),
+            r=R,
+            a=A,
+            T=T,
+        ),
+        parallel=Parallel(threads="auto" if plan.device.type == "cuda" else 1),
+        checkpoint=Checkpoint(every_epochs=0),
+    )

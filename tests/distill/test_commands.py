@@ -1,0 +1,229 @@
+"""`drumline distill` as a user types it: what it says and writes, stopped and resumed, cached, and refused."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from drumline.models import create_model
+from tests.distill.nets import wakened
+from tests.runs.command import begin, drumline, metrics, result, sha256
+
+pytestmark = pytest.mark.slow
+
+DATA = ("data.source=digits", "data.batch=48", "parallel.threads=1", "data.workers=0")
+STUDENT = (*DATA, "model.name=resnet8", "train.log_every=1")
+TEACHER = "distill.teacher_weights=runs/teacher"
+ONE = {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run `teacher`, a resnet8 after one epoch, and weights of another one."""
+    folder = tmp_path_factory.mktemp("distill")
+    words = (*DATA, "model.name=resnet8", "train.epochs=1", "run.name=teacher")
+    result(drumline("train", *words, folder=folder, **ONE))
+    torch.manual_seed(5)
+    state = wakened(create_model("resnet8", classes=10)).state_dict()
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "other.safetensors")
+    return folder
+
+
+def distil(home: Path, name: str, *words: str, code: int = 0) -> str:
+    """One run; what it said, the JSON line last."""
+    done = drumline("distill", *STUDENT, f"run.name={name}", *words, folder=home, **ONE)
+    assert done.returncode == code, done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+    return done.stderr + done.stdout
+
+
+def killed(home: Path, name: str, ready: Callable[[], bool], *words: str) -> None:
+    """A run whose every process gets SIGKILL as soon as it is `ready`."""
+    run = begin("distill", *STUDENT, f"run.name={name}", *words, folder=home, **ONE)
+    family = psutil.Process(run.pid)
+    deadline = time.monotonic() + 120
+    while not ready():
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    for process in [*family.children(recursive=True), family]:
+        try:
+            process.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+    run.communicate()
+
+
+# One run.
+
+
+@pytest.fixture(scope="module")
+def plain(home: Path) -> tuple[Path, str]:
+    """The run `plain`, with a method that trains helpers of its own, and what it said."""
+    return home, distil(home, "plain", TEACHER, "distill.method=kd,hint", "distill.b=1", "train.epochs=1")
+
+
+def test_a_run_tells_the_teachers_score_the_loss_and_the_agreement(plain: tuple[Path, str]) -> None:
+    home, said = plain
+    teacher = metrics(home, "teacher", "eval")[-1]
+    assert f"top-1 {teacher['top1']:.2%} ({teacher['correct']} of 359)" in said.split("epoch 1:")[0]
+    assert "loss = 1 cross-entropy + 1 kd + 1 hint, T = 4" in said
+    final = metrics(home, "plain", "eval")[-1]
+    assert 0 < final["agreement"] <= 1
+    assert f'"agreement": {final["agreement"]}' in said.splitlines()[-1]
+    assert f"agrees with the teacher on {final['agreement']:.2%}" in said
+    assert round(final["agreement"] * 359) == pytest.approx(final["agreement"] * 359)
+
+
+def test_the_parts_of_the_loss_are_logged_and_add_up(plain: tuple[Path, str]) -> None:
+    lines = metrics(plain[0], "plain", "train")
+    assert len(lines) == 29
+    for line in lines:
+        assert line["loss"] == pytest.approx(line["ce"] + line["kd"] + line["hint"], rel=1e-4)
+        assert 0 <= line["teacher_agreement"] <= 1
+
+
+def test_what_is_exported_is_the_student_alone_and_can_be_scored(plain: tuple[Path, str]) -> None:
+    home, _ = plain
+    exported = load_file(home / "runs/plain/weights/last.safetensors")
+    expected = create_model("resnet8", classes=10).state_dict()
+    assert exported.keys() == expected.keys()
+    assert all(exported[name].shape == tensor.shape for name, tensor in expected.items())
+    scored = result(drumline("eval", "runs/plain", folder=home, **ONE))
+    assert scored["correct"] == metrics(home, "plain", "eval")[-1]["correct"]
+
+
+# Stopped and resumed.
+
+
+def test_crd_killed_and_resumed_on_two_processes_ends_with_the_bits_of_an_uninterrupted_run(
+    home: Path,
+) -> None:
+    words = (
+        TEACHER,
+        "distill.method=crd,kd",
+        "distill.options=K:64,dim:16",
+        "train.steps=24",
+        "train.eval_every=0",
+        "checkpoint.every_steps=4",
+        "parallel.processes=2",
+    )
+    distil(home, "whole", *words)
+    saved = home / "runs/cut/checkpoints/step-8"
+    killed(home, "cut", saved.exists, *words)
+    said = distil(home, "cut", *words, "checkpoint.resume=auto")
+    assert "resumed from" in said
+    assert sha256(home, "cut") == sha256(home, "whole")
+    losses = [
+        [(line["step"], line["loss"]) for line in metrics(home, name, "train")] for name in ("whole", "cut")
+    ]
+    assert losses[0] == losses[1]
+    newest = home / "runs/whole/checkpoints/step-24"
+    keys = {key for file in newest.glob("*.safetensors") for key in load_file(file)}
+    assert {"crd.student", "crd.teacher", "crd.log_z"} <= keys
+
+
+def test_a_run_killed_in_its_initial_stage_goes_on_there(home: Path) -> None:
+    words = (
+        TEACHER,
+        "distill.method=fsp",
+        "distill.initial_epochs=1",
+        "train.steps=6",
+        "checkpoint.every_steps=5",
+    )
+    distil(home, "fsp-whole", *words)
+    stage = home / "runs/fsp/initial-fsp"
+    killed(home, "fsp", (stage / "checkpoints/step-5").exists, *words)
+    assert not (home / "runs/fsp/checkpoints").exists()
+    said = distil(home, "fsp", *words, "checkpoint.resume=auto")
+    assert "resumed from" in said
+    assert "initial stage of fsp" in said
+    assert "goes on from the initial stage initial-fsp" in said
+    assert (stage / "checkpoints/step-29").is_dir()
+    assert sha256(home, "fsp/initial-fsp") == sha256(home, "fsp-whole/initial-fsp")
+    assert sha256(home, "fsp") == sha256(home, "fsp-whole")
+    first = metrics(home, "fsp", "train")[0]
+    assert first["step"] == 1
+    assert not (home / "runs/fsp/initial-fsp/weights/best.safetensors").exists()
+
+
+# Cached.
+
+
+def test_a_cache_serves_another_student_and_refuses_another_teacher(home: Path) -> None:
+    words = ("train.steps=6", "distill.cache=kept")
+    filled = distil(home, "first", *words, TEACHER)
+    assert "blocks filled, then read" in filled
+    second = distil(home, "second", *words, TEACHER, "model.name=wrn_16_1", "data.batch=32")
+    assert "teacher's outputs from kept: read" in second
+    assert "blocks filled" not in second
+    other = ("distill.teacher=resnet8", "distill.teacher_weights=other.safetensors")
+    said = distil(home, "third", *words, *other, code=2)
+    assert "teacher" in said
+    assert "kept" in said
+    assert "fix:" in said
+
+
+def test_a_cached_run_takes_the_steps_of_a_live_one(home: Path) -> None:
+    words = (TEACHER, "train.steps=5", "train.eval_every=0")
+    distil(home, "live", *words)
+    distil(home, "stored", *words, "distill.cache=kept-too")
+    losses = [[line["loss"] for line in metrics(home, name, "train")] for name in ("live", "stored")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+# Refused.
+
+WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "no weights": ((), ("distill.teacher_weights is empty", "drumline train")),
+    "a missing file": (
+        ("distill.teacher_weights=gone.safetensors",),
+        ("distill.teacher_weights = gone.safetensors", "no such file", "run folder"),
+    ),
+    "a file without a name": (
+        ("distill.teacher_weights=other.safetensors",),
+        ("distill.teacher is empty", "--distill.teacher"),
+    ),
+    "an unknown method": ((TEACHER, "distill.method=crdd"), ("distill.method = crdd", "did you mean crd?")),
+    "an option of another method": (
+        (TEACHER, "distill.options=rkd.angle:2"),
+        ("distill.options: rkd.angle:2",),
+    ),
+    "data parallel": ((TEACHER, "parallel.layout=dp"), ("parallel.layout = dp", "--parallel.layout ddp")),
+    "accumulation with a relational method": (
+        (TEACHER, "distill.method=rkd", "train.accumulate=2"),
+        ("train.accumulate = 2", "rkd", "--train.accumulate 1"),
+    ),
+    "mixed images with a bank": (
+        (TEACHER, "distill.method=crd", "data.mixup=0.2"),
+        ("distill.method = crd", "data.mixup"),
+    ),
+    "maps from a cache": (
+        (TEACHER, "distill.method=hint", "distill.cache=maps"),
+        ("distill.cache", "hint", "stage2", "leave out --distill.cache"),
+    ),
+    "features of two teachers": (
+        ("distill.teacher_weights=runs/teacher,runs/teacher", "distill.method=hint"),
+        ("distill.method = hint", "there are 2", "kd, dkd, dist"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_command_is_refused_with_the_field_and_a_fix(name: str, home: Path) -> None:
+    words, must_contain = WRONG[name]
+    done = drumline("distill", *STUDENT, "run.name=wrong", "train.steps=2", *words, folder=home, **ONE)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "fix: " in done.stderr
+    for text in must_contain:
+        assert text in done.stderr, done.stderr
+    assert not (home / "runs/wrong").exists()
+    assert not (home / "maps").exists()
