@@ -16,6 +16,7 @@ from drumline.distill.bundle import Bundle, Said
 from drumline.distill.choose import choose
 from drumline.distill.gather import Gathered
 from drumline.distill.method import Method, Needs, Scope, Seen
+from drumline.distill.methods import METHODS
 from drumline.distill.methods.logits import Dkd, Kd
 from drumline.distill.methods.relations import Similarity
 from drumline.distill.objective import Distillation, Part, ramp
@@ -54,10 +55,6 @@ class Spy(Method):
     def loss(self, seen: Seen) -> Tensor:
         self.seen.append(seen)
         return self.per_sample(seen)
-
-
-class Labelled(Spy):
-    uses_labels: ClassVar[bool] = True
 
 
 class OnLogits(Spy):
@@ -183,18 +180,12 @@ def test_kd_of_mixed_images_is_that_of_any_images() -> None:
     assert found.terms[1].item() == pytest.approx(kd_by_hand(4.0).sum(), rel=1e-5)
 
 
-def test_a_method_that_reads_labels_is_mixed_as_the_labels_are() -> None:
-    batch, method = tiny.make(COUNT, mix=MIX), Labelled()
-    found = scored(objective([part("spy", method, 1.0)]), batch)
-    labels, partners = batch.labels + 1, batch.labels[[1, 0, 3, 2, 5, 4]] + 1
-    expected = (MIX[:, 1] * labels + (1 - MIX[:, 1]) * partners).sum()
-    assert found.terms is not None
-    assert found.terms[1].item() == pytest.approx(expected.item(), rel=1e-6)
-    assert len(method.seen) == 2
+def test_methods_that_need_the_one_class_or_sample_of_an_image_declare_it() -> None:
+    assert {name for name, method in METHODS.items() if not method.mixes} == {"dkd", "crd"}
 
 
 @pytest.mark.parametrize("kind", [Spy, OnLogits])
-def test_a_method_that_reads_no_labels_is_computed_once(kind: type[Spy]) -> None:
+def test_a_method_is_computed_once_for_mixed_images_too(kind: type[Spy]) -> None:
     method = kind()
     scored(objective([part("spy", method, 1.0)]), tiny.make(COUNT, mix=MIX))
     assert len(method.seen) == 1

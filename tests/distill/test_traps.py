@@ -33,7 +33,7 @@ from drumline.recipe import Distill, Recipe
 from drumline.train.objective import Classification
 from drumline.train.prepare import prepare_trainee
 from drumline.train.step import TrainStep
-from tests.distill import ranks, test_relations, test_statistics
+from tests.distill import ranks, test_relations, test_statistics, test_world_sizes
 from tests.distill.nets import Alone, wakened
 from tests.train import ranks as training
 from tests.train import tiny
@@ -154,6 +154,14 @@ def test_no_forward_bypasses_ddp_so_gradients_are_exchanged() -> None:
         first, second = (result[name]["gradients"] for result in ranks.results(2))
         assert first.keys() == second.keys() == whole["gradients"].keys()
         assert all(torch.equal(gradient, second[key]) for key, gradient in first.items()), name
+        # A shift before a BatchNorm has no effect: its gradient is rounding, to be seen beside the others'.
+        largest = max(float(gradient.abs().max()) for gradient in whole["gradients"].values())
+        for key, gradient in whole["gradients"].items():
+            scale = max(float(gradient.abs().max()), 1e-2 * largest)
+            assert float((first[key] - gradient).abs().max()) <= test_world_sizes.RELATIVE * scale, (
+                name,
+                key,
+            )
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])
@@ -215,10 +223,10 @@ def big_taps(seed: int) -> dict[str, Tensor]:
     """Values of some hundreds, as deep features have them, on large maps."""
     torch.manual_seed(seed)
     shapes = {
-        "stem": (4, 64, 64),
-        "stage1": (4, 64, 64),
-        "stage2": (8, 64, 64),
-        "stage3": (8, 32, 32),
+        "stem": (4, 32, 32),
+        "stage1": (4, 32, 32),
+        "stage2": (8, 32, 32),
+        "stage3": (8, 16, 16),
         "pooled": (8,),
     }
     taps = {name: (300 + 50 * torch.randn(6, *shape)).half() for name, shape in shapes.items()}
