@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +22,15 @@ from tests.distill import bank_ranks
 WORLD = alone(torch.device("cpu"))
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 3])
 SMALL, LARGE = Anatomy("small", {"pooled": (5,)}, 4), Anatomy("large", {"pooled": (7,)}, 4)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As the processes have that this one is compared with: the number decides the order of additions."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def unit(count: int, dim: int, seed: int) -> Tensor:

@@ -27,6 +27,7 @@ from tests.distill import cache_ranks
 from tests.distill.cache_ranks import CLASSES, FULL, TOP, contents, feed, filled, key, teacher
 
 HERE = alone(torch.device("cpu"))
+ELSEWHERE = {"device": "another", "torch": "1.0", "kernels": cache_module.SAME_BITS}
 HALF = Rule(CLASSES, "bfloat16", pooled=cache_ranks.WIDTH)
 
 
@@ -242,7 +243,7 @@ def test_one_changed_bit_with_sound_checksums_is_found(
         spot_check(cache, range(2), teacher(RULES[name]), feed, HERE)
     assert "another teacher, code or machine" in refused.value.what
     assert "delete this one" in refused.value.fix
-    elsewhere = Cache(cache.folder, cache.key, {"device": "another", "torch": "1.0"})
+    elsewhere = Cache(cache.folder, cache.key, ELSEWHERE)
     word = spot_check(elsewhere, range(2), teacher(RULES[name]), feed, HERE)
     assert "filled on another, torch 1.0" in word
     assert "tolerance" in word
@@ -255,7 +256,7 @@ def test_another_teacher_is_found_with_and_without_tolerance(
 ) -> None:
     cache = laid_out(sound[name], tmp_path, RULES[name])
     if elsewhere:
-        cache = Cache(cache.folder, cache.key, {"device": "another", "torch": "1.0"})
+        cache = Cache(cache.folder, cache.key, ELSEWHERE)
     with pytest.raises(UserError, match=r"256 of 256 rows|158 of 158 rows") as refused:
         spot_check(cache, range(2), teacher(RULES[name], seed=1), feed, HERE)
     largest = float(refused.value.what.split("logits differ by up to ")[1].split(":")[0].split(",")[0])
@@ -269,7 +270,7 @@ def test_the_tolerance_lets_rounding_pass_and_no_more(
 ) -> None:
     rule = RULES[name]
     here = laid_out(sound[name], tmp_path, rule)
-    cache = Cache(here.folder, here.key, {"device": "another", "torch": "1.0"})
+    cache = Cache(here.folder, here.key, ELSEWHERE)
     tolerance = 1e-3 if rule.numbers is torch.float32 else 0.05
     run = teacher(rule)
 
@@ -291,7 +292,7 @@ def test_an_output_that_is_not_a_number_is_never_within_tolerance(
     tmp_path: Path, sound: dict[str, dict[str, bytes]]
 ) -> None:
     here = laid_out(sound["full"], tmp_path, FULL)
-    cache = Cache(here.folder, here.key, {"device": "another", "torch": "1.0"})
+    cache = Cache(here.folder, here.key, ELSEWHERE)
 
     def broken(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         logits, pooled = teacher()(images)
@@ -310,7 +311,7 @@ def test_features_alone_are_compared_too(tmp_path: Path, sound: dict[str, dict[s
         assert pooled is not None
         return logits, pooled + 0.5
 
-    for cache in (here, Cache(here.folder, here.key, {"device": "another", "torch": "1.0"})):
+    for cache in (here, Cache(here.folder, here.key, ELSEWHERE)):
         with pytest.raises(UserError, match=r"logits differ by up to 0, features by up to 0\.5"):
             spot_check(cache, range(2), other, feed, HERE)
 
@@ -376,3 +377,13 @@ def test_all_ranks_come_to_the_same_verdict(
         assert words in said, (name, said)
     assert "several machines need a common folder" in str(ranks[0]["unseen"])
     assert "is not the folder that rank 0 sees" in str(ranks[0]["apart"])
+
+
+def test_kernels_that_need_not_repeat_are_compared_with_a_tolerance(
+    tmp_path: Path, sound: dict[str, dict[str, bytes]]
+) -> None:
+    here = laid_out(sound["full"], tmp_path, RULES["full"])
+    fastest = Cache(here.folder, here.key, {**here.machine, "kernels": "fastest kernels"})
+    said = spot_check(fastest, range(2), teacher(RULES["full"]), feed, HERE)
+    assert "fastest kernels" in said
+    assert "tolerance" in said

@@ -308,7 +308,8 @@ def test_features_are_returned_and_never_left_on_a_module() -> None:
     methods = {name: METHODS[name]() for name in ("hint", "attention", "vid", "crd", "srd", "correlation")}
     needs = {name: method.needs(*one) for name, method in methods.items()}
     helpers = {name: made for name, method in methods.items() if (made := method.helper(*one)) is not None}
-    bundle = Bundle(student, helpers, needs).train()
+    asking = [name for name, method in methods.items() if method.helper_asks_teacher]
+    bundle = Bundle(student, helpers, needs, asking).train()
     teacher = Teacher([teacher_module], CPU, taps=("stage1", "stage2", "stage3", "pooled"))
     said = bundle(images(), teacher(images()).taps)
     assert len(said.taps) >= 3

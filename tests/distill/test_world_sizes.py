@@ -8,14 +8,14 @@ import torch
 from tests.distill import ranks
 
 pytestmark = pytest.mark.slow
-RELATIVE = 2e-5
-"""Of a tensor's largest value: fp32 sums in another order. Measured at most 6e-6."""
+RELATIVE = 5e-6
+"""Of a tensor's largest value, or a hundredth of the largest of all gradients (a bias before a normalisation has none
+but rounding): fp32 sums in another order."""
 
 
-def close(a: torch.Tensor, b: torch.Tensor, relative: float = RELATIVE) -> float:
-    """How far apart two tensors are, in parts of what is allowed."""
-    scale = max(float(b.abs().max()), 1e-6)
-    return float((a.double() - b.double()).abs().max()) / scale / relative
+def apart(a: torch.Tensor, b: torch.Tensor, least: float = 1e-6) -> float:
+    """How far apart two tensors are, in parts of the larger of b's largest value and `least`."""
+    return float((a.double() - b.double()).abs().max()) / max(float(b.abs().max()), least)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -23,10 +23,11 @@ def close(a: torch.Tensor, b: torch.Tensor, relative: float = RELATIVE) -> float
 def test_loss_and_gradients_do_not_depend_on_the_number_of_processes(name: str, size: int) -> None:
     one, several = ranks.results(1)[0][name], ranks.results(size)[0][name]
     assert one["terms"] == several["terms"]
-    assert close(several["meter"], one["meter"]) <= 1
+    assert apart(several["meter"], one["meter"]) <= RELATIVE
     assert one["gradients"].keys() == several["gradients"].keys()
-    apart = {key: close(several["gradients"][key], one["gradients"][key]) for key in one["gradients"]}
-    assert max(apart.values()) <= 1, max(apart.items(), key=lambda item: item[1])
+    least = max(float(gradient.abs().max()) for gradient in one["gradients"].values()) / 100
+    found = {key: apart(several["gradients"][key], one["gradients"][key], least) for key in one["gradients"]}
+    assert max(found.values()) <= RELATIVE, max(found.items(), key=lambda item: item[1])
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -47,6 +48,6 @@ def test_the_collected_bank_does_not_depend_on_the_number_of_processes(name: str
     assert set(one) == {"crd.student", "crd.teacher", "crd.log_z"}
     for key in one:
         assert one[key].shape == several[key].shape
-        assert close(several[key], one[key]) <= 1
+        assert apart(several[key], one[key]) <= RELATIVE
     moved = (one["crd.student"] != one["crd.teacher"]).any(1)
     assert len(moved) > 1000

@@ -183,6 +183,6 @@ def test_a_compiled_tapped_model_gives_the_same_taps() -> None:
     with torch.no_grad():
         expected, seen = model(images(), taps=True)
         logits, taps = torch.compile(model, fullgraph=True)(images(), taps=True)
-    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
-    for tap, tensor in seen.items():
-        torch.testing.assert_close(taps[tap], tensor, atol=1e-3, rtol=1e-3)
+    for one, other in ((logits, expected), *((taps[tap], seen[tap]) for tap in seen)):
+        # Other kernels, some of them with TF32: far from what a tap overwritten by its ReLU would differ by.
+        torch.testing.assert_close(one, other, rtol=0, atol=5e-3 * float(other.abs().max()))

@@ -6,7 +6,7 @@ the student inside is untouched and leaves alone (`student`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -32,18 +32,22 @@ class Bundle(nn.Module):
         student: nn.Module,
         helpers: Mapping[str, nn.Module],
         needs: Mapping[str, Needs],
+        asking: Collection[str] = (),
         runs_student: bool = True,
         classes: int = 0,
     ) -> None:
         super().__init__()
         self.student = student
         self.helpers = nn.ModuleDict(helpers)
-        self.needs = dict(needs)
+        self.needs = {
+            name: need if name in asking else Needs(need.student, ()) for name, need in needs.items()
+        }
+        """What helpers read; the teacher's taps only for those that are `asking` for them."""
         self.taps = tuple(dict.fromkeys(tap for need in needs.values() for tap in need.student))
         self.runs_student, self.classes = runs_student, classes
 
     def forward(self, images: Tensor, teacher_taps: Taps) -> Said:
-        """One forward of the student, then of each helper."""
+        """One forward of the student, then of each helper. The teacher's taps may be missing where none asks."""
         taps: Taps = {}
         if not self.runs_student:
             logits = images.new_zeros((len(images), self.classes))

@@ -41,6 +41,7 @@ BLOCK = 8192
 """Samples to a file."""
 READY = 2
 """Batches of rows that wait for the step."""
+SAME_BITS = "kernels that repeat"
 MANIFEST, CHECKSUMS = "manifest.json", "sha256.txt"
 _MAGIC = b"DRUMROWS"
 _TRAILER = struct.Struct("<8sIIQQ")
@@ -138,7 +139,9 @@ def describe_machine(world: World) -> dict[str, str]:
     device = str(describe_environment(world, threads)["device"])
     if world.device.type == "cpu":
         device += f", {threads} thread{'s' if threads > 1 else ''}"
-    return {"device": device, "torch": str(torch.__version__)}
+    repeat = world.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+    kernels = SAME_BITS if repeat else "fastest kernels"
+    return {"device": device, "torch": str(torch.__version__), "kernels": kernels}
 
 
 @dataclass(frozen=True)

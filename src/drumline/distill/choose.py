@@ -114,14 +114,14 @@ def _options(texts: tuple[str, ...], names: list[str]) -> dict[str, dict[str, An
     """Every method's options, read by the type of its fields."""
     found: dict[str, dict[str, Any]] = {name: {} for name in names}
     for text in texts:
-        key, _, value = text.replace("=", ":", 1).partition(":")
+        key, _, value = text.partition(min(":=", key=lambda sign: text.find(sign) % (len(text) + 1)))
         owner, _, option = key.rpartition(".")
-        owners = [name for name in ([owner] if owner else names) if option in _option_fields(name)]
+        owners = [name for name in names if owner in ("", name) and option in _option_fields(name)]
         if not owners:
             known = ", ".join(f"{name}.{option}" for name in names for option in _option_fields(name))
             raise UserError(
-                f"distill.options: {text}: {' and '.join(names)} have no option {key!r}",
-                f"use one of: {known}" if known else "leave it out: they have no options",
+                f"distill.options: {text}: distill.method = {','.join(names)} has no option {key!r}",
+                f"use one of: {known}" if known else "leave it out: there are none",
             )
         if len(owners) > 1:
             raise UserError(

@@ -71,7 +71,7 @@ class WorldNorm(_BatchNorm):
         assert input.ndim >= 2, input.shape
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
+        if not self.training and self.running_mean is not None:
             return F.batch_norm(
                 input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
             )

@@ -105,6 +105,7 @@ def lesson(
         per_epoch=plan.per_epoch,
         teacher=None if stored else teacher,
         standardise=recipe.distill.standardise,
+        beside=not stored and not pair.asking,
     )
     words.append(_method_words(chosen, stage))
     return Task(
@@ -162,6 +163,11 @@ class _Pair:
         return any(need.student for need in self.needs.values())
 
     @property
+    def asking(self) -> tuple[str, ...]:
+        """Methods whose helpers read the teacher."""
+        return tuple(name for name, method in self.methods.items() if method.helper_asks_teacher)
+
+    @property
     def teacher_taps(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(tap for need in self.needs.values() for tap in need.teacher))
 
@@ -170,7 +176,7 @@ class _Pair:
         torch.manual_seed(seed)
         found = {name: method.helper(*self.anatomies) for name, method in self.methods.items()}
         helpers = {name: helper for name, helper in found.items() if helper is not None}
-        made = Bundle(self.student, helpers, self.needs, runs_student, self.anatomies[0].classes)
+        made = Bundle(self.student, helpers, self.needs, self.asking, runs_student, self.anatomies[0].classes)
         return made.to(world.device)
 
 

@@ -109,6 +109,8 @@ class Method:
     """Whether it compares logits, so that logit standardisation applies."""
     mixes: ClassVar[bool] = True
     """Whether it makes sense on mixed images (mixup, cutmix)."""
+    helper_asks_teacher: ClassVar[bool] = False
+    """Whether its helper reads the teacher's taps. Where none does, the student need not wait for the teacher."""
     initial: ClassVar[str] = ""
     """The method of an initial stage that is trained before, alone; its own name where it has only that stage."""
     initial_epochs: ClassVar[float] = 0.0

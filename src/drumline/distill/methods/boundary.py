@@ -75,6 +75,7 @@ class Ofd(Method):
     """A comprehensive overhaul of feature distillation (Heo et al., 2019): `by_depth` of `ofd` over the stages."""
 
     weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=1e-3)
+    helper_asks_teacher: ClassVar[bool] = True
 
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
         """All common stages before their activation."""
@@ -103,6 +104,7 @@ class Abound(Method):
     """
 
     weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=1.0)
+    helper_asks_teacher: ClassVar[bool] = True
     initial: ClassVar[str] = "abound"
     initial_epochs: ClassVar[float] = 30.0
     scale: ClassVar[float] = 0.003

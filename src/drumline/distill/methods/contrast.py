@@ -56,6 +56,7 @@ class Crd(Method):
     the bank of the teacher's, plus `nce` with the teacher's among the bank of the student's."""
 
     weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=0.8)
+    helper_asks_teacher: ClassVar[bool] = True
     scope: ClassVar[Scope] = "global_batch"
     mixes: ClassVar[bool] = False
 

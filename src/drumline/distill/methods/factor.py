@@ -39,6 +39,7 @@ class Paraphrase(Method):
     """The initial stage of `Factor`: an autoencoder of the teacher's last map. The student has no part in it."""
 
     weights: ClassVar[Weights] = Weights(r=0.0, a=0.0, b=1.0)
+    helper_asks_teacher: ClassVar[bool] = True
     initial: ClassVar[str] = "paraphrase"
     initial_epochs: ClassVar[float] = 30.0
 
@@ -66,6 +67,7 @@ class Factor(Method):
     """Paraphrasing complex network (Kim et al., 2018), with p = 1."""
 
     weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=200.0)
+    helper_asks_teacher: ClassVar[bool] = True
     initial: ClassVar[str] = "paraphrase"
     initial_epochs: ClassVar[float] = 30.0
 

@@ -172,11 +172,11 @@ class _Regressor(nn.Module):
         super().__init__()
         self.mine, self.theirs = pair
         self.conv = nn.Conv2d(student.shapes[self.mine][0], teacher.shapes[self.theirs][0], 1)
+        self.grid = common_grid(student.shapes[self.mine], teacher.shapes[self.theirs])
 
     def forward(self, student: Taps, teacher: Taps) -> dict[str, Tensor]:
         # The mean and a 1×1 convolution commute, so the smaller map goes through it.
-        x = student[self.mine]
-        return {self.theirs: self.conv(pool_to(x, common_grid(x.shape, teacher[self.theirs].shape)))}
+        return {self.theirs: self.conv(pool_to(student[self.mine], self.grid))}
 
 
 _VARIANCE = ".variance"
@@ -190,6 +190,7 @@ class _Predictors(nn.Module):
     def __init__(self, pairs: list[Pair], student: Anatomy, teacher: Anatomy) -> None:
         super().__init__()
         self.pairs = pairs
+        self.grids = [common_grid(student.shapes[mine], teacher.shapes[theirs]) for mine, theirs in pairs]
         self.means = nn.ModuleDict()
         self.log_scales = nn.ParameterDict()
         # The inverse of softplus, so that the variance starts at its first value.
@@ -207,9 +208,8 @@ class _Predictors(nn.Module):
 
     def forward(self, student: Taps, teacher: Taps) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for mine, theirs in self.pairs:
-            x = student[mine]
-            found[theirs] = self.means[theirs](pool_to(x, common_grid(x.shape, teacher[theirs].shape)))
+        for (mine, theirs), grid in zip(self.pairs, self.grids, strict=True):
+            found[theirs] = self.means[theirs](pool_to(student[mine], grid))
             found[theirs + _VARIANCE] = F.softplus(self.log_scales[theirs]) + _LEAST_VARIANCE
         return found
 

@@ -110,6 +110,7 @@ class Correlation(Method):
     """
 
     weights: ClassVar[Weights] = Weights(b=0.02)
+    helper_asks_teacher: ClassVar[bool] = True
     scope: ClassVar[Scope] = "global_batch"
 
     dim: int = 128

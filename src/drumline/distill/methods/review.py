@@ -77,6 +77,8 @@ class _Review(nn.Module):
     def __init__(self, levels: list[Pair], student: Anatomy, teacher: Anatomy, mid: int) -> None:
         super().__init__()
         self.levels = levels[::-1]
+        shapes = [teacher.shapes[theirs] for _, theirs in self.levels]
+        self.grids = [(shape[1], shape[2]) if len(shape) == 3 else (1, 1) for shape in shapes]
         self.fusions = nn.ModuleList(
             _Fusion(student.shapes[mine][0], mid, teacher.shapes[theirs][0], fuses=depth > 0)
             for depth, (mine, theirs) in enumerate(self.levels)
@@ -85,9 +87,8 @@ class _Review(nn.Module):
     def forward(self, student: Taps, teacher: Taps) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         deeper: Tensor | None = None
-        for (mine, theirs), fusion in zip(self.levels, self.fusions, strict=True):
-            height, width = _as_map(teacher[theirs]).shape[-2:]
-            found[theirs], deeper = fusion(_as_map(student[mine]), deeper, (height, width))
+        for (mine, theirs), fusion, grid in zip(self.levels, self.fusions, self.grids, strict=True):
+            found[theirs], deeper = fusion(_as_map(student[mine]), deeper, grid)
         return found
 
 

@@ -40,6 +40,7 @@ class Srd(Method):
     student's projected, both through a BatchNorm without weights, plus `divergence` of the logits."""
 
     weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=1.0, T=1.0)
+    helper_asks_teacher: ClassVar[bool] = True
     scope: ClassVar[Scope] = "global_batch"
 
     exponent: float = 4.0
