@@ -27,8 +27,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from drumline.data.batch import make_batch
 from drumline.data.order import training_requests
-from drumline.data.views import Batch, make_batch
+from drumline.data.views import Batch
 from drumline.launch.world import alone
 from drumline.models import create_model
 from drumline.recipe import Checkpoint, Data, Model, Optim, Recipe, Run, Train
@@ -38,6 +39,7 @@ from drumline.train.loop import take_steps
 from drumline.train.start import start
 from drumline.train.step import TrainStep
 from drumline.train.stop import StopSign
+from drumline.train.task import classification
 
 WARM = 20
 
@@ -93,7 +95,7 @@ def ours(recipe: Recipe, steps: int) -> tuple[float, float, str]:
             train=replace(recipe.train, steps=WARM + steps, eval_every=0),
         )
         world = alone(torch.device("cuda", 0))
-        run = start(recipe, world, cleanup)
+        run = start(recipe, world, classification, cleanup)
         # TensorBoard is imported on a background thread with the first metric: a start-up cost, not a step's.
         timed = Timed(run.step, WARM + steps - 1, settle=run.reporter.logbook.flush)
         with StopSign(world) as stop:
@@ -123,7 +125,7 @@ def by_hand(recipe: Recipe, steps: int) -> float:
         seed=0, samples=len(sets.train), batch=recipe.data.batch, first_step=0, last_step=8, part=slice(None)
     )
     batches = [
-        Batch(*(tensor.cuda() for tensor in make_batch(sets.train, sets.view, 0, request)))
+        Batch(*(tensor.cuda() for tensor in make_batch(sets.train, sets.view, 0, request).batch))
         for request in requests
     ]
     torch.manual_seed(0)

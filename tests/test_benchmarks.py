@@ -46,6 +46,12 @@ def rows(printed: str, name: str) -> list[list[str]]:
     return [row for row in cells if row[0].startswith(name)]
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py")))
+def test_every_script_can_be_imported(script: Any, name: str) -> None:
+    """Those that need a GPU run nowhere else here, and would rot unseen."""
+    assert script(name).__doc__
+
+
 def test_feed_cpu_shows_our_pixels_at_100_percent_beside_pillow(script: Any, capsys: Any) -> None:
     feed_cpu = script("feed_cpu", *FEW, "--rounds", "1", "--no-scaling")
     assert feed_cpu.main() == 0

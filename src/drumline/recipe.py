@@ -201,7 +201,8 @@ class Distill:
     initial_epochs: AutoFloat = "auto"
     """Length of the initial stage of fsp, abound and factor. `auto`: the method's paper."""
     student_taps: str = ""
-    """Where taps lie in a student that is not one of ours, as `stage1=layer1 pooled=fc:input`. Empty: found."""
+    """Where taps lie in a student that is not one of ours, as `stage1=layer1`, with commas
+    between several. Empty: found."""
     teacher_taps: str = ""
     """The same for the teacher."""
     teacher_precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"

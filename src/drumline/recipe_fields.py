@@ -181,6 +181,8 @@ def _read(hint: Any, raw: Any, leaf: Callable[[type, Any], Any]) -> Any:
     if origin in (Union, UnionType):
         return _first(arguments, lambda arm: _read(arm, raw, leaf))
     if origin is tuple:
+        if isinstance(raw, str) and arguments == (str, ...):
+            raw = [raw]  # a list of one name may be written as the name
         if not isinstance(raw, list):
             raise WrongValue
         kinds = arguments[:1] * len(raw) if arguments[-1] is ... else arguments
