@@ -17,7 +17,7 @@ from tests.data.damage import good_jpeg
 from tests.runs.command import drumline, environment
 from tests.wrong_commands import WRONG_COMMANDS
 
-COMMANDS = ("train", "eval", "pack", "verify", "doctor", "demo")
+COMMANDS = ("train", "distill", "eval", "pack", "verify", "doctor", "demo")
 IN_A_PROCESS = WRONG_COMMANDS[:: max(1, len(WRONG_COMMANDS) // 22)]
 """At least 20 of the table, in processes of their own; the whole table runs in tests/test_arguments.py."""
 
@@ -164,12 +164,24 @@ def test_doctor_examines_this_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_trains_with_two_processes_and_verifies(tmp_path: Path) -> None:
+def test_the_demo_teaches_with_two_processes_verifies_and_compares(tmp_path: Path) -> None:
     done = drumline("demo", "train.epochs=1", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["sound"]
     assert "state sha256: " in done.stdout
     assert "2 processes" in done.stderr
+    for command in ("train model.name=resnet8x4", "train model.name=resnet8 ", "distill model.name=resnet8 "):
+        assert f"$ drumline {command}" in done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert {"teacher_top1", "alone_top1", "taught_top1", "agreement"} < result.keys()
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"run"')]
+    assert [line["top1"] for line in lines] == [
+        result[f"{name}_top1"] for name in ("teacher", "alone", "taught")
+    ]
+    assert sorted(path.name for path in (tmp_path / "runs" / "demo-1").iterdir()) == [
+        "alone",
+        "taught",
+        "teacher",
+    ]
 
 
 @pytest.fixture

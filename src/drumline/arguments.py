@@ -265,7 +265,11 @@ Every field has a default. To set one:
   lr = 0.2          below [optim] in RECIPE.toml
   optim.lr=0.2      on the command line, which beats the file
   --optim.lr 0.2    the same as a flag"""
-_FIRST = {"train": "[RECIPE.toml]", "eval": "[RUN | CHECKPOINT | WEIGHTS | RECIPE.toml]"}
+_FIRST = {
+    "train": "[RECIPE.toml | PRESET]",
+    "distill": "[RECIPE.toml | PRESET]",
+    "eval": "[RUN | CHECKPOINT | WEIGHTS | RECIPE.toml]",
+}
 _EXAMPLES = {
     "train": """\
 examples:
@@ -274,6 +278,15 @@ examples:
   drumline train --optim.name adamw --optim.betas 0.9 0.99 optim.lr=1e-3
   drumline train recipe.toml --dry-run       show what would happen
   drumline train --dry-run > recipe.toml     start a recipe file of your own""",
+    "distill": """\
+examples:
+  drumline distill distill.teacher_weights=runs/teacher model.name=resnet18 ...
+  drumline distill ... distill.method=dkd distill.options=beta:2,warmup:5
+  drumline distill ... distill.method=crd,kd distill.b=0.8 distill.a=1
+  drumline distill ... distill.cache=caches/teacher       keep the teacher's outputs
+  drumline distill cifar100/crd/resnet32x4-resnet8x4 data.path=cifar100
+      distill.teacher_weights=runs/resnet32x4             a published recipe
+  drumline distill --presets                              list them""",
     "eval": """\
 examples:
   drumline eval runs/photos                           the best weights of a run

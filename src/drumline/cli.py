@@ -36,12 +36,9 @@ commands:
 TRAIN_HELP = """Train a model. Everything has a default: `drumline train` alone trains on the embedded
 digits. The run folder holds the recipe, metrics, checkpoints and weights."""
 
-DISTILL_HELP = """Teach a student by a trained teacher. All that `train` does, with the loss
-  r x cross-entropy + a x kd + b x METHOD
-where the weights and the temperature T default to each method's paper. The teacher is a run folder, a
-checkpoint or a weights file; its accuracy is measured first. A published recipe comes by its name:
-  drumline distill cifar100/dkd/resnet56-resnet20 --data.path cifar100 --distill.teacher_weights runs/r56
-`drumline distill --presets` lists them."""
+DISTILL_HELP = """Teach a student by a trained teacher (a run folder, a checkpoint or a weights file), whose accuracy
+is measured first. Does all that `train` does, with the loss r x cross-entropy + a x kd + b x METHOD; weights and the
+temperature T default to each method's paper."""
 
 EVAL_HELP = """Score a trained model: every sample once, on any number of processes. Takes a run folder,
 a checkpoint or a weights file first; a run brings its own recipe, flags change it."""
@@ -126,7 +123,7 @@ def train(words: list[str]) -> int:
 
     words = _with_preset(words)
     invocation = parse(words, "train", TRAIN_HELP)
-    if "distill.teacher_weights" in invocation.came_from:
+    if invocation.recipe.distill.teacher_weights:
         raise UserError("distill.teacher_weights: train has no teacher", "use drumline distill")
     if invocation.dry_run:
         print(describe(invocation.recipe, invocation.came_from), end="")

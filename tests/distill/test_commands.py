@@ -78,7 +78,7 @@ def test_a_run_tells_the_teachers_score_the_loss_and_the_agreement(plain: tuple[
     final = metrics(home, "plain", "eval")[-1]
     assert 0 < final["agreement"] <= 1
     assert f'"agreement": {final["agreement"]}' in said.splitlines()[-1]
-    assert f"agrees with the teacher on {final['agreement']:.2%}" in said
+    assert f"teacher {final['teacher_top1']:.2%}, agreement {final['agreement']:.2%}" in said
     assert round(final["agreement"] * 359) == pytest.approx(final["agreement"] * 359)
 
 

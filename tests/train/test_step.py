@@ -74,7 +74,7 @@ def test_micro_batches_cover_the_batch_and_keep_mixed_pairs_together() -> None:
     assert [len(micro.labels) for micro in step._micro_batches(plain)] == [3, 4, 4]
     parts = step._micro_batches(mixing)
     assert [micro.samples.tolist() for micro in parts] == [[0, 1], [2, 3, 4, 5], [6, 7, 8, 9, 10]]
-    assert [len(tensor) for tensor in parts[2]] == [5, 5, 5, 5]
+    assert [len(tensor) for tensor in parts[2]] == [5, 5, 5, 5, 0]
 
 
 def test_a_mixed_step_equals_its_micro_batches() -> None:

@@ -114,6 +114,7 @@ def lesson(
         objective=objective,
         words=tuple(words),
         rival=predictions,
+        rival_top1=score.accuracy if score else None,
         evaluates=not stage.name,
         **({"feed": stored.feed} if stored else {}),
     )

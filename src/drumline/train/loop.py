@@ -47,6 +47,7 @@ class Result:
     samples: int
     best_top1: float | None
     best_epoch: float | None
+    teacher_top1: float | None
     agreement: float | None
     """Share of the evaluation samples with the teacher's first guess, where there is a teacher."""
     images_per_s: float
@@ -212,7 +213,7 @@ def _closing_words(result: Result) -> str:
     if result.best_top1 is not None:
         score += f", best {result.best_top1:.2%} at epoch {result.best_epoch:g}"
     if result.agreement is not None:
-        score += f", agrees with the teacher on {result.agreement:.2%}"
+        score += f"; teacher {result.teacher_top1:.2%}, agreement {result.agreement:.2%}"
     return f"{'finished' if result.finished else 'stopped'}: {score}; run folder {result.run}"
 
 
@@ -234,6 +235,7 @@ def _result(run: Running, position: Position, score: Score | None) -> Result:
         samples=score.samples if score else 0,
         best_top1=position.best_accuracy if judged else None,
         best_epoch=round(position.best_step / per_epoch, 3) if judged else None,
+        teacher_top1=run.task.rival_top1,
         agreement=score.agreement if score else None,
         images_per_s=round(run.reporter.images_per_s, 1),
         broken_samples=sum(len(ledger.bad) for ledger in run.sets.bad),

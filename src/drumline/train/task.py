@@ -36,6 +36,8 @@ class Task:
     """What to say of it."""
     rival: torch.Tensor | None = None
     """Another model's first guess by evaluation sample, to count agreement with."""
+    rival_top1: float | None = None
+    """The other model's score."""
     evaluates: bool = True
     """Whether the model's score means anything."""
     feed: Feed = lambda batches, requests: batches
