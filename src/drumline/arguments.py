@@ -266,8 +266,8 @@ Every field has a default. To set one:
   optim.lr=0.2      on the command line, which beats the file
   --optim.lr 0.2    the same as a flag"""
 _FIRST = {
-    "train": "[RECIPE.toml | PRESET]",
-    "distill": "[RECIPE.toml | PRESET]",
+    "train": "[RECIPE.toml]",
+    "distill": "[RECIPE.toml]",
     "eval": "[RUN | CHECKPOINT | WEIGHTS | RECIPE.toml]",
 }
 _EXAMPLES = {

@@ -173,8 +173,8 @@ class _Pair:
         return tuple(dict.fromkeys(tap for need in self.needs.values() for tap in need.teacher))
 
     def bundle(self, seed: int, runs_student: bool, world: World) -> Bundle:
-        """Student and helpers; these start from the seed too."""
-        torch.manual_seed(seed)
+        """Student and helpers; these start from the seed too, by other draws than the student's."""
+        torch.manual_seed(seed ^ 0x68656C70)
         found = {name: method.helper(*self.anatomies) for name, method in self.methods.items()}
         helpers = {name: helper for name, helper in found.items() if helper is not None}
         made = Bundle(self.student, helpers, self.needs, self.asking, runs_student, self.anatomies[0].classes)
