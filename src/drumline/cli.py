@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from drumline.errors import UserError
-from drumline.recipe import Recipe
+from drumline.recipe import Distill, Recipe
 from drumline.result import print_result
 
 HELP = """usage: drumline COMMAND ...
@@ -123,8 +123,11 @@ def train(words: list[str]) -> int:
 
     words = _with_preset(words)
     invocation = parse(words, "train", TRAIN_HELP)
-    if invocation.recipe.distill.teacher_weights:
-        raise UserError("distill.teacher_weights: train has no teacher", "use drumline distill")
+    if invocation.recipe.distill != Distill():
+        raise UserError(
+            "train has no teacher, and fields of [distill] are set",
+            "use drumline distill, or leave them out",
+        )
     if invocation.dry_run:
         print(describe(invocation.recipe, invocation.came_from), end="")
         print(_what_would_happen(invocation.recipe), file=sys.stderr)

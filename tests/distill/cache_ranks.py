@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from drumline.data.sources import ArraySource, SourceSpec, open_source
 from drumline.data.views import Batch, View
 from drumline.distill import cache as cache_module
 from drumline.distill import fill as fill_module
-from drumline.distill.cache import Cache, Key, make_key, open_cache
+from drumline.distill.cache import Cache, open_cache, sole_filler
 from drumline.distill.fill import Teacher, fill, spot_check
+from drumline.distill.key import Key, make_key
 from drumline.distill.payload import Rule
 from drumline.errors import UserError
 from drumline.launch.environment import read_place
@@ -154,6 +156,10 @@ def main(folder: Path) -> None:
         )
         apart = Cache(folder / f"apart-{world.rank}", apart.key, apart.machine)
     found["apart"] = refusal(lambda: fill(apart, range(1), teacher(), feed, world))
+    taken = open_cache(folder / "taken", key(), world)
+    with sole_filler(taken.folder) if world.first else nullcontext():
+        found["taken"] = refusal(lambda: fill(taken, range(1), teacher(), feed, world))
+    found["free_again"] = fill(taken, range(1), teacher(), feed, world)
     (folder / f"{world.rank}.json").write_text(json.dumps(found))
     world.barrier()
     world.close()

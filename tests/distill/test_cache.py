@@ -20,17 +20,13 @@ from hypothesis import strategies as st
 
 from drumline.data.augment import Augmentation
 from drumline.data.order import Request, share, training_requests
+from drumline.data.sources import ArraySource, Source, SourceSpec, open_source
 from drumline.data.views import View
 from drumline.distill import cache as cache_module
-from drumline.distill.cache import (
-    Cache,
-    CachedRows,
-    Key,
-    describe_view,
-    open_cache,
-    with_rows,
-)
+from drumline.distill.cache import Cache, open_cache
+from drumline.distill.key import LOOKED_AT, Key, content_of, describe_view
 from drumline.distill.payload import Rule, decode, differences, encode
+from drumline.distill.rows import CachedRows, with_rows
 from drumline.errors import UserError
 from drumline.launch.world import alone
 from tests.distill import cache_ranks
@@ -205,6 +201,7 @@ DIFFERENT: dict[str, tuple[dict[str, object], str]] = {
     "source": ({"source": "cifar10"}, "the data: digits → cifar10"),
     "samples": ({"samples": 1439}, "the number of samples: 1438 → 1439"),
     "labels_crc": ({"labels_crc": 1}, "the checksum of the labels: "),
+    "content": ({"content": "0"}, "the images: "),
     "seed": ({"seed": 8}, "run.seed: 7 → 8"),
     "classes": ({"classes": 11}, "the teacher's number of classes: 10 → 11"),
     "top_k": ({"top_k": 3}, "logits kept per sample (0: all): 0 → 3"),
@@ -227,6 +224,91 @@ def test_another_key_is_refused_and_the_difference_named(tmp_path: Path, name: s
     assert words in refused.value.what
     assert refused.value.what.count("→") == 1
     assert "another folder with --distill.cache, or delete" in refused.value.fix
+
+
+def coloured(samples: int = 200, changed: int | None = None) -> ArraySource:
+    images = np.random.default_rng(0).integers(0, 256, (samples, 4, 4, 3), np.uint8)
+    if changed is not None:
+        images[changed, 3, 3, 2] ^= 1
+    return ArraySource("npz", images, np.arange(samples, dtype=np.int64) % 2, ("a", "b"))
+
+
+class Files:
+    """A user's own set of files, all of one class."""
+
+    def __init__(self, samples: int = 200, changed: int | None = None, broken: int | None = None) -> None:
+        self.labels, self.classes = np.zeros(samples, np.int64), ("a",)
+        self.asked: list[int] = []
+        self._changed, self._broken = changed, broken
+
+    def read(self, sample: int) -> bytes:
+        self.asked.append(sample)
+        if sample == self._broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return b"other" if sample == self._changed else b"%d" % sample
+
+
+def own(path: str, split: str) -> Files:
+    """The factory that a recipe would name."""
+    return Files()
+
+
+def files(monkeypatch: pytest.MonkeyPatch, **options: int) -> tuple[Source, Files]:
+    given = Files(**options)
+    monkeypatch.setattr(f"{__name__}.own", lambda path, split: given)
+    return open_source(SourceSpec(f"{__name__}:own", "", "train")), given
+
+
+@pytest.mark.parametrize("changed", [0, 3, 199])
+def test_other_images_with_the_same_labels_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: int
+) -> None:
+    pairs: list[tuple[Source, Source]] = [
+        (coloured(), coloured(changed=changed)),
+        (files(monkeypatch)[0], files(monkeypatch, changed=changed)[0]),
+    ]
+    for number, (one, other) in enumerate(pairs):
+        folder = tmp_path / str(number)
+        open_cache(folder, key(source=one), HERE)
+        with pytest.raises(UserError, match=r"was filled for something else\. the images: \w{16} → \w{16}\n"):
+            open_cache(folder, key(source=other), HERE)
+        open_cache(folder, key(source=one), HERE)
+
+
+def test_equal_sets_have_equal_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert key(source=coloured()) == key(source=coloured())
+    assert key(source=files(monkeypatch)[0]) == key(source=files(monkeypatch)[0])
+    folder = tmp_path / "train" / "a"
+    folder.mkdir(parents=True)
+    for number in range(3):
+        (folder / f"{number}.jpg").write_bytes(b"%d" % number)
+    alike = [open_source(SourceSpec("folder", str(tmp_path), "train")) for _ in range(2)]
+    before = key(source=alike[0])
+    assert key(source=alike[1]) == before
+    (folder / "2.jpg").write_bytes(b"3")
+    assert key(source=alike[1]) == replace(before, content=content_of(alike[0])) != before
+
+
+@pytest.mark.parametrize("samples", [1, 2, 63, 64, 65, 200, 1000])
+def test_the_images_looked_at_are_few_and_reach_from_first_to_last(
+    monkeypatch: pytest.MonkeyPatch, samples: int
+) -> None:
+    source, given = files(monkeypatch, samples=samples)
+    content_of(source)
+    assert len(given.asked) == len(set(given.asked)) == min(samples, LOOKED_AT)
+    assert (min(given.asked), max(given.asked)) == (0, samples - 1)
+    steps = np.diff(given.asked)
+    assert samples == 1 or steps.max() - steps.min() <= 1
+
+
+def test_an_image_that_cannot_be_read_is_refused_unless_the_view_goes_on_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole, broken = files(monkeypatch)[0], files(monkeypatch, broken=0)[0]
+    with pytest.raises(UserError, match="cannot be read"):
+        key(source=broken)
+    view = replace(VIEW, on_bad="substitute")
+    assert key(source=broken, view=view) == key(source=broken, view=view) != key(source=whole, view=view)
 
 
 def test_two_differences_are_both_named_and_equal_parts_are_not(tmp_path: Path) -> None:
@@ -257,6 +339,7 @@ def test_a_folder_with_something_else_is_refused_and_untouched(tmp_path: Path) -
 
 def test_what_a_killed_run_left_in_an_empty_folder_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "manifest.json.0a1b2c3d.tmp").write_text("{")
+    (tmp_path / "filling.lock").touch()
     assert open_cache(tmp_path, key(), HERE).key == key()
 
 

@@ -78,7 +78,8 @@ def test_a_run_tells_the_teachers_score_the_loss_and_the_agreement(plain: tuple[
     final = metrics(home, "plain", "eval")[-1]
     assert 0 < final["agreement"] <= 1
     assert f'"agreement": {final["agreement"]}' in said.splitlines()[-1]
-    assert f"teacher {final['teacher_top1']:.2%}, agreement {final['agreement']:.2%}" in said
+    assert f"teacher {teacher['top1']:.2%}, agreement {final['agreement']:.2%}" in said
+    assert f'"teacher_top1": {teacher["top1"]}' in said.splitlines()[-1]
     assert round(final["agreement"] * 359) == pytest.approx(final["agreement"] * 359)
 
 
@@ -154,6 +155,20 @@ def test_a_run_killed_in_its_initial_stage_goes_on_there(home: Path) -> None:
     assert not (home / "runs/fsp/initial-fsp/weights/best.safetensors").exists()
 
 
+def test_an_initial_stage_is_taken_over_by_every_process(home: Path) -> None:
+    """The run compares the ranks' models, buffers included, after its first steps."""
+    words = (TEACHER, "distill.method=factor", "distill.initial_epochs=0.2", "train.steps=4")
+    said = distil(home, "factor", *words, "parallel.processes=2")
+    assert "initial stage of factor: 1 factor" in said
+    assert "goes on from the initial stage initial-factor" in said
+    kept = load_file(home / "runs/factor/checkpoints/step-4/helpers.safetensors")
+    (stage,) = (home / "runs/factor/initial-factor/checkpoints").glob("step-*")
+    made = load_file(stage / "helpers.safetensors")
+    frozen = [name for name in kept if ".paraphraser." in name]
+    assert len(frozen) > 10
+    assert all(torch.equal(kept[name], made[name]) for name in frozen)
+
+
 # Cached.
 
 
@@ -164,6 +179,8 @@ def test_a_cache_serves_another_student_and_refuses_another_teacher(home: Path) 
     second = distil(home, "second", *words, TEACHER, "model.name=wrn_16_1", "data.batch=32")
     assert "teacher's outputs from kept: read" in second
     assert "blocks filled" not in second
+    # The precision that `auto` means here, by its name.
+    assert "kept: read" in distil(home, "named", *words, TEACHER, "train.precision=fp32")
     other = ("distill.teacher=resnet8", "distill.teacher_weights=other.safetensors")
     said = distil(home, "third", *words, *other, code=2)
     assert "teacher" in said

@@ -169,6 +169,26 @@ def test_the_normaliser_is_set_once() -> None:
     assert torch.equal(bank.log_z, first)
 
 
+def test_what_is_not_finite_stays_out_of_the_bank() -> None:
+    bank, method, ids = small_bank(), Crd(K=20, dim=6), torch.tensor([4, 0, 9])
+    before = bank.collect()
+    student, teacher = unit(3, 6, 1).float(), unit(3, 6, 2).float()
+    student[1, 2] = math.inf
+    loss = method.loss(seen({"student": student, "teacher": teacher}, ids, bank))
+    assert not loss.isfinite()
+    after = bank.collect()
+    assert [bool(value) for value in after["log_z"].isfinite()] == [False, True]
+    assert after["log_z"][0] == -math.inf
+    for name, kept in (("student", [0]), ("teacher", [])):
+        same_rows = (after[name] == before[name]).all(1)
+        assert [i for i in ids.tolist() if same_rows[i]] == kept
+        assert after[name].isfinite().all()
+    method.loss(seen({"student": unit(3, 6, 3).float(), "teacher": teacher}, ids, bank))
+    last = bank.log_z
+    assert last.isfinite().all()
+    assert last[1] == after["log_z"][1]
+
+
 def test_first_rows_depend_on_the_seed_and_the_sample_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = small_bank().collect()
     monkeypatch.setattr(bank_module, "_CHUNK", 3)

@@ -139,6 +139,7 @@ def test_the_second_stage_takes_over_the_first_ones_weights_by_name() -> None:
     theirs = {name for name in second.state_dict() if name.startswith("paraphraser.")}
     assert theirs == set(first.state_dict())
     assert Factor.initial == "paraphrase"
+    assert (Factor.weights.b, Paraphrase.weights.b) == (500, 1)
     assert Factor.initial_epochs == 30
     missing, unexpected = second.load_state_dict(first.state_dict(), strict=False)
     assert not unexpected
@@ -176,5 +177,5 @@ def test_wrong_options_and_networks_without_stages_are_refused() -> None:
         Factor(k=0)
     with pytest.raises(UserError, match="k = -1"):
         Paraphrase(k=-1)
-    with pytest.raises(UserError, match="bare has no stages"):
+    with pytest.raises(UserError, match="reads the tap `stage1`, and bare has none"):
         Factor().needs(STUDENT, Anatomy("bare", {"pooled": (3,)}, 10))

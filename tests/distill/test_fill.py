@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import IO
 
 import pytest
 import torch
@@ -115,11 +119,127 @@ def test_epochs_are_listed_as_soon_as_they_are_whole(tmp_path: Path, monkeypatch
     assert [cache.whole(epoch) for epoch in range(3)] == [True, True, False]
 
 
-def test_whoever_watches_hears_how_far_it_is(tmp_path: Path) -> None:
-    heard: list[tuple[int, int]] = []
+class Halted:
+    """A fill in a thread of its own that stands still in the middle of its first file until it is let go."""
+
+    def __init__(self, cache: Cache, epochs: range, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._on, self.in_flight, self.whole = threading.Event(), threading.Event(), False
+        real = cache_module.write_file
+
+        def write_slowly(path: Path, write: Callable[[Path], None]) -> None:
+            def wait(temporary: Path) -> None:
+                write(temporary)
+                self.in_flight.set()
+                assert self._on.wait(30)
+
+            real(path, wait)
+
+        def work() -> None:
+            self.whole = fill(cache, epochs, teacher(), feed, HERE)
+
+        monkeypatch.setattr(cache_module, "write_file", write_slowly)
+        self._thread = threading.Thread(target=work)
+        self._thread.start()
+        assert self.in_flight.wait(30)
+
+    def let_go(self) -> bool:
+        """Whether it filled everything."""
+        self._on.set()
+        self._thread.join(30)
+        return self.whole
+
+
+def test_a_second_run_is_kept_out_while_the_first_one_fills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, _ = filled(tmp_path / "shared", HERE, range(1))
+    first = Halted(cache, range(2), monkeypatch)
+    (written,) = cache.epoch_folder(1).iterdir()
+    with pytest.raises(UserError) as refused:
+        filled(cache.folder, HERE)
+    kept = list(cache.epoch_folder(1).iterdir())
+    # Whoever has nothing to fill is not kept out.
+    reads = fill(cache, range(1), teacher(), feed, HERE)
+    assert first.let_go()
+    assert kept == [written]
+    assert reads
+    assert refused.value.what == f"distill.cache = {cache.folder}: is being filled by another run"
+    assert refused.value.fix == "wait for it, or give another folder"
+    assert filled(cache.folder, HERE, range(3))[1]
+    assert filled(tmp_path / "alone", HERE, range(3))[1]
+    assert contents(cache.folder) == contents(tmp_path / "alone")
+
+
+def test_a_stopped_or_broken_fill_lets_others_in(tmp_path: Path) -> None:
+    def broken(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        raise RuntimeError("no teacher")
+
     cache = open_cache(tmp_path, key(), HERE)
-    fill(cache, range(1), teacher(), feed, HERE, watch=lambda done, total: heard.append((done, total)))
-    assert heard == [(done, 1438) for done in (256, 512, 768, 1024, 1280, 1438)]
+    assert not fill(cache, range(1), teacher(), feed, HERE, stopping=lambda: True)
+    assert list(contents(tmp_path)) == ["manifest.json"]
+    with pytest.raises(RuntimeError, match="no teacher"):
+        fill(cache, range(1), broken, feed, HERE)
+    assert list(contents(tmp_path)) == ["manifest.json"]
+    (tmp_path / cache_module.LOCK).touch()  # what kill -9 leaves
+    assert filled(tmp_path, HERE, range(1))[1]
+    assert cache_module.LOCK not in contents(tmp_path)
+
+
+def test_what_another_run_filled_before_the_lock_was_free_is_not_filled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, real, seen = open_cache(tmp_path, key(), HERE), fill_module.sole_filler, []
+
+    def late(folder: Path) -> AbstractContextManager[None]:
+        monkeypatch.setattr(fill_module, "sole_filler", real)
+        seen.append(filled(folder, HERE)[1])
+        return real(folder)
+
+    def never(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        raise AssertionError
+
+    monkeypatch.setattr(fill_module, "sole_filler", late)
+    assert fill(cache, range(2), never, feed, HERE)
+    assert seen == [True]
+    assert cache_module.LOCK not in contents(tmp_path)
+
+
+def test_a_lock_that_its_run_removed_in_between_is_not_mistaken_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, path, calls = fcntl.flock, tmp_path / cache_module.LOCK, []
+
+    def just_removed(file: IO[bytes], kind: int) -> None:
+        calls.append(file)
+        if len(calls) <= 2:  # at the end of the run that had it: once for good, once a third has come
+            path.unlink()
+        if len(calls) == 2:
+            path.touch()
+        real(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", just_removed)
+    with cache_module.sole_filler(tmp_path):
+        assert len(calls) == 3
+        assert path.exists()
+        with pytest.raises(UserError, match="another run"), cache_module.sole_filler(tmp_path):
+            pass
+    assert not path.exists()
+
+
+def test_a_folder_that_another_run_has_just_begun_keeps_that_runs_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = cache_module.sole_filler
+
+    def late(folder: Path) -> AbstractContextManager[None]:
+        monkeypatch.setattr(cache_module, "sole_filler", real)
+        open_cache(folder, key(), HERE)
+        return real(folder)
+
+    monkeypatch.setattr(cache_module, "sole_filler", late)
+    with pytest.raises(UserError, match=r"run\.seed: 7 → 8"):
+        open_cache(tmp_path, key(seed=8), HERE)
+    assert open_cache(tmp_path, key(), HERE).key == key()
 
 
 def test_a_damaged_block_of_an_unfinished_epoch_is_refused(tmp_path: Path) -> None:
@@ -372,11 +492,13 @@ def test_all_ranks_come_to_the_same_verdict(
         "other_key": "run.seed: 7 → 8",
         "unseen": "rank 1: distill.cache: ",
         "apart": "rank 1: distill.cache = ",
+        "taken": "is being filled by another run",
     }.items():
         (said,) = {str(rank[name]) for rank in ranks}
         assert words in said, (name, said)
     assert "several machines need a common folder" in str(ranks[0]["unseen"])
     assert "is not the folder that rank 0 sees" in str(ranks[0]["apart"])
+    assert [rank["free_again"] for rank in ranks] == [True] * size
 
 
 def test_kernels_that_need_not_repeat_are_compared_with_a_tolerance(

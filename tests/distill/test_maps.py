@@ -14,12 +14,11 @@ from drumline.distill.methods.maps import (
     Attention,
     Hint,
     Vid,
-    at_common_size,
     attention,
     hint,
-    paired_stages,
     vid,
 )
+from drumline.distill.methods.pairing import at_common_size, paired_stages
 from drumline.errors import UserError
 
 THREE = Anatomy(

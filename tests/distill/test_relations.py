@@ -129,6 +129,7 @@ def test_rkd_angles_are_those_of_every_triple_in_blocks_of_any_size(
     block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relations, "BLOCK", block)
+    monkeypatch.setattr(relations, "LEAST", 1)
     student, teacher = rows(7)
     student = student.detach()
     student[5] = student[2]
@@ -153,7 +154,10 @@ def test_rkd_blocks_cover_the_batch_once() -> None:
     for count in (1, 2, 63, 256, 1000, 1449, 1500):
         blocks = list(relations._blocks(count))
         assert [i for block in blocks for i in range(count)[block]] == list(range(count))
-        assert len(range(count)[blocks[0]]) * count**2 <= max(relations.BLOCK, count**2)
+        first = len(range(count)[blocks[0]])
+        assert first * count**2 <= max(relations.BLOCK, 8 * count**2)
+        assert first >= min(count, 8)
+    assert len(list(relations._blocks(1024))) == 128
 
 
 @pytest.mark.parametrize("count", [2, 5, 9])
@@ -185,6 +189,7 @@ def test_pkt_of_opposite_rows_in_fp32_is_finite() -> None:
 @pytest.mark.parametrize("loss", [similarity, both, rkd_distance, rkd_angle, pkt, correlation])
 def test_gradients_are_those_of_the_losses(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relations, "BLOCK", 2 * 25)
+    monkeypatch.setattr(relations, "LEAST", 1)
     student, teacher = rows(5, 4, 4)
     assert torch.autograd.gradcheck(lambda s: loss(s, teacher), student)
 

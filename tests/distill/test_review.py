@@ -144,16 +144,30 @@ def test_a_network_without_pooled_features_is_compared_by_stages() -> None:
     works(ReviewKd(mid=8), bare, LARGE)
 
 
+@pytest.mark.parametrize(("width", "mid"), [(9, 9), (600, 512)])
+def test_levels_are_fused_in_as_many_channels_as_the_students_deepest_has(width: int, mid: int) -> None:
+    student = Anatomy("student", {**SMALL.shapes, "pooled": (width,)}, 10)
+    for method, expected in ((ReviewKd(), mid), (ReviewKd(mid=8), 8)):
+        helper = method.helper(student, LARGE)
+        assert {fusion.enter[0].out_channels for fusion in helper.fusions} == {expected}
+    shapes = {name: shape for name, shape in SMALL.shapes.items() if name != "pooled"}
+    last = Anatomy("bare", shapes, 10).stages[-1]
+    assert (
+        ReviewKd().helper(Anatomy("bare", shapes, 10), LARGE).fusions[0].enter[0].out_channels
+        == shapes[last][0]
+    )
+
+
 def test_what_cannot_be_fused_is_refused() -> None:
     with pytest.raises(UserError, match="it has 0 of flat"):
         ReviewKd().needs(Anatomy("flat", {"pooled": (4,)}, 10), LARGE)
-    with pytest.raises(UserError, match="mid = 0"):
-        ReviewKd(mid=0)
+    with pytest.raises(UserError, match="mid = -1"):
+        ReviewKd(mid=-1)
 
 
 def test_weights_are_the_papers() -> None:
     assert (ReviewKd.weights.r, ReviewKd.weights.a, ReviewKd.weights.b) == (1, 0, 5)
-    assert (ReviewKd().warmup, ReviewKd().mid) == (20, 64)
+    assert (ReviewKd().warmup, ReviewKd().mid) == (20, 0)
 
 
 def normed(x: torch.Tensor) -> torch.Tensor:

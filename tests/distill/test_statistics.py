@@ -379,5 +379,5 @@ def test_weights_are_the_papers() -> None:
     assert [(m.weights.r, m.weights.a, m.weights.b) for m in (Nst, Kdsvd, Fsp)] == [
         (1, 0, 50),
         (1, 0, 1),
-        (1, 0, 50),
+        (1, 0, 1),
     ]

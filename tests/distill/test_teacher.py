@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from drumline.distill.teacher import Rule, Teacher, ensemble, weights_sha256
 from drumline.errors import UserError
+from drumline.launch.world import alone
 from drumline.models import create_model
 from tests.distill.nets import wakened
 
@@ -253,3 +254,39 @@ def test_a_cache_knows_every_byte_of_a_teacher() -> None:
         spoil(module)
         assert weights_sha256([module]) != whole
     assert weights_sha256([network(0), network(1)]) != weights_sha256([network(1), network(0)])
+
+
+class Pair:
+    """A world of two in which the other rank holds another teacher."""
+
+    size = 2
+
+    def gather_integers(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.stack([values, values + (torch.arange(len(values)) == 3)])
+
+
+def test_ranks_with_different_teachers_are_found() -> None:
+    teacher = Teacher([wakened(create_model("resnet8", classes=10))], torch.device("cpu"))
+    teacher.agree(alone(torch.device("cpu")))
+    with pytest.raises(UserError, match=r"distill.teacher_weights: rank\(s\) \[1\] have another teacher"):
+        teacher.agree(Pair())  # type: ignore[arg-type]
+
+
+def test_a_layer_that_makes_its_own_weights_is_left_to_autocast() -> None:
+    class Standardised(nn.Conv2d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self._conv_forward(x, self.weight / self.weight.std(), None)
+
+    model = nn.Sequential(Standardised(3, 4, 1, bias=False), nn.Conv2d(4, 5, 1))
+    Teacher([model], torch.device("cpu"), autocast=torch.bfloat16)
+    assert [part.weight.dtype for part in model] == [torch.float32, torch.bfloat16]
+
+
+def test_a_buffer_outside_the_state_dict_is_watched_too() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
+    model.register_buffer("table", torch.arange(4.0), persistent=False)
+    teacher = Teacher([model], torch.device("cpu"))
+    teacher.check()
+    model.get_buffer("table")[2] += 1
+    with pytest.raises(UserError, match="have changed"):
+        teacher.check()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drumline.models.foreign import Tapped, head_of, norm_before, with_taps
+from drumline.models.foreign import Tapped, norm_before, with_taps
 from drumline.models.registry import create_model
 
 # cuBLAS reads this when its first handle is made; without it deterministic algorithms refuse matrix products.
@@ -107,8 +107,7 @@ def test_places_and_heads(name: str, ends: list[str], pre: str) -> None:
     assert [tap for tap in model.places if tap.endswith(".pre")] == [f"stage{number}.pre" for number in pre]
     with torch.inference_mode():
         logits, taps = model(images(), taps=True)
-        head = head_of(model)
-        assert head is not None
+        head = model.model.get_submodule(model.places["pooled"].removesuffix(":input"))
         torch.testing.assert_close(head(taps["pooled"]), logits)
     sides = [
         tensor.shape[-1] for tap, tensor in taps.items() if tensor.dim() == 4 and not tap.endswith(".pre")

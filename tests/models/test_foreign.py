@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
 from drumline.errors import UserError
-from drumline.models.foreign import Tapped, find_places, head_of, norm_before, places_from_text, with_taps
+from drumline.models.foreign import Tapped, find_places, norm_before, places_from_text, with_taps
 from tests.models.quick import quick_model
 
 SIDE = 32
@@ -557,20 +557,17 @@ def test_a_sum_made_elsewhere_takes_the_stages_last_norm() -> None:
 def test_the_head_is_the_layer_that_gave_the_logits() -> None:
     for name, head in (("resnet", "fc"), ("mobilenet", "classifier.1"), ("vgg", "3"), ("vit", "head")):
         model = tapped(name).eval()
-        found = head_of(model)
-        assert found is model.model.get_submodule(head)
+        assert model.places["pooled"] == f"{head}:input"
+        found = model.model.get_submodule(head)
         logits, taps = model(images(), taps=True)
         assert torch.equal(found(taps["pooled"]), logits)
     changed = with_taps(nn.Sequential(vgg(), nn.Softmax(1)), "", images())
-    assert head_of(changed) is None
     assert "pooled" not in changed.places
-    assert head_of(made("resnet")) is None
 
 
 def test_our_own_models_stay_as_they_are_without_text() -> None:
     model = quick_model("cifar/resnet8").eval()
     assert with_taps(model, " ", images()) is model
-    assert head_of(model) is model.head
     assert norm_before(model, "stage1.pre") is model.get_submodule(model.tap_info["stage1"].norm)
     assert norm_before(model, "pooled") is None
 
@@ -586,7 +583,6 @@ def test_text_names_other_places_in_a_model_of_ours() -> None:
     for tap, tensor in taps.items():
         assert torch.equal(tensor, expected[tap]) == (tap != "stage2"), tap
     assert torch.equal(taps["stage2"], model.layer2[1](model.layer2[0](expected["stage1"])))  # type: ignore[operator, index]
-    assert head_of(wrapped) is model.head
     assert norm_before(wrapped, "stage1") is norm_before(model, "stage1")
     assert norm_before(wrapped, "stage2.pre") is None
     everything = ",".join(f"{tap}=layer1.0.conv1:input" for tap in expected)

@@ -67,17 +67,22 @@ class ContrastBank:
 
     @torch.no_grad()
     def update(self, ids: Tensor, student: Tensor, teacher: Tensor) -> None:
-        """Each sample's rows become unit(momentum row + (1 - momentum) new), from (n, dim) vectors of length 1."""
+        """Each sample's rows become unit(momentum row + (1 - momentum) new), from (n, dim) vectors of length 1.
+
+        A vector that is not finite is left out: its row would stay so for ever.
+        """
         _, index = self._find(ids)
         new = torch.stack([student, teacher], 1).to(self._rows.dtype)
-        rows = self._momentum * self._rows[index] + (1 - self._momentum) * new
-        self._rows.index_copy_(0, index, F.normalize(rows, dim=2))
+        old = self._rows[index]
+        moved = F.normalize(self._momentum * old + (1 - self._momentum) * new, dim=2)
+        self._rows.index_copy_(0, index, torch.where(new.isfinite().all(2, keepdim=True), moved, old))
 
     @torch.no_grad()
     def settle(self, fresh: Tensor) -> Tensor:
-        """The normalisers, (2,): `fresh` the first time, and the same for ever after."""
-        self.log_z.copy_(torch.where(self.log_z.isneginf(), fresh.to(self.log_z.dtype), self.log_z))
-        return self.log_z.clone()
+        """The normalisers, (2,): `fresh` the first time that it is finite, and the same for ever after."""
+        found = torch.where(self.log_z.isneginf(), fresh.to(self.log_z.dtype), self.log_z)
+        self.log_z.copy_(torch.where(found.isfinite(), found, self.log_z))
+        return found
 
     def at(self, step: int) -> None:
         """The step whose negatives come next."""
@@ -89,15 +94,13 @@ class ContrastBank:
 
     def collect(self) -> dict[str, Tensor]:
         """Both banks in the order of sample ids, and the normalisers, on the host."""
-        banks = torch.empty(self.samples, 2, self._dim)
+        student, teacher = (torch.empty(self.samples, self._dim) for _ in range(2))
         for start in range(0, self.samples, _CHUNK):
             ids = torch.arange(start, min(start + _CHUNK, self.samples), device=self.labels.device)
-            banks[start : start + len(ids)] = self.fetch(ids).cpu()
-        return {
-            "student": banks[:, STUDENT].contiguous(),
-            "teacher": banks[:, TEACHER].contiguous(),
-            "log_z": self.log_z.cpu().clone(),
-        }
+            rows = self.fetch(ids)
+            student[start : start + len(ids)] = rows[:, STUDENT]
+            teacher[start : start + len(ids)] = rows[:, TEACHER]
+        return {"student": student, "teacher": teacher, "log_z": self.log_z.cpu().clone()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Takes this process's rows of both banks, and the normalisers."""

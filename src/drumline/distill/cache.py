@@ -1,136 +1,47 @@
 """A teacher's outputs on disk: for each (epoch, sample) of one view of one set, a row of bytes (`payload.py`).
 
 A view is a pure function of (seed, epoch, sample id), so a cache serves any student, batch and number of processes.
-A folder holds `manifest.json` (the key: all that decides an output, and where it was computed) and for each epoch
+A folder holds `manifest.json` (the key, `key.py`, and where it was filled) and for each epoch
 `epoch-00003/block-0007.rows` with the rows of BLOCK samples in order of their ids, then `sha256.txt`, once all are
 there. Promises: every file is written whole or not at all, and no byte of one is used before a checksum has covered
-it. Refuses a folder with another key, naming what differs; a damaged file, naming it; mixed images.
+it. One run at a time writes to a folder. Refuses a folder with another key, naming what differs; one that another
+run is filling; a damaged file, naming it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
 import struct
-import zlib
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from drumline.data.ahead import ahead
-from drumline.data.loader import Batches
-from drumline.data.order import Ids, Request
-from drumline.data.sources import Source
-from drumline.data.views import View
-from drumline.distill.payload import Rule
+from drumline.data.order import Ids
+from drumline.distill.key import WORDS, Key
 from drumline.errors import UserError
 from drumline.launch.world import World
 from drumline.state.atomic import write_bytes, write_file, write_text
 from drumline.state.environment import describe_environment
 
-FORMAT = 1
 BLOCK = 8192
 """Samples to a file."""
-READY = 2
-"""Batches of rows that wait for the step."""
 SAME_BITS = "kernels that repeat"
-MANIFEST, CHECKSUMS = "manifest.json", "sha256.txt"
+MANIFEST, CHECKSUMS, LOCK = "manifest.json", "sha256.txt", "filling.lock"
 _MAGIC = b"DRUMROWS"
 _TRAILER = struct.Struct("<8sIIQQ")
 _TRAILER_BYTES = _TRAILER.size + 32
-_WORDS = {
-    "teacher": "the teacher",
-    "transform": "the view of the images",
-    "source": "the data",
-    "samples": "the number of samples",
-    "labels_crc": "the checksum of the labels",
-    "seed": "run.seed",
-    "classes": "the teacher's number of classes",
-    "top_k": "logits kept per sample (0: all)",
-    "pooled": "pooled features kept per sample (0: none)",
-    "dtype": "the type of the stored numbers",
-    "format": "the format of the cache",
-}
 T = TypeVar("T")
 Place = tuple[int, int]
 """Epoch and block."""
-
-
-@dataclass(frozen=True)
-class Key:
-    """All that decides an output. Two runs with the same key may share a cache."""
-
-    teacher: str
-    """Names, SHA-256 of the weights, precision, and how several are made one; parts separated by `; `."""
-    transform: str
-    """Whatever decides pixels: `describe_view`."""
-    source: str
-    samples: int
-    labels_crc: int
-    seed: int
-    classes: int
-    top_k: int
-    pooled: int
-    dtype: str
-    format: int = FORMAT
-
-    @property
-    def rule(self) -> Rule:
-        """How a row is written."""
-        return Rule(self.classes, self.dtype, self.top_k, self.pooled)
-
-
-def make_key(
-    *,
-    teacher: str,
-    source: Source,
-    view: View,
-    mean: Sequence[float],
-    std: Sequence[float],
-    seed: int,
-    rule: Rule,
-) -> Key:
-    """The key of a teacher's outputs on a set. Refuses views that mix images."""
-    if view.mixes:
-        raise UserError(
-            "distill.cache: mixed images depend on their neighbour in the batch (data.mixup, data.cutmix), and "
-            "outputs are kept per sample",
-            "leave out --distill.cache, or set data.mixup and data.cutmix to 0",
-        )
-    return Key(
-        teacher=teacher,
-        transform=describe_view(view, mean, std),
-        source=source.name,
-        samples=len(source),
-        labels_crc=zlib.crc32(source.labels.tobytes()),
-        seed=seed,
-        classes=rule.classes,
-        top_k=rule.top,
-        pooled=rule.pooled,
-        dtype=rule.dtype,
-    )
-
-
-def describe_view(view: View, mean: Sequence[float], std: Sequence[float]) -> str:
-    """Everything of a view that decides what a teacher is shown, as text."""
-    chosen = {item.name: getattr(view, item.name) for item in fields(view)}
-    for mixed in ("mixup", "cutmix"):
-        del chosen[mixed]
-    if view.augment != "none":
-        del chosen["eval_crop"]
-    pixels = asdict(chosen.pop("augmentation"))
-    # Six digits: measured statistics may differ in the last one from machine to machine.
-    chosen |= pixels | {"mean": [float(f"{value:.6g}") for value in mean]}
-    chosen |= {"std": [float(f"{value:.6g}") for value in std]}
-    return "; ".join(f"{name}={value}" for name, value in chosen.items())
 
 
 def describe_machine(world: World) -> dict[str, str]:
@@ -161,6 +72,10 @@ class Cache:
     def samples(self, block: int) -> range:
         """The sample ids of a block."""
         return range(block * BLOCK, min((block + 1) * BLOCK, self.key.samples))
+
+    def block_of(self, samples: Ids) -> Ids:
+        """Which block each sample is in."""
+        return samples // BLOCK
 
     def epoch_folder(self, epoch: int) -> Path:
         return self.folder / f"epoch-{epoch:05d}"
@@ -269,36 +184,18 @@ def open_cache(folder: Path, key: Key, world: World) -> Cache:
     return Cache(folder, key, machine)
 
 
-@dataclass(frozen=True)
-class CachedRows:
-    """The rows of batches, for training."""
-
-    cache: Cache
-    pin: bool = False
-    """Into page-locked memory, to be copied to a GPU without waiting."""
-
-    def for_requests(self, requests: Iterable[Request]) -> Generator[Tensor, None, None]:
-        """(n, row_bytes) uint8 of each request, in order, made ahead by a thread. An epoch is verified before its
-        first row is given out: block by block, one between two requests of the epoch before. Close it to end it."""
-        return ahead(self._rows(requests), READY)
-
-    def _rows(self, requests: Iterable[Request]) -> Generator[Tensor, None, None]:
-        opened: dict[int, _Epoch] = {}
-        for request in requests:
-            now, later = request.epoch, request.epoch + 1
-            opened = {epoch: opened.get(epoch) or _Epoch(self.cache, epoch) for epoch in (now, later)}
-            yield opened[now].rows(request.samples, self.pin)
-            opened[later].verify_early()
-
-
-def with_rows(batches: Batches, requests: Iterable[Request], cache: Cache, device: torch.device) -> Batches:
-    """The batches, each with its samples' rows on the device as `extra`. `requests` are those that the batches are
-    made from, as an iterable of their own. Closing it closes `batches`."""
-    source = CachedRows(cache, pin=device.type == "cuda")
-    with closing(batches), closing(source.for_requests(requests)) as stored:
-        for batch, rows in zip(batches, stored, strict=True):
-            assert len(rows) == len(batch.labels), (len(rows), len(batch.labels))
-            yield batch._replace(extra=rows.to(device, non_blocking=True))
+@contextmanager
+def sole_filler(folder: Path) -> Iterator[None]:
+    """Keeps other runs from writing to a folder, also on other machines that share it; refused while one does. The
+    lock's file is gone afterwards, and what a killed run leaves of it locks nobody out."""
+    path = folder / LOCK
+    lock = _locked(path)
+    try:
+        yield
+    finally:
+        # While it is locked still: later, it could be the next run's.
+        path.unlink(missing_ok=True)
+        lock.close()
 
 
 def from_first(world: World, work: Callable[[], T]) -> T:
@@ -332,57 +229,58 @@ def unwritable(path: Path, error: OSError) -> UserError:
     )
 
 
-class _Epoch:
-    """An epoch's blocks, mapped one after the other, each verified before."""
-
-    def __init__(self, cache: Cache, epoch: int) -> None:
-        self._cache, self._epoch = cache, epoch
-        self._to_come = cache.verified(epoch)
-        self._blocks: list[NDArray[np.uint8]] = []
-        self._put_off = False
-
-    def verify_early(self) -> None:
-        """One block more. What is wrong is told when the epoch is needed; it may not be."""
-        if self._put_off or len(self._blocks) == self._cache.blocks:
-            return
-        try:
-            self._blocks.append(next(self._to_come))
-        except UserError:
-            self._put_off, self._blocks = True, []
-            self._to_come = self._cache.verified(self._epoch)
-
-    def rows(self, samples: Ids, pin: bool) -> Tensor:
-        """The rows of these samples, in their order."""
-        if len(self._blocks) < self._cache.blocks:
-            self._blocks.extend(self._to_come)
-        rows = torch.empty((len(samples), self._cache.key.rule.row_bytes), dtype=torch.uint8, pin_memory=pin)
-        into, of_block = rows.numpy(), samples // BLOCK
-        order = np.argsort(of_block, kind="stable")
-        cuts = np.searchsorted(of_block[order], np.arange(len(self._blocks) + 1))
-        for block, (first, last) in enumerate(pairwise(cuts.tolist())):
-            if first < last:
-                where = order[first:last]
-                into[where] = self._blocks[block][samples[where] - block * BLOCK]
-        return rows
-
-
 def _begin(folder: Path, key: Key, world: World) -> None:
     """Checks the folder, and writes the manifest where there is none."""
     try:
-        there = [path for path in folder.iterdir() if path.suffix != ".tmp"] if folder.exists() else []
-        if (folder / MANIFEST).exists():
-            _read_manifest(folder, key)
-            return
-        if there:
-            raise UserError(
-                f"distill.cache = {folder}: holds something else ({there[0].name}, no {MANIFEST})",
-                "give an empty or new folder with --distill.cache",
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        content = _sealed({"key": asdict(key), "machine": describe_machine(world)})
-        write_bytes(folder / MANIFEST, content)
+        there = [path for path in folder.iterdir() if _counts(path)] if folder.exists() else []
+        if not (folder / MANIFEST).exists():
+            if there:
+                raise UserError(
+                    f"distill.cache = {folder}: holds something else ({there[0].name}, no {MANIFEST})",
+                    "give an empty or new folder with --distill.cache",
+                )
+            folder.mkdir(parents=True, exist_ok=True)
+            with sole_filler(folder):
+                # Looked for again: another run may have been first.
+                if not (folder / MANIFEST).exists():
+                    content = _sealed({"key": asdict(key), "machine": describe_machine(world)})
+                    write_bytes(folder / MANIFEST, content)
     except OSError as error:
         raise unwritable(folder, error) from error
+    _read_manifest(folder, key)
+
+
+def _counts(path: Path) -> bool:
+    """Whether a file is more than what a killed run leaves behind."""
+    return path.suffix != ".tmp" and path.name != LOCK
+
+
+def _locked(path: Path) -> IO[bytes]:
+    while True:
+        lock = path.open("ab")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise UserError(
+                f"distill.cache = {path.parent}: is being filled by another run",
+                "wait for it, or give another folder",
+            ) from None
+        except OSError:
+            lock.close()
+            raise
+        # The run before removes its file at the end. One that was opened until then locks nobody out.
+        if _stands(lock, path):
+            return lock
+        lock.close()
+
+
+def _stands(lock: IO[bytes], path: Path) -> bool:
+    """Whether an open file is still the one of this name."""
+    try:
+        return os.path.samestat(os.fstat(lock.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _read_manifest(folder: Path, key: Key) -> dict[str, str]:
@@ -400,7 +298,7 @@ def _read_manifest(folder: Path, key: Key) -> dict[str, str]:
         raise UserError(f"distill.cache: {path}: its checksum does not match", another)
     stored, wanted = content.get("key", {}), asdict(key)
     odd = [
-        f"{_WORDS.get(name, name)}: {' → '.join(_differing(stored.get(name), wanted.get(name)))}"
+        f"{WORDS.get(name, name)}: {' → '.join(_differing(stored.get(name), wanted.get(name)))}"
         for name in {**wanted, **stored}
         if stored.get(name) != wanted.get(name)
     ]

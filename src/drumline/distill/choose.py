@@ -61,6 +61,11 @@ def choose(distill: Distill) -> Chosen:
         for name, weight in zip(others, weights, strict=True)
         if weight and METHODS[name].initial != name
     ]
+    if not r and not parts:
+        raise UserError(
+            "distill.r, distill.a and distill.b leave nothing to minimise",
+            "give one of them a weight above 0",
+        )
     if distill.standardise and not any(part.method.on_logits for part in parts):
         raise UserError(
             f"distill.standardise = true: {', '.join(names)} compares no logits",
@@ -75,11 +80,15 @@ def choose(distill: Distill) -> Chosen:
 
 
 def stage_of(distill: Distill, name: str) -> Chosen:
-    """The initial stage of a method: its stage's loss alone."""
+    """The initial stage of a method: its stage's loss alone. `b` weighs it where the method has no other stage."""
     options = _options(distill.options, _names(distill))[name]
     stage = METHODS[name].initial
     known = {key: value for key, value in options.items() if key in _option_fields(stage)}
-    return Chosen(0.0, (Weighted(name, _build(stage, known), METHODS[name].weights.b),), 1.0, ())
+    weight = STAGES[stage].weights.b
+    if stage == name and distill.b:
+        others = [other for other in distill.method if other != "kd"]
+        weight = _weights(distill, others)[others.index(name)]
+    return Chosen(0.0, (Weighted(name, _build(stage, known), weight),), 1.0, ())
 
 
 def _names(distill: Distill) -> list[str]:

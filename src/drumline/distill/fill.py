@@ -3,7 +3,7 @@
 Promises: what is stored is a pure function of (teacher, view, seed, epoch, sample id) on one kind of machine: every
 forward has CHUNK images, in order of sample ids, whatever the world, the training batch or the block. A fill that was
 interrupted, by Ctrl-C or kill -9, goes on with the blocks that are missing. Refuses to begin what the disk cannot
-hold, and folders that not all processes share. One run at a time fills a folder.
+hold, folders that not all processes share, and one that another run is filling.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,7 @@ from drumline.distill.cache import (
     describe_machine,
     from_first,
     refuse_if_any,
+    sole_filler,
     unwritable,
 )
 from drumline.distill.payload import differences, encode
@@ -57,20 +58,18 @@ def fill(
     teacher: Teacher,
     feed: Feed,
     world: World,
-    watch: Callable[[int, int], None] = lambda done, total: None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Computes what is missing of these epochs, shared by the ranks; whether all of it is there now, the same on
-    every rank. `watch` hears of samples done and to be done; `stopping` is asked between two chunks."""
-    plan = from_first(world, lambda: _prepare(cache, epochs, world))
-    if not plan.missing and not plan.present:
+    every rank. `stopping` is asked between two chunks."""
+    with ExitStack() as held:
+        plan = from_first(world, lambda: _prepare(cache, epochs, world, held))
+        if plan.missing or plan.present:
+            _see_token(cache, plan.token, world)
+            if not _work_off(cache, plan, teacher, feed, world, stopping):
+                return False
+            world.barrier()
         _see_all(cache, epochs, world)
-        return True
-    _see_token(cache, plan.token, world)
-    if not _work_off(cache, plan, teacher, feed, world, watch, stopping):
-        return False
-    world.barrier()
-    _see_all(cache, epochs, world)
     return True
 
 
@@ -132,20 +131,18 @@ class _Plan:
     """Name of a file that every rank must see."""
 
 
-def _prepare(cache: Cache, epochs: range, world: World) -> _Plan:
-    """Looks for what is missing, and at the room for it; clears what a killed run has left behind."""
-    missing: list[Place] = []
-    present: list[Place] = []
-    for epoch in epochs:
-        absent = cache.missing(epoch)
-        if not absent and (cache.epoch_folder(epoch) / CHECKSUMS).exists():
-            continue
-        missing += ((epoch, block) for block in absent)
-        present += ((epoch, block) for block in sorted({*range(cache.blocks)} - {*absent}))
-    if not missing and not present:
+def _prepare(cache: Cache, epochs: range, world: World, held: ExitStack) -> _Plan:
+    """Looks for what is missing, and at the room for it; clears what a killed run has left behind. Where something
+    is missing, `held` keeps other runs out until it is closed."""
+    if not any(_wanting(cache, epochs)):
         return _Plan([], [], "")
     token = f"seen-{uuid.uuid4().hex[:8]}.tmp"
     try:
+        held.enter_context(sole_filler(cache.folder))
+        # Looked for again: another run may have filled it before the lock was free.
+        missing, present = _wanting(cache, epochs)
+        if not missing and not present:
+            return _Plan([], [], "")
         for stale in [*cache.folder.glob("*.tmp"), *cache.folder.glob("epoch-*/*.tmp")]:
             stale.unlink(missing_ok=True)
         needed = sum(cache.file_bytes(block) for _, block in missing)
@@ -163,24 +160,35 @@ def _prepare(cache: Cache, epochs: range, world: World) -> _Plan:
     return _Plan(missing, present, token)
 
 
+def _wanting(cache: Cache, epochs: range) -> tuple[list[Place], list[Place]]:
+    """Of the epochs that are not whole: the blocks that are missing, and those that are there."""
+    missing: list[Place] = []
+    present: list[Place] = []
+    for epoch in epochs:
+        absent = cache.missing(epoch)
+        if absent or not (cache.epoch_folder(epoch) / CHECKSUMS).exists():
+            missing += ((epoch, block) for block in absent)
+            present += ((epoch, block) for block in sorted({*range(cache.blocks)} - {*absent}))
+    return missing, present
+
+
 def _work_off(
     cache: Cache,
     plan: _Plan,
     teacher: Teacher,
     feed: Feed,
     world: World,
-    watch: Callable[[int, int], None],
     stopping: Callable[[], bool],
 ) -> bool:
     """Block j goes to rank j mod world. The ranks meet every MEETING chunks, also those that are done: to agree on
     stopping, to list the checksums of whole epochs, and lest one waits for another longer than it may."""
     shares = [plan.missing[rank :: world.size] for rank in range(world.size)]
     steps = max(1, *(sum(_chunk_count(cache, block) for _, block in share) for share in shares))
-    mine, total = shares[world.rank], sum(len(cache.samples(block)) for _, block in plan.missing)
+    mine = shares[world.rank]
     fresh = {place: cache.read(*place)[1] for place in plan.present[world.rank :: world.size]}
     known: dict[Place, str] = {}
     rows: list[Tensor] = []
-    done, asked = 0, False
+    asked = False
     with closing(feed(request for _, request in _chunks(cache, mine))) as batches:
         todo = zip(_chunks(cache, mine), batches, strict=True)
         for step in range(1, steps + 1):
@@ -192,8 +200,6 @@ def _work_off(
                 if request.samples[-1] + 1 == cache.samples(place[1]).stop:
                     fresh[place] = cache.write(*place, torch.cat(rows).cpu().numpy())
                     rows.clear()
-                done += len(request.samples)
-                watch(min(total, done * world.size), total)
             if step % MEETING == 0 or step == steps:
                 everybody = world.collect((asked, fresh))
                 fresh = {}

@@ -8,7 +8,7 @@ number of processes. Refuses nothing; that every process computes the same loss 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,10 +29,6 @@ class Gathered:
         if self.world.size == 1:
             return rows
         return _Rows.apply(rows, self.world, self.counts)
-
-    def all(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Each tensor of a dict."""
-        return {name: self(tensor) for name, tensor in tensors.items()}
 
 
 class _Rows(torch.autograd.Function):

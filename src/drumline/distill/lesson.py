@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from drumline.data.order import evaluation_starts, share
@@ -26,7 +28,7 @@ from drumline.distill.stored import refuse_uncacheable, store
 from drumline.distill.teacher import Live, Teacher, weights_sha256
 from drumline.errors import UserError
 from drumline.launch.world import World
-from drumline.models.foreign import Tapped, head_of, norm_before, with_taps
+from drumline.models.foreign import Tapped, norm_before, with_taps
 from drumline.models.taps import VisionModel
 from drumline.observe.display import Display, progress
 from drumline.parallel.layout import resolve_layout
@@ -67,15 +69,18 @@ def lesson(
     bundle = pair.bundle(recipe.run.seed, runs_student=not stage.name or pair.reads_student, world=world)
     words = [word, *_take_over(bundle, pair.bare, stage.before, world)]
     cached = bool(recipe.distill.cache) and not stage.name
-    identity = _identity(recipe, chosen, pair, teachers) if cached else ""
     if cached:
         refuse_uncacheable(recipe, pair.teacher_taps, sets.name)
-    teacher = _teacher(recipe, chosen, pair, teachers, world)
+    weights = weights_sha256(pair.teachers) if cached else ""
+    teacher = _teacher(recipe, chosen, pair, teachers, world, compiled=recipe.train.compile and not cached)
+    teacher.agree(world)
     predictions, score = None, None
     if not stage.name:
         predictions = torch.full((len(sets.eval),), -1, device=world.device)
         score = _measured(teacher, predictions, sets, recipe, world)
-        words.append(_teacher_words(teachers, score, classes))
+        words.append(_teacher_words(teachers, score, sets.eval.labels))
+        if cached:  # to be known before a cache is filled for hours
+            display.note(words[-1])
     else:
         _freeze_idle(bundle, pair, teacher, sets.view.size)
     over_the_world(bundle.helpers, world)
@@ -84,7 +89,9 @@ def lesson(
         for rank in range(world.size)
     ]
     labels = torch.from_numpy(sets.train.labels).to(world.device)
-    stored = store(recipe, teacher, identity, sets, plan, world) if cached else None
+    stored = None
+    if cached:
+        stored = store(recipe, teacher, _identity(teacher, teachers, weights), sets, plan, world)
     words += stored.words if stored else ()
     objective = Distillation(
         parts=[
@@ -93,6 +100,7 @@ def lesson(
                 part.method,
                 part.weight,
                 pair.needs[part.name],
+                part.name in bundle.helpers,
                 part.method.memory(labels, recipe.run.seed, world),
             )
             for part in chosen.parts
@@ -201,25 +209,25 @@ def anatomy(model: nn.Module, name: str, example: Tensor) -> Anatomy:
     model.train(was_training)
     norms = {tap: norm for tap in taps if (norm := norm_before(model, tap)) is not None}
     shapes = {tap: tuple(value.shape[1:]) for tap, value in taps.items()}
-    return Anatomy(name, shapes, logits.shape[1], norms, head_of(model))
+    return Anatomy(name, shapes, logits.shape[1], norms)
 
 
-def _identity(recipe: Recipe, chosen: Chosen, pair: _Pair, teachers: list[Loaded]) -> str:
+def _identity(teacher: Teacher, teachers: list[Loaded], weights: str) -> str:
     """What a cache knows the teacher by."""
-    distill = recipe.distill
     parts = [
         f"model={'+'.join(each.name for each in teachers)}",
-        f"weights={weights_sha256(pair.teachers)}",
-        f"precision={recipe.train.precision if distill.teacher_precision == 'auto' else distill.teacher_precision}",
-        f"compiled={recipe.train.compile}",
+        f"weights={weights}",
+        f"precision={teacher.autocast or torch.float32}",
     ]
     if len(teachers) > 1:
-        shares = ",".join(f"{share:g}" for share in distill.shares or (1.0,) * len(teachers))
-        parts.append(f"ensemble of {distill.ensemble} at T={chosen.T:g}, shares {shares}")
+        shares = ",".join(f"{share:g}" for share in teacher.shares)
+        parts.append(f"ensemble of {teacher.rule} at T={teacher.temperature:g}, shares {shares}")
     return "; ".join(parts)
 
 
-def _teacher(recipe: Recipe, chosen: Chosen, pair: _Pair, teachers: list[Loaded], world: World) -> Teacher:
+def _teacher(
+    recipe: Recipe, chosen: Chosen, pair: _Pair, teachers: list[Loaded], world: World, compiled: bool
+) -> Teacher:
     distill = recipe.distill
     wanted = recipe.train.precision if distill.teacher_precision == "auto" else distill.teacher_precision
     precision = prepare.precision(replace(recipe, train=replace(recipe.train, precision=wanted)), world)
@@ -231,7 +239,7 @@ def _teacher(recipe: Recipe, chosen: Chosen, pair: _Pair, teachers: list[Loaded]
         rule=distill.ensemble,
         shares=distill.shares or (1.0,) * len(teachers),
         temperature=chosen.T,
-        compiled=recipe.train.compile,
+        compiled=compiled,
     )
 
 
@@ -255,10 +263,11 @@ def _measured(
     return score_module(_Voice(teacher), sets, recipe, world, through=bar, record=predictions)
 
 
-def _teacher_words(teachers: list[Loaded], score: Score, classes: int) -> str:
+def _teacher_words(teachers: list[Loaded], score: Score, labels: NDArray[np.int64]) -> str:
     names = " + ".join(f"{each.name} ({each.weights})" for each in teachers)
     words = f"teacher {names}: top-1 {score.accuracy:.2%} ({score.top1:,} of {score.samples:,})"
-    if score.nonfinite or score.accuracy < 2 / classes:
+    commonest = np.bincount(labels).max() / len(labels)
+    if score.nonfinite or score.accuracy < commonest + 0.1 * (1 - commonest):
         words += (
             ". WARNING: hardly better than chance; are these its weights, and the classes, image size and "
             "normalisation (data.size, data.mean, data.std) that it was trained with?"
@@ -296,8 +305,8 @@ def _refuse_misfits(recipe: Recipe, chosen: Chosen, world: World) -> None:
 
 
 def _take_over(bundle: Bundle, student: nn.Module, before: tuple[Path, ...], world: World) -> list[str]:
-    """Loads what initial stages left: the student, and those helpers that go on. Rank 0's state counts: DDP gives it
-    to every rank."""
+    """Loads what initial stages left, on rank 0, which has the run folder, and gives it to every rank: the student,
+    and those helpers that go on."""
     words = []
     for folder in before if world.first else ():
         newest, _ = newest_sound(folder / "checkpoints")
@@ -315,6 +324,9 @@ def _take_over(bundle: Bundle, student: nn.Module, before: tuple[Path, ...], wor
         }
         bundle.load_state_dict(taken, strict=False)
         words.append(f"goes on from the initial stage {folder.name} ({len(taken)} tensors of helpers)")
+    if before:
+        for tensor in bundle.state_dict().values():
+            world.broadcast(tensor)
     return words
 
 

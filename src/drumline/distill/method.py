@@ -41,8 +41,6 @@ class Anatomy:
     classes: int
     norms: Mapping[str, nn.Module] = field(default_factory=dict)
     """Tap to the BatchNorm right before its activation, where one is known."""
-    head: nn.Linear | None = None
-    """The last layer, where it is a linear one."""
 
     @property
     def stages(self) -> tuple[str, ...]:

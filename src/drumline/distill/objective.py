@@ -34,7 +34,17 @@ class Part:
     method: Method
     weight: float
     needs: Needs
+    helped: bool = False
+    """Whether it has a helper, which then is what reads the student's taps."""
     memory: Memory | None = None
+
+    @property
+    def reads(self) -> Needs:
+        """The taps that its loss itself reads."""
+        return Needs(
+            () if self.helped else self.needs.student,
+            () if self.method.helper_asks_teacher else self.needs.teacher,
+        )
 
 
 class Distillation(Objective):
@@ -71,7 +81,7 @@ class Distillation(Objective):
         taught, said = self._heard(model, images, batch)
         check_logits(said.logits, self.classification.classes)
         with torch.autocast(images.device.type, enabled=False):
-            return self._scored(_exact(said), _exact_taught(taught), batch)
+            return self._scored(*self._exact(said, taught), batch)
 
     def at(self, step: int) -> None:
         epoch = step // self.per_epoch
@@ -145,6 +155,18 @@ class Distillation(Objective):
             terms.append((said.logits.argmax(1) == taught.logits.argmax(1)).sum().to(total.dtype))
         return Outcome(total, labels.correct, torch.stack(terms))
 
+    def _exact(self, said: Said, taught: Taught) -> tuple[Said, Taught]:
+        """What the losses read, in fp32."""
+        mine = {name for part in self.parts for name in part.reads.student}
+        theirs = {name for part in self.parts for name in part.reads.teacher}
+        helped = {
+            name: {key: value.float() for key, value in each.items()} for name, each in said.helped.items()
+        }
+        return (
+            Said(said.logits.float(), {name: said.taps[name].float() for name in mine}, helped),
+            Taught(taught.logits.float(), {name: taught.taps[name].float() for name in theirs}),
+        )
+
     def _part(self, part: Part, said: Said, taught: Taught, batch: Batch) -> Tensor:
         """A method's loss, as a sum over the micro-batch's samples."""
         spread = self.gathered if part.method.scope == "global_batch" else _as_it_is
@@ -155,8 +177,8 @@ class Distillation(Objective):
         seen = Seen(
             logits=spread(logits),
             teacher_logits=spread(teacher_logits),
-            taps={name: spread(said.taps[name]) for name in part.needs.student},
-            teacher_taps={name: spread(taught.taps[name]) for name in part.needs.teacher},
+            taps={name: spread(said.taps[name]) for name in part.reads.student},
+            teacher_taps={name: spread(taught.taps[name]) for name in part.reads.teacher},
             helped={name: spread(value) for name, value in said.helped.get(part.name, {}).items()},
             labels=spread(batch.labels),
             samples=spread(batch.samples),
@@ -177,12 +199,3 @@ def ramp(warmup: float, epoch: int) -> float:
 
 def _as_it_is(rows: Tensor) -> Tensor:
     return rows
-
-
-def _exact(said: Said) -> Said:
-    helped = {name: {key: value.float() for key, value in each.items()} for name, each in said.helped.items()}
-    return Said(said.logits.float(), {name: tap.float() for name, tap in said.taps.items()}, helped)
-
-
-def _exact_taught(taught: Taught) -> Taught:
-    return Taught(taught.logits.float(), {name: tap.float() for name, tap in taught.taps.items()})

@@ -19,9 +19,11 @@ from torch import Tensor
 from drumline.data.loader import Batches
 from drumline.data.order import Request
 from drumline.data.views import Batch
-from drumline.distill.cache import Cache, make_key, open_cache, with_rows
+from drumline.distill.cache import Cache, open_cache
 from drumline.distill.fill import CHUNK, fill, spot_check
+from drumline.distill.key import make_key
 from drumline.distill.payload import Rule, decode
+from drumline.distill.rows import with_rows
 from drumline.distill.teacher import Taught, Teacher
 from drumline.errors import UserError
 from drumline.launch.world import World
@@ -108,12 +110,13 @@ def store(
     doubt = spot_check(
         cache, epochs, said, lambda requests: sets.feed(recipe.run.seed, requests, world.device), world
     )
-    state = (
-        "read"
-        if not missing
-        else f"{len(missing):,} of {cache.blocks * len(epochs):,} blocks filled, then read"
+    teacher.check()
+    state = "read"
+    if missing:
+        state = f"{len(missing):,} of {cache.blocks * len(epochs):,} blocks filled, then read"
+    kept = (
+        f"{rule.top} largest logits (the rest share their probability at T = 1)" if rule.top else "all logits"
     )
-    kept = f"{rule.top} largest logits" if rule.top else "all logits"
     kept += " and pooled features" if rule.pooled else ""
     return Stored(
         cache, world.device, (f"teacher's outputs from {cache.folder}: {state}; {kept} of each view", doubt)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from drumline.data.views import Batch
 from drumline.errors import UserError
+from drumline.launch.world import World
 from drumline.state.fingerprint import fingerprints
 
 Rule = Literal["probabilities", "logits"]
@@ -55,10 +56,12 @@ class Teacher:
             if self.autocast is not None:
                 # What autocast would do at every step, done once; norms stay in fp32, as there.
                 for part in module.modules():
-                    if isinstance(part, _SIXTEEN_BIT):
+                    # Not subclasses: one may compute its weights from what it stores, in fp32 under autocast.
+                    if type(part) in _SIXTEEN_BIT:
                         part.to(self.autocast)
             if self.compiled:
-                module.compile()
+                # Evaluation and training batches differ in length: a graph for each, none for any.
+                module.compile(dynamic=False)
         self._identity = self._fingerprints()
 
     def __call__(self, images: Tensor) -> Taught:
@@ -72,6 +75,16 @@ class Teacher:
                 said = Taught(self._together([module(images) for module in self.modules]), {})
         # An inference tensor may not be saved for backward, its copy may.
         return Taught(said.logits.clone(), {name: tap.clone() for name, tap in said.taps.items()})
+
+    def agree(self, world: World) -> None:
+        """Raises where the ranks were given different teachers."""
+        ranks = world.gather_integers(self._identity)
+        odd = [rank for rank in range(world.size) if not torch.equal(ranks[rank], ranks[0])]
+        if odd:
+            raise UserError(
+                f"distill.teacher_weights: rank(s) {odd} have another teacher than rank 0",
+                "give every machine the same weights",
+            )
 
     def check(self) -> None:
         """Raises where a teacher trains, holds a gradient, lies on another device or has changed."""
@@ -98,7 +111,12 @@ class Teacher:
         return ensemble(logits, self.shares, self.rule, self.temperature)
 
     def _fingerprints(self) -> Tensor:
-        return torch.cat([fingerprints(module.state_dict()) for module in self.modules])
+        return torch.cat(
+            [
+                fingerprints(dict([*module.named_parameters(), *module.named_buffers()]))
+                for module in self.modules
+            ]
+        )
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from drumline.models.places import (
 )
 from drumline.models.taps import Output, Taps, VisionModel
 
-__all__ = ["Tapped", "find_places", "head_of", "norm_before", "places_from_text", "with_taps"]
+__all__ = ["Tapped", "find_places", "norm_before", "places_from_text", "with_taps"]
 
 _TAP = re.compile(r"stem|pooled|stage[1-9][0-9]*(\.pre)?")
 
@@ -60,7 +60,6 @@ class Tapped(nn.Module):
         marks = {tap: record.at(model, tap, place) for tap, place in self.places.items()}
         self.copied = tuple(tap for tap, mark in marks.items() if mark.tensor._version != mark.version)
         """Taps that cost a copy."""
-        self.head_name = record.head.name if record.head is not None else ""
         self.norms = {tap: norm for tap in marks if (norm := norm_name(tap, marks, record))}
         """Tap to the dotted name, in `model`, of the BatchNorm before its activation."""
         self._slot = _Slot()
@@ -133,17 +132,6 @@ def norm_before(model: nn.Module, tap: str) -> nn.Module | None:
     inner = model.model if isinstance(model, Tapped) else model
     info = inner.tap_info.get(tap) if isinstance(inner, VisionModel) else None
     return inner.get_submodule(info.norm) if info is not None and info.norm else None
-
-
-def head_of(model: nn.Module) -> nn.Linear | None:
-    """The linear layer whose output is the logits, where it is known."""
-    if isinstance(model, VisionModel):
-        return model.head
-    if not isinstance(model, Tapped) or not model.head_name:
-        return None
-    head = model.model.get_submodule(model.head_name)
-    assert isinstance(head, nn.Linear)
-    return head
 
 
 class _Slot:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from drumline.distill.method import Anatomy, Method, Needs, Seen, Taps, Weights
+from drumline.distill.methods.pairing import Pair, at_common_size, needs_of
 from drumline.errors import UserError
-from drumline.models.pool import pool_to
 
 _RARE = 1e-3
 """Below this share of negative values ofd takes three standard deviations for the margin."""
@@ -82,7 +82,7 @@ class Ofd(Method):
         pairs = _pairs("ofd", student, teacher)
         for _, tap in pairs:
             _norm(teacher, tap)
-        return _needs(pairs)
+        return needs_of(pairs)
 
     def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
         """Connectors, and the teacher's margins."""
@@ -118,7 +118,7 @@ class Abound(Method):
 
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
         """All common stages before their activation."""
-        return _needs(_pairs("abound", student, teacher))
+        return needs_of(_pairs("abound", student, teacher))
 
     def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
         """Connectors."""
@@ -134,14 +134,15 @@ class Connectors(nn.Module):
     """Brings the stages of both networks to one shape: `student.0` to `student.L-1` and `target.0` to `target.L-1`.
 
     Student: pooled where it is the larger, 1x1 convolution, BatchNorm. Target: the teacher's map, pooled where it is
-    the larger, then raised to its channel's margin where margins are given.
+    the larger, then raised to its channel's margin where margins are given. Margins are parameters that do not train,
+    not buffers: those are averaged over the processes after each step, and a mean of equal numbers may round.
     """
 
     def __init__(
         self,
         student: Anatomy,
         teacher: Anatomy,
-        pairs: list[tuple[str, str]],
+        pairs: list[Pair],
         margins: list[Tensor] | None = None,
     ) -> None:
         super().__init__()
@@ -150,19 +151,18 @@ class Connectors(nn.Module):
             nn.Sequential(nn.Conv2d(student.shapes[s][0], width, 1, bias=False), nn.BatchNorm2d(width))
             for s, width in ((s, teacher.shapes[t][0]) for s, t in pairs)
         )
-        self.has_margins = margins is not None
-        for i, margin in enumerate(margins or []):
-            self.register_buffer(f"margin{i}", margin.clone())
+        self.margins = nn.ParameterList(
+            nn.Parameter(margin.clone(), requires_grad=False) for margin in margins or []
+        )
 
     def forward(self, student: Taps, teacher: Taps) -> dict[str, Tensor]:
         """Both, stage by stage."""
         found: dict[str, Tensor] = {}
         for i, (connector, (s, t)) in enumerate(zip(self.stages, self.pairs, strict=True)):
-            grid = _smaller(student[s], teacher[t])
-            found[f"student.{i}"] = connector(pool_to(student[s], grid))
-            target = pool_to(teacher[t], grid)
-            if self.has_margins:
-                target = torch.maximum(target, self.get_buffer(f"margin{i}")[:, None, None])
+            mine, target = at_common_size(student[s], teacher[t])
+            found[f"student.{i}"] = connector(mine)
+            if len(self.margins):
+                target = torch.maximum(target, self.margins[i][:, None, None])
             found[f"target.{i}"] = target
         return found
 
@@ -171,11 +171,7 @@ def _connected(helped: Taps) -> list[tuple[Tensor, Tensor]]:
     return [(helped[f"student.{i}"], helped[f"target.{i}"]) for i in range(len(helped) // 2)]
 
 
-def _smaller(one: Tensor, other: Tensor) -> tuple[int, int]:
-    return min(one.shape[-2], other.shape[-2]), min(one.shape[-1], other.shape[-1])
-
-
-def _pairs(method: str, student: Anatomy, teacher: Anatomy) -> list[tuple[str, str]]:
+def _pairs(method: str, student: Anatomy, teacher: Anatomy) -> list[Pair]:
     """The common stages' taps before the activation, first to last, matched from the last backwards."""
     both = [[f"{stage}.pre" for stage in anatomy.stages] for anatomy in (student, teacher)]
     for anatomy, taps in zip((student, teacher), both, strict=True):
@@ -188,10 +184,6 @@ def _pairs(method: str, student: Anatomy, teacher: Anatomy) -> list[tuple[str, s
             )
     count = min(map(len, both))
     return list(zip(both[0][-count:], both[1][-count:], strict=True))
-
-
-def _needs(pairs: list[tuple[str, str]]) -> Needs:
-    return Needs(tuple(s for s, _ in pairs), tuple(t for _, t in pairs))
 
 
 def _norm(teacher: Anatomy, tap: str) -> nn.BatchNorm2d:

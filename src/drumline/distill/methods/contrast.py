@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drumline.distill.bank import STUDENT, TEACHER, ContrastBank
-from drumline.distill.method import Anatomy, Method, Needs, Scope, Seen, Taps, Weights
+from drumline.distill.method import Anatomy, Method, Needs, Scope, Seen, Weights
+from drumline.distill.methods.pooled import Embeddings, require_pooled
 from drumline.errors import UserError
 from drumline.launch.world import World
 
@@ -83,17 +84,11 @@ class Crd(Method):
 
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
         """The pooled vectors."""
-        for anatomy in (student, teacher):
-            if "pooled" not in anatomy.shapes:
-                raise UserError(
-                    f"distill.method = crd: reads the pooled vector, and {anatomy.name} has none",
-                    "use models of ours for both networks, or another method",
-                )
-        return Needs(("pooled",), ("pooled",))
+        return require_pooled("crd", student, teacher)
 
     def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
         """Two linear embeddings."""
-        return _Embed(student.shapes["pooled"][0], teacher.shapes["pooled"][0], self.dim)
+        return Embeddings(student, teacher, self.dim)
 
     def memory(self, labels: Tensor, seed: int, world: World) -> ContrastBank:
         """The two banks, one row in each for each of the labels."""
@@ -118,13 +113,3 @@ class Crd(Method):
         losses = [nce(*found, keep, z, bank.samples) for found, z in zip(both, log_z, strict=True)]
         bank.update(seen.samples, student, teacher)
         return losses[0] + losses[1]
-
-
-class _Embed(nn.Module):
-    def __init__(self, student: int, teacher: int, dim: int) -> None:
-        super().__init__()
-        self.student = nn.Linear(student, dim)
-        self.teacher = nn.Linear(teacher, dim)
-
-    def forward(self, student: Taps, teacher: Taps) -> dict[str, Tensor]:
-        return {"student": self.student(student["pooled"]), "teacher": self.teacher(teacher["pooled"])}

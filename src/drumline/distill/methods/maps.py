@@ -1,4 +1,4 @@
-"""Methods that compare feature maps place by place: hint (FitNet), attention transfer and VID; how maps are paired.
+"""Methods that compare feature maps place by place: hint (FitNet), attention transfer and VID.
 
 Promises: a sample's loss depends on that sample alone, and the batch loss of the papers is the mean over samples.
 Stages of two networks are paired from the last one backwards; maps of two sizes meet at the smaller one, by means.
@@ -8,7 +8,6 @@ Refuses networks without stages to pair, and stages that were asked for by numbe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,41 +16,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drumline.distill.method import Anatomy, Method, Needs, Seen, Taps, Weights
+from drumline.distill.methods.pairing import (
+    Pair,
+    at_common_size,
+    common_grid,
+    needs_of,
+    paired_stages,
+    require_pairs,
+    stages_among,
+    sum_of,
+)
 from drumline.errors import UserError
 from drumline.models.pool import pool_to
-
-Pair = tuple[str, str]
-"""A tap of the student and the teacher's tap that it is compared with."""
-
-
-def paired_stages(student: Iterable[str], teacher: Iterable[str]) -> list[Pair]:
-    """The `stageN` among two networks' taps, last with last and so on backwards while both have one; in order."""
-    mine, theirs = _stages(student), _stages(teacher)
-    count = min(len(mine), len(theirs))
-    return list(zip(mine[len(mine) - count :], theirs[len(theirs) - count :], strict=True))
-
-
-def require_pairs(method: str, student: Anatomy, teacher: Anatomy, least: int = 1) -> list[Pair]:
-    """`paired_stages`, at least so many of them or a `UserError`."""
-    pairs = paired_stages(student.shapes, teacher.shapes)
-    if len(pairs) < least:
-        counts = " and ".join(f"{len(network.stages)} of {network.name}" for network in (student, teacher))
-        raise UserError(
-            f"distill.method = {method}: it needs {least} or more named stages of each network; it has {counts}",
-            "use a method that reads logits, such as kd or dkd, or models of drumline's own, whose stages are named",
-        )
-    return pairs
-
-
-def common_grid(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, int]:
-    """The smaller height and the smaller width of two shapes that end in them."""
-    return min(one[-2], other[-2]), min(one[-1], other[-1])
-
-
-def at_common_size(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Two maps, each brought down to the common grid by means."""
-    grid = common_grid(one.shape, other.shape)
-    return pool_to(one, grid), pool_to(other, grid)
 
 
 def hint(regressed: Tensor, teacher: Tensor) -> Tensor:
@@ -118,8 +94,8 @@ class Attention(Method):
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
         """The stages of `layers` and their partners. Refuses numbers that either network lacks."""
         if self.layers.strip():
-            return _needed(_chosen("attention", "layers", self._numbers(), student, teacher))
-        return _needed(require_pairs("attention", student, teacher))
+            return needs_of(_chosen("attention", "layers", self._numbers(), student, teacher))
+        return needs_of(require_pairs("attention", student, teacher))
 
     def loss(self, seen: Seen) -> Tensor:
         """Sum of `attention` over the stages."""
@@ -144,7 +120,7 @@ class Vid(Method):
 
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
         """All common stages."""
-        return _needed(require_pairs("vid", student, teacher))
+        return needs_of(require_pairs("vid", student, teacher))
 
     def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
         """One predictor of mean and variance for each stage."""
@@ -155,14 +131,9 @@ class Vid(Method):
         return sum_of(
             [
                 vid(seen.helped[name], seen.helped[name + _VARIANCE], seen.teacher_taps[name])
-                for name in _stages(seen.teacher_taps)
+                for name in stages_among(seen.teacher_taps)
             ]
         )
-
-
-def sum_of(losses: list[Tensor]) -> Tensor:
-    """The sum of (n,) losses, of which there is at least one."""
-    return torch.stack(losses).sum(0)
 
 
 class _Regressor(nn.Module):
@@ -216,15 +187,6 @@ class _Predictors(nn.Module):
 
 def _attention_map(x: Tensor) -> Tensor:
     return F.normalize(x.square().mean(1).flatten(1), dim=1)
-
-
-def _stages(names: Iterable[str]) -> list[str]:
-    numbers = [name.removeprefix("stage") for name in names if name.startswith("stage")]
-    return [f"stage{number}" for number in sorted(int(number) for number in numbers if number.isdecimal())]
-
-
-def _needed(pairs: list[Pair]) -> Needs:
-    return Needs(tuple(mine for mine, _ in pairs), tuple(theirs for _, theirs in pairs))
 
 
 def _chosen(method: str, option: str, numbers: list[int], student: Anatomy, teacher: Anatomy) -> list[Pair]:

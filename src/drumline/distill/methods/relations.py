@@ -19,19 +19,24 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from drumline.distill.method import Anatomy, Method, Needs, Scope, Seen, Taps, Weights
-from drumline.errors import UserError
+from drumline.distill.methods.pairing import last_stage, stages_among
+from drumline.distill.methods.pooled import Embeddings, require_pooled
+from drumline.distill.methods.vectors import unit
 
 PKT_EPS = 1e-7
 """Added to both probabilities inside pkt's logarithm, as in the published code."""
 
 BLOCK = 2**21
-"""How many angles a block of rkd's anchors has, at most (8 MiB in fp32), unless one anchor alone has more: B²."""
+"""How many angles a block of rkd's anchors has, at most (8 MiB in fp32), unless `LEAST` anchors have more."""
+
+LEAST = 8
+"""Anchors of a block, at least: fewer would make a large batch hundreds of small rounds (32 MiB at B = 1024)."""
 
 
 def similarity(student: Tensor, teacher: Tensor) -> Tensor:
     """Σ (rows(S Sᵀ) − rows(T Tᵀ))² / B², with S and T the maps as one row each, rows() bringing rows to length 1."""
     student, teacher = student.flatten(1), teacher.flatten(1)
-    difference = _unit(student @ student.T) - _unit(teacher @ teacher.T)
+    difference = unit(student @ student.T) - unit(teacher @ teacher.T)
     return difference.square().mean()
 
 
@@ -75,19 +80,6 @@ def pkt(student: Tensor, teacher: Tensor) -> Tensor:
     return (t * ((t + PKT_EPS).log() - (s + PKT_EPS).log())).mean()
 
 
-class Embeddings(nn.Module):
-    """One linear layer for each network, from its pooled features to a common width."""
-
-    def __init__(self, student: int, teacher: int, dim: int) -> None:
-        super().__init__()
-        self.student = nn.Linear(student, dim)
-        self.teacher = nn.Linear(teacher, dim)
-
-    def forward(self, student: Taps, teacher: Taps) -> dict[str, Tensor]:
-        """`student` and `teacher`, both N x dim."""
-        return {"student": self.student(student["pooled"]), "teacher": self.teacher(teacher["pooled"])}
-
-
 @dataclass(frozen=True)
 class Similarity(Method):
     """Similarity-preserving: which images of the batch the last maps find alike."""
@@ -96,7 +88,7 @@ class Similarity(Method):
     scope: ClassVar[Scope] = "global_batch"
 
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
-        return Needs((_last_stage("similarity", student),), (_last_stage("similarity", teacher),))
+        return Needs((last_stage("similarity", student),), (last_stage("similarity", teacher),))
 
     def loss(self, seen: Seen) -> Tensor:
         return similarity(_last_map(seen.taps), _last_map(seen.teacher_taps))
@@ -117,10 +109,10 @@ class Correlation(Method):
     """Width of the two embeddings."""
 
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
-        return _pooled("correlation", student, teacher)
+        return require_pooled("correlation", student, teacher)
 
     def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
-        return Embeddings(student.shapes["pooled"][0], teacher.shapes["pooled"][0], self.dim)
+        return Embeddings(student, teacher, self.dim)
 
     def loss(self, seen: Seen) -> Tensor:
         return correlation(seen.helped["student"], seen.helped["teacher"])
@@ -139,7 +131,7 @@ class Rkd(Method):
     """Weight of the angles."""
 
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
-        return _pooled("rkd", student, teacher)
+        return require_pooled("rkd", student, teacher)
 
     def loss(self, seen: Seen) -> Tensor:
         return rkd(seen.taps["pooled"], seen.teacher_taps["pooled"], self.distance, self.angle)
@@ -153,23 +145,16 @@ class Pkt(Method):
     scope: ClassVar[Scope] = "global_batch"
 
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
-        return _pooled("pkt", student, teacher)
+        return require_pooled("pkt", student, teacher)
 
     def loss(self, seen: Seen) -> Tensor:
         return pkt(seen.taps["pooled"], seen.teacher_taps["pooled"])
 
 
-def _unit(x: Tensor) -> Tensor:
-    """Vectors of the last axis brought to length 1; zero ones stay zero and pass no gradient."""
-    square = x.square().sum(-1, keepdim=True)
-    some = square > 0
-    return torch.where(some, x, 0) / torch.where(some, square, 1).sqrt()
-
-
 def _affinity(x: Tensor) -> Tensor:
-    unit = _unit(x)
+    rows = unit(x)
     # Opposite vectors can have a cosine a rounding below −1, and a logarithm follows.
-    alike = ((unit @ unit.T + 1) / 2).clamp(min=0)
+    alike = ((rows @ rows.T + 1) / 2).clamp(min=0)
     return alike / alike.sum(1, keepdim=True)
 
 
@@ -196,13 +181,13 @@ def _block_angle(student: Tensor, teacher: Tensor, anchors: Tensor, teacher_anch
 
 def _cosines(x: Tensor, anchors: Tensor) -> Tensor:
     """(anchors, B, B) cosines of the angles at each anchor."""
-    rays = _unit(x.unsqueeze(0) - anchors.unsqueeze(1))
+    rays = unit(x.unsqueeze(0) - anchors.unsqueeze(1))
     return rays @ rays.mT
 
 
 def _blocks(rows: int) -> Iterator[slice]:
-    """Slices of the batch, so short that a block of B x B tables stays within `BLOCK`."""
-    size = max(1, BLOCK // rows**2)
+    """Slices of the batch, so short that a block of B x B tables stays within `BLOCK`, but not below `LEAST` rows."""
+    size = max(LEAST, BLOCK // rows**2)
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
@@ -211,27 +196,5 @@ def _again(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
-def _last_stage(method: str, network: Anatomy) -> str:
-    if not network.stages:
-        raise _lacking(method, network, "stage1")
-    return network.stages[-1]
-
-
 def _last_map(taps: Taps) -> Tensor:
-    stages = (name.removeprefix("stage") for name in taps if name.startswith("stage"))
-    return taps[f"stage{max(int(number) for number in stages if number.isdigit())}"]
-
-
-def _pooled(method: str, student: Anatomy, teacher: Anatomy) -> Needs:
-    for network in (student, teacher):
-        if "pooled" not in network.shapes:
-            raise _lacking(method, network, "pooled")
-    return Needs(("pooled",), ("pooled",))
-
-
-def _lacking(method: str, network: Anatomy, tap: str) -> UserError:
-    return UserError(
-        f"distill.method = {method}: reads the tap `{tap}`, and {network.name} has none (it has: "
-        f"{', '.join(network.shapes) or 'no taps'})",
-        "use a model that has it, or a method on logits such as kd",
-    )
+    return taps[stages_among(taps)[-1]]

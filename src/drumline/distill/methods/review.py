@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drumline.distill.method import Anatomy, Method, Needs, Seen, Taps, Weights
-from drumline.distill.methods.maps import Pair, require_pairs, sum_of
+from drumline.distill.methods.pairing import Pair, needs_of, require_pairs, sum_of
 from drumline.errors import UserError
 from drumline.models.pool import pool_to
 
 PYRAMID = (4, 2, 1)
 """The grids on which maps are compared, after the whole map."""
+
+MOST_MID = 512
+"""Channels in which levels are fused, at most, where nobody sets them."""
 
 
 def hierarchical(fused: Tensor, teacher: Tensor) -> Tensor:
@@ -49,22 +52,26 @@ class ReviewKd(Method):
 
     weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=5.0)
 
-    mid: int = 64
-    """Channels in which levels are fused. The paper has up to 512, the width of the student's last stage."""
+    mid: int = 0
+    """Channels in which levels are fused. 0: as many as the student's deepest level has, at most 512."""
     warmup: float = 20.0
 
     def __post_init__(self) -> None:
-        if self.mid < 1:
-            raise UserError(f"distill.options mid = {self.mid}: not a number of channels", "use mid=64, say")
+        if self.mid < 0:
+            raise UserError(
+                f"distill.options mid = {self.mid}: not a number of channels",
+                "use mid:64, say, or leave it out for the width of the student's last level",
+            )
 
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
         """Common stages before their activation, where that is known, and the pooled vectors."""
-        levels = _levels(student, teacher)
-        return Needs(tuple(mine for mine, _ in levels), tuple(theirs for _, theirs in levels))
+        return needs_of(_levels(student, teacher))
 
     def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
         """The fusion of levels, from deep to shallow."""
-        return _Review(_levels(student, teacher), student, teacher, self.mid)
+        levels = _levels(student, teacher)
+        deepest, _ = levels[-1]
+        return _Review(levels, student, teacher, self.mid or min(MOST_MID, student.shapes[deepest][0]))
 
     def loss(self, seen: Seen) -> Tensor:
         """Sum of `hierarchical` over the levels."""

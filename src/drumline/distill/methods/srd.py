@@ -11,9 +11,10 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from drumline.distill.method import Anatomy, Method, Needs, Scope, Seen, Taps, Weights
+from drumline.distill.methods.logits import kd
+from drumline.distill.methods.pooled import require_pooled
 from drumline.errors import UserError
 
 
@@ -27,17 +28,10 @@ def srd(student: Tensor, teacher: Tensor, exponent: float) -> Tensor:
     return total.clamp_min(torch.finfo(total.dtype).tiny).log()
 
 
-def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """T^2 KL(softmax(teacher / T) || softmax(student / T)), the mean over samples; one number."""
-    mine = F.log_softmax(student / temperature, 1)
-    theirs = F.log_softmax(teacher / temperature, 1)
-    return temperature**2 * (theirs.exp() * (theirs - mine)).sum(1).mean()
-
-
 @dataclass(frozen=True)
 class Srd(Method):
     """Understanding the role of the projector (Miles & Mikolajczyk, 2024): 2 `srd` of the pooled vectors, the
-    student's projected, both through a BatchNorm without weights, plus `divergence` of the logits."""
+    student's projected, both through a BatchNorm without weights, plus the mean of `kd` of the logits."""
 
     weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=1.0, T=1.0)
     helper_asks_teacher: ClassVar[bool] = True
@@ -56,13 +50,7 @@ class Srd(Method):
 
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
         """The pooled vectors."""
-        for anatomy in (student, teacher):
-            if "pooled" not in anatomy.shapes:
-                raise UserError(
-                    f"distill.method = srd: reads the pooled vector, and {anatomy.name} has none",
-                    "use models of ours for both networks, or another method",
-                )
-        return Needs(("pooled",), ("pooled",))
+        return require_pooled("srd", student, teacher)
 
     def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
         """The projector and both BatchNorms."""
@@ -71,7 +59,7 @@ class Srd(Method):
     def loss(self, seen: Seen) -> Tensor:
         """One number."""
         distance = srd(seen.helped["student"], seen.helped["teacher"], self.exponent)
-        return 2 * distance + divergence(seen.logits, seen.teacher_logits, self.T)
+        return 2 * distance + kd(seen.logits, seen.teacher_logits, self.T).mean()
 
 
 class _Project(nn.Module):

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from drumline.distill.method import Anatomy, Method, Needs, Seen, Weights
-from drumline.distill.methods.maps import (
-    Pair,
+from drumline.distill.methods.pairing import (
     at_common_size,
     common_grid,
+    needs_of,
     paired_stages,
     require_pairs,
     sum_of,
@@ -112,7 +112,7 @@ class Nst(Method):
 
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
         """All common stages."""
-        return _needed(require_pairs("nst", student, teacher))
+        return needs_of(require_pairs("nst", student, teacher))
 
     def loss(self, seen: Seen) -> Tensor:
         """Sum of `nst` over the stages."""
@@ -134,7 +134,7 @@ class Kdsvd(Method):
 
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
         """All common stages, of which there must be two."""
-        return _needed(require_pairs("kdsvd", student, teacher, least=2))
+        return needs_of(require_pairs("kdsvd", student, teacher, least=2))
 
     def loss(self, seen: Seen) -> Tensor:
         """`kdsvd` of all stages."""
@@ -143,9 +143,12 @@ class Kdsvd(Method):
 
 @dataclass(frozen=True)
 class Fsp(Method):
-    """Flow of solution procedure: an initial stage in which the student's `flow` becomes the teacher's."""
+    """Flow of solution procedure: an initial stage in which the student's `flow` becomes the teacher's.
 
-    weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=50.0)
+    `b` weighs that stage, where nothing stands beside it.
+    """
+
+    weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=1.0)
     initial: ClassVar[str] = "fsp"
     initial_epochs: ClassVar[float] = 30.0
 
@@ -163,7 +166,7 @@ class Fsp(Method):
                 "use two networks of one family, such as resnet56 or resnet110 for resnet20, or a method that takes "
                 "any channels, such as nst or attention",
             )
-        return _needed(pairs)
+        return needs_of(pairs)
 
     def loss(self, seen: Seen) -> Tensor:
         """`fsp` from the stem to the last stage."""
@@ -262,10 +265,6 @@ def _maps(seen: Seen) -> tuple[list[Tensor], list[Tensor]]:
     """The paired stages' maps of student and teacher."""
     pairs = paired_stages(seen.taps, seen.teacher_taps)
     return [seen.taps[mine] for mine, _ in pairs], [seen.teacher_taps[theirs] for _, theirs in pairs]
-
-
-def _needed(pairs: list[Pair]) -> Needs:
-    return Needs(tuple(mine for mine, _ in pairs), tuple(theirs for _, theirs in pairs))
 
 
 def _listed(channels: list[int]) -> str:
