@@ -7,6 +7,7 @@ not a terminal, the last line that train, eval and verify print on it is their r
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -143,9 +144,11 @@ def distill(words: list[str]) -> int:
     from drumline.arguments import describe, parse
     from drumline.distill.presets import listing
 
-    if words == ["--presets"]:
-        print(listing(), end="")
+    if "--presets" in words:
+        print(listing())
         return 0
+    if words and re.match(r"\w+/(alone|teacher)/", words[0]):
+        raise UserError(f"{words[0]} trains one network", f"use drumline train {words[0]}")
     words = _with_preset(words)
     invocation = parse(words, "distill", DISTILL_HELP)
 
@@ -248,7 +251,12 @@ def _with_preset(words: list[str]) -> list[str]:
     """The words with the name of a published recipe, if they start with one, replaced by what it stands for."""
     from drumline.distill.presets import is_preset, preset_words
 
-    return [*preset_words(words[0]), *words[1:]] if words and is_preset(words[0]) else words
+    if not words or not is_preset(words[0]):
+        return words
+    meant = preset_words(words[0])
+    if not any(word.lstrip("-").startswith(("data.path", "data.source")) for word in (*meant, *words[1:])):
+        raise UserError(f"{words[0]} needs its images", "give --data.path FOLDER")
+    return [*meant, *words[1:]]
 
 
 def _what_would_happen(recipe: Recipe, distils: bool = False) -> str:

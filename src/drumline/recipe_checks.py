@@ -233,6 +233,8 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
             yield Problem("train.capture", "needs a GPU, but run.device = cpu", "use auto or off on a CPU")
         if parallel.backend == "nccl":
             yield Problem("parallel.backend", "needs a GPU, but run.device = cpu", "use gloo on a CPU")
+    if recipe.distill.cache_top and not recipe.distill.cache:
+        yield Problem("distill.cache_top", "there is no cache that could keep them", "give distill.cache too")
     if optim.nesterov and (optim.name != "sgd" or optim.momentum == 0):
         yield Problem(
             "optim.nesterov",

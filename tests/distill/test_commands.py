@@ -169,6 +169,16 @@ def test_an_initial_stage_is_taken_over_by_every_process(home: Path) -> None:
     assert all(torch.equal(kept[name], made[name]) for name in frozen)
 
 
+def test_a_run_stopped_in_its_initial_stage_is_told_and_judged_as_one(home: Path) -> None:
+    words = (TEACHER, "distill.method=abound", "distill.initial_epochs=3", "train.steps=4")
+    killed(home, "early", (home / "runs/early/initial-abound/checkpoints/step-29").exists, *words)
+    judged = drumline("verify", "runs/early", folder=home, **ONE)
+    assert "no images" not in judged.stderr + judged.stdout
+    said = distil(home, "elsewhere", *words, "checkpoint.resume=runs/early", code=2)
+    assert "stopped in its initial stage" in said
+    assert "--run.name early --checkpoint.resume auto" in said
+
+
 # Cached.
 
 
@@ -226,6 +236,26 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (TEACHER, "distill.method=hint", "distill.cache=maps"),
         ("distill.cache", "hint", "stage2", "leave out --distill.cache"),
     ),
+    "taps that nobody reads": (
+        (TEACHER, "distill.student_taps=stage1=layer9"),
+        ("distill.student_taps", "kd reads no taps"),
+    ),
+    "a tap that is no map": (
+        (TEACHER, "distill.method=hint", "distill.student_taps=stage2=fc"),
+        ("stage2 (fc)", "must be N x C x H x W", "distill.student_taps"),
+    ),
+    "an initial stage that is none": (
+        (TEACHER, "distill.initial_epochs=3"),
+        ("distill.initial_epochs = 3", "kd has no initial stage"),
+    ),
+    "nothing to keep the largest in": (
+        (TEACHER, "distill.cache_top=3"),
+        ("distill.cache_top", "give distill.cache too"),
+    ),
+    "a cache that is a file": (
+        (TEACHER, "distill.cache=other.safetensors"),
+        ("distill.cache = other.safetensors: is a file",),
+    ),
     "features of two teachers": (
         ("distill.teacher_weights=runs/teacher,runs/teacher", "distill.method=hint"),
         ("distill.method = hint", "there are 2", "kd, dkd, dist"),
@@ -244,3 +274,29 @@ def test_a_wrong_command_is_refused_with_the_field_and_a_fix(name: str, home: Pa
         assert text in done.stderr, done.stderr
     assert not (home / "runs/wrong").exists()
     assert not (home / "maps").exists()
+
+
+def test_a_teacher_that_was_shown_other_images_is_told_of(home: Path) -> None:
+    said = distil(
+        home,
+        "larger",
+        "distill.teacher_weights=runs/teacher/weights/last.safetensors",
+        "data.size=12",
+        "train.steps=2",
+    )
+    assert "data.size = 'auto' then, 12 now" in said
+
+
+PRESETS: dict[tuple[str, ...], str] = {
+    ("train", "imagenet/alone/resnet18", "train.steps=1"): "needs its images",
+    ("distill", "cifar100/alone/resnet20"): "use drumline train cifar100/alone/resnet20",
+    ("train", "cifar100/kd/resnet56-resnet20", "data.path=."): "train has no teacher",
+}
+
+
+@pytest.mark.parametrize("words", PRESETS, ids=lambda words: words[1])
+def test_a_preset_that_does_not_fit_the_command_is_refused(words: tuple[str, ...], tmp_path: Path) -> None:
+    done = drumline(*words, folder=tmp_path)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert PRESETS[words] in done.stderr
+    assert list(tmp_path.iterdir()) == []

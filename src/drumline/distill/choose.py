@@ -71,6 +71,11 @@ def choose(distill: Distill) -> Chosen:
             f"distill.standardise = true: {', '.join(names)} compares no logits",
             "leave it off, or give kd a weight by --distill.a",
         )
+    if distill.initial_epochs != "auto" and not any(METHODS[name].initial for name in others):
+        raise UserError(
+            f"distill.initial_epochs = {distill.initial_epochs:g}: {', '.join(names)} has no initial stage",
+            "leave it out; fsp, abound and factor have one",
+        )
     initial = tuple(
         (name, METHODS[name].initial_epochs if distill.initial_epochs == "auto" else distill.initial_epochs)
         for name in others

@@ -21,7 +21,7 @@ from drumline.data.order import evaluation_starts, share
 from drumline.distill.bundle import Bundle
 from drumline.distill.choose import Chosen, choose, stage_of
 from drumline.distill.gather import Gathered, over_the_world
-from drumline.distill.load import Loaded, load_teachers
+from drumline.distill.load import Loaded, load_teachers, other_views
 from drumline.distill.method import Anatomy, Method, Needs
 from drumline.distill.objective import Distillation, Part
 from drumline.distill.stored import refuse_uncacheable, store
@@ -67,7 +67,7 @@ def lesson(
     teachers = load_teachers(recipe, classes, world)
     pair = _Pair.of(recipe, chosen, student, teachers, sets.view.size, world)
     bundle = pair.bundle(recipe.run.seed, runs_student=not stage.name or pair.reads_student, world=world)
-    words = [word, *_take_over(bundle, pair.bare, stage.before, world)]
+    words = [word, *pair.words, *_take_over(bundle, pair.bare, stage.before, world)]
     cached = bool(recipe.distill.cache) and not stage.name
     if cached:
         refuse_uncacheable(recipe, pair.teacher_taps, sets.name)
@@ -75,13 +75,13 @@ def lesson(
     teacher = _teacher(recipe, chosen, pair, teachers, world, compiled=recipe.train.compile and not cached)
     teacher.agree(world)
     predictions, score = None, None
-    if not stage.name:
+    if not (stage.name and stage.before):
         predictions = torch.full((len(sets.eval),), -1, device=world.device)
         score = _measured(teacher, predictions, sets, recipe, world)
-        words.append(_teacher_words(teachers, score, sets.eval.labels))
+        words += [_teacher_words(teachers, score, sets.eval.labels), *other_views(recipe, teachers)]
         if cached:  # to be known before a cache is filled for hours
-            display.note(words[-1])
-    else:
+            display.note(_teacher_words(teachers, score, sets.eval.labels))
+    if stage.name:
         _freeze_idle(bundle, pair, teacher, sets.view.size)
     over_the_world(bundle.helpers, world)
     counts = [
@@ -150,6 +150,12 @@ class _Pair:
         wants_taps = any(not method.on_logits for method in methods.values())
         tapped, teacher = student, modules[0]
         example = torch.zeros((1, 3, size, size), device=world.device)
+        for key in ("student_taps", "teacher_taps"):
+            if getattr(recipe.distill, key) and not wants_taps:
+                raise UserError(
+                    f"distill.{key}: {', '.join(methods)} reads no taps",
+                    "leave it out, or use another method",
+                )
         if wants_taps:
             tapped = _tapped(student, "student_taps", recipe.distill.student_taps, example)
             teacher = _tapped(teacher, "teacher_taps", recipe.distill.teacher_taps, example)
@@ -170,6 +176,23 @@ class _Pair:
     def reads_student(self) -> bool:
         """Whether a method looks at anything of the student but its logits."""
         return any(need.student for need in self.needs.values())
+
+    @property
+    def words(self) -> list[str]:
+        """Where the taps that are read lie in networks that are not ours."""
+        sides = (
+            ("student", self.student, self.student_taps),
+            ("teacher", self.teachers[0], self.teacher_taps),
+        )
+        return [
+            f"taps of the {side}: {', '.join(f'{tap} = {model.places[tap]}' for tap in read)}"
+            for side, model, taps in sides
+            if isinstance(model, Tapped) and (read := [tap for tap in taps if tap in model.places])
+        ]
+
+    @property
+    def student_taps(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(tap for need in self.needs.values() for tap in need.student))
 
     @property
     def asking(self) -> tuple[str, ...]:
@@ -207,6 +230,14 @@ def anatomy(model: nn.Module, name: str, example: Tensor) -> Anatomy:
         else:
             logits = model(example)
     model.train(was_training)
+    for tap, value in taps.items():
+        wanted, form = (2, "N x C") if tap == "pooled" else (4, "N x C x H x W")
+        if value.ndim != wanted:
+            place = f" ({model.places[tap]})" if isinstance(model, Tapped) and tap in model.places else ""
+            raise UserError(
+                f"{tap}{place} of {name} has shape {' x '.join(map(str, value.shape))}, and must be {form}",
+                "name another place by distill.student_taps or distill.teacher_taps",
+            )
     norms = {tap: norm for tap in taps if (norm := norm_before(model, tap)) is not None}
     shapes = {tap: tuple(value.shape[1:]) for tap, value in taps.items()}
     return Anatomy(name, shapes, logits.shape[1], norms)
@@ -279,7 +310,8 @@ def _method_words(chosen: Chosen, stage: Stage) -> str:
     terms = [f"{chosen.r:g} cross-entropy"] if chosen.r else []
     terms += [f"{part.weight:g} {part.name}" for part in chosen.parts]
     opening = f"initial stage of {stage.name}: " if stage.name else "loss = "
-    return opening + " + ".join(terms) + (f", T = {chosen.T:g}" if not stage.name else "")
+    tempered = any(part.method.on_logits for part in chosen.parts)
+    return opening + " + ".join(terms) + (f", T = {chosen.T:g}" if tempered else "")
 
 
 def _refuse_misfits(recipe: Recipe, chosen: Chosen, world: World) -> None:
@@ -323,7 +355,8 @@ def _take_over(bundle: Bundle, student: nn.Module, before: tuple[Path, ...], wor
             if name in ours and ours[name].shape == tensor.shape
         }
         bundle.load_state_dict(taken, strict=False)
-        words.append(f"goes on from the initial stage {folder.name} ({len(taken)} tensors of helpers)")
+        helpers = f" and {len(taken)} tensors of its helpers" if taken else ""
+        words.append(f"goes on from the initial stage {folder.name}: its student{helpers}")
     if before:
         for tensor in bundle.state_dict().values():
             world.broadcast(tensor)

@@ -21,6 +21,8 @@ from drumline.recipe_file import load_recipe
 from drumline.state.checkpoint import is_checkpoint
 from drumline.train import prepare
 
+SHOWN = ("size", "mean", "std", "resize", "interpolation", "exif")
+"""Fields of `data` that decide what an evaluated image looks like to a network."""
 FIELDS = WeightFields("distill.teacher_weights", "distill.teacher")
 
 
@@ -64,16 +66,41 @@ def check_teachers(distill: Distill) -> tuple[str, ...]:
     return names or tuple(teacher_name(path) for path in weights)
 
 
+def other_views(recipe: Recipe, teachers: list[Loaded]) -> list[str]:
+    """A warning for each teacher of a run of ours that was shown its images otherwise than they are shown here."""
+    words = []
+    for teacher in teachers:
+        known = _recipe_of(teacher.weights)
+        theirs = load_recipe(str(known)).recipe.data if known else recipe.data
+        odd = [
+            f"data.{name} = {getattr(theirs, name)!r} then, {getattr(recipe.data, name)!r} now"
+            for name in SHOWN
+            if getattr(theirs, name) != getattr(recipe.data, name)
+        ]
+        if odd:
+            words.append(
+                f"WARNING: the teacher {teacher.weights} was trained on other images: {'; '.join(odd)}"
+            )
+    return words
+
+
 def teacher_name(path: str) -> str:
     """The model's name, from the recipe of the run that a path belongs to."""
-    folder = Path(path)
-    recipe = (folder.parent.parent if is_checkpoint(folder) else folder) / "recipe.toml"
-    if folder.is_file() or not recipe.is_file():
+    recipe = _recipe_of(path)
+    if recipe is None:
         raise UserError(
             f"distill.teacher is empty, and {path} is not a run folder that could tell it",
             "give the model's name, such as --distill.teacher resnet34",
         )
     return load_recipe(str(recipe)).recipe.model.name
+
+
+def _recipe_of(path: str) -> Path | None:
+    """The recipe of the run that a folder, a checkpoint or an exported file belongs to."""
+    place = Path(path)
+    inside = is_checkpoint(place) or (place.is_file() and place.parent.name == "weights")
+    recipe = (place.parent.parent if inside else place) / "recipe.toml"
+    return recipe if recipe.is_file() else None
 
 
 def _load(recipe: Recipe, name: str, path: str, classes: int, world: World) -> Loaded:

@@ -13,9 +13,11 @@ from pathlib import Path
 from drumline.data.sources import detect_source
 from drumline.distill.choose import choose
 from drumline.distill.lesson import Stage, lesson
+from drumline.errors import UserError
 from drumline.launch.world import World
+from drumline.observe.display import make_display
 from drumline.recipe import Recipe
-from drumline.state.checkpoint import newest_sound
+from drumline.state.checkpoint import checkpoints, is_checkpoint, newest_sound
 from drumline.state.folder import claim_name
 from drumline.train.loop import Result, train
 
@@ -30,7 +32,11 @@ def distill(recipe: Recipe, world: World) -> Result:
             stage = _stage_recipe(recipe, name, epochs)
             result = train(stage, world, partial(lesson, stage=Stage(name, done)))
             if not result.finished:
-                return result
+                make_display(world.rank).note(
+                    f"stopped in the initial stage of {name}; go on with "
+                    f"--run.name {recipe.run.name} --checkpoint.resume auto"
+                )
+                return replace(result, run=str(Path(result.run).parent))
             done = (*done, Path(stage.run.dir) / stage.run.name)
     return train(recipe, world, partial(lesson, stage=Stage(before=done)))
 
@@ -40,7 +46,18 @@ def _is_past(recipe: Recipe) -> bool:
     resume = recipe.checkpoint.resume
     if resume == "auto":
         return newest_sound(Path(recipe.run.dir) / recipe.run.name / "checkpoints")[0] is not None
+    if resume != "never" and _stopped_early(Path(resume)):
+        raise UserError(
+            f"checkpoint.resume = {resume}: was stopped in its initial stage",
+            f"go on under its own name: --run.name {Path(resume).name} --checkpoint.resume auto",
+        )
     return resume != "never"
+
+
+def _stopped_early(run: Path) -> bool:
+    """Whether a run folder has an initial stage and nothing after it."""
+    begun = not is_checkpoint(run) and any(run.glob("initial-*"))
+    return begun and not checkpoints(run / "checkpoints")
 
 
 def _named(recipe: Recipe, world: World) -> Recipe:

@@ -75,6 +75,8 @@ def store(
     recipe: Recipe, teacher: Teacher, identity: str, sets: prepare.Sets, plan: prepare.Plan, world: World
 ) -> Stored:
     """Opens the recipe's cache, fills what is missing of this run's epochs, compares a few rows with the teacher."""
+    if Path(recipe.distill.cache).is_file():
+        raise UserError(f"distill.cache = {recipe.distill.cache}: is a file", "give a folder, or a new name")
     normalise = prepare.normaliser(sets, recipe, world)
     rule = _rule(recipe, teacher, sets.view.size, world)
     key = make_key(

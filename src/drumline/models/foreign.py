@@ -109,7 +109,7 @@ def places_from_text(text: str, model: nn.Module | None = None) -> dict[str, str
     """`stage1=layer1,stage1.pre=layer1.1.relu:input,pooled=fc:input` as a dict; checked against the modules of
     `model` where it is given."""
     places: dict[str, str] = {}
-    for entry in filter(None, (part.strip() for part in text.split(","))):
+    for entry in filter(None, re.split(r"[,\s]+", re.sub(r"\s*=\s*", "=", text))):
         tap, equals, place = (part.strip() for part in entry.partition("="))
         if not equals or not place:
             raise UserError(

@@ -39,7 +39,7 @@ def require_pairs(method: str, student: Anatomy, teacher: Anatomy, least: int = 
         counts = " and ".join(f"{len(network.stages)} of {network.name}" for network in (student, teacher))
         raise UserError(
             f"distill.method = {method}: it needs {least} or more named stages of each network; it has {counts}",
-            "use a method that reads logits, such as kd or dkd, or models of drumline's own, whose stages are named",
+            "name stages by distill.student_taps and distill.teacher_taps, or use a method on logits such as kd",
         )
     return pairs
 
@@ -50,7 +50,7 @@ def require_tap(method: str, network: Anatomy, tap: str) -> str:
         raise UserError(
             f"distill.method = {method}: reads the tap `{tap}`, and {network.name} has none (it has: "
             f"{', '.join(network.shapes) or 'no taps'})",
-            "use a model that has it, or a method on logits such as kd",
+            "name its place by distill.student_taps or distill.teacher_taps, or use a method on logits such as kd",
         )
     return tap
 
