@@ -180,7 +180,7 @@ def _pairs(method: str, student: Anatomy, teacher: Anatomy) -> list[Pair]:
             raise UserError(
                 f"distill.method = {method}: compares values before the activation, and {anatomy.name} has no "
                 f"{missing[0] if missing else 'stages'}",
-                "name its places (stage1.pre=bn1,...) by distill.student_taps or distill.teacher_taps, or use another one",
+                "name it in distill.student_taps or distill.teacher_taps (stage1.pre=bn1,...), or use another method",
             )
     count = min(map(len, both))
     return list(zip(both[0][-count:], both[1][-count:], strict=True))
