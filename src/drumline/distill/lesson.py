@@ -38,7 +38,7 @@ from drumline.train import prepare
 from drumline.train.evaluate import Score
 from drumline.train.objective import Classification
 from drumline.train.score import score_module
-from drumline.train.task import Task
+from drumline.train.task import Task, unchanged
 
 
 @dataclass(frozen=True)
@@ -82,33 +82,18 @@ def lesson(
         if cached:  # to be known before a cache is filled for hours
             display.note(_teacher_words(teachers, score, sets.eval.labels))
     if stage.name:
-        _freeze_idle(bundle, pair, teacher, sets.view.size)
+        _freeze_idle(bundle, teacher, sets.view.size)
     over_the_world(bundle.helpers, world)
-    counts = [
-        len(range(recipe.data.batch)[share(recipe.data.batch, rank, world.size, sets.unit)])
-        for rank in range(world.size)
-    ]
-    labels = torch.from_numpy(sets.train.labels).to(world.device)
     stored = None
     if cached:
         stored = store(recipe, teacher, _identity(teacher, teachers, weights), sets, plan, world)
     words += stored.words if stored else ()
     objective = Distillation(
-        parts=[
-            Part(
-                part.name,
-                part.method,
-                part.weight,
-                pair.needs[part.name],
-                part.name in bundle.helpers,
-                part.method.memory(labels, recipe.run.seed, world),
-            )
-            for part in chosen.parts
-        ],
+        parts=_parts(chosen, pair, bundle, torch.from_numpy(sets.train.labels), recipe.run.seed, world),
         r=chosen.r,
         classification=Classification(recipe.train.label_smoothing, classes),
         source=stored or Live(teacher),
-        gathered=Gathered(world, counts),
+        gathered=Gathered(world, _shares(recipe.data.batch, sets.unit, world)),
         device=world.device,
         per_epoch=plan.per_epoch,
         teacher=None if stored else teacher,
@@ -124,8 +109,30 @@ def lesson(
         rival=predictions,
         rival_top1=score.accuracy if score else None,
         evaluates=not stage.name,
-        **({"feed": stored.feed} if stored else {}),
+        feed=stored.feed if stored else unchanged,
     )
+
+
+def _parts(
+    chosen: Chosen, pair: _Pair, bundle: Bundle, labels: Tensor, seed: int, world: World
+) -> list[Part]:
+    """The methods with all that they need; memories are made here."""
+    return [
+        Part(
+            part.name,
+            part.method,
+            part.weight,
+            pair.needs[part.name],
+            helped=part.name in bundle.helpers,
+            memory=part.method.memory(labels.to(world.device), seed, world),
+        )
+        for part in chosen.parts
+    ]
+
+
+def _shares(batch: int, unit: int, world: World) -> list[int]:
+    """Every rank's samples of a global batch."""
+    return [len(range(batch)[share(batch, rank, world.size, unit)]) for rank in range(world.size)]
 
 
 @dataclass(frozen=True)
@@ -363,7 +370,7 @@ def _take_over(bundle: Bundle, student: nn.Module, before: tuple[Path, ...], wor
     return words
 
 
-def _freeze_idle(bundle: Bundle, pair: _Pair, teacher: Teacher, size: int) -> None:
+def _freeze_idle(bundle: Bundle, teacher: Teacher, size: int) -> None:
     """Turns gradients off for what an initial stage does not train, such as the student's last layer: found by one
     backward of a copy. DDP would wait for them for ever."""
     trial = copy.deepcopy(bundle).train()

@@ -23,6 +23,11 @@ Feed = Callable[[Batches, Iterable[Request]], Batches]
 """Adds to this rank's batches what the objective wants beside them."""
 
 
+def unchanged(batches: Batches, requests: Iterable[Request]) -> Batches:
+    """The batches as they are."""
+    return batches
+
+
 @dataclass(frozen=True)
 class Task:
     """Built before the run's first step, by every rank alike."""
@@ -40,7 +45,7 @@ class Task:
     """The other model's score."""
     evaluates: bool = True
     """Whether the model's score means anything."""
-    feed: Feed = lambda batches, requests: batches
+    feed: Feed = unchanged
 
 
 Builder = Callable[[Recipe, prepare.Sets, prepare.Plan, World, Display], Task]
