@@ -6,7 +6,6 @@ As a program (`python -m tests.distill.bank_ranks FOLDER`) it is one rank, and l
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 from functools import cache
@@ -20,10 +19,9 @@ from drumline.distill.bank import ContrastBank
 from drumline.distill.method import Anatomy, Seen
 from drumline.distill.methods.contrast import Crd
 from drumline.launch.environment import read_place
-from drumline.launch.network import free_port
 from drumline.launch.world import World, join
+from tests.launch.ranks import run_ranks
 
-ROOT = Path(__file__).parents[2]
 SAMPLES, BATCH, STEPS, CLASSES, SEED = 37, 10, 6, 4, 11
 METHOD = Crd(K=50, dim=8)
 STUDENT, TEACHER = Anatomy("small", {"pooled": (5,)}, CLASSES), Anatomy("large", {"pooled": (7,)}, CLASSES)
@@ -34,30 +32,7 @@ LABELS = torch.arange(SAMPLES) * 7 % CLASSES
 def results(size: int) -> list[dict[str, Any]]:
     """What every rank of a world of `size` found, in rank order. Starts the processes on the first call."""
     with tempfile.TemporaryDirectory() as folder:
-        common = {
-            "WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port("127.0.0.1")),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.distill.bank_ranks", folder],
-                env={**os.environ, **common, "RANK": str(rank)},
-                cwd=ROOT,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(size)
-        ]
-        try:
-            errors = [process.communicate(timeout=120)[1] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        assert [process.returncode for process in processes] == [0] * size, "\n".join(errors)
+        run_ranks("tests.distill.bank_ranks", size, folder)
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(size)]
 
 

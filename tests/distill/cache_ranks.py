@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import nullcontext
@@ -29,10 +28,9 @@ from drumline.distill.key import Key, make_key
 from drumline.distill.payload import Rule
 from drumline.errors import UserError
 from drumline.launch.environment import read_place
-from drumline.launch.network import free_port
 from drumline.launch.world import World, join
+from tests.launch.ranks import run_ranks
 
-ROOT = Path(__file__).parents[2]
 SEED, CLASSES, WIDTH = 7, 10, 6
 SMALL_BLOCK = 512
 """1,438 digits: three blocks of two chunks, the last chunk of 158."""
@@ -101,30 +99,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def results(size: int, folder: Path) -> list[dict[str, Any]]:
     """What every rank of a world of `size` found; they fill `folder`/cache."""
-    common = {
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port("127.0.0.1")),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.distill.cache_ranks", str(folder)],
-            env={**os.environ, **common, "RANK": str(rank)},
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * size, "\n".join(errors)
+    run_ranks("tests.distill.cache_ranks", size, folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
 

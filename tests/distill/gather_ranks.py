@@ -6,7 +6,6 @@ As a program (`python -m tests.distill.gather_ranks FOLDER`) it is one rank.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 from functools import cache
@@ -18,10 +17,9 @@ from torch import Tensor, nn
 
 from drumline.distill.gather import Gathered, over_the_world
 from drumline.launch.environment import read_place
-from drumline.launch.network import free_port
 from drumline.launch.world import World, join
+from tests.launch.ranks import run_ranks
 
-ROOT = Path(__file__).parents[2]
 COUNTS = {2: (5, 3), 3: (4, 1, 3)}
 """Samples of each rank; eight in all, uneven."""
 GLOBAL = 8
@@ -90,7 +88,7 @@ def gathered(world: World) -> dict[str, Tensor]:
     (loss * counts[world.rank] / GLOBAL).backward()
     assert weight.grad is not None
     assert inputs.grad is not None
-    labels = everywhere.all({"labels": torch.arange(GLOBAL)[own]})["labels"]
+    labels = everywhere(torch.arange(GLOBAL)[own])
     return {
         "loss": loss.detach(),
         "rows": rows.detach(),
@@ -104,30 +102,7 @@ def gathered(world: World) -> dict[str, Tensor]:
 def results(size: int) -> list[dict[str, dict[str, Tensor]]]:
     """What every rank of a world of `size` found, in rank order."""
     with tempfile.TemporaryDirectory() as folder:
-        common = {
-            "WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port("127.0.0.1")),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.distill.gather_ranks", folder],
-                env={**os.environ, **common, "RANK": str(rank)},
-                cwd=ROOT,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(size)
-        ]
-        try:
-            errors = [process.communicate(timeout=120)[1] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        assert [process.returncode for process in processes] == [0] * size, "\n".join(errors)
+        run_ranks("tests.distill.gather_ranks", size, folder)
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(size)]
 
 

@@ -6,7 +6,6 @@ As a program (`python -m tests.distill.ranks FOLDER`) it is one rank.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 from contextlib import closing
@@ -20,7 +19,6 @@ from safetensors.torch import save_file
 from drumline.distill.lesson import Stage, lesson
 from drumline.distill.methods import METHODS
 from drumline.launch.environment import read_place
-from drumline.launch.network import free_port
 from drumline.launch.world import World, join
 from drumline.models import create_model
 from drumline.observe.display import make_display
@@ -29,8 +27,8 @@ from drumline.train import prepare
 from drumline.train.agreement import check_models
 from drumline.train.step import TrainStep
 from tests.distill.nets import wakened
+from tests.launch.ranks import run_ranks
 
-ROOT = Path(__file__).parents[2]
 BATCH = 26
 """Uneven over 4 processes."""
 PAIRS = {"crd,rkd": ("crd", "rkd"), "hint,similarity": ("hint", "similarity"), "dkd,dist": ("dkd", "dist")}
@@ -110,30 +108,7 @@ def results(size: int) -> list[dict[str, Any]]:
     """What every rank of a world of `size` found, in rank order."""
     with tempfile.TemporaryDirectory() as folder:
         write_teacher(Path(folder))
-        common = {
-            "WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port("127.0.0.1")),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.distill.ranks", folder],
-                env={**os.environ, **common, "RANK": str(rank)},
-                cwd=ROOT,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(size)
-        ]
-        try:
-            errors = [process.communicate(timeout=300)[1] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        assert [process.returncode for process in processes] == [0] * size, "\n".join(errors)
+        run_ranks("tests.distill.ranks", size, folder, seconds=300)
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(size)]
 
 

@@ -29,6 +29,7 @@ from drumline.errors import UserError
 from drumline.launch.world import alone
 from tests.distill import cache_ranks
 from tests.distill.cache_ranks import CLASSES, FULL, TOP, contents, feed, filled, key, teacher
+from tests.launch.ranks import ROOT
 
 HERE = alone(torch.device("cpu"))
 ELSEWHERE = {"device": "another", "torch": "1.0", "kernels": cache_module.SAME_BITS}
@@ -69,7 +70,7 @@ def test_a_killed_fill_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
         "cache.BLOCK, here = cache_ranks.SMALL_BLOCK, alone(torch.device('cpu'))\n"
         f"cache_ranks.filled(Path({str(killed)!r}), here, range(4), stopping=lambda: time.sleep(0.2))"
     )
-    with subprocess.Popen([sys.executable, "-c", program], cwd=cache_ranks.ROOT) as run:
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) as run:
         while run.poll() is None and len(list(killed.glob("*/*.rows"))) < 4:
             time.sleep(0.02)
         run.send_signal(signal.SIGKILL)

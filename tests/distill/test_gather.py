@@ -81,7 +81,6 @@ def test_alone_rows_are_left_as_they_are() -> None:
     rows = torch.randn(3, 2)
     everywhere = Gathered(alone(CPU), [3])
     assert everywhere(rows) is rows
-    assert everywhere.all({"a": rows})["a"] is rows
 
 
 def nested() -> nn.Module:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +22,6 @@ from torch import nn
 from drumline.data.order import evaluation_requests, share
 from drumline.errors import UserError
 from drumline.launch.environment import read_place
-from drumline.launch.network import free_port
 from drumline.launch.world import World, join
 from drumline.parallel.layout import BufferMean
 from drumline.recipe import Train
@@ -32,9 +30,9 @@ from drumline.train.evaluate import evaluate
 from drumline.train.meter import MeterReader
 from drumline.train.stop import StopSign
 from tests.launch.job import is_running
+from tests.launch.ranks import run_ranks
 from tests.train import tiny
 
-ROOT = Path(__file__).parents[2]
 SAMPLES, EVAL_BATCH = 23, 4
 
 
@@ -42,31 +40,7 @@ SAMPLES, EVAL_BATCH = 23, 4
 def results(size: int) -> list[dict[str, Any]]:
     """What every rank of a world of `size` found, in rank order. Starts the processes on the first call."""
     with tempfile.TemporaryDirectory() as folder:
-        port = free_port("127.0.0.1")
-        common = {
-            "WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.train.ranks", folder],
-                env={**os.environ, **common, "RANK": str(rank)},
-                cwd=ROOT,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(size)
-        ]
-        try:
-            errors = [process.communicate(timeout=120)[1] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        assert [process.returncode for process in processes] == [0] * size, "\n".join(errors)
+        run_ranks("tests.train.ranks", size, folder)
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(size)]
 
 

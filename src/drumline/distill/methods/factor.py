@@ -64,22 +64,13 @@ class Paraphrase(Method):
 
 
 @dataclass(frozen=True)
-class Factor(Method):
+class Factor(Paraphrase):
     """Paraphrasing complex network (Kim et al., 2018), with p = 1: their loss and their weight of 500.
 
     RepDistiller normalises otherwise and weighs by 200: the figures published for CIFAR-100 are of that variant.
     """
 
     weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=500.0)
-    helper_asks_teacher: ClassVar[bool] = True
-    initial: ClassVar[str] = "paraphrase"
-    initial_epochs: ClassVar[float] = 30.0
-
-    k: float = 0.5
-    """Channels of a factor for each channel of the teacher's last map."""
-
-    def __post_init__(self) -> None:
-        _check(self.k)
 
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
         """The last map of both."""
