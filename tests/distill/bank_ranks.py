@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from drumline.distill.method import Anatomy, Seen
 from drumline.distill.methods.contrast import Crd
 from drumline.launch.environment import read_place
 from drumline.launch.world import World, join
-from tests.launch.ranks import run_ranks
+from tests.launch.ranks import results_of
 
 SAMPLES, BATCH, STEPS, CLASSES, SEED = 37, 10, 6, 4, 11
 METHOD = Crd(K=50, dim=8)
@@ -28,12 +26,9 @@ STUDENT, TEACHER = Anatomy("small", {"pooled": (5,)}, CLASSES), Anatomy("large",
 LABELS = torch.arange(SAMPLES) * 7 % CLASSES
 
 
-@cache
 def results(size: int) -> list[dict[str, Any]]:
     """What every rank of a world of `size` found, in rank order. Starts the processes on the first call."""
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks("tests.distill.bank_ranks", size, folder)
-        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(size)]
+    return results_of("tests.distill.bank_ranks", size)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 from drumline.distill.gather import Gathered, over_the_world
 from drumline.launch.environment import read_place
 from drumline.launch.world import World, join
-from tests.launch.ranks import run_ranks
+from tests.launch.ranks import results_of
 
 COUNTS = {2: (5, 3), 3: (4, 1, 3)}
 """Samples of each rank; eight in all, uneven."""
@@ -98,12 +96,9 @@ def gathered(world: World) -> dict[str, Tensor]:
     }
 
 
-@cache
 def results(size: int) -> list[dict[str, dict[str, Tensor]]]:
     """What every rank of a world of `size` found, in rank order."""
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks("tests.distill.gather_ranks", size, folder)
-        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(size)]
+    return results_of("tests.distill.gather_ranks", size)
 
 
 def main(folder: Path) -> None:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from contextlib import closing
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from drumline.train import prepare
 from drumline.train.agreement import check_models
 from drumline.train.step import TrainStep
 from tests.distill.nets import wakened
-from tests.launch.ranks import run_ranks
+from tests.launch.ranks import results_of
 
 BATCH = 26
 """Uneven over 4 processes."""
@@ -103,13 +101,9 @@ def two_steps(folder: Path, name: str, world: World) -> dict[str, Any]:
     return {**found, "idle": idle, "terms": list(task.objective.terms)}
 
 
-@cache
 def results(size: int) -> list[dict[str, Any]]:
     """What every rank of a world of `size` found, in rank order."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_teacher(Path(folder))
-        run_ranks("tests.distill.ranks", size, folder, seconds=300)
-        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(size)]
+    return results_of("tests.distill.ranks", size, write_teacher, seconds=300)
 
 
 def main(folder: Path, names: list[str]) -> None:

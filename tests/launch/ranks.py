@@ -2,14 +2,51 @@
 
 from __future__ import annotations
 
+import atexit
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from drumline.launch.network import free_port
 
 ROOT = Path(__file__).parents[2]
+
+
+@cache
+def results_of(
+    module: str, size: int, prepare: Callable[[Path], None] = lambda folder: None, seconds: float = 120
+) -> list[dict[str, Any]]:
+    """What every rank of a world of `size` left in its `RANK.pt`, in rank order. `prepare` may put something into
+    their folder first. Started once for all of pytest-xdist's workers: whoever asks first starts them."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    folder = Path(tempfile.gettempdir()) / f"drumline-ranks-{run}" / f"{module}-{size}"
+    folder.mkdir(parents=True, exist_ok=True)
+    user = folder.parent / f"user-{os.getpid()}"
+    user.touch()
+    atexit.register(_leave, user)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            prepare(folder)
+            run_ranks(module, size, folder, seconds)
+            (folder / "done").touch()
+        return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
+
+
+def _leave(user: Path) -> None:
+    """The last worker to leave takes the results away."""
+    user.unlink(missing_ok=True)
+    if not any(user.parent.glob("user-*")):
+        shutil.rmtree(user.parent, ignore_errors=True)
 
 
 def run_ranks(module: str, size: int, folder: Path | str, seconds: float = 120) -> None:

@@ -8,11 +8,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +28,15 @@ from drumline.train.evaluate import evaluate
 from drumline.train.meter import MeterReader
 from drumline.train.stop import StopSign
 from tests.launch.job import is_running
-from tests.launch.ranks import run_ranks
+from tests.launch.ranks import results_of
 from tests.train import tiny
 
 SAMPLES, EVAL_BATCH = 23, 4
 
 
-@cache
 def results(size: int) -> list[dict[str, Any]]:
     """What every rank of a world of `size` found, in rank order. Starts the processes on the first call."""
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks("tests.train.ranks", size, folder)
-        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(size)]
+    return results_of("tests.train.ranks", size)
 
 
 def main(folder: Path) -> None:
