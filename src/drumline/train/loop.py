@@ -212,8 +212,10 @@ def _closing_words(result: Result) -> str:
         score = f"top-1 {result.top1:.2%} ({result.correct:,} of {result.samples:,})"
     if result.best_top1 is not None:
         score += f", best {result.best_top1:.2%} at epoch {result.best_epoch:g}"
+    if result.teacher_top1 is not None:
+        score += f"; teacher {result.teacher_top1:.2%}"
     if result.agreement is not None:
-        score += f"; teacher {result.teacher_top1:.2%}, agreement {result.agreement:.2%}"
+        score += f", agreement {result.agreement:.2%}"
     return f"{'finished' if result.finished else 'stopped'}: {score}; run folder {result.run}"
 
 
