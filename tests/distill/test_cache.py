@@ -31,6 +31,7 @@ from drumline.errors import UserError
 from drumline.launch.world import alone
 from tests.distill import cache_ranks
 from tests.distill.cache_ranks import CLASSES, MEAN, SEED, STD, VIEW, feed, filled, key, teacher
+from tests.launch.ranks import one_thread
 
 CPU = torch.device("cpu")
 HERE = alone(CPU)
@@ -40,10 +41,8 @@ TYPES = ["float32", "bfloat16", "float16"]
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cache_module, "BLOCK", cache_ranks.SMALL_BLOCK)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with one_thread():
+        yield
 
 
 def outputs(rule: Rule, count: int, seed: int, levels: int) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -18,6 +18,7 @@ from drumline.distill.methods.contrast import Crd, log_partition, nce, scores
 from drumline.errors import UserError
 from drumline.launch.world import alone
 from tests.distill import bank_ranks
+from tests.launch.ranks import one_thread
 
 WORLD = alone(torch.device("cpu"))
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 3])
@@ -26,11 +27,8 @@ SMALL, LARGE = Anatomy("small", {"pooled": (5,)}, 4), Anatomy("large", {"pooled"
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """As the processes have that this one is compared with: the number decides the order of additions."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with one_thread():
+        yield
 
 
 def unit(count: int, dim: int, seed: int) -> Tensor:

@@ -29,7 +29,7 @@ from drumline.errors import UserError
 from drumline.launch.world import alone
 from tests.distill import cache_ranks
 from tests.distill.cache_ranks import CLASSES, FULL, TOP, contents, feed, filled, key, teacher
-from tests.launch.ranks import ROOT
+from tests.launch.ranks import ROOT, one_thread
 
 HERE = alone(torch.device("cpu"))
 ELSEWHERE = {"device": "another", "torch": "1.0", "kernels": cache_module.SAME_BITS}
@@ -39,10 +39,8 @@ HALF = Rule(CLASSES, "bfloat16", pooled=cache_ranks.WIDTH)
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cache_module, "BLOCK", cache_ranks.SMALL_BLOCK)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with one_thread():
+        yield
 
 
 def test_a_block_is_a_whole_number_of_chunks() -> None:

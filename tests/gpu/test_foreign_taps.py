@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from drumline.models.registry import create_model
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 pytestmark = [
+    pytest.mark.usefixtures("repeatable"),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
@@ -72,19 +71,6 @@ PLACES: list[tuple[str, list[str], str]] = [
     ("timm/swin_tiny_patch4_window7_224", [], ""),
 ]
 EXACT = [name for name, _, _ in PLACES if "swin" not in name and "vit" not in name]
-
-
-@pytest.fixture(autouse=True)
-def repeatable() -> Iterator[None]:
-    """Kernels that give the same bits each time, where there are such."""
-    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
-        yield
-    torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
 
 
 def made(name: str) -> nn.Module:

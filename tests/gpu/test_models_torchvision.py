@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,19 +29,6 @@ CLASSES = 16
 @pytest.fixture
 def torchvision_models() -> object:
     return pytest.importorskip("torchvision.models", reason="needs torchvision")
-
-
-@pytest.fixture
-def repeatable() -> Iterator[None]:
-    """Kernels that give the same bits each time. torchvision's VGG has one that only warns, hence warn_only."""
-    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
-        yield
-    torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
 
 
 def pair(models: object, name: str, seed: int) -> tuple[nn.Module, nn.Module]:

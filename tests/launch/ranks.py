@@ -9,7 +9,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,15 @@ import torch
 from drumline.launch.network import free_port
 
 ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """As the ranks have, for what is compared with them bit by bit: the number decides the order of additions."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @cache

@@ -78,9 +78,10 @@ def lesson(
     if not (stage.name and stage.before):
         predictions = torch.full((len(sets.eval),), -1, device=world.device)
         score = _measured(teacher, predictions, sets, recipe, world)
-        words += [_teacher_words(teachers, score, sets.eval.labels), *other_views(recipe, teachers)]
-        if cached:  # to be known before a cache is filled for hours
-            display.note(_teacher_words(teachers, score, sets.eval.labels))
+        told = [_teacher_words(teachers, score, sets.eval.labels), *other_views(recipe, teachers)]
+        words += told
+        for line in told if cached else ():  # to be known before a cache is filled for hours
+            display.note(line)
     if stage.name:
         _freeze_idle(bundle, teacher, sets.view.size)
     over_the_world(bundle.helpers, world)
@@ -117,6 +118,7 @@ def _parts(
     chosen: Chosen, pair: _Pair, bundle: Bundle, labels: Tensor, seed: int, world: World
 ) -> list[Part]:
     """The methods with all that they need; memories are made here."""
+    labels = labels.to(world.device)
     return [
         Part(
             part.name,
@@ -124,7 +126,7 @@ def _parts(
             part.weight,
             pair.needs[part.name],
             helped=part.name in bundle.helpers,
-            memory=part.method.memory(labels.to(world.device), seed, world),
+            memory=part.method.memory(labels, seed, world),
         )
         for part in chosen.parts
     ]

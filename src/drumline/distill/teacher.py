@@ -7,7 +7,6 @@ nothing wait. Ensembles average softened probabilities or logits by given shares
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from drumline.data.views import Batch
 from drumline.errors import UserError
 from drumline.launch.world import World
-from drumline.state.fingerprint import fingerprints
+from drumline.state.fingerprint import fingerprints, state_sha256
 
 Rule = Literal["probabilities", "logits"]
 _SIXTEEN_BIT = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
@@ -151,9 +150,9 @@ def ensemble(logits: Sequence[Tensor], shares: Sequence[float], rule: Rule, temp
 
 def weights_sha256(modules: Sequence[nn.Module]) -> str:
     """What a cache knows a teacher by: every byte of its parameters and buffers."""
-    digest = hashlib.sha256()
-    for module in modules:
-        for name, tensor in sorted(module.state_dict().items()):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    tensors = {
+        f"{number}/{name}": tensor
+        for number, module in enumerate(modules)
+        for name, tensor in module.state_dict().items()
+    }
+    return state_sha256({"model": tensors})

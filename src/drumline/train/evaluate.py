@@ -76,12 +76,11 @@ def evaluate(
             world.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None
         ):
             logits = model(images)[: len(batch.labels)].float()
-        guesses = logits.argmax(dim=1)
         totals[:5] += tally(logits, batch.labels)
         if rival is not None:
-            totals[5] += (guesses == rival[batch.samples]).sum()
+            totals[5] += (logits.argmax(dim=1) == rival[batch.samples]).sum()
         if record is not None:
-            record[batch.samples] = guesses
+            record[batch.samples] = logits.argmax(dim=1)
         done += len(batch.labels)
         watch(min(samples, done * world.size))
     model.train(was_training)
