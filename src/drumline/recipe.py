@@ -29,6 +29,11 @@ class Run:
     """Where to compute. `auto` takes CUDA when there is a GPU."""
     deterministic: bool = True
     """Use only kernels that give the same bits on every run (GPU: costs up to about 10 %)."""
+    strict: bool = False
+    """The same bits on any number of processes up to `shards`, whatever is killed and restarted: each shard of the
+    global batch is computed alone, and gradients are added in a fixed order."""
+    shards: AutoInt = "auto"
+    """Equal parts of the global batch in strict mode; part of what decides the bits. `auto`: 8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +164,8 @@ class Train:
     """Share of the target spread over all classes."""
     ema: float = 0.0
     """Decay of a moving average of the weights, evaluated and saved beside the model; 0 turns it off."""
+    sync_bn: bool = False
+    """BatchNorm over the whole global batch instead of each process's (strict mode: each shard's) part of it."""
     channels_last: bool = True
     """NHWC memory layout on a GPU. On a CPU the layout stays NCHW."""
     compile: bool = False
@@ -247,6 +254,30 @@ class Parallel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How the processes of a run are watched over."""
+
+    restarts: int = 0
+    """How often a run that lost a process goes on by itself from its newest checkpoint. 0: it ends."""
+    hang: float = 60.0
+    """Seconds without a step, or another sign of progress, before a process counts as hung: the stack of each is
+    printed, and the run restarts or ends. 0: never."""
+    min_nodes: AutoInt = "auto"
+    """Machines that a restart may go on with when others are gone. `auto`: all of parallel.nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guard:
+    """What looks for silent mistakes while a run trains."""
+
+    action: Literal["stop", "warn"] = "stop"
+    """What happens when one is found: the run ends, or goes on after a warning."""
+    every: int = 100
+    """Fingerprint parameters, gradients, buffers, optimizer and sample ids, and compare all processes, every this
+    many steps; after the first three steps and at each checkpoint in any case."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """What is kept, how often, and how a run goes on."""
 
@@ -272,6 +303,8 @@ class Recipe:
     train: Train = field(default_factory=Train)
     distill: Distill = field(default_factory=Distill)
     parallel: Parallel = field(default_factory=Parallel)
+    launch: Launch = field(default_factory=Launch)
+    guard: Guard = field(default_factory=Guard)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
 

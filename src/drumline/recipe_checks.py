@@ -14,6 +14,8 @@ from drumline.errors import UserError
 from drumline.launch.rendezvous import parse_rendezvous
 from drumline.recipe import Recipe, field_names, value_of
 
+DEFAULT_SHARDS = 8
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -52,6 +54,7 @@ def _bounds(recipe: Recipe) -> Iterator[Problem]:
     """Values that are wrong by themselves."""
     at_least: tuple[tuple[str, float], ...] = (
         ("run.seed", 0),
+        ("run.shards", 1),
         ("data.batch", 1),
         ("data.size", 1),
         ("data.workers", 0),
@@ -87,6 +90,10 @@ def _bounds(recipe: Recipe) -> Iterator[Problem]:
         ("parallel.node_rank", 0),
         ("parallel.timeout", 1),
         ("parallel.threads", 1),
+        ("launch.restarts", 0),
+        ("launch.hang", 0),
+        ("launch.min_nodes", 1),
+        ("guard.every", 1),
         ("checkpoint.every_steps", 0),
         ("checkpoint.every_epochs", 0),
         ("checkpoint.keep", 1),
@@ -200,6 +207,7 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
             f"too few samples for {world} x {train.accumulate} (processes x train.accumulate)",
             f"give at least {world * train.accumulate}, or lower the others",
         )
+    yield from _strict(recipe, world)
     if parallel.layout == "dp" and train.gradient_checkpointing:
         yield Problem(
             "train.gradient_checkpointing",
@@ -245,3 +253,41 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("optim.milestones", f"optim.schedule = {optim.schedule} has none", "set it to step")
     if recipe.checkpoint.resume == "auto" and recipe.run.name == "auto":
         yield Problem("checkpoint.resume", "cannot tell which run while run.name = auto", "set run.name")
+
+
+def _strict(recipe: Recipe, world: int) -> Iterator[Problem]:
+    """What strict mode rules out; `world` is the least number of processes."""
+    run, shards = recipe.run, shard_count(recipe)
+    if not run.strict:
+        if run.shards != "auto":
+            yield Problem("run.shards", "only strict mode has shards", "add --run.strict, or leave it out")
+        return
+    if not run.deterministic:
+        yield Problem("run.strict", "needs run.deterministic", "leave out --run.no-deterministic")
+    if recipe.parallel.layout == "dp":
+        yield Problem("parallel.layout", "dp does not go with run.strict", "use ddp, or auto")
+    if recipe.train.accumulate > 1:
+        yield Problem(
+            "train.accumulate",
+            "strict mode computes the global batch in shards instead",
+            f"leave it out, and give --run.shards {world * recipe.train.accumulate} or more for smaller parts",
+        )
+    if world > shards:
+        yield Problem(
+            "run.shards",
+            f"fewer shards than the {world} processes asked for",
+            f"give --run.shards {world} or more; bits depend on the shards, not on the processes",
+        )
+    unit = 2 if recipe.data.mixup or recipe.data.cutmix else 1
+    if recipe.data.batch % (shards * unit):
+        least = -(-recipe.data.batch // (shards * unit)) * shards * unit
+        yield Problem(
+            "data.batch",
+            f"does not fall into {shards} equal shards" + (" of mixed pairs" if unit == 2 else ""),
+            f"give --data.batch {least}, or other --run.shards",
+        )
+
+
+def shard_count(recipe: Recipe) -> int:
+    """How many shards strict mode cuts the global batch into."""
+    return DEFAULT_SHARDS if recipe.run.shards == "auto" else recipe.run.shards
