@@ -4,8 +4,8 @@
 
 Both loops take the same resident uint8 batches, normalise on the GPU, run the same model under bf16 autocast,
 step the same fused SGD and use the same kernels. The hand-written one is what a careful person writes: no host
-sync, no logging. Ours does all it always does: metrics, timing, learning-rate schedule, stop signal. The rounds
-alternate, so a change of clock speed hits both. Prints a markdown table.
+sync, no logging. Ours does all it always does: metrics, timing, learning-rate schedule, stop signal, guards. The
+rounds alternate, so a change of clock speed hits both. Prints a markdown table.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from drumline.models import create_model
 from drumline.recipe import Checkpoint, Data, Model, Optim, Recipe, Run, Train
 from drumline.state.fingerprint import state_sha256
 from drumline.train import prepare
+from drumline.train.guards import Guards
 from drumline.train.loop import take_steps
 from drumline.train.start import start
 from drumline.train.step import TrainStep
@@ -98,10 +99,12 @@ def ours(recipe: Recipe, steps: int) -> tuple[float, float, str]:
         run = start(recipe, world, classification, cleanup)
         # TensorBoard is imported on a background thread with the first metric: a start-up cost, not a step's.
         timed = Timed(run.step, WARM + steps - 1, settle=run.reporter.logbook.flush)
-        with StopSign(world) as stop:
-            take_steps(replace(run, step=timed), stop)  # type: ignore[arg-type]
+        run = replace(run, step=timed)  # type: ignore[arg-type]
+        guards = Guards(run)
+        with StopSign(world, guards.poll) as stop:
+            take_steps(run, stop, guards)
         state = state_sha256(run.trainee.tensors())
-        return (timed.ended - timed.begun) / steps, replay_alone(run.step, steps), state
+        return (timed.ended - timed.begun) / steps, replay_alone(timed.step, steps), state
 
 
 def replay_alone(step: TrainStep, times: int) -> float:

@@ -144,6 +144,35 @@ def test_a_list_stops_before_the_recipe_file(folder: Path) -> None:
     assert train("--data.mean 0.5 recipe.toml").recipe.data.mean == (0.5,)
 
 
+CODE = {
+    "model.name": '[model]\nname = "mine.nets:tiny"\n',
+    "data.source": '[data]\nsource = "mine.nets:tiny"\n',
+    "distill.teacher": '[distill]\nteacher = ["resnet18", "mine.nets:tiny"]\n',
+}
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_code_that_a_recipe_file_names_needs_somebody_who_vouches_for_it(name: str, tmp_path: Path) -> None:
+    """A recipe of a stranger must not run what it likes; what stands on the command line is the user's own."""
+    file = tmp_path / "r.toml"
+    file.write_text(CODE[name])
+    with pytest.raises(UserError, match=rf"r\.toml:2: {name} = .*: runs the code of mine\.nets\n") as caught:
+        train(str(file))
+    value = "resnet18,mine.nets:tiny" if name == "distill.teacher" else "mine.nets:tiny"
+    assert f"add --trust, or repeat {name}={value} on the command line" in str(caught.value)
+    trusted = train(f"{file} --trust")
+    assert train(f"{file} {name}={value}").recipe == trusted.recipe
+    assert train(f"{name}={value}").recipe == trusted.recipe
+    assert train(f"{file} --dry-run").dry_run, "shows, and runs nothing"
+
+
+def test_names_of_known_packages_and_of_ours_need_no_trust(tmp_path: Path) -> None:
+    file = tmp_path / "r.toml"
+    for known in ("resnet18", "timm/vit:tiny", "torchvision/resnet18"):
+        file.write_text(f'[model]\nname = "{known}"\n')
+        assert train(str(file)).recipe.model.name == known
+
+
 @pytest.mark.parametrize("flag", ["--dry-run", "--dry_run"])
 def test_dry_run_is_no_part_of_the_recipe(flag: str) -> None:
     assert train(f"optim.lr=1 {flag}").dry_run

@@ -1,7 +1,7 @@
 """Drumline trains PyTorch vision models: fast, right, the same every time, and it tells you why.
 
-The command line is `drumline`; from Python, `create_model` builds any model by name, and `resize` gives Pillow's
-pixels whatever Pillow is installed.
+The command line is `drumline`; from Python, `create_model` builds any model by name, `resize` gives Pillow's pixels
+whatever Pillow is installed, and `guard` watches a training loop of one's own for silent mistakes.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from drumline.data.resize import resize
+    from drumline.guard.watch import guard
     from drumline.models import create_model
 
-__all__ = ["create_model", "resize"]
+__all__ = ["create_model", "guard", "resize"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,6 +22,10 @@ def __getattr__(name: str) -> Any:
         from drumline.models import create_model
 
         return create_model
+    if name == "guard":
+        import importlib
+
+        return importlib.import_module("drumline.guard")
     if name == "resize":
         from drumline.data.resize import resize
 

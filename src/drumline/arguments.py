@@ -2,7 +2,8 @@
 
 Promises: flags beat the file wherever they stand, the last of a repeated flag counts, every field of the
 result knows where it came from, and all mistakes of a line are told at once, each with its fix.
-Refuses unknown names, loose words, a second file, and whatever `recipe_checks` finds impossible.
+Refuses unknown names, loose words, a second file, whatever `recipe_checks` finds impossible, and code that a recipe
+file names and nobody vouches for.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ def parse(argv: Sequence[str], command: str, description: str) -> Invocation:
     came_from |= dict.fromkeys(line.settings, COMMAND_LINE)
     if impossible := [_complaint(problem, recipe, line, came_from) for problem in problems(recipe)]:
         raise together(impossible)
+    if not line.trust and not line.dry_run and (named := _code_of_files(recipe, came_from)):
+        raise together(named)
     return Invocation(recipe, line.dry_run, MappingProxyType(came_from))
 
 
@@ -90,6 +93,7 @@ class _Line:
     recipe_file: str
     settings: Mapping[str, _Setting]
     dry_run: bool
+    trust: bool
 
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+)*=")
@@ -97,7 +101,7 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+)*=")
 
 def _read(argv: Sequence[str], command: str) -> _Line:
     """Take the words apart; every mistake in them is told in one error."""
-    recipe_file, settings, dry_run = "", dict[str, _Setting](), False
+    recipe_file, settings, dry_run, trust = "", dict[str, _Setting](), False, False
     mistakes: list[UserError] = []
     waiting = deque(argv)
     while waiting:
@@ -105,6 +109,8 @@ def _read(argv: Sequence[str], command: str) -> _Line:
         try:
             if word.replace("_", "-") == "--dry-run":
                 dry_run = True
+            elif word == "--trust":
+                trust = True
             elif word.startswith("-") or _ASSIGNMENT.match(word):
                 setting = _setting(word, waiting, command)
                 settings[setting.name] = setting
@@ -119,7 +125,7 @@ def _read(argv: Sequence[str], command: str) -> _Line:
             mistakes.append(mistake)
     if mistakes:
         raise together(mistakes)
-    return _Line(recipe_file, settings, dry_run)
+    return _Line(recipe_file, settings, dry_run, trust)
 
 
 def _setting(word: str, waiting: deque[str], command: str) -> _Setting:
@@ -180,7 +186,9 @@ def _flag(known: RecipeField) -> str:
 def _unknown(spelled: str, given: str, command: str) -> UserError:
     """The error for a name that is no field: the field meant, written as the name was, `=value` and all."""
     what = f"{spelled}: there is no such field"
-    if close := get_close_matches(spelled.replace("_", "-"), ["--dry-run", "--help"], n=1, cutoff=0.75):
+    if close := get_close_matches(
+        spelled.replace("_", "-"), ["--dry-run", "--trust", "--help"], n=1, cutoff=0.75
+    ):
         return UserError(what, fix=f"did you mean {close[0]}?")
     guesses = [recipe_fields()[guess] for guess in nearest(spelled.lstrip("-"))]
     if not guesses:
@@ -212,6 +220,29 @@ def _stray(word: str, waiting: deque[str], command: str) -> UserError:
     return UserError(what, fix=fix)
 
 
+def _code_of_files(recipe: Recipe, came_from: Mapping[str, str]) -> list[UserError]:
+    """Fields by which a recipe file names a module to import, which runs it. The file, or the run folder it lies in,
+    may be a stranger's; what stands on the command line is the user's own."""
+    refused = []
+    for name in ("data.source", "model.name", "distill.teacher"):
+        value = value_of(recipe, name)
+        parts = value if isinstance(value, tuple) else (value,)
+        code = [part for part in parts if names_code(part)]
+        if code and came_from.get(name, COMMAND_LINE) != COMMAND_LINE:
+            what = (
+                f"{came_from[name]}: {name} = {literal(value)}: runs the code of {code[0].partition(':')[0]}"
+            )
+            again = shlex.quote(f"{name}={','.join(parts)}")
+            fix = f"if you wrote or trust this recipe, add --trust, or repeat {again} on the command line"
+            refused.append(UserError(what, fix=fix))
+    return refused
+
+
+def names_code(name: str) -> bool:
+    """Whether a name of a model or a source is a `package.module:factory` of somebody's."""
+    return ":" in name and not name.startswith(("torchvision/", "timm/"))
+
+
 def _complaint(problem: Problem, recipe: Recipe, line: _Line, came_from: Mapping[str, str]) -> UserError:
     """A problem of the resolved recipe, with the place its value came from."""
     if problem.field in line.settings:
@@ -238,6 +269,10 @@ def _show_help(command: str, description: str) -> NoReturn:
         help="Print the resolved recipe and what would happen, then stop.", help_behavior_hint=""
     )
     parts.insert(0, ("dry_run", Annotated[tyro.conf.FlagCreatePairsOff[bool], dry_run], field(default=False)))
+    trust = tyro.conf.arg(
+        help="Run the code that the recipe file names as package.module:factory.", help_behavior_hint=""
+    )
+    parts.insert(1, ("trust", Annotated[tyro.conf.FlagCreatePairsOff[bool], trust], field(default=False)))
     with suppress(SystemExit):
         tyro.cli(
             make_dataclass("Recipe", parts),

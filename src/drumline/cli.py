@@ -1,7 +1,7 @@
 """The command `drumline`: one function per subcommand, nothing else.
 
 Promises: a user's mistake is told in one message without a traceback and ends with exit code 2; when stdout is
-not a terminal, the last line that train, eval and verify print on it is their result as JSON.
+not a terminal, the last line that train, eval, verify and compare print on it is their result as JSON.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,6 +28,7 @@ commands:
   eval     score a run or weights:   drumline eval runs/photos-resnet50-1
   pack     pack a data set:          drumline pack photos photos.packed
   verify   check a data set or run:  drumline verify photos
+  compare  same bits or not:         drumline compare runs/photos-resnet50-1 runs/photos-resnet50-2
   doctor   examine this machine:     drumline doctor
   demo     a teacher and its student, from data to weights, on the embedded digits
 
@@ -63,6 +64,22 @@ examples:
   drumline verify photos --list broken.tsv
 """
 
+COMPARE_HELP = """usage: drumline compare RUN_A RUN_B
+
+Say whether two runs hold the same bits. Each writes fingerprints.txt while it trains: short numbers of the samples,
+gradients, buffers, parameters and optimizer state after the first three steps, every guard.every steps and at each
+checkpoint. Named are the first step that differs, in it the first tensor in the order of causes, the last step that
+agreed, and what differs in recipe and set-up; where both have a checkpoint from then on, how far apart they are.
+Takes checkpoints (RUN/checkpoints/step-N) too. Runs of different length are compared as far as both go.
+
+Exit code 0: equal. 1: different. 2: cannot be compared, such as a damaged file.
+
+examples:
+  drumline compare runs/photos-resnet50-1 runs/photos-resnet50-2
+  drumline compare runs/a/checkpoints/step-500 runs/b
+  diff runs/a/fingerprints.txt runs/b/fingerprints.txt | head    the same question, asked by hand
+"""
+
 DOCTOR_HELP = """usage: drumline doctor [--models]
 
 Examine this machine: versions, GPUs, cores, memory, limits, network interfaces, transports. Each line is ok, warn
@@ -85,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "eval": evaluate,
         "pack": pack,
         "verify": verify,
+        "compare": compare,
         "doctor": doctor,
         "demo": demo,
     }
@@ -211,9 +229,13 @@ def verify(words: list[str]) -> int:
             "drumline verify runs/NAME; --list and --workers are for data sets",
         )
 
+    from drumline.observe.display import progress
     from drumline.state.inspect import inspect
 
-    inspection = inspect(Path(words[0]))
+    def watch(items: Iterable[Path], total: int) -> Iterable[Path]:
+        return progress(items, "verifying checkpoints", total)
+
+    inspection = inspect(Path(words[0]), watch)
     for line in inspection.lines:
         print(line)
     print_result({key: value for key, value in asdict(inspection).items() if key != "lines"})
@@ -225,6 +247,26 @@ def pack(words: list[str]) -> int:
     from drumline.data.pack_command import pack as run
 
     return run(words)
+
+
+def compare(words: list[str]) -> int:
+    """`drumline compare`: two runs, bit by bit."""
+    if "-h" in words or "--help" in words:
+        print(COMPARE_HELP, end="")
+        return 0
+    if len(words) != 2 or any(word.startswith("-") for word in words):
+        raise UserError(
+            f"compare takes two runs or checkpoints, not {' '.join(words)!r}",
+            "drumline compare runs/A runs/B",
+        )
+
+    from drumline.compare import compare as find
+
+    found = find(Path(words[0]), Path(words[1]))
+    for line in found.lines:
+        print(line)
+    print_result({key: value for key, value in asdict(found).items() if key != "lines"})
+    return 0 if found.equal else 1
 
 
 def doctor(words: list[str]) -> int:

@@ -13,3 +13,8 @@ class UserError(ValueError):
     def __init__(self, what: str, fix: str = "") -> None:
         self.what, self.fix = what, fix
         super().__init__(f"{what}\n  fix: {fix}" if fix else what)
+
+
+class LostError(UserError):
+    """Something the run needs has gone: a loader process, an answer of another rank. Told like a user's mistake, but
+    a fresh start may mend it, so the launcher restarts what it would otherwise end."""

@@ -232,6 +232,7 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
             f"not below parallel.nodes = {parallel.nodes}",
             f"number the machines from 0 to {parallel.nodes - 1}, or give auto",
         )
+    yield from _supervision(recipe)
     if recipe.run.device == "cpu":
         if train.precision == "fp16":
             yield Problem("train.precision", "needs a GPU, but run.device = cpu", "use bf16 or fp32 on a CPU")
@@ -253,6 +254,37 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("optim.milestones", f"optim.schedule = {optim.schedule} has none", "set it to step")
     if recipe.checkpoint.resume == "auto" and recipe.run.name == "auto":
         yield Problem("checkpoint.resume", "cannot tell which run while run.name = auto", "set run.name")
+
+
+def _supervision(recipe: Recipe) -> Iterator[Problem]:
+    """What restarts rule out."""
+    launch, parallel = recipe.launch, recipe.parallel
+    if launch.restarts and parallel.nodes > 1 and recipe.run.name == "auto":
+        yield Problem(
+            "run.name",
+            "cannot be auto where several machines restart: each must find the same run",
+            "give --run.name, or --launch.restarts 0",
+        )
+    if launch.min_nodes == "auto":
+        return
+    if launch.min_nodes > parallel.nodes:
+        yield Problem(
+            "launch.min_nodes",
+            f"more than parallel.nodes = {parallel.nodes}",
+            f"give at most {parallel.nodes}, or auto",
+        )
+    elif launch.min_nodes < parallel.nodes and not launch.restarts:
+        yield Problem(
+            "launch.min_nodes",
+            "only a restart can go on with fewer machines, and launch.restarts = 0",
+            "add --launch.restarts N, or leave it at auto",
+        )
+    elif launch.min_nodes < parallel.nodes and parallel.node_rank != "auto":
+        yield Problem(
+            "launch.min_nodes",
+            "machines numbered by parallel.node_rank are always all of them",
+            "leave parallel.node_rank at auto, or launch.min_nodes",
+        )
 
 
 def _strict(recipe: Recipe, world: int) -> Iterator[Problem]:

@@ -6,10 +6,15 @@ import io
 import os
 import pickle
 import pickletools
+import resource
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from drumline.data.sources import ArraySource, SourceSpec, detect_source, open_source
 from drumline.data.sources.plain_pickle import PlainArray, read_plain_pickle
@@ -261,6 +266,107 @@ def test_arrays_keep_byte_order_and_memory_order(number):
         read = read_plain_pickle(pickle.dumps({"a": array}, protocol=number), "here")["a"]
         assert isinstance(read, PlainArray)
         assert read.integers("here").tolist() == value.tolist()
+
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(value=st.dictionaries(st.text(), PLAIN, max_size=4), number=st.integers(0, 5))
+def test_plain_data_is_what_python_reads(value, number):
+    written = pickle.dumps(value, protocol=number)
+    assert read_plain_pickle(written, "here") == value
+    assert read_plain_pickle(pickletools.optimize(written), "here") == value
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    number=st.integers(0, 5),
+    changes=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), max_size=6),
+    cut=st.integers(0, 40),
+)
+def test_a_damaged_pickle_is_read_or_refused_and_never_breaks(number, changes, cut):
+    whole = {
+        "data": np.arange(12, dtype=np.uint8).reshape(3, 4),
+        "labels": [1, 2, 3],
+        "x": b"abc",
+        "y": (1.5, None),
+    }
+    broken = bytearray(pickle.dumps(whole, protocol=number))
+    for place, value in changes:
+        broken[place % len(broken)] = value
+    with suppress(UserError):
+        found = read_plain_pickle(bytes(broken[: len(broken) - cut]), "here")
+        for item in found.values():
+            if isinstance(item, PlainArray):
+                item.integers("here")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    codes=st.lists(
+        st.sampled_from([bytes([code]) for code in range(256)] + [b"K\x01", b"U\x01a", b"q\x00", b"h\x00"])
+    )
+)
+def test_any_string_of_instructions_is_read_or_refused(codes):
+    with suppress(UserError):
+        read_plain_pickle(b"".join(codes) + b".", "here")
+
+
+def laughs(levels):
+    """A tuple of two tuples of two tuples ...: each remembered once, 2^levels when written out or hashed."""
+    return b"K\x01" + b"".join(b"\x94h" + bytes([level]) + b"\x86" for level in range(levels))
+
+
+BOMBS = {
+    "remembered at four billion": b"\x80\x02}r\xff\xff\xff\xff.",
+    "eight exabytes": b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7f.",
+    "a frame of eight exabytes": b"\x80\x04\x95" + b"\xff" * 7 + b"\x7f}.",
+    "a key of 2^200 parts": b"\x80\x04}" + laughs(200) + b"K\x01s.",
+    "text of 2^200 parts": b"\x80\x04c_codecs\nencode\n" + laughs(200) + b"U\x06latin1\x86R.",
+    "one text, encoded again and again": b"\x80\x02(c_codecs\nencode\nq\x00X\x00\x10\x00\x00"
+    + b"a" * 4096
+    + b"q\x01U\x01aq\x02"
+    + b"h\x00h\x01h\x02\x86R" * 4096
+    + b"l.",
+    "a number of a million digits": b"L" + b"9" * 10**6 + b"L\n.",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_takes_neither_time_nor_memory(name):
+    limit, began = resource.getrlimit(resource.RLIMIT_AS), time.monotonic()
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + (256 << 20), limit[1]))
+    try:
+        with suppress(UserError):
+            assert read_plain_pickle(BOMBS[name], "here") == {}
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("shape", [(10**6,) * 8, (2**63,), (1,) * 10**5, (laughs,), [3, 4], (3.0, 4)])
+def test_an_array_of_an_impossible_shape_is_refused(shape):
+    array = PlainArray()
+    array.raw, array.shape = bytes(12), shape
+    array.dtype = read_plain_pickle(pickle.dumps({"a": np.zeros(1, np.uint8)}), "here")["a"].dtype
+    with pytest.raises(UserError, match="not a plain array of integers") as caught:
+        array.integers("here")
+    assert len(str(caught.value)) < 300
 
 
 def test_binary_files_of_wrong_size_are_refused(tmp_path):

@@ -105,7 +105,7 @@ def test_refuses_damaged_image_files(tmp_path, data, words):
         (b"not gzip", "cannot be read"),
         (gzip.compress(idx_bytes(IMAGES["train"])[:-1], mtime=0), "holds 419 bytes"),
         (gzip.compress(idx_bytes(IMAGES["train"]) + bytes(9), mtime=0), "holds more than 420 bytes"),
-        (gzip.compress(b"\x00\x00\x08\x03" + b"\xff" * 12, mtime=0), "holds 0 bytes"),
+        (gzip.compress(b"\x00\x00\x08\x03" + b"\xff" * 12, mtime=0), "unfolded from"),
     ],
 )
 def test_refuses_damaged_gzip_files(tmp_path, data, words):
@@ -138,3 +138,14 @@ def test_refuses_eval_labels_beyond_the_training_classes(tmp_path):
 def test_refuses_a_holdout_since_idx_has_a_split(tmp_path):
     with pytest.raises(UserError, match=r"data\.holdout is 0\.1"):
         open_source(SourceSpec("idx", str(write(tmp_path)), "train", 0.1))
+
+
+@pytest.mark.parametrize("shape", [(2**32 - 1, 2**32 - 1, 2**32 - 1), (2**31, 28, 28), (10**5, 28, 28)])
+def test_a_gzip_bomb_is_refused_before_it_unfolds(tmp_path, shape):
+    """A header that promises more than the stored bytes can hold, however well they are packed."""
+    write(tmp_path)
+    (tmp_path / "train-images-idx3-ubyte").unlink()
+    bomb = bytes((0, 0, 8, 3)) + struct.pack(">3I", *shape)
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(bomb))
+    with pytest.raises(UserError, match=r"says it is .* GiB, unfolded from"):
+        opened(tmp_path, "train")

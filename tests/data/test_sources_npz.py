@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import zipfile
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from drumline.data.sources import ArraySource, SourceSpec, detect_source, open_source
 from drumline.errors import UserError
@@ -182,3 +189,59 @@ def test_refuses_eval_without_split_or_holdout_and_holdout_beside_a_split(tmp_pa
 def test_refuses_a_missing_file(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         open_source(SourceSpec("npz", str(tmp_path / "no.npz"), "train"))
+
+
+def npz_of(path, name, header, data=b"", compression=zipfile.ZIP_STORED):
+    """An .npz whose one array has this header, whatever it says."""
+    body = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + data
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr(f"{name}.npy", body)
+        labels = io.BytesIO()
+        np.save(labels, LABELS)
+        archive.writestr("labels.npy", labels.getvalue())
+    return path
+
+
+def header(shape, dtype="|u1"):
+    return f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}}}".ljust(100).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        header((10**12, 8, 8)),
+        header((10**30, 8, 8)),
+        header((-1, 8, 8)),
+        header("'x'"),
+        header((12, 8, 8), "|O"),
+        header((12, 8, 8), "<U100000000"),
+        b"(" * 5000,
+        b"[" * 60000,
+        b"__import__('os').system('touch owned')\n",
+        b"\xff" * 100,
+    ],
+)
+def test_a_header_that_lies_makes_no_array(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    path = npz_of(tmp_path / "set.npz", "images", text, bytes(12 * 64))
+    assert "images cannot be read" in refused(path).what
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_file_that_unfolds_to_more_than_the_memory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
+    data = bytes(2 << 20)
+    path = npz_of(tmp_path / "set.npz", "images", header((2, 1024, 1024)), data, zipfile.ZIP_DEFLATED)
+    assert path.stat().st_size < 10_000
+    assert "images says it is 0.0 GiB, unfolded from" in refused(path).what
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.integers(0, 10**6), value=st.integers(0, 255), cut=st.integers(0, 30))
+def test_a_damaged_npz_is_read_or_refused_but_never_breaks(tmp_path, place, value, cut):
+    path = save(tmp_path, images=GREY, labels=LABELS)
+    broken = bytearray(path.read_bytes())
+    broken[place % len(broken)] = value
+    path.write_bytes(broken[: len(broken) - cut])
+    with suppress(UserError):
+        open_source(SourceSpec("npz", str(path), "train"))

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.distill.gather import Gathered, over_the_world
+from drumline.distill.gather import Gathered
 from drumline.launch.environment import read_place
 from drumline.launch.world import World, join
+from drumline.parallel.norm import over_everybody, world_total
 from tests.launch.ranks import results_of
 
 COUNTS = {2: (5, 3), 3: (4, 1, 3)}
@@ -107,7 +108,7 @@ def main(folder: Path) -> None:
     counts = COUNTS[world.size]
     first = sum(counts[: world.rank])
     own = slice(first, first + counts[world.rank])
-    found = {name: normed(over_the_world(norm_of(name), world), name, own) for name in NORMS}
+    found = {name: normed(over_everybody(norm_of(name), world_total(world)), name, own) for name in NORMS}
     found["gathered"] = gathered(world)
     torch.save(found, folder / f"{world.rank}.pt")
     world.close()

@@ -20,10 +20,12 @@ from drumline.launch.environment import read_place
 from drumline.launch.world import World, join
 from drumline.models import create_model
 from drumline.observe.display import make_display
+from drumline.observe.logbook import Logbook
 from drumline.recipe import Data, Distill, Model, Optim, Recipe, Run, Train
 from drumline.train import prepare
-from drumline.train.agreement import check_models
+from drumline.train.spread import prepare_exchange
 from drumline.train.step import TrainStep
+from drumline.train.witness import Witness, state_tensors
 from tests.distill.nets import wakened
 from tests.launch.ranks import results_of
 
@@ -75,6 +77,7 @@ def two_steps(folder: Path, name: str, world: World) -> dict[str, Any]:
         task.objective,
         prepare.normaliser(sets, recipe, world),
         world,
+        prepare_exchange(recipe, trainee, world, task.together),
         seed=recipe.run.seed,
         global_batch=BATCH,
     )
@@ -92,7 +95,9 @@ def two_steps(folder: Path, name: str, world: World) -> dict[str, Any]:
         found["meter"] = world.sum(step.meter.clone())
         step(next(batches), 1, 0.02)
     task.objective.check()
-    check_models(trainee, world)
+    witness = Witness(lambda: state_tensors(trainee), world, Logbook(None))
+    witness.look(2, torch.tensor([world.rank]))
+    assert not witness.read().findings
     groups = trainee.tensors()
     found["state"] = {
         f"{group}/{key}": tensor.clone() for group, each in groups.items() for key, tensor in each.items()

@@ -6,13 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drumline.distill.gather import Gathered, WorldNorm, over_the_world
+from drumline.distill.gather import Gathered
 from drumline.launch.world import World, alone
+from drumline.parallel.norm import WorldNorm, over_everybody, world_total
 from tests.distill import gather_ranks
 from tests.distill.gather_ranks import COUNTS, GLOBAL, NORMS
 
 CPU = torch.device("cpu")
 TWO = World(rank=0, size=2, local_rank=0, local_size=2, device=CPU, backend="gloo")
+TOTAL = world_total(TWO)
 """Of two, with nobody to talk to: for what needs no talk."""
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
@@ -106,34 +108,26 @@ def norms(module: nn.Module) -> dict[str, nn.Module]:
 def test_every_batchnorm_is_replaced_wherever_it_lies_and_nothing_else() -> None:
     module = nested()
     before = dict(module.named_modules())
-    changed = over_the_world(module, TWO)
+    changed = over_everybody(module, TOTAL)
     assert changed is module
     assert set(norms(module)) == {"deep.1.0", "listed.0", "listed.2"}
     for name, part in module.named_modules():
         if name in norms(module):
             assert isinstance(part, WorldNorm)
-            assert part.world is TWO
+            assert part.total is TOTAL
         else:
             assert part is before[name]
 
 
 def test_a_batchnorm_by_itself_is_replaced_too() -> None:
-    assert isinstance(over_the_world(nn.BatchNorm1d(3), TWO), WorldNorm)
-
-
-def test_alone_nothing_is_replaced() -> None:
-    module = nested()
-    before = norms(module)
-    assert over_the_world(module, alone(CPU)) is module
-    assert norms(module) == before
-    assert not any(isinstance(part, WorldNorm) for part in module.modules())
+    assert isinstance(over_everybody(nn.BatchNorm1d(3), TOTAL), WorldNorm)
 
 
 def test_parameters_buffers_and_keys_stay_the_same_objects() -> None:
     module = nested()
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     keys = list(module.state_dict())
-    over_the_world(module, TWO)
+    over_everybody(module, TOTAL)
     assert list(module.state_dict()) == keys
     assert all(tensor is parameters[name] for name, tensor in module.named_parameters())
     assert all(tensor is buffers[name] for name, tensor in module.named_buffers())
@@ -148,7 +142,7 @@ def test_modes_frozen_weights_and_numbers_are_kept(training: bool, frozen: bool)
         name: (part.eps, part.momentum, part.affine, part.track_running_stats)  # type: ignore[attr-defined]
         for name, part in norms(module).items()
     }
-    over_the_world(module, TWO)
+    over_everybody(module, TOTAL)
     assert all(parameter.requires_grad is not frozen for parameter in module.parameters())
     assert all(part.training is training for part in module.modules())
     for name, part in norms(module).items():
@@ -158,7 +152,7 @@ def test_modes_frozen_weights_and_numbers_are_kept(training: bool, frozen: bool)
 def test_one_frozen_parameter_beside_a_trained_one_stays_so() -> None:
     norm = nn.BatchNorm2d(3)
     norm.bias.requires_grad_(False)
-    made = over_the_world(norm, TWO)
+    made = over_everybody(norm, TOTAL)
     assert [(name, parameter.requires_grad) for name, parameter in made.named_parameters()] == [
         ("weight", True),
         ("bias", False),
@@ -171,4 +165,4 @@ def test_an_evaluated_norm_is_torchs_bit_by_bit_and_talks_to_nobody() -> None:
     norm.running_var.uniform_(0.5, 2)  # type: ignore[operator,union-attr]
     images = torch.randn(3, 4, 5, 5)
     expected = norm(images)
-    assert torch.equal(over_the_world(norm, TWO)(images), expected)
+    assert torch.equal(over_everybody(norm, TOTAL)(images), expected)

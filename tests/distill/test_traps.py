@@ -55,7 +55,7 @@ def distillation(
         r,
         Classification(0.0, CLASSES),
         source=source,
-        gathered=Gathered(alone(CPU), [6]),
+        spread=Gathered(alone(CPU), [6]),
         device=CPU,
         per_epoch=10,
         teacher=teacher,

@@ -16,9 +16,11 @@ import time
 from pathlib import Path
 
 from drumline.errors import UserError
+from drumline.launch import heartbeat
 from drumline.launch.environment import LAUNCHER, read_place, to_env
 from drumline.launch.failure import record_failure
 from drumline.launch.parent import die_with_parent
+from drumline.launch.stacks import answer_signal
 
 
 def main() -> None:
@@ -152,6 +154,77 @@ def sums(folder: Path, rank: int) -> None:
         raise RuntimeError("the other machine has a cat too")
     dist.all_reduce(total)
     dist.destroy_process_group()
+
+
+def lost(folder: Path, rank: int) -> None:
+    """`lost N HOW [SECONDS]`: in its first N starts rank 1 is lost while the others are deaf; then everybody ends
+    well, after some time."""
+    start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    write(folder / f"start-{start}-{rank}", str(time.time()))
+    if start >= int(sys.argv[3]):
+        write(folder / f"report-{rank}", json.dumps({"start": start}))
+        time.sleep(float(sys.argv[5]) if len(sys.argv) > 5 else 0)
+        return
+    _deaf_unless_rank_1(folder, rank)
+    if sys.argv[4] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError("the cat is back")
+
+
+def hung(folder: Path, rank: int) -> None:
+    """`hung HOW`: at its first start rank 1 stops to beat after five steps; the others wait after six."""
+    heartbeat.connect(os.environ)
+    answer_signal(os.environ)
+    heartbeat.enter(heartbeat.Phase.STARTING)
+    last = 5 if rank == 1 else 6
+    for step in range(last):
+        time.sleep(0.02)
+        heartbeat.beat(step + 1)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        write(folder / f"ready-{rank}", str(time.time()))
+        if rank == 1 and sys.argv[3] == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dream_of_sheep() if rank == 1 else time.sleep(600)
+
+
+def dream_of_sheep() -> None:
+    time.sleep(600)
+
+
+def until_alone(folder: Path, rank: int) -> None:
+    """Goes on until it is the only process of the run."""
+    heartbeat.connect(os.environ)
+    write(folder / f"ready-{rank}", "")
+    while os.environ["WORLD_SIZE"] != "1":
+        time.sleep(0.02)
+        heartbeat.beat(1)
+    write(folder / "alone", os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+def listens(folder: Path, rank: int) -> None:
+    """Joins a process group; leaves the addresses that this process and its launcher listen at."""
+    import psutil
+    import torch
+
+    from drumline.launch.world import meet
+
+    place = read_place(os.environ)
+    assert place is not None
+    world = meet(place, torch.device("cpu"), "gloo", 60)
+    world.barrier()
+    found = {
+        process: [
+            link.laddr.ip
+            for link in psutil.Process(process).net_connections("inet")
+            if link.status == "LISTEN"
+        ]
+        for process in (os.getpid(), os.getppid())
+    }
+    addresses = sorted({ip for ips in found.values() for ip in ips})
+    write(folder / f"report-{rank}", json.dumps({"addresses": addresses}))
+    assert found[os.getppid()], "the launcher keeps a store"
+    world.barrier()
+    world.close()
 
 
 def _deaf_unless_rank_1(folder: Path, rank: int) -> None:

@@ -1,6 +1,7 @@
 """A launcher in a process of its own, for tests that signal or kill it: `python start.py JSON`.
 
-The JSON holds `command`, `processes`, `threads`, `grace` and the fields of `recipe.Parallel` to set.
+The JSON holds `command`, `processes`, `threads`, `grace`, and the fields of `recipe.Parallel` (`parallel`) and of
+`recipe.Launch` (`care`) to set. `hurry` shortens what a lost machine is waited for.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ import sys
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from drumline.errors import UserError
+from drumline.launch import agent, meeting, notice
 from drumline.launch.agent import launch
-from drumline.recipe import Parallel
+from drumline.recipe import Launch, Parallel
 
 
 def main() -> int:
     wanted = json.loads(sys.argv[1])
+    if wanted.get("hurry"):
+        agent.KEEP_ALIVE = agent.FILE_PACE = 1
+        meeting.LAST_CALL_SECONDS = 1.0
+        notice.SILENT_PACES = 2
     try:
         return launch(
             wanted["command"],
@@ -26,6 +32,7 @@ def main() -> int:
             wanted["processes"],
             lambda line: print(line, file=sys.stderr, flush=True),
             threads=wanted.get("threads", 1),
+            care=Launch(**wanted["care"]) if "care" in wanted else None,
             grace=wanted.get("grace", 60.0),
         )
     except UserError as error:

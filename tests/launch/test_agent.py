@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
@@ -10,88 +9,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from drumline.errors import UserError
-from drumline.launch.agent import launch
 from drumline.launch.network import free_port
 from drumline.launch.watch import Watch
-from drumline.recipe import Parallel
-from tests.launch.job import is_running, wait_for
-
-HERE = Path(__file__).parent
+from tests.launch.launches import Run, hello
 
 pytestmark = pytest.mark.slow
-
-
-def hello(processes: int) -> str:
-    """What a launcher on one machine says first: the network interface it chose."""
-    return f"{processes} process{'es' * (processes > 1)} here, network interface lo (127.0.0.1)"
-
-
-class Run:
-    """One launch: what was announced, how long it took, who is still alive."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.lines: list[str] = []
-        self.seconds = 0.0
-
-    def command(self, mode: str, *arguments: str) -> list[str]:
-        return [sys.executable, str(HERE / "job.py"), str(self.folder), mode, *arguments]
-
-    def launch(self, mode: str, *arguments: str, processes: int = 2, **parallel: Any) -> int:
-        begin = time.monotonic()
-        code = launch(
-            self.command(mode, *arguments), Parallel(**parallel), processes, self.lines.append, threads=3
-        )
-        self.seconds = time.monotonic() - begin
-        assert self.lines.pop(0) == hello(processes)
-        return code
-
-    def launcher(
-        self, mode: str, *arguments: str, processes: int = 2, ready: int = 2, **wanted: Any
-    ) -> subprocess.Popen[str]:
-        """A launcher of its own, with its first `ready` workers going."""
-        request = {"command": self.command(mode, *arguments), "processes": processes, **wanted}
-        process = subprocess.Popen(
-            [sys.executable, str(HERE / "start.py"), json.dumps(request)],
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        for rank in range(ready):
-            if not wait_for(self.folder / f"ready-{rank}"):
-                process.kill()
-                raise AssertionError(f"rank {rank} did not start: {process.communicate()[1]}")
-        return process
-
-    def report(self, rank: int) -> dict[str, Any]:
-        found = json.loads((self.folder / f"report-{rank}").read_text())
-        assert isinstance(found, dict)
-        return found
-
-    def survivors(self, seconds: float = 0.0) -> list[str]:
-        """Processes of this run that are still alive, after giving them a moment."""
-        deadline = time.monotonic() + seconds
-        while True:
-            alive = [p.name for p in self.folder.glob("pid-*") if is_running(int(p.read_text()))]
-            if not alive or time.monotonic() >= deadline:
-                return alive
-            time.sleep(0.02)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    result = Run(tmp_path)
-    yield result
-    for path in tmp_path.glob("pid-*"):
-        if is_running(int(path.read_text())):
-            os.kill(int(path.read_text()), signal.SIGKILL)
 
 
 def test_workers_get_arguments_and_environment_and_nothing_else(
@@ -290,28 +216,17 @@ def test_a_file_left_by_an_earlier_run_is_named(run: Run, monkeypatch: pytest.Mo
 
 
 def test_two_launchers_on_one_machine_count_as_two(run: Run) -> None:
-    codes, outputs = _two_launchers(run, "report")
+    codes, outputs = run.two_launchers("report")
     assert codes == [0, 0], outputs
     assert [run.report(rank)["place"]["node_rank"] for rank in range(2)] == [0, 1]
 
 
 def test_a_machine_that_is_done_still_hears_of_anothers_failure(run: Run) -> None:
-    codes, outputs = _two_launchers(run, "late")
+    codes, outputs = run.two_launchers("late")
     assert codes == [1, 1]
     assert all(
         output.rstrip().endswith("RuntimeError: the last mile is the longest") for output in outputs
     ), outputs
-
-
-def _two_launchers(run: Run, mode: str) -> tuple[list[int], list[str]]:
-    parallel = {"nodes": 2, "rendezvous": f"127.0.0.1:{free_port('127.0.0.1')}", "timeout": 60.0}
-    launchers = [run.launcher(mode, processes=1, ready=0, parallel=parallel) for _ in range(2)]
-    try:
-        outputs = [launcher.communicate(timeout=60)[1] for launcher in launchers]
-    finally:
-        for launcher in launchers:
-            launcher.kill()
-    return [launcher.returncode for launcher in launchers], outputs
 
 
 @pytest.mark.parametrize("node_rank", ["auto", 0, 1])

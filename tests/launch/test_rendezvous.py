@@ -1,11 +1,11 @@
-"""Meeting places: what is accepted, what it means to torch, what is refused."""
+"""Meeting places: what is accepted, what is refused."""
 
 from __future__ import annotations
 
 import pytest
 
 from drumline.errors import UserError
-from drumline.launch.rendezvous import Rendezvous, parameters, parse_rendezvous, run_id
+from drumline.launch.rendezvous import Rendezvous, parse_rendezvous, run_id
 
 
 @pytest.mark.parametrize(
@@ -50,39 +50,3 @@ def test_every_machine_derives_the_same_run_id() -> None:
     same = {run_id(parse_rendezvous(text)) for text in ("GPU5:29500", "tcp://gpu5:29500", " gpu5:29500 ")}
     assert len(same) == 1
     assert run_id(parse_rendezvous("gpu5:29501")) not in same
-
-
-def _parameters(text: str, nodes: int = 2, node_rank: int | None = None, is_host: bool = True) -> object:
-    return parameters(
-        parse_rendezvous(text),
-        nodes=nodes,
-        node_rank=node_rank,
-        address="10.0.0.9",
-        is_host=is_host,
-        timeout=42.4,
-    )
-
-
-def test_each_form_means_one_rendezvous_of_torch() -> None:
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-
-    def facts(found: object) -> tuple[object, ...]:
-        assert isinstance(found, RendezvousParameters)
-        return found.backend, found.endpoint, found.min_nodes, found.max_nodes, found.config
-
-    assert facts(_parameters("", nodes=1)) == (
-        "c10d", "127.0.0.1:0", 1, 1, {"timeout": 42, "is_host": True, "join_timeout": 42, "read_timeout": 42},
-    )  # fmt: skip
-    assert facts(_parameters("gpu5:29500", is_host=False)) == (
-        "c10d", "gpu5:29500", 2, 2, {"timeout": 42, "is_host": False, "join_timeout": 42, "read_timeout": 42},
-    )  # fmt: skip
-    numbered = facts(_parameters("[fd00::2]:29500", node_rank=1))
-    assert numbered == ("static", "[fd00::2]:29500", 2, 2, {"timeout": 42, "rank": 1})
-    assert facts(_parameters("file:///shared/meet")) == (
-        "c10d", "/shared/meet", 2, 2, {"timeout": 42, "store_type": "file", "join_timeout": 42},
-    )  # fmt: skip
-
-
-def test_a_file_cannot_number_the_machines_as_the_user_wants() -> None:
-    with pytest.raises(UserError, match=r"parallel\.node_rank = 1 needs HOST:PORT"):
-        _parameters("file:///shared/meet", node_rank=1)

@@ -100,11 +100,11 @@ def test_a_failed_export_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest
     export_weights(model(5), path)
     before = path.read_bytes()
 
-    def half(_: object, file: Path, **__: object) -> None:
+    def half(file: Path, *_: object, **__: object) -> None:
         Path(file).write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr("drumline.models.weights.save_file", half)
+    monkeypatch.setattr("drumline.models.weights.write_tensors", half)
     with pytest.raises(OSError, match="disk full"):
         export_weights(model(6), path)
     assert path.read_bytes() == before

@@ -230,18 +230,66 @@ def _fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("call", ["flush", "metric", "close"])
-def test_a_full_disk_is_told_at_the_next_call_with_the_folder_and_a_fix(
+def test_a_disk_that_stays_full_is_told_with_the_folder_and_a_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     _fill_the_disk(monkeypatch)
+    monkeypatch.setattr(logbook, "LINES_KEPT", 1)
     book = Logbook(tmp_path)
     book.metric("train", step=1, loss=1.0)
     if call == "metric":
-        _wait_until(lambda: not book._thread.is_alive())
+        _wait_until(lambda: book._stuck is not None)
     with pytest.raises(UserError, match=f"{tmp_path.name}.*No space left") as caught:
         {"flush": book.flush, "close": book.close, "metric": lambda: book.metric("train", step=2)}[call]()
     assert "room on its disk" in caught.value.fix
     book.close()  # already told: does not hide what the caller is dealing with
+
+
+def test_while_the_disk_is_full_lines_wait_and_none_is_lost_or_written_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    append, full = logbook._append, threading.Event()
+
+    def sometimes(file: Any, lines: list[str]) -> None:
+        if full.is_set() and lines:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(file, lines)
+
+    monkeypatch.setattr(logbook, "_append", sometimes)
+    with Logbook(tmp_path, shown.append) as book:
+        book.metric("train", step=1, loss=1.0)
+        book.flush()
+        for room in range(2):
+            full.set()
+            for step in (2, 3):
+                book.metric("train", step=10 * room + step, loss=1.0)
+            book.note(f"note {room}")
+            for _ in range(2):
+                with pytest.raises(UserError, match="No space left"):
+                    book.flush()
+            full.clear()
+            book.flush()
+    assert [line["step"] for line in _lines(tmp_path)] == [1, 2, 3, 12, 13]
+    assert (tmp_path / "log.txt").read_text().count("note") == 2
+    warnings = [text for text in shown if text.startswith("WARNING: cannot write the log")]
+    assert len(warnings) == 2, "once each time"
+
+
+def test_a_failing_tensorboard_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from drumline.observe.tensorboard import TensorBoard
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(TensorBoard, "write", fail)
+    shown: list[str] = []
+    with Logbook(tmp_path, shown.append) as book:
+        for step in range(5):
+            book.metric("train", step=step, loss=1.0)
+            book.flush()
+    assert len(_lines(tmp_path)) == 5
+    assert [text.partition(" (")[0] for text in shown] == ["WARNING: TensorBoard events end here"]
 
 
 def test_a_disk_that_fills_up_within_a_line_leaves_whole_lines_only(tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ def test_a_killed_and_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(
     assert resumed["finished"]
     assert "resumed from" in (tmp_path / "runs/killed/log.txt").read_text()
     assert sha256(tmp_path, "killed") == sha256(tmp_path, "whole")
+    texts = [(tmp_path / f"runs/{name}/fingerprints.txt").read_bytes() for name in ("whole", "killed")]
+    assert texts[0] == texts[1]
     for kind in ("train", "eval"):
         lines = [metrics(tmp_path, name, kind) for name in ("whole", "killed")]
         assert [(line["step"], line["loss"]) for line in lines[0]] == [

@@ -174,6 +174,19 @@ def test_a_file_system_without_folder_sync_is_accepted_but_a_failing_disk_is_not
         atomic.sync_folder(tmp_path)
 
 
+def test_appending_does_not_follow_a_link(tmp_path: Path) -> None:
+    """In a run folder of a stranger it could lead to any file of the user's."""
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "log.txt").symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match="symbolic links"):
+        atomic.append_to(tmp_path / "log.txt")
+    with atomic.append_to(tmp_path / "new.txt") as file:
+        file.write(b"a")
+    with atomic.append_to(tmp_path / "new.txt") as file:
+        file.write(b"b")
+    assert ((tmp_path / "new.txt").read_text(), (tmp_path / "mine").read_text()) == ("ab", "mine")
+
+
 def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 

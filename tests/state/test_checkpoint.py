@@ -227,15 +227,16 @@ def test_a_half_written_one_is_written_over(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
-    calls, save = [], checkpoint.save_file
+    calls, save = [], checkpoint.write_tensors
 
-    def fails(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    def fails(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, str]:
         calls.append(path)
-        save(tensors, path)
+        written = save(path, tensors)
         if len(calls) == call:
             raise OSError(errno.ENOSPC, "No space left on device")
+        return written
 
-    monkeypatch.setattr(checkpoint, "save_file", fails)
+    monkeypatch.setattr(checkpoint, "write_tensors", fails)
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drumline.state.fingerprint import fingerprint, fingerprints, first_difference, state_sha256
+from drumline.state.fingerprint import (
+    CHUNK,
+    fingerprint,
+    fingerprints,
+    first_difference,
+    position_weights,
+    state_sha256,
+)
+
+FLOATS, INTEGERS = -7589238811779899318, -3079938811114321419
 
 WIDTHS = {
     torch.float32: np.uint32,
@@ -99,6 +108,58 @@ def test_it_does_not_depend_on_the_memory_layout() -> None:
     assert number(tensor.transpose(0, 1)) == number(tensor.transpose(0, 1).contiguous())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_strided_expanded_and_empty_tensors_are_their_contiguous_copies(dtype: torch.dtype) -> None:
+    tensor = torch.randn(6, 8).to(dtype)
+    for view in (tensor[:, ::2], tensor[1:3].T, tensor[:1].expand(5, 8), tensor[:0], tensor[0, 0]):
+        assert number(view) == number(view.contiguous())
+
+
+def test_long_tensors_are_weighed_in_chunks_without_a_seam() -> None:
+    """Also a CPU's shortcut for contiguous ones gives what the plain way gives."""
+    tensor = torch.arange(2 * CHUNK + 3, dtype=torch.int32)
+    seen = {number(tensor)}
+    for i, j in ((0, CHUNK), (CHUNK - 1, CHUNK), (CHUNK + 5, 2 * CHUNK + 2)):
+        other = tensor.clone()
+        other[i], other[j] = tensor[j], tensor[i]
+        seen.add(number(other))
+    assert len(seen) == 4
+    square = torch.randn(700, 700)
+    assert number(square.T) == number(square.T.contiguous())
+
+
+def test_words_weights_and_their_sum_are_what_is_said() -> None:
+    """By hand, in plain integers."""
+    tensor = torch.randn(5)
+    weights = [int(weight) for weight in position_weights(5)]
+    words = tensor.view(torch.int32).tolist()
+    total = sum((word + 1) * weight for word, weight in zip(words, weights, strict=True)) % 2**64
+    assert number(tensor) % 2**64 == total
+
+
+def test_weights_are_odd_and_their_low_33_bits_differ() -> None:
+    weights = position_weights(2**20)
+    assert (weights & 1).all()
+    assert len(np.unique(weights & (2**33 - 1))) == 2**20
+
+
+def test_weights_hide_no_simple_pattern() -> None:
+    """Changes of +1, -2, +1 in a row cancel out where weights grow evenly."""
+    weights = position_weights(10_000)
+    assert (weights[2:] - 2 * weights[1:-1] + weights[:-2] != 0).all()
+
+
+def test_the_fingerprint_never_changes_between_versions() -> None:
+    """It is written into run folders and compared between releases."""
+    assert number(torch.arange(10, dtype=torch.float32)) == FLOATS
+    assert number(torch.arange(10)) == INTEGERS
+
+
+@pytest.mark.parametrize("tensor", [torch.tensor([True, False]), torch.tensor([1 + 2j, 3 - 1j])])
+def test_truth_and_complex_values_have_one_too(tensor: torch.Tensor) -> None:
+    assert number(tensor) != number(tensor.flip(0))
+
+
 def test_every_place_has_a_weight_of_its_own() -> None:
     """A single one moved through zeros gives as many numbers as there are places."""
     tensor, seen = torch.zeros(2000, dtype=torch.uint8), set()
@@ -120,6 +181,7 @@ def test_the_majority_tells_which_rank_is_wrong_and_on_which_tensor() -> None:
     odd = agreed.clone()
     odd[2, 1], odd[0, 2] = 9, 9
     assert first_difference(["c", "b", "a"], odd) == ("b", [2])
+    assert first_difference([], torch.empty(3, 0, dtype=torch.int64)) is None
 
 
 @pytest.mark.parametrize("column", [[1, 2], [2, 1], [1, 1, 2, 2], [1, 2, 3]])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -163,6 +168,72 @@ def test_another_process_is_refused_too_and_a_killed_one_holds_nothing(tmp_path:
     open_run(recipe(tmp_path, "a"), "digits")
 
 
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(UserError, match=f"a cannot be locked .{os.strerror(code)}") as caught:
+        open_run(recipe(tmp_path, "a"), "digits")
+    assert "--run.dir on a local disk" in caught.value.fix
+
+
+def test_a_lock_that_was_taken_away_before_it_was_ours_locks_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opened just before a run that never used the folder removed it: somebody else may make it anew."""
+    first = open_run(recipe(tmp_path, "a"), "digits")
+    flock, calls = fcntl.flock, []
+
+    def just_before(lock: IO[str], how: int) -> None:
+        if not calls:
+            calls.append(how)
+            first.leave()
+        flock(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", just_before)
+    second = open_run(recipe(tmp_path, "a"), "digits")
+    assert (tmp_path / "a" / ".lock").stat().st_ino == os.fstat(second.lock.fileno()).st_ino
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="is being written by another run"):
+        open_run(recipe(tmp_path, "a"), "digits")
+
+
+def test_of_many_that_start_at_once_one_gets_the_folder(tmp_path: Path) -> None:
+    def start(_: int) -> object:
+        try:
+            return open_run(recipe(tmp_path, "a"), "digits")
+        except UserError as error:
+            return error
+
+    with ThreadPoolExecutor(16) as pool:
+        opened = list(pool.map(start, range(64)))
+    refused = [one for one in opened if isinstance(one, UserError)]
+    assert len(refused) == 63
+    assert all("is being written by another run" in one.what for one in refused)  # type: ignore[attr-defined]
+
+
+def test_a_lock_that_leads_elsewhere_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / ".lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="cannot write the run folder"):
+        open_run(recipe(tmp_path, "a"), "digits")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_strangers_environment_cannot_steer_the_terminal() -> None:
+    packages = {"torch": "2", "pillow": "1"}
+    here = {"device": "cpu", "packages": packages}
+    there = {"device": "\x1b[2J\udc80" + "x" * 10_000, "packages": packages}
+    (line,) = changed_environment(there, here)
+    assert line.isprintable()
+    assert len(line) < 200
+    assert changed_environment({}, here) == ["device: None -> cpu", "torch: None -> 2", "pillow: None -> 1"]
+
+
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=f"cannot write the run folder in {tmp_path / 'file'}"):
@@ -203,6 +274,8 @@ def test_words_of_an_evaluation_bring_the_runs_recipe_but_not_its_machines(tmp_p
             "parallel.nodes",
             "parallel.node_rank",
             "parallel.rendezvous",
+            "launch.min_nodes",
+            "launch.restarts",
         }
     assert evaluation_words(weights) == [f"model.weights={weights}"]
     with pytest.raises(UserError, match="does not exist"):

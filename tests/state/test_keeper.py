@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,12 @@ def make(tmp_path: Path) -> Iterator[Make]:
     """Builds keepers of one folder and ends their threads."""
     made: list[Keeper] = []
 
-    def build(keep: int = 3, flush: Callable[[], None] = lambda: None) -> Keeper:
-        made.append(Keeper(tmp_path, keep, "", {}, flush))
+    def build(
+        keep: int = 3,
+        flush: Callable[[], None] = lambda: None,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> Keeper:
+        made.append(Keeper(tmp_path, keep, "", {}, flush, note))
         return made[-1]
 
     yield build
@@ -90,7 +95,7 @@ def test_the_log_is_flushed_before_a_checkpoint_stands(make: Make, tmp_path: Pat
 def test_the_newest_and_the_best_are_kept(make: Make, tmp_path: Path) -> None:
     one = make(keep=2)
     for step in range(1, 8):
-        one.save(state(), Position(step, 10, best_step=2 if step >= 2 else -1))
+        one.save(state(), Position(step, 10, best_step=2 if step >= 2 else -1), must=True)
     one.close()
     assert names(tmp_path) == ["step-2", "step-6", "step-7"]
 
@@ -98,17 +103,87 @@ def test_the_newest_and_the_best_are_kept(make: Make, tmp_path: Path) -> None:
 def test_a_new_best_lets_the_old_one_go(make: Make, tmp_path: Path) -> None:
     one = make(keep=1)
     for step, best in ((1, 1), (2, 1), (3, 3), (4, 3), (5, 5)):
-        one.save(state(), Position(step, 10, best_step=best))
+        one.save(state(), Position(step, 10, best_step=best), must=True)
     one.close()
     assert names(tmp_path) == ["step-5"]
 
 
-def test_what_is_superseded_is_a_pure_matter_of_names() -> None:
+def test_what_is_superseded_is_older_than_enough_sound_ones() -> None:
     found = [Path(f"step-{step}") for step in (1, 5, 9, 12)]
-    assert superseded(found, 4, -1) == []
-    assert superseded(found, 1, -1) == found[:3]
-    assert superseded(found, 1, 5) == [found[0], found[2]]
-    assert superseded(found[:1], 3, -1) == []
+
+    def old(keep: int, best: int, *damaged: int) -> list[int]:
+        gone = superseded(found, keep, best, lambda path: step_of(path) not in damaged)
+        return [step_of(path) for path in gone]
+
+    assert old(4, -1) == []
+    assert old(1, -1) == [1, 5, 9]
+    assert old(1, 5) == [1, 9]
+    assert old(3, -1) == [1]
+    assert superseded(found[:1], 3, -1, lambda path: True) == []
+    # Damaged ones do not count, and go only with those as old as they are.
+    assert old(1, -1, 12) == [1, 5]
+    assert old(1, -1, 12, 9, 5) == []
+    assert old(2, -1, 9) == [1]
+    assert old(1, 1, 9) == [5, 9]
+    assert old(1, -1, 1, 5, 9, 12) == []
+
+
+def test_damaged_newer_ones_do_not_push_out_the_last_good_one(make: Make, tmp_path: Path) -> None:
+    one = make(keep=3)
+    for step in (1, 2, 3, 4):
+        one.save(state(), Position(step, 10), must=True)
+    one.close()
+    assert names(tmp_path) == ["step-2", "step-3", "step-4"]
+    for step in (3, 4):
+        flip(tmp_path / f"step-{step}" / "model.safetensors")
+    again = make(keep=3)
+    for step, left in ((5, "2345"), (6, "23456"), (7, "567")):
+        again.save(state(), Position(step, 10), must=True)
+        again.wait()
+        assert names(tmp_path) == [f"step-{digit}" for digit in left]
+
+
+def test_one_that_is_damaged_while_the_run_goes_on_does_not_count(make: Make, tmp_path: Path) -> None:
+    """It was verified when it was written; a changed file is looked at again."""
+    one = make(keep=2)
+    for step in (1, 2):
+        one.save(state(), Position(step, 10), must=True)
+    one.wait()
+    flip(tmp_path / "step-2" / "optimizer.safetensors")
+    one.save(state(), Position(3, 10), must=True)
+    one.wait()
+    assert names(tmp_path) == ["step-1", "step-2", "step-3"]
+
+
+def test_sound_ones_are_read_once_and_not_at_each_save(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    verify = keeper.verify_checkpoint
+    monkeypatch.setattr(keeper, "verify_checkpoint", lambda path: looked.append(path.name) or verify(path))
+    one = make(keep=3)
+    for step in range(1, 7):
+        one.save(state(), Position(step, 10), must=True)
+    one.close()
+    assert looked == [f"step-{step}" for step in range(1, 7)]
+
+
+def test_a_best_one_whose_save_failed_does_not_cost_the_best_before(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = make(keep=1)
+    for step, best in ((1, 1), (2, 1)):
+        one.save(state(), Position(step, 10, best_step=best), must=True)
+    one.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(keeper, "write_checkpoint", _raise_full)
+        one.save(state(), Position(3, 10, best_step=3), must=True)
+        with pytest.raises(UserError, match="No space left"):
+            one.wait()
+    one.save(state(), Position(4, 10, best_step=3), must=True)
+    one.wait()
+    assert names(tmp_path) == ["step-1", "step-4"]
+    one.save(state(), Position(5, 10, best_step=5), must=True)
+    one.wait()
+    assert names(tmp_path) == ["step-5"]
 
 
 def test_an_old_one_is_deleted_only_after_the_new_one_verifies(
@@ -126,6 +201,11 @@ def test_an_old_one_is_deleted_only_after_the_new_one_verifies(
     with pytest.raises(UserError, match="bad disk"):
         one.wait()
     verify_checkpoint(tmp_path / "step-1")
+    assert names(tmp_path) == ["step-1", "step-2.aside"]
+    monkeypatch.undo()
+    one.save(state(), Position(2, 10))
+    one.wait()
+    assert names(tmp_path) == ["step-2", "step-2.aside"]
 
 
 def test_a_deletion_cut_short_leaves_no_half_checkpoint_under_its_name(
@@ -174,13 +254,13 @@ def test_checkpoints_beyond_where_a_run_goes_on_are_set_aside(make: Make, tmp_pa
     ones, nor count as newer than them."""
     one = make(keep=2)
     for step in (10, 20, 30):
-        one.save(state(1.0), Position(step, 10, best_step=10))
+        one.save(state(1.0), Position(step, 10, best_step=10), must=True)
     one.close()
     (tmp_path / "step-30" / "model.safetensors").write_bytes(b"rot")
     again = make(keep=2)
     assert again.set_aside_after(10) == ["step-20", "step-30"]
     for step in (15, 20):
-        again.save(state(2.0), Position(step, 10, best_step=10))
+        again.save(state(2.0), Position(step, 10, best_step=10), must=True)
     again.wait()
     assert names(tmp_path) == ["step-10", "step-15", "step-20", "step-20.aside", "step-30.aside"]
     assert read_checkpoint(tmp_path / "step-20")[1]["model"]["w"][0] == 2.0
@@ -192,12 +272,12 @@ def test_checkpoints_beyond_where_a_run_goes_on_are_set_aside(make: Make, tmp_pa
 def test_a_full_disk_leaves_nothing_and_is_said_at_the_next_wait(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(tensors: object, path: Path) -> None:
+    def full(path: Path, tensors: object) -> None:
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     one = make()
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
     one.save(state(), Position(1, 10))
     with pytest.raises(
         UserError, match=f"could not write a checkpoint below {tmp_path}.*No space left"
@@ -211,13 +291,113 @@ def test_a_full_disk_leaves_nothing_and_is_said_at_the_next_wait(
     assert names(tmp_path) == ["step-2"]
 
 
-@pytest.mark.parametrize("surface", ["save", "close"])
-def test_a_failed_write_is_never_silent(make: Make, monkeypatch: pytest.MonkeyPatch, surface: str) -> None:
+def test_the_last_failed_write_is_never_silent(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     one = make()
     monkeypatch.setattr(keeper, "write_checkpoint", _raise_full)
     one.save(state(), Position(1, 10))
     with pytest.raises(UserError, match="No space left"):
-        one.save(state(), Position(2, 10)) if surface == "save" else one.close()
+        one.close()
+
+
+def test_training_goes_on_after_a_failed_save_and_the_next_one_tries_again(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    one = make(note=said.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(keeper, "write_checkpoint", _raise_full)
+        patch.setattr(keeper.shutil, "disk_usage", lambda path: Free(7 << 20))
+        for step in (1, 2):
+            one.save(state(size=3 << 20), Position(step, 10), must=True)
+        _until_written(one)
+    one.save(state(), Position(3, 10), must=True)
+    one.close()
+    assert names(tmp_path) == ["step-3"]
+    assert [line.split(":")[:2] for line in said] == [["WARNING", " step-1"], ["WARNING", " step-2"]]
+    assert "No space left on device (it takes 12.0 MiB, 7.0 MiB are free)" in said[0]
+    assert said[0].endswith("training goes on, and the next save tries again (failed saves in a row: 1)")
+    assert one.failures == 0
+
+
+def test_three_failed_saves_in_a_row_end_the_run(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    one = make(note=said.append)
+    monkeypatch.setattr(keeper, "write_checkpoint", _raise_full)
+    for step in (1, 2, 3):
+        one.save(state(), Position(step, 10), must=True)
+    with pytest.raises(UserError, match="step-3: could not write a checkpoint"):
+        one.save(state(), Position(4, 10), must=True)
+    assert len(said) == 3
+    assert "giving up" in said[-1]
+    one.close()  # already told
+
+
+def test_a_log_that_cannot_be_written_is_a_failed_save(make: Make, tmp_path: Path) -> None:
+    def flush() -> None:
+        raise UserError("cannot write the log", "make room")
+
+    one = make(flush=flush)
+    one.save(state(), Position(1, 10))
+    with pytest.raises(UserError, match=r"could not write a checkpoint .*: cannot write the log"):
+        one.wait()
+    assert names(tmp_path) == []
+
+
+def test_a_slow_disk_never_holds_up_a_step_and_holds_one_snapshot(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    write = keeper.write_checkpoint
+    monkeypatch.setattr(keeper, "write_checkpoint", lambda *a: go.wait(20) and write(*a))
+    snapshots: list[object] = []
+    take = keeper.snapshot_to_host
+    monkeypatch.setattr(keeper, "snapshot_to_host", lambda groups: snapshots.append(1) or take(groups))
+    said: list[str] = []
+    one = make(note=said.append)
+    began = time.monotonic()
+    for step in (1, 2, 3):
+        one.save(state(step), Position(step, 10))
+    assert time.monotonic() - began < 5
+    assert (one.skipped, len(snapshots), len(said)) == (2, 1, 2)
+    assert said[1].startswith("step-3 is not saved: step-1 is still being written after 0.")
+    assert "(saves skipped so far: 2)" in said[1]
+    threading.Timer(0.2, go.set).start()
+    one.save(state(4), Position(4, 10), must=True)  # the last one of a run is waited for
+    one.close()
+    assert names(tmp_path) == ["step-1", "step-4"]
+
+
+def test_an_old_one_that_cannot_be_deleted_is_said_and_harms_nobody(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    one = make(keep=1, note=said.append)
+    one.save(state(), Position(1, 10))
+    one.wait()
+    rename = Path.rename
+
+    def stuck(path: Path, target: Path) -> Path:
+        if str(target).endswith("step-1.tmp"):
+            raise OSError(errno.EROFS, "Read-only file system")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", stuck)
+    one.save(state(), Position(2, 10))
+    one.wait()
+    assert names(tmp_path) == ["step-1", "step-2"]
+    assert len(said) == 1
+    assert "an old checkpoint cannot be deleted" in said[0]
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "folder"])
+def test_whatever_ends_in_tmp_is_removed_at_the_start(make: Make, tmp_path: Path, kind: str) -> None:
+    (tmp_path / "step-5").mkdir()
+    stale = tmp_path / "step-9.tmp"
+    {"file": stale.touch, "folder": stale.mkdir, "link": lambda: stale.symlink_to(tmp_path / "step-5")}[
+        kind
+    ]()
+    make()
+    assert names(tmp_path) == ["step-5"]
 
 
 def test_a_disk_that_is_really_full_is_told_in_the_same_words(make: Make, tmp_path: Path) -> None:
@@ -259,6 +439,25 @@ def test_what_kill_9_leaves_always_verifies(tmp_path: Path) -> None:
     assert newest[-1] > 12
 
 
+@dataclass(frozen=True)
+class Free:
+    """What `disk_usage` gives."""
+
+    free: int
+
+
+def flip(path: Path) -> None:
+    """One bit of the last byte."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def _until_written(one: Keeper) -> None:
+    assert one._pending is not None
+    one._pending.future.exception(10)
+
+
 def _raise_full(*arguments: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -271,7 +470,7 @@ def _saver(folder: Path) -> None:
     step = step_of(found[-1]) if found else 0
     while True:
         step += 1
-        one.save(state(step, size=100_000), Position(step, 10, best_step=1))
+        one.save(state(step, size=100_000), Position(step, 10, best_step=1), must=True)
 
 
 def _kill_savers(folder: Path) -> None:

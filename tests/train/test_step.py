@@ -172,7 +172,7 @@ def test_a_rehearsed_run_has_the_bits_of_an_unrehearsed_one() -> None:
 def test_a_rehearsal_finds_out_whether_the_model_draws(model: Callable[[], nn.Module], draws: bool) -> None:
     step = tiny.step_of(tiny.trainee(model()), 8)
     step.rehearse(tiny.make(8))
-    assert step.draws_random == draws
+    assert step.draws.active == draws
 
 
 def test_dropout_is_keyed_by_the_step() -> None:

@@ -63,3 +63,18 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_nobody_stops_when_nobody_was_asked(size: int) -> None:
     assert not any(result["unasked"] for result in ranks.results(size))
+
+
+def test_an_alarm_is_heard_at_once_by_a_process_alone() -> None:
+    with StopSign(alone(tiny.CPU), lambda step: 3 if step == 4 else 0) as stop:
+        heard = [(stop.seen(step), stop.alarm) for step in (3, 4, 5)]
+    assert heard == [(False, 0), (False, 3), (False, 0)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_alarm_of_one_rank_reaches_all_at_the_same_step(size: int) -> None:
+    found = [result["alarms"] for result in ranks.results(size)]
+    assert found == [found[0]] * size
+    assert [alarm for _, alarm in found[0]] == [7, 7]
+    assert found[0][0][0] >= 7

@@ -8,6 +8,7 @@ from torch import nn
 
 from drumline.data.views import Batch
 from drumline.launch.world import World, alone
+from drumline.parallel.layout import Averaged
 from drumline.recipe import Optim, Recipe, Train
 from drumline.train.objective import Classification
 from drumline.train.prepare import prepare_trainee
@@ -69,13 +70,17 @@ def trainee(
     return prepare_trainee(Recipe(optim=optim, train=train or Train()), model, world or alone(CPU))
 
 
-def step_of(trained: Trainee, batch: int, world: World | None = None, **options: object) -> TrainStep:
+def step_of(
+    trained: Trainee, batch: int, world: World | None = None, accumulate: int = 1, **options: object
+) -> TrainStep:
     """A step over a global batch of `batch` samples. Smoothing, so that the labels' loss has two terms."""
+    world = world or alone(CPU)
     return TrainStep(
         trained,
         Classification(0.1),
         NORMALISE,
-        world or alone(CPU),
+        world,
+        Averaged(trained.module, trained.forward, world, accumulate),
         seed=5,
         global_batch=batch,
         **options,  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from drumline.data.order import Request
 from drumline.data.owned import end_with_owner
 from drumline.data.sources import Source, SourceSpec, open_source
 from drumline.data.views import View
-from drumline.errors import UserError
+from drumline.errors import LostError, UserError
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def process_batches(
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
-        raise UserError(
+        raise LostError(
             f"a loader process was killed ({str(error).splitlines()[0]})",
             "out of memory? See `dmesg`, and try fewer data.workers or a smaller data.batch; "
             "then go on with --checkpoint.resume auto",

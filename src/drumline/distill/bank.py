@@ -62,7 +62,8 @@ class ContrastBank:
     def fetch(self, ids: Tensor) -> Tensor:
         """The rows of these samples, (n, 2, dim), on every process. All processes call it, with the same ids."""
         mine, index = self._find(ids)
-        rows = torch.where(mine[:, None, None], self._rows[index], 0.0)
+        # + 0.0: a sum over several processes has no negative zeros, so one process must not have them either.
+        rows = torch.where(mine[:, None, None], self._rows[index], 0.0) + 0.0
         return self._world.sum(rows)
 
     @torch.no_grad()

@@ -37,6 +37,7 @@ from drumline.distill.cache import (
 )
 from drumline.distill.payload import differences, encode
 from drumline.errors import UserError
+from drumline.launch.heartbeat import Phase, enter
 from drumline.launch.world import World
 from drumline.train.evaluate import padded
 
@@ -69,6 +70,7 @@ def fill(
             if not _work_off(cache, plan, teacher, feed, world, stopping):
                 return False
             world.barrier()
+        enter(Phase.STARTING)
         _see_all(cache, epochs, world)
     return True
 
@@ -85,6 +87,7 @@ def spot_check(
     odd = ""
     with closing(feed(mine)) as batches:
         for request, batch in zip(mine, batches, strict=True):
+            enter(Phase.STARTING)
             odd = odd or _compare(cache, teacher, request, batch, exact)
     refuse_if_any(
         world,
@@ -194,6 +197,7 @@ def _work_off(
         for step in range(1, steps + 1):
             asked = asked or stopping()
             item = None if asked else next(todo, None)
+            enter(Phase.FILLING)
             if item is not None:
                 (place, request), batch = item
                 rows.append(_compute(cache, teacher, batch)[0])

@@ -1,34 +1,104 @@
-"""What batch-relational losses and normalisation need of other processes, with gradients that are right.
+"""What batch-relational losses need of other processes, with gradients that are right.
 
-Promises: `Gathered` gives every process the rows of the whole global batch. A loss computed from them is the same
-number on each, so each needs only the gradient of its own rows: backward exchanges nothing. The weights are such
-that a loss counted once per own sample (as the step counts all losses) has the gradient of that loss, whatever the
-number of processes. Refuses nothing; that every process computes the same loss from the rows is the caller's part.
+Promises: the loss is computed from the rows of the whole global batch. It is the same number on each process, so each
+needs only the gradient of its own rows: backward exchanges nothing. The weights are such that a loss counted once per
+own sample (as the step counts all losses) has the gradient of that loss, whatever the number of processes. In strict
+mode it is computed once per process, between its shards' forwards and backwards. That every process computes the same
+loss from the rows is the caller's part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor
 
+from drumline.distill.method import Seen
 from drumline.launch.world import World
+from drumline.parallel.together import Together
+
+Loss = Callable[[Seen], Tensor]
+
+
+class Spread(Protocol):
+    """Where the other samples of the global batch are."""
+
+    world: World
+
+    def loss(self, seen: Seen, loss: Loss) -> Tensor:
+        """The loss over the global batch, of which `seen` is this part. Everybody calls it, in the same order."""
 
 
 class Gathered:
-    """Calls as `gathered(rows)`: the rows of all processes in the order of the global batch."""
+    """On the other processes. Calls as `gathered(rows)`: all rows in the order of the global batch."""
 
     def __init__(self, world: World, counts: Sequence[int]) -> None:
         self.world, self.counts = world, tuple(counts)
+
+    def loss(self, seen: Seen, loss: Loss) -> Tensor:
+        return loss(seen.with_rows([self(rows) for rows in seen.rows()]))
 
     def __call__(self, rows: Tensor) -> Tensor:
         if self.world.size == 1:
             return rows
         return _Rows.apply(rows, self.world, self.counts)
+
+
+class OverShards:
+    """In the other shards, of this process and of others."""
+
+    def __init__(self, together: Together) -> None:
+        self.together, self.world = together, together.world
+        together.met = True
+
+    def loss(self, seen: Seen, loss: Loss) -> Tensor:
+        rows = seen.rows()
+        value, slopes = self.together.meeting(rows, lambda brought: self._scored(brought, seen, loss))
+        # A shard's part of the loss counts 1 / shards; the slopes of its rows are nobody else's.
+        return _Given.apply(value, slopes, float(self.together.shards), *rows)
+
+    def _scored(
+        self, brought: list[list[Tensor]], seen: Seen, loss: Loss
+    ) -> list[tuple[Tensor, list[Tensor | None]]]:
+        """The loss over all rows, and for each shard of this process the slopes of its own."""
+        size, counts = len(brought[0][0]), self.together.counts
+        wanted = [rows.requires_grad for rows in brought[0]]
+        gathered = [
+            self.world.gather_rows(
+                torch.cat([rows.detach() for rows in column]), [size * count for count in counts]
+            )
+            for column in zip(*brought, strict=True)
+        ]
+        with torch.enable_grad():
+            leaves = [rows.detach().requires_grad_(yes) for rows, yes in zip(gathered, wanted, strict=True)]
+            value = loss(seen.with_rows(leaves))
+        slopes = iter(
+            torch.autograd.grad(value, [leaf for leaf in leaves if leaf.requires_grad], allow_unused=True)
+        )
+        of_all = [next(slopes) if yes else None for yes in wanted]
+        return [
+            (
+                value.detach(),
+                [None if slope is None else slope[size * shard : size * (shard + 1)] for slope in of_all],
+            )
+            for shard in self.together.own
+        ]
+
+
+class _Given(torch.autograd.Function):
+    """A loss that is known already, with its slopes."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, slopes: list[Tensor | None], factor: float, *rows: Tensor) -> Tensor:
+        ctx.slopes, ctx.factor = slopes, factor
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        given = [None if slope is None else slope * (grads[0] * ctx.factor) for slope in ctx.slopes]
+        return None, None, None, *given
 
 
 class _Rows(torch.autograd.Function):
@@ -45,78 +115,3 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return grads[0][ctx.own] * ctx.factor, None, None
-
-
-class WorldNorm(_BatchNorm):
-    """BatchNorm whose statistics in training are those of the global batch. torch's own needs a GPU."""
-
-    world: World
-
-    @staticmethod
-    def of(norm: _BatchNorm, world: World) -> WorldNorm:
-        """The same layer, with the same parameters and buffers, over the whole world."""
-        made = WorldNorm(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-        made.world, made.training = world, norm.training
-        for name, parameter in norm.named_parameters(recurse=False):
-            setattr(made, name, parameter)
-        for name, buffer in norm.named_buffers(recurse=False):
-            setattr(made, name, buffer)
-        return made
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        assert input.ndim >= 2, input.shape
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training and self.running_mean is not None:
-            return F.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
-            )
-        x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-        axes = [axis for axis in range(x.ndim) if axis != 1]
-        shape = [-1 if axis == 1 else 1 for axis in range(x.ndim)]
-        own = torch.full((1,), x.numel() // x.shape[1], dtype=x.dtype, device=x.device)
-        sums = _Sum.apply(torch.cat([x.sum(axes), own]), self.world)
-        count = sums[-1].detach()
-        mean = sums[:-1] / count
-        centred = x - mean.view(shape)
-        variance = _Sum.apply(centred.square().sum(axes), self.world) / count
-        with torch.no_grad():
-            self._follow(mean, variance * (count / (count - 1)))
-        scaled = centred * (variance + self.eps).rsqrt().view(shape)
-        if self.affine:
-            scaled = scaled * self.weight.view(shape) + self.bias.view(shape)
-        return scaled.to(input.dtype)
-
-    def _follow(self, mean: Tensor, variance: Tensor) -> None:
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked.add_(1)
-        assert self.momentum is not None
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), self.momentum)
-
-
-class _Sum(torch.autograd.Function):
-    """Element-wise sum over the world; its gradient is the sum of all processes' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, world: World) -> Tensor:
-        ctx.world = world
-        return world.sum(values.clone())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.world.sum(grads[0].clone()), None
-
-
-def over_the_world(module: nn.Module, world: World) -> nn.Module:
-    """The module with every BatchNorm's statistics spanning all processes. Changed in place where it can be."""
-    if world.size == 1:
-        return module
-    if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
-        return WorldNorm.of(module, world)
-    for name, child in module.named_children():
-        replaced = over_the_world(child, world)
-        if replaced is not child:
-            setattr(module, name, replaced)
-    return module

@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from drumline.data.order import evaluation_starts, share
+from drumline.data.order import evaluation_starts
 from drumline.distill.bundle import Bundle
 from drumline.distill.choose import Chosen, choose, stage_of
-from drumline.distill.gather import Gathered, over_the_world
+from drumline.distill.gather import Gathered, OverShards, Spread
 from drumline.distill.load import Loaded, load_teachers, other_views
 from drumline.distill.method import Anatomy, Method, Needs
 from drumline.distill.objective import Distillation, Part
@@ -32,9 +32,11 @@ from drumline.models.foreign import Tapped, norm_before, with_taps
 from drumline.models.taps import VisionModel
 from drumline.observe.display import Display, progress
 from drumline.parallel.layout import resolve_layout
+from drumline.parallel.norm import over_everybody, world_total
+from drumline.parallel.together import Together
 from drumline.recipe import Recipe
 from drumline.state.checkpoint import newest_sound, read_checkpoint
-from drumline.train import prepare
+from drumline.train import prepare, spread
 from drumline.train.evaluate import Score
 from drumline.train.objective import Classification
 from drumline.train.score import score_module
@@ -84,7 +86,8 @@ def lesson(
             display.note(line)
     if stage.name:
         _freeze_idle(bundle, teacher, sets.view.size)
-    over_the_world(bundle.helpers, world)
+    together = spread.prepare_shards(recipe, world)
+    _span(bundle, recipe, world, together)
     stored = None
     if cached:
         stored = store(recipe, teacher, _identity(teacher, teachers, weights), sets, plan, world)
@@ -94,7 +97,7 @@ def lesson(
         r=chosen.r,
         classification=Classification(recipe.train.label_smoothing, classes),
         source=stored or Live(teacher),
-        gathered=Gathered(world, _shares(recipe.data.batch, sets.unit, world)),
+        spread=_spread(recipe, chosen, sets.unit, world, together),
         device=world.device,
         per_epoch=plan.per_epoch,
         teacher=None if stored else teacher,
@@ -111,6 +114,7 @@ def lesson(
         rival_top1=score.accuracy if score else None,
         evaluates=not stage.name,
         feed=stored.feed if stored else unchanged,
+        together=together,
     )
 
 
@@ -132,9 +136,21 @@ def _parts(
     ]
 
 
-def _shares(batch: int, unit: int, world: World) -> list[int]:
-    """Every rank's samples of a global batch."""
-    return [len(range(batch)[share(batch, rank, world.size, unit)]) for rank in range(world.size)]
+def _spread(recipe: Recipe, chosen: Chosen, unit: int, world: World, together: Together | None) -> Spread:
+    """Where losses that relate samples find all of them."""
+    if together is not None and any(part.method.scope == "global_batch" for part in chosen.parts):
+        return OverShards(together)
+    parts = [spread.own_share(recipe, rank, world.size, unit) for rank in range(world.size)]
+    return Gathered(world, [part.stop - part.start for part in parts])
+
+
+def _span(bundle: Bundle, recipe: Recipe, world: World, together: Together | None) -> None:
+    """BatchNorm in helpers always spans the global batch; in the student where `train.sync_bn` asks for it."""
+    if together is not None and together.shards > 1:
+        spread.over_shards(bundle.helpers, together)
+    elif together is None and world.size > 1:
+        over_everybody(bundle.helpers, world_total(world))
+    spread.span_norms(bundle.student, recipe, world, together)
 
 
 @dataclass(frozen=True)

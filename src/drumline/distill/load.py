@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from drumline.arguments import names_code
 from drumline.errors import UserError
 from drumline.launch.world import World
 from drumline.models import create_model, load_weights
@@ -63,7 +64,17 @@ def check_teachers(distill: Distill) -> tuple[str, ...]:
         )
     for path in weights:
         resolve_weights(path, FIELDS)
-    return names or tuple(teacher_name(path) for path in weights)
+    return names or tuple(_vouched(teacher_name(path), path) for path in weights)
+
+
+def _vouched(name: str, path: str) -> str:
+    """A name that a teacher's recipe gives, if it names no code: the run folder may be a stranger's."""
+    if names_code(name):
+        raise UserError(
+            f"{path}: its recipe names the model {name}, which runs the code of {name.partition(':')[0]}",
+            f"if you wrote or trust that code, say so on the command line: distill.teacher={name}",
+        )
+    return name
 
 
 def other_views(recipe: Recipe, teachers: list[Loaded]) -> list[str]:

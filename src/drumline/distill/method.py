@@ -8,7 +8,7 @@ beside the student is built by `helper` from probed shapes and runs inside the b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
@@ -74,6 +74,26 @@ class Seen:
     """Sample ids."""
     memory: Memory | None = None
     """What the method keeps from step to step."""
+
+    def rows(self) -> list[Tensor]:
+        """Everything that has a row for each sample, in a fixed order."""
+        taken = [self.taps, self.teacher_taps, self.helped]
+        return [
+            self.logits,
+            self.teacher_logits,
+            *(taps[name] for taps in taken for name in taps),
+            self.labels,
+            self.samples,
+        ]
+
+    def with_rows(self, rows: Sequence[Tensor]) -> Seen:
+        """The same of other samples; `rows` as `rows()` gives them."""
+        logits, teacher_logits, *rest, labels, samples = rows
+        left = iter(rest)
+        taps, teacher_taps, helped = (
+            {name: next(left) for name in each} for each in (self.taps, self.teacher_taps, self.helped)
+        )
+        return Seen(logits, teacher_logits, taps, teacher_taps, helped, labels, samples, self.memory)
 
 
 class Memory(Protocol):

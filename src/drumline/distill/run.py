@@ -14,6 +14,7 @@ from drumline.data.sources import detect_source
 from drumline.distill.choose import choose
 from drumline.distill.lesson import Stage, lesson
 from drumline.errors import UserError
+from drumline.launch.claimed import remember
 from drumline.launch.world import World
 from drumline.observe.display import make_display
 from drumline.recipe import Recipe
@@ -28,6 +29,8 @@ def distill(recipe: Recipe, world: World) -> Result:
     done: tuple[Path, ...] = ()
     if stages and not world.share(_is_past(recipe) if world.first else False):
         recipe = _named(recipe, world)
+        if world.first:
+            remember(recipe.run.name)
         for name, epochs in stages:
             stage = _stage_recipe(recipe, name, epochs)
             result = train(stage, world, partial(lesson, stage=Stage(name, done)))

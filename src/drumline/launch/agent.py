@@ -1,8 +1,8 @@
 """Starts this machine's worker processes on torch's elastic launcher, watches them, and says how they ended.
 
 Promises: workers are given arguments and environment, nothing else; a stop request reaches each worker once
-and leaves it time to save; one failing rank ends the run within seconds, on every machine, with the cause
-shown once; no worker outlives the launcher. Refuses to guess: what cannot meet is a `UserError`.
+and leaves it time to save; one failing rank restarts the run or ends it within seconds, on every machine, with the
+cause shown once; no worker outlives the launcher. Refuses to guess: what cannot meet is a `UserError`.
 
 Exit codes: 0 when every worker ended with 0; 2 after a user's mistake, 1 after any other failure. After a
 stop request the workers' own code is passed on (0 when they saved and left with 0); workers that had to be
@@ -12,33 +12,41 @@ killed give 128 + the signal, as a shell would.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
-import shutil
 import socket
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from torch.distributed import DistError
+from torch.distributed import DistError, FileStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-)
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 
 from drumline.errors import UserError
 from drumline.launch.environment import LAUNCHER
-from drumline.launch.failure import FILE
+from drumline.launch.handout import Handout
+from drumline.launch.hang import Limits
+from drumline.launch.listen import host_store, reach_store
 from drumline.launch.machine import raise_descriptor_limit
-from drumline.launch.network import Interface, choose_interface, is_this_machine, socket_variables
-from drumline.launch.rendezvous import Rendezvous, parameters, parse_rendezvous, variables_missing
-from drumline.launch.watch import GRACE_SECONDS, Watch, signals_end_us
-from drumline.recipe import Parallel
+from drumline.launch.meeting import Meeting, Numbered
+from drumline.launch.network import (
+    Interface,
+    choose_interface,
+    is_this_machine,
+    listening_address,
+    socket_variables,
+)
+from drumline.launch.rendezvous import Rendezvous, parse_rendezvous, run_id, variables_missing
+from drumline.launch.watch import GRACE_SECONDS, Care, Watch, signals_end_us
+from drumline.recipe import Launch, Parallel
+
+KEEP_ALIVE = 3
+"""Seconds between two signs of life in torch's rendezvous, which drops a machine after three that did not come."""
+
+FILE_PACE = 5
+"""The same, and between two of our own, where machines meet at a file."""
 
 
 def launch(
@@ -48,13 +56,15 @@ def launch(
     announce: Callable[[str], None],
     *,
     threads: int,
+    care: Launch | None = None,
     grace: float = GRACE_SECONDS,
 ) -> int:
     """Runs `processes` copies of `command` here, as this machine's part of the run, and gives the exit code.
 
-    `threads` becomes OMP_NUM_THREADS unless the user has set it. `grace` is how long workers may take to save
-    after a stop request. `announce` is given each line meant for the user. Main thread only: it takes over
-    SIGINT, SIGTERM and SIGHUP until it returns.
+    `care` says how they are watched over (None: neither restarts nor a limit of silence). `threads` becomes
+    OMP_NUM_THREADS unless the user has set it. `grace` is how long workers may take to save after a stop request.
+    `announce` is given each line meant for the user. Main thread only: it takes over SIGINT, SIGTERM and SIGHUP
+    until it returns.
     """
     rendezvous = _meeting_place(parallel)
     several = parallel.nodes > 1
@@ -69,9 +79,14 @@ def launch(
     announce(f"{processes} process{'es' * (processes > 1)} here, network interface {interface}")
     if several:
         announce(f"waiting for {parallel.nodes} machines at {rendezvous}")
-    errors = _ErrorFiles()
-    with _environment(variables), _quiet_torch(), contextlib.closing(errors), signals_end_us():
-        handler, hosts_store = _meet(rendezvous, parallel, interface)
+    care = care or Launch(hang=0.0)
+    least = parallel.nodes if care.min_nodes == "auto" else min(care.min_nodes, parallel.nodes)
+    handout = Handout()
+    with _environment(variables), _quiet_torch(), contextlib.closing(handout), signals_end_us():
+        try:
+            handler, hosts_store = _meet(rendezvous, parallel, interface, least)
+        except (RendezvousError, DistError, OSError) as error:
+            raise _did_not_meet(rendezvous, parallel, error) from error
         spec = WorkerSpec(
             role="drumline",
             local_world_size=processes,
@@ -80,13 +95,26 @@ def launch(
             args=tuple(argument.replace("$", "$$") for argument in command[1:]),
             rdzv_handler=handler,
             max_restarts=0,
-            monitor_interval=0.5 if rendezvous.kind == "file" else 0.1,
+            monitor_interval=0.1,
             local_addr=interface.address,
         )
-        if handler.get_backend() == "static":
-            spec.master_addr, spec.master_port = rendezvous.host, rendezvous.port
         host = f"{socket.gethostname()} ({interface.address})" if several else ""
-        watch = Watch(spec, errors, announce=announce, grace=grace, host=host)
+        watch = Watch(
+            spec,
+            handout,
+            announce=announce,
+            grace=grace,
+            host=host,
+            care=Care(
+                restarts=care.restarts,
+                limits=Limits(care.hang, parallel.timeout),
+                pace=FILE_PACE if rendezvous.kind == "file" else 1.0,
+            ),
+        )
+        if isinstance(handler, Meeting):
+            handler.on_wait = lambda: announce(
+                "the run is under way without this machine: it joins at the next restart"
+            )
         try:
             return watch.finish()
         except (RendezvousError, DistError) as error:
@@ -110,30 +138,53 @@ def _meeting_place(parallel: Parallel) -> Rendezvous:
     return rendezvous
 
 
-def _meet(rendezvous: Rendezvous, parallel: Parallel, interface: Interface) -> tuple[RendezvousHandler, bool]:
-    """Opens the meeting place: hosts the store where that is ours to do, joins it otherwise. Gives which."""
-    node_rank = None if parallel.node_rank == "auto" else parallel.node_rank
-    if rendezvous.kind == "tcp" and node_rank is None:
-        ours = is_this_machine(rendezvous.host)
-    else:
-        ours = rendezvous.kind == "local" or (rendezvous.kind == "tcp" and node_rank == 0)
-    # Two launchers on one machine both find the address theirs; the one that comes second joins the first.
-    for is_host in (True, False) if ours and parallel.nodes > 1 else (ours,):
-        try:
-            handler = get_rendezvous_handler(
-                parameters(
-                    rendezvous,
-                    nodes=parallel.nodes,
-                    node_rank=node_rank,
-                    address=interface.address,
-                    is_host=is_host,
-                    timeout=parallel.timeout,
-                )
+def _meet(
+    rendezvous: Rendezvous, parallel: Parallel, interface: Interface, least: int
+) -> tuple[RendezvousHandler, bool]:
+    """Opens the meeting place: keeps the store where that is ours to do, reaches it otherwise. Gives which."""
+    node_rank = None if parallel.node_rank == "auto" or parallel.nodes == 1 else parallel.node_rank
+    name, timeout = run_id(rendezvous), parallel.timeout
+    if rendezvous.kind == "file":
+        if node_rank is not None:
+            raise UserError(
+                f"parallel.node_rank = {node_rank} needs HOST:PORT; a file numbers the machines by itself",
+                "leave parallel.node_rank at auto, or meet at HOST:PORT",
             )
-            return handler, is_host
-        except (RendezvousConnectionError, DistError) as error:
-            failure = error
-    raise _did_not_meet(rendezvous, parallel, failure) from failure
+        return _meeting(FileStore(rendezvous.path), name, parallel, interface, least), False
+    if rendezvous.kind == "local":
+        return _meeting(host_store(interface.address, 0, timeout), name, parallel, interface, least), True
+    host, port = rendezvous.host, rendezvous.port
+    if node_rank is not None:
+        keeps, clients = node_rank == 0, parallel.nodes
+
+        def numbered_store() -> TCPStore:
+            if keeps:
+                return host_store(listening_address(host, interface), port, timeout, clients=clients)
+            return reach_store(host, port, timeout, clients=clients)
+
+        return Numbered(numbered_store, name, node_rank, parallel.nodes), keeps
+    try:
+        if is_this_machine(host):
+            store = host_store(listening_address(host, interface), port, timeout)
+            return _meeting(store, name, parallel, interface, least), True
+    except OSError as error:
+        # Two launchers on one machine both find the address theirs; the one that comes second joins the first.
+        if error.errno != errno.EADDRINUSE or parallel.nodes == 1:
+            raise
+    return _meeting(reach_store(host, port, timeout), name, parallel, interface, least), False
+
+
+def _meeting(store: Store, name: str, parallel: Parallel, interface: Interface, least: int) -> Meeting:
+    return Meeting.at(
+        store,
+        name,
+        interface.address,
+        nodes=parallel.nodes,
+        least=least,
+        timeout=parallel.timeout,
+        # A file store keeps all that was ever written to it.
+        keep_alive=FILE_PACE if isinstance(store, FileStore) else KEEP_ALIVE,
+    )
 
 
 def _did_not_meet(rendezvous: Rendezvous, parallel: Parallel, error: Exception) -> UserError:
@@ -145,8 +196,9 @@ def _did_not_meet(rendezvous: Rendezvous, parallel: Parallel, error: Exception) 
             else "start all machines again"
         )
         return UserError(f"the rendezvous {rendezvous} belongs to an earlier run that has ended", fix)
-    reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
-    if "EADDRINUSE" in reason[0]:
+    inner = error.__cause__ or error
+    reason = str(inner).strip().splitlines() or [type(inner).__name__]
+    if isinstance(inner, OSError) and inner.errno == errno.EADDRINUSE:
         return UserError(
             f"another program on this machine holds the port of {rendezvous}",
             "give another port in --parallel.rendezvous, the same on each machine",
@@ -160,31 +212,6 @@ def _did_not_meet(rendezvous: Rendezvous, parallel: Parallel, error: Exception) 
         "start the same command on each machine, check that the port is free and open between them, "
         "or number them with --parallel.node_rank",
     )
-
-
-class _ErrorFiles(LogsSpecs):
-    """Leaves the workers' output on the terminal and gives each a file for its error."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._folder: Path | None = None
-
-    @property
-    def root_log_dir(self) -> str:
-        return str(self._folder)
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        self.close()
-        self._folder = Path(tempfile.mkdtemp(prefix="drumline-"))
-        files = {local_rank: str(self._folder / f"{local_rank}.json") for local_rank in envs}
-        for local_rank, env in envs.items():
-            env[FILE] = files[local_rank]
-        return LogsDest(stdouts=dict.fromkeys(envs, ""), stderrs=dict.fromkeys(envs, ""), error_files=files)
-
-    def close(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
 
 
 @contextlib.contextmanager

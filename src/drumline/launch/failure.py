@@ -14,10 +14,11 @@ import signal
 import time
 import traceback
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
-from drumline.errors import UserError
+from drumline.errors import LostError, UserError
 from drumline.launch.environment import LAUNCHER
 
 FILE = "TORCHELASTIC_ERROR_FILE"
@@ -31,7 +32,8 @@ HINTS = {
 }
 
 _LOST_PEER = re.compile(
-    r"closed by peer|reset by peer|broken pipe|connection refused|connection was likely closed"
+    r"waited in vain for the other ranks|could not meet the others"
+    r"|closed by peer|reset by peer|broken pipe|connection refused|connection was likely closed"
     r"|remote process exited|remote server|communicator was aborted|timed out waiting"
     r"|collective operation timeout|failed to recv|wait timeout|socket timeout|no error message was returned",
     re.IGNORECASE,
@@ -52,6 +54,13 @@ class Failure:
     """Lost contact with another rank: most likely the consequence of another failure."""
     exit_code: int = 1
     host: str = ""
+    lost: bool = False
+    """A `LostError` or a hang: a fresh start may mend it."""
+    ends: bool = False
+    """The run ends with it: it is not to be restarted."""
+
+
+_SHAPE = Failure(rank=0, message="", time=0.0)
 
 
 def record_failure(error: BaseException, rank: int) -> bool:
@@ -61,7 +70,7 @@ def record_failure(error: BaseException, rank: int) -> bool:
     if not path:
         return False
     now = time.time()
-    user = isinstance(error, UserError)
+    user, lost = isinstance(error, UserError), isinstance(error, LostError)
     message = str(error) if user else f"{type(error).__name__}: {error}"
     stack = "" if user else "".join(traceback.format_exception(error))
     failure = Failure(
@@ -70,8 +79,9 @@ def record_failure(error: BaseException, rank: int) -> bool:
         time=now,
         traceback=stack,
         user=user,
-        follows=not user and bool(_LOST_PEER.search(message)),
+        follows=(not user or lost) and bool(_LOST_PEER.search(message)),
         exit_code=2 if user else 1,
+        lost=lost,
     )
     torch_format = {"message": message, "extraInfo": {"py_callstack": stack, "timestamp": str(int(now))}}
     draft = Path(path + ".draft")
@@ -123,15 +133,44 @@ def to_json(failure: Failure) -> str:
 
 
 def from_json(text: str) -> Failure:
-    """The other way."""
-    return Failure(**json.loads(text))
+    """The other way, for text that came over a network: fields and types must be those of a `Failure`, else
+    `ValueError`; what a terminal would obey is taken out, and a long text is cut."""
+    content = json.loads(text)
+    kinds = {field.name: type(getattr(_SHAPE, field.name)) for field in fields(Failure)}
+    if not isinstance(content, dict) or set(content) != set(kinds):
+        raise ValueError("not a notice")
+    if any(type(content[name]) is not kind for name, kind in kinds.items()):
+        raise ValueError("a notice with a field of another type")
+    cleaned: dict[str, Any] = {
+        name: plain(value) if isinstance(value, str) else value for name, value in content.items()
+    }
+    return Failure(**cleaned)
+
+
+def plain(text: str) -> str:
+    """Text without what would move a terminal's cursor or colour it, at most 20,000 characters."""
+    return "".join(sign for sign in text[:20_000] if sign in "\n\t" or sign.isprintable())
 
 
 def render_failure(failure: Failure) -> str:
     """What the user reads: rank, machine where there are several, message, and the traceback of our own
     mistakes."""
-    where = f"rank {failure.rank}" + (f" on {failure.host}" if failure.host else "")
+    where = _where(failure)
     if failure.traceback:
         return f"{where} failed:\n{failure.traceback.rstrip()}"
-    separator = " " if failure.message.startswith(("was ", "ended ", "lost ")) else ": "
+    separator = " " if failure.message.startswith(("was ", "ended ", "lost ", "is ", "has ")) else ": "
     return f"{where}{separator}{failure.message}"
+
+
+def summary(failure: Failure) -> str:
+    """The same on one line, without advice."""
+    if failure.traceback:
+        return f"{_where(failure)} failed ({failure.message.strip().splitlines()[0]})"
+    first = render_failure(failure).partition("\n")[0]
+    return first.partition(" (")[0] if failure.message.startswith("was killed") else first
+
+
+def _where(failure: Failure) -> str:
+    if failure.rank < 0:
+        return failure.host
+    return f"rank {failure.rank}" + (f" on {failure.host}" if failure.host else "")

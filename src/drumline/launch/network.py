@@ -109,6 +109,16 @@ def is_this_machine(host: str) -> bool:
     return any(address in ours or ipaddress.ip_address(address).is_loopback for _, address in _resolve(host))
 
 
+def listening_address(host: str, interface: Interface) -> str:
+    """The one address of this machine at which others reach it under the name `host`: what the name means here, or
+    the interface's where that is loopback though others take it for this machine."""
+    ours = {address for found in _addresses().values() for address in found}
+    for _, address in _resolve(host):
+        if address in ours and (_means_loopback(host) or not ipaddress.ip_address(address).is_loopback):
+            return address
+    return interface.address
+
+
 def free_port(address: str) -> int:
     """A TCP port nobody listens on at `address` right now."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

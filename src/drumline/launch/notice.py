@@ -1,18 +1,21 @@
 """What the launchers of one run, one per machine, tell each other.
 
-Promises: when a machine fails, the others know within a second, stop, and show the same cause; the machine
-that hosts the shared store leaves last. On one machine there is nobody to tell.
+Promises: when a machine fails, the others know within a second, stop, and show the same cause; a launcher that falls
+silent counts as lost; the machine that hosts the shared store leaves last. What is read from the store is JSON of a
+known shape, or it is not believed. On one machine there is nobody to tell.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torch.distributed import DistError, Store
 
-from drumline.launch.failure import Failure, from_json, to_json
+from drumline.launch.failure import Failure, from_json, plain, to_json
 
 T = TypeVar("T")
 
@@ -23,13 +26,41 @@ CAUSE_SECONDS = 3.0
 LEAVE_SECONDS = 10.0
 """How long the machine with the store waits for the others to stop their workers and read it."""
 
+SILENT_PACES = 5
+"""Signs of life of another launcher that may fail to come."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What a launcher says of its workers: the fewest steps that one of them has taken, and whether one does
+    something that may take long."""
+
+    step: int = 0
+    busy: bool = False
+
 
 class NoticeBoard:
-    """Notices in the store that the rendezvous gave the launchers."""
+    """Notices in the store that the rendezvous gave the launchers, for one start of the workers. Each launcher gives
+    a sign of life every `pace` seconds."""
 
-    def __init__(self, store: Store, machine: int, machines: int) -> None:
+    def __init__(self, store: Store, machine: int, machines: int, *, pace: float = 1.0) -> None:
         self._store, self._machine, self._machines = store, machine, machines
         self._posted = False
+        self._pace, self._signs, self._told_at = pace, 0, 0.0
+        others = [other for other in range(machines) if other != machine]
+        self._heard = dict.fromkeys(others, (0, time.monotonic(), State()))
+
+    def agree(self, restarts: int, folder: str) -> tuple[int, str]:
+        """Before the workers start: how often they have been restarted and the name of the run folder, as far as any
+        machine knows. A machine that has just joined knows neither."""
+        if self._machines == 1:
+            return restarts, folder
+        self._store.set(self._key("knows"), json.dumps([restarts, folder]))
+        known = [
+            _read_knowledge(self._store.get(self._key("knows", machine)).decode())
+            for machine in range(self._machines)
+        ]
+        return max(count for count, _ in known), next((name for _, name in known if name), "")
 
     def post(self, failure: Failure) -> None:
         """Tells the other machines why this one stops. Only the first notice counts."""
@@ -42,11 +73,44 @@ class NoticeBoard:
         """What the other machines have posted. Raises `DistError` when the store is out of reach."""
         if self._machines == 1 or not self._store.check([POSTED]):
             return []
-        keys = [self._key("failed", machine) for machine in range(self._machines) if machine != self._machine]
-        return [from_json(self._store.get(key).decode()) for key in keys if self._store.check([key])]
+        found = []
+        for machine in self._heard:
+            key = self._key("failed", machine)
+            if self._store.check([key]):
+                found.append(_read_failure(self._store.get(key).decode(errors="replace"), machine))
+        return found
+
+    def live(self, state: State) -> list[Failure]:
+        """Gives a sign of life when it is time to, and looks for the others'; those that fell silent are failures.
+        Raises `DistError` when the store is out of reach."""
+        now = time.monotonic()
+        late = now - self._told_at
+        if self._machines == 1 or late < self._pace:
+            return []
+        self._told_at, self._signs = now, self._signs + 1
+        self._store.set(self._key("alive"), json.dumps([self._signs, state.step, state.busy]))
+        lost = []
+        for machine, (signs, since, _) in self._heard.items():
+            key = self._key("alive", machine)
+            if self._store.check([key]):
+                heard, told = _read_sign(self._store.get(key).decode(errors="replace"))
+                # Whoever stood still himself has no right to call others silent.
+                if heard != signs or late > 3 * self._pace:
+                    self._heard[machine] = (heard, now, told)
+                    continue
+            silent = now - since
+            if silent > SILENT_PACES * self._pace:
+                words = f"is gone: no sign of its launcher for {silent:.0f} s"
+                lost.append(Failure(-1, words, time.time(), host=f"machine {machine}"))
+        return lost
+
+    @property
+    def elsewhere(self) -> list[State]:
+        """What the other launchers have said of their workers last."""
+        return [state for _, _, state in self._heard.values()]
 
     def wait_for_cause(self) -> list[Failure]:
-        """The same, giving the others a moment to post a failure that does not follow from another; an
+        """What the others have posted, giving them a moment to post a failure that does not follow from another; an
         unreachable store has nothing to say."""
         found: list[Failure] = []
         deadline = time.monotonic() + CAUSE_SECONDS
@@ -63,7 +127,7 @@ class NoticeBoard:
         keys = [self._key("done", machine) for machine in range(self._machines)]
         self._quietly(lambda: self._store.set(self._key("done"), ""))
         while self._machines > 1 and not give_up():
-            failures = self._quietly(self.failures)
+            failures = self._quietly(lambda: self.failures() or self.live(State()))
             if failures:
                 return failures
             # A store out of reach has lost its machine; ours has done its part all the same.
@@ -92,3 +156,36 @@ class NoticeBoard:
             return ask()
         except DistError:
             return None
+
+
+def _read_failure(text: str, machine: int) -> Failure:
+    try:
+        return from_json(text)
+    except (ValueError, RecursionError):
+        return Failure(
+            -1, "has left a notice that is none", time.time(), host=f"machine {machine}", ends=True
+        )
+
+
+def _read_knowledge(text: str) -> tuple[int, str]:
+    match _parsed(text):
+        case [int(restarts), str(folder)] if (
+            "/" not in folder and folder not in (".", "..") and plain(folder) == folder
+        ):
+            return restarts, folder
+    return 0, ""
+
+
+def _read_sign(text: str) -> tuple[int, State]:
+    match _parsed(text):
+        case [int(signs), int(step), bool(busy)]:
+            return signs, State(step, busy)
+    return 0, State()
+
+
+def _parsed(text: str) -> object:
+    try:
+        found: object = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found

@@ -1,6 +1,6 @@
-"""Where the machines of a run meet: the text of `parallel.rendezvous`, and what it means to torch's launcher.
+"""Where the machines of a run meet: the text of `parallel.rendezvous`.
 
-Promises: every accepted form maps to one torch rendezvous, the same on each machine; nothing depends on host
+Promises: every accepted form means one meeting place, the same on each machine; nothing depends on host
 names resolving when addresses are given. Refuses text that could only fail later: no port, a relative path.
 """
 
@@ -10,12 +10,9 @@ import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from drumline.errors import UserError
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 FORMS = "HOST:PORT, tcp://HOST:PORT, [IPv6]:PORT, file:///shared/path or env://"
 
@@ -73,38 +70,6 @@ def variables_missing() -> UserError:
 def run_id(rendezvous: Rendezvous) -> str:
     """A name for the run that every machine derives alike from the meeting place."""
     return "drumline-" + hashlib.sha256(str(rendezvous).encode()).hexdigest()[:12]
-
-
-def parameters(
-    rendezvous: Rendezvous, *, nodes: int, node_rank: int | None, address: str, is_host: bool, timeout: float
-) -> RendezvousParameters:
-    """What torch's launcher needs to meet there.
-
-    One machine: a store of its own on a free loopback port. HOST:PORT: torch's `c10d` rendezvous, which
-    numbers the machines by address; with `node_rank`, its `static` one, hosted by machine 0. A file: `c10d`
-    over a file store. `address` is ours; `is_host` says whether we keep the store.
-    """
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-
-    seconds = max(1, round(timeout))
-    options: dict[str, Any] = {"timeout": seconds}
-    backend, endpoint = "c10d", str(rendezvous)
-    if rendezvous.kind == "file":
-        if node_rank is not None and nodes > 1:
-            raise UserError(
-                f"parallel.node_rank = {node_rank} needs HOST:PORT; a file numbers the machines by itself",
-                "leave parallel.node_rank at auto, or meet at HOST:PORT",
-            )
-        endpoint = rendezvous.path
-        options |= {"store_type": "file", "join_timeout": seconds}
-    elif rendezvous.kind == "tcp" and nodes > 1 and node_rank is not None:
-        backend = "static"
-        options["rank"] = node_rank
-    else:
-        assert rendezvous.kind in ("local", "tcp"), rendezvous.kind
-        endpoint = "127.0.0.1:0" if rendezvous.kind == "local" else endpoint
-        options |= {"is_host": is_host, "join_timeout": seconds, "read_timeout": seconds}
-    return RendezvousParameters(backend, endpoint, run_id(rendezvous), nodes, nodes, address, **options)
 
 
 def _nonsense(text: str, why: str) -> UserError:

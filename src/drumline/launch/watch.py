@@ -1,8 +1,9 @@
-"""Watches one machine's workers: stop requests, failures, the end.
+"""Watches one machine's workers: stop requests, lost and hung processes, restarts, the end.
 
-Torch's `LocalElasticAgent` with its own way of watching and stopping. Promises: torch's code is asked for the
-result only when every worker has ended, so it never waits its 30 seconds for one that is stuck; SIGTERM is
-sent to a worker once; whoever does not leave in time is killed with all processes it has started.
+Torch's `LocalElasticAgent` with its own way of watching and stopping; each start of the workers is one run of it.
+Promises: torch's code is asked for the result only when every worker has ended, so it never waits its 30 seconds for
+one that is stuck; a lost process is noticed within a second; a restart kills the others at once and waits for no
+timeout; a user's mistake and a run that was asked to stop are not restarted.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from subprocess import Popen
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousConnectionError
 
 from drumline.errors import UserError
+from drumline.launch.crew import Crew
 from drumline.launch.failure import (
     Failure,
     failure_from_exit,
@@ -31,20 +32,39 @@ from drumline.launch.failure import (
     on_host,
     read_failure,
     render_failure,
+    summary,
 )
-from drumline.launch.notice import NoticeBoard
+from drumline.launch.handout import Handout
+from drumline.launch.hang import Limits, Pulse, Sign, is_busy, is_hung, standing, verdict
+from drumline.launch.heartbeat import Phase
+from drumline.launch.notice import NoticeBoard, State
+from drumline.launch.stacks import is_stopped
 
 GRACE_SECONDS = 300.0
 """How long workers may take to finish their step and save after a stop request."""
 
 FAILURE_SECONDS = 3.0
-"""How long the other workers may take to leave after one has failed. One that waits in a collective for the
-failed rank never notices."""
+"""How long the other workers may take to leave after one has failed and the run ends. One that waits in a collective
+for the failed rank never notices."""
 
+CAUSE_SECONDS = 0.5
+"""How long a broken connection waits for the end of the process behind it."""
+
+SHOW_CURSOR = b"\x1b[?25h"
 SAME_REQUEST_SECONDS = 0.5
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPED = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a worker that left because it was asked to."""
+
+
+@dataclass(frozen=True)
+class Care:
+    """How workers are watched over: restarts allowed, limits of silence, seconds between two signs of life that
+    launchers give each other."""
+
+    restarts: int
+    limits: Limits
+    pace: float
 
 
 @contextlib.contextmanager
@@ -61,42 +81,70 @@ def signals_end_us() -> Iterator[None]:
 
 
 class Watch(LocalElasticAgent):
-    """This machine's workers from start to end. Use once, through `finish`, inside `signals_end_us`."""
+    """This machine's workers from the first start to the end. Use once, through `finish`, inside `signals_end_us`."""
 
     def __init__(
-        self, spec: WorkerSpec, logs: LogsSpecs, *, announce: Callable[[str], None], grace: float, host: str
+        self,
+        spec: WorkerSpec,
+        handout: Handout,
+        *,
+        announce: Callable[[str], None],
+        grace: float,
+        host: str,
+        care: Care,
     ) -> None:
-        super().__init__(spec, logs)
-        self._announce, self._grace, self._host = announce, grace, host
+        super().__init__(spec, handout)
+        self._handout, self._announce, self._grace, self._host = handout, announce, grace, host
+        self._care = care
+        self._used = 0
+        self._lost_at: float | None = None
         self._board: NoticeBoard | None = None
-        self._looked_at_board = 0.0
         self._requests: list[tuple[signal.Signals, float]] = []
-        self._ended: dict[int, tuple[int, float]] = {}
-        self._terminated: set[int] = set()
-        self._killed: set[int] = set()
-        self._broken_at: float | None = None
+        self._begin(Crew())
 
     def finish(self) -> int:
-        """Runs the workers to their end, shows what went wrong, and gives the exit code."""
+        """Runs the workers to their end, as often as it takes, shows what went wrong, and gives the exit code."""
+        while (code := self._one_start()) is None:
+            self._handout.take_back()
+            self._begin(Crew())
+        return code
+
+    def leave(self, hosts_store: bool) -> bool:
+        """Takes leave of the other machines; gives whether all have left."""
+        return self._board is not None and self._board.leave(hosts_store)
+
+    def _begin(self, crew: Crew) -> None:
+        self._crew = crew
+        self._pulses: dict[int, Pulse] = {}
+        self._signs: list[Sign] = []
+        self._hung: Failure | None = None
+        self._broken_at: float | None = None
+        self._looked_at_board = 0.0
+
+    def _one_start(self) -> int | None:
+        """From a start of the workers to their end: the exit code, or None when they are to start again."""
+        elsewhere: list[Failure] = []
         try:
             result = self.run()
             if result is None:
                 raise UserError(
                     "this run has all its machines already", "check parallel.nodes and parallel.rendezvous"
                 )
-            return self._explain([]) if result.is_failed() else 0
-        except _Elsewhere as elsewhere:
-            return self._explain(elsewhere.failures)
+            if not result.is_failed():
+                return 0
+        except _Elsewhere as found:
+            elsewhere = found.failures
+        except RendezvousClosedError:
+            if self._board is None:
+                raise
+            self._announce("another machine has ended the run")
+            return 1
         except (DistError, RendezvousConnectionError):
             if self._board is None:
                 raise
-            return self._explain([])
         finally:
             _take_signals(signal.SIG_DFL)
-
-    def leave(self, hosts_store: bool) -> bool:
-        """Takes leave of the other machines; gives whether all have left."""
-        return self._board is not None and self._board.leave(hosts_store)
+        return self._explain(elsewhere)
 
     # What torch's agent calls.
 
@@ -104,8 +152,15 @@ class Watch(LocalElasticAgent):
         assert worker_group.store is not None
         assert worker_group.group_rank is not None
         assert worker_group.group_world_size is not None
-        self._board = NoticeBoard(worker_group.store, worker_group.group_rank, worker_group.group_world_size)
-        self._ended, self._terminated, self._killed, self._broken_at = {}, set(), set(), None
+        board = NoticeBoard(
+            worker_group.store, worker_group.group_rank, worker_group.group_world_size, pace=self._care.pace
+        )
+        self._board = board
+        self._used, folder = board.agree(self._used, self._handout.claim.read())
+        if folder:
+            self._handout.claim.write(folder)
+        # Becomes TORCHELASTIC_RESTART_COUNT, by which the workers keep the keys of each start apart.
+        worker_group.spec.max_restarts = self._used
         _take_signals(self._on_signal)
         if self._host:
             ranks = [worker.global_rank for worker in worker_group.workers]
@@ -113,16 +168,23 @@ class Watch(LocalElasticAgent):
                 f"machine {worker_group.group_rank} of {worker_group.group_world_size}: "
                 f"starting ranks {ranks[0]} to {ranks[-1]} of {worker_group.workers[0].world_size}"
             )
-        return super()._start_workers(worker_group)
+        started = super()._start_workers(worker_group)
+        assert isinstance(self._pcontext, SubprocessContext)
+        handlers = self._pcontext.subprocess_handlers
+        self._begin(Crew({local_rank: handler.proc for local_rank, handler in handlers.items()}))
+        now = time.monotonic()
+        self._pulses = {worker.local_rank: Pulse(worker.global_rank, now) for worker in worker_group.workers}
+        return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._running():
-            if any(self._is_failure(local_rank, code) for local_rank, (code, _) in self._ended.items()):
+        if self._crew.running():
+            if any(self._is_failure(local_rank, code) for local_rank, (code, _) in self._crew.ended.items()):
                 self._break_off()
             else:
+                self._feel_pulse()
                 self._look_elsewhere()
                 self._obey()
-        if self._running():
+        if self._crew.running():
             return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
 
@@ -133,7 +195,7 @@ class Watch(LocalElasticAgent):
             raise _Elsewhere(failures)
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
-        self._stop(FAILURE_SECONDS)
+        self._stop()
         super()._shutdown(*args, **kwargs)
 
     # Stop requests.
@@ -150,50 +212,80 @@ class Watch(LocalElasticAgent):
         if not self._requests:
             return
         name, since = self._requests[0][0].name, self._requests[0][1]
-        if not self._terminated:
+        if not self._crew.terminated:
             self._announce(
                 f"{name}: the processes finish their step, save and leave; {name} again kills them"
             )
-            self._terminate()
+            self._crew.terminate()
         elif len(self._requests) > 1 or time.monotonic() - since > self._grace:
             why = "asked again" if len(self._requests) > 1 else f"still running after {self._grace:g} s"
-            self._announce(f"{why}: killing {self._names(self._running())}")
-            self._kill()
+            self._announce(f"{why}: killing {self._names(self._crew.running())}")
+            self._crew.kill()
 
-    # Failures.
+    # Losses.
 
     def _is_failure(self, local_rank: int, code: int) -> bool:
         """Whether a worker that ended did so because something went wrong. One that was asked to stop may say
         so in its exit code, or be ended by the signal before it has a handler."""
-        if local_rank in self._killed or code == 0:
+        if local_rank in self._crew.killed or code == 0:
             return False
-        if local_rank in self._terminated and (code in STOPPED or code == -signal.SIGTERM):
+        if local_rank in self._crew.terminated and (code in STOPPED or code == -signal.SIGTERM):
             return read_failure(self._error_file(local_rank)) is not None
         return True
 
     def _break_off(self) -> None:
-        """One worker has failed: tells the other machines, then stops the other workers."""
-        self._broken_at = time.time()
+        """One worker has failed: finds out which was first, tells the other machines, then stops the others."""
+        deadline = time.monotonic() + CAUSE_SECONDS
+        while first_cause(self._failures()).follows and self._crew.running() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._end_all(first_cause(self._failures()))
+
+    def _end_all(self, cause: Failure) -> None:
         assert self._board is not None
-        self._board.post(first_cause(self._failures()))
-        self._stop(FAILURE_SECONDS)
+        self._broken_at = time.time()
+        again = self._goes_on_after(cause, [])
+        self._board.post(replace(cause, ends=not again))
+        if again or self._hung is not None:
+            self._crew.kill()
+        else:
+            self._stop()
+
+    def _stop(self) -> None:
+        """Asks the running workers to leave, kills those that have not in a few seconds."""
+        if self._crew.running():
+            self._broken_at = self._broken_at or time.time()
+            requests = len(self._requests)
+            self._crew.stop(FAILURE_SECONDS, hurry=lambda: len(self._requests) > requests)
+
+    def _goes_on_after(self, cause: Failure, elsewhere: list[Failure]) -> bool:
+        """Whether the workers are to be started again: a loss is mended by that, a mistake is not. Another machine
+        may have decided that the run ends."""
+        mended = cause.lost or not (cause.user or cause.exit_code == 2)
+        mended = mended and not any(failure.ends for failure in elsewhere)
+        return mended and self._used < self._care.restarts and not self._requests
 
     def _look_elsewhere(self) -> None:
-        """Once a second, breaks off when another machine has failed."""
+        """Tells the other launchers how it goes here, and breaks off when one has failed or fell silent."""
         assert self._board is not None
-        if time.monotonic() - self._looked_at_board > 1:
-            self._looked_at_board = time.monotonic()
-            failures = self._board.failures()
-            if failures:
-                raise _Elsewhere(failures)
+        if time.monotonic() - self._looked_at_board < self._care.pace / 4:
+            return
+        self._looked_at_board = time.monotonic()
+        fewest = min((sign.beat.step for sign in self._signs), default=0)
+        failures = self._board.live(State(fewest, is_busy(self._signs, self._care.limits)))
+        failures = self._board.failures() or failures
+        if failures:
+            if self._goes_on_after(first_cause(failures), failures):
+                self._broken_at = time.time()
+                self._crew.kill()
+            raise _Elsewhere(failures)
 
     def _failures(self) -> list[Failure]:
         """How this machine's workers failed, as far as it was not our doing: what came after we broke off is."""
         latest = self._broken_at or float("inf")
-        found = []
-        for worker in self._worker_group.workers:
+        found = [self._hung] if self._hung is not None else []
+        for worker in self._worker_group.workers if self._crew.processes else ():
             local_rank, rank = worker.local_rank, worker.global_rank
-            code, ended_at = self._ended.get(local_rank, (0, float("inf")))
+            code, ended_at = self._crew.ended.get(local_rank, (0, float("inf")))
             by_itself = ended_at <= latest and self._is_failure(local_rank, code)
             failure = read_failure(self._error_file(local_rank))
             if failure is None and by_itself:
@@ -202,87 +294,93 @@ class Watch(LocalElasticAgent):
                 found.append(on_host(failure, self._host))
         return found
 
-    def _explain(self, elsewhere: list[Failure]) -> int:
-        """Says why the run ended early, once, and gives the exit code."""
+    def _explain(self, elsewhere: list[Failure]) -> int | None:
+        """Says why the workers ended early, once; gives the exit code, or None when they start again."""
         assert self._board is not None
         failures = self._failures() + elsewhere
         if failures and first_cause(failures).follows:
             failures += self._board.wait_for_cause()
-        if failures:
-            cause = first_cause(failures)
-            self._announce(render_failure(cause))
-            code = cause.exit_code
-        elif self._requests:
-            code = max(exit_code for exit_code, _ in self._ended.values())
-            if self._killed or code <= 0:
-                code = 128 + self._requests[0][0]
-                rank = self._worker_group.workers[0].global_rank
-                cause = Failure(
-                    rank, f"was stopped by {self._requests[0][0].name}", time.time(), exit_code=code
-                )
-                failures = [on_host(cause, self._host)]
-        else:
-            self._announce("lost contact with the machine that hosts the rendezvous")
+        if not failures:
+            return self._say_stopped()
+        cause = first_cause(failures)
+        if os.isatty(2):
+            os.write(2, SHOW_CURSOR)  # whoever drew a bar has no longer done so
+        again = self._goes_on_after(cause, failures)
+        self._board.post(replace(cause, ends=not again))
+        if again:
+            self._used += 1
+            self._lost_at = time.monotonic()
+            if cause.traceback:
+                self._announce(render_failure(cause))
+            within = "" if self._hung or elsewhere else f"; noticed within {self._crew.noticed_within:.2f} s"
+            self._announce(f"{summary(cause)}{within}: restart {self._used} of {self._care.restarts}")
+            return None
+        self._announce(render_failure(cause))
+        if self._used and self._used == self._care.restarts:
+            self._announce(f"all {self._used} restarts of launch.restarts are used up")
+        return cause.exit_code
+
+    def _say_stopped(self) -> int:
+        """Workers that ended because they were asked to, or because nobody can be asked any more."""
+        assert self._board is not None
+        if not self._requests:
+            advice = "; a file:// rendezvous needs no such machine" if self._care.restarts else ""
+            self._announce(f"lost contact with the machine that hosts the rendezvous{advice}")
             return 1
-        if failures:
-            self._board.post(first_cause(failures))
+        code = max(exit_code for exit_code, _ in self._crew.ended.values())
+        if self._crew.killed or code <= 0:
+            code = 128 + self._requests[0][0]
+            rank = self._worker_group.workers[0].global_rank
+            words = f"was stopped by {self._requests[0][0].name}"
+            cause = Failure(rank, words, time.time(), exit_code=code, ends=True)
+            self._board.post(on_host(cause, self._host))
         return code
 
     def _error_file(self, local_rank: int) -> str:
         assert self._pcontext is not None
         return str(self._pcontext.error_files[local_rank])
 
-    # Processes.
-
-    def _workers(self) -> dict[int, Popen[bytes]]:
-        """The worker processes by local rank; none before the start."""
-        if self._pcontext is None:
-            return {}
-        assert isinstance(self._pcontext, SubprocessContext)
-        return {
-            local_rank: handler.proc for local_rank, handler in self._pcontext.subprocess_handlers.items()
-        }
-
-    def _running(self) -> list[int]:
-        """Local ranks still running; notes code and time of those that have ended."""
-        for local_rank, process in self._workers().items():
-            if local_rank not in self._ended and process.poll() is not None:
-                self._ended[local_rank] = (process.returncode, time.time())
-        return [local_rank for local_rank in self._workers() if local_rank not in self._ended]
-
     def _names(self, local_ranks: list[int]) -> str:
         ranks = [self._worker_group.workers[local_rank].global_rank for local_rank in local_ranks]
         return "rank " + ", ".join(str(rank) for rank in ranks)
 
-    def _terminate(self) -> None:
-        """SIGTERM to each running worker that has not had one: to the worker alone, not to its data loaders,
-        which it needs to finish its step."""
-        for local_rank in self._running():
-            if local_rank not in self._terminated:
-                self._workers()[local_rank].send_signal(signal.SIGTERM)
-                self._terminated.add(local_rank)
+    # Progress.
 
-    def _kill(self) -> None:
-        """SIGKILL to the process groups of all workers, running or not: each worker leads one, and nothing it
-        started may stay behind."""
-        self._killed.update(self._running())
-        for process in self._workers().values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        deadline = time.monotonic() + FAILURE_SECONDS
-        while self._running() and time.monotonic() < deadline:
-            time.sleep(0.01)
-
-    def _stop(self, seconds: float) -> None:
-        """Asks the running workers to leave, kills those that have not in time."""
-        if not self._running():
+    def _feel_pulse(self) -> None:
+        """Looks at the workers' beats: says when a restarted run trains again, breaks off when it stands still."""
+        assert self._board is not None
+        beats = self._handout.beats
+        assert beats is not None
+        now = time.monotonic()
+        self._signs = [
+            self._pulses[local_rank].look(
+                beats.read(local_rank), is_stopped(self._crew.processes[local_rank].pid), now
+            )
+            for local_rank in self._crew.running()
+        ]
+        if not self._signs:
             return
-        self._broken_at = self._broken_at or time.time()
-        self._terminate()
-        requests, deadline = len(self._requests), time.monotonic() + seconds
-        while self._running() and time.monotonic() < deadline and len(self._requests) == requests:
-            time.sleep(0.02)
-        self._kill()
+        if self._lost_at is not None and all(sign.beat.phase is Phase.STEPPING for sign in self._signs):
+            step = min(sign.beat.step for sign in self._signs)
+            self._announce(f"training again: step {step:,} done {now - self._lost_at:.1f} s after the loss")
+            self._lost_at = None
+        busy = any(state.busy for state in self._board.elsewhere)
+        if not self._requests and is_hung(self._signs, self._care.limits, busy):
+            self._break_off_hung()
+
+    def _break_off_hung(self) -> None:
+        """Prints where every rank stands, names the one that the others most likely wait for, and ends them."""
+        assert self._board is not None
+        assert self._handout.stacks is not None
+        places = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
+        awake = [places[sign.rank] for sign in self._signs if not sign.stopped]
+        answers = self._handout.stacks.ask({place: self._crew.processes[place].pid for place in awake})
+        by_rank = {sign.rank: answers.get(places[sign.rank], "") for sign in self._signs}
+        for sign in self._signs:
+            self._announce(standing(sign, by_rank[sign.rank]))
+        cause = verdict(self._signs, by_rank, [state.step for state in self._board.elsewhere], time.time())
+        self._hung = on_host(cause, self._host)
+        self._end_all(self._hung)
 
 
 def _take_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:

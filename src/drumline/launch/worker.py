@@ -17,13 +17,16 @@ from dataclasses import asdict
 
 import torch
 
-from drumline.errors import UserError
+from drumline.errors import LostError, UserError
+from drumline.launch import heartbeat
+from drumline.launch.claimed import claimed, going_on, resume_word
 from drumline.launch.environment import Place, read_place
 from drumline.launch.failure import record_failure
 from drumline.launch.machine import raise_descriptor_limit, usable_cores
-from drumline.launch.network import choose_interface, socket_variables
+from drumline.launch.network import choose_interface, listening_address, socket_variables
 from drumline.launch.parent import die_with_parent
 from drumline.launch.rendezvous import parse_rendezvous, variables_missing
+from drumline.launch.stacks import answer_signal
 from drumline.launch.world import World, alone, join, pick_device, resolve_device_type
 from drumline.recipe import Recipe
 from drumline.result import print_result
@@ -42,7 +45,7 @@ def run(words: Sequence[str], recipe: Recipe, job: str) -> int:
         if rendezvous == "env":
             raise variables_missing()
         processes = local_processes(recipe, device_type)
-        if processes > 1 or recipe.parallel.nodes > 1:
+        if processes > 1 or recipe.parallel.nodes > 1 or recipe.launch.restarts:
             return _launch(words, recipe, processes)
     return _work(place, recipe, device_type, job)
 
@@ -67,6 +70,7 @@ def _launch(words: Sequence[str], recipe: Recipe, processes: int) -> int:
         processes,
         _say,
         threads=threads,
+        care=recipe.launch,
     )
 
 
@@ -78,18 +82,24 @@ def _say(text: str) -> None:
 
 def _work(place: Place | None, recipe: Recipe, device_type: str, job: str) -> int:
     """One process of the run."""
-    if place is not None and place.started_by == "drumline":
+    ours = place is not None and place.started_by == "drumline"
+    listen = None
+    if ours:
         die_with_parent()
+        heartbeat.connect(os.environ)
+        answer_signal(os.environ)
     elif place is not None and place.world_size > 1:
-        _heed_parallel(place, recipe)
+        listen = _heed_parallel(place, recipe)
     raise_descriptor_limit()
     world = alone(pick_device(device_type, place.local_rank if place else 0))
     try:
-        world = join(place, device_type, recipe.parallel.backend, recipe.parallel.timeout)
+        world = join(place, device_type, recipe.parallel.backend, recipe.parallel.timeout, listen)
+        if name := claimed():
+            recipe = going_on(recipe, name, world.share(resume_word(recipe, name) if world.first else ""))
         module, function = job.split(":")
         result = getattr(importlib.import_module(module), function)(recipe, world)
     except BaseException as error:
-        if place is None or place.world_size == 1:
+        if place is None or (place.world_size == 1 and not ours):
             raise
         return _leave(error, place.rank, world)
     if world.first:
@@ -98,8 +108,8 @@ def _work(place: Place | None, recipe: Recipe, device_type: str, job: str) -> in
     return 0
 
 
-def _heed_parallel(place: Place, recipe: Recipe) -> None:
-    """What our launcher would have done, for processes that somebody else started."""
+def _heed_parallel(place: Place, recipe: Recipe) -> str:
+    """What our launcher would have done, for processes that somebody else started. Gives the address to listen at."""
     machines = 2 if place.world_size > place.local_size else 1
     interface = choose_interface(recipe.parallel.interface, place.master_addr, machines=machines)
     variables, notes = socket_variables(interface, os.environ, forced=recipe.parallel.interface != "auto")
@@ -112,6 +122,8 @@ def _heed_parallel(place: Place, recipe: Recipe) -> None:
     if place.rank == 0:
         for note in (f"network interface {interface}", *notes):
             _say(note)
+        return listening_address(place.master_addr, interface)
+    return interface.address
 
 
 def _leave(error: BaseException, rank: int, world: World) -> int:
@@ -129,7 +141,7 @@ def _leave(error: BaseException, rank: int, world: World) -> int:
 def _explained(error: BaseException, world: World) -> BaseException:
     """A wait for the others that ran out, in words that do not blame the rank that waited."""
     if isinstance(error, torch.distributed.DistError | RuntimeError) and "timed out" in str(error).lower():
-        return UserError(
+        return LostError(
             f"waited in vain for the other ranks ({str(error).strip().splitlines()[0]})",
             "a rank hangs or is far slower than this one: see what each process does (py-spy dump --pid PID), or "
             "raise --parallel.timeout",

@@ -17,10 +17,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from drumline.errors import UserError
+from drumline.errors import LostError, UserError
 from drumline.launch.environment import Place, to_env
+from drumline.launch.listen import host_store, reach_store
 
 FAILED = "drumline/failed"
+
+
+class Pending:
+    """A message on its way. `wait` gives what came; on a GPU it makes the current stream wait, not the host."""
+
+    def __init__(self, tensor: torch.Tensor, work: dist.Work | None = None) -> None:
+        self._tensor, self._work = tensor, work
+
+    def wait(self) -> torch.Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._tensor
 
 
 @dataclass(frozen=True)
@@ -61,6 +75,41 @@ class World:
         parts = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(parts, padded)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def exchange_later(self, send: torch.Tensor, rows: int, theirs: Sequence[int]) -> Pending:
+        """Starts to send `send[q]`, `rows` rows, to each process q. What comes: every process's rows for us, in rank
+        order; `theirs` says how many."""
+        assert send.shape[:2] == (self.size, rows), (send.shape, rows)
+        width = send.shape[2]
+        through = self._through(send)
+        came = through.new_empty((sum(theirs), width))
+        work = dist.all_to_all_single(
+            came.view(-1),
+            through.view(-1),
+            [count * width for count in theirs],
+            [rows * width] * self.size,
+            async_op=True,
+        )
+        return self._back(came, work, send.device)
+
+    def gather_later(self, piece: torch.Tensor, into: torch.Tensor) -> Pending:
+        """Starts to gather every process's piece, in rank order, into a tensor that is theirs together."""
+        whole = into if piece.device == self._through(piece).device else torch.empty_like(into, device="cpu")
+        # torch 2.13 renames it.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        work = gather(whole, self._through(piece.contiguous()), async_op=True)
+        return self._back(whole, work, into.device)
+
+    def _through(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Where the backend can take it from: gloo exchanges host memory only."""
+        return tensor.cpu() if tensor.is_cuda and self.backend == "gloo" else tensor
+
+    @staticmethod
+    def _back(tensor: torch.Tensor, work: dist.Work, device: torch.device) -> Pending:
+        if tensor.device == device:
+            return Pending(tensor, work)
+        work.wait()
+        return Pending(tensor.to(device))
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rank 0's tensor on every rank, in place."""
@@ -160,21 +209,26 @@ def choose_backend(wanted: str, device: torch.device, shared: bool) -> str:
     return wanted
 
 
-def join(place: Place | None, device_type: str, backend: str, timeout: float) -> World:
-    """Meets the other processes named by `place`; None is a world of one. `device_type` is cpu or cuda."""
+def join(
+    place: Place | None, device_type: str, backend: str, timeout: float, listen: str | None = None
+) -> World:
+    """Meets the other processes named by `place`; None is a world of one. `device_type` is cpu or cuda. `listen` is
+    the address at which rank 0 keeps the store they meet at, where no launcher keeps it; None: that of `place`."""
     device = pick_device(device_type, place.local_rank if place else 0)
     if place is None or place.world_size == 1:
         return alone(device)
-    return meet(place, device, backend, timeout)
+    return meet(place, device, backend, timeout, listen)
 
 
-def meet(place: Place, device: torch.device, backend: str, timeout: float) -> World:
+def meet(
+    place: Place, device: torch.device, backend: str, timeout: float, listen: str | None = None
+) -> World:
     """Makes the process group."""
     os.environ.update(to_env(place))
     limit = timedelta(seconds=timeout)
     try:
-        store, rank, size = next(dist.rendezvous("env://", timeout=limit))
-        store.set_timeout(limit)
+        rank, size = place.rank, place.world_size
+        store = _open_store(place, timeout, listen)
         shared = device.type == "cuda" and _share_a_gpu(store, device, rank, size)
         chosen = choose_backend(backend, device, shared)
         dist.init_process_group(
@@ -185,8 +239,8 @@ def meet(place: Place, device: torch.device, backend: str, timeout: float) -> Wo
             world_size=size,
             device_id=device if chosen == "nccl" else None,
         )
-    except (dist.DistNetworkError, dist.DistStoreError, TimeoutError) as error:
-        raise UserError(
+    except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
+        raise LostError(
             f"rank {place.rank} of {place.world_size} could not meet the others at "
             f"{place.master_addr}:{place.master_port} within {timeout:g} s ({_first_line(error)})",
             "check that every process was started, that the port is open, and the network interface "
@@ -204,6 +258,17 @@ def meet(place: Place, device: torch.device, backend: str, timeout: float) -> Wo
         store=store,
         control=control,
     )
+
+
+def _open_store(place: Place, timeout: float, listen: str | None) -> dist.Store:
+    """The store of this start of the processes: a launcher's, in which earlier starts may have left their keys, or
+    rank 0's."""
+    kept = place.started_by == "drumline" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if place.rank == 0 and not kept:
+        store = host_store(listen or place.master_addr, place.master_port, timeout)
+    else:
+        store = reach_store(place.master_addr, place.master_port, timeout)
+    return dist.PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _share_a_gpu(store: dist.Store, device: torch.device, rank: int, size: int) -> bool:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,6 +21,8 @@ from drumline.errors import UserError
 from drumline.models.registry import CIFAR, IMAGENET, create_model
 from drumline.models.taps import VisionModel
 from drumline.state.atomic import write_file
+from drumline.state.checkpoint import known_sha256
+from drumline.state.tensor_file import Unsound, read_tensors, write_tensors
 
 State = Mapping[str, Tensor]
 
@@ -110,7 +111,11 @@ def export_weights(model: nn.Module, path: str | Path) -> None:
         name: tensor.detach().to("cpu", copy=True).contiguous()
         for name, tensor in _bare(model).state_dict().items()
     }
-    write_file(Path(path), lambda temporary: save_file(state, temporary, metadata={"format": "pt"}))
+
+    def write(temporary: Path) -> None:
+        write_tensors(temporary, state, metadata={"format": "pt"})
+
+    write_file(Path(path), write)
 
 
 @dataclass(frozen=True)
@@ -187,9 +192,12 @@ def _read(file: Path) -> State:
     """The file's tensors by name, on the CPU."""
     if file.suffix == ".safetensors":
         try:
-            return load_file(file)
-        except Exception as error:
-            raise _unreadable(file, error) from error
+            return read_tensors(file.resolve(), sha256=known_sha256(file))
+        except Unsound as reason:
+            raise UserError(
+                f"{file} cannot be read as weights: {reason}",
+                fix="the file may be cut short or damaged: copy or export it again",
+            ) from reason
     if file.suffix not in (".pt", ".pth"):
         raise UserError(
             f"{file} is not a kind of weights file that we read", fix="give .safetensors, .pt or .pth"

@@ -1,8 +1,9 @@
-"""The only file that writes logs: metrics.jsonl (the truth), log.txt and TensorBoard events of a run.
+"""The only file that writes logs: metrics.jsonl (the truth), log.txt, fingerprints.txt and TensorBoard events.
 
 Promises: the training loop never waits for a file (one background thread does all file work); every line of
-metrics.jsonl is whole valid JSON; a resumed run has no line twice. A file that cannot be written stops the
-run at the next call with a UserError; TensorBoard missing or slow does not.
+metrics.jsonl is whole valid JSON; a resumed run has no line twice. While a disk is full its lines wait in memory,
+which is said once; `flush` and `close` raise a UserError if they cannot be written by then. TensorBoard missing,
+slow or failing stops nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -22,6 +24,8 @@ from typing import TYPE_CHECKING
 
 from drumline.errors import UserError
 from drumline.state import atomic
+from drumline.state.chain import FILE as FINGERPRINTS
+from drumline.state.chain import repair_chain
 
 if TYPE_CHECKING:
     from drumline.observe.tensorboard import TensorBoard
@@ -34,6 +38,8 @@ SCALARS_KEPT = 10_000
 LINES_KEPT = 100_000
 """Lines that may wait for the disk (some 20 MB). They are never dropped: beyond this `metric` waits."""
 
+RETRY_S = 1.0
+"""How long after a failed write it is tried again."""
 _LOOK_EVERY_S = 0.1
 # `metric` does not wake the thread: that alone would cost the loop 5 us; the thread looks by itself.
 
@@ -61,12 +67,19 @@ class Logbook:
         self._changed = threading.Condition()
         self._lines: list[str] = []
         self._notes: list[str] = []
+        self._records: list[str] = []
+        self._records_file: FileIO | None = None
+        self.chain = ""
+        """The chain value that the next record of fingerprints follows."""
         self._scalars: deque[_Scalars] = deque()
         self._scalars_left_out = 0
         self._wants_scalars = True
         self._flushes_asked = 0
         self._flushes_done = 0
         self._closing = False
+        self._stuck: OSError | None = None
+        """Why the last attempt to write failed; None once one went well."""
+        self._stuck_told = False
         self._error: Exception | None = None
         self._error_raised = False
         self._tensorboard: TensorBoard | None = None
@@ -93,8 +106,15 @@ class Logbook:
         if folder is None:
             return cls(None)
         repaired = _repair(folder / "metrics.jsonl", keep_until_step)
+        try:
+            chain, damage = repair_chain(folder / FINGERPRINTS, keep_until_step)
+        except OSError as error:
+            raise _cannot_write(folder / FINGERPRINTS, error) from error
         purge_step = None if keep_until_step is None else keep_until_step + 1
         book = cls(folder, announce, purge_step=purge_step)
+        book.chain = chain
+        if damage:
+            book.note(f"WARNING: {damage}")
         if repaired.beyond:
             book.note(f"metrics.jsonl: lines removed after step {keep_until_step:,}: {repaired.beyond:,}")
         if repaired.torn:
@@ -117,13 +137,28 @@ class Logbook:
             assert not self._closing, "metric() after close()"
             self._raise_error()
             if len(self._lines) >= LINES_KEPT:
-                self._changed.wait_for(lambda: not self._lines or self._error is not None)
+                self._changed.wait_for(
+                    lambda: (
+                        len(self._lines) < LINES_KEPT or self._error is not None or self._stuck is not None
+                    )
+                )
+                self._raise_stuck()
             self._lines.append(line)
             if step is not None and self._wants_scalars:
                 if len(self._scalars) < SCALARS_KEPT:
                     self._scalars.append(_Scalars(now, step, kind, values))
                 else:
                     self._scalars_left_out += 1
+
+    def record(self, text: str, chain: str) -> None:
+        """A record of fingerprints, whole lines, and the chain value that it ends with. Returns at once."""
+        if self._folder is None:
+            return
+        with self._changed:
+            assert not self._closing, "record() after close()"
+            self._raise_error()
+            self._records.append(text)
+            self.chain = chain
 
     def note(self, text: str) -> None:
         """A line with the time in log.txt, shown by the display at once."""
@@ -143,9 +178,13 @@ class Logbook:
         with self._changed:
             self._flushes_asked += 1
             mine = self._flushes_asked
+            self._stuck = None
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._flushes_done >= mine or self._error is not None)
+            self._changed.wait_for(
+                lambda: self._flushes_done >= mine or self._error is not None or self._stuck is not None
+            )
             self._raise_error()
+            self._raise_stuck()
 
     def close(self) -> None:
         """Flush and end the thread. Raises an error of the thread only if no earlier call did."""
@@ -161,6 +200,8 @@ class Logbook:
         self._thread.join()
         self._metrics_file.close()
         self._notes_file.close()
+        if self._records_file is not None:
+            self._records_file.close()
         if not self._error_raised:
             self._raise_error()
 
@@ -171,6 +212,12 @@ class Logbook:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _raise_stuck(self) -> None:
+        if self._stuck is not None:
+            assert self._folder is not None
+            self._error_raised = True
+            raise _cannot_write(self._folder, self._stuck) from self._stuck
 
     def _raise_error(self) -> None:
         if self._error is None:
@@ -187,8 +234,9 @@ class Logbook:
         try:
             while self._turn():
                 pass
-            if self._tensorboard is not None:
-                self._tensorboard.close()
+            with suppress(Exception):  # its last events; what was lost before has been said
+                if self._tensorboard is not None:
+                    self._tensorboard.close()
         except Exception as error:
             with self._changed:
                 self._error = error
@@ -203,34 +251,76 @@ class Logbook:
             self._changed.wait_for(self._has_work, timeout=_LOOK_EVERY_S)
             lines, self._lines = self._lines, []
             notes, self._notes = self._notes, []
+            records, self._records = self._records, []
             scalars = self._scalars.popleft() if self._scalars else None
             asked, closing = self._flushes_asked, self._closing
             if len(lines) >= LINES_KEPT:
                 self._changed.notify_all()
-        if lines or notes or scalars:
-            _append(self._metrics_file, lines)
-            _append(self._notes_file, notes)
-            if scalars is not None:
-                self._write_scalars(scalars)
-            return True
-        if closing or asked > self._flushes_done:
-            os.fsync(self._metrics_file.fileno())
-            os.fsync(self._notes_file.fileno())
-            if self._tensorboard is not None:
-                self._tensorboard.flush()
-            with self._changed:
-                self._flushes_done = asked
-                self._changed.notify_all()
+        waiting = _Waiting(lines, notes, records)
+        try:
+            if waiting or scalars is not None:
+                self._write(waiting)
+                if scalars is not None:
+                    self._write_scalars(scalars)
+                return True
+            if closing or asked > self._flushes_done:
+                os.fsync(self._metrics_file.fileno())
+                os.fsync(self._notes_file.fileno())
+                if self._records_file is not None:
+                    os.fsync(self._records_file.fileno())
+                self._flush_tensorboard()
+                with self._changed:
+                    self._flushes_done = asked
+                    self._stuck_told = self._error_raised = False
+                    self._changed.notify_all()
+        except OSError as error:
+            if closing:
+                raise
+            self._wait_for_room(error, waiting)
         return not closing
+
+    def _write(self, waiting: _Waiting) -> None:
+        """Each kind is off the list as soon as it is in its file."""
+        _append(self._metrics_file, waiting.lines)
+        waiting.lines.clear()
+        _append(self._notes_file, waiting.notes)
+        waiting.notes.clear()
+        if waiting.records:
+            self._write_records(waiting.records)
+            waiting.records.clear()
+
+    def _wait_for_room(self, error: OSError, waiting: _Waiting) -> None:
+        """Keeps what could not be written, tells whoever waits for it, and gives the disk a moment."""
+        with self._changed:
+            self._lines[:0] = waiting.lines
+            self._notes[:0] = waiting.notes
+            self._records[:0] = waiting.records
+            self._stuck = error
+            self._changed.notify_all()
+            asked, told, self._stuck_told = self._flushes_asked, self._stuck_told, True
+        if not told:
+            self._announce(
+                f"WARNING: cannot write the log {self._folder}: {error.strerror}; its lines wait in memory, and "
+                "writing is tried again"
+            )
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._flushes_asked > asked, timeout=RETRY_S)
 
     def _has_work(self) -> bool:
         return bool(
             self._lines
             or self._notes
+            or self._records
             or self._scalars
             or self._flushes_asked > self._flushes_done
             or self._closing
         )
+
+    def _write_records(self, records: list[str]) -> None:
+        if self._records_file is None:
+            assert self._folder is not None
+            self._records_file = atomic.append_to(self._folder / FINGERPRINTS)
+        _append(self._records_file, records)
 
     def _write_scalars(self, scalars: _Scalars) -> None:
         if self._tensorboard is None:
@@ -238,7 +328,26 @@ class Logbook:
         if self._tensorboard is not None:
             numbers = _numbers(scalars)
             if numbers:
-                self._tensorboard.write(scalars.time_s, scalars.step, numbers)
+                try:
+                    self._tensorboard.write(scalars.time_s, scalars.step, numbers)
+                except (
+                    Exception
+                ) as error:  # its writer passes on what its own thread met, a full disk for one
+                    self._leave_tensorboard(error)
+
+    def _flush_tensorboard(self) -> None:
+        try:
+            if self._tensorboard is not None:
+                self._tensorboard.flush()
+        except Exception as error:
+            self._leave_tensorboard(error)
+
+    def _leave_tensorboard(self, error: Exception) -> None:
+        with self._changed:
+            self._wants_scalars = False
+            self._scalars.clear()
+            self._tensorboard = None
+        self._announce(f"WARNING: TensorBoard events end here ({error}); metrics.jsonl has everything")
 
     def _open_tensorboard(self) -> TensorBoard | None:
         assert self._folder is not None
@@ -251,6 +360,18 @@ class Logbook:
             self.note(f"no TensorBoard events: its import failed ({type(error).__name__}: {error})")
             return None
         return TensorBoard(self._folder, self._purge_step)
+
+
+@dataclass
+class _Waiting:
+    """Lines on their way to their files."""
+
+    lines: list[str]
+    notes: list[str]
+    records: list[str]
+
+    def __bool__(self) -> bool:
+        return bool(self.lines or self.notes or self.records)
 
 
 @dataclass(frozen=True)
@@ -348,7 +469,7 @@ def _kept_lines(content: bytes, keep_until_step: int | None) -> tuple[bytes, _Re
 
 def _append_to(path: Path) -> FileIO:
     try:
-        return path.open("ab", buffering=0)
+        return atomic.append_to(path)
     except OSError as error:
         raise _cannot_write(path, error) from error
 

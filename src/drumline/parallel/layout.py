@@ -8,14 +8,18 @@ that happen before training, so a resumed run reduces in the same order as an un
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
-from typing import Any
+from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from drumline.data.order import bounds
+from drumline.data.views import Batch
 from drumline.errors import UserError
 from drumline.launch.world import World
 
@@ -60,6 +64,55 @@ def lay_out(module: nn.Module, layout: str, world: World) -> nn.Module:
     if layout == "dp":
         return DataParallel(module)
     return module
+
+
+class Exchange(Protocol):
+    """How a step cuts this process's part of the global batch, and brings gradients and buffers together."""
+
+    weight: float
+    """What a sum over samples, divided by the global batch, is weighted by."""
+    parts: Sequence[int]
+    """Numbers of the pieces with random numbers of their own."""
+
+    def gradients(
+        self, batch: Batch, backward: Callable[[Batch], None], switch: Callable[[int], None]
+    ) -> None:
+        """Calls `backward` for each piece, and `switch` with its place in `parts` before; afterwards `.grad` is the
+        gradient of the global batch."""
+
+    def buffers(self) -> None:
+        """Afterwards every process holds the same buffers."""
+
+    def settle(self) -> list[torch.Tensor]:
+        """After a rehearsed step: the trainable parameters that got no gradient."""
+
+
+class Averaged:
+    """The plain exchange: micro-batches, gradients averaged by DDP, running statistics averaged after it."""
+
+    def __init__(self, module: nn.Module, forward: nn.Module, world: World, accumulate: int = 1) -> None:
+        # DDP divides by the number of ranks; a sum over samples weighted so is the mean over the global batch.
+        self.weight = float(world.size)
+        self.parts: Sequence[int] = (world.rank,)
+        self.buffers = BufferMean(module, world)
+        self._module, self._forward, self._accumulate = module, forward, accumulate
+
+    def gradients(
+        self, batch: Batch, backward: Callable[[Batch], None], switch: Callable[[int], None]
+    ) -> None:
+        """One micro-batch after the other; DDP exchanges with the last."""
+        switch(0)
+        cuts = bounds(len(batch.labels), self._accumulate, unit=2 if batch.mix.shape[1] else 1)
+        for number, (first, last) in enumerate(pairwise(cuts)):
+            with without_sync(self._forward, last=number == self._accumulate - 1):
+                backward(batch if self._accumulate == 1 else Batch(*(tensor[first:last] for tensor in batch)))
+
+    def settle(self) -> list[torch.Tensor]:
+        return [
+            parameter
+            for parameter in self._module.parameters()
+            if parameter.requires_grad and parameter.grad is None
+        ]
 
 
 def without_sync(model: nn.Module, last: bool) -> AbstractContextManager[None]:

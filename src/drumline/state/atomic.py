@@ -11,6 +11,7 @@ import errno
 import os
 import uuid
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 
@@ -43,6 +44,12 @@ def write_bytes(path: Path, content: bytes) -> None:
 def write_text(path: Path, text: str) -> None:
     """`write_file` for text at hand: UTF-8, line ends as given on every system."""
     write_bytes(path, text.encode("utf-8"))
+
+
+def append_to(path: Path) -> FileIO:
+    """A file open for appending, made where it is new. Refuses a link: it could lead anywhere."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return FileIO(os.open(path, flags, 0o666), "ab")
 
 
 def sync_folder(path: Path) -> None:

@@ -3,59 +3,68 @@
 A checkpoint is a folder `step-N` with `model.safetensors` (plain names: any tool loads it), `optimizer.safetensors`,
 `average.safetensors` when there is a moving average, and `manifest.json` with every file's size and SHA-256, the
 hash of the whole state, the recipe and the environment. Promises: a folder under its final name is whole; no byte
-is used that its checksum does not cover; no pickle. Refuses to overwrite a step.
+is used but those that were hashed and found right; no pickle. Refuses to overwrite a step, and a folder that holds
+tensors its manifest does not name.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from drumline.errors import UserError
 from drumline.state.atomic import rename_folder, write_text
 from drumline.state.fingerprint import state_sha256
+from drumline.state.manifest import (
+    FORMAT,
+    MANIFEST,
+    STEP,
+    Manifest,
+    Position,
+    manifest_text,
+    read_manifest,
+)
+from drumline.state.tensor_file import (
+    Tensors,
+    Unsound,
+    file_sha256,
+    read_small,
+    read_tensors,
+    verify_file,
+    write_tensors,
+)
 
+__all__ = [
+    "MANIFEST",
+    "Groups",
+    "Manifest",
+    "Position",
+    "Unsound",
+    "checkpoints",
+    "copy_into",
+    "examined",
+    "is_checkpoint",
+    "known_sha256",
+    "newest_sound",
+    "read_checkpoint",
+    "read_manifest",
+    "step_of",
+    "verify_checkpoint",
+    "verify_checksums",
+    "write_checkpoint",
+    "write_checksums",
+]
+
+T = TypeVar("T")
 Groups = Mapping[str, Mapping[str, torch.Tensor]]
-FORMAT = 1
-MANIFEST = "manifest.json"
 CHECKSUMS = "sha256.txt"
-_STEP = re.compile(r"step-(\d+)")
-
-
-class Unsound(Exception):
-    """A checkpoint that does not verify; the message says which file and why."""
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where a run stands: enough, with the recipe, to go on at the exact sample."""
-
-    step: int
-    per_epoch: int
-    best_step: int = -1
-    best_accuracy: float = -1.0
-    scaler: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint says of itself."""
-
-    format: int
-    position: Position
-    files: dict[str, dict[str, Any]]
-    state_sha256: str
-    recipe: str
-    environment: dict[str, Any]
+_CHECKSUM = re.compile(r"([0-9a-f]{64}) [ *]([^/\0]{1,200})")
+_LOADABLE = (".safetensors", ".pt", ".pth", ".bin")
 
 
 def write_checkpoint(
@@ -72,10 +81,10 @@ def write_checkpoint(
         files = {}
         for group, tensors in groups.items():
             path = temporary / f"{group}.safetensors"
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-            files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+            size, sha256 = write_tensors(path, tensors)
+            files[path.name] = {"bytes": size, "sha256": sha256}
         manifest = Manifest(FORMAT, position, files, state_sha256(groups), recipe, environment)
-        (temporary / MANIFEST).write_text(_sealed(asdict(manifest)))
+        (temporary / MANIFEST).write_text(manifest_text(manifest))
         rename_folder(temporary, final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -83,51 +92,24 @@ def write_checkpoint(
     return final
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, checked against its own seal."""
-    try:
-        text = (folder / MANIFEST).read_bytes().decode()
-        content = json.loads(text)
-    except FileNotFoundError:
-        raise Unsound(f"{folder}: {MANIFEST} is missing") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise Unsound(f"{folder / MANIFEST}: unreadable ({error})") from None
-    # The text, not its meaning: 1E-7 for 1e-7 has changed too.
-    if not isinstance(content, dict) or _sealed({k: v for k, v in content.items() if k != "seal"}) != text:
-        raise Unsound(f"{folder / MANIFEST}: its checksum does not match")
-    if any(Path(name).name != name for name in content["files"]):
-        raise Unsound(f"{folder / MANIFEST}: names a file outside its folder")
-    if content["format"] != FORMAT:
-        raise Unsound(f"{folder / MANIFEST}: format {content['format']}, this version reads {FORMAT}")
-    return Manifest(
-        position=Position(**content["position"]),
-        **{item.name: content[item.name] for item in fields(Manifest) if item.name != "position"},
-    )
-
-
-def verify_checkpoint(folder: Path) -> Manifest:
-    """Checks every byte of a checkpoint. Raises `Unsound` naming the file."""
+def verify_checkpoint(folder: Path, watch: Callable[[int], None] = lambda count: None) -> Manifest:
+    """Checks every byte of a checkpoint; `watch` is told of the bytes read. Raises `Unsound` naming the file."""
     manifest = read_manifest(folder)
+    _refuse_strays(folder, manifest)
     for name, expected in manifest.files.items():
-        path = folder / name
-        try:
-            size = path.stat().st_size
-            found = _sha256(path) if size == expected["bytes"] else ""
-        except OSError as error:
-            raise Unsound(f"{path}: {error.strerror}") from None
-        if size != expected["bytes"]:
-            raise Unsound(f"{path}: {size:,} bytes, {expected['bytes']:,} were written")
-        if found != expected["sha256"]:
-            raise Unsound(
-                f"{path}: its checksum does not match, the content has changed since it was written"
-            )
+        verify_file(folder / name, expected["bytes"], expected["sha256"], watch)
     return manifest
 
 
-def read_checkpoint(folder: Path) -> tuple[Manifest, dict[str, dict[str, torch.Tensor]]]:
-    """Verifies, loads, and checks the loaded state against the hash of what was saved."""
-    manifest = verify_checkpoint(folder)
-    groups = {Path(name).stem: load_file(folder / name) for name in manifest.files}
+def read_checkpoint(folder: Path) -> tuple[Manifest, dict[str, Tensors]]:
+    """Loads the bytes that verify, and checks the loaded state against the hash of what was saved. Each file is read
+    once: what is hashed is what is loaded."""
+    manifest = read_manifest(folder)
+    _refuse_strays(folder, manifest)
+    groups = {
+        name.removesuffix(".safetensors"): read_tensors(folder / name, expected["bytes"], expected["sha256"])
+        for name, expected in manifest.files.items()
+    }
     if state_sha256(groups) != manifest.state_sha256:
         raise Unsound(f"{folder}: the loaded state does not have the hash that was saved")
     return manifest, groups
@@ -135,14 +117,20 @@ def read_checkpoint(folder: Path) -> tuple[Manifest, dict[str, dict[str, torch.T
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder is a checkpoint, or was one; a run may be called step-anything."""
-    return (path / MANIFEST).exists() or _STEP.fullmatch(path.name) is not None
+    return (path / MANIFEST).exists() or STEP.fullmatch(path.name) is not None
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """The finished checkpoints below a folder, oldest first."""
-    if not folder.is_dir():
+    try:
+        found = [path for path in folder.iterdir() if STEP.fullmatch(path.name)]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted((path for path in folder.iterdir() if _STEP.fullmatch(path.name)), key=step_of)
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be read: {error.strerror}", "check its rights and the disk"
+        ) from error
+    return sorted(found, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -152,34 +140,74 @@ def step_of(checkpoint: Path) -> int:
 
 def newest_sound(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that verifies, and why each newer one was passed over."""
-    complaints: list[str] = []
-    for path in reversed(checkpoints(folder)):
-        try:
-            verify_checkpoint(path)
-        except Unsound as reason:
-            complaints.append(str(reason))
-        else:
-            return path, complaints
+    for _ in range(LOOKS):
+        complaints: list[str] = []
+        gone = False
+        for path in reversed(checkpoints(folder)):
+            try:
+                if examined(path, verify_checkpoint) is not None:
+                    return path, complaints
+                gone = True
+            except Unsound as reason:
+                complaints.append(str(reason))
+        if not gone:
+            break
     return None, complaints
+
+
+LOOKS = 5
+"""How often a folder is looked at again that another run is changing."""
+
+
+def examined(path: Path, look: Callable[[Path], T]) -> T | None:
+    """What `look` finds in a checkpoint whose run may be going on: one that is deleted or set aside meanwhile gives
+    None, and is no damaged one; one that was put in its place is looked at in its turn."""
+    for _ in range(LOOKS):
+        before = _identity(path)
+        try:
+            return look(path)
+        except Unsound:
+            after = _identity(path)
+            if after is None:
+                return None
+            if before == after:
+                raise
+    return None
 
 
 def write_checksums(folder: Path) -> None:
     """Puts the SHA-256 of each weights file beside them, in the form that `sha256sum -c` reads."""
-    lines = [f"{_sha256(path)}  {path.name}\n" for path in sorted(folder.glob("*.safetensors"))]
+    lines = [f"{file_sha256(path)[1]}  {path.name}\n" for path in sorted(folder.glob("*.safetensors"))]
     write_text(folder / CHECKSUMS, "".join(lines))
 
 
 def verify_checksums(folder: Path) -> int:
     """Checks exported weights against the checksums beside them; how many there were. Raises `Unsound`."""
-    if not (folder / CHECKSUMS).exists():
+    listed = _checksums(folder)
+    if listed is None:
         return 0
-    lines = (folder / CHECKSUMS).read_text(errors="replace").splitlines()
-    for line in lines:
-        expected, _, name = line.partition("  ")
-        path = folder / Path(name).name
-        if not path.is_file() or _sha256(path) != expected:
+    for name, expected in listed.items():
+        path = folder / name
+        if not path.is_file() or file_sha256(path)[1] != expected:
             raise Unsound(f"{path}: its checksum does not match {CHECKSUMS}, or the file is gone")
-    return len(lines)
+    if unlisted := sorted({path.name for path in folder.glob("*.safetensors")} - set(listed)):
+        raise Unsound(f"{folder / unlisted[0]}: {CHECKSUMS} does not name it")
+    return len(listed)
+
+
+def known_sha256(file: Path) -> str | None:
+    """The SHA-256 that a manifest or a list of checksums beside a file gives for it; None without either. Raises
+    `Unsound` when there is one that does not know the file."""
+    if (file.parent / MANIFEST).exists():
+        expected: str | None = read_manifest(file.parent).files.get(file.name, {}).get("sha256")
+    else:
+        listed = _checksums(file.parent)
+        if listed is None:
+            return None
+        expected = listed.get(file.name)
+    if expected is None:
+        raise Unsound(f"{file}: the checksums beside it do not name it")
+    return expected
 
 
 def copy_into(groups: Groups, live: Groups, where: Path) -> None:
@@ -203,15 +231,33 @@ def copy_into(groups: Groups, live: Groups, where: Path) -> None:
                 tensor.copy_(loaded[name])
 
 
-def _sealed(content: dict[str, Any]) -> str:
-    seal = hashlib.sha256(_text(content).encode()).hexdigest()
-    return _text({**content, "seal": seal})
+def _identity(path: Path) -> tuple[int, int, int] | None:
+    """Differs between two folders of one name; the time too, since a file system gives a number away again."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
-def _text(content: dict[str, Any]) -> str:
-    return json.dumps(content, indent=1, sort_keys=True)
+def _refuse_strays(folder: Path, manifest: Manifest) -> None:
+    """Notes that somebody leaves in a checkpoint do no harm; tensors that no checksum covers would be loaded."""
+    try:
+        names = {path.name for path in folder.iterdir() if path.suffix in _LOADABLE}
+    except OSError as error:
+        raise Unsound(f"{folder}: {error.strerror}") from None
+    if odd := sorted(names - set(manifest.files)):
+        raise Unsound(f"{folder / odd[0]}: the manifest does not name it")
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _checksums(folder: Path) -> dict[str, str] | None:
+    """What the list of checksums in a folder says, if there is one."""
+    path = folder / CHECKSUMS
+    try:
+        lines = read_small(path, 1 << 20).decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return None
+    matches = [_CHECKSUM.fullmatch(line) for line in lines]
+    if not all(matches):
+        raise Unsound(f"{path}: a line is not a checksum and a name")
+    return {match[2]: match[1] for match in matches if match}

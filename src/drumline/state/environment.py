@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import platform
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,4 +42,9 @@ def _version(name: str) -> str:
 
 
 def _processor() -> str:
-    return f"{platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
+    """Its model too: the libraries that compute choose their code by it."""
+    model = ""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{platform.machine()} ({torch.backends.cpu.get_cpu_capability()}) {model}".strip()

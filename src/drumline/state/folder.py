@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
 from drumline.errors import UserError
+from drumline.launch.claimed import remember
 from drumline.recipe import Recipe
 from drumline.recipe_file import differing_fields
 from drumline.state.atomic import write_text
@@ -33,6 +35,8 @@ IRRELEVANT_TO_BITS = (
     "parallel.rendezvous",
     "parallel.node_rank",
 )
+OF_THE_WORLD = ("parallel.processes", "parallel.nodes", "parallel.layout", "parallel.backend")
+"""What strict mode's bits do not depend on either."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,10 @@ def open_run(recipe: Recipe, source: str) -> Opened:
     elsewhere = find_checkpoint(Path(resume)) if resume not in ("auto", "never") else None
     path = base / (claim_name(recipe, source) if recipe.run.name == "auto" else recipe.run.name)
     try:
-        path.mkdir(parents=True, exist_ok=True)
         lock = _lock(path)
     except OSError as error:
         raise _unwritable(base, error) from error
+    remember(path.name)
     notes: list[str] = []
     resume_from: Path | None = None
     holds_a_run = (path / "recipe.toml").exists() or bool(checkpoints(path / "checkpoints"))
@@ -137,7 +141,8 @@ def evaluation_words(path: Path) -> list[str]:
         raise UserError(f"{path} does not exist", "give a run folder, a checkpoint or a weights file")
     run = path.parent.parent if is_checkpoint(path) else path
     recipe = run / "recipe.toml"
-    here = ["parallel.nodes=1", "parallel.node_rank=auto", "parallel.rendezvous="]
+    here = ["parallel.nodes=1", "parallel.node_rank=auto", "parallel.rendezvous=", "launch.min_nodes=auto"]
+    here.append("launch.restarts=0")  # a score is not resumed
     words = [str(recipe), *here] if path.is_dir() and recipe.is_file() else []
     return [*words, f"model.weights={path}"]
 
@@ -168,23 +173,25 @@ def write_facts(path: Path, recipe_text: str, environment: dict[str, Any]) -> No
     write_text(path / "environment.json", json.dumps(environment, indent=1) + "\n")
 
 
-def changed_settings(saved: str, current: str) -> list[str]:
+def changed_settings(saved: str, current: str, strict: bool = False) -> list[str]:
     """Which fields that can change the result differ between two recipe texts, as `name: old -> new`."""
+    irrelevant = IRRELEVANT_TO_BITS + (OF_THE_WORLD if strict else ())
     return [
         f"{name}: {old!r} -> {new!r}"
         for name, old, new in sorted(differing_fields(saved, current), key=lambda field: field[0])
-        if name not in IRRELEVANT_TO_BITS and not name.startswith("checkpoint.")
+        if name not in irrelevant and not name.startswith(("checkpoint.", "launch.", "guard."))
     ]
 
 
-def changed_environment(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+def changed_environment(saved: dict[str, Any], current: dict[str, Any], strict: bool = False) -> list[str]:
     """What differs of the things that can change bits, as `name: old -> new`."""
-    names = ("device", "cuda", "cudnn", "processes", "backend", "threads")
+    names = ("device", "cuda", "cudnn", "threads", *(() if strict else ("processes", "backend")))
     pairs = {name: (saved.get(name), current.get(name)) for name in names}
     pairs |= {
-        name: (saved["packages"].get(name), current["packages"].get(name)) for name in ("torch", "pillow")
+        name: (saved.get("packages", {}).get(name), current["packages"].get(name))
+        for name in ("torch", "pillow")
     }
-    return [f"{name}: {old} -> {new}" for name, (old, new) in pairs.items() if old != new]
+    return [f"{name}: {_plain(old)} -> {_plain(new)}" for name, (old, new) in pairs.items() if old != new]
 
 
 def _unwritable(base: Path, error: OSError) -> UserError:
@@ -214,11 +221,46 @@ def next_free(base: Path, stem: str) -> Path:
 
 
 def _lock(path: Path) -> IO[str]:
-    lock = (path / ".lock").open("a")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(
+    """The folder's lock file, held until it is closed or the process ends, however it ends."""
+    while True:
+        path.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:
+            continue  # a run that never came to use the folder has just taken it away
+        lock = os.fdopen(handle, "r+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.close()
+            raise _not_locked(path, error) from error
+        # What was opened before another run took it away locks nobody out.
+        if _stands(lock, path / ".lock"):
+            return lock
+        lock.close()
+
+
+def _not_locked(path: Path, error: OSError) -> UserError:
+    if isinstance(error, BlockingIOError):
+        return UserError(
             f"{path} is being written by another run", "wait for it to end, or give another --run.name"
-        ) from None
-    return lock
+        )
+    return UserError(
+        f"{path} cannot be locked ({error.strerror}), so nothing would keep a second run from writing there too",
+        "give a --run.dir on a local disk, or mount the network share with locks (NFS: without nolock, with lockd "
+        "running)",
+    )
+
+
+def _stands(lock: IO[str], path: Path) -> bool:
+    """Whether an open file is still the one of this name."""
+    try:
+        return os.path.samestat(os.fstat(lock.fileno()), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _plain(value: object) -> str:
+    """A value of somebody's manifest as a short text that cannot steer a terminal."""
+    text = str(value)[:100]
+    return "".join(sign if sign.isprintable() else "?" for sign in text)

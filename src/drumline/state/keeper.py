@@ -1,20 +1,23 @@
 """Saves checkpoints in the background and keeps the ones worth keeping.
 
-Promises: only the snapshot (a copy to host memory) holds up the step; writing, hashing and verifying happen on
-one background thread; an old checkpoint is deleted only after a newer one has been verified on disk; the best
-one is kept. A failed write surfaces at the next save or at `close`, never in silence.
+Promises: only the snapshot (a copy to host memory, at most one of them) holds up the step; writing, hashing and
+verifying happen on one background thread, and a save that falls due while it is still busy is skipped and said,
+unless it must be. A save that fails is said at once and tried anew at the next one; after three in a row, or when the
+last one of a run fails, the run ends with an error. An old checkpoint is deleted only when as many newer ones as are
+to be kept verify; the best one stays.
 """
 
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from drumline.errors import UserError
 from drumline.state.checkpoint import (
@@ -22,34 +25,70 @@ from drumline.state.checkpoint import (
     Position,
     Unsound,
     checkpoints,
+    read_manifest,
     step_of,
     verify_checkpoint,
     write_checkpoint,
 )
+
+FAILURES = 3
+"""Failed saves in a row that end a run."""
 
 
 class Keeper:
     """One run's `checkpoints/` folder, on the rank that writes."""
 
     def __init__(
-        self, folder: Path, keep: int, recipe: str, environment: dict[str, Any], flush: Callable[[], None]
+        self,
+        folder: Path,
+        keep: int,
+        recipe: str,
+        environment: dict[str, Any],
+        flush: Callable[[], None],
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`flush` puts the log on disk: a checkpoint never knows of steps that the log does not."""
+        """`flush` puts the log on disk: a checkpoint never knows of steps that the log does not. `note` is told of
+        saves that failed (on the background thread) or were skipped."""
         self.folder, self.keep, self.recipe, self.environment = folder, keep, recipe, environment
-        self.flush = flush
+        self.flush, self.note = flush, note
+        self.skipped = 0
+        """Saves left out because the one before was still being written."""
+        self.failures = 0
+        """Failed saves since the last one that went well."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: Future[None] | None = None
-        folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob("*.tmp"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        self._pending: _Pending | None = None
+        self._failed: UserError | None = None
+        self._verified: dict[Path, _Signature] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for leftover in folder.glob("*.tmp"):
+                _remove(leftover)
+        except OSError as error:
+            raise UserError(
+                f"cannot write {folder}: {error.strerror or error}",
+                "free space there, or give another --run.dir",
+            ) from error
 
-    def save(self, groups: Groups, position: Position) -> None:
-        """Snapshots now, writes later. Waits only when the save before is still being written."""
-        self.wait()
+    def save(self, groups: Groups, position: Position, must: bool = False) -> None:
+        """Snapshots now, writes later. Skipped while the save before is still being written, unless it `must` be:
+        then it waits for that one. Raises when saves have failed too often in a row."""
+        if self._pending is not None and not must and not self._pending.future.done():
+            self.skipped += 1
+            self.note(
+                f"step-{position.step} is not saved: step-{self._pending.step} is still being written after "
+                f"{time.monotonic() - self._pending.since:.1f} s (saves skipped so far: {self.skipped}). Save less "
+                "often, or to a faster disk"
+            )
+            return
+        self._settle()
+        if self.failures >= FAILURES:
+            self._raise_failure()
         if (self.folder / f"step-{position.step}").exists():
+            self._failed = None
             return
         snapshot, copied = snapshot_to_host(groups)
-        self._pending = self._thread.submit(self._write, snapshot, copied, position)
+        future = self._thread.submit(self._save, snapshot, copied, position)
+        self._pending = _Pending(future, position.step, time.monotonic())
 
     def set_aside_after(self, step: int) -> list[str]:
         """Renames to `step-N.aside` the checkpoints beyond the step a run goes on from: unsound, or of a past
@@ -57,44 +96,140 @@ class Keeper:
         beyond = [path for path in checkpoints(self.folder) if step_of(path) > step]
         for path in beyond:
             aside = path.with_name(f"{path.name}.aside")
-            shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
+            try:
+                _remove(aside)
+                path.rename(aside)
+            except OSError as error:
+                raise UserError(
+                    f"{path} lies beyond step {step:,}, where the run goes on, and cannot be set aside: "
+                    f"{error.strerror or error}",
+                    "make the folder writable, or go on under another --run.name",
+                ) from error
         return [path.name for path in beyond]
 
     def wait(self) -> None:
         """Until the last save is on disk. Raises if it failed."""
-        if self._pending is None:
-            return
-        pending, self._pending = self._pending, None
-        try:
-            pending.result()
-        except (OSError, SafetensorError, Unsound) as error:
-            raise UserError(
-                f"could not write a checkpoint below {self.folder}: {error}",
-                "free space or mend the disk, then go on with --checkpoint.resume auto",
-            ) from error
+        self._settle()
+        self._raise_failure()
 
     def close(self) -> None:
-        """Waits for the last save and ends the thread."""
+        """Waits for the last save and ends the thread. Raises if it failed and nobody was told."""
         try:
             self.wait()
         finally:
             self._thread.shutdown()
 
-    def _write(self, snapshot: Groups, copied: torch.cuda.Event | None, position: Position) -> None:
+    def _settle(self) -> None:
+        """Waits for the pending save."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._failed = pending.future.result()
+
+    def _raise_failure(self) -> None:
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+    # What follows runs on the background thread.
+
+    def _save(
+        self, snapshot: Groups, copied: torch.cuda.Event | None, position: Position
+    ) -> UserError | None:
+        """Writes, and says at once what went wrong; gives that too."""
+        try:
+            words = self._write(snapshot, copied, position)
+        except (OSError, Unsound, UserError) as error:
+            self.failures += 1
+            failed = self._explained(position.step, _bytes(snapshot), error)
+            again = (
+                "training goes on, and the next save tries again" if self.failures < FAILURES else "giving up"
+            )
+            self.note(f"WARNING: {failed.what}; {again} (failed saves in a row: {self.failures})")
+            return failed
+        self.failures = 0
+        for word in words:
+            self.note(word)
+        return None
+
+    def _explained(self, step: int, size: int, error: Exception) -> UserError:
+        """What went wrong, and what is missing."""
+        reason = error.what if isinstance(error, UserError) else str(error)
+        room = ""
+        try:
+            free = shutil.disk_usage(self.folder).free
+        except OSError:
+            free = -1
+        if 0 <= free < size:
+            room = f" (it takes {_mib(size)}, {_mib(free)} are free)"
+        return UserError(
+            f"step-{step}: could not write a checkpoint below {self.folder}: {reason}{room}",
+            "free space or mend the disk, then go on with --checkpoint.resume auto",
+        )
+
+    def _write(self, snapshot: Groups, copied: torch.cuda.Event | None, position: Position) -> list[str]:
+        """Gives words of what did not work but does no harm."""
         if copied is not None:
             copied.synchronize()
         self.flush()
         path = write_checkpoint(self.folder, snapshot, position, self.recipe, self.environment)
-        verify_checkpoint(path)
-        for old in superseded(checkpoints(self.folder), self.keep, position.best_step):
-            # Renamed first: a deletion cut short must not leave half a checkpoint under its name.
-            shutil.rmtree(old.rename(f"{old}.tmp"), ignore_errors=True)
+        try:
+            verify_checkpoint(path)
+        except Unsound:
+            # Under its name it would keep the next attempt from being written.
+            _remove(path.with_name(f"{path.name}.aside"))
+            path.rename(path.with_name(f"{path.name}.aside"))
+            raise
+        self._verified[path] = _signature(path)
+        return self._delete_old(position.best_step)
+
+    def _delete_old(self, best_step: int) -> list[str]:
+        found = checkpoints(self.folder)
+        old = superseded(found, self.keep, best_kept(found, best_step), self._is_sound)
+        try:
+            for path in old:
+                # Renamed first: a deletion cut short must not leave half a checkpoint under its name.
+                _remove(path.rename(f"{path}.tmp"))
+                self._verified.pop(path, None)
+        except OSError as error:
+            return [f"WARNING: an old checkpoint cannot be deleted: {error}"]
+        return []
+
+    def _is_sound(self, path: Path) -> bool:
+        """Whether a checkpoint verifies. It is read once; afterwards a look at sizes and times is enough."""
+        try:
+            signature = _signature(path)
+            if self._verified.get(path) != signature:
+                verify_checkpoint(path)
+                self._verified[path] = signature
+        except (OSError, Unsound):
+            return False
+        return True
 
 
-def superseded(found: list[Path], keep: int, best_step: int) -> list[Path]:
-    """Which checkpoints to delete: all but the newest `keep` and the best. `found` is oldest first."""
-    return [path for path in found[:-keep] if path.name != f"step-{best_step}"]
+def superseded(found: list[Path], keep: int, best_step: int, is_sound: Callable[[Path], bool]) -> list[Path]:
+    """Which checkpoints to delete: those older than the newest `keep` sound ones, but for the best. Damaged ones do
+    not count: else they would push out the last good one. `found` is oldest first."""
+    sound = 0
+    for place in range(len(found) - 1, -1, -1):
+        sound += is_sound(found[place])
+        if sound == keep:
+            return [path for path in found[:place] if path.name != f"step-{best_step}"]
+    return []
+
+
+def best_kept(found: list[Path], best_step: int) -> int:
+    """The step of the best checkpoint that there is: a new best whose save failed must not cost the old one."""
+    steps = {step_of(path) for path in found}
+    if best_step in steps:
+        return best_step
+    for path in reversed(found):
+        try:
+            earlier = read_manifest(path).position.best_step
+        except Unsound:
+            continue
+        if earlier in steps:
+            return earlier
+    return -1
 
 
 def snapshot_to_host(groups: Groups) -> tuple[Groups, torch.cuda.Event | None]:
@@ -115,3 +250,39 @@ def snapshot_to_host(groups: Groups) -> tuple[Groups, torch.cuda.Event | None]:
     event = torch.cuda.Event()
     event.record()
     return snapshot, event
+
+
+_Signature = tuple[tuple[str, int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A save that is being written."""
+
+    future: Future[UserError | None]
+    step: int
+    since: float
+
+
+def _signature(folder: Path) -> _Signature:
+    """What changes when somebody writes to a file of the folder."""
+    entries = sorted((path.name, path.stat()) for path in folder.iterdir())
+    return tuple((name, found.st_size, found.st_mtime_ns, found.st_ino) for name, found in entries)
+
+
+def _remove(path: Path) -> None:
+    """Takes away a folder, a file or a link, whatever stands there; what cannot go stays."""
+    if path.is_symlink() or path.is_file():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _bytes(groups: Groups) -> int:
+    return sum(
+        tensor.numel() * tensor.element_size() for group in groups.values() for tensor in group.values()
+    )
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"

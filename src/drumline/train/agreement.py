@@ -1,7 +1,7 @@
-"""Are all processes started alike, on the same data, and do they still hold the same model?
+"""Are all processes started alike, and on the same data? (Whether they still hold the same model: `witness.py`.)
 
-Promises: a rank that differs is named, with the fields or the tensor in which it does, and nobody trains on. What may
-differ between machines (paths, workers, interfaces) is left alone.
+Promises: a rank that differs is named, with the fields in which it does, and nobody trains on. What may differ
+between machines (paths, workers, interfaces) is left alone.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from drumline.errors import UserError
 from drumline.launch.world import World
 from drumline.recipe import Recipe
 from drumline.recipe_file import differing_fields, dump_recipe
-from drumline.state.fingerprint import fingerprints, first_difference
 from drumline.train.prepare import Sets
-from drumline.train.trainee import Trainee
 
 OF_THE_MACHINE = frozenset(
     (
@@ -67,21 +65,6 @@ def check_data(sets: Sets, world: World) -> None:
         if mine != first
     ]
     _refuse_if_any(world, odd, "other data", "give every machine the same data (data.path)")
-
-
-def check_models(trainee: Trainee, world: World) -> None:
-    """Stops the run when the ranks hold different models: they would train on alone, in silence."""
-    if world.size == 1:
-        return
-    groups = trainee.tensors()
-    tensors = {**groups["model"], **groups.get("helpers", {})}
-    difference = first_difference(sorted(tensors), world.gather_integers(fingerprints(tensors)))
-    if difference is not None:
-        name, ranks = difference
-        raise UserError(
-            f"the ranks no longer hold the same model: {name!r} differs on rank(s) {ranks}",
-            "look for code that changes weights or calls the model past its DDP wrapper on some ranks only",
-        )
 
 
 def different_fields(first: str, mine: str) -> list[tuple[str, object, object]]:

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from drumline.data.views import Batch
+from drumline.errors import UserError
+from drumline.launch.heartbeat import Phase, enter
 from drumline.launch.world import World
 from drumline.train.step import Normalise
 
@@ -70,6 +72,7 @@ def evaluate(
     model.eval()
     totals = torch.zeros(6, dtype=torch.int64, device=world.device)
     done = 0
+    enter(Phase.STARTING)
     for batch in batches:
         images = normalise(padded(batch.images, batch_size))
         with torch.autocast(
@@ -83,10 +86,15 @@ def evaluate(
             record[batch.samples] = logits.argmax(dim=1)
         done += len(batch.labels)
         watch(min(samples, done * world.size))
+        enter(Phase.EVALUATING)
     model.train(was_training)
     counted, top1, top5, loss, nonfinite, agreed = world.sum(totals).tolist()
     if counted != samples:
-        raise AssertionError(f"evaluation counted {counted} samples, the source has {samples}")
+        raise UserError(
+            f"guard [evaluation-count]: {counted:,} samples were scored, the evaluation set has {samples:,}: some "
+            f"were {'left out' if counted < samples else 'counted twice'}, and the score would not be the model's",
+            "give every process the same evaluation set, and let its source give each sample exactly once",
+        )
     mean = math.nan if nonfinite else loss / _FIXED_POINT / samples
     return Score(
         samples=counted,

@@ -1,8 +1,7 @@
 """A training run from start to end: prepare, resume, step, evaluate, save.
 
 Promises: the loop itself never waits for the device, a file or another rank's news; a run that is stopped or
-killed and resumed takes the same steps with the same bits; every rank holds the same model at each save, or
-the run stops and names the tensor and the rank.
+killed and resumed takes the same steps with the same bits; what is saved was looked at by the guards before.
 """
 
 from __future__ import annotations
@@ -12,24 +11,25 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
+from drumline.errors import UserError
+from drumline.launch.heartbeat import Phase, beat, enter
 from drumline.launch.world import World
 from drumline.models.weights import export_weights
 from drumline.recipe import Recipe
 from drumline.state.atomic import write_file
-from drumline.state.checkpoint import Position, Unsound, verify_checkpoint, write_checksums
+from drumline.state.checkpoint import Position, Unsound, read_manifest, write_checksums
+from drumline.state.tensor_file import verify_file
 from drumline.train import broken
-from drumline.train.agreement import check_models
 from drumline.train.evaluate import Score
+from drumline.train.guards import Guards
 from drumline.train.score import score_module
 from drumline.train.start import Running, start
 from drumline.train.stop import StopSign
 from drumline.train.task import Builder, classification
-
-CLOSE_LOOKS = 3
-"""First steps after which the ranks are compared, beside each save: most mistakes show at once."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,11 @@ def train(recipe: Recipe, world: World, build: Builder = classification) -> Resu
         if run.folder is not None:
             # However the run ends, too many broken samples included.
             cleanup.callback(broken.record, run.sets.bad, run.folder.path)
+        guards = Guards(run)
         if run.moved_in:
-            save(run, run.position)
-        with StopSign(world) as stop:
-            position, score = take_steps(run, stop)
+            save(run, run.position, guards)
+        with StopSign(world, guards.poll) as stop:
+            position, score = take_steps(run, stop, guards)
             if position.step == run.plan.total and score is None and run.task.evaluates:
                 score = counting(score_model(run))
             tell_broken(run)
@@ -75,20 +76,23 @@ def train(recipe: Recipe, world: World, build: Builder = classification) -> Resu
         return result
 
 
-def take_steps(run: Running, stop: StopSign) -> tuple[Position, Score | None]:
+def take_steps(run: Running, stop: StopSign, guards: Guards) -> tuple[Position, Score | None]:
     """Every step that is left, or those until somebody asks to stop."""
     recipe, plan, reporter, position = run.recipe, run.plan, run.reporter, run.position
     score: Score | None = None
     if position.step >= plan.total:
         return position, score
     run.rehearse(run.rehearsal(position.step))
+    guards.begin()
     with closing(run.batches(position.step, plan.total)) as batches:
         batch = next(batches)
         reporter.display.begin(run.title, plan.total, position.step, plan.total / plan.per_epoch)
         clock = reporter.clock
         reporter.pause(position.step)
+        enter(Phase.STARTING)
         for index in range(position.step, plan.total):
             rate = plan.schedule(index)
+            guards.before(index)
             clock.step_begin()
             run.step(batch, index, rate)
             clock.step_end()
@@ -99,6 +103,7 @@ def take_steps(run: Running, stop: StopSign) -> tuple[Position, Score | None]:
                 run.task.evaluates and plan.evaluates_after(done),
                 plan.saves_after(done, recipe.checkpoint.every_steps),
             )
+            guards.after(done, batch, saving)
             reporter.moved(done, rate)
             # A line at each save, so that the log of a resumed run is the log of an uninterrupted one.
             ticking = done % recipe.train.log_every == 0 or evaluating or saving
@@ -109,20 +114,25 @@ def take_steps(run: Running, stop: StopSign) -> tuple[Position, Score | None]:
             if done == run.position.step + 1 or done % plan.per_epoch == 0:
                 run.task.objective.check()
             stopping = stop.seen(done) and done < plan.total
+            if stop.alarm:
+                guards.alarm(stop.alarm)
             if stopping and not ticking:
                 reporter.tick(done, rate)
             if saving or stopping or position.best_step == done:
-                save(run, position)
-            elif done <= CLOSE_LOOKS:
-                check_models(run.trainee, run.world)
+                save(run, position, guards, must=stopping)
             if stopping:
+                if run.keeper is not None:
+                    run.keeper.wait()
                 run.note(f"stopped on request after step {done:,} of {plan.total:,}; saved")
                 break
+            beat(done)
             if done < plan.total:
                 clock.data_begin()
                 batch = next(batches)
                 clock.data_end()
         stop.settle()
+    enter(Phase.ENDING)
+    guards.end()
     reporter.drain()
     return position, score
 
@@ -164,15 +174,18 @@ def score_model(run: Running) -> tuple[Score, Score | None]:
     return scored(run.trainee.model), scored(average.module) if average else None
 
 
-def save(run: Running, position: Position) -> None:
-    """Checks that the ranks agree, says what is still to be said, then hands a snapshot to the writer."""
-    check_models(run.trainee, run.world)
+def save(run: Running, position: Position, guards: Guards, must: bool = False) -> None:
+    """Looks at what is to be saved, says what is still to be said, then hands a snapshot to the writer. The last one
+    and a new best `must` be saved, as does what a stop asks for; others are skipped while the disk is busy."""
+    enter(Phase.SAVING)
+    guards.before_save(position.step)
     run.reporter.drain()
     memory = run.task.objective.collect()
     if run.keeper is not None:
         scaler = run.trainee.scaler.state_dict() if run.trainee.scaler.is_enabled() else {}
         groups = run.trainee.tensors() | ({"memory": memory} if memory else {})
-        run.keeper.save(groups, replace(position, scaler=scaler))
+        must = must or position.step in (position.best_step, run.plan.total)
+        run.keeper.save(groups, replace(position, scaler=scaler), must)
     run.reporter.pause(position.step)
 
 
@@ -190,20 +203,25 @@ def export(run: Running, position: Position) -> None:
     run.keeper.wait()
     average = run.trainee.average
     folder = run.folder.path / "weights"
-    folder.mkdir(exist_ok=True)
-    export_weights(average.module if average else run.trainee.model, folder / "last.safetensors")
     best = run.folder.checkpoints / f"step-{position.best_step}"
-    source = best / ("average.safetensors" if average else "model.safetensors")
-    if source.exists():
-        try:
-            verify_checkpoint(best)
-        except Unsound as reason:
-            run.note(
-                f"WARNING: weights/best.safetensors is not written, its checkpoint does not verify: {reason}"
-            )
-        else:
-            write_file(folder / "best.safetensors", partial(_copy, source))
-    write_checksums(folder)
+    try:
+        folder.mkdir(exist_ok=True)
+        export_weights(average.module if average else run.trainee.model, folder / "last.safetensors")
+        if best.exists():
+            name = "average.safetensors" if average else "model.safetensors"
+            expected = read_manifest(best).files[name]
+            write_file(folder / "best.safetensors", partial(_copy, best / name, expected))
+        write_checksums(folder)
+    except Unsound as reason:
+        run.note(
+            f"WARNING: weights/best.safetensors is not written, its checkpoint does not verify: {reason}"
+        )
+        write_checksums(folder)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the weights below {folder}: {error.strerror or error}",
+            "free space or mend the disk; the same command with --checkpoint.resume auto then writes them",
+        ) from error
 
 
 def _closing_words(result: Result) -> str:
@@ -219,8 +237,9 @@ def _closing_words(result: Result) -> str:
     return f"{'finished' if result.finished else 'stopped'}: {score}; run folder {result.run}"
 
 
-def _copy(source: Path, target: Path) -> None:
+def _copy(source: Path, expected: dict[str, Any], target: Path) -> None:
     shutil.copyfile(source, target)
+    verify_file(target, expected["bytes"], expected["sha256"])
 
 
 def _result(run: Running, position: Position, score: Score | None) -> Result:

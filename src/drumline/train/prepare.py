@@ -18,7 +18,7 @@ from drumline.data.augment import Augmentation, mean_colour
 from drumline.data.choose import choose_workers
 from drumline.data.ledger import Ledger
 from drumline.data.loader import Batches, Workers, batches, resident_batches
-from drumline.data.order import Request, evaluation_requests, share, steps_per_epoch, training_requests
+from drumline.data.order import Request, evaluation_requests, steps_per_epoch, training_requests
 from drumline.data.resident import ResidentSet, fits_on_device, resident_feed
 from drumline.data.sources import ArraySource, Source, SourceSpec, detect_source, open_source
 from drumline.data.sources import channel_statistics as measured_statistics
@@ -30,11 +30,13 @@ from drumline.models import create_model, load_weights
 from drumline.models.weights import WeightFields, resolve_weights
 from drumline.parallel.layout import lay_out, resolve_layout
 from drumline.recipe import Data, Recipe
+from drumline.recipe_checks import shard_count
 from drumline.state.checkpoint import MANIFEST, Unsound, verify_checkpoint, verify_checksums
 from drumline.train.ema import Average
 from drumline.train.optim import build_optimizer
 from drumline.train.recompute import recompute_blocks
 from drumline.train.schedule import Schedule, build_schedule
+from drumline.train.spread import own_share
 from drumline.train.step import Normalise
 from drumline.train.trainee import Trainee
 
@@ -107,7 +109,7 @@ class Sets:
             batch=recipe.data.batch,
             first_step=first_step,
             last_step=last_step,
-            part=share(recipe.data.batch, world.rank, world.size, self.unit),
+            part=own_share(recipe, world.rank, world.size, self.unit),
         )
 
     def evaluation(self, recipe: Recipe, world: World) -> Batches:
@@ -186,7 +188,8 @@ def prepare_sets(recipe: Recipe, world: World) -> Sets:
         world.device,
         count=count,
         pool=data.pool,
-        decode=data.decode,
+        # Damaged files may decode differently; which side gets one must not depend on the clock.
+        decode="cpu" if recipe.run.strict and data.decode == "auto" else data.decode,
     )
     return Sets(
         name, train_spec, eval_spec, train, evaluation, view, mean, std, workers, why, bad, world.device
@@ -203,6 +206,11 @@ def prepare_plan(recipe: Recipe, samples: int, world: World) -> Plan:
             f"give --data.batch {samples} or less",
         )
     unit = 2 if recipe.data.mixup or recipe.data.cutmix else 1
+    if recipe.run.strict and world.size > shard_count(recipe):
+        raise UserError(
+            f"run.shards = {recipe.run.shards}: {world.size} processes were started, and each needs a shard",
+            f"give --run.shards {world.size} or more, or start fewer processes",
+        )
     least = world.size * recipe.train.accumulate * unit
     if batch < least:
         raise UserError(
@@ -259,8 +267,13 @@ def prepare_trainee(
             f"model.name = {recipe.model.name}: the model has no trainable parameters",
             "give a model with parameters that require gradients",
         )
-    forward = lay_out(module, resolve_layout(recipe.parallel.layout, world), world)
-    # After DDP has given every rank rank 0's weights: a user's factory may not keep to torch's seed.
+    if recipe.run.strict:
+        forward = module
+        for tensor in (*module.parameters(), *module.buffers()):
+            world.broadcast(tensor.detach())
+    else:
+        forward = lay_out(module, resolve_layout(recipe.parallel.layout, world), world)
+    # After every rank was given rank 0's weights: a user's factory may not keep to torch's seed.
     average = Average(model, recipe.train.ema) if recipe.train.ema else None
     if recipe.train.compile:
         forward.compile()
@@ -318,11 +331,12 @@ def set_arithmetic(deterministic: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def threads_per_process(wanted: int | str, local_size: int) -> int:
-    """CPU threads for arithmetic."""
+def threads_per_process(wanted: int | str, local_size: int, strict: bool = False) -> int:
+    """CPU threads for arithmetic. Their number decides the order of additions, so strict mode's must not follow from
+    the number of processes."""
     if isinstance(wanted, int):
         return wanted
-    return cores_per_process(local_size)
+    return 1 if strict else cores_per_process(local_size)
 
 
 def verify_weights(path: Path, fields: WeightFields = WeightFields()) -> None:  # noqa: B008

@@ -19,11 +19,13 @@ from drumline.data.sources import EncodedSource
 from drumline.data.sources.base import passed_over_words
 from drumline.data.views import Batch
 from drumline.errors import UserError
+from drumline.launch.heartbeat import Phase, enter
 from drumline.launch.world import World
 from drumline.observe.display import Display, make_display
 from drumline.observe.logbook import Logbook
 from drumline.parallel.layout import data_parallel_word, resolve_layout
 from drumline.recipe import Recipe
+from drumline.recipe_checks import shard_count
 from drumline.recipe_file import dump_recipe
 from drumline.state.checkpoint import Position, Unsound, copy_into, read_checkpoint, read_manifest
 from drumline.state.environment import describe_environment
@@ -36,8 +38,9 @@ from drumline.state.folder import (
     write_facts,
 )
 from drumline.state.keeper import Keeper
-from drumline.train import prepare
+from drumline.train import prepare, spread
 from drumline.train.agreement import check_data, check_recipes
+from drumline.train.finite import Finite
 from drumline.train.meter import MeterReader
 from drumline.train.reporter import Reporter
 from drumline.train.step import NotCapturable, TrainStep
@@ -114,7 +117,7 @@ class Running:
             return
         names = ", ".join(self.step.without_gradient[:5])
         what = f"{len(self.step.without_gradient)} trainable parameter(s) got no gradient: {names}"
-        if resolve_layout(self.recipe.parallel.layout, self.world) == "ddp":
+        if resolve_layout(self.recipe.parallel.layout, self.world) == "ddp" and not self.recipe.run.strict:
             raise UserError(
                 f"{what}; several processes cannot exchange gradients that some never have",
                 "use them in forward, remove them, or set requires_grad_(False) on them",
@@ -124,6 +127,7 @@ class Running:
 
 def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> Running:
     """Opens data, folder and books, builds the model, and loads the checkpoint to go on from."""
+    enter(Phase.STARTING)
     display = make_display(world.rank)
     cleanup.callback(display.end)
     prepare.set_arithmetic(recipe.run.deterministic)
@@ -145,11 +149,18 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
         task.objective,
         prepare.normaliser(sets, recipe, world),
         world,
+        spread.prepare_exchange(recipe, trainee, world, task.together),
         seed=recipe.run.seed,
         global_batch=recipe.data.batch,
-        accumulate=recipe.train.accumulate,
         autocast=prepare.precision(recipe, world),
         clip=recipe.optim.clip,
+        finite=Finite(
+            trainee.module,
+            trainee.optimizer,
+            world.device,
+            action=recipe.guard.action,
+            scaled=trainee.scaler.is_enabled(),
+        ),
     )
     environment = describe_environment(world, threads)
     position = Position(step=0, per_epoch=plan.per_epoch)
@@ -221,7 +232,9 @@ def _open_books(
         ) from error
     logbook = Logbook.open(folder.path, display.note, keep_until_step=position.step)
     cleanup.callback(logbook.close)
-    keeper = Keeper(folder.checkpoints, recipe.checkpoint.keep, text, environment, logbook.flush)
+    keeper = Keeper(
+        folder.checkpoints, recipe.checkpoint.keep, text, environment, logbook.flush, logbook.note
+    )
     cleanup.callback(keeper.close)
     return logbook, keeper
 
@@ -248,10 +261,17 @@ def _resume(
         memory = groups.get("memory", {})
         position = manifest.position
         words = [f"resumed from {checkpoint} at step {position.step:,}"]
-        changes = changed_settings(manifest.recipe, dump_recipe(repeatable(recipe)))
+        strict = recipe.run.strict
+        changes = changed_settings(manifest.recipe, dump_recipe(repeatable(recipe)), strict)
         if changes:
             words.append(f"resumed with other settings, the result may differ: {'; '.join(changes)}")
-        changes = changed_environment(manifest.environment, environment)
+        changes = changed_environment(manifest.environment, environment, strict)
+        if changes and strict:
+            raise UserError(
+                f"run.strict: {checkpoint} was made on another set-up, so the same bits cannot be promised: "
+                f"{'; '.join(changes)}",
+                "resume on the set-up it was made on, or go on without the promise by --run.no-strict",
+            )
         if changes:
             words.append(f"resumed on another set-up, the bits may differ: {'; '.join(changes)}")
     position = world.share(position)
@@ -278,10 +298,18 @@ def _threads(recipe: Recipe, checkpoint: Path | None, world: World) -> int:
     """A resumed run keeps the number it was started with: on a CPU it decides the order of additions."""
     if recipe.parallel.threads == "auto" and checkpoint is not None:
         try:
-            return int(read_manifest(checkpoint).environment["threads"])
+            return int(read_manifest(checkpoint).environment.get("threads", 1))
         except Unsound as reason:
             raise UserError(f"cannot resume: {reason}", "give another checkpoint of the run") from reason
-    return prepare.threads_per_process(recipe.parallel.threads, world.local_size)
+    return prepare.threads_per_process(recipe.parallel.threads, world.local_size, recipe.run.strict)
+
+
+def _strict_word(shards: int, batch: int, world: World) -> str:
+    uneven = f"; {world.size} processes share them unevenly, some wait" if shards % world.size else ""
+    return (
+        f"strict: {shards} shards of {batch // shards} samples, the same bits on 1 to {shards} processes with the "
+        f"same kind of device and software{uneven}"
+    )
 
 
 def _opening_words(
@@ -306,6 +334,8 @@ def _opening_words(
         + f"; global batch {recipe.data.batch}, {plan.total:,} steps of {plan.per_epoch:,} per epoch"
         + (f" ({left_out} samples left out, others each epoch)" if left_out else ""),
     ]
+    if recipe.run.strict:
+        words.append(_strict_word(shard_count(recipe), recipe.data.batch, world))
     sides = (("training", sets.train), ("evaluation", sets.eval))
     words += [
         f"WARNING: the {side} set has {passed_over_words(source)}"

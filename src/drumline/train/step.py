@@ -1,28 +1,27 @@
 """One optimizer step: normalise, forward, backward, exchange, update. The hot path.
 
 Promises: no host sync, no print, no file; the loss stays on the device in `meter` until somebody reads it; the
-global batch is the contract, so losses are weighted by it whatever the shares and micro-batches; randomness
-inside the model is keyed by (seed, step, rank). A rehearsal runs whole steps and leaves no trace. Captured as
-a CUDA graph, the step gives the same bits with one launch.
+global batch is the contract, so losses are weighted by it whatever the shares and micro-batches; how the batch is
+cut and gradients are exchanged is the `Exchange`'s part. A rehearsal runs whole steps and leaves no trace. Captured
+as a CUDA graph, the step gives the same bits with one launch.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 
-import numpy as np
 import torch
+from torch import nn
 
-from drumline.data.draws import Purpose, bits
-from drumline.data.order import bounds
 from drumline.data.views import Batch
 from drumline.launch.world import World
-from drumline.parallel.layout import BufferMean, without_sync
-from drumline.train.objective import Objective, mixed
+from drumline.parallel.layout import Exchange
+from drumline.train.finite import Finite
+from drumline.train.model_draws import ModelDraws
+from drumline.train.objective import Objective, Outcome, mixed
 from drumline.train.trainee import Trainee
 
 METERS = ("loss", "correct", "samples")
@@ -72,19 +71,19 @@ class TrainStep:
         objective: Objective,
         normalise: Normalise,
         world: World,
+        exchange: Exchange,
         *,
         seed: int,
         global_batch: int,
-        accumulate: int = 1,
         autocast: torch.dtype | None = None,
         clip: float = 0.0,
+        finite: Finite | None = None,
     ) -> None:
         self.trainee, self.objective, self.normalise, self.world = trainee, objective, normalise, world
-        self.seed, self.global_batch, self.accumulate = seed, global_batch, accumulate
-        self.autocast, self.clip = autocast, clip
+        self.exchange, self.global_batch = exchange, global_batch
+        self.autocast, self.clip, self.finite = autocast, clip, finite
+        self.draws = ModelDraws(seed, exchange.parts, world.device)
         self.meter = torch.zeros(len(METERS) + len(objective.terms), dtype=torch.float64, device=world.device)
-        self.average_buffers = BufferMean(trainee.module, world)
-        self.draws_random = False
         self.without_gradient: list[str] = []
         self._graph: torch.cuda.CUDAGraph | None = None
         self._static: Batch | None = None
@@ -95,8 +94,7 @@ class TrainStep:
             self.trainee.lr.fill_(rate)
             self._rate = rate
         self.objective.at(index)
-        if self.draws_random:
-            self._seed_generators(index)
+        self.draws.at(index)
         if self._graph is None:
             self.compute(batch)
             return
@@ -110,16 +108,17 @@ class TrainStep:
         """The whole step on the device."""
         trainee, scaler = self.trainee, self.trainee.scaler
         trainee.optimizer.zero_grad(set_to_none=True)
-        micros = self._micro_batches(batch)
-        for number, micro in enumerate(micros):
-            with without_sync(trainee.forward, last=number == len(micros) - 1):
-                self._backward(micro)
+        self.exchange.gradients(batch, self._backward, self.draws.switch)
         if self.clip:
             scaler.unscale_(trainee.optimizer)
             torch.nn.utils.clip_grad_norm_(trainee.module.parameters(), self.clip, foreach=True)
+        if self.finite is not None:
+            self.finite.look(self.meter[0])
         scaler.step(trainee.optimizer)
         scaler.update()
-        self.average_buffers()
+        self.exchange.buffers()
+        if self.finite is not None:
+            self.finite.put_back()
         if trainee.average is not None:
             trainee.average.update()
 
@@ -130,13 +129,12 @@ class TrainStep:
             before = self._generator_states()
             for _ in range(times):
                 self.compute(batch)
+            idle = {id(parameter) for parameter in self.exchange.settle()}
             self.without_gradient = [
-                name
-                for name, parameter in self.trainee.module.named_parameters()
-                if parameter.requires_grad and parameter.grad is None
+                name for name, parameter in self.trainee.module.named_parameters() if id(parameter) in idle
             ]
             after = self._generator_states()
-            self.draws_random = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+            self.draws.active = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
     def capture(self, batch: Batch) -> None:
         """Records the step as a CUDA graph over fixed input buffers. Call after a rehearsal. Raises
@@ -155,6 +153,7 @@ class TrainStep:
             self.trainee.optimizer.zero_grad(set_to_none=True)
             generator = torch.cuda.default_generators[self.world.device.index]
             intact = generator.clone_state()
+            self.draws.register(graph)
             try:
                 # Thread-local: the loader's thread that pins memory may allocate meanwhile.
                 with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -164,42 +163,45 @@ class TrainStep:
             except RuntimeError as error:
                 # The state in use still waits for its capture to end, and would refuse the next dropout.
                 generator.graphsafe_set_state(intact)
+                self.draws.renew()
                 raise NotCapturable(str(error).strip().splitlines()[0]) from error
             finally:
                 # torch does not return from the capturing stream when the capture fails.
                 torch.cuda.set_stream(current)
+            written = [(parameter, parameter.grad) for parameter in self.trainee.module.parameters()]
+        for parameter, gradient in written:
+            parameter.grad = gradient  # what each replay writes, for whoever looks at gradients
         self._graph, self._static = graph, static
 
-    def _backward(self, batch: Batch) -> None:
+    def replay(self, batch: Batch, index: int, backward: Callable[[Batch], None]) -> None:
+        """Goes through a step once more without effect, with `backward` in the place of its own, to look closely."""
+        written = [(parameter, parameter.grad) for parameter in self.trainee.module.parameters()]
+        with self._undone():
+            self.objective.at(index)
+            self.draws.at(index)
+            self.exchange.gradients(batch, backward, self.draws.switch)
+        for parameter, gradient in written:
+            parameter.grad = gradient
+
+    def outcome(self, model: nn.Module, batch: Batch) -> Outcome:
+        """What the objective makes of a piece of a batch."""
         images = self.normalise(batch.images)
         if batch.mix.shape[1]:
             images = mixed(images, batch.mix)
         with torch.autocast(
             self.world.device.type, dtype=self.autocast or torch.bfloat16, enabled=self.autocast is not None
         ):
-            outcome = self.objective(self.trainee.forward, images, batch)
-        # DDP divides by the number of ranks; a sum over samples weighted so is the mean over the global batch.
-        loss = outcome.loss * (self.world.size / self.global_batch)
+            return self.objective(model, images, batch)
+
+    def _backward(self, batch: Batch) -> None:
+        outcome = self.outcome(self.trainee.forward, batch)
+        loss = outcome.loss * (self.exchange.weight / self.global_batch)
         self.trainee.scaler.scale(loss).backward()
         self.meter[0].add_(outcome.loss.detach())
         self.meter[1].add_(outcome.correct)
         self.meter[2].add_(len(batch.labels))
         if outcome.terms is not None:
             self.meter[len(METERS) :].add_(outcome.terms)
-
-    def _micro_batches(self, batch: Batch) -> list[Batch]:
-        if self.accumulate == 1:
-            return [batch]
-        unit = 2 if batch.mix.shape[1] else 1
-        cuts = bounds(len(batch.labels), self.accumulate, unit)
-        return [Batch(*(tensor[first:last] for tensor in batch)) for first, last in pairwise(cuts)]
-
-    def _seed_generators(self, index: int) -> None:
-        words = bits(self.seed, index, np.array([self.world.rank]), Purpose.MODEL)[0]
-        key = int(words[0]) << 31 ^ int(words[1])
-        torch.default_generator.manual_seed(key)
-        if self.world.device.type == "cuda":
-            torch.cuda.default_generators[self.world.device.index].manual_seed(key)
 
     def _generator_states(self) -> list[torch.Tensor]:
         states = [torch.get_rng_state()]
@@ -213,6 +215,7 @@ class TrainStep:
         trainee = self.trainee
         live = [tensor for group in trainee.tensors().values() for tensor in group.values()]
         live += [self.meter, trainee.lr, *trainee.module.buffers(), *self.objective.live()]
+        live += self.finite.live() if self.finite is not None else []
         # Kept on the host: a model that fills the GPU must still be able to rehearse.
         saved = [tensor.detach().to("cpu", copy=True) for tensor in live]
         scaler_state = trainee.scaler.state_dict()

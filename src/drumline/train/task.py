@@ -15,8 +15,9 @@ from drumline.data.loader import Batches
 from drumline.data.order import Request
 from drumline.launch.world import World
 from drumline.observe.display import Display
+from drumline.parallel.together import Together
 from drumline.recipe import Recipe
-from drumline.train import prepare
+from drumline.train import prepare, spread
 from drumline.train.objective import Classification, Objective
 
 Feed = Callable[[Batches, Iterable[Request]], Batches]
@@ -46,6 +47,8 @@ class Task:
     evaluates: bool = True
     """Whether the model's score means anything."""
     feed: Feed = unchanged
+    together: Together | None = None
+    """In strict mode, the shards that the task's parts meet in."""
 
 
 Builder = Callable[[Recipe, prepare.Sets, prepare.Plan, World, Display], Task]
@@ -57,4 +60,7 @@ def classification(
     """The recipe's model on the data's labels."""
     classes = len(sets.train.classes)
     module, word = prepare.prepare_model(recipe, classes, world)
-    return Task(module, module, Classification(recipe.train.label_smoothing, classes), (word,))
+    together = spread.prepare_shards(recipe, world)
+    module = spread.span_norms(module, recipe, world, together)
+    objective = Classification(recipe.train.label_smoothing, classes)
+    return Task(module, module, objective, (word,), together=together)

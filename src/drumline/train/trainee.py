@@ -51,5 +51,6 @@ class Trainee:
         return {
             f"{slot}/{names[id(parameter)]}": tensor
             for parameter, slots in self.optimizer.state.items()
+            if id(parameter) in names  # one that a model has dropped is told by a guard
             for slot, tensor in slots.items()
         }

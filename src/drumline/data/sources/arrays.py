@@ -9,12 +9,26 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from drumline.data.sources.base import Images, Labels
 from drumline.errors import UserError
 
 MAX_CLASSES = 1_000_000
+DEFLATE_MOST = 1100
+"""More bytes than any byte compressed by deflate can unfold to (1,032)."""
+
+
+def refuse_bomb(size: int, stored: int, what: str) -> None:
+    """Refuses to unfold what cannot be in the stored bytes, or would fill the memory."""
+    free = psutil.virtual_memory().available
+    if size > DEFLATE_MOST * stored + 1024 or size > free:
+        raise UserError(
+            f"{what} says it is {size / 2**30:,.1f} GiB, unfolded from {stored:,} bytes; {free / 2**30:,.1f} GiB of "
+            "memory are free",
+            fix="do not trust this file; if it is right, use a machine with more memory, or image files",
+        )
 
 
 def image_array(images: NDArray[Any], what: str) -> Images:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from drumline.data.sources.arrays import refuse_bomb
 from drumline.data.sources.base import ArraySource, Images, SourceSpec
 from drumline.errors import UserError
 
@@ -92,6 +93,7 @@ def _read(file: Path, dims: int) -> Images:
             if file.suffix != ".gz":
                 held = file.stat().st_size - header_size
             else:
+                refuse_bomb(size, file.stat().st_size, str(file))
                 # Stops soon after what the header promises: a longer file shows, a bomb does not unfold.
                 data = bytearray()
                 while len(data) <= size and (part := stream.read(1 << 20)):

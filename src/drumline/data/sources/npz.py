@@ -6,16 +6,22 @@ are the evaluation split (MedMNIST's `val` arrays are not used); without them `h
 
 from __future__ import annotations
 
-import zipfile
-import zlib
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib import format as npy_format
 from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 
-from drumline.data.sources.arrays import image_array, label_array, numbered_classes, within_classes
+from drumline.data.sources.arrays import (
+    image_array,
+    label_array,
+    numbered_classes,
+    refuse_bomb,
+    within_classes,
+)
 from drumline.data.sources.base import ArraySource, SourceSpec, holdout_ids, refuse_holdout
 from drumline.errors import UserError
 
@@ -32,7 +38,7 @@ def open_npz(spec: SourceSpec) -> ArraySource:
     file = Path(spec.path).expanduser()
     try:
         arrays = np.load(file, allow_pickle=False)
-    except _BROKEN as error:
+    except Exception as error:  # a damaged file, or one made to, gets nearly anything out of NumPy
         raise _unreadable(file, error) from error
     if not isinstance(arrays, NpzFile):
         raise UserError(f"{file} holds one array without a name", fix=_HOW)
@@ -41,7 +47,6 @@ def open_npz(spec: SourceSpec) -> ArraySource:
 
 
 _HOW = "write it with np.savez(file, x_train=..., y_train=..., x_test=..., y_test=...), without objects"
-_BROKEN = (OSError, ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 
 
 def _open(spec: SourceSpec, arrays: NpzFile, file: Path) -> ArraySource:
@@ -75,14 +80,32 @@ def _open(spec: SourceSpec, arrays: NpzFile, file: Path) -> ArraySource:
 
 def _array(arrays: NpzFile, name: str, file: Path) -> NDArray[Any]:
     try:
+        _check_size(arrays, name, file)
         value: NDArray[Any] = arrays[name]
-    except _BROKEN as error:
+    except UserError:
+        raise
+    except Exception as error:
         raise _unreadable(file, error, name) from error
     return value
+
+
+def _check_size(arrays: NpzFile, name: str, file: Path) -> None:
+    """NumPy makes the array that the header asks for before it looks for its bytes."""
+    archive = arrays.zip
+    assert archive is not None
+    member = archive.getinfo(name if name in archive.namelist() else f"{name}.npy")
+    with archive.open(member) as stream:
+        version = npy_format.read_magic(stream)
+        read = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
+        shape, _, dtype = read(stream)
+        size = math.prod(shape) * dtype.itemsize
+        if not dtype.hasobject and size != member.file_size - stream.tell():
+            raise ValueError(f"the header says {shape} of {dtype}, the file holds {member.file_size:,} bytes")
+    refuse_bomb(size, member.compress_size, f"{file}: {name}")
 
 
 def _unreadable(file: Path, error: Exception, name: str = "") -> UserError:
     if isinstance(error, FileNotFoundError):
         return UserError(f"{file} does not exist", fix="check data.path")
     what = f"{file}: {name}" if name else str(file)
-    return UserError(f"{what} cannot be read without unpickling, or is damaged: {error}", fix=_HOW)
+    return UserError(f"{what} cannot be read without unpickling, or is damaged: {str(error)[:200]}", fix=_HOW)

@@ -1,0 +1,353 @@
+"""Kills processes of strict runs at random instants, a thousand times, and looks at the bits they end with.
+
+    python benchmarks/faults.py --kills 1000 --jobs 8          # the long part
+    python benchmarks/faults.py --kills 12 --jobs 1            # a minute
+    python benchmarks/fault_outcomes.py                        # disk full, bit flips and the like
+
+Every job trains the same recipe (embedded digits, strict mode, 4 shards, with loader processes) again and again.
+While a run is under way something of it is killed with SIGKILL: a rank, rank 0, a loader process, the launcher,
+everything at once, rank 0 while it writes a checkpoint or just before the checkpoint gets its name. Then the run goes
+on, on a random number of processes from 1 to 4: by itself where its launcher lives (`--launch.restarts`), else by the
+same command again. A run that was let finish must have the hash of the run that nobody touched. Prints a markdown
+table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import torch
+
+KINDS = (
+    "a rank",
+    "rank 0",
+    "a loader process",
+    "the launcher",
+    "everything",
+    "while saving",
+    "before the rename",
+)
+STEPS, SHARDS = 58, 4
+RECIPE = (
+    "data.source=digits",
+    "data.batch=48",
+    "data.workers=1",
+    "data.pool=processes",
+    "model.name=resnet8",
+    f"train.steps={STEPS}",
+    "train.eval_every=0",
+    "train.log_every=1",
+    "run.strict=true",
+    f"run.shards={SHARDS}",
+    "run.device=cpu",
+    "checkpoint.every_steps=2",
+    "checkpoint.every_epochs=0",
+    "checkpoint.resume=auto",
+)
+LONGEST = 6.0
+"""Seconds after a start within which a kill falls; most of them are start-up."""
+
+
+@dataclass
+class Kill:
+    """One SIGKILL and what came of it."""
+
+    kind: str
+    at: float
+    step: int
+    by_itself: bool
+    """Whether the launcher was to restart it."""
+    resumed: int | None = None
+    """The step gone on from; None where the next kill came before that."""
+    recovered: float | None = None
+    """When the first step after it was done."""
+
+
+@dataclass
+class Tally:
+    """What all jobs found, together."""
+
+    wanted: int
+    kills: list[Kill] = field(default_factory=list)
+    hashes: Counter[str] = field(default_factory=Counter)
+    worlds: Counter[int] = field(default_factory=Counter)
+    orphans: int = 0
+    unexplained: list[str] = field(default_factory=list)
+    """What a command that nobody had touched said when it failed."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def enough(self) -> bool:
+        return len(self.kills) >= self.wanted
+
+
+class Job:
+    """Runs of one folder, one after the other, until there are enough kills."""
+
+    def __init__(self, folder: Path, seed: int, tally: Tally) -> None:
+        self.folder, self.tally, self.random = folder, tally, random.Random(seed)
+        self.run = folder / "runs" / "run-0"
+        self.last: Kill | None = None
+
+    def work(self) -> None:
+        number = 0
+        while not self.tally.enough:
+            self.run = self.folder / "runs" / f"run-{number}"
+            while not self.finished_once():
+                continue
+            with self.tally.lock:
+                self.tally.hashes[sha256(self.run)] += 1
+            number += 1
+
+    def finished_once(self) -> bool:
+        """Starts the run once more; whether it came to its end. It is let finish when there are enough kills."""
+        processes, restarts = self.random.randint(1, SHARDS), self.random.choice((0, 1000))
+        with self.tally.lock:
+            self.tally.worlds[processes] += 1
+        process = begin(self.folder, self.run.name, processes, restarts)
+        killed = False
+        while process.poll() is None and not self.tally.enough:
+            delay = time.monotonic() + self.random.uniform(0, LONGEST)
+            while process.poll() is None and time.monotonic() < delay:
+                self.observe()
+                time.sleep(0.02)
+            if process.poll() is None and not self.tally.enough:
+                killed |= self.kill(process, restarts > 0)
+                if self.last is not None and not self.last.by_itself:
+                    break
+        while process.poll() is None:
+            self.observe()
+            time.sleep(0.02)
+        said = process.communicate()[1]
+        self.observe()
+        self.count_orphans()
+        if process.returncode and not killed:
+            with self.tally.lock:
+                self.tally.unexplained.append(said[-1500:])
+        return process.returncode == 0
+
+    def kill(self, process: subprocess.Popen[str], restarts: bool) -> bool:
+        kind = self.random.choice(KINDS)
+        victims = self.victims(process.pid, kind)
+        if not victims:
+            return False
+        launcher_lives = process.pid not in victims
+        kill = Kill(kind, time.time(), self.steps()[0], by_itself=restarts and launcher_lives)
+        if _sigkill(victims) == 0:
+            return False
+        self.last = kill
+        with self.tally.lock:
+            self.tally.kills.append(kill)
+        return True
+
+    def victims(self, pid: int, kind: str) -> list[int]:
+        """Whom to kill; nobody where there is no such process (yet)."""
+        family = _family(pid)
+        ranks = {rank: each.pid for each in family if (rank := _rank(each)) is not None}
+        ranks = ranks or {0: pid}
+        loaders = [each.pid for each in family if each.pid not in ranks.values() and each.pid != pid]
+        saving = self.run / "checkpoints"
+        if kind == "while saving" and not _soon(lambda: any(saving.glob("*.tmp"))):
+            return []
+        if kind == "before the rename" and not _soon(lambda: any(saving.glob("*.tmp/manifest.json"))):
+            return []
+        return {
+            "a rank": [self.random.choice(sorted(ranks.values()))],
+            "a loader process": loaders[:1],
+            "the launcher": [pid],
+            "everything": [pid, *(each.pid for each in family)],
+        }.get(kind, [ranks[0]] if 0 in ranks else [])
+
+    def observe(self) -> None:
+        """Notes the first step after the last kill."""
+        kill = self.last
+        if kill is None or kill.recovered is not None:
+            return
+        step, at = self.steps()
+        resumed = self.resumed_at()
+        if at > kill.at and step and resumed is not None and resumed[0] > kill.at - 1.0:
+            kill.recovered, kill.resumed = at, resumed[1]
+
+    def steps(self) -> tuple[int, float]:
+        """The last step in the metrics, and its time."""
+        try:
+            lines = (self.run / "metrics.jsonl").read_bytes().splitlines()
+            last = json.loads(lines[-1])
+        except (OSError, IndexError, json.JSONDecodeError):
+            return 0, 0.0
+        return int(last.get("step") or 0), float(last["time"])
+
+    def resumed_at(self) -> tuple[float, int] | None:
+        """When the run last began to step, by the age of its log, and at which step."""
+        try:
+            text = (self.run / "log.txt").read_text()
+            changed = (self.run / "log.txt").stat().st_mtime
+        except OSError:
+            return None
+        places = [line for line in text.splitlines() if "resumed from" in line]
+        return changed, int(places[-1].rpartition("step ")[2].replace(",", "")) if places else 0
+
+    def count_orphans(self) -> None:
+        """Nothing of the run may be alive a second after its command has ended."""
+        mark, deadline = str(self.folder), time.monotonic() + 1.0
+        while (left := _processes_of(mark)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with self.tally.lock:
+            self.tally.orphans += len(left)
+
+
+def begin(folder: Path, name: str, processes: int, restarts: int) -> subprocess.Popen[str]:
+    """The command of a user, in a process group of its own."""
+    words = ["train", *RECIPE, f"run.dir={folder / 'runs'}", f"run.name={name}"]
+    words += [f"parallel.processes={processes}", f"launch.restarts={restarts}"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "drumline", *words],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DRUMLINE_FAULTS": str(folder)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def sha256(run: Path) -> str:
+    """What `drumline verify` says."""
+    done = subprocess.run(
+        [sys.executable, "-m", "drumline", "verify", str(run)], capture_output=True, text=True, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("state sha256: ")]
+    return lines[0].removeprefix("state sha256: ") if done.returncode == 0 and lines else f"BAD {done.stdout}"
+
+
+def report(tally: Tally, whole: str, seconds: float) -> str:
+    """The table."""
+    lines = [
+        f"{os.cpu_count()} CPU cores, torch {torch.__version__}: {len(tally.kills):,} kills, {seconds:.0f} s\n",
+        "| killed | times | steps lost, mean / most | training again after, s, p50 / p99 |",
+        "|---|---|---|---|",
+    ]
+    rows: list[tuple[str, Sequence[Kill]]] = [
+        (kind, [kill for kill in tally.kills if kill.kind == kind]) for kind in KINDS
+    ]
+    rows.append(("restarted by the launcher", [kill for kill in tally.kills if kill.by_itself]))
+    rows.append(("all", tally.kills))
+    for name, kills in rows:
+        back = [kill for kill in kills if kill.recovered is not None]
+        lost = [max(0, kill.step - (kill.resumed or 0)) for kill in back]
+        waits = sorted((kill.recovered or 0) - kill.at for kill in back)
+        what = f"{statistics.mean(lost):.1f} / {max(lost)}" if lost else "-"
+        wait = f"{quantile(waits, 0.5):.1f} / {quantile(waits, 0.99):.1f}" if waits else "-"
+        lines.append(f"| {name} | {len(kills):,} | {what} | {wait} |")
+    same = tally.hashes[whole]
+    starts = ", ".join(f"{count:,} x {size}" for size, count in sorted(tally.worlds.items()))
+    lines += [
+        f"\n{same:,} of {sum(tally.hashes.values()):,} finished runs have the hash of the run that nobody touched",
+        f"starts x processes: {starts}; orphans: {tally.orphans}; failures that no kill explains: "
+        f"{len(tally.unexplained)}",
+        *tally.unexplained[:3],
+        *(f"OTHER HASH {found}" for found in tally.hashes if found != whole),
+    ]
+    return "\n".join(lines)
+
+
+def quantile(rising: Sequence[float], share: float) -> float:
+    return rising[min(len(rising) - 1, int(share * len(rising)))]
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _rank(process: psutil.Process) -> int | None:
+    """Of a worker of the run; loader processes inherit the variable, but do not run the command."""
+    try:
+        words = process.cmdline()
+        return int(process.environ()["RANK"]) if "train" in words and "drumline" in words else None
+    except (psutil.Error, KeyError):
+        return None
+
+
+def _processes_of(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("DRUMLINE_FAULTS") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def _soon(happens: Callable[[], bool], seconds: float = 3.0) -> bool:
+    """Looks as fast as it can, so that the kill falls into what it waits for."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if happens():
+            return True
+        time.sleep(0.0002)
+    return False
+
+
+def _sigkill(pids: Sequence[int]) -> int:
+    """How many of them it reached."""
+    reached = 0
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            reached += 1
+    return reached
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop killing after this long")
+    args = parser.parse_args()
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="drumline-faults-") as base:
+        quiet = Path(base) / "quiet"
+        quiet.mkdir()
+        process = begin(quiet, "whole", 1, 0)
+        said = process.communicate()[1]
+        assert process.returncode == 0, said
+        whole = sha256(quiet / "runs" / "whole")
+        tally = Tally(args.kills)
+        threads = []
+        for number in range(args.jobs):
+            folder = Path(base) / f"job-{number}"
+            folder.mkdir()
+            threads.append(threading.Thread(target=Job(folder, args.seed + number, tally).work))
+            threads[-1].start()
+        while any(thread.is_alive() for thread in threads):
+            if time.monotonic() - begun > 60 * args.minutes:
+                tally.wanted = 0
+            if sys.stderr.isatty():
+                print(f"\r{len(tally.kills):,} kills", end="", file=sys.stderr, flush=True)
+            time.sleep(0.5)
+        print(report(tally, whole, time.monotonic() - begun))
+    return int(set(tally.hashes) != {whole} or bool(tally.orphans) or bool(tally.unexplained))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

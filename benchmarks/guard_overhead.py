@@ -1,0 +1,160 @@
+"""What fingerprints and guards cost a step: the same step with none, each, and both, side by side in one process.
+
+    python benchmarks/guard_overhead.py
+    python benchmarks/guard_overhead.py --every 100 --rounds 8
+
+On a GPU: ResNet-50, bf16, batch 256, as one CUDA graph; without one: resnet8 on the CPU. Rounds of `--every` steps
+alternate between the four, so a change of clock speed hits all, and each round holds exactly one record. A ratio is
+taken within a round; shown are the median and the range over rounds. Prints a markdown table. Fingerprints are of all
+parameters, gradients, buffers, momenta and sample ids; guards are the check for finite gradients at every step, the
+poll of its flag, and the look at modes, devices and optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from drumline.data.views import Batch
+from drumline.launch.world import alone
+from drumline.recipe import Checkpoint, Data, Guard, Model, Optim, Recipe, Run, Train
+from drumline.train.guards import Guards
+from drumline.train.start import Running, start
+from drumline.train.stop import StopSign
+from drumline.train.task import classification
+
+WARM = 10
+
+
+class Off(Guards):
+    """Looks at nothing."""
+
+    def begin(self) -> None:
+        return
+
+    def before(self, index: int) -> None:
+        return
+
+    def after(self, done: int, batch: Batch, saving: bool) -> None:
+        return
+
+    def poll(self, done: int) -> int:
+        return 0
+
+
+class GuardsAlone(Guards):
+    """Everything but fingerprints."""
+
+    def after(self, done: int, batch: Batch, saving: bool) -> None:
+        if done % self.run.recipe.guard.every == 0:
+            self._own_findings(f"step {done}")
+
+
+KINDS: dict[str, tuple[Callable[[Running], Guards], bool]] = {
+    "neither": (Off, False),
+    "fingerprints": (Guards, False),
+    "guards": (GuardsAlone, True),
+    "both": (Guards, True),
+}
+"""Which guards, and whether gradients are checked to be finite."""
+
+
+@dataclass
+class Arm:
+    """One of the four, warmed up and ready."""
+
+    run: Running
+    guards: Guards
+    stop: StopSign
+    batches: Iterator[Batch]
+    done: int = 0
+
+    def steps(self, count: int) -> float:
+        """Seconds per step, as the loop takes them."""
+        _settle()
+        begun = time.perf_counter()
+        for _ in range(count):
+            batch = next(self.batches)
+            self.guards.before(self.done)
+            self.run.step(batch, self.done, 0.1)
+            self.done += 1
+            self.guards.after(self.done, batch, saving=False)
+            assert not self.stop.seen(self.done)
+            assert not self.stop.alarm
+        _settle()
+        return (time.perf_counter() - begun) / count
+
+
+def arm(recipe: Recipe, kind: str, cleanup: ExitStack) -> Arm:
+    build, finite = KINDS[kind]
+    device = torch.device("cuda", 0) if recipe.run.device == "cuda" else torch.device("cpu")
+    run = start(replace(recipe, run=replace(recipe.run, name=kind)), alone(device), classification, cleanup)
+    if not finite:
+        run.step.finite = None
+        del run.trainee.optimizer.found_inf  # type: ignore[attr-defined]
+    guards = build(run)
+    run.rehearse(run.rehearsal(0))
+    guards.begin()
+    stop = cleanup.enter_context(StopSign(run.world, guards.poll))
+    ready = Arm(run, guards, stop, run.batches(0, 10**9))
+    ready.steps(WARM)
+    run.reporter.logbook.flush()
+    return ready
+
+
+def recipe_of(gpu: bool, every: int, folder: Path) -> Recipe:
+    shape = "classes=1000,size=224,samples=2560" if gpu else "classes=10,size=32,samples=512"
+    return Recipe(
+        run=Run(device="cuda" if gpu else "cpu", dir=str(folder)),
+        data=Data(source="synthetic", path=shape, batch=256 if gpu else 64),
+        model=Model(name="resnet50" if gpu else "resnet8"),
+        optim=Optim(lr=0.1, schedule="constant"),
+        train=Train(steps=10**9, precision="bf16" if gpu else "fp32", eval_every=0),
+        guard=Guard(every=every),
+        checkpoint=Checkpoint(every_epochs=0),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--every", type=int, default=100, help="steps between records, and in a round")
+    args = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as cleanup:
+        recipe = recipe_of(gpu, args.every, Path(folder))
+        arms = {kind: arm(recipe, kind, cleanup) for kind in KINDS}
+        for number in range(args.rounds):
+            # Each round begins with another one: the first after a pause may find a faster clock.
+            order = [*KINDS][number % len(KINDS) :] + [*KINDS][: number % len(KINDS)]
+            for kind in order:
+                times[kind].append(arms[kind].steps(args.every))
+    where = torch.cuda.get_device_name(0) if gpu else f"CPU, {torch.get_num_threads()} thread(s)"
+    work = f"{recipe.model.name}, batch {recipe.data.batch}, {recipe.train.precision}"
+    print(f"\n{where}, torch {torch.__version__}; {work}; {args.rounds} rounds of {args.every} steps\n")
+    print("| with | ms a step | to neither, median | range |")
+    print("|---|---|---|---|")
+    for kind, seconds in times.items():
+        ratios = [mine / plain for mine, plain in zip(seconds, times["neither"], strict=True)]
+        print(
+            f"| {kind} | {1e3 * statistics.median(seconds):.3f} | {statistics.median(ratios):.4f} | "
+            f"{min(ratios):.4f} to {max(ratios):.4f} |"
+        )
+
+
+def _settle() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Gradients that differ between ranks just before a step, put into words: why they were not exchanged (pure).
+
+The difference itself is what accuses: a script that calls parts of its model directly and still exchanges gradients
+is right. What was called only explains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from drumline.guard.finding import Finding
+from drumline.guard.forwards import Forwards
+from drumline.guard.place import line_to_change, user_places
+
+
+def evidence(forwards: Forwards) -> dict[str, Any]:
+    """What this rank saw, as JSON."""
+    direct = forwards.direct
+    called, line = "", ""
+    if direct is not None:
+        name = f"{direct.kind} '{direct.name}'" if direct.name else direct.kind
+        called = f"{direct.places[0]} calls {name} itself" if direct.places else f"{name} is called itself"
+    if forwards.wrapped_calls == 0:
+        places = (*(direct.places if direct else ()), *user_places())
+        first = direct.places[0] if direct and direct.places else None
+        found = line_to_change(first, (place.file for place in places))
+        line = str(found) if found else ""
+    return {
+        "wrapped": forwards.wrapper is not None,
+        "through": forwards.wrapped_calls,
+        "synced": forwards.synced,
+        "called": called,
+        "line": line,
+    }
+
+
+def local_gradients(
+    tensor: str, accused: Sequence[int], seen: Sequence[Mapping[str, Any]], step: int, foreign: bool
+) -> Finding:
+    """The finding, from the tensor that differs, the ranks, and what all ranks saw."""
+    differs = f"the gradient of '{tensor}' differs on {_ranks(accused)}"
+    first = next((one for one in seen if one["through"] == 0), seen[0])
+    called = f"{first['called']}; " if first["called"] else ""
+    if foreign:
+        what = "the optimizer trains a parameter that is not in the DDP model: each rank trains its own"
+        fix = (
+            "put it into the module that DDP wraps: model, projection and loss in one module with one forward"
+        )
+        where = differs
+    elif not first["wrapped"]:
+        what = "the model is not wrapped in DistributedDataParallel: each rank trains alone on its part of the data"
+        fix = "wrap it after moving it to its device, model = DistributedDataParallel(model), and call the wrapper"
+        where = called + differs
+    elif first["through"] == 0:
+        what = (
+            "the model is called around its DDP wrapper: gradients are not exchanged, each rank trains alone"
+        )
+        where = called + differs
+        fix = (
+            (f"change {first['line']}\n       " if first["line"] else "")
+            + "train through the wrapper itself, model(x): DDP exchanges gradients only for its own forward. Several "
+            "parts need one module with one forward that calls them; .module is for saving"
+        )
+    elif not first["synced"]:
+        what = "the last backward before the step ran under no_sync(): gradients are not exchanged"
+        where = differs
+        fix = "leave no_sync() for the last micro-batch, forward and backward, before optimizer.step()"
+    else:
+        what = "gradients differ between ranks although DDP exchanged them: something changed them afterwards"
+        where = differs
+        fix = "look at what touches .grad between backward and step (clipping by a rank's own norm, another backward)"
+    return Finding("bypass", what, where, f"step {step}", fix)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

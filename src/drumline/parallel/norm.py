@@ -1,0 +1,113 @@
+"""BatchNorm whose statistics in training are those of the global batch, on any device and in strict mode.
+
+Promises: forward and backward of one BatchNorm over all samples, however they are spread; the running statistics are
+the same on every process. Refuses layers that are more than a BatchNorm: replacing them would change the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from drumline.errors import UserError
+from drumline.launch.world import World
+
+Total = Callable[[Tensor], Tensor]
+"""The element-wise sum over everybody who computes, as a new tensor."""
+PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class WorldNorm(_BatchNorm):
+    """torch's own needs a GPU, and one process for each part of the batch."""
+
+    total: Total
+
+    @staticmethod
+    def of(norm: _BatchNorm, total: Total) -> WorldNorm:
+        """The same layer, with the same parameters and buffers, over everybody."""
+        made = WorldNorm(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+        made.total, made.training = total, norm.training
+        for name, parameter in norm.named_parameters(recurse=False):
+            setattr(made, name, parameter)
+        for name, buffer in norm.named_buffers(recurse=False):
+            setattr(made, name, buffer)
+        return made
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        assert input.ndim >= 2, input.shape
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training and self.running_mean is not None:
+            return F.batch_norm(
+                input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+            )
+        x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        axes = [axis for axis in range(x.ndim) if axis != 1]
+        shape = [-1 if axis == 1 else 1 for axis in range(x.ndim)]
+        own = torch.full((1,), x.numel() // x.shape[1], dtype=x.dtype, device=x.device)
+        sums = _Sum.apply(torch.cat([x.sum(axes), own]), self.total)
+        count = sums[-1].detach()
+        mean = sums[:-1] / count
+        centred = x - mean.view(shape)
+        variance = _Sum.apply(centred.square().sum(axes), self.total) / count
+        with torch.no_grad():
+            self._follow(mean, variance * (count / (count - 1)))
+        scaled = centred * (variance + self.eps).rsqrt().view(shape)
+        if self.affine:
+            scaled = scaled * self.weight.view(shape) + self.bias.view(shape)
+        return scaled.to(input.dtype)
+
+    def _follow(self, mean: Tensor, variance: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        # Without momentum, the mean of all batches so far.
+        share = 1.0 / self.num_batches_tracked.float() if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+
+
+class _Sum(torch.autograd.Function):
+    """Its gradient is the sum of everybody's gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, total: Total) -> Tensor:
+        ctx.total = total
+        return total(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.total(grads[0]), None
+
+
+def world_total(world: World) -> Total:
+    """Over processes, by the backend."""
+    return lambda values: world.sum(values.clone())
+
+
+def over_everybody(
+    module: nn.Module, total: Total, kinds: tuple[type[nn.Module], ...] = PLAIN, name: str = ""
+) -> nn.Module:
+    """The module with every BatchNorm of these kinds (subclasses apart) spanning all. In place where it can be."""
+    if type(module) in kinds:
+        return WorldNorm.of(module, total)  # type: ignore[arg-type]
+    if isinstance(module, _BatchNorm) and not isinstance(module, WorldNorm) and _own_forward(module, kinds):
+        raise UserError(
+            f"train.sync_bn: {name or 'the model'} is a {type(module).__name__}, which is more than a BatchNorm",
+            "use a model with plain BatchNorm layers, or leave train.sync_bn out",
+        )
+    for child_name, child in module.named_children():
+        replaced = over_everybody(child, total, kinds, f"{name}.{child_name}".lstrip("."))
+        if replaced is not child:
+            setattr(module, child_name, replaced)
+    return module
+
+
+def _own_forward(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """Whether a layer of a user's or a library's own would have to be replaced: it is derived from such a kind."""
+    return isinstance(module, kinds) and type(module) not in PLAIN

@@ -1,0 +1,162 @@
+"""The fingerprint chain of a run: `fingerprints.txt`, a text that two runs with the same bits share byte by byte.
+
+A record is made after some steps: a line `STEP GROUP NAME VALUE` per tensor, a line with the name `*` per group, and
+a last line `STEP chain VALUE` whose value covers the whole text before it. Promises: which records there are, and
+which of them name every tensor, depends on the step and the recipe alone, so a run that was killed and resumed leaves
+the file of an uninterrupted one; the text of n records grows like n in short lines and like log n in long ones;
+a torn or changed record is noticed. Everything here is pure but `read_chain` and `repair_chain`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from drumline.state import atomic
+
+FILE = "fingerprints.txt"
+HEADER = "# drumline fingerprints 1: STEP GROUP NAME VALUE; the name * is the whole group; chain covers all above\n"
+GROUPS = ("ids", "gradient", "buffer", "parameter", "optimizer", "average", "scaler")
+"""In the order of causes: samples make gradients and statistics, these make parameters."""
+CLOSE_LOOKS = 3
+"""First steps that are recorded one by one: most mistakes show at once."""
+WHOLE = "*"
+
+Values = Mapping[str, Mapping[str, int]]
+"""Group to tensor to fingerprint."""
+
+
+class Damaged(Exception):
+    """A chain that is not what was written; the message says from which line on."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of one step. `names` is empty in a short record."""
+
+    step: int
+    groups: Mapping[str, str]
+    """A value per group, in the order of `GROUPS`."""
+    names: Mapping[tuple[str, str], str]
+    """A value per (group, tensor)."""
+    chain: str
+
+
+def is_full(step: int, every: int, saving: bool) -> bool:
+    """Whether a record names every tensor: those of the first steps and of planned checkpoints do, and of the others
+    those whose number has at most two digits before its zeros (1 to 99, 100, 110, ... 990, 1000, 1100, ...)."""
+    number = step // every if every and step % every == 0 else 0
+    while number >= 100 and number % 10 == 0:
+        number //= 10
+    return step <= CLOSE_LOOKS or saving or 0 < number < 100
+
+
+def record_text(step: int, values: Values, full: bool, before: str) -> tuple[str, str]:
+    """The lines of a record that follows a chain value (empty: the file's first), and its own chain value."""
+    assert set(values) <= set(GROUPS), sorted(values)
+    lines = []
+    for group in GROUPS:
+        if group not in values:
+            continue
+        each = [f"{_plain(name)} {_hex(value)}" for name, value in sorted(values[group].items())]
+        whole = hashlib.sha256("\n".join(each).encode()).hexdigest()[:16]
+        lines.append(f"{step} {group} {WHOLE} {whole}\n")
+        if full:
+            lines += [f"{step} {group} {line}\n" for line in each]
+    text = "".join(lines)
+    chain = chained(before, text)
+    return f"{text}{step} chain {chain}\n", chain
+
+
+def chained(before: str, text: str) -> str:
+    """The chain value after these lines."""
+    return hashlib.sha256(f"{before}\n{text}".encode()).hexdigest()[:32]
+
+
+def parse(content: bytes) -> Iterator[tuple[Record, int]]:
+    """The records, each with the number of bytes up to its end. Raises `Damaged` at the first that is not whole."""
+    lines = content.decode("utf-8", "replace").splitlines(keepends=True)
+    if not lines or lines[0] != HEADER:
+        raise Damaged("line 1: not a file of fingerprints of this version")
+    chain, end, start = "", len(HEADER), 1
+    for number, line in enumerate(lines):
+        words = line.rstrip("\n").split(" ")
+        if len(words) != 3 or words[1] != "chain":
+            continue
+        if not line.endswith("\n"):
+            break
+        text = "".join(lines[start:number])
+        if chained(chain, text) != words[2]:
+            raise Damaged(f"lines {start + 1} to {number + 1}: changed since they were written")
+        chain, start = words[2], number + 1
+        end += len((text + line).encode())
+        yield _record(text, int(words[0]), chain), end
+    if start < len(lines):
+        raise Damaged(f"line {start + 1}: the last record is not whole")
+
+
+def read_chain(path: Path) -> list[Record]:
+    """All records. Raises `Damaged`, or OSError."""
+    try:
+        return [record for record, _ in parse(path.read_bytes())]
+    except ValueError as error:  # numbers or words that are none
+        raise Damaged(f"unreadable: {error}") from None
+
+
+def repair_chain(path: Path, keep_until_step: int | None) -> tuple[str, str]:
+    """Cuts the file to the records that a resumed run keeps: whole ones, up to a step. Gives their last chain value,
+    and a word where the file was damaged before that step."""
+    if not path.exists():
+        atomic.write_bytes(path, HEADER.encode())
+        return "", ""
+    content, chain, kept, word = path.read_bytes(), "", len(HEADER), ""
+    try:
+        for record, end in parse(content):
+            if keep_until_step is not None and record.step > keep_until_step:
+                break
+            chain, kept = record.chain, end
+    except (Damaged, ValueError) as reason:
+        # A run that was killed while it wrote leaves a torn end: nothing that the checkpoint knows of.
+        word = "" if "not whole" in str(reason) else f"{FILE}: {reason}; what follows is gone"
+    whole = content[:kept] if content.startswith(HEADER.encode()) else HEADER.encode()
+    if whole != content:
+        atomic.write_bytes(path, whole)
+    return chain, word
+
+
+def first_group(a: Record, b: Record) -> str:
+    """The first group, in the order of causes, on which two records differ."""
+    return next(group for group in GROUPS if a.groups.get(group) != b.groups.get(group))
+
+
+def differing_names(a: Record, b: Record, group: str) -> list[str]:
+    """The tensors of a group on which two full records differ, or that only one has; in the order of names."""
+    mine = {name: value for (at, name), value in a.names.items() if at == group}
+    others = {name: value for (at, name), value in b.names.items() if at == group}
+    return sorted(name for name in mine | others if mine.get(name) != others.get(name))
+
+
+def _record(text: str, step: int, chain: str) -> Record:
+    groups: dict[str, str] = {}
+    names: dict[tuple[str, str], str] = {}
+    for line in text.splitlines():
+        at, group, rest = line.split(" ", 2)
+        name, value = rest.rsplit(" ", 1)
+        if int(at) != step:
+            raise Damaged(f"step {step}: a line of step {at} is in its record")
+        if name == WHOLE:
+            groups[group] = value
+        else:
+            names[group, name] = value
+    return Record(step, groups, names, chain)
+
+
+def _hex(value: int) -> str:
+    return f"{value % 2**64:016x}"
+
+
+def _plain(name: str) -> str:
+    """A name that cannot break out of its line."""
+    return "".join(sign if sign.isprintable() else "?" for sign in name)

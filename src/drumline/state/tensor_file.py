@@ -1,0 +1,260 @@
+"""Tensors in a safetensors file: written and hashed in one pass, read and hashed in one pass.
+
+Promises: the hash of a file that is written is that of the bytes in memory, so a disk that changes them is found out;
+what is loaded are the very bytes that were hashed, held once in memory and not mapped, so nothing can change them
+afterwards. Everything in a header is untrusted: names, types, shapes and places are checked against the file's real
+size before a tensor is made. Refuses links, folders, pipes, and bytes that belong to no tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import stat
+import struct
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MAX_HEADER = 64 << 20
+MAX_SIDE = 1 << 48
+"""Largest side of a tensor; the largest shape is bounded by the file."""
+_CHUNK = 8 << 20
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Unsound(Exception):
+    """Something saved that does not verify; the message says which file and why."""
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """Writes host tensors to a new file; gives its size and SHA-256. Wide types first, as the safetensors library
+    does: then every tensor lies where its type may lie."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        assert tensor.device.type == "cpu", name
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    digest, size = hashlib.sha256(), 8 + len(text) + end
+    with path.open("xb", buffering=0) as file:
+        for part in (
+            memoryview(struct.pack("<Q", len(text)) + text),
+            *(_bytes(tensors[name]) for name in order),
+        ):
+            digest.update(part)
+            _write(file, part)
+    return size, digest.hexdigest()
+
+
+def read_tensors(path: Path, size: int | None = None, sha256: str | None = None) -> Tensors:
+    """The tensors of a file, which has this size and hash where they are given. Raises `Unsound`."""
+    with opened(path) as file:
+        found = _expected_size(path, file, size)
+        free = psutil.virtual_memory().available
+        if found > free:
+            raise Unsound(
+                f"{path}: {found / 2**30:,.1f} GiB do not fit into the free memory of {free / 2**30:,.1f}"
+            )
+        buffer = torch.empty(found, dtype=torch.uint8)
+        if _read(path, file, found, buffer.numpy().data) != sha256 and sha256 is not None:
+            raise _changed(path)
+    return _tensors(path, buffer)
+
+
+def verify_file(
+    path: Path, size: int, sha256: str, watch: Callable[[int], None] = lambda count: None
+) -> None:
+    """Checks size and hash without holding the file in memory; `watch` is told of the bytes. Raises `Unsound`."""
+    with opened(path) as file:
+        digest, buffer = hashlib.sha256(), bytearray(min(_CHUNK, size + 1))
+        left = _expected_size(path, file, size)
+        while left:
+            count = _readinto(path, file, memoryview(buffer)[:left])
+            digest.update(memoryview(buffer)[:count])
+            left -= count
+            watch(count)
+        if digest.hexdigest() != sha256:
+            raise _changed(path)
+
+
+def file_sha256(path: Path) -> tuple[int, str]:
+    """Size and SHA-256 of a plain file, as it is now."""
+    with opened(path) as file:
+        return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_small(path: Path, most: int) -> bytes:
+    """All bytes of a plain file that has no reason to be large. Raises `Unsound`, or FileNotFoundError."""
+    with opened(path, missing=True) as file:
+        size = _expected_size(path, file, None)
+        if size > most:
+            raise Unsound(f"{path}: {size:,} bytes, no such file of ours has more than {most:,}")
+        content = bytearray(size)
+        _read(path, file, size, memoryview(content))
+        return bytes(content)
+
+
+@contextmanager
+def opened(path: Path, missing: bool = False) -> Iterator[FileIO]:
+    """A plain file open for reading. What is a link, a folder or a pipe is unsound, and is not waited for."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if missing:
+            raise
+        raise Unsound(f"{path}: is missing") from None
+    except (OSError, ValueError) as error:
+        link = path.is_symlink() if "\0" not in str(path) else False
+        reason = "is a link, not a file" if link else getattr(error, "strerror", None) or str(error)
+        raise Unsound(f"{path}: {reason}") from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise Unsound(f"{path}: is not a plain file")
+    with FileIO(handle, "rb") as file:
+        yield file
+
+
+def _tensors(path: Path, buffer: torch.Tensor) -> Tensors:
+    """Views into a whole file's bytes."""
+    size = len(buffer)
+    (length,) = struct.unpack("<Q", buffer[:8].numpy().tobytes()) if size >= 8 else (size,)
+    if length > min(size - 8, MAX_HEADER):
+        raise Unsound(f"{path}: not a safetensors file, or its header is cut off")
+    header = _header(path, buffer[8 : 8 + length].numpy().tobytes())
+    data = buffer[8 + length :]
+    result: Tensors = {}
+    covered = 0
+    for name, entry in sorted(header.items(), key=lambda item: _offsets(path, *item)):
+        dtype, shape = _type_and_shape(path, name, entry)
+        start, end = _offsets(path, name, entry)
+        if start != covered or end > len(data) or end - start != math.prod(shape) * dtype.itemsize:
+            raise Unsound(f"{path}: tensor {name!r} does not lie where its type and shape say")
+        covered = end
+        part = data[start:end]
+        # A view where the place allows one; files of ours do, since wide types come first.
+        aligned = part.storage_offset() % dtype.itemsize == 0 and part.data_ptr() % dtype.itemsize == 0
+        result[name] = (part if aligned else part.clone()).view(dtype).reshape(shape)
+    if covered != len(data):
+        raise Unsound(f"{path}: {len(data) - covered:,} bytes at its end belong to no tensor")
+    return result
+
+
+def _header(path: Path, text: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a name twice")
+        return found
+
+    try:
+        header = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise Unsound(f"{path}: its header is not readable ({str(error)[:80]})") from None
+    if not isinstance(header, dict):
+        raise Unsound(f"{path}: its header is not a table")
+    header.pop("__metadata__", None)
+    return header
+
+
+def _type_and_shape(path: Path, name: str, entry: Any) -> tuple[torch.dtype, list[int]]:
+    dtype = _TYPES.get(entry["dtype"]) if isinstance(entry.get("dtype"), str) else None
+    shape = entry.get("shape")
+    if dtype is None:
+        raise Unsound(f"{path}: tensor {name!r} has the unknown type {str(entry.get('dtype'))[:20]!r}")
+    sides = isinstance(shape, list) and len(shape) <= 64 and all(_is_count(side, MAX_SIDE) for side in shape)
+    if not sides:
+        raise Unsound(f"{path}: tensor {name!r} has no readable shape")
+    return dtype, shape
+
+
+def _offsets(path: Path, name: str, entry: Any) -> tuple[int, int]:
+    places = entry.get("data_offsets") if isinstance(entry, dict) else None
+    if not isinstance(places, list) or len(places) != 2 or not all(_is_count(at, 1 << 62) for at in places):
+        raise Unsound(f"{path}: tensor {name!r} has no readable place")
+    return places[0], places[1]
+
+
+def _is_count(value: object, most: int) -> bool:
+    return type(value) is int and 0 <= value <= most
+
+
+def _expected_size(path: Path, file: FileIO, expected: int | None) -> int:
+    found = os.fstat(file.fileno()).st_size
+    if expected is not None and found != expected:
+        raise Unsound(f"{path}: {found:,} bytes, {expected:,} were written")
+    return found
+
+
+def _read(path: Path, file: FileIO, size: int, into: memoryview) -> str:
+    """Fills the memory; gives the hash of what it was filled with."""
+    digest, done = hashlib.sha256(), 0
+    while done < size:
+        count = _readinto(path, file, into[done : done + _CHUNK])
+        digest.update(into[done : done + count])
+        done += count
+    return digest.hexdigest()
+
+
+def _readinto(path: Path, file: FileIO, into: memoryview) -> int:
+    try:
+        count = file.readinto(into)
+    except OSError as error:
+        raise Unsound(f"{path}: {error.strerror}") from None
+    if not count:
+        raise Unsound(f"{path}: was cut off while it was read")
+    return count
+
+
+def _write(file: FileIO, content: memoryview) -> None:
+    """All of it: an unbuffered write may stop half-way."""
+    while content:
+        content = content[file.write(content[: 1 << 30]) :]
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _changed(path: Path) -> Unsound:
+    return Unsound(f"{path}: its checksum does not match, the content has changed since it was written")

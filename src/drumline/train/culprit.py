@@ -1,0 +1,162 @@
+"""Which layer was it? A step whose gradients were not finite, gone through once more with open eyes.
+
+Promises: the batch is made again (batches are pure functions), random numbers are keyed as they were, and nothing of
+the run is changed; the first thing that is not finite is named: a parameter before the step, a layer's output, the
+loss, or a parameter's gradient; with the samples, where rows tell them apart. All ranks look and agree on one answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import nn
+
+from drumline.data.views import Batch
+from drumline.guard.finding import Finding
+from drumline.launch.world import World
+from drumline.state.atomic import write_bytes
+from drumline.train.step import TrainStep
+
+FIX = "lower optim.lr, add optim.warmup_epochs or optim.clip, or use train.precision fp32"
+_KINDS = ("parameter", "output", "loss", "gradient")
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The first thing on a rank that was not finite. `kind` is one of parameter, output, loss, gradient."""
+
+    kind: str
+    name: str
+    samples: tuple[int, ...] = ()
+    """Sample ids of the rows, where it has one for each sample and not all are."""
+
+    def __str__(self) -> str:
+        return {
+            "parameter": f"parameter {self.name!r} held such a value before the step",
+            "output": f"the first such value is in the output of {self.name}",
+            "loss": "all layers' outputs were finite, the loss was not",
+            "gradient": f"the loss was finite; the first such gradient, going backward, is of {self.name!r}",
+        }[self.kind]
+
+
+def examine(step: TrainStep, batch: Batch, index: int) -> Culprit | None:
+    """Replays optimizer step `index` on this rank's batch. All ranks call it. None when all is finite this time."""
+    found: list[Culprit] = []
+    module = step.trainee.module
+    for name, parameter in module.named_parameters():
+        if not _finite(parameter):
+            found.append(Culprit("parameter", name))
+            break
+    # A compiled model would not call the hooks.
+    with _watched(module, found) as current, torch.compiler.set_stance("force_eager"):
+        step.replay(batch, index, partial(_look, step, found, current))
+    return min(found, key=lambda culprit: _KINDS.index(culprit.kind), default=None)
+
+
+def agree(mine: Culprit | None, batch: Batch, world: World) -> tuple[int, Culprit | None, Batch]:
+    """The rank and the culprit that count (earliest kind, lowest rank), and that rank's batch, on every rank."""
+    all_of_them: list[Culprit | None] = world.collect(mine)
+    named = [(_KINDS.index(culprit.kind), rank) for rank, culprit in enumerate(all_of_them) if culprit]
+    rank = min(named)[1] if named else 0
+    theirs = world.collect(Batch(*(tensor.cpu() for tensor in batch)) if world.rank == rank else None)[rank]
+    return rank, all_of_them[rank], theirs
+
+
+def keep_batch(folder: Path, batch: Batch, step: int, rank: int) -> Path:
+    """Writes the batch into the run folder; gives the file."""
+    path = folder / f"offending-step-{step}-rank-{rank}.safetensors"
+    write_bytes(path, save({name: tensor.contiguous() for name, tensor in batch._asdict().items()}))
+    return path
+
+
+def not_finite(
+    step: int, rank: int, culprit: Culprit | None, batch: Batch, file: str, world: World, what: str
+) -> Finding:
+    """The finding, in words."""
+    samples = culprit.samples if culprit is not None and culprit.samples else tuple(batch.samples.tolist())
+    shown = ", ".join(map(str, samples[:8])) + (f" and {len(samples) - 8} more" if len(samples) > 8 else "")
+    why = (
+        str(culprit)
+        if culprit
+        else "gone through again, the step is finite: something else than its batch decides"
+    )
+    return Finding(
+        "not-finite",
+        f"the {what} of step {step:,} is NaN or infinite: {why}",
+        where=f"rank {rank} of {world.size}, samples {shown}",
+        since=f"step {step:,}",
+        fix=f"{FIX}. The batch is in {file}; the same command with --checkpoint.resume auto comes to it again",
+    )
+
+
+@contextmanager
+def _watched(module: nn.Module, found: list[Culprit]) -> Iterator[list[Batch]]:
+    """Looks at every part's output; the list holds the piece of the batch that runs."""
+    current: list[Batch] = []
+
+    def looked(name: str, part: nn.Module, inputs: Any, output: Any) -> None:
+        if any(culprit.kind == "output" for culprit in found):
+            return
+        for tensor in _tensors(output):
+            if not _finite(tensor):
+                words = (
+                    f"{name!r} ({type(part).__name__})"
+                    if name
+                    else f"the whole model ({type(part).__name__})"
+                )
+                found.append(Culprit("output", words, _rows(tensor, current[0].samples if current else None)))
+                return
+
+    handles = [part.register_forward_hook(partial(looked, name)) for name, part in module.named_modules()]
+    try:
+        yield current
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _look(step: TrainStep, found: list[Culprit], current: list[Batch], batch: Batch) -> None:
+    """In the place of a step's backward. Gradients are asked for by name, so no exchange takes place."""
+    current[:] = [batch]
+    outcome = step.outcome(step.trainee.module, batch)
+    if found:
+        return
+    if not _finite(outcome.loss):
+        found.append(Culprit("loss", ""))
+        return
+    named = [(name, p) for name, p in step.trainee.module.named_parameters() if p.requires_grad]
+    loss = outcome.loss * (step.exchange.weight / step.global_batch)
+    gradients = torch.autograd.grad(loss, [parameter for _, parameter in named], allow_unused=True)
+    for (name, _), gradient in reversed(list(zip(named, gradients, strict=True))):
+        if gradient is not None and not _finite(gradient):
+            found.append(Culprit("gradient", name))
+            return
+
+
+def _rows(tensor: torch.Tensor, samples: torch.Tensor | None) -> tuple[int, ...]:
+    if samples is None or tensor.ndim == 0 or len(tensor) != len(samples):
+        return ()
+    bad = ~torch.isfinite(tensor.reshape(len(tensor), -1)).all(dim=1)
+    return () if bad.all() else tuple(samples.to(bad.device)[bad].tolist())
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from _tensors(value)
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor.detach()).all())

@@ -1,0 +1,32 @@
+"""Numbers on their way from the device to the host.
+
+Promises: starting the copy never waits; `arrived` never waits; `values` does, if it must.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class Late:
+    """A copy of a tensor as it is when the device comes to this point."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if not tensor.is_cuda:
+            self._host = tensor.detach().clone()
+            return
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host.copy_(tensor.detach(), non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    @property
+    def arrived(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def values(self) -> torch.Tensor:
+        """The numbers, on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host

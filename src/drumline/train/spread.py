@@ -1,0 +1,65 @@
+"""How the recipe spreads a step over processes: shares or shards, and what joins them again.
+
+Promises: plain and strict mode differ here and nowhere else in `train/`; a rank's part of the global batch is the
+same at every step, so shapes are fixed.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from drumline.data.order import share
+from drumline.launch.world import World
+from drumline.parallel.layout import Averaged, Exchange
+from drumline.parallel.norm import PLAIN, WorldNorm, over_everybody, world_total
+from drumline.parallel.shards import Shards
+from drumline.parallel.together import Together
+from drumline.parallel.tree import owned
+from drumline.recipe import Recipe
+from drumline.recipe_checks import shard_count
+from drumline.train.trainee import Trainee
+
+
+def own_share(recipe: Recipe, rank: int, processes: int, unit: int) -> slice:
+    """A rank's part of every global batch: equal shares, or in strict mode its shards."""
+    batch = recipe.data.batch
+    if not recipe.run.strict:
+        return share(batch, rank, processes, unit)
+    shards = shard_count(recipe)
+    first, last = owned(shards, processes)[rank]
+    return slice(first * (batch // shards), last * (batch // shards))
+
+
+def prepare_shards(recipe: Recipe, world: World) -> Together | None:
+    """Strict mode's shards."""
+    return Together(world, shard_count(recipe)) if recipe.run.strict else None
+
+
+def span_norms(module: nn.Module, recipe: Recipe, world: World, together: Together | None) -> nn.Module:
+    """The module with BatchNorm over the global batch, where that is wanted."""
+    if together is not None:
+        if together.shards == 1:
+            return module
+        # torch's own SyncBatchNorm spans processes, not shards.
+        return over_shards(module, together, PLAIN if recipe.train.sync_bn else (nn.SyncBatchNorm,))
+    if not recipe.train.sync_bn or world.size == 1:
+        return module
+    if world.device.type == "cuda":
+        return nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    return over_everybody(module, world_total(world))
+
+
+def over_shards(
+    module: nn.Module, together: Together, kinds: tuple[type[nn.Module], ...] = PLAIN
+) -> nn.Module:
+    """The module with these kinds of BatchNorm over all shards."""
+    module = over_everybody(module, together.total, kinds)
+    together.met |= any(isinstance(part, WorldNorm) for part in module.modules())
+    return module
+
+
+def prepare_exchange(recipe: Recipe, trainee: Trainee, world: World, together: Together | None) -> Exchange:
+    """How a step's gradients come together."""
+    if together is not None:
+        return Shards(trainee.module, together)
+    return Averaged(trainee.module, trainee.forward, world, recipe.train.accumulate)

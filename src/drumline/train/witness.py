@@ -1,0 +1,212 @@
+"""Takes fingerprints of a run after chosen steps, compares the ranks, and writes the chain.
+
+Promises: taking them costs two small kernels a tensor and never waits; they are read a step later (at once after the
+first steps and before a save), on all ranks at the same step. Ranks that differ are told by tensor, group and rank,
+the majority being right. What is written depends on the step and the recipe alone: looks beyond the plan (after a
+resume, at a save on request) compare and write nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from drumline.guard.finding import Finding
+from drumline.launch.world import World
+from drumline.observe.logbook import Logbook
+from drumline.state.chain import GROUPS, record_text
+from drumline.state.fingerprint import fingerprint, fingerprints_of, first_difference
+from drumline.train.finite import Finite
+from drumline.train.late import Late
+from drumline.train.trainee import Trainee
+
+Named = dict[tuple[str, str], torch.Tensor]
+"""(group, name) to tensor."""
+
+_FIX = {
+    "gradient": "call the wrapped model in every forward, on all ranks; look for hooks that change gradients on some",
+    "buffer": "look for code that writes a buffer on some ranks only, or one that counts what a rank itself has seen",
+    "parameter": "look for code that changes weights on some ranks only, or calls the model past its DDP wrapper",
+    "optimizer": "look for code that changes the optimizer's state on some ranks only",
+    "average": "look for code that changes the averaged weights on some ranks only",
+    "scaler": "look for code that changes the loss scale on some ranks only",
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What all ranks found when a look was read. The same on every rank."""
+
+    step: int
+    findings: tuple[Finding, ...]
+    not_finite: int
+    """The step whose gradients were not finite; 0 when all were."""
+    troubled: bool
+    """Whether a rank has findings of its own to tell."""
+
+
+class Witness:
+    """Of one run on one rank. `tensors` says what is fingerprinted."""
+
+    def __init__(
+        self, tensors: Callable[[], Named], world: World, logbook: Logbook, finite: Finite | None = None
+    ) -> None:
+        self.tensors, self.world, self.logbook, self.finite = tensors, world, logbook, finite
+        self.agreed = 0
+        """The last step after which all ranks were seen to agree."""
+        self.last = -1
+        """The last step that was looked at."""
+        self._waiting: _Look | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a look has not been read yet. The same on every rank."""
+        return self._waiting is not None
+
+    def look(self, step: int, samples: torch.Tensor, writes: str = "", troubles: int = 0) -> None:
+        """After `step` steps, the last of them on these sample ids. `writes` is `full`, `short`, or empty for a
+        comparison alone; `troubles` is how many findings of its own this rank has."""
+        assert self._waiting is None, "the look before has not been read"
+        named = self.tensors()
+        held = [key for key, tensor in named.items() if not tensor.is_meta]  # the others hold no values
+        order = sorted(held, key=lambda key: (GROUPS.index(key[0]), key[1]))
+        numbers = fingerprints_of([named[key] for key in order])
+        tally = self.finite.tally if self.finite is not None else numbers.new_zeros(3)
+        parts = [tally.to(torch.int64), numbers, samples.to(numbers.device)]
+        self._waiting = _Look(step, order, len(samples), writes, troubles, Late(torch.cat(parts)))
+        self.last = step
+
+    def read(self) -> Seen:
+        """Brings the look before together on all ranks, which call this at the same step, and writes it down."""
+        look = self._waiting
+        assert look is not None
+        self._waiting = None
+        values = look.late.values()
+        tally, numbers, samples = values.split([3, len(look.order), look.samples])
+        names = [f"{group} {name}" for group, name in look.order]
+        head = [
+            *tally.tolist(),
+            look.samples,
+            len(names),
+            zlib.crc32("\n".join(names).encode()),
+            look.troubles,
+        ]
+        heads = self.world.gather_integers(torch.tensor(head))
+        not_finite = max(self._bad_step(look.step, row[:3]) for row in heads)
+        troubled = bool(heads[:, 6].any())
+        if findings := self._other_names(heads, look):
+            return Seen(look.step, findings, not_finite, troubled)
+        ids = self._together(samples, heads[:, 3].tolist())
+        findings = self._twice(ids, look.step)
+        difference = first_difference(names, self.world.gather_integers(numbers))
+        if difference is not None:
+            findings += (self._drift(*difference, look.step),)
+        else:
+            self.agreed = look.step
+        held = not_finite and self.finite is not None and not self.finite.once
+        if look.writes and not held:
+            self._write(look, numbers.tolist(), torch.cat(ids))
+        return Seen(look.step, findings, not_finite, troubled)
+
+    def _bad_step(self, at: int, tally: torch.Tensor) -> int:
+        return self.finite.step_of(at, tally) if self.finite is not None else 0
+
+    def _together(self, samples: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
+        """Every rank's ids, in rank order: the order of the global batch."""
+        padded = torch.full((max(counts),), -1, dtype=torch.int64)
+        padded[: len(samples)] = samples
+        rows = self.world.gather_integers(padded)
+        return [row[:count] for row, count in zip(rows, counts, strict=True)]
+
+    def _write(self, look: _Look, numbers: list[int], ids: torch.Tensor) -> None:
+        values: dict[str, dict[str, int]] = {"ids": {"batch": int(fingerprint(ids))}}
+        for (group, name), number in zip(look.order, numbers, strict=True):
+            values.setdefault(group, {})[name] = number
+        text, chain = record_text(look.step, values, look.writes == "full", self.logbook.chain)
+        self.logbook.record(text, chain)
+
+    def _drift(self, name: str, ranks: list[int], step: int) -> Finding:
+        group, _, tensor = name.partition(" ")
+        return Finding(
+            "drift",
+            f"the ranks no longer hold the same {group}: {tensor!r} differs on rank(s) {ranks}",
+            where=f"{group} {tensor!r}, rank(s) {ranks} of {self.world.size}",
+            since=_since(self.agreed, step),
+            fix=_FIX[group],
+        )
+
+    def _other_names(self, heads: torch.Tensor, look: _Look) -> tuple[Finding, ...]:
+        wrong = (heads[:, 4:6] != heads[:, 4:6].mode(dim=0).values).any(dim=1)
+        if not wrong.any():
+            return ()
+        ranks = wrong.nonzero().flatten().tolist()
+        return (
+            Finding(
+                "drift",
+                f"rank(s) {ranks} hold other parameters, gradients or buffers than the rest",
+                where=f"rank(s) {ranks} of {self.world.size}: {heads[ranks[0], 4]} tensors, here {len(look.order)}",
+                since=_since(self.agreed, look.step),
+                fix="build the same model on every rank, and use all of it in every forward",
+            ),
+        )
+
+    def _twice(self, ids: list[torch.Tensor], step: int) -> tuple[Finding, ...]:
+        """A sample that two ranks were fed in one step."""
+        everything = torch.cat(ids)
+        if len(everything.unique()) == len(everything):
+            return ()
+        owners = torch.cat([torch.full_like(row, rank) for rank, row in enumerate(ids)])
+        order = everything.argsort(stable=True)
+        same = (everything[order][1:] == everything[order][:-1]).nonzero().flatten()
+        sample, count = int(everything[order][same[0]]), len(same)
+        ranks = sorted(set(owners[everything == sample].tolist()))
+        others = f" and {count - 1:,} others" if count > 1 else ""
+        return (
+            Finding(
+                "same-samples",
+                f"sample {sample}{others} came twice in one global batch, on rank(s) {ranks}",
+                where=f"rank(s) {ranks} of {len(ids)}, {count:,} of {len(everything):,} samples",
+                since=f"step {step:,}",
+                fix="feed each rank its own part of the global batch: look at what makes or changes batches",
+            ),
+        )
+
+
+def state_tensors(trainee: Trainee) -> Named:
+    """What a run's fingerprints are of: parameters, gradients, buffers that are saved, optimizer, average, scale."""
+    module, groups = trainee.module, trainee.tensors()
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    named: Named = {("parameter", name): parameter for name, parameter in parameters.items()}
+    named |= {
+        ("gradient", name): parameter.grad
+        for name, parameter in parameters.items()
+        if parameter.grad is not None
+    }
+    named |= {
+        ("buffer", name): tensor for name, tensor in module.state_dict().items() if name not in parameters
+    }
+    named |= {("optimizer", name): tensor for name, tensor in groups["optimizer"].items()}
+    named |= {("average", name): tensor for name, tensor in groups.get("average", {}).items()}
+    scale = getattr(trainee.scaler, "_scale", None) if trainee.scaler.is_enabled() else None
+    if scale is not None:
+        named["scaler", "scale"] = scale
+    return named
+
+
+@dataclass(frozen=True)
+class _Look:
+    step: int
+    order: list[tuple[str, str]]
+    samples: int
+    writes: str
+    troubles: int
+    late: Late
+
+
+def _since(agreed: int, step: int) -> str:
+    if agreed == step - 1:
+        return f"step {step:,}"
+    return f"between step {agreed:,}, after which all agreed, and step {step:,}"

@@ -1,0 +1,113 @@
+"""Short strict runs on real processes over gloo; the hash of each one's final state.
+
+As a program (`python -m tests.parallel.strict_ranks FOLDER`) it is one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drumline.distill.run import distill
+from drumline.launch.environment import read_place
+from drumline.launch.world import World, join
+from drumline.recipe import Checkpoint, Data, Distill, Model, Optim, Parallel, Recipe, Run, Train
+from drumline.state.inspect import inspect
+from drumline.train.loop import train
+from tests.distill.ranks import write_teacher
+from tests.launch.ranks import results_of
+
+NETS = "tests.parallel.strict_nets"
+STEPS = 4
+
+
+def results(size: int) -> dict[str, Any]:
+    """Case to hash, as rank 0 of a world of `size` found them."""
+    return results_of("tests.parallel.strict_ranks", size, write_teacher, seconds=300)[0]
+
+
+def base(name: str, shards: int = 4) -> Recipe:
+    return Recipe(
+        run=Run(seed=3, strict=True, shards=shards, name=name),
+        data=Data(source="digits", batch=48, workers=0),
+        model=Model(name="resnet8"),
+        optim=Optim(lr=0.05),
+        train=Train(steps=STEPS, eval_every=0),
+        parallel=Parallel(threads=1),
+        checkpoint=Checkpoint(every_epochs=0),
+    )
+
+
+def cases() -> dict[str, Recipe]:
+    """Everything the mode promises to cover, in few runs."""
+    plain = base("plain")
+    dropping = replace(base("dropping"), model=Model(name=f"{NETS}:dropping"))
+    taught = Distill(teacher=("resnet14",), a=0.5)
+    return {
+        "plain": plain,
+        "eight shards": base("eight", 8),
+        "six shards": base("six", 6),
+        "mixed, averaged, clipped": replace(
+            base("mixed"),
+            data=replace(plain.data, mixup=0.3, cutmix=0.5, erasing=0.3, randaugment=(1, 5), workers=1),
+            train=replace(plain.train, ema=0.9, label_smoothing=0.1),
+            optim=Optim(name="adamw", lr=0.01, clip=0.1),
+        ),
+        "dropout and stochastic depth": dropping,
+        "recomputed": replace(
+            base("recomputed"),
+            train=replace(plain.train, gradient_checkpointing=True),
+            optim=Optim(name="lars"),
+        ),
+        "bf16, lamb": replace(
+            base("bf16"), train=replace(plain.train, precision="bf16"), optim=Optim(name="lamb", lr=0.01)
+        ),
+        "sync_bn": replace(
+            base("sync"), train=replace(plain.train, sync_bn=True), data=replace(plain.data, mixup=0.2)
+        ),
+        "sync_bn, dropping, eight": replace(
+            base("sync8", 8), model=dropping.model, train=replace(plain.train, sync_bn=True, ema=0.5)
+        ),
+        "SyncBatchNorm of the user's": replace(base("synced"), model=Model(name=f"{NETS}:synced")),
+        "cumulative statistics": replace(base("cumulative"), model=Model(name=f"{NETS}:cumulative")),
+        "odd parts": replace(base("odd", 6), model=Model(name=f"{NETS}:odd")),
+        "frozen norms": replace(base("frozen", 6), model=Model(name=f"{NETS}:frozen")),
+        "kd and dkd": replace(base("kd"), distill=replace(taught, method=("dkd",))),
+        "crd and rkd": replace(
+            base("crd"), distill=replace(taught, method=("crd", "rkd"), options=("crd.K:64", "crd.dim:16"))
+        ),
+        "similarity with norms in helpers": replace(
+            base("helped"), distill=replace(taught, method=("ofd", "similarity"))
+        ),
+    }
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    device = os.environ.get("STRICT_DEVICE", "cpu")
+    world = join(read_place(os.environ), device, "auto", 60)
+    found: dict[str, Any] = {}
+    for name, recipe in cases().items():
+        here = replace(recipe, run=replace(recipe.run, dir=str(folder), device=device))  # type: ignore[arg-type]
+        found[name] = state_of(here, world, folder / "teacher.safetensors")
+    torch.save(found, folder / f"{world.rank}.pt")
+    world.close()
+
+
+def state_of(recipe: Recipe, world: World, teacher: Path) -> str:
+    """Runs it; the hash of what it ended with."""
+    if recipe.distill.teacher:
+        distill(replace(recipe, distill=replace(recipe.distill, teacher_weights=(str(teacher),))), world)
+    else:
+        train(recipe, world)
+    world.barrier()
+    return inspect(Path(recipe.run.dir) / recipe.run.name).state_sha256
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

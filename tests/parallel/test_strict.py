@@ -1,0 +1,125 @@
+"""Strict mode: the same bits on 1, 2, 3 and 4 processes, and the gradient of the global batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from drumline.launch.world import alone
+from drumline.models import create_model
+from drumline.parallel.ordered import bucketed
+from drumline.recipe import Model, Recipe, Run
+from drumline.state.checkpoint import read_checkpoint
+from drumline.state.inspect import inspect
+from drumline.train.loop import train
+from tests.launch.ranks import one_thread
+from tests.parallel import strict_ranks
+
+CPU = torch.device("cpu")
+CASES = list(strict_ranks.cases())
+
+
+@cache
+def found(size: int) -> dict[str, str]:
+    return strict_ranks.results(size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_the_bits_do_not_depend_on_the_number_of_processes(case: str, size: int) -> None:
+    assert found(size)[case] == found(1)[case]
+
+
+@pytest.mark.slow
+def test_every_case_is_a_run_of_its_own() -> None:
+    assert len(set(found(1).values())) == len(CASES)
+
+
+def ended(recipe: Recipe, folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """The model and the optimizer after a run in this process."""
+    with one_thread():
+        train(replace(recipe, run=replace(recipe.run, dir=str(folder), name=name)), alone(CPU))
+    _, groups = read_checkpoint(folder / name / "checkpoints" / f"step-{strict_ranks.STEPS}")
+    return {**groups["model"], **groups["optimizer"]}
+
+
+def plainly(recipe: Recipe) -> Recipe:
+    return replace(recipe, run=Run(seed=recipe.run.seed))
+
+
+def test_one_shard_is_a_plain_run_bit_by_bit(tmp_path: Path) -> None:
+    recipe = strict_ranks.base("one", shards=1)
+    strict, plain = ended(recipe, tmp_path, "strict"), ended(plainly(recipe), tmp_path, "plain")
+    assert all(torch.equal(strict[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("shards", [4, 6])
+def test_with_norms_over_the_global_batch_shards_train_as_the_whole_batch_does(
+    shards: int, tmp_path: Path
+) -> None:
+    recipe = strict_ranks.base("whole", shards=shards)
+    recipe = replace(recipe, train=replace(recipe.train, sync_bn=True))
+    strict, plain = ended(recipe, tmp_path, "strict"), ended(plainly(recipe), tmp_path, "plain")
+    for name, expected in plain.items():
+        scale = expected.abs().max().clamp(min=1e-3)
+        assert (strict[name] - expected).abs().max() <= 2e-4 * scale, name
+
+
+def test_shards_with_their_own_norms_train_otherwise(tmp_path: Path) -> None:
+    """So that the test above can fail."""
+    recipe = strict_ranks.base("apart", shards=4)
+    strict, plain = ended(recipe, tmp_path, "strict"), ended(plainly(recipe), tmp_path, "plain")
+    assert not torch.allclose(strict["bn1.running_var"], plain["bn1.running_var"], rtol=1e-3)
+
+
+def test_running_statistics_are_the_mean_of_the_shards(tmp_path: Path) -> None:
+    recipe = strict_ranks.base("means", shards=4)
+    recipe = replace(recipe, train=replace(recipe.train, steps=1), optim=replace(recipe.optim, lr=0.0))
+    with one_thread():
+        run = replace(recipe, run=replace(recipe.run, dir=str(tmp_path)))
+        train(run, alone(CPU))
+    _, groups = read_checkpoint(tmp_path / "means" / "checkpoints" / "step-1")
+    momentum = 0.1
+    torch.manual_seed(recipe.run.seed)
+    model = create_model("resnet8", classes=10).train()
+    halves = []
+    from drumline.train import prepare
+    from drumline.train.spread import own_share
+
+    sets = prepare.prepare_sets(recipe, alone(CPU))
+    batch = next(iter(sets.training(recipe, alone(CPU), 0, 1)))
+    images = prepare.normaliser(sets, recipe, alone(CPU))(batch.images)
+    for rank in range(4):
+        part = own_share(recipe, rank, 4, 1)
+        halves.append(model.conv1(images[part]))  # type: ignore[operator]
+    mean = torch.stack([half.mean((0, 2, 3)) for half in halves]).mean(0) * momentum
+    assert torch.allclose(groups["model"]["bn1.running_mean"], mean, atol=1e-6)
+    assert groups["model"]["bn1.num_batches_tracked"] == 1
+
+
+def test_a_parameter_that_never_gets_a_gradient_is_told_and_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = replace(strict_ranks.base("odd"), model=Model(name="tests.parallel.strict_nets:odd"))
+    state = ended(recipe, tmp_path, "odd")
+    assert torch.equal(state["blocks.odd.never"], torch.ones(3)), "not even decayed"
+    assert "blocks.odd.never" in capsys.readouterr().err
+
+
+def test_buckets_go_from_the_last_layer_to_the_first_by_type_and_size() -> None:
+    sizes = (100, 300, 50, 400)
+    parameters = [torch.zeros(size) for size in sizes]
+    assert bucketed(parameters, 1600) == [[3], [2, 1, 0]]
+    parameters[1] = parameters[1].double()
+    assert bucketed(parameters, 10**6) == [[3, 2], [1], [0]]
+    assert bucketed([], 10) == []
+
+
+def test_the_final_state_is_verified(tmp_path: Path) -> None:
+    ended(strict_ranks.base("x"), tmp_path, "checked")
+    assert inspect(tmp_path / "checked").sound

@@ -1,0 +1,178 @@
+"""A run that loses its processes one after the other, and goes on by itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.data.damage import build_damaged_set
+from tests.runs.command import TINY, begin, metrics, sha256, train
+
+pytestmark = pytest.mark.slow
+
+LOADED = (
+    *TINY,
+    "data.source=folder",
+    "data.path=photos",
+    "data.size=16",
+    "data.batch=12",
+    "data.pool=processes",
+    "data.workers=1",
+    "train.epochs=10",
+    "train.eval_every=0",
+)
+"""50 steps on image files, with a loader process for each trainer."""
+
+
+@dataclass(frozen=True)
+class Story:
+    """What became of a run that lost rank 0 and a loader process, and whose rank 1 was stopped."""
+
+    folder: Path
+    code: int
+    result: dict[str, Any]
+    said: str
+    left: list[psutil.Process]
+    hang_seconds: float
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    folder = tmp_path_factory.mktemp("story")
+    build_damaged_set(folder / "photos", kinds=())
+    words = ("parallel.processes=2", "launch.restarts=3", "launch.hang=3")  # resume=never, a name of its own
+    run = begin("train", *LOADED, *words, folder=folder)
+    seen: list[psutil.Process] = []
+    hang_seconds = 0.0
+    try:
+        for act in (kill_rank(0), kill_loader, stop_rank(1)):
+            wait_for_step(folder, newest(folder) + 7, run)
+            seen += psutil.Process(run.pid).children(recursive=True)
+            begun, trainers = time.monotonic(), list(workers(run).values())
+            act(run)
+            _, left = psutil.wait_procs(trainers, timeout=20)
+            assert left == []
+            hang_seconds = time.monotonic() - begun  # of the last act in the end
+        out, said = run.communicate(timeout=120)
+    finally:
+        run.kill()
+    _, left = psutil.wait_procs(seen, timeout=1)
+    result = json.loads(out.splitlines()[-1]) if out else {}
+    return Story(folder, run.returncode, result, said, [p for p in left if not is_zombie(p)], hang_seconds)
+
+
+def test_a_run_that_loses_processes_goes_on_by_itself_to_the_same_bits(story: Story) -> None:
+    assert story.code == 0, story.said
+    assert story.result["finished"]
+    assert [path.name for path in (story.folder / "runs").iterdir()] == ["folder-resnet8-1"]
+    train(story.folder, "reference", "parallel.processes=2", recipe=LOADED)
+    assert sha256(story.folder, "folder-resnet8-1") == sha256(story.folder, "reference")
+    steps = [line["step"] for line in metrics(story.folder, "folder-resnet8-1", "step")]
+    assert steps == [line["step"] for line in metrics(story.folder, "reference", "step")]
+
+
+def test_each_restart_says_who_was_lost_and_when_it_trains_again(story: Story) -> None:
+    lines = [line for line in story.said.splitlines() if "restart " in line]
+    assert len(lines) == 3, story.said
+    for number, line in enumerate(lines, 1):
+        assert line.endswith(f": restart {number} of 3")
+    found = re.match(r"rank 0 was killed by SIGKILL; noticed within (\d\.\d\d) s", lines[0])
+    assert found, lines[0]
+    assert float(found[1]) < 1
+    assert "rank 1: a loader process was killed" in lines[1]
+    assert re.match(
+        r"rank 1 has hung: no progress for 3\.\d s; it is stopped \(SIGSTOP, or a debugger\)", lines[2]
+    )
+    again = re.findall(r"training again: step \d+ done \d+\.\d s after the loss", story.said)
+    assert len(again) == 3, story.said
+    assert story.said.count("resumed from runs/folder-resnet8-1/checkpoints/step-") == 3
+
+
+def test_a_stopped_rank_is_noticed_in_time_and_the_others_say_where_they_stand(story: Story) -> None:
+    assert story.hang_seconds < 3 + 1.5
+    block = story.said[story.said.index("rank 0: stepping, ") :]
+    assert "drumline/train/loop.py" in block[: block.index("rank 1: ")]
+    assert "rank 1: stepping" in block
+    assert "is stopped (SIGSTOP, or a debugger) and cannot say where" in block
+
+
+def test_a_restart_warns_of_nothing_that_did_not_change(story: Story) -> None:
+    assert "may differ" not in story.said
+    assert "WARNING" not in story.said
+    assert "Traceback" not in story.said
+
+
+def test_a_run_with_many_restarts_leaves_no_process_behind(story: Story) -> None:
+    assert story.left == []
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_nothing_outlives_one_process_or_its_launcher_by_a_second(restarts: int, tmp_path: Path) -> None:
+    build_damaged_set(tmp_path / "photos", kinds=())
+    words = ("run.name=x", "train.epochs=500", f"launch.restarts={restarts}")
+    run = begin("train", *LOADED, *words, folder=tmp_path)
+    try:
+        wait_for(lambda: (tmp_path / "runs/x/checkpoints/step-7").exists(), run)
+        family = psutil.Process(run.pid).children(recursive=True)
+        assert (
+            len(family) >= 2 + restarts
+        )  # a loader, the server that forked it, the trainer that the launcher started
+    finally:
+        run.kill()
+    _, left = psutil.wait_procs(family, timeout=1)
+    assert [process for process in left if not is_zombie(process)] == []
+    run.communicate()
+
+
+Act = Callable[[subprocess.Popen[str]], None]
+
+
+def kill_rank(rank: int) -> Act:
+    return lambda run: workers(run)[rank].kill()
+
+
+def stop_rank(rank: int) -> Act:
+    return lambda run: workers(run)[rank].suspend()
+
+
+def kill_loader(run: subprocess.Popen[str]) -> None:
+    """The loader of rank 1: the process that its fork server has forked."""
+    server = next(child for child in workers(run)[1].children() if "forkserver" in " ".join(child.cmdline()))
+    server.children()[0].kill()
+
+
+def workers(run: subprocess.Popen[str]) -> dict[int, psutil.Process]:
+    """The trainers that a launcher has started, by rank."""
+    return {int(child.environ()["RANK"]): child for child in psutil.Process(run.pid).children()}
+
+
+def newest(folder: Path) -> int:
+    return max((int(path.name[5:]) for path in folder.glob("runs/*/checkpoints/step-*[0-9]")), default=0)
+
+
+def wait_for_step(folder: Path, step: int, run: subprocess.Popen[str]) -> None:
+    wait_for(lambda: newest(folder) >= step, run)
+
+
+def wait_for(seen: Callable[[], bool], run: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not seen():
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < deadline, run.communicate()
+        time.sleep(0.01)
+
+
+def is_zombie(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
