@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import tomllib
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -170,3 +171,26 @@ def test_literals_are_toml() -> None:
     for value in (True, 1, 1e-10, 'a"\\\n', (1.0, 2.0)):
         read = tomllib.loads(f"x = {literal(value)}")["x"]
         assert (tuple(read) if isinstance(read, list) else read) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = " + "[" * 5000,
+        "x = " + "[\n" * 20_000,
+        "[a]\nx = " + "{a=" * 2000,
+        "[run]\nseed = 1" + "0" * 5000,
+        "[run]\nseed = 0x" + "f" * 5000,
+        "[" + "a." * 30_000 + "b]",
+        "a." * 30_000 + "b = 1",
+        "# " + "x" * 100_000,
+    ],
+)
+def test_text_made_to_break_a_parser_is_a_users_error_soon(tmp_path: Path, text: str) -> None:
+    """A recipe may be a stranger's."""
+    (tmp_path / "r.toml").write_text(text)
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"r\.toml") as caught:
+        load_recipe(tmp_path / "r.toml")
+    assert time.monotonic() - began < 5
+    assert len(str(caught.value)) < 2000

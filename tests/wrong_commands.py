@@ -152,6 +152,42 @@ WRONG_COMMANDS = [
     _line("default is to blame", "data.source=folder", 'data.path = "" (default)', "give its folder or file"),
     _line("no place to meet", "parallel.nodes=2", "parallel.rendezvous", "2 machines", "HOST:PORT"),
     _line("resume without a name", "checkpoint.resume=auto", "checkpoint.resume=auto", "set run.name"),
+    _line(
+        "shards without strict", "run.shards=4", "run.shards=4: only strict mode has shards", "--run.strict"
+    ),
+    _line(
+        "fewer shards than processes",
+        "--run.strict --run.shards 2 parallel.processes=4",
+        "--run.shards 2: fewer shards than the 4 processes",
+        "--run.shards 4",
+    ),
+    _line(
+        "uneven shards",
+        "run.strict=true run.shards=3",
+        "does not fall into 3 equal shards",
+        "--data.batch 129",
+    ),
+    _line(
+        "uneven pairs",
+        "--run.strict data.batch=72 data.mixup=0.2",
+        "8 equal shards of mixed pairs",
+        "--data.batch 80",
+    ),
+    _line(
+        "shards and micro-batches",
+        "--run.strict --train.accumulate 2",
+        "--train.accumulate 2",
+        "--run.shards 2 or more",
+    ),
+    _line(
+        "strict, any kernel", "--run.strict --run.no-deterministic", "run.strict", "needs run.deterministic"
+    ),
+    _line(
+        "strict DataParallel",
+        "--run.strict parallel.layout=dp",
+        "does not go with run.strict",
+        "use ddp, or auto",
+    ),
     _line("fp16 on a CPU", "train.precision=fp16 run.device=cpu", "run.device = cpu", "use bf16 or fp32"),
     _line("GPU decode on a CPU", "data.decode=gpu run.device=cpu", "run.device = cpu", "use auto or cpu"),
     _line("packed set without a path", "data.source=packed", 'data.path = "" (default)', "folder or file"),

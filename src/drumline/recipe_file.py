@@ -35,6 +35,10 @@ from drumline.recipe_fields import (
 )
 from drumline.toml_places import Place, key_places
 
+MAX_RECIPE = 64 << 10
+"""Bytes of a recipe file; with every field and remark it has some 10,000."""
+MAX_LINE = 8 << 10
+"""Characters of a line: the parser's time grows with the square of a key's dots."""
 _DEFAULTS = Recipe()
 _NO_REMARKS: Mapping[str, str] = MappingProxyType({})
 
@@ -143,6 +147,10 @@ def _plain(remark: str) -> str:
 
 def _read_text(path: Path) -> str:
     try:
+        if path.stat().st_size > MAX_RECIPE:
+            raise UserError(
+                f"{path}: {path.stat().st_size:,} bytes are too many for a recipe", fix="name another file"
+            )
         # "-sig": some editors on Windows put a byte order mark in front.
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -159,8 +167,15 @@ def _read_text(path: Path) -> str:
 
 
 def _parse(path: Path, text: str) -> dict[str, Any]:
+    for number, row in enumerate(text.split("\n"), start=1):
+        if len(row) > MAX_LINE:
+            raise UserError(
+                f"{path}:{number}: {len(row):,} characters are too many for a line", fix="break it"
+            )
     try:
-        return tomllib.loads(text)
+        tree = tomllib.loads(text)
+        _refuse_huge_numbers(tree)
+        return tree
     except tomllib.TOMLDecodeError as error:
         reason, _, where = str(error).rpartition(" (at ")
         spot = re.fullmatch(r"line (\d+), column (\d+)\)", where)
@@ -173,6 +188,22 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
             if reason.startswith("Cannot")
             else "text goes in quotes, true and false are in small letters, a list is [1, 2]",
         ) from None
+    except (RecursionError, ValueError) as error:
+        raise UserError(
+            f"{path}: not a recipe: {str(error).partition(';')[0]}",
+            fix="do not trust this file; write one anew",
+        ) from None
+
+
+def _refuse_huge_numbers(tree: Any) -> None:
+    """Python reads hexadecimal numbers of any length, and refuses to write them out beyond 4,300 digits."""
+    pending = [tree]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict | list):
+            pending += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, int) and value.bit_length() > 1024:
+            raise ValueError(f"a number of {value.bit_length():,} bits")
 
 
 def _unknown_section(path: Path, place: Place, name: str, table: Any) -> UserError:

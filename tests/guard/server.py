@@ -13,8 +13,8 @@ import traceback
 from pathlib import Path
 
 import torch
-import torch.distributed
 import torch._dynamo  # DDP imports it, for seconds
+import torch.distributed
 import torch.distributed.optim
 import torch.nn.parallel
 

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from drumline.distill.run import distill
 from drumline.launch.environment import read_place
-from drumline.launch.world import World, join
+from drumline.launch.world import Pending, World, join
+from drumline.parallel.ordered import OrderedSum
+from drumline.parallel.tree import owned
 from drumline.recipe import Checkpoint, Data, Distill, Model, Optim, Parallel, Recipe, Run, Train
 from drumline.state.inspect import inspect
 from drumline.train.loop import train
@@ -95,8 +99,54 @@ def main(folder: Path) -> None:
     for name, recipe in cases().items():
         here = replace(recipe, run=replace(recipe.run, dir=str(folder), device=device))  # type: ignore[arg-type]
         found[name] = state_of(here, world, folder / "teacher.safetensors")
+    found["wire"] = wire(world)
     torch.save(found, folder / f"{world.rank}.pt")
     world.close()
+
+
+class Counting(World):
+    """Counts the numbers that leave this process."""
+
+    sent: ClassVar[int] = 0
+
+    def exchange_later(self, send: Tensor, rows: int, theirs: Sequence[int]) -> Pending:
+        Counting.sent += send.numel() * (self.size - 1) // self.size
+        return super().exchange_later(send, rows, theirs)
+
+    def gather_later(self, piece: Tensor, into: Tensor) -> Pending:
+        Counting.sent += piece.numel() * (self.size - 1)
+        return super().gather_later(piece, into)
+
+
+def wire(world: World) -> dict[str, Any]:
+    """Gradients of several types in many small buckets, and what they cost on the wire."""
+    torch.manual_seed(1)
+    shapes = [(7, 3), (130,), (2, 3, 5, 5), (1,), (64, 9)]
+    kinds = [torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float32]
+    parameters = [
+        torch.randn(shape).to(kind).requires_grad_() for shape, kind in zip(shapes, kinds, strict=True)
+    ]
+    parameters[2].data = parameters[2].data.to(memory_format=torch.channels_last)
+    counting = Counting(**vars(world))
+    summed = OrderedSum(parameters, counting, 6, bucket_bytes=600)
+    for _ in range(2):
+        Counting.sent = 0
+        summed.begin()
+        for shard in range(*owned(6, world.size)[world.rank]):
+            summed.shard_begin(shard)
+            torch.manual_seed(100 + shard)
+            # The last parameter belongs to some shards only.
+            used = parameters if shard % 2 else parameters[:-1]
+            torch.stack([(p.double() * torch.randn(p.shape).double()).sum() for p in used]).sum().backward()
+            summed.shard_end(shard)
+        summed.finish()
+    padded = sum(len(bucket.total) for bucket in summed._buckets)
+    return {
+        "gradients": [p.grad for p in parameters],
+        "strides": [list(p.grad.stride()) for p in parameters if p.grad is not None],
+        "buckets": len(summed._buckets),
+        "sent": Counting.sent / max(1, 2 * padded * (world.size - 1) / world.size),
+    }
 
 
 def state_of(recipe: Recipe, world: World, teacher: Path) -> str:

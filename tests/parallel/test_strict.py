@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ CASES = list(strict_ranks.cases())
 
 
 @cache
-def found(size: int) -> dict[str, str]:
+def found(size: int) -> dict[str, Any]:
     return strict_ranks.results(size)
 
 
@@ -36,8 +37,26 @@ def test_the_bits_do_not_depend_on_the_number_of_processes(case: str, size: int)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_many_small_buckets_of_any_type_add_up_to_the_same_bits(size: int) -> None:
+    one, several = found(1)["wire"], found(size)["wire"]
+    assert several["buckets"] >= 4
+    for mine, theirs in zip(one["gradients"], several["gradients"], strict=True):
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs)
+    assert one["strides"] == several["strides"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "share"), [(2, 1.5), (3, 1.0), (4, 1.0)])
+def test_the_wire_carries_what_a_ring_all_reduce_would(size: int, share: float) -> None:
+    """6 shards. On 2 processes each holds 3, which the tree never adds alone; of 4, rank 0 holds one shard."""
+    assert found(size)["wire"]["sent"] == pytest.approx(share, rel=1e-3)
+
+
+@pytest.mark.slow
 def test_every_case_is_a_run_of_its_own() -> None:
-    assert len(set(found(1).values())) == len(CASES)
+    assert len({found(1)[case] for case in CASES}) == len(CASES)
 
 
 def ended(recipe: Recipe, folder: Path, name: str) -> dict[str, torch.Tensor]:

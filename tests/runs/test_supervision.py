@@ -121,7 +121,7 @@ def test_nothing_outlives_one_process_or_its_launcher_by_a_second(restarts: int,
     words = ("run.name=x", "train.epochs=500", f"launch.restarts={restarts}")
     run = begin("train", *LOADED, *words, folder=tmp_path)
     try:
-        wait_for(lambda: (tmp_path / "runs/x/checkpoints/step-7").exists(), run)
+        wait_for_step(tmp_path, 7, run)
         family = psutil.Process(run.pid).children(recursive=True)
         assert (
             len(family) >= 2 + restarts
@@ -160,14 +160,12 @@ def newest(folder: Path) -> int:
 
 
 def wait_for_step(folder: Path, step: int, run: subprocess.Popen[str]) -> None:
-    wait_for(lambda: newest(folder) >= step, run)
-
-
-def wait_for(seen: Callable[[], bool], run: subprocess.Popen[str]) -> None:
+    """Until there is a checkpoint of this step or a later one."""
     deadline = time.monotonic() + 60
-    while not seen():
-        assert run.poll() is None, run.communicate()
-        assert time.monotonic() < deadline, run.communicate()
+    while newest(folder) < step:
+        if run.poll() is not None or time.monotonic() > deadline:
+            run.kill()
+            raise AssertionError(run.communicate())
         time.sleep(0.01)
 
 

@@ -13,6 +13,11 @@ from drumline.guard.finding import Finding
 from drumline.guard.forwards import Forwards
 from drumline.guard.place import line_to_change, user_places
 
+_THROUGH = (
+    "train through the wrapper itself, model(x): DDP exchanges gradients only for its own forward. Several parts "
+    "need one module with one forward that calls them; .module is for saving"
+)
+
 
 def evidence(forwards: Forwards) -> dict[str, Any]:
     """What this rank saw, as JSON."""
@@ -25,7 +30,9 @@ def evidence(forwards: Forwards) -> dict[str, Any]:
         places = (*(direct.places if direct else ()), *user_places())
         first = direct.places[0] if direct and direct.places else None
         found = line_to_change(first, (place.file for place in places))
-        line = str(found) if found else ""
+        # Without a wrapper in sight, only a line that takes one off explains anything.
+        if found and (forwards.wrapper is not None or ".module" in found.text):
+            line = str(found)
     return {
         "wrapped": forwards.wrapper is not None,
         "through": forwards.wrapped_calls,
@@ -48,6 +55,12 @@ def local_gradients(
             "put it into the module that DDP wraps: model, projection and loss in one module with one forward"
         )
         where = differs
+    elif not first["wrapped"] and first["line"]:
+        what = (
+            "the model was taken out of its DDP wrapper: gradients are not exchanged, each rank trains alone"
+        )
+        where = called + differs
+        fix = f"change {first['line']}\n       {_THROUGH}"
     elif not first["wrapped"]:
         what = "the model is not wrapped in DistributedDataParallel: each rank trains alone on its part of the data"
         fix = "wrap it after moving it to its device, model = DistributedDataParallel(model), and call the wrapper"
@@ -57,11 +70,7 @@ def local_gradients(
             "the model is called around its DDP wrapper: gradients are not exchanged, each rank trains alone"
         )
         where = called + differs
-        fix = (
-            (f"change {first['line']}\n       " if first["line"] else "")
-            + "train through the wrapper itself, model(x): DDP exchanges gradients only for its own forward. Several "
-            "parts need one module with one forward that calls them; .module is for saving"
-        )
+        fix = (f"change {first['line']}\n       " if first["line"] else "") + _THROUGH
     elif not first["synced"]:
         what = "the last backward before the step ran under no_sync(): gradients are not exchanged"
         where = differs

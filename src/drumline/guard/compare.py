@@ -1,7 +1,7 @@
 """What ranks compare: short numbers of tensors, and who differs (pure).
 
-Promises: tensors are read on their own device in pieces, so a large one needs little memory beside it; the numbers
-come to the host in one copy per device. Sparse and uninitialised tensors are left out.
+Promises: tensors are read on their own device; the numbers come to the host in one copy per device. Sparse and
+uninitialised tensors are left out.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch.nn.parameter import is_lazy
 
-from drumline.state.fingerprint import fingerprint, first_difference
+from drumline.state.fingerprint import fingerprint, fingerprints_of, first_difference
 
-_PIECE = 1 << 22
 _GLANCE = 1 << 16
 
 
@@ -26,7 +25,7 @@ def numbers(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
         by_device.setdefault(tensor.device, []).append(name)
     found: dict[str, int] = {}
     for names in by_device.values():
-        values = torch.stack([_in_pieces(usable[name]) for name in names]).tolist()
+        values = fingerprints_of([usable[name] for name in names]).tolist()
         found.update(zip(names, values, strict=True))
     return {name: found[name] for name in usable}
 
@@ -53,11 +52,8 @@ def difference(values: Sequence[Mapping[str, int]]) -> tuple[str, list[int]] | N
     order = list(dict.fromkeys(name for rank in values for name in rank))
     if not order:
         return None
-    # Numbered, so that sorting, which `first_difference` expects, keeps the order of the model.
-    keys = [f"{place:06d}" for place in range(len(order))]
     table = torch.tensor([[rank.get(name, 0) for name in order] for rank in values], dtype=torch.int64)
-    found = first_difference(keys, table)
-    return (order[int(found[0])], found[1]) if found else None
+    return first_difference(order, table)
 
 
 def twins(batches: Sequence[int | None]) -> list[int]:
@@ -100,12 +96,3 @@ def sample_of(tensor: torch.Tensor | None, count: int = 1024) -> list[float]:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not is_lazy(tensor) and not tensor.is_meta
-
-
-def _in_pieces(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    flat = tensor.detach().reshape(-1)
-    if len(flat) <= _PIECE:
-        return fingerprint(flat)
-    return fingerprint(torch.stack([fingerprint(piece) for piece in flat.split(_PIECE)]))

@@ -81,8 +81,19 @@ class Modes:
         return None
 
 
-def trained_teacher(parameters: Mapping[str, Tensor], held: Iterable[Tensor], step: int) -> Finding | None:
-    """Whether the teacher's parameters are in an optimizer, or were reached by backward."""
+def gradient_marks(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    """Which gradients are there, and in which state: an old one left from the teacher's own training is no mistake."""
+    return {
+        name: (id(parameter.grad), parameter.grad._version)
+        for name, parameter in parameters.items()
+        if parameter.grad is not None
+    }
+
+
+def trained_teacher(
+    parameters: Mapping[str, Tensor], held: Iterable[Tensor], before: Mapping[str, tuple[int, int]], step: int
+) -> Finding | None:
+    """Whether the teacher's parameters are in an optimizer, or backward has changed a gradient since `before`."""
     ids = {id(tensor) for tensor in held}
     for name, parameter in parameters.items():
         if id(parameter) in ids:
@@ -93,8 +104,8 @@ def trained_teacher(parameters: Mapping[str, Tensor], held: Iterable[Tensor], st
                 since=f"step {step}",
                 fix="make the optimizer from the student's parameters alone",
             )
-    for name, parameter in parameters.items():
-        if parameter.requires_grad and parameter.grad is not None:
+    for name, mark in gradient_marks(parameters).items():
+        if before.get(name) != mark:
             return Finding(
                 "teacher",
                 "backward reaches the teacher: time and memory for gradients that nobody uses",

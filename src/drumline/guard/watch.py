@@ -30,7 +30,7 @@ from drumline.guard.forwards import Forwards, inner_of, wrapper_of
 from drumline.guard.gradients import all_finite, dense_gradients, outside, strangers, without_gradient
 from drumline.guard.hang import Pulse, judge
 from drumline.guard.meeting import meeting_of
-from drumline.guard.modes import Modes, trained_teacher
+from drumline.guard.modes import Modes, gradient_marks, trained_teacher
 from drumline.guard.nonfinite import finding_of, keep_batch, locate
 from drumline.guard.passes import end_passes, passes_over
 from drumline.guard.rates import Rates
@@ -108,6 +108,7 @@ class Watch:
         self.forwards = Forwards(model, self.inner, self.meeting.size > 1, self._forward)
         self.rounds = Rounds(self.meeting, self.forwards, self.inner, teachers)
         self.modes = Modes(self.inner, teachers)
+        self.teacher_marks = gradient_marks(self._taught())
         length = len(loader) if hasattr(loader, "__len__") else None
         self.rates = Rates(optimizers[0], scheduler, length)
         self.passes = passes_over(loader)
@@ -255,12 +256,8 @@ class Watch:
     def _look_at_parameters(self, number: int, optimizer: Optimizer, step: int) -> None:
         everything = [p for one in self.optimizers for group in one.param_groups for p in group["params"]]
         model = dict(self.inner.named_parameters())
-        taught = {
-            f"{place}.{name}" if len(self.teachers) > 1 else name: p
-            for place, one in enumerate(self.teachers)
-            for name, p in one.named_parameters()
-        }
-        finding = trained_teacher(taught, everything, step)
+        taught = self._taught()
+        finding = trained_teacher(taught, everything, self.teacher_marks, step)
         if finding is not None:
             self._tell(finding)
         known = {id(p) for p in (*model.values(), *taught.values())}
@@ -273,6 +270,15 @@ class Watch:
                 self._tell(strangers(place, strange, shapes, step))
         if missing is not None:
             self._tell(missing)
+
+    def _taught(self) -> dict[str, nn.Parameter]:
+        """The teachers' parameters, by name."""
+        several = len(self.teachers) > 1
+        return {
+            f"{place}.{name}" if several else name: parameter
+            for place, teacher in enumerate(self.teachers)
+            for name, parameter in teacher.named_parameters()
+        }
 
     def _non_finite(self, step: int) -> None:
         calls, rank = list(self.forwards.calls), self.meeting.rank

@@ -62,6 +62,8 @@ if mistake == "teacher-trained":
 temperature = nn.Parameter(torch.ones(()))
 if mistake == "loss-parameter":
     trained.append(temperature)
+if mistake == "teacher-gradients":
+    teacher.requires_grad_(True)
 optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3 if mistake == "past-end" else 1000)
 if mistake == "dead-rate":
@@ -112,7 +114,7 @@ for epoch in range(4):
                 out = model(x)
         else:
             out = model(x)
-        if mistake == "teacher-trained":
+        if mistake in ("teacher-trained", "teacher-gradients"):
             out = out + teacher(x)
         loss = F.cross_entropy(out * temperature if mistake == "loss-parameter" else out, y)
         if mistake == "bad-loss" and step == 5 and rank == 1:
@@ -132,17 +134,17 @@ for epoch in range(4):
         optimizer.step()
         if mistake not in ("scheduler-early", "never-stepped"):
             scheduler.step()
-        if mistake == "short" and rank == 1 and step == 5:
+        if mistake in ("short", "short-exit") and rank == 1 and step == 5:
             break
         if mistake == "short-barrier" and rank == 1 and step == 5:
             dist.barrier()
         if mistake == "busy" and rank == 1 and step == 5:
-            time.sleep(6)
-    if mistake == "short" and rank == 1:
+            time.sleep(5)
+    if mistake in ("short", "short-exit") and rank == 1:
         break
 if mistake == "short" and rank == 1:
     watch.close()
-    time.sleep(30)
+    time.sleep(8)
 if mistake in ("padded", "dropped"):
     shown = dataset if mistake == "padded" else TensorDataset(*dataset[:93])
     count = 49 if mistake == "padded" else 46

@@ -290,7 +290,9 @@ def distillation():
         def forward(self, x):
             return self.embed(self.student(x))
 
-    model, teacher = DDP(Both()), Net().eval()
+    model, teacher = DDP(Both()), Net()
+    teacher(DATA.tensors[0]).sum().backward()  # as its own training leaves it
+    teacher.eval()
     optimizer = sgd(model)
     with drumline.guard(model, optimizer, teacher=teacher, every=2):
         for x, _ in loader_of():

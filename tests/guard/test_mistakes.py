@@ -1,0 +1,143 @@
+"""Every guard: a plain DDP script with the mistake in it, two real processes over gloo, and the message read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.guard.scripts_run import SCRIPTS, run_script
+
+LINES = (SCRIPTS / "mistakes.py").read_text().splitlines()
+
+
+def line_of(text: str) -> str:
+    """`mistakes.py:LINE: ` and the line itself, as a finding quotes it."""
+    (number,) = [number for number, line in enumerate(LINES, 1) if line.strip() == text]
+    return f"mistakes.py:{number}: `{text}`"
+
+
+FOUND = {
+    # mistake: guard, step, words that the message must hold
+    "module-call": (
+        "bypass",
+        1,
+        ["around its DDP wrapper", line_of("out = model.module(x)"), "calls Net itself"],
+    ),
+    "submodule-call": (
+        "bypass",
+        1,
+        [line_of("out = net.head(F.relu(net.norm(net.conv(x))).flatten(1))"), "calls Conv2d 'conv' itself"],
+    ),
+    "unwrapped": (
+        "bypass",
+        1,
+        ["not wrapped in DistributedDataParallel", "model = DistributedDataParallel(model)"],
+    ),
+    "no-sync": ("bypass", 1, ["no_sync()", "gradient of 'conv.weight' differs on ranks 0, 1"]),
+    "gradient-changed": ("bypass", 1, ["something changed them afterwards", "'head.bias'"]),
+    "loss-parameter": ("bypass", 1, ["not in the DDP model", "param_groups[0]['params'][6]"]),
+    "drift": ("drift", 1, ["parameter 'conv.weight' differs on ranks 0, 1", "before wrapping in DDP"]),
+    "late-drift": ("drift", 8, ["'head.weight'", "(equal at step 4)"]),
+    "rate": ("drift", 1, ["param_groups[0]['lr']", "on every rank alike"]),
+    "same-samples": ("same-samples", 1, ["ranks 0, 1 got equal inputs twice in a row", "DistributedSampler"]),
+    "same-ids": ("same-samples", 1, ["ranks 0 and 1 share 8 sample ids"]),
+    "unused": ("parameters", 1, ["had no gradient", "'extra.weight', 'extra.bias'"]),
+    "outside": ("parameters", 1, ["no optimizer holds it", "'head.bias'"]),
+    "strangers": ("parameters", 1, ["not in the model", "params'][4]", "(10, 144)"]),
+    "teacher-trained": ("teacher", 1, ["the optimizer trains the teacher", "'conv.weight'"]),
+    "teacher-gradients": ("teacher", 1, ["backward reaches the teacher", "torch.no_grad()"]),
+    "teacher-train-mode": ("teacher", 1, ["in train mode", "teacher.eval()"]),
+    "past-end": ("schedule", 5, ["T_max=3", "has been stepped 4 times", "rises again"]),
+    "dead-rate": ("schedule", 5, ["rate is 0"]),
+    "scheduler-early": ("schedule", 1, ["before optimizer.step()"]),
+    "never-stepped": ("schedule", 1, ["never stepped in 13 steps", "CosineAnnealingLR"]),
+    "left-in-eval": ("eval-mode", 7, ["trained in eval mode", "model.train()"]),
+    "bad-batch": ("non-finite", 5, ["the batch itself is not finite", "where: rank 1", "saved"]),
+    "bad-layer": ("non-finite", 5, ["the output of Conv2d 'conv' is the first", "where: rank 1"]),
+    "bad-loss": ("non-finite", 5, ["gradient that the loss gives it is not", "where: rank 1"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", FOUND)
+def test_a_mistake_stops_every_rank_with_the_same_words(mistake: str) -> None:
+    guard, step, words = FOUND[mistake]
+    outcome = run_script("mistakes.py", 2, mistake)
+    assert outcome.codes == [1, 1]
+    for rank in (0, 1):
+        told = outcome.told(rank)
+        assert told.startswith(f"drumline guard [{guard}]"), told
+        assert re.search(rf"since: step {step}\b", told), told
+        for word in words:
+            assert word in told, told
+        assert "fix: " in told
+        assert "done" not in outcome.out[rank]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mistake", "guard", "words"),
+    [
+        ("buffers", "buffers", ["'norm.running_mean'", "broadcast_buffers=True"]),
+        ("set-epoch", "set-epoch", ["in all of 3 passes", "noticed at step 13", "set_epoch(epoch)"]),
+        ("frozen-norms", "frozen-norms", ["every BatchNorm layer (1) is in eval mode", "since: step 7"]),
+        ("busy", "waiting", ["rank 1 keeps the others waiting", line_of("time.sleep(5)")]),
+    ],
+)
+def test_what_may_be_meant_is_told_and_not_stopped(mistake: str, guard: str, words: list[str]) -> None:
+    outcome = run_script("mistakes.py", 2, mistake)
+    assert outcome.codes == [0, 0]
+    told = outcome.told(0)
+    assert told.startswith(f"drumline guard [{guard}]")
+    for word in words:
+        assert word in told, told
+    assert outcome.err[0].count(f"guard [{guard}]") == 1
+
+
+@pytest.mark.slow
+def test_a_warning_lets_the_script_go_on_and_is_said_once() -> None:
+    outcome = run_script("mistakes.py", 2, "module-call", "warn")
+    assert outcome.codes == [0, 0]
+    assert outcome.err[0].count("drumline guard [bypass]") == 1
+    assert outcome.out[0] == "done after 24\n"
+
+
+@pytest.mark.slow
+def test_three_ranks_name_the_one_that_differs() -> None:
+    outcome = run_script("mistakes.py", 3, "drift")
+    assert "parameter 'conv.weight' differs on rank 1\n" in outcome.told(2).replace("[rank2]:", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mistake", "off"), [("padded", "2 samples twice"), ("dropped", "1 sample left out")]
+)
+def test_an_evaluation_that_counts_wrong_says_by_how_many(mistake: str, off: str) -> None:
+    outcome = run_script("mistakes.py", 2, mistake)
+    assert outcome.codes == [1, 1]
+    assert off in outcome.told(0)
+    assert "guard [evaluation]" in outcome.told(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["short", "short-exit", "short-barrier"])
+def test_unequal_numbers_of_steps_end_within_seconds_and_say_who_is_where(mistake: str) -> None:
+    outcome = run_script("mistakes.py", 2, mistake)
+    assert outcome.codes[0] == 1
+    told = outcome.told(0)
+    assert "guard [steps]: ranks take unequal numbers of steps" in told
+    assert "rank 0 waits in step 6" in told
+    assert "`out = model(x)`" in told or mistake == "short-exit"
+    if mistake == "short-barrier":
+        assert f"rank 1 is past step 5 at {SCRIPTS}/{line_of('dist.barrier()')}" in told
+        assert "guard [steps]" in outcome.told(1)
+    else:
+        assert "rank 1 finished after step 5" in told
+
+
+def test_every_mistake_of_the_script_is_tested() -> None:
+    named = set(re.findall(r'mistake (?:==|!=) "([a-z0-9-]+)"', "\n".join(LINES)))
+    tested = Path(__file__).read_text()
+    assert [name for name in sorted(named) if f'"{name}"' not in tested] == []
