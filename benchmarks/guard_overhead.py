@@ -25,7 +25,7 @@ import torch
 
 from drumline.data.views import Batch
 from drumline.launch.world import alone
-from drumline.recipe import Checkpoint, Data, Guard, Model, Optim, Recipe, Run, Train
+from drumline.recipe import Checkpoint, Data, Guard, Model, Optim, Parallel, Recipe, Run, Train
 from drumline.train.guards import Guards
 from drumline.train.start import Running, start
 from drumline.train.stop import StopSign
@@ -87,8 +87,8 @@ class Arm:
             self.run.step(batch, self.done, 0.1)
             self.done += 1
             self.guards.after(self.done, batch, saving=False)
-            assert not self.stop.seen(self.done)
-            assert not self.stop.alarm
+            if self.stop.seen(self.done) or self.stop.alarm:
+                raise SystemExit("stopped")
         _settle()
         return (time.perf_counter() - begun) / count
 
@@ -111,13 +111,14 @@ def arm(recipe: Recipe, kind: str, cleanup: ExitStack) -> Arm:
 
 
 def recipe_of(gpu: bool, every: int, folder: Path) -> Recipe:
-    shape = "classes=1000,size=224,samples=2560" if gpu else "classes=10,size=32,samples=512"
+    shape = "classes=1000,size=224,samples=2560" if gpu else "classes=10,size=16,samples=512"
     return Recipe(
         run=Run(device="cuda" if gpu else "cpu", dir=str(folder)),
-        data=Data(source="synthetic", path=shape, batch=256 if gpu else 64),
+        data=Data(source="synthetic", path=shape, batch=256 if gpu else 32),
         model=Model(name="resnet50" if gpu else "resnet8"),
         optim=Optim(lr=0.1, schedule="constant"),
         train=Train(steps=10**9, precision="bf16" if gpu else "fp32", eval_every=0),
+        parallel=Parallel(threads=1),
         guard=Guard(every=every),
         checkpoint=Checkpoint(every_epochs=0),
     )

@@ -20,12 +20,15 @@ from tests.guard.scripts_run import run_script
 SETTINGS = (
     (2, ("--labels", "80"), "2 ranks, 80 images dealt out"),
     (4, ("--labels", "40"), "4 ranks, 40 images dealt out"),
+    (2, ("--labels", "1438"), "2 ranks, all 1,438 images dealt out"),
     (2, ("--folders",), "2 ranks, 1,438 images, each rank reads 5 of the 10 classes from its own disk"),
 )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=3)
     seeds = range(parser.parse_args().seeds)
     print("| setting | mended script | with the line | lost |\n|---|---|---|---|")

@@ -196,6 +196,23 @@ def test_feed_gpu_checks_every_sample_of_a_tiny_run(
 
 
 @pytest.mark.slow
+def test_fault_outcomes_damages_a_run_and_notices_other_bits(
+    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = script("fault_outcomes", "--quick")
+    assert faults.main() == 0
+    printed = capsys.readouterr().out
+    for fault in ("cut to half: optimizer.safetensors", "one bit flipped: manifest.json"):
+        (cells,) = rows(printed, fault)
+        assert cells[1] == "warned, went on from step-14 of step-7, step-14, step-21"
+        assert cells[2:] == ["0", "1 bad", "the same bits"]
+
+    wrong = faults.Outcome("a fault", "said", 0, "sound", faults.words_of(False), good=False)
+    assert not faults.told(lambda: wrong).good
+    assert "NOT AS IT SHOULD BE" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_distill_speed_measures_every_way_and_notices_one_that_computes_another_loss(
     script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -224,7 +225,9 @@ def damage_environment(path: Path) -> None:
     "damage",
     [damage_chain, tear_chain, damage_checkpoint, damage_manifest, damage_recipe, damage_environment],
 )
-def test_damaged_files_are_refused(damage, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+def test_damaged_files_are_refused(
+    damage: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a, b = run(tmp_path / "a"), run(tmp_path / "b", {20: {"ids": {"batch": 0}}})
     for path in (a, b):
         saved(path, 20, torch.tensor([1.0]))

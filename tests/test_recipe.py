@@ -119,6 +119,14 @@ def test_an_impossible_value_is_named_with_a_fix_and_its_neighbour_is_fine(
     assert name not in [problem.field for problem in problems(with_values(Recipe(), fine | {name: good}))]
 
 
+TWO_MACHINES = {
+    "parallel__nodes": 2,
+    "parallel__rendezvous": "a:1",
+    "launch__restarts": 1,
+    "run__name": "x",
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "field", "part"),
     [
@@ -149,6 +157,14 @@ def test_an_impossible_value_is_named_with_a_fix_and_its_neighbour_is_fine(
         ({"optim__nesterov": True, "optim__momentum": 0.0}, "optim.nesterov", "momentum 0"),
         ({"optim__milestones": (1.0,)}, "optim.milestones", "cosine"),
         ({"checkpoint__resume": "auto"}, "checkpoint.resume", "run.name = auto"),
+        ({**TWO_MACHINES, "run__name": "auto"}, "run.name", "several machines restart"),
+        ({**TWO_MACHINES, "launch__min_nodes": 3}, "launch.min_nodes", "parallel.nodes = 2"),
+        ({**TWO_MACHINES, "launch__min_nodes": 1, "launch__restarts": 0}, "launch.min_nodes", "restarts = 0"),
+        (
+            {**TWO_MACHINES, "launch__min_nodes": 1, "parallel__node_rank": 0},
+            "launch.min_nodes",
+            "parallel.node_rank",
+        ),
     ],
 )
 def test_an_impossible_combination_names_one_field_and_the_other(

@@ -81,7 +81,7 @@ def test_a_mistake_stops_every_rank_with_the_same_words(mistake: str) -> None:
     ("mistake", "guard", "words"),
     [
         ("buffers", "buffers", ["'norm.running_mean'", "broadcast_buffers=True"]),
-        ("set-epoch", "set-epoch", ["in all of 3 passes", "noticed at step 13", "set_epoch(epoch)"]),
+        ("set-epoch", "set-epoch", ["in all of 2 passes", "noticed at step 7", "set_epoch(epoch)"]),
         ("frozen-norms", "frozen-norms", ["every BatchNorm layer (1) is in eval mode", "since: step 7"]),
         ("busy", "waiting", ["rank 1 keeps the others waiting", line_of("time.sleep(5)")]),
     ],

@@ -17,9 +17,8 @@ def accuracy(*words: str) -> float:
 
 @pytest.mark.slow
 def test_stock_ddp_lets_the_line_pass_and_half_of_the_accuracy_is_lost() -> None:
-    mended = accuracy("--mended", "--guard")
-    assert mended > 80
-    assert accuracy() < mended / 2
+    assert accuracy("--mended", "--guard") > 80
+    assert accuracy() < 55  # rank 0 has seen five of the ten classes
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drumline.errors import UserError
+from drumline.errors import LostError, UserError
 from drumline.launch.failure import (
     FILE,
     Failure,
@@ -19,6 +19,7 @@ from drumline.launch.failure import (
     read_failure,
     record_failure,
     render_failure,
+    summary,
     to_json,
 )
 
@@ -116,3 +117,60 @@ def test_a_failure_travels_between_machines_with_its_host() -> None:
     failure = on_host(Failure(3, "boom", time=1.5, user=True), "gpu5 (10.0.0.2)")
     assert from_json(to_json(failure)) == failure
     assert render_failure(failure) == "rank 3 on gpu5 (10.0.0.2): boom"
+
+
+def test_a_loss_is_told_like_a_mistake_and_marked_as_one_that_a_restart_mends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FILE, str(tmp_path / "error.json"))
+    record_failure(_error(LostError("a loader process was killed (pid 7)", "fewer data.workers")), rank=2)
+    failure = read_failure(tmp_path / "error.json")
+    assert failure is not None
+    assert (failure.user, failure.lost, failure.follows) == (True, True, False)
+    assert "Traceback" not in render_failure(failure)
+    record_failure(_error(LostError("waited in vain for the other ranks (timed out)")), rank=2)
+    failure = read_failure(tmp_path / "error.json")
+    assert failure is not None
+    assert failure.follows
+
+
+def test_a_summary_is_one_line_without_advice() -> None:
+    assert summary(failure_from_exit(2, -signal.SIGKILL, 1.0)) == "rank 2 was killed by SIGKILL"
+    assert (
+        summary(Failure(1, "ValueError: no\nreally", 1.0, traceback="T")) == "rank 1 failed (ValueError: no)"
+    )
+    assert (
+        summary(Failure(1, "x", 1.0, traceback="T", follows=True))
+        == "rank 1 lost contact with another process"
+    )
+    assert summary(Failure(-1, "is gone: no sign", 1.0, host="machine 1")) == "machine 1 is gone: no sign"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": "3"},
+        {"time": True},
+        {"user": 1},
+        {"message": None},
+        {"host": ["gpu5"]},
+        {"surprise": 1},
+        {"rank": None},
+    ],
+)
+def test_a_notice_of_another_shape_is_not_believed(change: dict[str, object]) -> None:
+    content = json.loads(to_json(Failure(3, "boom", time=1.5)))
+    with pytest.raises(ValueError, match="notice"):
+        from_json(json.dumps(content | change))
+    del content["rank"]
+    for text in (json.dumps(content), "[]", "3", '"x"', "{}"):
+        with pytest.raises(ValueError, match="notice"):
+            from_json(text)
+
+
+def test_a_notice_cannot_drive_the_terminal_or_flood_it() -> None:
+    hostile = Failure(3, "a\x1b[2Jb\x07\r\n\u202ec" + "x" * 100_000, time=1.5, host="\x1b]0;title")
+    read = from_json(to_json(hostile))
+    assert read.message.startswith("a[2Jb\ncx")
+    assert len(read.message) <= 20_000
+    assert read.host == "]0;title"

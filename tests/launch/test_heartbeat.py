@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -58,13 +59,11 @@ HANGING = """
 import os, threading, time
 from drumline.launch.stacks import answer_signal
 answer_signal(os.environ)
-def under_the_bed(depth):
-    if depth:
-        under_the_bed(depth - 1)
+def under_the_bed():
     print("ready", flush=True)
     time.sleep(60)
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-under_the_bed(0)
+under_the_bed()
 """
 
 
@@ -81,9 +80,10 @@ def test_a_process_says_where_it_stands_when_asked_again_too() -> None:
         for _ in range(2):
             answer = stacks.ask({0: process.pid})[0]
             lines = tidy(answer)
-            assert lines[:2] == ["main thread:", "  <string>:9 in under_the_bed"]
+            assert lines[0] == "main thread:"
+            assert re.fullmatch(r"  <string>:[67] in under_the_bed", lines[1])
             assert lines.count("another thread:") == 1
-            assert innermost(answer) == "<string>:9 in under_the_bed"
+            assert innermost(answer) == lines[1].strip()
         assert not is_stopped(process.pid)
         process.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + 5

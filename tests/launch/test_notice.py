@@ -11,7 +11,7 @@ from torch.distributed import DistNetworkError, HashStore
 
 from drumline.launch import notice
 from drumline.launch.failure import Failure
-from drumline.launch.notice import NoticeBoard
+from drumline.launch.notice import NoticeBoard, State
 
 CAUSE = Failure(3, "boom", time=2.0)
 FOLLOWER = Failure(0, "Connection closed by peer", time=1.0, follows=True)
@@ -84,6 +84,49 @@ def test_a_store_that_is_gone_ends_every_wait() -> None:
     assert not board.leave(hosts_store=True)
     with pytest.raises(DistNetworkError):
         board.failures()
+
+
+def test_machines_agree_on_restarts_and_folder(boards: tuple[NoticeBoard, NoticeBoard]) -> None:
+    answers: list[tuple[int, str]] = []
+    thread = threading.Thread(target=lambda: answers.append(boards[1].agree(0, "")))
+    thread.start()
+    assert boards[0].agree(2, "photos-1") == (2, "photos-1")
+    thread.join()
+    assert answers == [(2, "photos-1")]
+    assert NoticeBoard(HashStore(), 0, 1).agree(1, "x") == (1, "x")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[1]", '["1", "x"]', '[1, "../up"]', '[1, ".."]', '[1, "a\\u001bb"]', "[" * 100_000],
+)
+def test_what_another_machine_claims_to_know_is_looked_at(text: str) -> None:
+    store = HashStore()
+    store.set("drumline/knows/1", text)
+    assert NoticeBoard(store, 0, 2).agree(0, "") == (0, "")
+
+
+def test_a_notice_that_is_none_ends_the_run() -> None:
+    store = HashStore()
+    store.set("drumline/failed/1", "cos\nsystem\n(S'true'\ntR.")
+    store.set("drumline/posted", "")
+    (failure,) = NoticeBoard(store, 0, 2).failures()
+    assert failure.ends
+    assert failure.host == "machine 1"
+
+
+def test_a_launcher_that_falls_silent_is_lost_and_one_that_lives_is_not() -> None:
+    store = HashStore()
+    first, second = (NoticeBoard(store, machine, 2, pace=0.05) for machine in range(2))
+    deadline = time.monotonic() + 0.6
+    while time.monotonic() < deadline:
+        assert first.live(State(3, True, "photos-1")) == second.live(State(4)) == []
+        time.sleep(0.02)
+    assert second.elsewhere == [State(3, True, "photos-1")]
+    while not (lost := first.live(State())) and time.monotonic() < deadline + 5:
+        time.sleep(0.02)
+    assert [failure.host for failure in lost] == ["machine 1"]
+    assert "no sign of its launcher" in lost[0].message
 
 
 def _later(seconds: float, act: Callable[[], object]) -> None:

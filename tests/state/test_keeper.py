@@ -349,6 +349,7 @@ def test_a_slow_disk_never_holds_up_a_step_and_holds_one_snapshot(
     go = threading.Event()
     write = keeper.write_checkpoint
     monkeypatch.setattr(keeper, "write_checkpoint", lambda *a: go.wait(20) and write(*a))
+    monkeypatch.setattr(keeper, "PATIENCE_S", 0.1)
     snapshots: list[object] = []
     take = keeper.snapshot_to_host
     monkeypatch.setattr(keeper, "snapshot_to_host", lambda groups: snapshots.append(1) or take(groups))

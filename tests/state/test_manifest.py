@@ -103,6 +103,7 @@ HOSTILE = {
     "recipe number": put("recipe", value=7),
     "recipe not toml": put("recipe", value="= ="),
     "recipe deep": put("recipe", value="x = " + "[" * 100_000),
+    "recipe of dots": put("recipe", value="a." * 200_000 + "b = 1"),
     "recipe flat": put("recipe", value="x = 1"),
     "environment list": put("environment", value=[]),
     "threads text": put("environment", "threads", value="many"),

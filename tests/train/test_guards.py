@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -149,7 +150,7 @@ def test_a_gradient_that_breaks_on_its_way_back_names_the_parameter_before_it() 
     assert (found.kind, found.name) == ("gradient", "2.bias")
 
 
-def test_the_batch_is_kept_whole_and_the_finding_says_where(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_the_batch_is_kept_whole_and_the_finding_says_where(tmp_path: Path) -> None:
     batch = tiny.make(20)
     file = culprit.keep_batch(tmp_path, batch, 5, 1)
     kept = load_file(file)

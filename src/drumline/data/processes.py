@@ -8,6 +8,7 @@ surfaces here.
 from __future__ import annotations
 
 import multiprocessing
+import re
 import signal
 import warnings
 from collections.abc import Generator, Iterable, Iterator
@@ -74,16 +75,24 @@ def process_batches(
             if isinstance(result, _Refusal):
                 raise UserError(result.what, result.fix)
             yield result
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+    except (RuntimeError, OSError, EOFError) as error:
+        if not _is_loss(error):
             raise
         raise LostError(
-            f"a loader process was killed ({str(error).splitlines()[0]})",
+            f"a loader process was killed ({(str(error) or type(error).__name__).splitlines()[0]})",
             "out of memory? See `dmesg`, and try fewer data.workers or a smaller data.batch; "
             "then go on with --checkpoint.resume auto",
         ) from error
     finally:
         del iterator
+
+
+def _is_loss(error: Exception) -> bool:
+    """Whether a worker is gone: torch says so, or a batch was to be fetched from it at that moment. What a worker has
+    raised itself arrives here with the words "Caught ... in DataLoader worker"."""
+    if isinstance(error, RuntimeError):
+        return bool(re.search(r"DataLoader worker .*(killed by signal|exited unexpectedly)", str(error)))
+    return isinstance(error, EOFError | ConnectionError | FileNotFoundError) and "Caught" not in str(error)
 
 
 class _Requests:

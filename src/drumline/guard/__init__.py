@@ -1,7 +1,7 @@
 """Guards for one's own training loop: `watch = drumline.guard(model, optimizer)`, one line, plain PyTorch.
 
 Promises: finds the mistakes listed in docs/guards.md, says what, where, since when and what to do; adds no collective
-to the process group (ranks talk through its store), so it cannot get in the way of the script's own. Refuses sharded
+to the process group (ranks talk through its store), so the order of the script's own stays as it is. Refuses sharded
 parameters (FSDP, tensor parallelism): there is no whole copy on each rank to compare.
 """
 

@@ -18,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from drumline.guard.place import Place, user_places
 
-_KEPT = 8
+_KEPT = 4
+"""Calls whose inputs are kept until the step: with more micro-batches, the last ones."""
 _WATCHED_OUTPUTS = 4
 
 
@@ -47,14 +48,21 @@ class Direct:
 class Forwards:
     """Hooks on the model and, at first, on its parts."""
 
-    def __init__(self, model: nn.Module, inner: nn.Module, several: bool, active: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: nn.Module,
+        several: bool,
+        active: Callable[[], None],
+        backward: Callable[[], None],
+    ) -> None:
         self.wrapper = wrapper_of(model)
         self.calls: list[Call] = []
         self.wrapped_calls = 0
         self.synced = True
         self.direct: Direct | None = None
         self._depth = 0
-        self._active = active
+        self._active, self._backward = active, backward
         self._handles: list[RemovableHandle] = []
         self._part_handles: list[RemovableHandle] = []
         self._names = {module: name for name, module in inner.named_modules()}
@@ -73,6 +81,16 @@ class Forwards:
         """The optimizer has stepped: a new step's calls begin."""
         self.calls.clear()
         self.wrapped_calls, self._depth, self.synced = 0, 0, True
+
+    def arrived(self, found: list[torch.Tensor]) -> Callable[[torch.Tensor], None]:
+        """A hook for a gradient that backward brings to an output."""
+
+        def hook(gradient: torch.Tensor) -> None:
+            self._backward()
+            if gradient.numel() and gradient.layout == torch.strided:
+                found.append(torch.linalg.vector_norm(gradient.detach(), float("inf")))
+
+        return hook
 
     def settle(self) -> None:
         """No more watching of parts."""
@@ -129,9 +147,9 @@ class _Keeper:
         self.call: Call | None = None
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.call = None
         if torch.compiler.is_compiling():
             return
+        self.call = None
         self.forwards._active()
         if torch.is_grad_enabled():
             self.call = Call(self.name, module, args, kwargs, _autocast())
@@ -143,7 +161,8 @@ class _Keeper:
         self.forwards._depth -= 1
         for tensor in list(tensors_in(output))[:_WATCHED_OUTPUTS]:
             if tensor.requires_grad and tensor.is_floating_point():
-                tensor.register_hook(_largest_into(self.call.output_gradients))
+                tensor.register_hook(self.forwards.arrived(self.call.output_gradients))
+        self.call = None
 
 
 def wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
@@ -203,11 +222,3 @@ def _open_parts(module: nn.Module) -> Iterator[nn.Module]:
 def _autocast() -> dict[str, torch.dtype]:
     kinds = ("cpu", "cuda")
     return {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
-
-
-def _largest_into(found: list[torch.Tensor]) -> Callable[[torch.Tensor], None]:
-    def hook(gradient: torch.Tensor) -> None:
-        if gradient.numel() and gradient.layout == torch.strided:
-            found.append(torch.linalg.vector_norm(gradient.detach(), float("inf")))
-
-    return hook

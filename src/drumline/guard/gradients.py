@@ -22,7 +22,8 @@ def all_finite(gradients: Sequence[torch.Tensor]) -> bool:
     for gradient in gradients:
         groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for tensors in groups.values():
-        norms = torch._foreach_norm(tensors)
+        # In fp32 for half types, whose own norm overflows at once.
+        norms = torch._foreach_norm(tensors, 2, torch.float32 if tensors[0].element_size() < 4 else None)
         if not math.isfinite(torch.stack(norms).sum().item()):
             return all(bool(torch.isfinite(tensor).all()) for tensor in gradients)
     return True

@@ -24,17 +24,18 @@ from drumline.guard.place import is_users, user_places
 
 _PERIOD = 1.0
 _GRACE = 3.0
+_WAITING = ("torch/distributed/", "torch/nn/parallel/distributed.py", "torch/autograd/", "drumline/guard/")
 
 
 @dataclass(frozen=True)
 class Beat:
     """What a rank says of itself: steps done, whether it is in a step or between two, how long nothing has moved,
-    and whether its main thread sits in a call of torch.distributed."""
+    and whether it may be waiting for other ranks (in a collective, in DDP, in or after backward)."""
 
     steps: int
     phase: Literal["step", "between", "finished"]
     idle: float = 0.0
-    collective: bool = False
+    waits: bool = False
     where: str = ""
 
     def __str__(self) -> str:
@@ -53,18 +54,15 @@ class Verdict:
 
 
 def judge(beats: Mapping[int, Beat], hang_seconds: float) -> Verdict | None:
-    """None while anything may still move. A rank waits when it is in a step and idle; it waits in vain for a rank
-    with no more steps than itself that is finished, or sits between steps in another collective."""
-    waiting = [rank for rank, beat in beats.items() if beat.phase == "step" and beat.idle >= hang_seconds]
+    """None while anything may still move. A rank that waits in a step waits in vain for a rank with no more steps
+    than itself that is finished, or waits between steps in another collective."""
+    stuck = {rank: beat for rank, beat in beats.items() if beat.waits and beat.idle >= hang_seconds}
+    waiting = [rank for rank, beat in stuck.items() if beat.phase == "step"]
     if not waiting:
         return None
     reached = max(beats[rank].steps for rank in waiting)
     behind = {rank: b for rank, b in beats.items() if b.phase != "step" and b.steps <= reached}
-    lost = [
-        rank
-        for rank, beat in behind.items()
-        if beat.phase == "finished" or (beat.collective and beat.idle >= hang_seconds)
-    ]
+    lost = [rank for rank, beat in behind.items() if beat.phase == "finished" or rank in stuck]
     busy = [rank for rank in behind if rank not in lost]
     if not behind:
         return None
@@ -95,6 +93,7 @@ class Pulse:
     ) -> None:
         self.steps = 0
         self.phase: Literal["step", "between", "finished"] = "between"
+        self.backward = False
         self.paused = False
         self.found: Finding | None = None
         self._meeting, self._seconds, self._stops = meeting, hang_seconds, stops
@@ -150,8 +149,13 @@ class Pulse:
         beat = Beat(self.steps, self.phase, idle)
         if idle > _PERIOD and frame is not None:
             places = user_places(frame)
-            beat = Beat(self.steps, self.phase, idle, _in_collective(frame), str(places[0]) if places else "")
+            waits = self._waits(frame)
+            beat = Beat(self.steps, self.phase, idle, waits, str(places[0]) if places else "")
         self._meeting.post(f"beat/{self._meeting.rank}", asdict(beat))
+
+    def _waits(self, frame: FrameType | None) -> bool:
+        """Once backward has begun, any line that needs its result may wait for the exchange."""
+        return _in_waiting_call(frame) or (self.phase == "step" and self.backward)
 
     def _listen(self) -> None:
         told = self._meeting.look("alert")
@@ -178,8 +182,9 @@ class Pulse:
         # A rank that is merely busy notices the finding when it comes back; only one that waits is ended.
         while not self._over.wait(_GRACE):
             mine = sys._current_frames().get(self._main or 0)
-            waits = self.phase == "step" or _in_collective(mine)
-            if frame is None and (not waits or time.monotonic() - self._moved < max(self._seconds, _GRACE)):
+            if frame is None and (
+                not self._waits(mine) or time.monotonic() - self._moved < max(self._seconds, _GRACE)
+            ):
                 continue
             text = f"{finding}\n"
             if stack:
@@ -189,11 +194,11 @@ class Pulse:
             os._exit(1)
 
 
-def _in_collective(frame: FrameType | None) -> bool:
-    """Whether what the user's innermost line called is torch.distributed. Only that: frames further out may be of a
-    launcher in the same package."""
+def _in_waiting_call(frame: FrameType | None) -> bool:
+    """Whether what the user's innermost line called may wait for other ranks. Frames further out do not count: a
+    launcher of the same package may be among them."""
     while frame is not None and not is_users(frame.f_code.co_filename):
-        if f"torch{os.sep}distributed{os.sep}" in frame.f_code.co_filename:
+        if any(part in frame.f_code.co_filename for part in _WAITING):
             return True
         frame = frame.f_back
     return False

@@ -82,7 +82,7 @@ class Modes:
 
 
 def gradient_marks(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """Which gradients are there, and in which state: an old one left from the teacher's own training is no mistake."""
+    """Which gradients are there, in which state: an old one, left from the teacher's own training, is no mistake."""
     return {
         name: (id(parameter.grad), parameter.grad._version)
         for name, parameter in parameters.items()

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from drumline.guard.finding import Finding
 
-_PASSES = 3
+_PASSES = 2
 
 
 class Passes:
@@ -21,8 +21,9 @@ class Passes:
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
-        self.epochs: list[int] = []
-        self.whole = 0
+        self.passes = 0
+        self.trained: dict[int, int] = {}
+        """The sampler's epoch in each pass that was trained on."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampler, name)
@@ -31,18 +32,18 @@ class Passes:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        self.epochs.append(int(self._sampler.epoch))
-        yield from self._sampler
-        self.whole += 1
+        self.passes += 1
+        return iter(self._sampler)
 
     def look(self, step: int) -> Finding | None:
-        """Three passes begun, two of them whole, and the epoch never changed."""
-        if len(self.epochs) < _PASSES or self.whole < _PASSES - 1 or len(set(self.epochs)) > 1:
+        """At each step: two passes trained on, and the epoch never changed."""
+        self.trained[self.passes] = int(self._sampler.epoch)
+        if len(self.trained) < _PASSES or len(set(self.trained.values())) > 1:
             return None
         return Finding(
             "set-epoch",
-            f"every epoch sees its samples in the same order: the sampler's epoch was {self.epochs[0]} in all of "
-            f"{len(self.epochs)} passes",
+            "every epoch sees its samples in the same order: the sampler's epoch was "
+            f"{self._sampler.epoch} in all of {len(self.trained)} passes",
             where="DistributedSampler of the loader",
             since=f"the second pass (noticed at step {step})",
             fix="call loader.sampler.set_epoch(epoch) before each epoch",

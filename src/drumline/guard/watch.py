@@ -28,7 +28,7 @@ from drumline.guard.counts import miscounted
 from drumline.guard.finding import Action, Finding, Stopped, Teller
 from drumline.guard.forwards import Forwards, inner_of, wrapper_of
 from drumline.guard.gradients import all_finite, dense_gradients, outside, strangers, without_gradient
-from drumline.guard.hang import Pulse, judge
+from drumline.guard.hang import Beat, Pulse, judge
 from drumline.guard.meeting import meeting_of
 from drumline.guard.modes import Modes, gradient_marks, trained_teacher
 from drumline.guard.nonfinite import finding_of, keep_batch, locate
@@ -102,10 +102,9 @@ class Watch:
         self.steps = [0] * len(optimizers)
         self.ids: list[int] = []
         self.evaluations = 0
-        self._skipped = False
         self.never_reached: list[dict[int, str]] = [{} for _ in optimizers]
         self.pulse = Pulse(self.meeting, hang_seconds, self.teller.warn, self.teller.action == "stop")
-        self.forwards = Forwards(model, self.inner, self.meeting.size > 1, self._forward)
+        self.forwards = Forwards(model, self.inner, self.meeting.size > 1, self._forward, self._backward)
         self.rounds = Rounds(self.meeting, self.forwards, self.inner, teachers)
         self.modes = Modes(self.inner, teachers)
         self.teacher_marks = gradient_marks(self._taught())
@@ -172,8 +171,13 @@ class Watch:
         """A forward of the model begins."""
         self.pulse.move()
         if torch.is_grad_enabled():
-            self.pulse.phase = "step"
+            self.pulse.phase, self.pulse.backward = "step", False
             self.rates.forward()
+
+    def _backward(self) -> None:
+        """Backward has begun."""
+        self.pulse.move()
+        self.pulse.backward = True
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or (
@@ -186,11 +190,6 @@ class Watch:
         step = self.steps[number] + 1
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
         meets = step <= _FIRST or step % self.every == 0
-        scaled = getattr(optimizer, "found_inf", None)
-        # A fused optimizer is called by the loss scaler even for a step that it will skip.
-        self._skipped = meets and scaled is not None and bool(scaled)
-        if self._skipped:
-            return
         if number == 0:
             self._look(step)
         if closure is None:
@@ -199,13 +198,13 @@ class Watch:
         self.pulse.paused = joined
         if meets and self.meeting.size > 1 and closure is None and not joined:
             for finding in self.rounds.meet(f"{number}/{step}", step, optimizer, self.ids, self._pause):
-                (self.teller.warn if finding.guard in _WARNINGS else self._tell)(finding)
-        if number == 0 and step in (1, _FIRST):
+                self._tell_together(finding)
+        if number == 0 and step in (1, _FIRST) and not joined:
             self._look_at_devices(step)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         number = self.optimizers.index(optimizer)
-        self.steps[number] += not self._skipped
+        self.steps[number] += 1
         self.pulse.steps, self.pulse.phase = self.steps[0], "between"
         self.pulse.move()
         self.forwards.stepped()
@@ -224,6 +223,7 @@ class Watch:
 
     def _look_at_gradients(self, number: int, optimizer: Optimizer, step: int, meets: bool) -> None:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        # A fused optimizer is called by the loss scaler even for a step that it will skip.
         scaled = getattr(optimizer, "found_inf", None) is not None
         if not scaled and not all_finite(dense_gradients(held)):
             self._non_finite(step)
@@ -315,6 +315,13 @@ class Watch:
                 if warning is not None:
                     self.teller.warn(warning)
 
+    def _tell_together(self, finding: Finding) -> None:
+        """What all ranks found alike: warned of by the first one alone."""
+        if self.teller.action == "stop" and finding.guard not in _WARNINGS:
+            self._tell(finding)
+        elif self.meeting.rank == self.meeting.ranks[0]:
+            self.teller.warn(finding)
+
     def _tell(self, finding: Finding) -> None:
         if self.teller.action == "stop":
             self._publish(finding)
@@ -351,6 +358,7 @@ class Watch:
         if told is not None:
             print(f"another rank stopped:\n{Finding(**told)}", file=sys.stderr, flush=True)
             return
+        beats[self.meeting.rank] = Beat(self.pulse.steps, self.pulse.phase, waits=True)
         verdict = judge(beats, 0.0)
         if verdict is not None and verdict.hopeless:
             print(verdict.finding, file=sys.stderr, flush=True)

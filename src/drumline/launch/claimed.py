@@ -63,7 +63,8 @@ def resume_word(recipe: Recipe, name: str) -> str:
             "give machines that may take over from each other a run.dir on a common disk",
         )
     resume = recipe.checkpoint.resume
-    return "auto" if resume == "never" or any((folder / "checkpoints").glob("step-*")) else resume
+    saved = any(path.suffix == "" for path in (folder / "checkpoints").glob("step-*"))
+    return "auto" if saved or resume == "never" else resume
 
 
 def going_on(recipe: Recipe, name: str, resume: str) -> Recipe:

@@ -164,6 +164,8 @@ def render_failure(failure: Failure) -> str:
 
 def summary(failure: Failure) -> str:
     """The same on one line, without advice."""
+    if failure.follows and failure.traceback:
+        return f"{_where(failure)} lost contact with another process"
     if failure.traceback:
         return f"{_where(failure)} failed ({failure.message.strip().splitlines()[0]})"
     first = render_failure(failure).partition("\n")[0]

@@ -32,11 +32,12 @@ SILENT_PACES = 5
 
 @dataclass(frozen=True)
 class State:
-    """What a launcher says of its workers: the fewest steps that one of them has taken, and whether one does
-    something that may take long."""
+    """What a launcher says of its workers: the fewest steps that one of them has taken, whether one does something
+    that may take long, and the name of the run folder, where it is known."""
 
     step: int = 0
     busy: bool = False
+    folder: str = ""
 
 
 class NoticeBoard:
@@ -46,7 +47,8 @@ class NoticeBoard:
     def __init__(self, store: Store, machine: int, machines: int, *, pace: float = 1.0) -> None:
         self._store, self._machine, self._machines = store, machine, machines
         self._posted = False
-        self._pace, self._signs, self._told_at = pace, 0, 0.0
+        self._pace, self._signs, self._told_at, self._told = pace, 0, 0.0, State()
+        self._looked_at = time.monotonic()
         others = [other for other in range(machines) if other != machine]
         self._heard = dict.fromkeys(others, (0, time.monotonic(), State()))
 
@@ -84,11 +86,14 @@ class NoticeBoard:
         """Gives a sign of life when it is time to, and looks for the others'; those that fell silent are failures.
         Raises `DistError` when the store is out of reach."""
         now = time.monotonic()
-        late = now - self._told_at
-        if self._machines == 1 or late < self._pace:
+        late, self._looked_at = now - self._looked_at, now
+        if self._machines == 1:
             return []
-        self._told_at, self._signs = now, self._signs + 1
-        self._store.set(self._key("alive"), json.dumps([self._signs, state.step, state.busy]))
+        if now - self._told_at >= self._pace or state.folder != self._told.folder:
+            self._told_at, self._told, self._signs = now, state, self._signs + 1
+            self._store.set(
+                self._key("alive"), json.dumps([self._signs, state.step, state.busy, state.folder])
+            )
         lost = []
         for machine, (signs, since, _) in self._heard.items():
             key = self._key("alive", machine)
@@ -169,18 +174,21 @@ def _read_failure(text: str, machine: int) -> Failure:
 
 def _read_knowledge(text: str) -> tuple[int, str]:
     match _parsed(text):
-        case [int(restarts), str(folder)] if (
-            "/" not in folder and folder not in (".", "..") and plain(folder) == folder
-        ):
+        case [int(restarts), str(folder)] if _is_name(folder):
             return restarts, folder
     return 0, ""
 
 
 def _read_sign(text: str) -> tuple[int, State]:
     match _parsed(text):
-        case [int(signs), int(step), bool(busy)]:
-            return signs, State(step, busy)
+        case [int(signs), int(step), bool(busy), str(folder)] if _is_name(folder):
+            return signs, State(step, busy, folder)
     return 0, State()
+
+
+def _is_name(folder: str) -> bool:
+    """Whether this is a plain folder name, or empty: it comes from another machine and becomes part of a path."""
+    return "/" not in folder and folder not in (".", "..") and plain(folder) == folder
 
 
 def _parsed(text: str) -> object:

@@ -50,6 +50,9 @@ for the failed rank never notices."""
 CAUSE_SECONDS = 0.5
 """How long a broken connection waits for the end of the process behind it."""
 
+LOOK_SECONDS = 0.25
+"""Between two looks at what other machines say."""
+
 SHOW_CURSOR = b"\x1b[?25h"
 SAME_REQUEST_SECONDS = 0.5
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -267,12 +270,16 @@ class Watch(LocalElasticAgent):
     def _look_elsewhere(self) -> None:
         """Tells the other launchers how it goes here, and breaks off when one has failed or fell silent."""
         assert self._board is not None
-        if time.monotonic() - self._looked_at_board < self._care.pace / 4:
+        if time.monotonic() - self._looked_at_board < LOOK_SECONDS:
             return
         self._looked_at_board = time.monotonic()
         fewest = min((sign.beat.step for sign in self._signs), default=0)
-        failures = self._board.live(State(fewest, is_busy(self._signs, self._care.limits)))
-        failures = self._board.failures() or failures
+        claim = self._handout.claim
+        lost = self._board.live(State(fewest, is_busy(self._signs, self._care.limits), claim.read()))
+        for state in self._board.elsewhere:
+            if state.folder and not claim.read():
+                claim.write(state.folder)  # its machine may be gone by the next start
+        failures = self._board.failures() or lost
         if failures:
             if self._goes_on_after(first_cause(failures), failures):
                 self._broken_at = time.time()
@@ -310,10 +317,13 @@ class Watch(LocalElasticAgent):
         if again:
             self._used += 1
             self._lost_at = time.monotonic()
-            if cause.traceback:
+            if cause.traceback and not cause.follows:
                 self._announce(render_failure(cause))
             within = "" if self._hung or elsewhere else f"; noticed within {self._crew.noticed_within:.2f} s"
-            self._announce(f"{summary(cause)}{within}: restart {self._used} of {self._care.restarts}")
+            meeting = ", as soon as the machines have met again" if self._host else ""
+            self._announce(
+                f"{summary(cause)}{within}: restart {self._used} of {self._care.restarts}{meeting}"
+            )
             return None
         self._announce(render_failure(cause))
         if self._used and self._used == self._care.restarts:

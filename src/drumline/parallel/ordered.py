@@ -60,6 +60,7 @@ class OrderedSum:
         for bucket in self._buckets:
             bucket.fold = Fold(self.shards, _added)
             bucket.sent = bucket.gathered = None
+            bucket.kept = []
 
     def shard_begin(self, shard: int) -> None:
         """Before the backward of a shard, in their order."""
@@ -174,6 +175,8 @@ class _Bucket:
     missing: int = 0
     sent: Pending | None = None
     gathered: Pending | None = None
+    kept: list[tuple[Node, Tensors]] = field(default_factory=list)
+    """What was packed, until the step ends: another stream may still be reading it."""
     _packed: Tensor | None = None
 
     @staticmethod
@@ -198,7 +201,7 @@ class _Bucket:
 
     def packed(self, processes: int) -> Tensor:
         """This process's nodes, cut into a piece for each process: (processes, nodes, piece)."""
-        held = self.fold.take()
+        held = self.kept = self.fold.take()
         assert [node for node, _ in held] == self.nodes, (self.nodes, [node for node, _ in held])
         if self._packed is None:
             self._packed = torch.zeros(

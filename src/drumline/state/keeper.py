@@ -1,10 +1,10 @@
 """Saves checkpoints in the background and keeps the ones worth keeping.
 
 Promises: only the snapshot (a copy to host memory, at most one of them) holds up the step; writing, hashing and
-verifying happen on one background thread, and a save that falls due while it is still busy is skipped and said,
-unless it must be. A save that fails is said at once and tried anew at the next one; after three in a row, or when the
-last one of a run fails, the run ends with an error. An old checkpoint is deleted only when as many newer ones as are
-to be kept verify; the best one stays.
+verifying happen on one background thread. A save that falls due while that is still busy waits for it a second, then
+it is skipped and said, unless it must be. A save that fails is said at once and tried anew at the next one; after
+three in a row, or when the last one of a run fails, the run ends with an error. An old checkpoint is deleted only
+when as many newer ones as are to be kept verify; the best one stays.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from drumline.state.checkpoint import (
 
 FAILURES = 3
 """Failed saves in a row that end a run."""
+PATIENCE_S = 1.0
+"""How long a save waits for the one before: enough for a hiccup of the disk, little for a run."""
 
 
 class Keeper:
@@ -72,7 +74,7 @@ class Keeper:
     def save(self, groups: Groups, position: Position, must: bool = False) -> None:
         """Snapshots now, writes later. Skipped while the save before is still being written, unless it `must` be:
         then it waits for that one. Raises when saves have failed too often in a row."""
-        if self._pending is not None and not must and not self._pending.future.done():
+        if self._pending is not None and not must and not self._pending.is_done(PATIENCE_S):
             self.skipped += 1
             self.note(
                 f"step-{position.step} is not saved: step-{self._pending.step} is still being written after "
@@ -262,6 +264,9 @@ class _Pending:
     future: Future[UserError | None]
     step: int
     since: float
+
+    def is_done(self, patience_s: float) -> bool:
+        return bool(wait([self.future], patience_s).done)
 
 
 def _signature(folder: Path) -> _Signature:

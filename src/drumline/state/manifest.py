@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from drumline.recipe_file import MAX_LINE, MAX_RECIPE
 from drumline.state.tensor_file import Unsound, read_small
 
 FORMAT = 1
@@ -144,8 +145,11 @@ def _files(given: Any) -> dict[str, dict[str, Any]]:
 
 
 def _check_recipe(given: Any) -> None:
+    fits = (
+        isinstance(given, str) and len(given) <= MAX_RECIPE and max(map(len, given.split("\n"))) <= MAX_LINE
+    )
     try:
-        tables = tomllib.loads(given) if isinstance(given, str) else None
+        tables = tomllib.loads(given) if fits else None
     except (ValueError, RecursionError):
         tables = None
     if tables is None or not all(isinstance(table, dict) for table in tables.values()):

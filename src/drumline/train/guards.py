@@ -34,6 +34,8 @@ class Guards:
             lambda: state_tensors(run.trainee), run.world, run.reporter.logbook, run.step.finite
         )
         self.witness.agreed = run.position.step
+        self._one_gpu_each = run.world.device.type == "cuda" and run.recipe.parallel.layout != "dp"
+        self._own: list[Finding] = []
         self._modes = {name: part.training for name, part in run.trainee.module.named_modules()}
         self._samples = torch.empty(0, dtype=torch.int64)
 
@@ -60,7 +62,7 @@ class Guards:
         if planned or close:
             full = is_full(done, every, saving)
             self._look(done, ("full" if full else "short") if planned else "", wait=close)
-        if done == self.run.position.step + CLOSE_LOOKS and self.run.world.device.type == "cuda":
+        if done == self.run.position.step + CLOSE_LOOKS and self._one_gpu_each:
             rows = self.run.world.collect(memory_row(self.run.world))
             for finding in memory_findings(rows, f"step {done:,}"):
                 self.tell(finding)

@@ -21,7 +21,7 @@ from drumline.launch.world import World
 from drumline.models.weights import export_weights
 from drumline.recipe import Recipe
 from drumline.state.atomic import write_file
-from drumline.state.checkpoint import Position, Unsound, read_manifest, write_checksums
+from drumline.state.checkpoint import Position, Unsound, verify_checkpoint, write_checksums
 from drumline.state.tensor_file import verify_file
 from drumline.train import broken
 from drumline.train.evaluate import Score
@@ -209,8 +209,8 @@ def export(run: Running, position: Position) -> None:
         export_weights(average.module if average else run.trainee.model, folder / "last.safetensors")
         if best.exists():
             name = "average.safetensors" if average else "model.safetensors"
-            expected = read_manifest(best).files[name]
-            write_file(folder / "best.safetensors", partial(_copy, best / name, expected))
+            if expected := verify_checkpoint(best).files.get(name):
+                write_file(folder / "best.safetensors", partial(_copy, best / name, expected))
         write_checksums(folder)
     except Unsound as reason:
         run.note(

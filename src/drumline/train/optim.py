@@ -75,14 +75,15 @@ class _DeviceRate(torch.optim.Optimizer):
             gradients = [parameter.grad.float() for parameter in parameters]
             if scale is not None:
                 gradients = list(torch._foreach_div(gradients, scale))
-            before: list[torch.Tensor] = []
-            touched = [*parameters, *(t for p in parameters for t in self.state[p].values())]
-            if found_inf is not None:
-                before = [tensor.clone() for tensor in touched]
+            if found_inf is None:
+                self.update(group, parameters, gradients)
+                continue
+            # In one piece: a kernel for each tensor would take longer than the step itself.
+            touched = [_in_memory(t) for p in parameters for t in (p, *self.state[p].values())]
+            before = torch.cat(touched)
             self.update(group, parameters, gradients)
-            for tensor, old in zip(touched, before, strict=False):
-                assert found_inf is not None
-                tensor.copy_(torch.where(found_inf > 0, old, tensor))
+            after = torch.where(found_inf > 0, before, torch.cat(touched))
+            torch._foreach_copy_(touched, list(after.split([tensor.numel() for tensor in touched])))
 
     def update(
         self, group: dict[str, Any], parameters: list[torch.Tensor], gradients: list[torch.Tensor]
@@ -154,6 +155,11 @@ class LAMB(_DeviceRate):
             ratios = torch.where((weights > 0) & (lengths > 0), weights / lengths, 1.0)
             directions = torch._foreach_mul(directions, list(ratios.unbind()))
         torch._foreach_sub_(parameters, torch._foreach_mul(directions, group["lr"]))
+
+
+def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's values in the order in which they lie, whatever its layout."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ from drumline.models.weights import WeightFields, resolve_weights
 from drumline.parallel.layout import lay_out, resolve_layout
 from drumline.recipe import Data, Recipe
 from drumline.recipe_checks import shard_count
-from drumline.state.checkpoint import MANIFEST, Unsound, verify_checkpoint, verify_checksums
+from drumline.state.checkpoint import MANIFEST, Unsound, examined, verify_checkpoint, verify_checksums
 from drumline.train.ema import Average
 from drumline.train.optim import build_optimizer
 from drumline.train.recompute import recompute_blocks
@@ -242,8 +242,10 @@ def prepare_model(
     module = create_model(recipe.model.name, classes=wanted)
     word = ""
     if recipe.model.weights:
-        verify_weights(Path(recipe.model.weights))
-        report = load_weights(module, recipe.model.weights, strict_head=strict_head)
+        # One choice for all ranks: the run whose folder it is may go on, and save a newer one meanwhile.
+        file: str = world.share(str(resolve_weights(recipe.model.weights)) if world.first else "")
+        verify_weights(Path(file))
+        report = load_weights(module, file, strict_head=strict_head)
         word = f"weights from {recipe.model.weights}: {report.loaded} tensors"
         if report.reinitialised:
             word += f", new: {', '.join(report.reinitialised)}"
@@ -343,8 +345,11 @@ def verify_weights(path: Path, fields: WeightFields = WeightFields()) -> None:  
     """Weights of ours are checked against the checksums that lie beside them before they are used."""
     folder = resolve_weights(path, fields).parent
     try:
-        if (folder / MANIFEST).exists():
-            verify_checkpoint(folder)
+        if (folder / MANIFEST).exists() and examined(folder, verify_checkpoint) is None:
+            raise UserError(
+                f"{fields.weights} = {path}: {folder} was deleted by its run just now",
+                "give the command again: it takes the newest checkpoint then",
+            )
         verify_checksums(folder)
     except Unsound as reason:
         raise UserError(

@@ -97,6 +97,7 @@ for epoch in range(4):
         net.norm.eval()
     for x, y, ids in loader:
         step += 1
+        print("begins step", step, file=sys.stderr, flush=True)
         optimizer.zero_grad()
         if mistake == "same-ids":
             x = x + rank

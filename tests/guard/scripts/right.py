@@ -79,10 +79,10 @@ def sgd(model):
 def plain():
     model = DDP(Net())
     optimizer, loader = sgd(model), loader_of()
-    next(iter(loader))
+    next(iter(loader)), list(loader), list(loader)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3 * len(loader))
     with drumline.guard(model, optimizer, scheduler=scheduler, loader=loader, every=4) as watch:
-        train(model, optimizer, loader=loader, scheduler=scheduler)
+        train(model, optimizer, loader=loader, scheduler=scheduler, between=lambda: list(loader))
         watch.evaluated(len(range(rank, 97, world)), of=97)
         watch.evaluated(97, of=97)
         if rank == 0:

@@ -28,7 +28,7 @@ parser.add_argument(
     "--folders", action="store_true", help="each rank reads its own classes, as from its own disk"
 )
 parser.add_argument("--seed", type=int, default=0)
-parser.add_argument("--steps", type=int, default=150)
+parser.add_argument("--steps", type=int, default=200)
 opt = parser.parse_args()
 
 dist.init_process_group("gloo")
@@ -83,7 +83,7 @@ else:
     module_list = DDP(module_list)
     module_list = module_list.module
     trained = module_list
-optimizer = torch.optim.SGD(trained.parameters(), lr=0.05, momentum=0.9)
+optimizer = torch.optim.SGD(trained.parameters(), lr=0.02, momentum=0.9)
 if opt.guard:
     watch = drumline.guard(trained, optimizer, teacher=teacher)
 

@@ -1,0 +1,70 @@
+"""How many steps each mistake lives before a guard names it: plain DDP scripts, two processes over gloo.
+
+    python benchmarks/guard_latency.py
+
+Runs `tests/guard/scripts/mistakes.py` once per mistake and prints the table of docs/guards.md: the step from which on
+the mistake is in effect, the optimizer step before which it was told, and whether the script was stopped. CPU only,
+a minute or two.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.guard.scripts_run import Outcome, run_script
+
+MISTAKES = {
+    "module-call": ("`model.module(x)`", 1),
+    "submodule-call": ("a submodule called directly", 1),
+    "unwrapped": ("no DDP at all", 1),
+    "no-sync": ("every backward under `no_sync()`", 1),
+    "gradient-changed": ("a gradient changed on one rank", 1),
+    "loss-parameter": ("a trained parameter outside the DDP module", 1),
+    "drift": ("weights changed on one rank after wrapping", 1),
+    "late-drift": ("weights changed on one rank at step 6 (ranks compare every 4)", 6),
+    "rate": ("another learning rate on one rank", 1),
+    "buffers": ("BatchNorm buffers never made equal", 1),
+    "same-samples": ("no DistributedSampler", 1),
+    "same-ids": ("the same, told by `watch.batch(ids)`", 1),
+    "set-epoch": ("no `set_epoch` (6 steps per epoch)", 7),
+    "unused": ("a parameter without gradient", 1),
+    "outside": ("a parameter outside the optimizer", 1),
+    "strangers": ("the optimizer made before a layer was replaced", 1),
+    "teacher-trained": ("the teacher in the optimizer", 1),
+    "teacher-gradients": ("backward through the teacher", 1),
+    "teacher-train-mode": ("the teacher in train mode", 1),
+    "past-end": ("cosine schedule past `T_max` = 3", 5),
+    "dead-rate": ("the rate at 0 from step 5", 5),
+    "scheduler-early": ("`scheduler.step()` before `optimizer.step()`", 1),
+    "never-stepped": ("the scheduler never stepped (6 steps per epoch)", 7),
+    "left-in-eval": ("`model.eval()` left on after epoch 1", 7),
+    "frozen-norms": ("BatchNorm put to eval after epoch 1", 7),
+    "bad-batch": ("a NaN in one rank's batch at step 5", 5),
+    "bad-layer": ("a layer overflows at step 5", 5),
+    "bad-loss": ("the loss's gradient is NaN at step 5", 5),
+}
+
+
+def main() -> None:
+    print("| mistake | guard | in effect at step | told before step | done |\n|---|---|---|---|---|")
+    for mistake, (words, begins) in MISTAKES.items():
+        outcome = run_script("mistakes.py", 2, mistake)
+        guard = re.search(r"\[([a-z-]+)\]", outcome.told(0))
+        assert guard is not None
+        done = "stopped" if all(outcome.codes) else "warned"
+        print(f"| {words} | {guard[1]} | {begins} | {told_at(outcome)} | {done} |", flush=True)
+
+
+def told_at(outcome: Outcome) -> int:
+    """The optimizer step before which the guard spoke: the script says when it begins one."""
+    text = outcome.err[0]
+    before = text[: text.index("drumline guard [")]
+    return int(re.findall(r"begins step (\d+)", before)[-1])
+
+
+if __name__ == "__main__":
+    main()

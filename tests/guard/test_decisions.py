@@ -1,0 +1,234 @@
+"""What the guards decide, from numbers alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from drumline.errors import UserError
+from drumline.guard.compare import apart, difference, digest, glance, numbers, sharing, twins
+from drumline.guard.counts import miscounted
+from drumline.guard.devices import home, imbalance, misplaced, shared, trespass
+from drumline.guard.finding import Finding, Stopped, Teller
+from drumline.guard.gradients import all_finite
+from drumline.guard.hang import Beat, judge
+from drumline.guard.place import Place, line_to_change
+from drumline.guard.rates import Rates
+
+
+def test_a_finding_reads_as_what_where_since_fix() -> None:
+    finding = Finding("drift", "ranks differ", "'fc.weight' on rank 1", "step 3", "load it on every rank")
+    assert str(finding).splitlines() == [
+        "drumline guard [drift]: ranks differ",
+        "  where: 'fc.weight' on rank 1",
+        "  since: step 3",
+        "  fix: load it on every rank",
+    ]
+
+
+def test_stop_raises_and_warn_prints_once_per_guard(capsys: pytest.CaptureFixture[str]) -> None:
+    finding = Finding("drift", "ranks differ")
+    with pytest.raises(Stopped) as stopped:
+        Teller("stop").tell(finding)
+    assert stopped.value.finding == finding
+    teller = Teller("warn")
+    for _ in range(3):
+        teller.tell(finding)
+    teller.tell(Finding("bypass", "other"))
+    told = capsys.readouterr().err
+    assert told == "drumline guard [drift]: ranks differ\ndrumline guard [bypass]: other\n"
+    with pytest.raises(UserError, match="action='shout'"):
+        Teller("shout")  # type: ignore[arg-type]
+
+
+def test_the_majority_names_the_tensor_and_the_rank() -> None:
+    right = {"a": 1, "b": 2}
+    assert difference([right, right, right]) is None
+    assert difference([right, {"a": 1, "b": 3}, right]) == ("b", [1])
+    assert difference([right, {"a": 1, "b": 3}]) == ("b", [0, 1])
+    assert difference([right, right, {"a": 1}]) == ("b", [2])
+
+
+def test_numbers_see_a_swap_a_sign_and_an_ulp_in_any_layout() -> None:
+    tensor = torch.arange(1.0, 9.0).reshape(1, 2, 2, 2)
+    same = {"t": tensor.clone().to(memory_format=torch.channels_last)}
+    assert digest(numbers({"t": tensor})) == digest(numbers(same))
+    for change in (lambda t: t.flip(0, 1), lambda t: -t, lambda t: torch.nextafter(t, t + 1)):
+        assert digest(numbers({"t": tensor})) != digest(numbers({"t": change(tensor)}))
+    sparse = torch.eye(3).to_sparse()
+    assert numbers({"s": sparse}) == {}
+
+
+def test_equal_batches_are_seen_and_a_few_shared_ids_are_normal() -> None:
+    x = torch.randn(4, 3, 70, 70)
+    assert glance([x]) == glance([x.clone()]) != glance([x + 1])
+    assert twins([5, 7, 5]) == [0, 2]
+    assert twins([None, None]) == []
+    assert sharing([[1, 2, 3, 4], [5, 6, 7, 1]]) is None
+    assert sharing([[1, 2, 3, 4], [5, 6, 7, 8], [4, 3, 2, 9]]) == (0, 2, 3)
+    assert apart([[1.0, 2.0], [1.0, 2.0]]) == 0
+    assert apart([[1.0, 2.0], [1.0, 1.0]]) == 0.5
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_one_bad_value_is_seen_and_large_ones_are_not_taken_for_it(bad: float) -> None:
+    gradients = [torch.ones(3), torch.full((4,), 1e30), torch.ones(2, dtype=torch.bfloat16)]
+    assert all_finite(gradients)
+    gradients[2][1] = bad
+    assert not all_finite(gradients)
+
+
+def beats(**ranks: Beat) -> dict[int, Beat]:
+    return {int(name[1:]): beat for name, beat in ranks.items()}
+
+
+def test_a_rank_that_has_ended_or_waits_elsewhere_is_waited_for_in_vain() -> None:
+    waiting = Beat(24, "step", 31, True)
+    verdict = judge(beats(r0=waiting, r1=Beat(24, "finished", 40)), 30)
+    assert verdict is not None
+    assert verdict.hopeless
+    assert verdict.finding.where == "rank 0 waits in step 25; rank 1 finished after step 24"
+    verdict = judge(beats(r0=waiting, r1=Beat(24, "between", 31, True, "train.py:9")), 30)
+    assert verdict is not None
+    assert verdict.hopeless
+    assert "rank 1 is past step 24 at train.py:9" in verdict.finding.where
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Beat(24, "step", 500, True),  # both are slow
+        Beat(25, "between", 500, True),  # is ahead: waits for the slow one itself
+        Beat(25, "finished"),
+    ],
+)
+def test_slow_steps_are_nobodys_fault(other: Beat) -> None:
+    assert judge(beats(r0=Beat(24, "step", 500, True), r1=other), 30) is None
+
+
+def test_a_busy_rank_is_named_and_never_hopeless() -> None:
+    verdict = judge(beats(r0=Beat(24, "step", 31, True), r1=Beat(24, "between", 31, False, "save.py:3")), 30)
+    assert verdict is not None
+    assert not verdict.hopeless
+    assert "rank 1 keeps the others waiting" in verdict.finding.what
+    several = beats(r0=Beat(24, "step", 31, True), r1=Beat(24, "finished"), r2=Beat(24, "between", 31, False))
+    verdict = judge(several, 30)
+    assert verdict is not None
+    assert not verdict.hopeless
+    assert judge(beats(r0=Beat(24, "step", 5, True), r1=Beat(24, "finished")), 30) is None
+
+
+def test_a_rank_that_computes_waits_for_nobody() -> None:
+    evaluates = Beat(24, "step", 500, False, "evaluate.py:7")  # a forward without no_grad(), after the loop
+    assert judge(beats(r0=evaluates, r1=Beat(24, "between", 500, True, "train.py:9")), 30) is None
+
+
+def report(
+    gpu: str, used: float = 10, elsewhere: dict[str, int] | None = None, host: str = "a"
+) -> dict[str, Any]:
+    return {
+        "host": host,
+        "device": "cuda:0",
+        "gpu": gpu,
+        "used": int(used * 2**30),
+        "elsewhere": elsewhere or {},
+    }
+
+
+def test_memory_on_another_ranks_gpu_is_named() -> None:
+    finding = trespass([0, 1], [report("A"), report("B", elsewhere={"A": 2**30})])
+    assert finding is not None
+    assert finding.what == "rank 1 holds 1.00 GiB on the GPU of rank 0"
+    assert trespass([0, 1], [report("A"), report("B", elsewhere={"C": 2**30})]) is None
+    assert trespass([0, 1], [report("A"), report("B", elsewhere={"A": 2**30}, host="b")]) is None
+
+
+def test_two_ranks_on_one_gpu_and_unequal_memory_are_told() -> None:
+    finding = shared([0, 1], [report("A"), report("A")])
+    assert finding is not None
+    assert "ranks 0 and 1 work on the same GPU" in finding.what
+    assert shared([0, 1], [report("A"), report("A", host="b")]) is None
+    assert shared([0, 1], [report(""), report("")]) is None
+    finding = imbalance([0, 1, 2, 3], [report("A", 25), report("B"), report("C"), report("D")])
+    assert finding is not None
+    assert finding.what == "25.0 GiB in use on the GPU of rank 0, 10.0 on others"
+    assert imbalance([0, 1], [report("A", 11), report("B")]) is None
+    assert imbalance([0, 1], [report("A", 1.9), report("B", 0.5)]) is None
+    assert imbalance([0, 1], [report("", 0), report("", 0)]) is None
+
+
+def test_a_tensor_elsewhere_is_named_in_a_world_of_several() -> None:
+    here, there = torch.device("cpu"), torch.empty(2, device="meta")
+    finding = misplaced(here, {"teacher parameter 'fc.weight'": there}, 1, 2)
+    assert finding is not None
+    assert finding.what == "teacher parameter 'fc.weight' lies on meta, but rank 1 works on cpu"
+    assert misplaced(here, {"teacher parameter 'fc.weight'": there}, 0, 1) is None
+    assert home([torch.ones(1), there]) is None
+    assert home([torch.ones(1)]) == here
+
+
+@pytest.mark.parametrize(
+    ("counts", "of", "what"),
+    [
+        ([50, 50], 100, None),
+        ([100, 100], 100, None),
+        ([51, 51], 101, "1 sample twice"),
+        ([50, 49], 101, "2 samples left out"),
+        ([50, None], 100, "only 1 of 2 ranks"),
+    ],
+)
+def test_an_evaluation_counts_each_sample_once(counts: list[int | None], of: int, what: str | None) -> None:
+    finding = miscounted([0, 1], counts, of, "evaluation 1")
+    assert (finding is None) == (what is None)
+    assert finding is None or (what is not None and what in finding.what)
+
+
+def rates(factor: Any, per_epoch: int | None = None) -> tuple[Rates, torch.optim.lr_scheduler.LambdaLR]:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return Rates(optimizer, scheduler, per_epoch), scheduler
+
+
+@pytest.mark.filterwarnings("ignore:Detected call")
+def test_a_rate_may_begin_and_end_at_zero_but_not_stay_there() -> None:
+    watched, scheduler = rates(lambda step: [0, 0, 0, 1, 1, 0, 0, 0][step])
+    told = []
+    for step in range(1, 8):
+        watched.forward()
+        told.append(watched.look(step))
+        scheduler.step()
+    assert [finding is None for finding in told] == [True] * 6 + [False]
+    assert told[-1] is not None
+    assert told[-1].since == "step 6"
+
+
+def test_a_schedule_that_is_never_followed_is_told_after_two_epochs_or_at_the_end() -> None:
+    watched, _ = rates(lambda step: 1.0, per_epoch=3)
+    assert [watched.look(step) is None for step in range(1, 9)] == [True] * 6 + [False] * 2
+    assert watched.at_close(1) is None
+    finding = watched.at_close(5)
+    assert finding is not None
+    assert "never stepped in 5 steps" in finding.what
+
+
+def test_the_line_that_takes_the_wrapper_off_is_found_in_the_source(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(
+        "torch.save(model.module.state_dict())\nout = model.module(x)\nhead = model.module.head\n"
+        "raw = model.module\nmodel = model.module\n"
+    )
+    found = line_to_change(None, [str(file)])
+    assert found == Place(str(file), 5)
+    assert str(found) == f"{file}:5: `model = model.module`"
+    file = tmp_path / "other.py"
+    file.write_text("torch.save(model.module.state_dict())\nmodel.module.encode(x)\nout = model.module(x)\n")
+    assert line_to_change(None, [str(file)]) == Place(str(file), 3)
+    called = Place(str(file), 2)
+    assert line_to_change(called, [str(file)]) == called
+    file = tmp_path / "right.py"
+    file.write_text("torch.save(model.module.state_dict())\nout = model(x)\n")
+    assert line_to_change(None, [str(file)]) is None

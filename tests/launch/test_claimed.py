@@ -1,0 +1,62 @@
+"""A restart goes on in the folder of the first start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from drumline.errors import UserError
+from drumline.launch.claimed import Claim, claimed, going_on, remember, resume_word
+from drumline.recipe import Checkpoint, Recipe, Run
+
+
+@pytest.fixture
+def claim(monkeypatch: pytest.MonkeyPatch) -> Iterator[Claim]:
+    found = Claim()
+    for name, value in found.variable.items():
+        monkeypatch.setenv(name, value)
+    yield found
+    found.close()
+
+
+def recipe(folder: Path, resume: str = "never") -> Recipe:
+    return Recipe(run=Run(dir=str(folder)), checkpoint=Checkpoint(resume=resume))
+
+
+def test_the_first_folder_is_remembered_and_those_inside_it_are_not(claim: Claim) -> None:
+    assert claimed() == claim.read() == ""
+    remember("photos-1")
+    remember("initial-fsp")
+    assert claimed() == claim.read() == "photos-1"
+    claim.write("other")
+    assert claimed() == "other"
+
+
+def test_without_a_launcher_nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DRUMLINE_CLAIMED", raising=False)
+    remember("photos-1")
+    assert claimed() == ""
+
+
+def test_a_restart_resumes_under_the_name_that_was_claimed(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    assert resume_word(recipe(tmp_path), "x") == "auto"
+    again = going_on(recipe(tmp_path), "x", "auto")
+    assert (again.run.name, again.checkpoint.resume) == ("x", "auto")
+    assert again == replace(recipe(tmp_path), run=again.run, checkpoint=again.checkpoint)
+
+
+def test_a_run_that_goes_on_from_another_does_so_again_until_it_has_saved(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    assert resume_word(recipe(tmp_path, "runs/old"), "x") == "runs/old"
+    (tmp_path / "x/checkpoints/step-3").mkdir(parents=True)
+    assert resume_word(recipe(tmp_path, "runs/old"), "x") == "auto"
+
+
+def test_a_machine_that_does_not_see_the_folder_does_not_begin_again(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not see its folder") as caught:
+        resume_word(recipe(tmp_path), "x")
+    assert "common disk" in caught.value.fix

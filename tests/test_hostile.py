@@ -1,0 +1,174 @@
+"""Runs, recipes and weights of strangers: the command reads them, says what is wrong, and runs nothing in them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drumline.cli import main
+from drumline.errors import UserError
+from drumline.models import create_model
+from drumline.models.weights import export_weights, load_weights
+from drumline.recipe import Distill
+from drumline.state import manifest as manifest_module
+from drumline.state.checkpoint import Position, Unsound, known_sha256, write_checkpoint, write_checksums
+from drumline.state.tensor_file import write_tensors
+
+SOURCE = Path(__file__).parents[1] / "src" / "drumline"
+EVIL = "import pathlib\npathlib.Path('owned').touch()\n\ndef boom(**words):\n    raise SystemExit\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A stranger's run folder beside a module that it would like to run, as in an unpacked archive."""
+    threads = torch.get_num_threads()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "evil.py").write_text(EVIL)
+    folder = tmp_path / "run"
+    model = create_model("resnet8", classes=10)
+    groups = {"model": dict(model.state_dict()), "optimizer": {}}
+    write_checkpoint(folder / "checkpoints", groups, Position(3, 10), "", {"threads": 1})
+    (folder / "weights").mkdir()
+    export_weights(model, folder / "weights" / "last.safetensors")
+    write_checksums(folder / "weights")
+    (folder / "recipe.toml").write_text('[model]\nname = "resnet8"\n')
+    yield folder
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("field", ["model.name", "data.source"])
+@pytest.mark.parametrize("command", ["eval", "train"])
+def test_code_named_by_a_strangers_run_is_not_run(
+    run: Path, capsys: pytest.CaptureFixture[str], field: str, command: str
+) -> None:
+    section, key = field.split(".")
+    (run / "recipe.toml").write_text(f'[{section}]\n{key} = "evil:boom"\n')
+    words = [str(run)] if command == "eval" else [str(run / "recipe.toml")]
+    assert main([command, *words]) == 2
+    told = capsys.readouterr().err
+    assert "runs the code of evil" in told
+    assert "add --trust, or repeat" in told
+    assert not Path("owned").exists()
+
+
+def test_code_named_by_a_strangers_teacher_is_not_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from drumline.distill.load import check_teachers
+
+    (run / "recipe.toml").write_text('[model]\nname = "evil:boom"\n')
+    with pytest.raises(UserError, match="its recipe names the model evil:boom, which runs the code of evil"):
+        check_teachers(Distill(teacher_weights=(str(run),)))
+    assert check_teachers(Distill(teacher_weights=(str(run),), teacher=("evil:boom",))) == ("evil:boom",)
+    assert not Path("owned").exists()
+
+
+class Trap:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("owned"),)
+
+
+@pytest.mark.parametrize("name", ["w.pt", "w.pth", "w.safetensors", "w.bin", "w.pkl"])
+def test_a_pickle_under_any_name_runs_nothing(run: Path, name: str) -> None:
+    torch.save({"state_dict": Trap()}, name) if name.startswith("w.p") else Path(name).write_bytes(
+        pickle.dumps(Trap())
+    )
+    with pytest.raises(UserError, match=name):
+        load_weights(create_model("resnet8", classes=10), name)
+    assert not Path("owned").exists()
+
+
+def test_weights_are_those_that_were_hashed(run: Path) -> None:
+    file = run / "weights" / "last.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"last\.safetensors: its checksum does not match"):
+        load_weights(create_model("resnet8", classes=10), file)
+
+
+def test_weights_that_the_checksums_beside_them_do_not_name_are_refused(run: Path) -> None:
+    for folder in (run / "weights", run / "checkpoints" / "step-3"):
+        write_tensors(folder / "best.safetensors", {"w": torch.zeros(1)})
+        with pytest.raises(Unsound, match="do not name it"):
+            known_sha256(folder / "best.safetensors")
+
+
+def huge(content: dict[str, Any]) -> None:
+    content["environment"]["threads"] = 10**9
+
+
+def outside(content: dict[str, Any]) -> None:
+    content["files"]["../../recipe.toml"] = content["files"]["model.safetensors"]
+
+
+def steering(content: dict[str, Any]) -> None:
+    content["environment"]["\x1b[2J"] = "\x1b]0;owned\x07"
+    content["position"]["step"] = 4
+
+
+@pytest.mark.parametrize("change", [huge, outside, steering])
+def test_a_sealed_lie_in_a_checkpoint_is_told_without_a_traceback(
+    run: Path, capsys: pytest.CaptureFixture[str], change: Callable[[dict[str, Any]], None]
+) -> None:
+    path = run / "checkpoints" / "step-3" / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["seal"]
+    change(content)
+    path.write_text(manifest_module._sealed(content))
+    assert main(["verify", str(run)]) == 1
+    told = capsys.readouterr()
+    assert "BAD  step-3" in told.out
+    assert "\x1b" not in told.out + told.err
+    words = [
+        "data.source=digits",
+        "model.name=resnet8",
+        f"checkpoint.resume={run / 'checkpoints' / 'step-3'}",
+    ]
+    assert main(["train", *words, "train.steps=4", "run.dir=runs", "parallel.threads=1"]) == 2
+    assert "cannot resume" in capsys.readouterr().err
+
+
+FORBIDDEN = {
+    r"\bpickle\.(load|loads|Unpickler)\b": (),
+    r"\btorch\.load\((?!.*weights_only=True)": (),
+    r"\b(np|numpy)\.load\((?!.*allow_pickle=False)": (),
+    r"\b(import|from) (yaml|shelve|marshal|dill|joblib|cloudpickle)\b": (),
+    r"\bimport_module\(": ("__init__.py", "models/registry.py", "data/sources/custom.py", "launch/worker.py"),
+    r"\bshell=True": (),
+}
+"""What may run code of a file, and where it is allowed: names of our own, and those that the user's command line
+vouches for."""
+
+
+@pytest.mark.parametrize("pattern", FORBIDDEN)
+def test_no_load_path_can_run_code(pattern: str) -> None:
+    found = {
+        str(path.relative_to(SOURCE))
+        for path in SOURCE.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if re.search(pattern, line) and not line.lstrip().startswith("#")
+    }
+    assert found <= set(FORBIDDEN[pattern])
+
+
+def test_nothing_is_evaluated() -> None:
+    calls = [
+        f"{path.relative_to(SOURCE)}:{node.lineno}"
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("eval", "exec", "compile", "__import__")
+    ]
+    assert calls == []
