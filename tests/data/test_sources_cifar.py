@@ -337,10 +337,10 @@ BOMBS = {
     "a frame of eight exabytes": b"\x80\x04\x95" + b"\xff" * 7 + b"\x7f}.",
     "a key of 2^200 parts": b"\x80\x04}" + laughs(200) + b"K\x01s.",
     "text of 2^200 parts": b"\x80\x04c_codecs\nencode\n" + laughs(200) + b"U\x06latin1\x86R.",
-    "one text, encoded again and again": b"\x80\x02(c_codecs\nencode\nq\x00X\x00\x10\x00\x00"
-    + b"a" * 4096
+    "one text, encoded again and again": b"\x80\x02(c_codecs\nencode\nq\x00X\x00\x00\x01\x00"
+    + b"a" * 65536
     + b"q\x01U\x01aq\x02"
-    + b"h\x00h\x01h\x02\x86R" * 4096
+    + b"h\x00h\x01h\x02\x86R" * 16384
     + b"l.",
     "a number of a million digits": b"L" + b"9" * 10**6 + b"L\n.",
 }

@@ -104,6 +104,26 @@ def test_a_parameter_that_is_never_reached_is_told_after_20_steps() -> None:
         step()
 
 
+def test_the_batch_is_kept_for_the_second_of_two_optimizers_too(tmp_path: Path) -> None:
+    model, _, x = made()
+    first = torch.optim.SGD([*model.first.parameters(), *model.norm.parameters()], lr=0.1)
+    second = torch.optim.SGD(model.last.parameters(), lr=0.1)
+    watch = drumline.guard(model, [first, second], folder=tmp_path)
+    for number in (1, 2):
+        watch.batch([number])
+        F.cross_entropy(model(x), torch.arange(len(x)) % 3).backward()
+        if number == 2:
+            assert model.last.bias.grad is not None
+            model.last.bias.grad[0] = torch.inf
+        first.step()
+        if number == 1:
+            second.step()
+    with pytest.raises(Stopped, match=r"in backward, the gradient of 'last.bias' is the first"):
+        second.step()
+    assert torch.equal(load_file(tmp_path / "step-2-rank-0.safetensors")["call0.input0"], x)
+    assert json.loads((tmp_path / "step-2-rank-0.json").read_text())["ids"] == [2]
+
+
 def test_closing_leaves_no_hook_behind() -> None:
     model, optimizer, x = made()
     hook = sys.excepthook

@@ -166,6 +166,8 @@ def lost(folder: Path, rank: int) -> None:
         time.sleep(float(sys.argv[5]) if len(sys.argv) > 5 else 0)
         return
     _deaf_unless_rank_1(folder, rank)
+    child = subprocess.Popen(["sleep", "600"])  # knows nothing of us
+    write(folder / f"pid-{rank}-child-{start}", str(child.pid))
     if sys.argv[4] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     raise RuntimeError("the cat is back")

@@ -35,6 +35,13 @@ def test_a_killed_rank_is_noticed_within_a_second_and_all_start_again(run: Run) 
     assert run.survivors(1) == []
 
 
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_what_a_lost_worker_has_started_goes_with_it(run: Run, restarts: int) -> None:
+    assert run.launch("lost", "1", "kill", care=Launch(restarts=restarts)) == 1 - restarts
+    assert (run.folder / "pid-1-child-0").exists()
+    assert run.survivors(1) == []
+
+
 def test_an_error_is_shown_and_restarted(run: Run) -> None:
     assert run.launch("lost", "1", "raise", care=Launch(restarts=1)) == 0
     assert len(run.lines) == 2

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.launch.ranks import results_of
 from tests.runs.command import drumline, result
 
 pytestmark = pytest.mark.slow
@@ -127,11 +128,12 @@ def test_weights_changed_on_one_rank_are_named_with_tensor_and_step(tmp_path: Pa
     assert "since: between step 4, after which all agreed, and step 6" in said
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(("processes", "word"), [(1, "train.accumulate=1"), (2, "train.sync_bn=true")])
 def test_the_layer_the_rank_and_the_sample_of_an_infinite_value_are_named(
-    processes: int, tmp_path: Path
+    processes: int, word: str, tmp_path: Path
 ) -> None:
-    words = ("checkpoint.every_steps=2", f"parallel.processes={processes}")
+    """Also where layers meet other processes on their way forward and back."""
+    words = ("checkpoint.every_steps=2", f"parallel.processes={processes}", word)
     said = stopped(trained(tmp_path, "Exploding", *words))
     assert said.count("guard [not-finite]: the gradient of step 5 is NaN or infinite") == 1
     assert "the output of 'scale' (Scale)" in said
@@ -142,8 +144,18 @@ def test_the_layer_the_rank_and_the_sample_of_an_infinite_value_are_named(
     batch = load_file(file)
     assert len(batch["images"]) == 48 // processes
     assert f"rank {processes - 1} of {processes}, samples {int(batch['samples'][3])}\n" in said
-    assert max(int(path.name[5:]) for path in (run / "checkpoints").iterdir()) in (2, 4)  # 4, if the disk kept up
+    assert max(int(path.name[5:]) for path in (run / "checkpoints").iterdir()) in (
+        2,
+        4,
+    )  # 4, if the disk kept up
     assert "\n5 " not in (run / "fingerprints.txt").read_text()
+
+
+def test_two_ranks_that_are_fed_the_same_samples_are_told_at_step_1() -> None:
+    for found in results_of("tests.runs.fed_alike", 2):
+        assert "guard [same-samples]: sample " in found["said"]
+        assert "and 7 others came twice in one global batch, on rank(s) [0, 1]" in found["said"]
+        assert "since: step 1\n" in found["said"]
 
 
 def test_with_warn_an_update_that_is_not_finite_is_left_out_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 from drumline.errors import UserError
 from drumline.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Run, Train
 from drumline.recipe_file import dump_recipe
+from drumline.state import folder
 from drumline.state.checkpoint import Position, write_checkpoint
 from drumline.state.folder import (
     changed_environment,
@@ -199,6 +200,13 @@ def test_a_lock_that_was_taken_away_before_it_was_ours_locks_nobody_out(
     assert (tmp_path / "a" / ".lock").stat().st_ino == os.fstat(second.lock.fileno()).st_ino
     monkeypatch.undo()
     with pytest.raises(UserError, match="is being written by another run"):
+        open_run(recipe(tmp_path, "a"), "digits")
+
+
+def test_a_lock_file_that_never_stays_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system that gives a file another number each time it is asked."""
+    monkeypatch.setattr(folder, "_stands", lambda lock, path: False)
+    with pytest.raises(UserError, match=r"cannot be locked .the lock file keeps changing"):
         open_run(recipe(tmp_path, "a"), "digits")
 
 

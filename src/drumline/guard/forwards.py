@@ -62,6 +62,7 @@ class Forwards:
         self.synced = True
         self.direct: Direct | None = None
         self._depth = 0
+        self._several = several
         self._active, self._backward = active, backward
         self._handles: list[RemovableHandle] = []
         self._part_handles: list[RemovableHandle] = []
@@ -80,7 +81,7 @@ class Forwards:
     def stepped(self) -> None:
         """The optimizer has stepped: a new step's calls begin."""
         self.calls.clear()
-        self.wrapped_calls, self._depth, self.synced = 0, 0, True
+        self.wrapped_calls, self._depth, self.synced, self.direct = 0, 0, True, None
 
     def arrived(self, found: list[torch.Tensor]) -> Callable[[torch.Tensor], None]:
         """A hook for a gradient that backward brings to an output."""
@@ -128,7 +129,7 @@ class Forwards:
     def _enter(self, call: Call) -> None:
         self._active()
         around = DistributedDataParallel._get_active_ddp_module()
-        if around is None and self._part_handles and self._depth == 0 and self.direct is None:
+        if around is None and self._several and self._depth == 0 and self.direct is None:
             self._note(call.module)
         if around is not None and self.wrapper is None:
             # The script handed over the inner model; its wrapper is found when it calls.

@@ -28,8 +28,11 @@ from drumline.state.atomic import write_file, write_text
 _ORDER = ("parameter", "batch", "forward", "loss", "backward")
 
 
-def locate(calls: Sequence[Call], parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """What this rank can say: at which stage, and in what, a value was first not finite."""
+def locate(
+    calls: Sequence[Call], parameters: Mapping[str, torch.Tensor], first: str | None = None
+) -> dict[str, str]:
+    """What this rank can say: at which stage, and in what, a value was first not finite. `first` is the parameter
+    with the first bad gradient, where the gradients themselves are gone."""
     for name, parameter in parameters.items():
         if not _finite(parameter):
             return {"stage": "parameter", "name": name}
@@ -44,7 +47,7 @@ def locate(calls: Sequence[Call], parameters: Mapping[str, torch.Tensor]) -> dic
     for call in calls:
         if not all(math.isfinite(float(value)) for value in call.output_gradients):
             return {"stage": "loss", "name": call.name}
-    return {"stage": "backward", "name": first_bad(parameters) or ""}
+    return {"stage": "backward", "name": first or first_bad(parameters) or ""}
 
 
 def finding_of(ranks: Sequence[int], verdicts: Sequence[dict[str, str] | None], step: int) -> Finding:

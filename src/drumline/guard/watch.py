@@ -2,8 +2,9 @@
 
     watch = drumline.guard(model, optimizer)
 
-Promises: everything happens in hooks of the model and the optimizer, before the optimizer changes a parameter; most
-steps cost one fused reduction over the gradients and one wait for its result. Refuses sharded parameters.
+Promises: everything happens in hooks of the model and the optimizer, before the optimizer changes a parameter. On a
+GPU no step after the third waits: whether gradients were finite is learnt one step later (`delayed.py`). Refuses
+sharded parameters.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from torch.optim import Optimizer
 from drumline.errors import UserError
 from drumline.guard import devices
 from drumline.guard.counts import miscounted
+from drumline.guard.delayed import Bad, Finiteness
 from drumline.guard.finding import Action, Finding, Stopped, Teller
 from drumline.guard.forwards import Forwards, inner_of, wrapper_of
-from drumline.guard.gradients import all_finite, dense_gradients, outside, strangers, without_gradient
+from drumline.guard.gradients import outside, strangers, without_gradient
 from drumline.guard.hang import Beat, Pulse, judge
 from drumline.guard.meeting import meeting_of
 from drumline.guard.modes import Modes, gradient_marks, trained_teacher
@@ -102,6 +104,8 @@ class Watch:
         self.steps = [0] * len(optimizers)
         self.ids: list[int] = []
         self.evaluations = 0
+        self.finite = Finiteness(self.inner)
+        self._used = False
         self.never_reached: list[dict[int, str]] = [{} for _ in optimizers]
         self.pulse = Pulse(self.meeting, hang_seconds, self.teller.warn, self.teller.action == "stop")
         self.forwards = Forwards(model, self.inner, self.meeting.size > 1, self._forward, self._backward)
@@ -127,6 +131,8 @@ class Watch:
 
     def batch(self, ids: torch.Tensor | Iterable[int]) -> None:
         """Optional: the sample ids of this step's batch, so that samples shared by ranks are seen by id."""
+        if self._used:
+            self._forget()
         self.ids.extend(ids.tolist() if isinstance(ids, torch.Tensor) else map(int, ids))
 
     def evaluated(self, count: int, *, of: int) -> None:
@@ -147,6 +153,14 @@ class Watch:
             return
         self._open = False
         atexit.unregister(self.close)
+        try:
+            for bad in self.finite.left():
+                self._non_finite(bad)
+        finally:
+            self._take_off()
+
+    def _take_off(self) -> None:
+        """Ends every hook and thread."""
         self.pulse.finish()
         finding = self.rates.at_close(self.steps[0])
         if finding is not None:
@@ -165,12 +179,16 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self.finite.forget()  # what went wrong is known already
         self.close()
 
     def _forward(self) -> None:
         """A forward of the model begins."""
         self.pulse.move()
         if torch.is_grad_enabled():
+            if self._used:
+                self._forget()
             self.pulse.phase, self.pulse.backward = "step", False
             self.rates.forward()
 
@@ -181,7 +199,7 @@ class Watch:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or (
-            torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         ):
             return
         self.pulse.move()
@@ -207,10 +225,18 @@ class Watch:
         self.steps[number] += 1
         self.pulse.steps, self.pulse.phase = self.steps[0], "between"
         self.pulse.move()
-        self.forwards.stepped()
-        self.ids.clear()
+        self._used = True
+        if len(self.optimizers) == 1:
+            self._forget()
         if self.steps[number] == _FIRST:
             self.forwards.settle()
+
+    def _forget(self) -> None:
+        """A new step begins: at once with one optimizer, which frees the batch; else with the next forward, since
+        several optimizers may use one backward."""
+        self._used = False
+        self.forwards.stepped()
+        self.ids.clear()
 
     def _look(self, step: int) -> None:
         """What host memory alone tells, every step."""
@@ -225,8 +251,8 @@ class Watch:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         # A fused optimizer is called by the loss scaler even for a step that it will skip.
         scaled = getattr(optimizer, "found_inf", None) is not None
-        if not scaled and not all_finite(dense_gradients(held)):
-            self._non_finite(step)
+        for bad in self.finite.look(number, [] if scaled else held, step, self.forwards.calls, self.ids):
+            self._non_finite(bad)
         if meets or step == _PATIENCE:
             self._look_at_parameters(number, optimizer, step)
         if step <= _PATIENCE:
@@ -280,16 +306,15 @@ class Watch:
             for name, parameter in teacher.named_parameters()
         }
 
-    def _non_finite(self, step: int) -> None:
-        calls, rank = list(self.forwards.calls), self.meeting.rank
-        parameters = dict(self.inner.named_parameters())
-        verdict = locate(calls, parameters)
+    def _non_finite(self, bad: Bad) -> None:
+        step, calls, rank = bad.step, bad.calls, self.meeting.rank
+        verdict = locate(calls, dict(self.inner.named_parameters()), bad.parameter)
         key = f"non-finite/{step}"
         verdicts = self.meeting.gather(key, verdict, self._pause, seconds=_VERDICT_SECONDS)
         finding = Finding(
             **self.meeting.first(f"{key}/said", vars(finding_of(self.meeting.ranks, verdicts, step)))
         )
-        path = keep_batch(self.folder, step, rank, calls, finding, self.ids)
+        path = keep_batch(self.folder, step, rank, calls, finding, bad.ids)
         saved = f"{finding.fix}; batch of each rank saved, here {path}"
         self._tell(Finding(finding.guard, finding.what, finding.where, finding.since, saved))
 

@@ -304,6 +304,7 @@ class Watch(LocalElasticAgent):
     def _explain(self, elsewhere: list[Failure]) -> int | None:
         """Says why the workers ended early, once; gives the exit code, or None when they start again."""
         assert self._board is not None
+        self._crew.kill()  # what lost workers have started
         failures = self._failures() + elsewhere
         if failures and first_cause(failures).follows:
             failures += self._board.wait_for_cause()

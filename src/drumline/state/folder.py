@@ -6,6 +6,7 @@ accident; resuming takes the newest checkpoint that verifies and says loudly whe
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -35,6 +36,8 @@ IRRELEVANT_TO_BITS = (
     "parallel.rendezvous",
     "parallel.node_rank",
 )
+TRIES = 100
+"""How often a lock is tried for that others take away meanwhile."""
 OF_THE_WORLD = ("parallel.processes", "parallel.nodes", "parallel.layout", "parallel.backend")
 """What strict mode's bits do not depend on either."""
 
@@ -222,7 +225,7 @@ def next_free(base: Path, stem: str) -> Path:
 
 def _lock(path: Path) -> IO[str]:
     """The folder's lock file, held until it is closed or the process ends, however it ends."""
-    while True:
+    for _ in range(TRIES):
         path.mkdir(parents=True, exist_ok=True)
         try:
             handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -238,6 +241,7 @@ def _lock(path: Path) -> IO[str]:
         if _stands(lock, path / ".lock"):
             return lock
         lock.close()
+    raise _not_locked(path, OSError(errno.ENOLCK, "the lock file keeps changing"))
 
 
 def _not_locked(path: Path, error: OSError) -> UserError:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from drumline.train.step import TrainStep
 
 FIX = "lower optim.lr, add optim.warmup_epochs or optim.clip, or use train.precision fp32"
 _KINDS = ("parameter", "output", "loss", "gradient")
+Pieces = dict[int, Batch]
+"""Thread to the piece of the batch that it runs: shards of strict mode may take turns."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,9 @@ def not_finite(
 
 
 @contextmanager
-def _watched(module: nn.Module, found: list[Culprit]) -> Iterator[list[Batch]]:
-    """Looks at every part's output; the list holds the piece of the batch that runs."""
-    current: list[Batch] = []
+def _watched(module: nn.Module, found: list[Culprit]) -> Iterator[Pieces]:
+    """Looks at every part's output; what it gives is told which piece of the batch each thread runs."""
+    current: Pieces = {}
 
     def looked(name: str, part: nn.Module, inputs: Any, output: Any) -> None:
         if any(culprit.kind == "output" for culprit in found):
@@ -111,7 +114,8 @@ def _watched(module: nn.Module, found: list[Culprit]) -> Iterator[list[Batch]]:
                     if name
                     else f"the whole model ({type(part).__name__})"
                 )
-                found.append(Culprit("output", words, _rows(tensor, current[0].samples if current else None)))
+                piece = current.get(get_ident())
+                found.append(Culprit("output", words, _rows(tensor, piece.samples if piece else None)))
                 return
 
     handles = [part.register_forward_hook(partial(looked, name)) for name, part in module.named_modules()]
@@ -122,18 +126,19 @@ def _watched(module: nn.Module, found: list[Culprit]) -> Iterator[list[Batch]]:
             handle.remove()
 
 
-def _look(step: TrainStep, found: list[Culprit], current: list[Batch], batch: Batch) -> None:
-    """In the place of a step's backward. Gradients are asked for by name, so no exchange takes place."""
-    current[:] = [batch]
+def _look(step: TrainStep, found: list[Culprit], current: Pieces, batch: Batch) -> None:
+    """In the place of a step's backward. Gradients are asked for by name, so they are not exchanged. Backward runs
+    whatever forward has shown: parts of the model may meet other processes in it, and these come there too."""
+    current[get_ident()] = batch
     outcome = step.outcome(step.trainee.module, batch)
+    named = [(name, p) for name, p in step.trainee.module.named_parameters() if p.requires_grad]
+    loss = outcome.loss * (step.exchange.weight / step.global_batch)
+    gradients = torch.autograd.grad(loss, [parameter for _, parameter in named], allow_unused=True)
     if found:
         return
     if not _finite(outcome.loss):
         found.append(Culprit("loss", ""))
         return
-    named = [(name, p) for name, p in step.trainee.module.named_parameters() if p.requires_grad]
-    loss = outcome.loss * (step.exchange.weight / step.global_batch)
-    gradients = torch.autograd.grad(loss, [parameter for _, parameter in named], allow_unused=True)
     for (name, _), gradient in reversed(list(zip(named, gradients, strict=True))):
         if gradient is not None and not _finite(gradient):
             found.append(Culprit("gradient", name))

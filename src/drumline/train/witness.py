@@ -16,11 +16,11 @@ import torch
 
 from drumline.guard.finding import Finding
 from drumline.launch.world import World
+from drumline.observe.late import Late
 from drumline.observe.logbook import Logbook
 from drumline.state.chain import GROUPS, record_text
 from drumline.state.fingerprint import fingerprint, fingerprints_of, first_difference
 from drumline.train.finite import Finite
-from drumline.train.late import Late
 from drumline.train.trainee import Trainee
 
 Named = dict[tuple[str, str], torch.Tensor]

@@ -1,0 +1,141 @@
+"""Whether a step's gradients were finite: at once, or on a GPU one step later, so that nobody waits.
+
+Promises, of the late way: a fused pass over the gradients and one over the parameters per step, and a copy that is
+read when the next step has been queued behind it. A finding comes one step late, with the parameters as they were
+before the bad step: they are kept from each step to the next, in as much memory as the parameters take, and put back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from drumline.guard.forwards import Call
+from drumline.guard.gradients import all_finite, dense_gradients
+from drumline.observe.late import Late
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A step with gradients that were not finite."""
+
+    step: int
+    calls: list[Call]
+    ids: list[int]
+    parameter: str | None = None
+    """The first whose gradient was not finite, in the order of backward; None while the gradients are there."""
+
+
+@dataclass(frozen=True)
+class _Pending:
+    step: int
+    calls: list[Call]
+    ids: list[int]
+    names: list[str]
+    largest: Late
+
+
+AT_ONCE = 3
+"""First steps that are looked at before the optimizer's step on a GPU too: most mistakes show there."""
+
+
+class Finiteness:
+    """The gradients of all optimizers of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._delayed: dict[int, Delayed] = {}
+
+    def look(
+        self, number: int, held: list[torch.Tensor], step: int, calls: Sequence[Call], ids: Sequence[int]
+    ) -> Iterator[Bad]:
+        """Before a step of optimizer `number`, which holds these parameters: the bad one before it, whose update is
+        taken back, or this one."""
+        yield from self._of_before(number)
+        if held and held[0].is_cuda and step > AT_ONCE:
+            if number not in self._delayed:
+                self._delayed[number] = Delayed(self._named(held))
+            self._delayed[number].look(step, calls, ids)
+        elif not all_finite(dense_gradients(held)):
+            yield Bad(step, list(calls), list(ids))
+
+    def left(self) -> Iterator[Bad]:
+        """After the last step."""
+        for number in self._delayed:
+            yield from self._of_before(number)
+
+    def forget(self) -> None:
+        """Nothing is left to be told."""
+        self._delayed.clear()
+
+    def _of_before(self, number: int) -> Iterator[Bad]:
+        bad = self._delayed[number].verdict() if number in self._delayed else None
+        if bad is not None:
+            self._delayed[number].put_back()
+            yield bad
+
+    def _named(self, held: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """In the order of the model, since backward goes the other way; what is not in it comes last."""
+        mine = {id(parameter) for parameter in held}
+        names: dict[str, torch.Tensor] = {
+            name: parameter for name, parameter in self._model.named_parameters() if id(parameter) in mine
+        }
+        known = {id(parameter) for parameter in names.values()}
+        return names | {
+            f"tensor {place} of the optimizer": p for place, p in enumerate(held) if id(p) not in known
+        }
+
+
+class Delayed:
+    """The gradients of one optimizer."""
+
+    def __init__(self, names: Mapping[str, torch.Tensor]) -> None:
+        self._parameters = dict(names)
+        self._kept = [parameter.detach().clone() for parameter in names.values()]
+        self._pending: _Pending | None = None
+
+    @torch.no_grad()
+    def look(self, step: int, calls: Sequence[Call], ids: Sequence[int]) -> None:
+        """Just before the optimizer's step. Never waits."""
+        found = {name: dense_gradients([parameter]) for name, parameter in self._parameters.items()}
+        gradients = {name: each[0] for name, each in found.items() if each}
+        if gradients:
+            # The largest absolute value: unlike a sum of squares it does not overflow where the values do not.
+            largest = torch.stack([norm.float() for norm in _largest(list(gradients.values()))])
+            self._pending = _Pending(step, list(calls), list(ids), list(gradients), Late(largest))
+        torch._foreach_copy_(self._kept, list(self._parameters.values()))
+
+    def verdict(self) -> Bad | None:
+        """Of the step before, if its gradients were not finite; waits for that step if the device is there still."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        bad = [
+            name
+            for name, value in zip(pending.names, pending.largest.values().tolist(), strict=True)
+            if not math.isfinite(value)
+        ]
+        return Bad(pending.step, pending.calls, pending.ids, bad[-1]) if bad else None
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """The parameters as they were before the step that `verdict` told of."""
+        torch._foreach_copy_(list(self._parameters.values()), self._kept)
+
+
+def _largest(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """One number for each, by one fused kernel per device and type."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        groups.setdefault((tensor.device, tensor.dtype), []).append(place)
+    found: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
+    home = tensors[0].device
+    for places in groups.values():
+        norms = torch._foreach_norm([tensors[place] for place in places], math.inf)
+        for place, norm in zip(places, norms, strict=True):
+            found[place] = norm.to(home)
+    return found

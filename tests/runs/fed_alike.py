@@ -1,0 +1,49 @@
+"""One rank of a run whose feed gives every rank the samples of the first: `python -m tests.runs.fed_alike FOLDER`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from drumline.errors import UserError
+from drumline.launch.environment import read_place
+from drumline.launch.world import World, join
+from drumline.observe.display import Display
+from drumline.recipe import Data, Model, Parallel, Recipe, Run, Train
+from drumline.train.loop import train
+from drumline.train.prepare import Plan, Sets
+from drumline.train.task import Task, classification
+
+
+def alike(recipe: Recipe, sets: Sets, plan: Plan, world: World, display: Display) -> Task:
+    """A task whose author forgot that each rank has its own part."""
+    task = classification(recipe, sets, plan, world, display)
+    return replace(
+        task, feed=lambda batches, requests: sets.training(recipe, replace(world, rank=0), 0, plan.total)
+    )
+
+
+def main(folder: Path) -> None:
+    world = join(read_place(os.environ), "cpu", "auto", 60)
+    recipe = Recipe(
+        run=Run(dir=str(folder), name="x", device="cpu"),
+        data=Data(source="digits", batch=16, workers=0),
+        model=Model(name="resnet8"),
+        train=Train(steps=3),
+        parallel=Parallel(threads=1),
+    )
+    try:
+        train(recipe, world, alike)
+        said = ""
+    except UserError as error:
+        said = str(error)
+    torch.save({"said": said}, folder / f"{world.rank}.pt")
+    world.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
