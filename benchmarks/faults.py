@@ -43,7 +43,7 @@ KINDS = (
     "while saving",
     "before the rename",
 )
-STEPS, SHARDS = 58, 4
+STEPS, SHARDS = 600, 4
 RECIPE = (
     "data.source=digits",
     "data.batch=48",
@@ -56,12 +56,12 @@ RECIPE = (
     "run.strict=true",
     f"run.shards={SHARDS}",
     "run.device=cpu",
-    "checkpoint.every_steps=2",
+    "checkpoint.every_steps=5",
     "checkpoint.every_epochs=0",
     "checkpoint.resume=auto",
 )
-LONGEST = 6.0
-"""Seconds after a start within which a kill falls; most of them are start-up."""
+EARLY, START_SECONDS, STEP_SECONDS = 0.3, 4.0, 1.0
+"""This share of the kills falls within so many seconds after a start, the others so soon after it steps again."""
 
 
 @dataclass
@@ -123,12 +123,11 @@ class Job:
         process = begin(self.folder, self.run.name, processes, restarts)
         killed = False
         while process.poll() is None and not self.tally.enough:
-            delay = time.monotonic() + self.random.uniform(0, LONGEST)
-            while process.poll() is None and time.monotonic() < delay:
-                self.observe()
-                time.sleep(0.02)
-            if process.poll() is None and not self.tally.enough:
-                killed |= self.kill(process, restarts > 0)
+            self.wait(process)
+            if process.poll() is not None or self.tally.enough:
+                break
+            if self.kill(process, restarts > 0):
+                killed = True
                 if self.last is not None and not self.last.by_itself:
                     break
         while process.poll() is None:
@@ -142,10 +141,25 @@ class Job:
                 self.tally.unexplained.append(said[-1500:])
         return process.returncode == 0
 
+    def wait(self, process: subprocess.Popen[str]) -> None:
+        """For the instant of the next kill."""
+        early, begun = self.random.random() < EARLY, time.time()
+        if not early:
+            while process.poll() is None and self.steps()[1] < begun and not self.tally.enough:
+                self.observe()
+                time.sleep(0.02)
+        until = time.time() + self.random.uniform(0, START_SECONDS if early else STEP_SECONDS)
+        while process.poll() is None and time.time() < until:
+            self.observe()
+            time.sleep(0.02)
+
     def kill(self, process: subprocess.Popen[str], restarts: bool) -> bool:
-        kind = self.random.choice(KINDS)
-        victims = self.victims(process.pid, kind)
-        if not victims:
+        """Whether somebody was there to be killed."""
+        for kind in self.random.sample(KINDS, len(KINDS)):
+            victims = self.victims(process.pid, kind)
+            if victims:
+                break
+        else:
             return False
         launcher_lives = process.pid not in victims
         kill = Kill(kind, time.time(), self.steps()[0], by_itself=restarts and launcher_lives)
@@ -297,7 +311,7 @@ def _processes_of(mark: str) -> list[psutil.Process]:
     return found
 
 
-def _soon(happens: Callable[[], bool], seconds: float = 3.0) -> bool:
+def _soon(happens: Callable[[], bool], seconds: float = 0.5) -> bool:
     """Looks as fast as it can, so that the kill falls into what it waits for."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
