@@ -1,15 +1,17 @@
 """Kills processes of strict runs at random instants, a thousand times, and looks at the bits they end with.
 
     python benchmarks/faults.py --kills 1000 --jobs 8          # the long part
-    python benchmarks/faults.py --kills 12 --jobs 1            # a minute
+    python benchmarks/faults.py --kills 12 --jobs 1            # a minute or two
+    python benchmarks/faults.py --report a.jsonl b.jsonl       # one table of what several (--log FILE) have found
     python benchmarks/fault_outcomes.py                        # disk full, bit flips and the like
 
 Every job trains the same recipe (embedded digits, strict mode, 4 shards, with loader processes) again and again.
 While a run is under way something of it is killed with SIGKILL: a rank, rank 0, a loader process, the launcher,
 everything at once, rank 0 while it writes a checkpoint or just before the checkpoint gets its name. Then the run goes
-on, on a random number of processes from 1 to 4: by itself where its launcher lives (`--launch.restarts`), else by the
-same command again. A run that was let finish must have the hash of the run that nobody touched. Prints a markdown
-table.
+on, on a random number of processes from 1 to 4, with or without loader processes: by itself where its launcher lives
+(`--launch.restarts`), else by the same command again. A run that was let finish must have the hash of the run that
+nobody touched. Prints a markdown table. Runs are written to memory (/dev/shm) if there is such a place: what a kill
+leaves behind is the same there, and a thousand runs do not wait for a disk.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -28,11 +31,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
 import torch
+
+from drumline.state.inspect import inspect
 
 KINDS = (
     "a rank",
@@ -43,11 +48,10 @@ KINDS = (
     "while saving",
     "before the rename",
 )
-STEPS, SHARDS = 600, 4
+STEPS, SHARDS = 240, 4
 RECIPE = (
     "data.source=digits",
     "data.batch=48",
-    "data.workers=1",
     "data.pool=processes",
     "model.name=resnet8",
     f"train.steps={STEPS}",
@@ -73,6 +77,7 @@ class Kill:
     step: int
     by_itself: bool
     """Whether the launcher was to restart it."""
+    processes: int
     resumed: int | None = None
     """The step gone on from; None where the next kill came before that."""
     recovered: float | None = None
@@ -80,21 +85,42 @@ class Kill:
 
 
 @dataclass
-class Tally:
-    """What all jobs found, together."""
+class Run:
+    """One run that came to its end, and all that happened to it."""
 
-    wanted: int
     kills: list[Kill] = field(default_factory=list)
-    hashes: Counter[str] = field(default_factory=Counter)
-    worlds: Counter[int] = field(default_factory=Counter)
+    worlds: list[int] = field(default_factory=list)
+    """Processes of each start."""
     orphans: int = 0
     unexplained: list[str] = field(default_factory=list)
     """What a command that nobody had touched said when it failed."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    same: bool = False
+    """Whether it has the hash of the run that nobody touched."""
+
+
+class Tally:
+    """What all jobs found, together."""
+
+    def __init__(self, wanted: int, whole: str, log: Path | None) -> None:
+        self.wanted, self.whole, self.log = wanted, whole, log
+        self.kills = 0
+        self.runs: list[Run] = []
+        self._lock = threading.Lock()
 
     @property
     def enough(self) -> bool:
-        return len(self.kills) >= self.wanted
+        return self.kills >= self.wanted
+
+    def killed(self) -> None:
+        with self._lock:
+            self.kills += 1
+
+    def finished(self, run: Run) -> None:
+        with self._lock:
+            self.runs.append(run)
+            if self.log is not None:
+                with self.log.open("a") as file:
+                    file.write(json.dumps(asdict(run)) + "\n")
 
 
 class Job:
@@ -103,30 +129,34 @@ class Job:
     def __init__(self, folder: Path, seed: int, tally: Tally) -> None:
         self.folder, self.tally, self.random = folder, tally, random.Random(seed)
         self.run = folder / "runs" / "run-0"
-        self.last: Kill | None = None
+        self.story = Run()
 
     def work(self) -> None:
         number = 0
         while not self.tally.enough:
-            self.run = self.folder / "runs" / f"run-{number}"
+            self.run, self.story = self.folder / "runs" / f"run-{number}", Run()
             while not self.finished_once():
                 continue
-            with self.tally.lock:
-                self.tally.hashes[sha256(self.run)] += 1
+            self.story.same = sha256(self.run) == self.tally.whole
+            self.tally.finished(self.story)
+            shutil.rmtree(self.run)
             number += 1
+
+    @property
+    def last(self) -> Kill | None:
+        return self.story.kills[-1] if self.story.kills else None
 
     def finished_once(self) -> bool:
         """Starts the run once more; whether it came to its end. It is let finish when there are enough kills."""
         processes, restarts = self.random.randint(1, SHARDS), self.random.choice((0, 1000))
-        with self.tally.lock:
-            self.tally.worlds[processes] += 1
-        process = begin(self.folder, self.run.name, processes, restarts)
+        self.story.worlds.append(processes)
+        process = begin(self.folder, self.run.name, processes, restarts, self.random.choice((0, 0, 1)))
         killed = False
         while process.poll() is None and not self.tally.enough:
             self.wait(process)
             if process.poll() is not None or self.tally.enough:
                 break
-            if self.kill(process, restarts > 0):
+            if self.kill(process, processes, restarts > 0):
                 killed = True
                 if self.last is not None and not self.last.by_itself:
                     break
@@ -137,8 +167,7 @@ class Job:
         self.observe()
         self.count_orphans()
         if process.returncode and not killed:
-            with self.tally.lock:
-                self.tally.unexplained.append(said[-1500:])
+            self.story.unexplained.append(said[-1500:])
         return process.returncode == 0
 
     def wait(self, process: subprocess.Popen[str]) -> None:
@@ -153,7 +182,7 @@ class Job:
             self.observe()
             time.sleep(0.02)
 
-    def kill(self, process: subprocess.Popen[str], restarts: bool) -> bool:
+    def kill(self, process: subprocess.Popen[str], processes: int, restarts: bool) -> bool:
         """Whether somebody was there to be killed."""
         for kind in self.random.sample(KINDS, len(KINDS)):
             victims = self.victims(process.pid, kind)
@@ -162,12 +191,11 @@ class Job:
         else:
             return False
         launcher_lives = process.pid not in victims
-        kill = Kill(kind, time.time(), self.steps()[0], by_itself=restarts and launcher_lives)
+        kill = Kill(kind, time.time(), self.steps()[0], restarts and launcher_lives, processes)
         if _sigkill(victims) == 0:
             return False
-        self.last = kill
-        with self.tally.lock:
-            self.tally.kills.append(kill)
+        self.story.kills.append(kill)
+        self.tally.killed()
         return True
 
     def victims(self, pid: int, kind: str) -> list[int]:
@@ -222,14 +250,13 @@ class Job:
         mark, deadline = str(self.folder), time.monotonic() + 1.0
         while (left := _processes_of(mark)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        with self.tally.lock:
-            self.tally.orphans += len(left)
+        self.story.orphans += len(left)
 
 
-def begin(folder: Path, name: str, processes: int, restarts: int) -> subprocess.Popen[str]:
-    """The command of a user, in a process group of its own."""
+def begin(folder: Path, name: str, processes: int, restarts: int, workers: int) -> subprocess.Popen[str]:
+    """The command of a user."""
     words = ["train", *RECIPE, f"run.dir={folder / 'runs'}", f"run.name={name}"]
-    words += [f"parallel.processes={processes}", f"launch.restarts={restarts}"]
+    words += [f"parallel.processes={processes}", f"launch.restarts={restarts}", f"data.workers={workers}"]
     return subprocess.Popen(
         [sys.executable, "-m", "drumline", *words],
         cwd=folder,
@@ -242,25 +269,23 @@ def begin(folder: Path, name: str, processes: int, restarts: int) -> subprocess.
 
 def sha256(run: Path) -> str:
     """What `drumline verify` says."""
-    done = subprocess.run(
-        [sys.executable, "-m", "drumline", "verify", str(run)], capture_output=True, text=True, check=False
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("state sha256: ")]
-    return lines[0].removeprefix("state sha256: ") if done.returncode == 0 and lines else f"BAD {done.stdout}"
+    found = inspect(run)
+    return found.state_sha256 if found.sound else f"not sound: {'; '.join(found.unsound)}"
 
 
-def report(tally: Tally, whole: str, seconds: float) -> str:
+def report(runs: Sequence[Run]) -> str:
     """The table."""
+    every = [kill for run in runs for kill in run.kills]
     lines = [
-        f"{os.cpu_count()} CPU cores, torch {torch.__version__}: {len(tally.kills):,} kills, {seconds:.0f} s\n",
+        f"{os.cpu_count()} CPU cores, torch {torch.__version__}: {len(every):,} kills\n",
         "| killed | times | steps lost, mean / most | training again after, s, p50 / p99 |",
         "|---|---|---|---|",
     ]
     rows: list[tuple[str, Sequence[Kill]]] = [
-        (kind, [kill for kill in tally.kills if kill.kind == kind]) for kind in KINDS
+        (kind, [kill for kill in every if kill.kind == kind]) for kind in KINDS
     ]
-    rows.append(("restarted by the launcher", [kill for kill in tally.kills if kill.by_itself]))
-    rows.append(("all", tally.kills))
+    rows.append(("restarted by the launcher", [kill for kill in every if kill.by_itself]))
+    rows.append(("all", every))
     for name, kills in rows:
         back = [kill for kill in kills if kill.recovered is not None]
         lost = [max(0, kill.step - (kill.resumed or 0)) for kill in back]
@@ -268,16 +293,29 @@ def report(tally: Tally, whole: str, seconds: float) -> str:
         what = f"{statistics.mean(lost):.1f} / {max(lost)}" if lost else "-"
         wait = f"{quantile(waits, 0.5):.1f} / {quantile(waits, 0.99):.1f}" if waits else "-"
         lines.append(f"| {name} | {len(kills):,} | {what} | {wait} |")
-    same = tally.hashes[whole]
-    starts = ", ".join(f"{count:,} x {size}" for size, count in sorted(tally.worlds.items()))
+    sizes = Counter(size for run in runs for size in run.worlds)
+    starts = ", ".join(f"{count:,} x {size}" for size, count in sorted(sizes.items()))
+    strange = [text for run in runs for text in run.unexplained]
     lines += [
-        f"\n{same:,} of {sum(tally.hashes.values()):,} finished runs have the hash of the run that nobody touched",
-        f"starts x processes: {starts}; orphans: {tally.orphans}; failures that no kill explains: "
-        f"{len(tally.unexplained)}",
-        *tally.unexplained[:3],
-        *(f"OTHER HASH {found}" for found in tally.hashes if found != whole),
+        f"\n{sum(run.same for run in runs):,} of {len(runs):,} finished runs have the hash of the untouched one;",
+        f"starts by number of processes: {starts}; orphans: {sum(run.orphans for run in runs)};",
+        f"failures that no kill explains: {len(strange)}",
+        *strange[:3],
     ]
     return "\n".join(lines)
+
+
+def well(runs: Sequence[Run]) -> bool:
+    return bool(runs) and all(run.same and not run.orphans and not run.unexplained for run in runs)
+
+
+def logged(paths: Sequence[Path]) -> list[Run]:
+    """What earlier calls have written."""
+    found = []
+    for line in (line for path in paths for line in path.read_text().splitlines()):
+        content = json.loads(line)
+        found.append(Run(**{**content, "kills": [Kill(**kill) for kill in content["kills"]]}))
+    return found
 
 
 def quantile(rising: Sequence[float], share: float) -> float:
@@ -337,16 +375,22 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e6, help="stop killing after this long")
+    parser.add_argument("--log", type=Path, help="append each finished run to this file")
+    parser.add_argument("--report", type=Path, nargs="+", help="only print the table of these logs")
     args = parser.parse_args()
+    if args.report:
+        runs = logged(args.report)
+        print(report(runs))
+        return int(not well(runs))
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="drumline-faults-") as base:
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="drumline-faults-", dir=memory) as base:
         quiet = Path(base) / "quiet"
         quiet.mkdir()
-        process = begin(quiet, "whole", 1, 0)
+        process = begin(quiet, "whole", 1, 0, 0)
         said = process.communicate()[1]
         assert process.returncode == 0, said
-        whole = sha256(quiet / "runs" / "whole")
-        tally = Tally(args.kills)
+        tally = Tally(args.kills, sha256(quiet / "runs" / "whole"), args.log)
         threads = []
         for number in range(args.jobs):
             folder = Path(base) / f"job-{number}"
@@ -357,10 +401,10 @@ def main() -> int:
             if time.monotonic() - begun > 60 * args.minutes:
                 tally.wanted = 0
             if sys.stderr.isatty():
-                print(f"\r{len(tally.kills):,} kills", end="", file=sys.stderr, flush=True)
+                print(f"\r{tally.kills:,} kills", end="", file=sys.stderr, flush=True)
             time.sleep(0.5)
-        print(report(tally, whole, time.monotonic() - begun))
-    return int(set(tally.hashes) != {whole} or bool(tally.orphans) or bool(tally.unexplained))
+    print(report(tally.runs))
+    return int(not well(tally.runs))
 
 
 if __name__ == "__main__":

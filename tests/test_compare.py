@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -191,14 +192,37 @@ def test_the_same_run_twice_is_equal_and_said(tmp_path: Path) -> None:
     assert "note: both are the same folder" in found.lines
 
 
+def test_runs_are_compared_up_to_a_torn_record(tmp_path: Path) -> None:
+    a, b = run(tmp_path / "a"), run(tmp_path / "b")
+    file = b / chain.FILE
+    file.write_bytes(file.read_bytes()[:-5])
+    found = compare(a, b)
+    assert (found.equal, found.agreed) == (True, 10)
+    assert any("the last record is not whole, and is left out" in line for line in found.lines)
+
+
+def test_another_moving_average_is_found_in_checkpoints(tmp_path: Path) -> None:
+    one, other = (tmp_path / name / "checkpoints" for name in ("a", "b"))
+    for folder, average in ((one, 1.0), (other, 2.0)):
+        groups = {"model": {"w": torch.zeros(2)}, "average": {"w": torch.full((2,), average)}}
+        write_checkpoint(folder, groups, Position(5, 29), dump_recipe(Recipe()), dict(ENVIRONMENT))
+    found = compare(one / "step-5", other / "step-5")
+    assert (found.equal, found.group, found.tensor) == (False, "average", "w")
+
+
 def damage_chain(path: Path) -> None:
     file = path / chain.FILE
     file.write_text(file.read_text().replace("3 gradient a", "3 gradient c"))
 
 
-def tear_chain(path: Path) -> None:
-    file = path / chain.FILE
-    file.write_bytes(file.read_bytes()[:-5])
+def invent_group(path: Path) -> None:
+    lines = "20 invented * 0\n"
+    (path / chain.FILE).write_text(f"{chain.HEADER}{lines}20 chain {chain.chained('', lines)}\n")
+
+
+def make_pipe(path: Path) -> None:
+    (path / chain.FILE).unlink()
+    os.mkfifo(path / chain.FILE)
 
 
 def damage_checkpoint(path: Path) -> None:
@@ -217,18 +241,32 @@ def damage_recipe(path: Path) -> None:
     (path / "recipe.toml").write_text("[run\n")
 
 
+def flatten_recipe(path: Path) -> None:
+    (path / "recipe.toml").write_text("run = 3\n")
+
+
 def damage_environment(path: Path) -> None:
     (path / "environment.json").write_text("[1]")
 
 
 @pytest.mark.parametrize(
     "damage",
-    [damage_chain, tear_chain, damage_checkpoint, damage_manifest, damage_recipe, damage_environment],
+    [
+        damage_chain,
+        invent_group,
+        make_pipe,
+        damage_checkpoint,
+        damage_manifest,
+        damage_recipe,
+        flatten_recipe,
+        damage_environment,
+    ],
 )
+@pytest.mark.parametrize("ids", [0, 20], ids=["different", "equal"])
 def test_damaged_files_are_refused(
-    damage: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    damage: Callable[[Path], None], ids: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a, b = run(tmp_path / "a"), run(tmp_path / "b", {20: {"ids": {"batch": 0}}})
+    a, b = run(tmp_path / "a"), run(tmp_path / "b", {20: {"ids": {"batch": ids}}})
     for path in (a, b):
         saved(path, 20, torch.tensor([1.0]))
     damage(b)

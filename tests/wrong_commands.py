@@ -173,6 +173,8 @@ WRONG_COMMANDS = [
         "8 equal shards of mixed pairs",
         "--data.batch 80",
     ),
+    _line("no shards", "--run.strict run.shards=0", "run.shards=0: too small", "at least 1"),
+    _line("more threads than any", "parallel.threads=100000", "parallel.threads=100000: too large", "4096"),
     _line(
         "shards and micro-batches",
         "--run.strict --train.accumulate 2",

@@ -26,8 +26,11 @@ from drumline.state.checkpoint import (
     read_checkpoint,
     read_manifest,
     step_of,
+    verify_checkpoint,
 )
 from drumline.state.folder import changed_environment, changed_settings
+from drumline.state.inspect import MAX_RECORD
+from drumline.state.tensor_file import read_small
 
 GROUP_WORDS = {"ids": "samples of the global batch"}
 _NAMED = 3
@@ -43,6 +46,8 @@ class Side:
     checkpoints: Mapping[int, Path]
     recipe: str
     environment: Mapping[str, Any]
+    torn: str = ""
+    """A word where the last record of the fingerprints is not whole, and left out."""
 
     @property
     def last(self) -> int:
@@ -100,6 +105,7 @@ def compare(a: Path, b: Path) -> Comparison:
         if not settings and not environment:
             lines.append("recipe and set-up are the same, as far as they decide bits")
         lines += _by_tensor(one, other, step)
+        lines += [f"note: {side.torn}" for side in (one, other) if side.torn]
         return Comparison(
             False,
             str(a),
@@ -118,6 +124,7 @@ def compare(a: Path, b: Path) -> Comparison:
     lines += [f"{side.path} goes on to step {side.last:,}" for side in (one, other) if side.last > agreed]
     if one.path.resolve() == other.path.resolve():
         lines.append("note: both are the same folder")
+    lines += [f"note: {side.torn}" for side in (one, other) if side.torn]
     lines += [f"in spite of another recipe: {change}" for change in settings]
     lines += [f"in spite of another set-up: {change}" for change in environment]
     return Comparison(
@@ -134,39 +141,48 @@ def _open(path: Path) -> Side:
         return Side(path, {}, {manifest.position.step: path}, manifest.recipe, manifest.environment)
     file = path / chain.FILE
     records: list[Record] = []
-    if file.exists():
-        try:
-            records = chain.read_chain(file)
-        except chain.Damaged as reason:
-            raise UserError(
-                f"{file}: {reason}",
-                "restore it from a copy; or delete it, and the checkpoints are compared alone",
-            ) from None
-        except OSError as error:
-            raise UserError(f"{file}: {error.strerror or error}", "make it readable") from None
+    torn = ""
+    try:
+        records, torn = chain.read_whole(file)
+    except FileNotFoundError:
+        pass  # an older run: its checkpoints are compared
+    except (chain.Damaged, Unsound) as reason:
+        what = str(reason) if isinstance(reason, Unsound) else f"{file}: {reason}"
+        raise UserError(
+            what, "restore it from a copy; or delete it, and the checkpoints are compared alone"
+        ) from None
     saved = {step_of(each): each for each in checkpoints(path / "checkpoints") or checkpoints(path)}
     if not records and not saved:
         raise UserError(
             f"{path} holds no run: neither {chain.FILE} nor checkpoints",
             "give a run folder or one of its checkpoints/step-N",
         )
-    return Side(path, {record.step: record for record in records}, saved, *_facts(path))
+    word = f"{file}: {torn}, and is left out" if torn else ""
+    return Side(path, {record.step: record for record in records}, saved, *_facts(path), word)
 
 
 def _facts(run: Path) -> tuple[str, Mapping[str, Any]]:
     """The recipe and the environment of a run folder; empty where it has none."""
     try:
-        recipe = (run / "recipe.toml").read_text() if (run / "recipe.toml").exists() else ""
-        file = run / "environment.json"
-        environment = json.loads(file.read_text()) if file.exists() else {}
-        changed_settings(recipe, recipe)
-    except (OSError, ValueError) as error:
+        recipe = _text(run / "recipe.toml")
+        environment = json.loads(_text(run / "environment.json") or "{}")
+        if not all(isinstance(table, dict) for table in tomllib.loads(recipe).values()):
+            raise ValueError("recipe.toml holds more than sections")
+    except (Unsound, ValueError, RecursionError) as error:
         raise UserError(
             f"{run}: recipe.toml or environment.json cannot be read: {error}", "restore it"
         ) from None
     if environment and not (isinstance(environment, dict) and isinstance(environment.get("packages"), dict)):
         raise UserError(f"{run}/environment.json is not what a run writes", "restore it, or delete it")
     return recipe, environment
+
+
+def _text(file: Path) -> str:
+    """Of a file of a run; empty where there is none."""
+    try:
+        return read_small(file, MAX_RECORD).decode()
+    except FileNotFoundError:
+        return ""
 
 
 def _is_strict(side: Side) -> bool:
@@ -182,10 +198,10 @@ def _difference(a: Side, b: Side, step: int) -> tuple[str, str, str]:
             return (group, *_named(a, b, step, group))
     if step in a.checkpoints and step in b.checkpoints:
         folders = a.checkpoints[step], b.checkpoints[step]
-        if _manifest(folders[0]).state_sha256 != _manifest(folders[1]).state_sha256:
-            apart = _differing_tensors(*folders)
-            first = apart[0] if apart else ("state", "", 0, 0, 0.0)
-            return first[0], first[1], f": {first[1]!r} (of the checkpoints)"
+        # Files, not only the hash of the state: that one leaves out the moving average.
+        if _verified(folders[0]) != _verified(folders[1]) and (apart := _differing_tensors(*folders)):
+            group, name = apart[0][:2]
+            return group, name, f": {name!r} (of the checkpoints)"
     return "", "", ""
 
 
@@ -262,6 +278,14 @@ def _groups(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
 def _manifest(folder: Path) -> Any:
     try:
         return read_manifest(folder)
+    except Unsound as reason:
+        raise _unsound(reason) from None
+
+
+def _verified(folder: Path) -> Any:
+    """The checksums of a checkpoint's files, all of which are read: a manifest alone does not know of damage."""
+    try:
+        return verify_checkpoint(folder).files
     except Unsound as reason:
         raise _unsound(reason) from None
 

@@ -106,6 +106,8 @@ def _bounds(recipe: Recipe) -> Iterator[Problem]:
         ("data.eval_crop", 1),
         ("data.bad_limit", 1),
         ("optim.final_lr", 1),
+        # As in manifest.py: what a checkpoint may ask for. OpenMP crashes on a hundred thousand.
+        ("parallel.threads", 4096),
     )
     below: tuple[tuple[str, float], ...] = (
         ("data.holdout", 1),
@@ -311,7 +313,7 @@ def _strict(recipe: Recipe, world: int) -> Iterator[Problem]:
             f"give --run.shards {world} or more; bits depend on the shards, not on the processes",
         )
     unit = 2 if recipe.data.mixup or recipe.data.cutmix else 1
-    if recipe.data.batch % (shards * unit):
+    if shards > 0 and recipe.data.batch % (shards * unit):
         least = -(-recipe.data.batch // (shards * unit)) * shards * unit
         yield Problem(
             "data.batch",

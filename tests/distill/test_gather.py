@@ -166,3 +166,22 @@ def test_an_evaluated_norm_is_torchs_bit_by_bit_and_talks_to_nobody() -> None:
     images = torch.randn(3, 4, 5, 5)
     expected = norm(images)
     assert torch.equal(over_everybody(norm, TOTAL)(images), expected)
+
+
+def test_an_evaluated_norm_without_statistics_takes_those_of_its_batch_and_talks_to_nobody() -> None:
+    def nobody(values: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("an evaluation has other batches on each process: this would wait for ever")
+
+    norm = nn.BatchNorm2d(4, track_running_stats=False).eval()
+    images = torch.randn(3, 4, 5, 5)
+    expected = norm(images)
+    assert torch.equal(over_everybody(norm, nobody)(images), expected)
+
+
+def test_a_norm_that_has_two_names_is_replaced_under_both() -> None:
+    module = nn.Module()
+    module.one = module.other = nn.BatchNorm2d(3)
+    over_everybody(module, TOTAL)
+    assert isinstance(module.one, WorldNorm)
+    assert isinstance(module.other, WorldNorm)
+    assert module.one.weight is module.other.weight

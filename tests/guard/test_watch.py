@@ -83,6 +83,21 @@ def test_a_bad_step_changes_nothing_and_leaves_its_batch_for_replay(tmp_path: Pa
     assert notes["step"] == 2
 
 
+def test_a_warning_of_a_bad_step_is_searched_for_and_saved_once(tmp_path: Path) -> None:
+    """Its parameters are spoilt then, and every later step is bad: a file for each would fill the disk."""
+    model, optimizer, x = made()
+    step = step_of(model, optimizer, x)
+    with drumline.guard(model, optimizer, action="warn", folder=tmp_path):
+        step()
+        model.poison = True
+        for _ in range(4):
+            step()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-2-rank-0.json",
+        "step-2-rank-0.safetensors",
+    ]
+
+
 def test_a_parameter_that_is_bad_already_is_named(tmp_path: Path) -> None:
     model, optimizer, x = made()
     drumline.guard(model, optimizer, folder=tmp_path)

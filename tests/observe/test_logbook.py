@@ -21,7 +21,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from drumline.errors import UserError
 from drumline.observe import logbook
-from drumline.observe.logbook import Logbook, encode
+from drumline.observe.lines import append, encode
+from drumline.observe.logbook import Logbook
 from drumline.observe.tensorboard import TensorBoard
 
 
@@ -196,13 +197,12 @@ def test_a_disk_that_hangs_makes_the_loop_wait_rather_than_lose_a_line(
 ) -> None:
     monkeypatch.setattr(logbook, "LINES_KEPT", 10)
     works_again = threading.Event()
-    append = logbook._append
 
     def hang(*arguments: Any) -> None:
         works_again.wait(10)
         append(*arguments)
 
-    monkeypatch.setattr(logbook, "_append", hang)
+    monkeypatch.setattr(logbook, "append", hang)
     written: list[int] = []
 
     def loop() -> None:
@@ -226,7 +226,7 @@ def _fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(logbook, "_append", fail)
+    monkeypatch.setattr(logbook, "append", fail)
 
 
 @pytest.mark.parametrize("call", ["flush", "metric", "close"])
@@ -249,14 +249,14 @@ def test_while_the_disk_is_full_lines_wait_and_none_is_lost_or_written_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[str] = []
-    append, full = logbook._append, threading.Event()
+    full = threading.Event()
 
     def sometimes(file: Any, lines: list[str]) -> None:
         if full.is_set() and lines:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         append(file, lines)
 
-    monkeypatch.setattr(logbook, "_append", sometimes)
+    monkeypatch.setattr(logbook, "append", sometimes)
     with Logbook(tmp_path, shown.append) as book:
         book.metric("train", step=1, loss=1.0)
         book.flush()
@@ -296,11 +296,11 @@ def test_a_disk_that_fills_up_within_a_line_leaves_whole_lines_only(tmp_path: Pa
     path = tmp_path / "metrics.jsonl"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with path.open("ab", buffering=0) as file:
-        logbook._append(file, ['{"step": 1}\n'])
+        append(file, ['{"step": 1}\n'])
         resource.setrlimit(resource.RLIMIT_FSIZE, (30, hard))
         try:
             with pytest.raises(OSError, match="too large"):
-                logbook._append(file, ['{"step": 2}\n', '{"step": 3}\n', '{"step": 4}\n'])
+                append(file, ['{"step": 2}\n', '{"step": 3}\n', '{"step": 4}\n'])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_text() == '{"step": 1}\n'

@@ -72,6 +72,49 @@ def odd(classes: int) -> nn.Module:
     return Net(classes, odd=Odd())
 
 
+class Level(nn.Module):
+    """Follows the mean of what it sees, writing to its buffer or putting another in its place."""
+
+    level: Tensor
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.zeros(()))
+        self.replaces = replaces
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.replaces:
+            self.level = self.level * 0.5 + x.detach().mean() * 0.5
+        elif self.training:
+            self.level.copy_(self.level * 0.5 + x.detach().mean() * 0.5)
+        return x - self.level
+
+
+def replacing(classes: int) -> nn.Module:
+    return Net(classes, level=Level(True))
+
+
+def writing(classes: int) -> nn.Module:
+    return Net(classes, level=Level(False))
+
+
+class Late(nn.Module):
+    """A parameter that some steps use and some do not: not the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8, 1, 1))
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return x * self.scale if self.forwards > 9 else x
+
+
+def late(classes: int) -> nn.Module:
+    return Net(classes, late=Late())
+
+
 class Frozen(nn.BatchNorm2d):
     """Stays in evaluation mode, whatever is asked."""
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from drumline.errors import UserError
 from drumline.launch.world import alone
 from drumline.models import create_model
-from drumline.parallel.ordered import bucketed
+from drumline.parallel.ordered import OrderedSum, bucketed
 from drumline.recipe import Model, Recipe, Run
 from drumline.state.checkpoint import read_checkpoint
 from drumline.state.inspect import inspect
@@ -22,6 +23,7 @@ from tests.parallel import strict_ranks
 
 CPU = torch.device("cpu")
 CASES = list(strict_ranks.cases())
+NETS = strict_ranks.NETS
 
 
 @cache
@@ -128,6 +130,46 @@ def test_a_parameter_that_never_gets_a_gradient_is_told_and_left_alone(
     state = ended(recipe, tmp_path, "odd")
     assert torch.equal(state["blocks.odd.never"], torch.ones(3)), "not even decayed"
     assert "blocks.odd.never" in capsys.readouterr().err
+
+
+def test_a_parameter_that_gets_its_first_gradient_late_ends_the_run_by_name(tmp_path: Path) -> None:
+    """Without a gradient in the rehearsed step it was to be left out; to do so in silence would not train it."""
+    recipe = replace(strict_ranks.base("late"), model=Model(name="tests.parallel.strict_nets:late"))
+    with pytest.raises(
+        UserError, match=r"'blocks.late.scale' got no gradient in the first step, and has one"
+    ):
+        ended(recipe, tmp_path, "late")
+
+
+def test_a_buffer_that_forward_replaces_counts_as_one_that_it_writes_to(tmp_path: Path) -> None:
+    states = [
+        ended(replace(strict_ranks.base(name), model=Model(name=f"{NETS}:{name}")), tmp_path, name)
+        for name in ("replacing", "writing")
+    ]
+    assert states[0]["blocks.level.level"] != 0
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
+
+
+def test_recomputing_layers_that_meet_other_shards_changes_no_statistics(tmp_path: Path) -> None:
+    """Shards take turns in the middle of a recomputed block, which must not count its norms' batch twice."""
+    recipe = strict_ranks.base("once")
+    once = replace(recipe, train=replace(recipe.train, sync_bn=True))
+    twice = replace(once, train=replace(once.train, gradient_checkpointing=True))
+    expected, state = ended(once, tmp_path, "once"), ended(twice, tmp_path, "twice")
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+
+
+def test_complex_gradients_keep_their_imaginary_part() -> None:
+    parameter = torch.randn(3, dtype=torch.complex64).requires_grad_()
+    summed = OrderedSum([parameter], alone(CPU), 2)
+    summed.begin()
+    for shard in range(2):
+        summed.shard_begin(shard)
+        (parameter * (1 + 2j)).real.sum().backward()
+        summed.shard_end(shard)
+    summed.finish()
+    assert parameter.grad is not None
+    assert torch.equal(parameter.grad, torch.full((3,), 2 - 4j))
 
 
 def test_buckets_go_from_the_last_layer_to_the_first_by_type_and_size() -> None:

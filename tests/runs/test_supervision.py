@@ -70,6 +70,18 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     return Story(folder, run.returncode, result, said, [p for p in left if not is_zombie(p)], hang_seconds)
 
 
+def test_a_stop_request_after_the_result_leaves_a_finished_run_finished(tmp_path: Path) -> None:
+    run = begin("train", *TINY, "train.steps=2", "launch.restarts=1", folder=tmp_path)
+    try:
+        assert run.stdout is not None
+        assert json.loads(run.stdout.readline())["finished"]
+        run.terminate()
+        _, said = run.communicate(timeout=30)
+    finally:
+        run.kill()
+    assert run.returncode == 0, said
+
+
 def test_a_run_that_loses_processes_goes_on_by_itself_to_the_same_bits(story: Story) -> None:
     assert story.code == 0, story.said
     assert story.result["finished"]

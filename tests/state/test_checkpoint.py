@@ -300,6 +300,12 @@ def test_a_live_state_that_does_not_fit_is_refused_with_the_name(saved: Path) ->
         UserError, match=r"'m/conv.weight' has shape \(4, 3, 3, 3\), the recipe's model has \(9"
     ):
         copy_into(loaded, live, saved)
+    live = groups()
+    live["model"]["conv.weight"] = live["model"]["conv.weight"].half()
+    with pytest.raises(
+        UserError, match=r"'conv.weight' is of type torch.float32, the recipe's model has torch.float16"
+    ):
+        copy_into(loaded, live, saved)
     del loaded["average"]
     with pytest.raises(UserError, match="its average does not fit"):
         copy_into(loaded, groups(), saved)

@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from drumline.errors import UserError
-from drumline.state.chain import FILE
+from drumline.state.chain import FILE, HEADER, record_text
 from drumline.state.checkpoint import Position, newest_sound, write_checkpoint, write_checksums
 from drumline.state.fingerprint import state_sha256
 from drumline.state.inspect import inspect
+
+WHOLE = (HEADER + record_text(1, {"ids": {"batch": 7}}, True, "")[0]).encode()
+"""Fingerprints of one step."""
 
 
 def groups(step: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -92,8 +95,23 @@ def test_left_overs_and_missing_records_are_told_but_make_nothing_unsound(run: P
     assert all(f"note {note}" in found.lines for note in found.notes)
     (run / "recipe.toml").write_text("[run]\n")
     (run / "environment.json").write_text("{}")
-    (run / FILE).write_text("# none\n")
+    (run / FILE).write_bytes(WHOLE)
     assert len(inspect(run).notes) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"# none\n", "not a file of fingerprints"),
+        (WHOLE.replace(b"1 ids batch", b"1 ids botch"), "changed since they were written"),
+        (WHOLE[:-1], "the last record is not whole"),
+    ],
+)
+def test_fingerprints_that_are_not_as_written_are_told(run: Path, content: bytes, said: str) -> None:
+    (run / FILE).write_bytes(content)
+    found = inspect(run)
+    assert found.sound
+    assert any(note.startswith(FILE) and said in note for note in found.notes)
 
 
 def test_weights_are_checked_and_an_unlisted_one_is_unsound(run: Path) -> None:

@@ -152,10 +152,18 @@ def test_a_gradient_that_breaks_on_its_way_back_names_the_parameter_before_it() 
 
 def test_the_batch_is_kept_whole_and_the_finding_says_where(tmp_path: Path) -> None:
     batch = tiny.make(20)
-    file = culprit.keep_batch(tmp_path, batch, 5, 1)
+    saved = culprit.keep_batch(tmp_path, batch, 5, 1)
+    (file,) = tmp_path.iterdir()
     kept = load_file(file)
     assert all(torch.equal(kept[name], tensor) for name, tensor in batch._asdict().items())
-    found = culprit.not_finite(5, 1, None, batch, str(file), alone(tiny.CPU), "gradient")
+    found = culprit.not_finite(5, 1, None, batch, saved, alone(tiny.CPU), "gradient")
     assert "gone through again, the step is finite" in found.what
     assert found.where == "rank 1 of 1, samples 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
     assert str(file) in found.fix
+
+
+def test_a_batch_that_cannot_be_kept_does_not_hide_the_finding(tmp_path: Path) -> None:
+    saved = culprit.keep_batch(tmp_path / "gone", tiny.make(4), 5, 1)
+    assert saved == "The batch could not be saved (No such file or directory)"
+    found = culprit.not_finite(5, 1, None, tiny.make(4), saved, alone(tiny.CPU), "gradient")
+    assert f"{saved}; the same command" in found.fix

@@ -63,6 +63,10 @@ class Teller:
 
     def warn(self, finding: Finding) -> None:
         """Warns once per guard, whatever the action."""
-        if all(told.guard != finding.guard for told in self.told):
+        if not self.has_told(finding.guard):
             self.told.append(finding)
             print(finding, file=sys.stderr, flush=True)
+
+    def has_told(self, guard: str) -> bool:
+        """Whether this guard has spoken, so that it need not look any more."""
+        return any(told.guard == guard for told in self.told)

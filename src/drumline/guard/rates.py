@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
@@ -64,6 +65,9 @@ class Rates:
         )
 
     def _dead(self, step: int) -> Finding | None:
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        if any(isinstance(rate, Tensor) and rate.is_cuda for rate in rates):
+            return None  # to look would wait for the device, in every step
         alive = any(rate != 0.0 for rate in self._rates())
         self.lived = self.lived or alive
         if alive or not self.lived:

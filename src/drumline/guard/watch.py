@@ -154,8 +154,9 @@ class Watch:
         self._open = False
         atexit.unregister(self.close)
         try:
-            for bad in self.finite.left():
-                self._non_finite(bad)
+            if not self.teller.has_told("non-finite"):
+                for bad in self.finite.left():
+                    self._non_finite(bad)
         finally:
             self._take_off()
 
@@ -251,8 +252,10 @@ class Watch:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         # A fused optimizer is called by the loss scaler even for a step that it will skip.
         scaled = getattr(optimizer, "found_inf", None) is not None
-        for bad in self.finite.look(number, [] if scaled else held, step, self.forwards.calls, self.ids):
-            self._non_finite(bad)
+        # Warned of once: what has spoilt the parameters makes every later step bad, to be searched and saved again.
+        if not self.teller.has_told("non-finite"):
+            for bad in self.finite.look(number, [] if scaled else held, step, self.forwards.calls, self.ids):
+                self._non_finite(bad)
         if meets or step == _PATIENCE:
             self._look_at_parameters(number, optimizer, step)
         if step <= _PATIENCE:

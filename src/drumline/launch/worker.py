@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -102,10 +103,19 @@ def _work(place: Place | None, recipe: Recipe, device_type: str, job: str) -> in
         if place is None or (place.world_size == 1 and not ours):
             raise
         return _leave(error, place.rank, world)
+    if ours:
+        _ignore_stops()
     if world.first:
         print_result(asdict(result))
     world.close()
     return 0
+
+
+def _ignore_stops() -> None:
+    """A request that comes now has nothing left to stop, and must not give a finished run the exit code of a stopped
+    one. The launcher still kills when it is asked again."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _heed_parallel(place: Place, recipe: Recipe) -> str:

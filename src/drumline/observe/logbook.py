@@ -8,13 +8,11 @@ slow or failing stops nothing.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
@@ -22,16 +20,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from drumline.errors import UserError
+from drumline.observe.lines import Value, append, append_to, cannot_write, encode, repair
 from drumline.state import atomic
 from drumline.state.chain import FILE as FINGERPRINTS
 from drumline.state.chain import repair_chain
 
 if TYPE_CHECKING:
     from drumline.observe.tensorboard import TensorBoard
-
-Scalar = float | int | str | bool | None
-Value = Scalar | Sequence[Scalar]
 
 SCALARS_KEPT = 10_000
 """Metrics that may wait for TensorBoard; beyond this new ones are left out of it, counted, and noted."""
@@ -85,8 +80,8 @@ class Logbook:
         self._tensorboard: TensorBoard | None = None
         if folder is None:
             return
-        self._metrics_file = _append_to(folder / "metrics.jsonl")
-        self._notes_file = _append_to(folder / "log.txt")
+        self._metrics_file = append_to(folder / "metrics.jsonl")
+        self._notes_file = append_to(folder / "log.txt")
         self._thread = threading.Thread(target=self._work, name="logbook", daemon=True)
         self._thread.start()
 
@@ -105,11 +100,11 @@ class Logbook:
         """
         if folder is None:
             return cls(None)
-        repaired = _repair(folder / "metrics.jsonl", keep_until_step)
+        repaired = repair(folder / "metrics.jsonl", keep_until_step)
         try:
             chain, damage = repair_chain(folder / FINGERPRINTS, keep_until_step)
         except OSError as error:
-            raise _cannot_write(folder / FINGERPRINTS, error) from error
+            raise cannot_write(folder / FINGERPRINTS, error) from error
         purge_step = None if keep_until_step is None else keep_until_step + 1
         book = cls(folder, announce, purge_step=purge_step)
         book.chain = chain
@@ -217,7 +212,7 @@ class Logbook:
         if self._stuck is not None:
             assert self._folder is not None
             self._error_raised = True
-            raise _cannot_write(self._folder, self._stuck) from self._stuck
+            raise cannot_write(self._folder, self._stuck) from self._stuck
 
     def _raise_error(self) -> None:
         if self._error is None:
@@ -225,7 +220,7 @@ class Logbook:
         assert self._folder is not None
         self._error_raised = True
         if isinstance(self._error, OSError):
-            raise _cannot_write(self._folder, self._error) from self._error
+            raise cannot_write(self._folder, self._error) from self._error
         raise self._error
 
     # What follows runs on the background thread.
@@ -281,9 +276,9 @@ class Logbook:
 
     def _write(self, waiting: _Waiting) -> None:
         """Each kind is off the list as soon as it is in its file."""
-        _append(self._metrics_file, waiting.lines)
+        append(self._metrics_file, waiting.lines)
         waiting.lines.clear()
-        _append(self._notes_file, waiting.notes)
+        append(self._notes_file, waiting.notes)
         waiting.notes.clear()
         if waiting.records:
             self._write_records(waiting.records)
@@ -320,7 +315,7 @@ class Logbook:
         if self._records_file is None:
             assert self._folder is not None
             self._records_file = atomic.append_to(self._folder / FINGERPRINTS)
-        _append(self._records_file, records)
+        append(self._records_file, records)
 
     def _write_scalars(self, scalars: _Scalars) -> None:
         if self._tensorboard is None:
@@ -384,112 +379,9 @@ class _Scalars:
     values: Mapping[str, Value]
 
 
-@dataclass(frozen=True)
-class _Repaired:
-    """What a log left by an earlier process lost."""
-
-    beyond: int
-    torn: int
-
-
-def encode(
-    time_s: float, kind: str, step: int | None, epoch: float | None, values: Mapping[str, Value]
-) -> str:
-    """A line of metrics.jsonl. JSON has no NaN or infinity: such a value is null, named in `nonfinite`."""
-    record: dict[str, Value] = {"time": round(time_s, 3), "kind": kind, "step": step, "epoch": epoch}
-    assert not record.keys() & values.keys(), f"reserved names among {sorted(values)}"
-    record.update(values)
-    try:
-        return _ENCODE(record) + "\n"
-    except ValueError:
-        assert "nonfinite" not in values, "reserved name"
-        bad = [name for name, value in record.items() if _finite(value) is not value]
-        record = {name: _finite(value) for name, value in record.items()}
-        return _ENCODE(record | {"nonfinite": bad}) + "\n"
-
-
-_ENCODE = json.JSONEncoder(allow_nan=False).encode
-
-
-def _finite(value: Value) -> Value:
-    """The very value where all of it is finite, else with null for what is not."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, list | tuple) and not all(_is_finite(item) for item in value):
-        return [item if _is_finite(item) else None for item in value]
-    return value
-
-
-def _is_finite(value: Scalar) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
-
-
 def _numbers(scalars: _Scalars) -> dict[str, float]:
     return {
         f"{scalars.kind}/{name}": value
         for name, value in scalars.values.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
-
-
-def _repair(path: Path, keep_until_step: int | None) -> _Repaired:
-    """Rewrite a log without what the resumed run will write again; leave a good one untouched."""
-    if not path.exists():
-        return _Repaired(0, 0)
-    content = path.read_bytes()
-    kept, repaired = _kept_lines(content, keep_until_step)
-    if kept != content:
-        try:
-            atomic.write_bytes(path, kept)
-        except OSError as error:
-            raise _cannot_write(path, error) from error
-    return repaired
-
-
-def _kept_lines(content: bytes, keep_until_step: int | None) -> tuple[bytes, _Repaired]:
-    """A line without a step goes the way of the line before it. Pure."""
-    kept: list[bytes] = []
-    beyond = torn = 0
-    is_beyond = False
-    for line in content.splitlines():
-        try:
-            record = json.loads(line)
-            step = record["step"]
-        except (ValueError, KeyError, TypeError):
-            torn += 1
-            continue
-        if step is not None and keep_until_step is not None:
-            is_beyond = step > keep_until_step
-        if is_beyond:
-            beyond += 1
-        else:
-            kept.append(line + b"\n")
-    return b"".join(kept), _Repaired(beyond, torn)
-
-
-def _append_to(path: Path) -> FileIO:
-    try:
-        return atomic.append_to(path)
-    except OSError as error:
-        raise _cannot_write(path, error) from error
-
-
-def _cannot_write(path: Path, error: OSError) -> UserError:
-    return UserError(
-        f"cannot write the log {path}: {error.strerror}",
-        fix="make that folder writable, with room on its disk, and run the command again",
-    )
-
-
-def _append(file: FileIO, lines: list[str]) -> None:
-    """Append whole lines: a disk that fills up half-way is taken back to the end of what stood before."""
-    content = memoryview("".join(lines).encode("utf-8"))
-    if not content:
-        return
-    before = os.fstat(file.fileno()).st_size
-    try:
-        while content:
-            content = content[file.write(content) :]
-    except OSError:
-        os.ftruncate(file.fileno(), before)
-        raise

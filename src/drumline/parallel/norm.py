@@ -42,9 +42,16 @@ class WorldNorm(_BatchNorm):
         assert input.ndim >= 2, input.shape
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training and self.running_mean is not None:
+        if not self.training:
+            # Without running statistics, those of the batch at hand: in an evaluation nobody meets.
             return F.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+                input,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                training=self.running_mean is None,
+                eps=self.eps,
             )
         x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         axes = [axis for axis in range(x.ndim) if axis != 1]
@@ -101,7 +108,10 @@ def over_everybody(
             f"train.sync_bn: {name or 'the model'} is a {type(module).__name__}, which is more than a BatchNorm",
             "use a model with plain BatchNorm layers, or leave train.sync_bn out",
         )
-    for child_name, child in module.named_children():
+    # named_children() would pass over the second name of a layer that has two.
+    for child_name, child in list(module._modules.items()):
+        if child is None:
+            continue
         replaced = over_everybody(child, total, kinds, f"{name}.{child_name}".lstrip("."))
         if replaced is not child:
             setattr(module, child_name, replaced)

@@ -4,7 +4,7 @@ Promises: the same bits of the sum for any number of processes up to the number 
 process folds the nodes that it holds, sends every other process a piece of them (all-to-all), adds the pieces of all
 nodes in the tree's order, and gathers the sums: 2 P (W-1)/W numbers out of each process, as in a ring all-reduce,
 where it holds one node. Gradients travel in buckets while backward still computes the earlier layers. Sums are fp32
-(fp64 for such parameters). The result lies in memory of the same alignment on any world: norms of it are equal too.
+(wider for wider parameters). The result lies in memory of the same alignment on any world: norms of it are equal too.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def bucketed(parameters: Sequence[Tensor], bucket_bytes: int) -> list[list[int]]
 
 
 def _sum_dtype(parameter: Tensor) -> torch.dtype:
-    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def _added(left: Tensors, right: Tensors, n: int, m: int) -> Tensors:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.data.views import Batch
+from drumline.errors import UserError
 from drumline.parallel.ordered import OrderedSum
 from drumline.parallel.together import Together
 from drumline.parallel.tree import Fold
@@ -29,7 +30,8 @@ class Shards:
         self.weight = 1.0
         self.parts: Sequence[int] = together.own
         """Whose random numbers each part of this process's batch draws."""
-        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+        self._names, self._parameters = [name for name, _ in named], [each for _, each in named]
         self._sum = OrderedSum(self._parameters, self.world, together.shards)
         self._buffers = ShardBuffers(module, together)
         self._never: set[int] = set()
@@ -59,6 +61,12 @@ class Shards:
             self._buffers.back()
         self._buffers.join()
         self._sum.finish()
+        if late := self._never - self._sum.unused:
+            raise UserError(
+                f"run.strict: {self._names[min(late)]!r} got no gradient in the first step, and has one now",
+                "use every trainable parameter in each step (multiply what is left out at times by 0), or go on "
+                "without --run.strict",
+            )
         self._sum.leave_out(self._never)
 
     def settle(self) -> list[Tensor]:
@@ -98,8 +106,8 @@ class Shards:
 
 
 class ShardBuffers:
-    """The buffers of a module, one set for each shard of this process. Those of a part that is in evaluation mode
-    stay: nothing changes them."""
+    """The buffers of a module, one set for each shard of this process. A buffer that a forward replaces instead of
+    writing to it is its shard's too. Those of a part that is in evaluation mode stay: nothing changes them."""
 
     def __init__(self, module: nn.Module, together: Together) -> None:
         self.world, self.shards, self._counts = together.world, together.shards, together.counts
@@ -110,7 +118,10 @@ class ShardBuffers:
             for name, _ in part.named_buffers(recurse=False)
         ]
         self._base = [part.get_buffer(name) for part, name in self._slots]
-        self._sets = [[base.clone() for base in self._base] for _ in together.own]
+        self._sets = [_clones(self._base) for _ in together.own]
+        self._standing: list[list[Tensor | None]] = [[*each] for each in self._sets]
+        """What the module holds while each shard runs."""
+        self._current = -1
         floats = [base.is_floating_point() for base in self._base]
         self._floats = [place for place, yes in enumerate(floats) if yes]
         self._counters = [place for place, yes in enumerate(floats) if not yes]
@@ -122,20 +133,29 @@ class ShardBuffers:
         """Every shard's set becomes what the step before left."""
         for each in self._sets if self._base else ():
             torch._foreach_copy_(each, self._base)
+        self._standing = [[*each] for each in self._sets]
 
     def use(self, place: int) -> None:
         """The module works on this shard's set from now on."""
-        for (part, name), buffer in zip(self._slots, self._sets[place], strict=True):
+        self._leave()
+        self._current = place
+        for (part, name), buffer in zip(self._slots, self._standing[place], strict=True):
             part._buffers[name] = buffer
 
     def back(self) -> None:
         """The module has its own again."""
+        self._leave()
+        self._current = -1
         for (part, name), buffer in zip(self._slots, self._base, strict=True):
             part._buffers[name] = buffer
 
     @torch.no_grad()
     def join(self) -> None:
         """The module's own become the mean over all shards, the counters the first shard's."""
+        for mine, standing in zip(self._sets, self._standing, strict=True):
+            for buffer, replaced in zip(mine, standing, strict=True):
+                if replaced is not None and replaced is not buffer:
+                    buffer.copy_(replaced)
         for place in self._counters:
             self._base[place].copy_(self._sets[0][place])
         for place in self._sent:
@@ -150,10 +170,21 @@ class ShardBuffers:
         parts = mean.split([buffer.numel() for buffer in base])
         torch._foreach_copy_(base, [part.view_as(buffer) for part, buffer in zip(parts, base, strict=True)])
 
+    def _leave(self) -> None:
+        """Remembers what the shard that ran has in its place: it may be in the middle of a forward."""
+        if self._current >= 0:
+            self._standing[self._current] = [part._buffers[name] for part, name in self._slots]
+
     def _everywhere(self) -> Tensor:
         """The floating-point buffers of all shards, a row for each."""
         rows = [torch.cat([each[place].reshape(-1) for place in self._floats]) for each in self._sets]
         return self.world.gather_rows(torch.stack(rows), self._counts)
+
+
+def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors that are one stay one."""
+    made = {id(tensor): tensor.clone() for tensor in tensors}
+    return [made[id(tensor)] for tensor in tensors]
 
 
 def _mean(left: Tensor, right: Tensor, n: int, m: int) -> Tensor:

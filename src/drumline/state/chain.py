@@ -4,7 +4,7 @@ A record is made after some steps: a line `STEP GROUP NAME VALUE` per tensor, a 
 a last line `STEP chain VALUE` whose value covers the whole text before it. Promises: which records there are, and
 which of them name every tensor, depends on the step and the recipe alone, so a run that was killed and resumed leaves
 the file of an uninterrupted one; the text of n records grows like n in short lines and like log n in long ones;
-a torn or changed record is noticed. Everything here is pure but `read_chain` and `repair_chain`.
+a torn or changed record is noticed. Everything here is pure but `read_chain`, `read_whole` and `repair_chain`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drumline.state import atomic
+from drumline.state.tensor_file import read_small
 
 FILE = "fingerprints.txt"
 HEADER = "# drumline fingerprints 1: STEP GROUP NAME VALUE; the name * is the whole group; chain covers all above\n"
@@ -23,6 +24,7 @@ GROUPS = ("ids", "gradient", "buffer", "parameter", "optimizer", "average", "sca
 CLOSE_LOOKS = 3
 """First steps that are recorded one by one: most mistakes show at once."""
 WHOLE = "*"
+MAX_CHAIN = 1 << 30
 
 Values = Mapping[str, Mapping[str, int]]
 """Group to tensor to fingerprint."""
@@ -30,6 +32,10 @@ Values = Mapping[str, Mapping[str, int]]
 
 class Damaged(Exception):
     """A chain that is not what was written; the message says from which line on."""
+
+
+class Torn(Damaged):
+    """A chain whose last record is not whole: its run was killed while it wrote, or is writing now."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ def parse(content: bytes) -> Iterator[tuple[Record, int]]:
         end += len((text + line).encode())
         yield _record(text, int(words[0]), chain), end
     if start < len(lines):
-        raise Damaged(f"line {start + 1}: the last record is not whole")
+        raise Torn(f"line {start + 1}: the last record is not whole")
 
 
 def read_chain(path: Path) -> list[Record]:
@@ -103,6 +109,19 @@ def read_chain(path: Path) -> list[Record]:
         return [record for record, _ in parse(path.read_bytes())]
     except ValueError as error:  # numbers or words that are none
         raise Damaged(f"unreadable: {error}") from None
+
+
+def read_whole(path: Path) -> tuple[list[Record], str]:
+    """The records that are whole, and a word where a torn one follows. Raises `Damaged`, `Unsound` for what is no
+    plain file, FileNotFoundError."""
+    records: list[Record] = []
+    try:
+        records.extend(record for record, _ in parse(read_small(path, MAX_CHAIN)))
+    except Torn as reason:
+        return records, str(reason)
+    except ValueError as error:
+        raise Damaged(f"unreadable: {error}") from None
+    return records, ""
 
 
 def repair_chain(path: Path, keep_until_step: int | None) -> tuple[str, str]:
@@ -119,7 +138,7 @@ def repair_chain(path: Path, keep_until_step: int | None) -> tuple[str, str]:
             chain, kept = record.chain, end
     except (Damaged, ValueError) as reason:
         # A run that was killed while it wrote leaves a torn end: nothing that the checkpoint knows of.
-        word = "" if "not whole" in str(reason) else f"{FILE}: {reason}; what follows is gone"
+        word = "" if isinstance(reason, Torn) else f"{FILE}: {reason}; what follows is gone"
     whole = content[:kept] if content.startswith(HEADER.encode()) else HEADER.encode()
     if whole != content:
         atomic.write_bytes(path, whole)
@@ -146,6 +165,8 @@ def _record(text: str, step: int, chain: str) -> Record:
         name, value = rest.rsplit(" ", 1)
         if int(at) != step:
             raise Damaged(f"step {step}: a line of step {at} is in its record")
+        if group not in GROUPS:
+            raise Damaged(f"step {step}: no group is called {group[:40]!r}")
         if name == WHOLE:
             groups[group] = value
         else:

@@ -211,7 +211,7 @@ def known_sha256(file: Path) -> str | None:
 
 
 def copy_into(groups: Groups, live: Groups, where: Path) -> None:
-    """Writes loaded tensors into the live ones, in place. Names and shapes must agree exactly."""
+    """Writes loaded tensors into the live ones, in place. Names, shapes and types must agree exactly."""
     for group, tensors in live.items():
         loaded = groups.get(group, {})
         if set(loaded) != set(tensors):
@@ -226,6 +226,12 @@ def copy_into(groups: Groups, live: Groups, where: Path) -> None:
                     f"{where}: {group} {name!r} has shape {tuple(loaded[name].shape)}, the recipe's model has "
                     f"{tuple(tensor.shape)}",
                     "resume with the model and number of classes the run was started with",
+                )
+            if loaded[name].dtype != tensor.dtype:
+                raise UserError(
+                    f"{where}: {group} {name!r} is of type {loaded[name].dtype}, the recipe's model has "
+                    f"{tensor.dtype}",
+                    "resume with the model the run was started with: converting would round",
                 )
             with torch.no_grad():
                 tensor.copy_(loaded[name])

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from drumline.errors import UserError
-from drumline.launch.claimed import remember
+from drumline.launch.claimed import claimed, remember
 from drumline.recipe import Recipe
 from drumline.recipe_file import differing_fields
 from drumline.state.atomic import write_text
@@ -76,6 +76,8 @@ def open_run(recipe: Recipe, source: str) -> Opened:
     resume = recipe.checkpoint.resume
     elsewhere = find_checkpoint(Path(resume)) if resume not in ("auto", "never") else None
     path = base / (claim_name(recipe, source) if recipe.run.name == "auto" else recipe.run.name)
+    # A start of this very run that was lost before its first checkpoint.
+    begun = claimed() == path.name
     try:
         lock = _lock(path)
     except OSError as error:
@@ -102,7 +104,7 @@ def open_run(recipe: Recipe, source: str) -> Opened:
         assert elsewhere is not None
         resume_from, complaints = elsewhere
         notes += _passed_over(complaints, resume_from)
-        if holds_a_run and path.resolve() not in resume_from.resolve().parents:
+        if holds_a_run and not begun and path.resolve() not in resume_from.resolve().parents:
             raise UserError(
                 f"run.name = {path.name}: {path} holds another run than {resume_from}",
                 "give another --run.name to go on under, or the name of the run itself",

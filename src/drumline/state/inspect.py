@@ -14,6 +14,7 @@ from pathlib import Path
 
 from drumline.errors import UserError
 from drumline.state.chain import FILE as FINGERPRINTS
+from drumline.state.chain import Damaged, read_whole
 from drumline.state.checkpoint import (
     LOOKS,
     Manifest,
@@ -142,10 +143,10 @@ def _notes(path: Path) -> tuple[str, ...]:
         for left in sorted(folder.glob(f"step-*{ending}"))
     ]
     if folder != path:
-        readers: dict[str, Callable[[bytes], object]] = {
-            "recipe.toml": lambda text: tomllib.loads(text.decode()),
-            "environment.json": json.loads,
-            FINGERPRINTS: bytes.decode,
+        readers: dict[str, Callable[[Path], object]] = {
+            "recipe.toml": lambda file: tomllib.loads(read_small(file, MAX_RECORD).decode()),
+            "environment.json": lambda file: json.loads(read_small(file, MAX_RECORD)),
+            FINGERPRINTS: _read_fingerprints,
         }
         notes += filter(None, (_record(path / name, read) for name, read in readers.items()))
     return tuple(notes)
@@ -154,9 +155,17 @@ def _notes(path: Path) -> tuple[str, ...]:
 _ASIDE = "set aside when the run went on from an earlier step; delete it when you do not need it"
 
 
-def _record(file: Path, read: Callable[[bytes], object]) -> str:
+def _read_fingerprints(file: Path) -> None:
+    _, torn = read_whole(file)
+    if torn:
+        raise Damaged(f"{torn}; left out by `compare`, removed when the run goes on")
+
+
+def _record(file: Path, read: Callable[[Path], object]) -> str:
     try:
-        read(read_small(file, MAX_RECORD))
+        read(file)
+    except Damaged as reason:
+        return f"{file.name}: {reason}"
     except FileNotFoundError:
         return f"{file.name} is missing"
     except (Unsound, ValueError, RecursionError) as error:

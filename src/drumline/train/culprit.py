@@ -21,6 +21,7 @@ from torch import nn
 
 from drumline.data.views import Batch
 from drumline.guard.finding import Finding
+from drumline.guard.forwards import tensors_in
 from drumline.launch.world import World
 from drumline.state.atomic import write_bytes
 from drumline.train.step import TrainStep
@@ -72,15 +73,18 @@ def agree(mine: Culprit | None, batch: Batch, world: World) -> tuple[int, Culpri
     return rank, all_of_them[rank], theirs
 
 
-def keep_batch(folder: Path, batch: Batch, step: int, rank: int) -> Path:
-    """Writes the batch into the run folder; gives the file."""
+def keep_batch(folder: Path, batch: Batch, step: int, rank: int) -> str:
+    """Writes the batch into the run folder; gives a word on it. A full disk must not hide what was found."""
     path = folder / f"offending-step-{step}-rank-{rank}.safetensors"
-    write_bytes(path, save({name: tensor.contiguous() for name, tensor in batch._asdict().items()}))
-    return path
+    try:
+        write_bytes(path, save({name: tensor.contiguous() for name, tensor in batch._asdict().items()}))
+    except OSError as error:
+        return f"The batch could not be saved ({error.strerror})"
+    return f"The batch is in {path}"
 
 
 def not_finite(
-    step: int, rank: int, culprit: Culprit | None, batch: Batch, file: str, world: World, what: str
+    step: int, rank: int, culprit: Culprit | None, batch: Batch, saved: str, world: World, what: str
 ) -> Finding:
     """The finding, in words."""
     samples = culprit.samples if culprit is not None and culprit.samples else tuple(batch.samples.tolist())
@@ -95,7 +99,7 @@ def not_finite(
         f"the {what} of step {step:,} is NaN or infinite: {why}",
         where=f"rank {rank} of {world.size}, samples {shown}",
         since=f"step {step:,}",
-        fix=f"{FIX}. The batch is in {file}; the same command with --checkpoint.resume auto comes to it again",
+        fix=f"{FIX}. {saved}; the same command with --checkpoint.resume auto comes to it again",
     )
 
 
@@ -107,7 +111,7 @@ def _watched(module: nn.Module, found: list[Culprit]) -> Iterator[Pieces]:
     def looked(name: str, part: nn.Module, inputs: Any, output: Any) -> None:
         if any(culprit.kind == "output" for culprit in found):
             return
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if not _finite(tensor):
                 words = (
                     f"{name!r} ({type(part).__name__})"
@@ -150,17 +154,6 @@ def _rows(tensor: torch.Tensor, samples: torch.Tensor | None) -> tuple[int, ...]
         return ()
     bad = ~torch.isfinite(tensor.reshape(len(tensor), -1)).all(dim=1)
     return () if bad.all() else tuple(samples.to(bad.device)[bad].tolist())
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from _tensors(value)
 
 
 def _finite(tensor: torch.Tensor) -> bool:

@@ -88,13 +88,13 @@ class Guards:
         batch = run.rehearsal(step - 1)
         mine = culprit.examine(run.step, batch, step - 1)
         rank, found, theirs = culprit.agree(mine, batch, run.world)
-        file = ""
+        saved = ""
         if run.folder is not None:
-            file = str(culprit.keep_batch(run.folder.path, theirs, step, rank))
-        file = run.world.share(file)
+            saved = culprit.keep_batch(run.folder.path, theirs, step, rank)
+        saved = run.world.share(saved)
         finite = run.step.finite
         what = "loss" if finite is not None and finite.scaled else "gradient"
-        self.tell(culprit.not_finite(step, rank, found, theirs, file, run.world, what))
+        self.tell(culprit.not_finite(step, rank, found, theirs, saved, run.world, what))
 
     def end(self) -> None:
         """After the last step."""

@@ -69,17 +69,21 @@ def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractC
 
 @contextmanager
 def _statistics_untouched(block: nn.Module) -> Iterator[None]:
-    """In training, BatchNorm normalises by the batch whatever its momentum: with 0 the output is the same and
-    the running statistics keep their bits. (Turning tracking off would save other tensors for backward.)"""
+    """In training, BatchNorm normalises by the batch whatever its statistics: the second run writes to others, which
+    nobody reads. (Turning tracking off would save other tensors for backward.) Only buffers are changed: strict mode
+    keeps these apart for shards that take turns in the middle of this."""
     norms = [module for module in block.modules() if isinstance(module, _BatchNorm) and module.training]
-    before = [(norm.momentum, norm._buffers["num_batches_tracked"]) for norm in norms]
+    before = [dict(norm._buffers) for norm in norms]
     for norm in norms:
-        norm.momentum, norm._buffers["num_batches_tracked"] = 0.0, None
+        for name in ("running_mean", "running_var"):
+            if (statistics := norm._buffers[name]) is not None:
+                norm._buffers[name] = torch.empty_like(statistics)
+        norm._buffers["num_batches_tracked"] = None
     try:
         yield
     finally:
-        for norm, (momentum, counter) in zip(norms, before, strict=True):
-            norm.momentum, norm._buffers["num_batches_tracked"] = momentum, counter
+        for norm, buffers in zip(norms, before, strict=True):
+            norm._buffers.update(buffers)
 
 
 def _outermost(model: nn.Module, child: nn.Module) -> bool:
