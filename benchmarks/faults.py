@@ -64,7 +64,7 @@ RECIPE = (
     "checkpoint.every_epochs=0",
     "checkpoint.resume=auto",
 )
-EARLY, START_SECONDS, STEP_SECONDS = 0.3, 4.0, 1.0
+EARLY, START_SECONDS, STEP_SECONDS = 0.5, 4.0, 1.0
 """This share of the kills falls within so many seconds after a start, the others so soon after it steps again."""
 
 

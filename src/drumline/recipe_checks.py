@@ -120,7 +120,8 @@ def _bounds(recipe: Recipe) -> Iterator[Problem]:
         if value != "auto" and value < low:
             yield Problem(name, "too small", f"give at least {low:g}")
     for name, high in at_most:
-        if value_of(recipe, name) > high:
+        value = value_of(recipe, name)
+        if value != "auto" and value > high:
             yield Problem(name, "too large", f"give at most {high}")
     for name, high in below:
         if value_of(recipe, name) >= high:

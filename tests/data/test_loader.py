@@ -23,7 +23,7 @@ from drumline.data.batch import make_batch
 from drumline.data.ledger import Ledger
 from drumline.data.loader import RESIDENT_BATCHES, Batches, Workers, batches, resident_batches
 from drumline.data.order import Request, training_requests
-from drumline.data.processes import process_batches
+from drumline.data.processes import _say_but_for_a_lost_trainer, process_batches
 from drumline.data.sources import SourceSpec, open_source
 from drumline.data.views import Batch, View
 from drumline.data.window import Bad
@@ -425,3 +425,14 @@ def _is_server(process: psutil.Process) -> bool:
         return process.ppid() == psutil.Process().pid and ("forkserver" in command or "tracker" in command)
     except psutil.NoSuchProcess:
         return False
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(ConnectionResetError("gone"), False), (EOFError(), False), (ValueError("a mistake"), True)],
+)
+def test_a_worker_says_nothing_of_a_trainer_that_was_killed(
+    error: Exception, told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _say_but_for_a_lost_trainer(type(error), error, None)
+    assert ("a mistake" in capsys.readouterr().err) == told

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -176,6 +178,30 @@ def test_an_evaluated_norm_without_statistics_takes_those_of_its_batch_and_talks
     images = torch.randn(3, 4, 5, 5)
     expected = norm(images)
     assert torch.equal(over_everybody(norm, nobody)(images), expected)
+
+
+def test_a_norm_over_everybody_is_left_out_of_compiled_code() -> None:
+    """What the compiler makes of a meeting depends on who meets; what it fuses around one would depend on it too."""
+    operations: list[str] = []
+
+    def collect(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        operations.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    first, norm = nn.Linear(4, 4), over_everybody(nn.BatchNorm1d(4), world_total(alone(CPU)))
+
+    def model(images: Tensor) -> Tensor:
+        return norm(first(images)).relu()  # type: ignore[no-any-return]
+
+    images = torch.randn(6, 4)
+    expected = model(images)
+    torch._dynamo.reset()
+    try:
+        assert torch.equal(torch.compile(model, backend=collect)(images), expected)
+    finally:
+        torch._dynamo.reset()
+    assert any("linear" in name for name in operations)
+    assert not any("rsqrt" in name or "square" in name for name in operations)
 
 
 def test_a_norm_that_has_two_names_is_replaced_under_both() -> None:

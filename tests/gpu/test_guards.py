@@ -53,7 +53,7 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_step(
     words = ("model.name=own:Exploding", f"train.capture={capture}", "run.name=x", f"optim.name={optimizer}")
     done = drumline("train", *SMALL, *words, folder=tmp_path)
     assert done.returncode == 2, done.stderr
-    assert "guard [not-finite]: the gradient of step 6 is NaN or infinite" in done.stderr
+    assert "guard [non-finite]: the gradient of step 6 is NaN or infinite" in done.stderr
     assert (tmp_path / "runs/x/offending-step-6-rank-0.safetensors").exists()
 
 
@@ -62,4 +62,4 @@ def test_with_fp16_a_loss_that_is_not_finite_is_told(tmp_path: Path) -> None:
     words = ("model.name=own:Exploding", "train.precision=fp16", "run.name=x")
     done = drumline("train", *SMALL[:-1], *words, folder=tmp_path)
     assert done.returncode == 2, done.stderr
-    assert "guard [not-finite]: the loss of step 6 is NaN or infinite" in done.stderr
+    assert "guard [non-finite]: the loss of step 6 is NaN or infinite" in done.stderr

@@ -49,7 +49,11 @@ def sha256(recipe: Recipe, folder: Path, name: str) -> str:
         {"train": Train(steps=30, eval_every=0, precision="fp32", accumulate=3)},
         {"train": Train(steps=30, eval_every=0, ema=0.9, label_smoothing=0.1)},
         {"data": Data(source="digits", batch=64, size=32, mixup=0.3, cutmix=1.0)},
-        {"model": Model(name="vgg11_bn"), "data": Data(source="digits", batch=16, size=64)},
+        {
+            "model": Model(name="vgg11_bn"),
+            "data": Data(source="digits", batch=16, size=64),
+            "optim": Optim(lr=0.005),
+        },
         {"model": Model(name="mobilenet_v2"), "data": Data(source="digits", batch=16, size=64)},
     ],
     ids=[

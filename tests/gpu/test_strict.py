@@ -62,4 +62,5 @@ def test_processes_that_share_a_gpu_give_the_bits_of_one(
         write_teacher(folder)
         run_ranks("tests.parallel.strict_ranks", processes, folder, 400)
         found.append(torch.load(folder / "0.pt", weights_only=True))
-    assert found[0] == found[1]
+    for case in strict_ranks.cases():
+        assert found[0][case] == found[1][case], case

@@ -7,10 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from drumline.errors import UserError
 from drumline.launch.claimed import Claim, claimed, going_on, remember, resume_word
 from drumline.recipe import Checkpoint, Recipe, Run
+from drumline.state.checkpoint import Position, write_checkpoint
+from drumline.state.folder import open_run, write_facts
 
 
 @pytest.fixture
@@ -54,6 +57,24 @@ def test_a_run_that_goes_on_from_another_does_so_again_until_it_has_saved(tmp_pa
     assert resume_word(recipe(tmp_path, "runs/old"), "x") == "runs/old"
     (tmp_path / "x/checkpoints/step-3").mkdir(parents=True)
     assert resume_word(recipe(tmp_path, "runs/old"), "x") == "auto"
+
+
+def test_a_restart_lost_before_its_first_checkpoint_is_not_taken_for_another_run(
+    tmp_path: Path, claim: Claim
+) -> None:
+    groups = {"model": {"w": torch.ones(3)}, "optimizer": {}}
+    (tmp_path / "old/checkpoints").mkdir(parents=True)
+    saved = write_checkpoint(tmp_path / "old/checkpoints", groups, Position(3, 10), "", {})
+    wanted = replace(recipe(tmp_path, str(tmp_path / "old")), run=Run(dir=str(tmp_path), name="x"))
+    first = open_run(wanted, "digits")
+    write_facts(first.path, "", {})
+    first.leave()
+    again = open_run(wanted, "digits")
+    assert again.resume_from == saved
+    again.leave()
+    claim.write("")
+    with pytest.raises(UserError, match="holds another run"):
+        open_run(wanted, "digits")
 
 
 def test_a_machine_that_does_not_see_the_folder_does_not_begin_again(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 from torch import Tensor, nn
 
@@ -113,6 +115,17 @@ class Late(nn.Module):
 
 def late(classes: int) -> nn.Module:
     return Net(classes, late=Late())
+
+
+class Unkeyed(nn.Module):
+    """Stochastic depth by Python's own generator, as it is often written."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if self.training and random.random() < 0.5 else x
+
+
+def unkeyed(classes: int) -> nn.Module:
+    return Net(classes, unkeyed=Unkeyed())
 
 
 class Frozen(nn.BatchNorm2d):

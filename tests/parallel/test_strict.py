@@ -141,6 +141,16 @@ def test_a_parameter_that_gets_its_first_gradient_late_ends_the_run_by_name(tmp_
         ended(recipe, tmp_path, "late")
 
 
+def test_random_numbers_that_no_seed_reaches_are_refused_and_otherwise_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = replace(strict_ranks.base("drawn"), model=Model(name=f"{NETS}:unkeyed"))
+    with pytest.raises(UserError, match=r"run.strict: the model draws from Python's `random`"):
+        ended(recipe, tmp_path, "strict")
+    ended(plainly(recipe), tmp_path, "plain")
+    assert "the run cannot be repeated" in capsys.readouterr().err
+
+
 def test_a_buffer_that_forward_replaces_counts_as_one_that_it_writes_to(tmp_path: Path) -> None:
     states = [
         ended(replace(strict_ranks.base(name), model=Model(name=f"{NETS}:{name}")), tmp_path, name)

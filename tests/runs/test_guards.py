@@ -135,7 +135,7 @@ def test_the_layer_the_rank_and_the_sample_of_an_infinite_value_are_named(
     """Also where layers meet other processes on their way forward and back."""
     words = ("checkpoint.every_steps=2", f"parallel.processes={processes}", word)
     said = stopped(trained(tmp_path, "Exploding", *words))
-    assert said.count("guard [not-finite]: the gradient of step 5 is NaN or infinite") == 1
+    assert said.count("guard [non-finite]: the gradient of step 5 is NaN or infinite") == 1
     assert "the output of 'scale' (Scale)" in said
     assert "since: step 5" in said
     run = tmp_path / "runs/x"
@@ -161,7 +161,7 @@ def test_two_ranks_that_are_fed_the_same_samples_are_told_at_step_1() -> None:
 def test_with_warn_an_update_that_is_not_finite_is_left_out_and_the_run_goes_on(tmp_path: Path) -> None:
     done = trained(tmp_path, "Exploding", "guard.action=warn")
     assert result(done)["finished"]
-    assert done.stderr.count("WARNING: guard [not-finite]: the gradient of step ") == 1
+    assert done.stderr.count("WARNING: guard [non-finite]: the gradient of step ") == 1
     assert "WARNING: 8 step(s) changed nothing" in done.stderr
 
 
@@ -170,8 +170,8 @@ def test_with_warn_an_update_that_is_not_finite_is_left_out_and_the_run_goes_on(
     [
         ("Sleeping", "eval-mode", "layer 'drop' (Dropout) was left in eval mode", "step 6"),
         ("Dozing", "eval-mode", "the model (Dozing) was left in eval mode", "step 6"),
-        ("Renewing", "outside-optimizer", "1 trainable parameter(s) are not in the optimizer", "step 6"),
-        ("Astray", "other-device", "buffer 'table' is on meta, this rank computes on cpu", "step 6"),
+        ("Renewing", "parameters", "1 trainable parameter(s) are not in the optimizer", "step 6"),
+        ("Astray", "device", "buffer 'table' is on meta, this rank computes on cpu", "step 6"),
     ],
 )
 def test_a_model_that_spoils_itself_at_step_5_is_told_at_the_next_look(

@@ -353,3 +353,6 @@ def test_another_set_up_is_named_where_it_can_change_bits() -> None:
     }
     assert changed_environment(here, here) == []
     assert changed_environment(here, there) == ["threads: 2 -> 4", "torch: 2.13 -> 2.14"]
+    newer = {**here, "packages": {**packages, "drumline": "0.2"}}
+    assert changed_environment(here, newer) == []
+    assert changed_environment(here, newer, strict=True) == ["drumline: None -> 0.2"]

@@ -128,6 +128,8 @@ def test_weights_are_checked_and_an_unlisted_one_is_unsound(run: Path) -> None:
         assert not inspect(run / "weights" / "..").sound, place
     (run / "weights" / "sha256.txt").write_text(listed.replace("best", "../../best"))
     assert "is not a checksum and a name" in inspect(run).unsound[0]
+    (run / "weights" / "sha256.txt").unlink()
+    assert any("sha256.txt is missing" in note for note in inspect(run).notes)
 
 
 def test_a_checkpoint_that_its_run_deletes_meanwhile_is_not_called_bad(run: Path) -> None:

@@ -40,7 +40,7 @@ def test_parameters_that_no_optimizer_moves_are_named() -> None:
     model = tiny.plain()
     optimizer = torch.optim.SGD(model[4].parameters(), lr=0.1)
     (found,) = optimizer_findings(model, optimizer, "step 3")
-    assert found.guard == "outside-optimizer"
+    assert found.guard == "parameters"
     assert "0.weight, 0.bias, 6.weight, 6.bias" in found.what
     assert found.since == "step 3"
 
@@ -50,7 +50,7 @@ def test_a_replaced_parameter_is_outside_and_its_old_self_is_foreign() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model[6].weight = nn.Parameter(torch.zeros(tiny.CLASSES, 8))
     outside, foreign = optimizer_findings(model, optimizer, "step 1")
-    assert (outside.guard, outside.where) == ("outside-optimizer", "6.weight")
+    assert (outside.guard, outside.where) == ("parameters", "6.weight")
     assert (foreign.guard, foreign.where) == ("foreign-parameter", "one of shape (4, 8)")
 
 
@@ -75,14 +75,14 @@ def test_even_memory_on_ones_own_gpu_says_nothing() -> None:
 
 def test_memory_on_another_rank_s_gpu_is_named_with_its_owner() -> None:
     (found,) = memory_findings([row(0, 10.0), row(1, 10.0, g0=0.5), row(0, 10.0, "two")], "step 3")
-    assert found.guard == "other-gpu"
+    assert found.guard == "device"
     assert found.what == "rank 1 holds 512 MiB on GPU 0, which is rank 0's; its own is GPU 1"
 
 
 def test_a_rank_that_holds_far_more_than_the_others_is_named() -> None:
     rows = [row(0, 20.0), row(1, 10.0), row(2, 10.0), row(3, 10.0)]
     (found,) = memory_findings(rows, "step 3")
-    assert found.guard == "uneven-memory"
+    assert found.guard == "memory"
     assert found.what.startswith("rank 0 has used 20,480 MiB")
     assert [f.where for f in memory_findings(rows[:2], "now")] == ["rank 0, GPU 0 of one"]
 

@@ -70,9 +70,14 @@ def test_a_step_has_the_loss_and_gradient_of_the_whole_batch(accumulate: int) ->
 
 def test_micro_batches_cover_the_batch_and_keep_mixed_pairs_together() -> None:
     step = tiny.step_of(tiny.trainee(tiny.plain()), 11, accumulate=3)
-    plain, mixing = tiny.make(11), tiny.make(11, mix=torch.ones(11, 6))
-    assert [len(micro.labels) for micro in step._micro_batches(plain)] == [3, 4, 4]
-    parts = step._micro_batches(mixing)
+
+    def cut(batch: Batch) -> list[Batch]:
+        parts: list[Batch] = []
+        step.exchange.gradients(batch, parts.append, lambda place: None)
+        return parts
+
+    assert [len(micro.labels) for micro in cut(tiny.make(11))] == [3, 4, 4]
+    parts = cut(tiny.make(11, mix=torch.ones(11, 6)))
     assert [micro.samples.tolist() for micro in parts] == [[0, 1], [2, 3, 4, 5], [6, 7, 8, 9, 10]]
     assert [len(tensor) for tensor in parts[2]] == [5, 5, 5, 5, 0]
 

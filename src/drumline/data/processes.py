@@ -10,9 +10,11 @@ from __future__ import annotations
 import multiprocessing
 import re
 import signal
+import sys
 import warnings
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
+from types import TracebackType
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -109,4 +111,14 @@ def _start_worker(index: int) -> None:
     """Stop requests are for the trainer, and a worker must not outlive it."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    sys.excepthook = _say_but_for_a_lost_trainer
     end_with_owner()
+
+
+def _say_but_for_a_lost_trainer(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """A trainer that is killed while it fetches a batch breaks the connection, and the thread of multiprocessing that
+    hands batches over tells that as an error of this process. What samples raise goes to the trainer instead."""
+    if not issubclass(kind, ConnectionError | EOFError):
+        sys.__excepthook__(kind, error, trace)

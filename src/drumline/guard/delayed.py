@@ -54,7 +54,7 @@ class Finiteness:
         self, number: int, held: list[torch.Tensor], step: int, calls: Sequence[Call], ids: Sequence[int]
     ) -> Iterator[Bad]:
         """Before a step of optimizer `number`, which holds these parameters: the bad one before it, whose update is
-        taken back, or this one."""
+        taken back as long as it is looked at, or this one."""
         yield from self._of_before(number)
         if held and held[0].is_cuda and step > AT_ONCE:
             if number not in self._delayed:
@@ -75,8 +75,10 @@ class Finiteness:
     def _of_before(self, number: int) -> Iterator[Bad]:
         bad = self._delayed[number].verdict() if number in self._delayed else None
         if bad is not None:
-            self._delayed[number].put_back()
+            after = self._delayed[number].put_back()
             yield bad
+            # Nobody has stopped at that: a warning changes nothing.
+            self._delayed[number].put(after)
 
     def _named(self, held: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         """In the order of the model, since backward goes the other way; what is not in it comes last."""
@@ -122,9 +124,16 @@ class Delayed:
         return Bad(pending.step, pending.calls, pending.ids, bad[-1]) if bad else None
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """The parameters as they were before the step that `verdict` told of."""
-        torch._foreach_copy_(list(self._parameters.values()), self._kept)
+    def put_back(self) -> list[torch.Tensor]:
+        """The parameters become what they were before the step that `verdict` told of; gives those after it."""
+        after = [parameter.detach().clone() for parameter in self._parameters.values()]
+        self.put(self._kept)
+        return after
+
+    @torch.no_grad()
+    def put(self, values: list[torch.Tensor]) -> None:
+        """Writes the parameters."""
+        torch._foreach_copy_(list(self._parameters.values()), values)
 
 
 def _largest(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

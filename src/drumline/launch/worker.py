@@ -7,6 +7,7 @@ nothing but words travels to another process.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import signal
@@ -15,6 +16,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from typing import NoReturn
 
 import torch
 
@@ -108,7 +110,19 @@ def _work(place: Place | None, recipe: Recipe, device_type: str, job: str) -> in
     if world.first:
         print_result(asdict(result))
     world.close()
+    if world.size > 1:
+        _end()
     return 0
+
+
+def _end() -> NoReturn:
+    """Ends a rank that is done without taking the interpreter down: gloo's threads outlive their group, and one that
+    wants Python then aborts the process (rare; seen with torch 2.13), which would count as a loss."""
+    atexit._run_exitfuncs()
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(0)
 
 
 def _ignore_stops() -> None:

@@ -41,6 +41,9 @@ class WorldNorm(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         assert input.ndim >= 2, input.shape
 
+    # Never compiled: the compiler would see other code where shards meet than where a process has but one, and fuse
+    # what is around it otherwise, so that bits would depend on the number of processes.
+    @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             # Without running statistics, those of the batch at hand: in an evaluation nobody meets.

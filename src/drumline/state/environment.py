@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from contextlib import suppress
@@ -13,6 +14,8 @@ import torch
 
 from drumline.launch.world import World, host_name
 
+STEERING = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
+"""Variables by which CUDA's libraries choose their kernels."""
 PACKAGES = ("drumline", "torch", "numpy", "pillow", "safetensors")
 
 
@@ -27,6 +30,7 @@ def describe_environment(world: World, threads: int) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(world.device) if cuda else _processor(),
         "cuda": torch.version.cuda if cuda else None,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "libraries": {name: os.environ.get(name) for name in STEERING} if cuda else None,
         "processes": world.size,
         "backend": world.backend,
         "threads": threads,

@@ -190,12 +190,11 @@ def changed_settings(saved: str, current: str, strict: bool = False) -> list[str
 
 def changed_environment(saved: dict[str, Any], current: dict[str, Any], strict: bool = False) -> list[str]:
     """What differs of the things that can change bits, as `name: old -> new`."""
-    names = ("device", "cuda", "cudnn", "threads", *(() if strict else ("processes", "backend")))
+    names = ("device", "cuda", "cudnn", "libraries", "threads", *(() if strict else ("processes", "backend")))
+    # Strict mode promises bits, and its own code makes them.
+    packages = ("torch", "pillow", *(("drumline", "numpy") if strict else ()))
     pairs = {name: (saved.get(name), current.get(name)) for name in names}
-    pairs |= {
-        name: (saved.get("packages", {}).get(name), current["packages"].get(name))
-        for name in ("torch", "pillow")
-    }
+    pairs |= {name: (saved.get("packages", {}).get(name), current["packages"].get(name)) for name in packages}
     return [f"{name}: {_plain(old)} -> {_plain(new)}" for name, (old, new) in pairs.items() if old != new]
 
 

@@ -16,6 +16,7 @@ from drumline.errors import UserError
 from drumline.state.chain import FILE as FINGERPRINTS
 from drumline.state.chain import Damaged, read_whole
 from drumline.state.checkpoint import (
+    CHECKSUMS,
     LOOKS,
     Manifest,
     Unsound,
@@ -92,6 +93,8 @@ def inspect(path: Path, watch: Watch = lambda items, total: items) -> Inspection
         unsound.append(str(reason))
         lines.append(f"BAD  weights: {reason}")
     notes = _notes(path)
+    if not (path / "weights" / CHECKSUMS).exists() and any((path / "weights").glob("*.safetensors")):
+        notes += (f"weights: {CHECKSUMS} is missing, nothing to check them against",)
     lines += [f"note {note}" for note in notes]
     step = max(sound, default=-1)
     if sound:

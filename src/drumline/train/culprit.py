@@ -95,7 +95,7 @@ def not_finite(
         else "gone through again, the step is finite: something else than its batch decides"
     )
     return Finding(
-        "not-finite",
+        "non-finite",
         f"the {what} of step {step:,} is NaN or infinite: {why}",
         where=f"rank {rank} of {world.size}, samples {shown}",
         since=f"step {step:,}",

@@ -91,7 +91,7 @@ def evaluate(
     counted, top1, top5, loss, nonfinite, agreed = world.sum(totals).tolist()
     if counted != samples:
         raise UserError(
-            f"guard [evaluation-count]: {counted:,} samples were scored, the evaluation set has {samples:,}: some "
+            f"guard [evaluation]: {counted:,} samples were scored, the evaluation set has {samples:,}: some "
             f"were {'left out' if counted < samples else 'counted twice'}, and the score would not be the model's",
             "give every process the same evaluation set, and let its source give each sample exactly once",
         )

@@ -77,11 +77,11 @@ class Guards:
     def poll(self, done: int) -> int:
         """Whether gradients were not finite: the step, or 0. Never waits."""
         finite = self.run.step.finite
-        return finite.poll(done) if finite is not None and "not-finite" not in self.told else 0
+        return finite.poll(done) if finite is not None and "non-finite" not in self.told else 0
 
     def alarm(self, step: int) -> None:
         """A step's gradients were not finite. All ranks come here together, and learn why."""
-        if "not-finite" in self.told:
+        if "non-finite" in self.told:
             return
         run = self.run
         enter(Phase.STARTING)  # going through a step again may take long
@@ -181,7 +181,7 @@ def optimizer_findings(module: nn.Module, optimizer: torch.optim.Optimizer, sinc
     if outside:
         found.append(
             Finding(
-                "outside-optimizer",
+                "parameters",
                 f"{len(outside)} trainable parameter(s) are not in the optimizer and never change: {_some(outside)}",
                 where=_some(outside),
                 since=since,

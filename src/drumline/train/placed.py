@@ -52,7 +52,7 @@ def memory_findings(rows: Sequence[MemoryRow], since: str) -> list[Finding]:
             whose = f", which is rank {owners[0]}'s" if owners else ""
             found.append(
                 Finding(
-                    "other-gpu",
+                    "device",
                     f"rank {rank} holds {_mib(count)} on GPU {device}{whose}; its own is GPU {row.device}",
                     where=f"rank {rank}, GPU {device} of {row.host}",
                     since=since,
@@ -64,7 +64,7 @@ def memory_findings(rows: Sequence[MemoryRow], since: str) -> list[Finding]:
         if row.own > UNEVEN * middle and row.own - middle > LEAST_BYTES:
             found.append(
                 Finding(
-                    "uneven-memory",
+                    "memory",
                     f"rank {rank} has used {_mib(row.own)} of GPU memory, the middle rank {_mib(middle)}",
                     where=f"rank {rank}, GPU {row.device} of {row.host}",
                     since=since,
@@ -91,7 +91,7 @@ def placed_findings(
     more = f" and {len(away) - 1} more" if len(away) > 1 else ""
     return [
         Finding(
-            "other-device",
+            "device",
             f"{name}{more} is on {tensor.device}, this rank computes on {device}",
             where=name,
             since=since,

@@ -100,6 +100,7 @@ class Running:
                 "use --run.no-deterministic, or another model",
             ) from error
         self._check_gradients()
+        self._check_draws()
         captured, why_not = prepare.captures(self.recipe, self.world)
         if captured:
             try:
@@ -123,6 +124,19 @@ class Running:
                 "use them in forward, remove them, or set requires_grad_(False) on them",
             )
         self.note(f"WARNING: {what}. They are never trained")
+
+    def _check_draws(self) -> None:
+        """Says when the model draws numbers that cannot be drawn again."""
+        if not self.step.draws_elsewhere:
+            return
+        what = (
+            "the model draws from Python's `random` or from `numpy.random`, which no seed of the run reaches"
+        )
+        if self.recipe.run.strict:
+            raise UserError(
+                f"run.strict: {what}", "draw with torch.rand in its forward, or leave out --run.strict"
+            )
+        self.note(f"WARNING: {what}: the run cannot be repeated. Draw with torch.rand in its forward")
 
 
 def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> Running:

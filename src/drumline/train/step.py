@@ -8,11 +8,13 @@ as a CUDA graph, the step gives the same bits with one launch.
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -85,6 +87,8 @@ class TrainStep:
         self.draws = ModelDraws(seed, exchange.parts, world.device)
         self.meter = torch.zeros(len(METERS) + len(objective.terms), dtype=torch.float64, device=world.device)
         self.without_gradient: list[str] = []
+        self.draws_elsewhere = False
+        """Whether the rehearsed step drew from Python's or NumPy's own generators, which no key reaches."""
         self._graph: torch.cuda.CUDAGraph | None = None
         self._static: Batch | None = None
         self._rate = 0.0
@@ -126,7 +130,7 @@ class TrainStep:
         """Runs the step on a batch of the right shape and puts everything back as it was. Sets up DDP's final
         buckets, compiled code and library workspaces, and finds out whether the model draws random numbers."""
         with self._undone():
-            before = self._generator_states()
+            before, elsewhere = self._generator_states(), _other_generators()
             for _ in range(times):
                 self.compute(batch)
             idle = {id(parameter) for parameter in self.exchange.settle()}
@@ -135,6 +139,7 @@ class TrainStep:
             ]
             after = self._generator_states()
             self.draws.active = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+            self.draws_elsewhere = _other_generators() != elsewhere
 
     def capture(self, batch: Batch) -> None:
         """Records the step as a CUDA graph over fixed input buffers. Call after a rehearsal. Raises
@@ -232,6 +237,12 @@ class TrainStep:
             torch.set_rng_state(generators[0])
             if self.world.device.type == "cuda":
                 torch.cuda.set_rng_state(generators[1], self.world.device)
+
+
+def _other_generators() -> tuple[object, ...]:
+    """Where Python's and NumPy's own generators stand."""
+    name, words, *rest = np.random.get_state()
+    return random.getstate(), name, np.asarray(words).tobytes(), *rest
 
 
 @contextmanager
