@@ -150,7 +150,7 @@ class Job:
         """Starts the run once more; whether it came to its end. It is let finish when there are enough kills."""
         processes, restarts = self.random.randint(1, SHARDS), self.random.choice((0, 1000))
         self.story.worlds.append(processes)
-        process = begin(self.folder, self.run.name, processes, restarts, self.random.choice((0, 0, 1)))
+        process = begin(self.folder, self.run.name, processes, restarts, self.random.choice((0, 0, 0, 1)))
         killed = False
         while process.poll() is None and not self.tally.enough:
             self.wait(process)

@@ -23,6 +23,7 @@ from drumline.distill.objective import Distillation, Part, ramp
 from drumline.distill.teacher import Live, Taught, Teacher
 from drumline.errors import UserError
 from drumline.launch.world import alone
+from drumline.parallel.layout import Averaged
 from drumline.recipe import Distill, Recipe
 from drumline.train.objective import Classification, Outcome
 from drumline.train.prepare import prepare_trainee
@@ -287,7 +288,10 @@ def stepped(
     )
     bundle = Bundle(student, {}, {each.name: each.needs for each in parts})
     trainee = prepare_trainee(Recipe(optim=tiny.SGD), bundle, alone(CPU), student)
-    step = TrainStep(trainee, made, tiny.NORMALISE, alone(CPU), seed=5, global_batch=COUNT, autocast=autocast)
+    exchange = Averaged(trainee.module, trainee.forward, alone(CPU))
+    step = TrainStep(
+        trainee, made, tiny.NORMALISE, alone(CPU), exchange, seed=5, global_batch=COUNT, autocast=autocast
+    )
     for index in range(steps):
         step(tiny.make(COUNT, index), index, 0.1)
     return made, step

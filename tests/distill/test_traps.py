@@ -29,6 +29,7 @@ from drumline.errors import UserError
 from drumline.launch.world import World, alone
 from drumline.models import create_model
 from drumline.models.foreign import with_taps
+from drumline.parallel.layout import Averaged
 from drumline.recipe import Distill, Recipe
 from drumline.train.objective import Classification
 from drumline.train.prepare import prepare_trainee
@@ -118,7 +119,8 @@ def test_a_teacher_in_train_mode_is_put_right_refused_and_never_changed() -> Non
     made = distillation([Part("kd", Kd(), 1.0, Needs())], Live(teacher), teacher=teacher)
     student = Alone(CLASSES, (4, 4))
     trainee = prepare_trainee(Recipe(optim=tiny.SGD), Bundle(student, {}, {}), alone(CPU), student)
-    step = TrainStep(trainee, made, tiny.NORMALISE, alone(CPU), seed=1, global_batch=6)
+    exchange = Averaged(trainee.module, trainee.forward, alone(CPU))
+    step = TrainStep(trainee, made, tiny.NORMALISE, alone(CPU), exchange, seed=1, global_batch=6)
     step.rehearse(tiny.make(6))
     for index in range(3):
         trainee.module.train()
