@@ -318,11 +318,12 @@ def _threads(recipe: Recipe, checkpoint: Path | None, world: World) -> int:
     return prepare.threads_per_process(recipe.parallel.threads, world.local_size, recipe.run.strict)
 
 
-def _strict_word(shards: int, batch: int, world: World) -> str:
+def _strict_word(shards: int, recipe: Recipe, world: World) -> str:
     uneven = f"; {world.size} processes share them unevenly, some wait" if shards % world.size else ""
+    compiled = "; not promised for compiled models (train.compile)" if recipe.train.compile else ""
     return (
-        f"strict: {shards} shards of {batch // shards} samples, the same bits on 1 to {shards} processes with the "
-        f"same kind of device and software{uneven}"
+        f"strict: {shards} shards of {recipe.data.batch // shards} samples, the same bits on 1 to {shards} processes "
+        f"with the same kind of device and software{uneven}{compiled}"
     )
 
 
@@ -349,7 +350,7 @@ def _opening_words(
         + (f" ({left_out} samples left out, others each epoch)" if left_out else ""),
     ]
     if recipe.run.strict:
-        words.append(_strict_word(shard_count(recipe), recipe.data.batch, world))
+        words.append(_strict_word(shard_count(recipe), recipe, world))
     sides = (("training", sets.train), ("evaluation", sets.eval))
     words += [
         f"WARNING: the {side} set has {passed_over_words(source)}"
