@@ -5,10 +5,10 @@
     python benchmarks/faults.py --report a.jsonl b.jsonl       # one table of what several (--log FILE) have found
     python benchmarks/fault_outcomes.py                        # disk full, bit flips and the like
 
-Every job trains the same recipe (embedded digits, strict mode, 4 shards, with loader processes) again and again.
-While a run is under way something of it is killed with SIGKILL: a rank, rank 0, a loader process, the launcher,
+Every job trains the same recipe (embedded digits, strict mode, 4 shards) again and again.
+While a run is under way something of it is killed with SIGKILL: a rank, rank 0, the launcher,
 everything at once, rank 0 while it writes a checkpoint or just before the checkpoint gets its name. Then the run goes
-on, on a random number of processes from 1 to 4, with or without loader processes: by itself where its launcher lives
+on, on a random number of processes from 1 to 4: by itself where its launcher lives
 (`--launch.restarts`), else by the same command again. A run that was let finish must have the hash of the run that
 nobody touched. Prints a markdown table. Runs are written to memory (/dev/shm) if there is such a place: what a kill
 leaves behind is the same there, and a thousand runs do not wait for a disk.
@@ -42,7 +42,6 @@ from drumline.state.inspect import inspect
 KINDS = (
     "a rank",
     "rank 0",
-    "a loader process",
     "the launcher",
     "everything",
     "while saving",
@@ -52,7 +51,6 @@ STEPS, SHARDS = 240, 4
 RECIPE = (
     "data.source=digits",
     "data.batch=48",
-    "data.pool=processes",
     "model.name=resnet8",
     f"train.steps={STEPS}",
     "train.eval_every=0",
@@ -150,7 +148,7 @@ class Job:
         """Starts the run once more; whether it came to its end. It is let finish when there are enough kills."""
         processes, restarts = self.random.randint(1, SHARDS), self.random.choice((0, 1000))
         self.story.worlds.append(processes)
-        process = begin(self.folder, self.run.name, processes, restarts, self.random.choice((0, 0, 0, 1)))
+        process = begin(self.folder, self.run.name, processes, restarts)
         killed = False
         while process.poll() is None and not self.tally.enough:
             self.wait(process)
@@ -203,7 +201,6 @@ class Job:
         family = _family(pid)
         ranks = {rank: each.pid for each in family if (rank := _rank(each)) is not None}
         ranks = ranks or {0: pid}
-        loaders = [each.pid for each in family if each.pid not in ranks.values() and each.pid != pid]
         saving = self.run / "checkpoints"
         if kind == "while saving" and not _soon(lambda: any(saving.glob("*.tmp"))):
             return []
@@ -211,7 +208,6 @@ class Job:
             return []
         return {
             "a rank": [self.random.choice(sorted(ranks.values()))],
-            "a loader process": loaders[:1],
             "the launcher": [pid],
             "everything": [pid, *(each.pid for each in family)],
         }.get(kind, [ranks[0]] if 0 in ranks else [])
@@ -253,10 +249,10 @@ class Job:
         self.story.orphans += len(left)
 
 
-def begin(folder: Path, name: str, processes: int, restarts: int, workers: int) -> subprocess.Popen[str]:
+def begin(folder: Path, name: str, processes: int, restarts: int) -> subprocess.Popen[str]:
     """The command of a user."""
     words = ["train", *RECIPE, f"run.dir={folder / 'runs'}", f"run.name={name}"]
-    words += [f"parallel.processes={processes}", f"launch.restarts={restarts}", f"data.workers={workers}"]
+    words += [f"parallel.processes={processes}", f"launch.restarts={restarts}", "data.workers=0"]
     return subprocess.Popen(
         [sys.executable, "-m", "drumline", *words],
         cwd=folder,
@@ -387,7 +383,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="drumline-faults-", dir=memory) as base:
         quiet = Path(base) / "quiet"
         quiet.mkdir()
-        process = begin(quiet, "whole", 1, 0, 0)
+        process = begin(quiet, "whole", 1, 0)
         said = process.communicate()[1]
         assert process.returncode == 0, said
         tally = Tally(args.kills, sha256(quiet / "runs" / "whole"), args.log)
