@@ -20,6 +20,17 @@ TINY = (
 )
 """58 steps on the embedded digits: a few seconds. 48 is divided by 1, 2, 3 and 4 processes."""
 
+LOADED = (
+    *TINY,
+    "data.source=folder",
+    "data.path=photos",
+    "data.size=16",
+    "data.batch=12",
+    "data.pool=processes",
+    "data.workers=1",
+)
+"""5 steps an epoch on the image files of `build_damaged_set`, with a loader process for each trainer."""
+
 
 def environment(**extra: str) -> dict[str, str]:
     """Ours, without a launcher's variables."""

@@ -15,22 +15,13 @@ import pytest
 
 from tests.data.damage import build_damaged_set
 from tests.launch.hosts import two_hosts, why_not
-from tests.runs.command import TINY, begin, completed, drumline, environment, result, sha256, train
+from tests.runs.command import LOADED, TINY, begin, completed, drumline, environment, result, sha256, train
 
 pytestmark = pytest.mark.slow
 
 SHORT = (*TINY, "train.epochs=1")
-LOADED = (
-    *TINY,
-    "data.source=folder",
-    "data.path=photos",
-    "data.size=16",
-    "data.batch=12",
-    "data.pool=processes",
-    "data.workers=1",
-    "train.epochs=6",
-)
-"""30 steps on image files, with a loader process for each trainer."""
+SIX_EPOCHS = (*LOADED, "train.epochs=6")
+"""30 steps."""
 
 
 def wait_for(path: Path, run: subprocess.Popen[str]) -> None:
@@ -52,17 +43,17 @@ def all_gone(processes: list[psutil.Process]) -> bool:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """A folder with image files for `LOADED`."""
+    """A folder with image files for `SIX_EPOCHS`."""
     build_damaged_set(tmp_path / "photos", kinds=())
     return tmp_path
 
 
 @pytest.fixture(scope="module")
 def loaded_reference(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The hash that `LOADED` ends with on two processes."""
+    """The hash that `SIX_EPOCHS` ends with on two processes."""
     folder = tmp_path_factory.mktemp("loaded")
     build_damaged_set(folder / "photos", kinds=())
-    train(folder, "reference", "parallel.processes=2", recipe=LOADED)
+    train(folder, "reference", "parallel.processes=2", recipe=SIX_EPOCHS)
     return sha256(folder, "reference")
 
 
@@ -161,7 +152,7 @@ def test_a_stopped_run_saves_leaves_nothing_running_and_goes_on_to_the_same_bits
     number: signal.Signals, processes: int, loaded_reference: str, photos: Path
 ) -> None:
     here = f"parallel.processes={processes}"
-    run = begin("train", *LOADED, "run.name=x", here, folder=photos)
+    run = begin("train", *SIX_EPOCHS, "run.name=x", here, folder=photos)
     wait_for(photos / "runs/x/checkpoints/step-7", run)
     children = family(run)
     assert len(children) >= 2 * processes  # for each trainer a loader and the server that forked it
@@ -172,7 +163,7 @@ def test_a_stopped_run_saves_leaves_nothing_running_and_goes_on_to_the_same_bits
     assert all_gone(children)
     if '"finished": false' in out:
         assert "stopped on request after step" in said
-    again = drumline("train", *LOADED, "run.name=x", here, "checkpoint.resume=auto", folder=photos)
+    again = drumline("train", *SIX_EPOCHS, "run.name=x", here, "checkpoint.resume=auto", folder=photos)
     assert result(again)["finished"]
     if processes == 2:
         assert sha256(photos, "x") == loaded_reference
@@ -181,7 +172,7 @@ def test_a_stopped_run_saves_leaves_nothing_running_and_goes_on_to_the_same_bits
 def test_a_stop_request_to_whole_process_groups_still_saves(photos: Path) -> None:
     """As systemd and some batch systems send it: loaders and their server get the signal too."""
     words = ("run.name=x", "parallel.processes=2", "train.epochs=500")
-    run = begin("train", *LOADED, *words, folder=photos)
+    run = begin("train", *SIX_EPOCHS, *words, folder=photos)
     wait_for(photos / "runs/x/checkpoints/step-7", run)
     children = family(run)
     for group in {os.getpgid(child.pid) for child in children}:
@@ -241,7 +232,7 @@ def test_a_users_mistake_found_by_the_workers_is_one_plain_message(tmp_path: Pat
 
 def test_nothing_outlives_a_killed_launcher(photos: Path) -> None:
     words = ("run.name=x", "parallel.processes=2", "train.epochs=500")
-    run = begin("train", *LOADED, *words, folder=photos)
+    run = begin("train", *SIX_EPOCHS, *words, folder=photos)
     wait_for(photos / "runs/x/checkpoints/step-7", run)
     children = family(run)
     run.kill()

@@ -15,22 +15,12 @@ import psutil
 import pytest
 
 from tests.data.damage import build_damaged_set
-from tests.runs.command import TINY, begin, metrics, sha256, train
+from tests.runs.command import LOADED, TINY, begin, metrics, sha256, train
 
 pytestmark = pytest.mark.slow
 
-LOADED = (
-    *TINY,
-    "data.source=folder",
-    "data.path=photos",
-    "data.size=16",
-    "data.batch=12",
-    "data.pool=processes",
-    "data.workers=1",
-    "train.epochs=10",
-    "train.eval_every=0",
-)
-"""50 steps on image files, with a loader process for each trainer."""
+LONG = (*LOADED, "train.epochs=10", "train.eval_every=0")
+"""50 steps."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +40,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     folder = tmp_path_factory.mktemp("story")
     build_damaged_set(folder / "photos", kinds=())
     words = ("parallel.processes=2", "launch.restarts=3", "launch.hang=3")  # resume=never, a name of its own
-    run = begin("train", *LOADED, *words, folder=folder)
+    run = begin("train", *LONG, *words, folder=folder)
     seen: list[psutil.Process] = []
     hang_seconds = 0.0
     try:
@@ -86,7 +76,7 @@ def test_a_run_that_loses_processes_goes_on_by_itself_to_the_same_bits(story: St
     assert story.code == 0, story.said
     assert story.result["finished"]
     assert [path.name for path in (story.folder / "runs").iterdir()] == ["folder-resnet8-1"]
-    train(story.folder, "reference", "parallel.processes=2", recipe=LOADED)
+    train(story.folder, "reference", "parallel.processes=2", recipe=LONG)
     assert sha256(story.folder, "folder-resnet8-1") == sha256(story.folder, "reference")
     steps = [line["step"] for line in metrics(story.folder, "folder-resnet8-1", "step")]
     assert steps == [line["step"] for line in metrics(story.folder, "reference", "step")]
@@ -131,7 +121,7 @@ def test_a_run_with_many_restarts_leaves_no_process_behind(story: Story) -> None
 def test_nothing_outlives_one_process_or_its_launcher_by_a_second(restarts: int, tmp_path: Path) -> None:
     build_damaged_set(tmp_path / "photos", kinds=())
     words = ("run.name=x", "train.epochs=500", f"launch.restarts={restarts}")
-    run = begin("train", *LOADED, *words, folder=tmp_path)
+    run = begin("train", *LONG, *words, folder=tmp_path)
     try:
         wait_for_step(tmp_path, 7, run)
         family = psutil.Process(run.pid).children(recursive=True)

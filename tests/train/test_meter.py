@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from drumline.launch.world import alone
+from drumline.observe.late import Late
 from drumline.train.meter import MeterReader, Reading
 from tests.train import ranks, tiny
 
@@ -45,7 +46,9 @@ def test_what_has_not_arrived_is_not_waited_for() -> None:
     first, second = Event(), Event()
     second.arrived = True
     for step, event in ((1, first), (2, second)):
-        reader._waiting.append((step, torch.tensor([1.0, 1, 1]), event))  # type: ignore[arg-type]
+        late = Late(torch.tensor([1.0, 1, 1]))
+        late._event = event  # type: ignore[assignment]
+        reader._waiting.append((step, late))
     assert reader.ready() == []
     assert [reading.step for reading in reader.drain()] == [1, 2]
 

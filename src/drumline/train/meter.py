@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from drumline.launch.world import World
+from drumline.observe.late import Late
 
 
 @dataclass(frozen=True)
@@ -39,33 +40,26 @@ class MeterReader:
 
     def __init__(self, meter: torch.Tensor, world: World) -> None:
         self.meter, self.world = meter, world
-        self._waiting: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._waiting: deque[tuple[int, Late]] = deque()
 
     def request(self, step: int) -> None:
         """Adds the meter up over the ranks, starts its copy to the host and sets it to zero."""
         sums = self.world.sum(self.meter.clone())
         self.meter.zero_()
-        if not sums.is_cuda:
-            self._waiting.append((step, sums, None))
-            return
-        host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
-        host.copy_(sums, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        self._waiting.append((step, host, arrived))
+        self._waiting.append((step, Late(sums)))
 
     def ready(self) -> list[Reading]:
         """The readings that have arrived, oldest first. Never waits."""
         arrived = []
-        while self._waiting and (self._waiting[0][2] is None or self._waiting[0][2].query()):
-            step, sums, _ = self._waiting.popleft()
-            loss, correct, samples, *terms = sums.tolist()
-            arrived.append(Reading(step, loss, int(correct), int(samples), tuple(terms)))
+        while self._waiting and self._waiting[0][1].arrived:
+            arrived.append(self._next())
         return arrived
 
     def drain(self) -> list[Reading]:
         """All that is still on its way; waits for it."""
-        for _, _, arrived in self._waiting:
-            if arrived is not None:
-                arrived.synchronize()
-        return self.ready()
+        return [self._next() for _ in range(len(self._waiting))]
+
+    def _next(self) -> Reading:
+        step, late = self._waiting.popleft()
+        loss, correct, samples, *terms = late.values().tolist()
+        return Reading(step, loss, int(correct), int(samples), tuple(terms))
