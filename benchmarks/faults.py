@@ -5,10 +5,10 @@
     python benchmarks/faults.py --report a.jsonl b.jsonl       # one table of what several (--log FILE) have found
     python benchmarks/fault_outcomes.py                        # disk full, bit flips and the like
 
-Every job trains the same recipe (embedded digits, strict mode, 4 shards) again and again.
-While a run is under way something of it is killed with SIGKILL: a rank, rank 0, the launcher,
-everything at once, rank 0 while it writes a checkpoint or just before the checkpoint gets its name. Then the run goes
-on, on a random number of processes from 1 to 4: by itself where its launcher lives
+Every job trains one of two recipes (strict mode, 4 shards) again and again: the embedded digits, or image files that
+loader processes decode. While a run is under way something of it is killed with SIGKILL: a rank, rank 0, a loader
+process, the launcher, everything at once, rank 0 while it writes a checkpoint or just before the checkpoint gets its
+name. Then the run goes on, on a random number of processes from 1 to 4: by itself where its launcher lives
 (`--launch.restarts`), else by the same command again. A run that was let finish must have the hash of the run that
 nobody touched. Prints a markdown table. Runs are written to memory (/dev/shm) if there is such a place: what a kill
 leaves behind is the same there, and a thousand runs do not wait for a disk.
@@ -34,23 +34,35 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
+from PIL import Image
 
 from drumline.state.inspect import inspect
 
 KINDS = (
     "a rank",
     "rank 0",
+    "a loader process",
     "the launcher",
     "everything",
     "while saving",
     "before the rename",
 )
 STEPS, SHARDS = 240, 4
+SOURCES = {
+    "digits": ("data.source=digits", "data.batch=48", "data.workers=0"),
+    "files": (
+        "data.source=folder",
+        "data.path=images",
+        "data.size=16",
+        "data.batch=24",
+        "data.pool=processes",
+        "data.workers=1",
+    ),
+}
 RECIPE = (
-    "data.source=digits",
-    "data.batch=48",
     "model.name=resnet8",
     f"train.steps={STEPS}",
     "train.eval_every=0",
@@ -99,8 +111,8 @@ class Run:
 class Tally:
     """What all jobs found, together."""
 
-    def __init__(self, wanted: int, whole: str, log: Path | None) -> None:
-        self.wanted, self.whole, self.log = wanted, whole, log
+    def __init__(self, wanted: int, log: Path | None) -> None:
+        self.wanted, self.log = wanted, log
         self.kills = 0
         self.runs: list[Run] = []
         self._lock = threading.Lock()
@@ -124,8 +136,9 @@ class Tally:
 class Job:
     """Runs of one folder, one after the other, until there are enough kills."""
 
-    def __init__(self, folder: Path, seed: int, tally: Tally) -> None:
-        self.folder, self.tally, self.random = folder, tally, random.Random(seed)
+    def __init__(self, folder: Path, source: str, whole: str, seed: int, tally: Tally) -> None:
+        self.folder, self.source, self.whole = folder, source, whole
+        self.tally, self.random = tally, random.Random(seed)
         self.run = folder / "runs" / "run-0"
         self.story = Run()
 
@@ -135,7 +148,7 @@ class Job:
             self.run, self.story = self.folder / "runs" / f"run-{number}", Run()
             while not self.finished_once():
                 continue
-            self.story.same = sha256(self.run) == self.tally.whole
+            self.story.same = sha256(self.run) == self.whole
             self.tally.finished(self.story)
             shutil.rmtree(self.run)
             number += 1
@@ -148,7 +161,7 @@ class Job:
         """Starts the run once more; whether it came to its end. It is let finish when there are enough kills."""
         processes, restarts = self.random.randint(1, SHARDS), self.random.choice((0, 1000))
         self.story.worlds.append(processes)
-        process = begin(self.folder, self.run.name, processes, restarts)
+        process = begin(self.folder, self.source, self.run.name, processes, restarts)
         killed = False
         while process.poll() is None and not self.tally.enough:
             self.wait(process)
@@ -201,6 +214,7 @@ class Job:
         family = _family(pid)
         ranks = {rank: each.pid for each in family if (rank := _rank(each)) is not None}
         ranks = ranks or {0: pid}
+        loaders = [each.pid for each in family if _loads(each)]
         saving = self.run / "checkpoints"
         if kind == "while saving" and not _soon(lambda: any(saving.glob("*.tmp"))):
             return []
@@ -208,6 +222,7 @@ class Job:
             return []
         return {
             "a rank": [self.random.choice(sorted(ranks.values()))],
+            "a loader process": [self.random.choice(loaders)] if loaders else [],
             "the launcher": [pid],
             "everything": [pid, *(each.pid for each in family)],
         }.get(kind, [ranks[0]] if 0 in ranks else [])
@@ -249,10 +264,10 @@ class Job:
         self.story.orphans += len(left)
 
 
-def begin(folder: Path, name: str, processes: int, restarts: int) -> subprocess.Popen[str]:
+def begin(folder: Path, source: str, name: str, processes: int, restarts: int) -> subprocess.Popen[str]:
     """The command of a user."""
-    words = ["train", *RECIPE, f"run.dir={folder / 'runs'}", f"run.name={name}"]
-    words += [f"parallel.processes={processes}", f"launch.restarts={restarts}", "data.workers=0"]
+    words = ["train", *SOURCES[source], *RECIPE, f"run.dir={folder / 'runs'}", f"run.name={name}"]
+    words += [f"parallel.processes={processes}", f"launch.restarts={restarts}"]
     return subprocess.Popen(
         [sys.executable, "-m", "drumline", *words],
         cwd=folder,
@@ -263,10 +278,30 @@ def begin(folder: Path, name: str, processes: int, restarts: int) -> subprocess.
     )
 
 
+def write_images(folder: Path) -> None:
+    """Noise in four classes, for a run whose images must be read and decoded."""
+    noise = np.random.default_rng(0)
+    for split, each in (("train", 60), ("val", 6)):
+        for number in range(4 * each):
+            path = folder / "images" / split / f"class-{number % 4}" / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(noise.integers(0, 256, (20, 20, 3), dtype=np.uint8)).save(path)
+
+
 def sha256(run: Path) -> str:
     """What `drumline verify` says."""
     found = inspect(run)
     return found.state_sha256 if found.sound else f"not sound: {'; '.join(found.unsound)}"
+
+
+def untouched(base: Path, source: str) -> str:
+    """The hash of a run that nobody kills."""
+    folder = base / f"untouched-{source}"
+    write_images(folder)
+    process = begin(folder, source, "whole", 1, 0)
+    said = process.communicate()[1]
+    assert process.returncode == 0, said
+    return sha256(folder / "runs" / "whole")
 
 
 def report(runs: Sequence[Run]) -> str:
@@ -334,6 +369,20 @@ def _rank(process: psutil.Process) -> int | None:
         return None
 
 
+def _loads(process: psutil.Process) -> bool:
+    """Whether a fork server of ours has made it: it then has the server's command line."""
+    try:
+        made_by = process.parent()
+        words = process.cmdline()
+        return (
+            any("drumline.data" in word for word in words)
+            and made_by is not None
+            and made_by.cmdline() == words
+        )
+    except psutil.Error:
+        return False
+
+
 def _processes_of(mark: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
@@ -381,17 +430,14 @@ def main() -> int:
     begun = time.monotonic()
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(prefix="drumline-faults-", dir=memory) as base:
-        quiet = Path(base) / "quiet"
-        quiet.mkdir()
-        process = begin(quiet, "whole", 1, 0)
-        said = process.communicate()[1]
-        assert process.returncode == 0, said
-        tally = Tally(args.kills, sha256(quiet / "runs" / "whole"), args.log)
+        whole = {source: untouched(Path(base), source) for source in SOURCES}
+        tally = Tally(args.kills, args.log)
         threads = []
         for number in range(args.jobs):
-            folder = Path(base) / f"job-{number}"
-            folder.mkdir()
-            threads.append(threading.Thread(target=Job(folder, args.seed + number, tally).work))
+            folder, source = Path(base) / f"job-{number}", list(SOURCES)[number % len(SOURCES)]
+            write_images(folder)
+            job = Job(folder, source, whole[source], args.seed + number, tally)
+            threads.append(threading.Thread(target=job.work))
             threads[-1].start()
         while any(thread.is_alive() for thread in threads):
             if time.monotonic() - begun > 60 * args.minutes:
