@@ -234,7 +234,8 @@ class Job:
             return
         step, at = self.steps()
         resumed = self.resumed_at()
-        if at > kill.at and step and resumed is not None and resumed[0] > kill.at - 1.0:
+        # A run steps on for a moment when its loader dies: only what follows the log of a new start counts.
+        if step and resumed is not None and kill.at < resumed[0] < at:
             kill.recovered, kill.resumed = at, resumed[1]
 
     def steps(self) -> tuple[int, float]:
