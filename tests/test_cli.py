@@ -17,7 +17,7 @@ from tests.data.damage import good_jpeg
 from tests.runs.command import drumline, environment
 from tests.wrong_commands import WRONG_COMMANDS
 
-COMMANDS = ("train", "distill", "eval", "pack", "verify", "doctor", "demo")
+COMMANDS = ("train", "distill", "eval", "pack", "verify", "plan", "doctor", "demo")
 IN_A_PROCESS = WRONG_COMMANDS[:: max(1, len(WRONG_COMMANDS) // 22)]
 """At least 20 of the table, in processes of their own; the whole table runs in tests/test_arguments.py."""
 

@@ -1,7 +1,7 @@
 """The command `drumline`: one function per subcommand, nothing else.
 
 Promises: a user's mistake is told in one message without a traceback and ends with exit code 2; when stdout is
-not a terminal, the last line that train, eval, verify and compare print on it is their result as JSON.
+not a terminal, the last line that train, eval, verify, compare and plan print on it is their result as JSON.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ commands:
   pack     pack a data set:          drumline pack photos photos.packed
   verify   check a data set or run:  drumline verify photos
   compare  same bits or not:         drumline compare runs/photos-resnet50-1 runs/photos-resnet50-2
+  plan     where to cut a model:     drumline plan --cuts resnet50 --stages 4
   doctor   examine this machine:     drumline doctor
   demo     a teacher and its student, from data to weights, on the embedded digits
 
@@ -103,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "pack": pack,
         "verify": verify,
         "compare": compare,
+        "plan": plan,
         "doctor": doctor,
         "demo": demo,
     }
@@ -267,6 +269,13 @@ def compare(words: list[str]) -> int:
         print(line)
     print_result({key: value for key, value in asdict(found).items() if key != "lines"})
     return 0 if found.equal else 1
+
+
+def plan(words: list[str]) -> int:
+    """`drumline plan`: where a model can be cut into stages."""
+    from drumline.plan.cuts import plan as show
+
+    return show(words)
 
 
 def doctor(words: list[str]) -> int:

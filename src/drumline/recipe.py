@@ -231,9 +231,36 @@ class Parallel:
 
     processes: AutoInt = "auto"
     """Processes on this machine. `auto`: one per GPU, or one on a CPU."""
-    layout: Literal["auto", "single", "ddp", "dp"] = "auto"
-    """`ddp`: one process per GPU, gradients averaged. `dp`: torch's DataParallel, one process driving all
-    GPUs (slower, and GPU 0 carries the extra memory). `auto`: ddp for several processes, else single."""
+    layout: Literal["auto", "single", "dp", "ddp", "fsdp", "model", "pipeline"] = "auto"
+    """`ddp`: one process per GPU, gradients averaged. `fsdp`: the same with parameters, gradients and optimizer
+    sharded over the processes. `pipeline`: the model in stages, each on a process or a GPU of its own, working on
+    several micro-batches at a time; more processes than stages are replicas. `model`: the stages take turns, one
+    process driving them all (saves memory, no time). `dp`: torch's DataParallel, one process driving all GPUs
+    (slower, and GPU 0 carries the extra memory). `auto`: ddp for several processes, else single."""
+    stages: AutoInt = "auto"
+    """Processes (or, in one process, GPUs) that one copy of the model is laid over, for layout pipeline and model.
+    `auto`: all of them."""
+    micro_batches: AutoInt = "auto"
+    """Pieces that each replica's part of the global batch goes through the pipeline in. More keep the stages busier
+    and smaller; results depend on it as on train.accumulate. `auto`: four for each stage, or as many as there are
+    samples for."""
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    """Order of a pipeline's work. `gpipe`: all forwards, then all backwards; keeps every micro-batch's activations.
+    `1f1b`: backwards as soon as possible; keeps at most one for each stage. `interleaved`: 1f1b with several
+    smaller stages on each process; idles less and sends more. All give the same bits."""
+    chunks: AutoInt = "auto"
+    """Stages on each process for schedule interleaved. `auto`: 2."""
+    split: str = "time"
+    """Where the model is cut. `time`: at the places that balance measured times best. `even`: the same number of
+    blocks in each stage. Or the modules that begin stages 2, 3, …, such as layer2,layer3.1 (`drumline plan --cuts
+    MODEL` lists them). Does not change the bits."""
+    batchnorm: Literal["micro", "deferred", "sync", "frozen"] = "micro"
+    """BatchNorm in a pipeline. `micro`: each micro-batch is normalised by itself and moves the running statistics.
+    `deferred`: normalised so too, but running statistics move once a step, by all its micro-batches together. `sync`:
+    each micro-batch together with those of the other replicas. `frozen`: by the running statistics, which stay."""
+    virtual: bool = False
+    """Let the stages of one process share a device where there are too few: right, but not faster. For trying a
+    layout out without the GPUs."""
     nodes: int = 1
     """Machines in the run. Start the same command on each."""
     node_rank: AutoInt = "auto"
@@ -287,6 +314,9 @@ class Checkpoint:
     """Save every this many epochs; 0 saves by steps and at the end only."""
     keep: int = 3
     """Newest checkpoints to keep, beside the best one."""
+    sharded: bool = False
+    """With layout fsdp, each process writes its own pieces: faster for large models, and every process must see the
+    run folder. Such a checkpoint serves like any other."""
     resume: str = "never"
     """`auto`: go on from the newest sound checkpoint of this run folder, or start when there is none.
     `never`: start, and refuse a folder that holds a run. A path: go on from that run or checkpoint."""

@@ -8,25 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from drumline.errors import UserError
 from drumline.launch.rendezvous import parse_rendezvous
 from drumline.recipe import Recipe, field_names, value_of
+from drumline.recipe_layouts import STAGED, Problem, layout_problems
 
 DEFAULT_SHARDS = 8
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing wrong with a recipe: the field, what is wrong with its value, and what to do.
-
-    `what` reads well after the field and its value: "optim.lr = -1: too small".
-    """
-
-    field: str
-    what: str
-    fix: str
 
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
@@ -86,6 +74,9 @@ def _bounds(recipe: Recipe) -> Iterator[Problem]:
         ("distill.initial_epochs", 0),
         ("distill.cache_top", 0),
         ("parallel.processes", 1),
+        ("parallel.stages", 1),
+        ("parallel.micro_batches", 1),
+        ("parallel.chunks", 1),
         ("parallel.nodes", 1),
         ("parallel.node_rank", 0),
         ("parallel.timeout", 1),
@@ -204,25 +195,14 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("data.std", "has not as many values as data.mean", "give one per channel in both")
     per_machine = 1 if parallel.processes == "auto" else parallel.processes
     world = per_machine * parallel.nodes
-    if data.batch < world * train.accumulate:
+    if data.batch < world * train.accumulate and parallel.layout not in STAGED:
         yield Problem(
             "data.batch",
             f"too few samples for {world} x {train.accumulate} (processes x train.accumulate)",
             f"give at least {world * train.accumulate}, or lower the others",
         )
     yield from _strict(recipe, world)
-    if parallel.layout == "dp" and train.gradient_checkpointing:
-        yield Problem(
-            "train.gradient_checkpointing",
-            "does not go with parallel.layout = dp",
-            "use ddp, or leave one of them",
-        )
-    if parallel.layout in ("single", "dp") and world > 1:
-        yield Problem(
-            "parallel.layout",
-            f"runs in one process, but at least {world} are asked for",
-            "use ddp, or set parallel.processes and parallel.nodes to 1",
-        )
+    yield from layout_problems(recipe, world)
     if parallel.nodes > 1 and not parallel.rendezvous:
         yield Problem(
             "parallel.rendezvous",

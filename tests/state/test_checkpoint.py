@@ -171,10 +171,10 @@ def test_a_manifest_that_is_something_else_is_refused(saved: Path, text: str) ->
 def test_a_checkpoint_of_another_format_is_refused_with_both_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "FORMAT", 2)
+    monkeypatch.setattr(checkpoint, "FORMAT", 3)
     path = write(tmp_path)
     monkeypatch.undo()
-    with pytest.raises(Unsound, match="format 2, this version reads 1"):
+    with pytest.raises(Unsound, match="format 3, this version reads 1 and 2"):
         read_manifest(path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import struct
 
 import numpy as np
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 
 from drumline.state.fingerprint import (
     CHUNK,
+    Rows,
     fingerprint,
     fingerprints,
+    fingerprints_of,
     first_difference,
     position_weights,
     state_sha256,
@@ -232,3 +235,13 @@ def test_the_hash_of_a_state_never_changes_between_versions() -> None:
         + struct.pack("<f", 0.5)
     )
     assert state_sha256(BASE) == expected.hexdigest()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("length", [7, CHUNK // 2 + 1, CHUNK + 5])
+def test_the_fingerprints_of_parts_add_up_to_that_of_the_whole(dtype: torch.dtype, length: int) -> None:
+    whole = torch.randn(length, generator=torch.Generator().manual_seed(1)).to(dtype)
+    cuts = [0, 3, length // 2, length, length]
+    parts = [whole[first:last] for first, last in itertools.pairwise(cuts)]
+    numbers = fingerprints_of(parts, [Rows(first, length) for first in cuts[:-1]])
+    assert int(numbers.sum()) == int(fingerprint(whole))

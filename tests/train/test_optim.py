@@ -196,7 +196,7 @@ def test_a_scaled_gradient_moves_as_the_plain_one(name: Any) -> None:
 
 def test_decay_all_false_spares_vectors_and_nothing_else() -> None:
     module = model()
-    groups = parameter_groups(Optim(weight_decay=0.1, decay_all=False), module)
+    groups = parameter_groups(Optim(weight_decay=0.1, decay_all=False), module.parameters())
     decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
     assert {name: decay[id(parameter)] for name, parameter in module.named_parameters()} == {
         "0.weight": 0.1,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from drumline.distill.method import Needs, Taps
+from drumline.models.taps import Output
 
 
 class Said(NamedTuple):
@@ -48,13 +49,15 @@ class Bundle(nn.Module):
 
     def forward(self, images: Tensor, teacher_taps: Taps) -> Said:
         """One forward of the student, then of each helper. The teacher's taps may be missing where none asks."""
-        taps: Taps = {}
         if not self.runs_student:
-            logits = images.new_zeros((len(images), self.classes))
-        elif self.taps:
-            logits, taps = self.student(images, taps=True)
-        else:
-            logits = self.student(images)
+            return self.after(images.new_zeros((len(images), self.classes)), teacher_taps)
+        return self.after(
+            self.student(images, taps=True) if self.taps else self.student(images), teacher_taps
+        )
+
+    def after(self, output: Output, teacher_taps: Taps) -> Said:
+        """What is made of the student's output."""
+        logits, taps = (output, {}) if isinstance(output, Tensor) else output
         helped = {
             name: helper(_only(taps, self.needs[name].student), _only(teacher_taps, self.needs[name].teacher))
             for name, helper in self.helpers.items()

@@ -31,16 +31,18 @@ from drumline.launch.world import World
 from drumline.models.foreign import Tapped, norm_before, with_taps
 from drumline.models.taps import VisionModel
 from drumline.observe.display import Display, progress
+from drumline.parallel.grid import Grid
 from drumline.parallel.layout import resolve_layout
 from drumline.parallel.norm import over_everybody, world_total
 from drumline.parallel.together import Together
 from drumline.recipe import Recipe
+from drumline.recipe_layouts import STAGED
 from drumline.state.checkpoint import newest_sound, read_checkpoint
 from drumline.train import prepare, spread
 from drumline.train.evaluate import Score
 from drumline.train.objective import Classification
 from drumline.train.score import score_module
-from drumline.train.task import Task, unchanged
+from drumline.train.task import Cut, Task, unchanged
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,13 @@ def lesson(
     recipe: Recipe,
     sets: prepare.Sets,
     plan: prepare.Plan,
-    world: World,
+    grid: Grid,
     display: Display,
     stage: Stage = Stage(),  # noqa: B008
 ) -> Task:
     """What `drumline distill` trains."""
     chosen = stage_of(recipe.distill, stage.name) if stage.name else choose(recipe.distill)
+    world = grid.world
     _refuse_misfits(recipe, chosen, world)
     classes = len(sets.train.classes)
     student, word = prepare.prepare_model(recipe, classes, world)
@@ -79,7 +82,7 @@ def lesson(
     predictions, score = None, None
     if not (stage.name and stage.before):
         predictions = torch.full((len(sets.eval),), -1, device=world.device)
-        score = _measured(teacher, predictions, sets, recipe, world)
+        score = _measured(teacher, predictions, sets, recipe, grid)
         told = [_teacher_words(teachers, score, sets.eval.labels), *other_views(recipe, teachers)]
         words += told
         for line in told if cached else ():  # to be known before a cache is filled for hours
@@ -93,11 +96,11 @@ def lesson(
         stored = store(recipe, teacher, _identity(teacher, teachers, weights), sets, plan, world)
     words += stored.words if stored else ()
     objective = Distillation(
-        parts=_parts(chosen, pair, bundle, torch.from_numpy(sets.train.labels), recipe.run.seed, world),
+        parts=_parts(chosen, pair, bundle, torch.from_numpy(sets.train.labels), recipe.run.seed, grid.peers),
         r=chosen.r,
         classification=Classification(recipe.train.label_smoothing, classes),
         source=stored or Live(teacher),
-        spread=_spread(recipe, chosen, sets.unit, world, together),
+        spread=_spread(recipe, chosen, sets.unit, grid.peers, together),
         device=world.device,
         per_epoch=plan.per_epoch,
         teacher=None if stored else teacher,
@@ -115,6 +118,12 @@ def lesson(
         evaluates=not stage.name,
         feed=stored.feed if stored else unchanged,
         together=together,
+        cut=Cut(
+            "student",
+            {"taps": True} if bundle.taps else {},
+            Bundle.after,
+            reads_images=stored is None,
+        ),
     )
 
 
@@ -300,23 +309,23 @@ def _teacher(
 
 
 class _Voice(nn.Module):
-    """A teacher as evaluation wants it; holds no module, so nothing can put the teacher into training mode."""
+    """A teacher as evaluation wants it; holds no module, so nothing can put the teacher into training mode. Speaks
+    where a pipeline ends: the other places of a replica go through the same samples."""
 
-    def __init__(self, teacher: Teacher) -> None:
+    def __init__(self, teacher: Teacher, speaks: bool) -> None:
         super().__init__()
-        self.say = lambda images: teacher(images).logits
+        self.say = lambda images: teacher(images).logits if speaks else None
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor | None:
         return self.say(images)
 
 
-def _measured(
-    teacher: Teacher, predictions: Tensor, sets: prepare.Sets, recipe: Recipe, world: World
-) -> Score:
+def _measured(teacher: Teacher, predictions: Tensor, sets: prepare.Sets, recipe: Recipe, grid: Grid) -> Score:
     """The teacher's score on the evaluation set; `predictions` takes its first guesses."""
-    mine = evaluation_starts(samples=len(sets.eval), batch=sets.eval_batch, rank=world.rank, world=world.size)
-    bar = partial(progress, text="measuring the teacher", total=len(mine)) if world.first else iter
-    return score_module(_Voice(teacher), sets, recipe, world, through=bar, record=predictions)
+    peers = grid.peers
+    mine = evaluation_starts(samples=len(sets.eval), batch=sets.eval_batch, rank=peers.rank, world=peers.size)
+    bar = partial(progress, text="measuring the teacher", total=len(mine)) if grid.world.first else iter
+    return score_module(_Voice(teacher, grid.ends), sets, recipe, grid, through=bar, record=predictions)
 
 
 def _teacher_words(teachers: list[Loaded], score: Score, labels: NDArray[np.int64]) -> str:
@@ -347,6 +356,18 @@ def _refuse_misfits(recipe: Recipe, chosen: Chosen, world: World) -> None:
             "use --parallel.layout ddp",
         )
     spanning = [part.name for part in chosen.parts if part.method.scope == "global_batch"]
+    if spanning and recipe.parallel.layout in STAGED:
+        raise UserError(
+            f"parallel.layout = {recipe.parallel.layout}: {', '.join(spanning)} relates all samples of the global "
+            "batch to each other, and micro-batches would hide them from each other",
+            "use --parallel.layout ddp, or a method of single samples",
+        )
+    if chosen.initial and recipe.parallel.layout in STAGED:
+        raise UserError(
+            f"parallel.layout = {recipe.parallel.layout}: {', '.join(name for name, _ in chosen.initial)} has an "
+            "initial stage of its own, which trains other parts of the student",
+            "use --parallel.layout ddp, or another method",
+        )
     if spanning and recipe.train.accumulate > 1:
         raise UserError(
             f"train.accumulate = {recipe.train.accumulate}: {', '.join(spanning)} relates all samples of the global "

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -27,14 +27,18 @@ FAILED = "drumline/failed"
 class Pending:
     """A message on its way. `wait` gives what came; on a GPU it makes the current stream wait, not the host."""
 
-    def __init__(self, tensor: torch.Tensor, work: dist.Work | None = None) -> None:
-        self._tensor, self._work = tensor, work
+    def __init__(
+        self, tensor: torch.Tensor, work: dist.Work | None = None, into: torch.Tensor | None = None
+    ) -> None:
+        self._tensor, self._work, self._into = tensor, work, tensor if into is None else into
 
     def wait(self) -> torch.Tensor:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return self._tensor
+            if self._into is not self._tensor:  # it came to the host
+                self._into.copy_(self._tensor)
+        return self._into
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,9 @@ class World:
     """Whether two of the processes compute on one GPU."""
     store: dist.Store | None = None
     control: dist.ProcessGroup | None = None
-    """A gloo group for small host messages; None in a world of one."""
+    """A gloo group for host messages; None in a world of one."""
+    group: dist.ProcessGroup | None = None
+    """Of a part of the run's processes; None: all of them."""
 
     @property
     def first(self) -> bool:
@@ -61,8 +67,34 @@ class World:
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Element-wise sum over all ranks, in place."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.group)
         return tensor
+
+    def sum_later(self, tensor: torch.Tensor) -> Pending:
+        """Starts an element-wise sum over all ranks, in place."""
+        if self.size == 1:
+            return Pending(tensor)
+        return Pending(tensor, dist.all_reduce(tensor, group=self.group, async_op=True))
+
+    def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Element-wise maximum over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        return tensor
+
+    def send_later(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Pending:
+        """Starts to send a contiguous tensor to a rank, which receives it by the same tag. The tensor must stay as it
+        is until it has been waited for."""
+        assert tensor.is_contiguous(), "only what lies densely in memory can be sent"
+        through = self._through(tensor)
+        work = dist.isend(through, group=self.group, group_dst=to, tag=tag)
+        return Pending(through, work)
+
+    def receive_later(self, into: torch.Tensor, source: int, tag: int = 0) -> Pending:
+        """Starts to receive what a rank sends by this tag. What is sent in one order is received in that order."""
+        through = torch.empty_like(into, device="cpu") if self._by_host(into) else into
+        work = dist.irecv(through, group=self.group, group_src=source, tag=tag)
+        return Pending(through, work, into)
 
     def gather_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """The rows of all ranks, one below the other in rank order. `counts` are the ranks' numbers of rows, known to
@@ -73,7 +105,7 @@ class World:
         padded = rows.new_zeros((max(counts), *rows.shape[1:]))
         padded[: len(rows)] = rows
         parts = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(parts, padded)
+        dist.all_gather(parts, padded, group=self.group)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def exchange_later(self, send: torch.Tensor, rows: int, theirs: Sequence[int]) -> Pending:
@@ -88,6 +120,7 @@ class World:
             through.view(-1),
             [count * width for count in theirs],
             [rows * width] * self.size,
+            group=self.group,
             async_op=True,
         )
         return self._back(came, work, send.device)
@@ -97,12 +130,15 @@ class World:
         whole = into if piece.device == self._through(piece).device else torch.empty_like(into, device="cpu")
         # torch 2.13 renames it.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work = gather(whole, self._through(piece.contiguous()), async_op=True)
+        work = gather(whole, self._through(piece.contiguous()), group=self.group, async_op=True)
         return self._back(whole, work, into.device)
 
     def _through(self, tensor: torch.Tensor) -> torch.Tensor:
         """Where the backend can take it from: gloo exchanges host memory only."""
-        return tensor.cpu() if tensor.is_cuda and self.backend == "gloo" else tensor
+        return tensor.cpu() if self._by_host(tensor) else tensor
+
+    def _by_host(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda and self.backend == "gloo"
 
     @staticmethod
     def _back(tensor: torch.Tensor, work: dist.Work, device: torch.device) -> Pending:
@@ -114,15 +150,40 @@ class World:
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rank 0's tensor on every rank, in place."""
         if self.size > 1:
-            dist.broadcast(tensor, src=0)
+            dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor
+
+    def broadcast_host(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """One rank's tensor in host memory on every rank, in place."""
+        if self.size > 1:
+            dist.broadcast(tensor, group=self.control, group_src=source)
+        return tensor
+
+    def hand_over(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """On rank 0, the tensors of all ranks in host memory (its own as they are); on others, nothing. No name may
+        come from two ranks."""
+        if self.size == 1:
+            return dict(tensors)
+        mine = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        whole = dict(tensors) if self.first else {}
+        for rank, listed in enumerate(self.collect(mine)):
+            if rank == 0:
+                continue
+            for name, (shape, dtype) in listed.items():
+                if self.first:
+                    assert name not in whole, name
+                    whole[name] = torch.empty(shape, dtype=dtype)
+                    dist.recv(whole[name], group=self.control, group_src=rank)
+                elif self.rank == rank:
+                    dist.send(tensors[name].detach().cpu().contiguous(), group=self.control, group_dst=0)
+        return whole
 
     def share(self, value: Any) -> Any:
         """Rank 0's (small, picklable) value on every rank. Travels between our own processes only."""
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.control, device=torch.device("cpu"))
+        dist.broadcast_object_list(box, group=self.control, group_src=0, device=torch.device("cpu"))
         return box[0]
 
     def collect(self, value: Any) -> list[Any]:
@@ -171,6 +232,18 @@ class World:
             return self.store.compare_set(FAILED, "", f"{self.rank}").decode() == f"{self.rank}"
         except dist.DistError:  # whoever held the store is gone, so it was first
             return False
+
+    def part(self, parts: Sequence[Sequence[int]]) -> World:
+        """The part of these processes that we belong to, as a world of its own. All ranks call it with the same
+        parts, which share nobody."""
+        mine = next(part for part in parts if self.rank in part)
+        if self.size == 1 or all(len(part) == 1 for part in parts):
+            return replace(alone(self.device), local_rank=self.local_rank, local_size=self.local_size)
+        groups = [(dist.new_group(list(part)), dist.new_group(list(part), backend="gloo")) for part in parts]
+        group, control = groups[list(parts).index(mine)]
+        if len(mine) == 1:
+            return replace(alone(self.device), local_rank=self.local_rank, local_size=self.local_size)
+        return replace(self, rank=list(mine).index(self.rank), size=len(mine), group=group, control=control)
 
     def close(self) -> None:
         """Leaves the group."""

@@ -64,7 +64,7 @@ class Tapped(nn.Module):
         """Tap to the dotted name, in `model`, of the BatchNorm before its activation."""
         self._slot = _Slot()
         for tap, place in self.places.items():
-            hook = _Hook(self._slot, tap, tap in self.copied)
+            hook = TapHook(self._slot, tap, tap in self.copied)
             module = model.get_submodule(place.removesuffix(INPUT))
             if place.endswith(INPUT):
                 module.register_forward_pre_hook(hook.on_input, with_kwargs=True)
@@ -143,7 +143,9 @@ class _Slot:
         self.versions: dict[str, int] = {}
 
 
-class _Hook:
+class TapHook:
+    """Hands a tensor to the open slot; does nothing while it is closed."""
+
     def __init__(self, slot: _Slot, tap: str, copy: bool) -> None:
         self.slot, self.tap, self.copy = slot, tap, copy
 

@@ -21,7 +21,8 @@ from drumline.errors import UserError
 from drumline.models.registry import CIFAR, IMAGENET, create_model
 from drumline.models.taps import VisionModel
 from drumline.state.atomic import write_file
-from drumline.state.checkpoint import known_sha256
+from drumline.state.checkpoint import known_sha256, read_group
+from drumline.state.pieces import is_piece
 from drumline.state.tensor_file import Unsound, read_tensors, write_tensors
 
 State = Mapping[str, Tensor]
@@ -78,7 +79,8 @@ def resolve_weights(path: str | Path, fields: WeightFields = WeightFields()) -> 
     """The weights file that a path means.
 
     A file is itself. A folder gives its `model.safetensors` (a checkpoint), else `weights/best.safetensors`,
-    else `weights/last.safetensors`, else the model of its newest `checkpoints/step-N` (a run).
+    else `weights/last.safetensors`, else the model of its newest `checkpoints/step-N` (a run). Where a checkpoint's
+    model lies in pieces, the first of them stands for all.
     """
     path = Path(path)
     if path.is_file():
@@ -94,8 +96,12 @@ def resolve_weights(path: str | Path, fields: WeightFields = WeightFields()) -> 
         for folder in path.glob("checkpoints/step-*")
         if (match := re.fullmatch(r"step-(\d+)", folder.name))
     ]
-    newest_first = [folder / "model.safetensors" for _, folder in sorted(steps, reverse=True)]
-    for candidate in [*(path / name for name in plain), *newest_first]:
+    newest_first = [
+        file
+        for _, folder in sorted(steps, reverse=True)
+        for file in (folder / "model.safetensors", *_first_piece(folder))
+    ]
+    for candidate in [*_first_piece(path), *(path / name for name in plain), *newest_first]:
         if candidate.is_file():
             return candidate
     raise UserError(
@@ -104,13 +110,19 @@ def resolve_weights(path: str | Path, fields: WeightFields = WeightFields()) -> 
     )
 
 
+def _first_piece(checkpoint: Path) -> list[Path]:
+    return sorted(checkpoint.glob("model.shard-0-of-*.safetensors"))[:1]
+
+
 def export_weights(model: nn.Module, path: str | Path) -> None:
     """Write parameters and buffers as a plain safetensors file, under the bare model's key names."""
+    export_tensors(_bare(model).state_dict(), path)
+
+
+def export_tensors(tensors: Mapping[str, Tensor], path: str | Path) -> None:
+    """Write a model's state as a plain safetensors file."""
     # A copy of each: safetensors refuses tensors that share memory.
-    state = {
-        name: tensor.detach().to("cpu", copy=True).contiguous()
-        for name, tensor in _bare(model).state_dict().items()
-    }
+    state = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
     def write(temporary: Path) -> None:
         write_tensors(temporary, state, metadata={"format": "pt"})
@@ -192,6 +204,8 @@ def _read(file: Path) -> State:
     """The file's tensors by name, on the CPU."""
     if file.suffix == ".safetensors":
         try:
+            if is_piece(file):
+                return read_group(file.parent, "model")
             return read_tensors(file.resolve(), sha256=known_sha256(file))
         except Unsound as reason:
             raise UserError(

@@ -8,7 +8,7 @@ that happen before training, so a resumed run reduces in the same order as an un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from itertools import pairwise
@@ -45,10 +45,10 @@ def resolve_layout(wanted: str, world: World) -> str:
     """`auto` to the layout that fits the world; refuses what cannot work."""
     if wanted == "auto":
         return "ddp" if world.size > 1 else "single"
-    if wanted in ("single", "dp") and world.size > 1:
+    if wanted in ("single", "dp", "model") and world.size > 1:
         raise UserError(
             f"parallel.layout = {wanted} runs in one process, but {world.size} were started",
-            "use ddp, or start one process",
+            "use ddp or pipeline, or start one process",
         )
     if wanted == "ddp" and world.size == 1:
         return "single"
@@ -66,6 +66,26 @@ def lay_out(module: nn.Module, layout: str, world: World) -> nn.Module:
     return module
 
 
+class Passes(Protocol):
+    """What a step makes of a piece of its batch."""
+
+    def images(self, batch: Batch) -> torch.Tensor:
+        """What the model reads."""
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """What backward starts from, after the model's forward."""
+
+
+class Draws(Protocol):
+    """The random numbers of a step's pieces."""
+
+    active: bool
+    """Whether the model draws any."""
+
+    def switch(self, place: int) -> None:
+        """From now on the piece at this place in `Exchange.parts` draws."""
+
+
 class Exchange(Protocol):
     """How a step cuts this process's part of the global batch, and brings gradients and buffers together."""
 
@@ -74,38 +94,55 @@ class Exchange(Protocol):
     parts: Sequence[int]
     """Numbers of the pieces with random numbers of their own."""
 
-    def gradients(
-        self, batch: Batch, backward: Callable[[Batch], None], switch: Callable[[int], None]
-    ) -> None:
-        """Calls `backward` for each piece, and `switch` with its place in `parts` before; afterwards `.grad` is the
-        gradient of the global batch."""
+    def gradients(self, batch: Batch, passes: Passes, draws: Draws) -> None:
+        """Forward and backward of each piece with its own random numbers; afterwards `.grad` is the gradient of the
+        global batch."""
 
     def buffers(self) -> None:
-        """Afterwards every process holds the same buffers."""
+        """Afterwards every process that holds a buffer holds the same."""
 
     def settle(self) -> list[torch.Tensor]:
         """After a rehearsed step: the trainable parameters that got no gradient."""
 
+    def norm(self) -> torch.Tensor:
+        """The length of the whole model's gradient."""
 
-class Averaged:
+    def agree(self, flag: torch.Tensor) -> None:
+        """Makes the flag the largest of those of all who hold other parts of the model, in place."""
+
+
+class Everything:
+    """What is plain where every process holds the whole model and its whole gradient."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def norm(self) -> torch.Tensor:
+        gradients = [each.grad for each in self._module.parameters() if each.grad is not None]
+        return nn.utils.get_total_norm(gradients, foreach=True)
+
+    def agree(self, flag: torch.Tensor) -> None:
+        """All see the same."""
+
+
+class Averaged(Everything):
     """The plain exchange: micro-batches, gradients averaged by DDP, running statistics averaged after it."""
 
     def __init__(self, module: nn.Module, forward: nn.Module, world: World, accumulate: int = 1) -> None:
+        super().__init__(module)
         # DDP divides by the number of ranks; a sum over samples weighted so is the mean over the global batch.
         self.weight = float(world.size)
         self.parts: Sequence[int] = (world.rank,)
         self.buffers = BufferMean(module, world)
-        self._module, self._forward, self._accumulate = module, forward, accumulate
+        self._forward, self._accumulate = forward, accumulate
 
-    def gradients(
-        self, batch: Batch, backward: Callable[[Batch], None], switch: Callable[[int], None]
-    ) -> None:
+    def gradients(self, batch: Batch, passes: Passes, draws: Draws) -> None:
         """One micro-batch after the other; DDP exchanges with the last."""
-        switch(0)
+        draws.switch(0)
         cuts = bounds(len(batch.labels), self._accumulate, unit=2 if batch.mix.shape[1] else 1)
         for number, (first, last) in enumerate(pairwise(cuts)):
             with without_sync(self._forward, last=number == self._accumulate - 1):
-                backward(batch if self._accumulate == 1 else Batch(*(tensor[first:last] for tensor in batch)))
+                passes.loss(batch if self._accumulate == 1 else piece_of(batch, first, last)).backward()
 
     def settle(self) -> list[torch.Tensor]:
         return [
@@ -113,6 +150,11 @@ class Averaged:
             for parameter in self._module.parameters()
             if parameter.requires_grad and parameter.grad is None
         ]
+
+
+def piece_of(batch: Batch, first: int, last: int) -> Batch:
+    """These rows of it."""
+    return Batch(*(tensor[first:last] for tensor in batch))
 
 
 def without_sync(model: nn.Module, last: bool) -> AbstractContextManager[None]:
@@ -133,7 +175,7 @@ class BufferMean:
             for part in module.modules()
             if part.training
             for buffer in part.buffers(recurse=False)
-            if buffer.is_floating_point()
+            if buffer.is_floating_point() and not buffer.is_meta  # another process's
         }
         self.buffers = list(found.values())
 

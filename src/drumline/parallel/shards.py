@@ -15,17 +15,17 @@ from torch import Tensor, nn
 
 from drumline.data.views import Batch
 from drumline.errors import UserError
+from drumline.parallel.layout import Draws, Everything, Passes
 from drumline.parallel.ordered import OrderedSum
 from drumline.parallel.together import Together
 from drumline.parallel.tree import Fold
 
-Backward = Callable[[Batch], None]
 
-
-class Shards:
+class Shards(Everything):
     """The exchange of strict mode: see `parallel/layout.py` for the plain one."""
 
     def __init__(self, module: nn.Module, together: Together) -> None:
+        super().__init__(module)
         self.together, self.world = together, together.world
         self.weight = 1.0
         self.parts: Sequence[int] = together.own
@@ -36,9 +36,9 @@ class Shards:
         self._buffers = ShardBuffers(module, together)
         self._never: set[int] = set()
 
-    def gradients(self, batch: Batch, backward: Backward, switch: Callable[[int], None]) -> None:
+    def gradients(self, batch: Batch, passes: Passes, draws: Draws) -> None:
         """Forward and backward of this process's shards; afterwards `.grad` and all buffers are those of the global
-        batch. `switch(place)` is called before a shard runs, with its place in `parts`."""
+        batch."""
         count = len(self.together.own)
         assert len(batch.labels) % count == 0, (len(batch.labels), count)
         size = len(batch.labels) // count
@@ -49,13 +49,13 @@ class Shards:
         self._sum.begin()
         try:
             if self.together.met:
-                self._in_step(shards, backward, switch)
+                self._in_step(shards, passes, draws.switch)
             else:
                 for place, shard in enumerate(shards):
-                    switch(place)
+                    draws.switch(place)
                     self._buffers.use(place)
                     self._sum.shard_begin(self.together.own[place])
-                    backward(shard)
+                    passes.loss(shard).backward()
                     self._sum.shard_end(self.together.own[place])
         finally:
             self._buffers.back()
@@ -81,7 +81,7 @@ class Shards:
     def buffers(self) -> None:
         """Joined with the gradients already."""
 
-    def _in_step(self, shards: list[Batch], backward: Backward, switch: Callable[[int], None]) -> None:
+    def _in_step(self, shards: list[Batch], passes: Passes, switch: Callable[[int], None]) -> None:
         """All shards at once, in step. While one waits, its gradients are put aside: they are of all layers above."""
         kept: list[list[Tensor | None]] = [[None] * len(self._parameters) for _ in shards]
         current = -1
@@ -96,7 +96,10 @@ class Shards:
             self._buffers.use(place)
             switch(place)
 
-        self.together.run([partial(backward, shard) for shard in shards], take_up)
+        def both_ways(shard: Batch) -> None:
+            passes.loss(shard).backward()
+
+        self.together.run([partial(both_ways, shard) for shard in shards], take_up)
         kept[current] = [parameter.grad for parameter in self._parameters]
         for place, gradients in enumerate(kept):
             self._sum.shard_begin(self.together.own[place])

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder `step-N` with `model.safetensors` (plain names: any tool loads it), `optimizer.safetensors`,
 `average.safetensors` when there is a moving average, and `manifest.json` with every file's size and SHA-256, the
-hash of the whole state, the recipe and the environment. Promises: a folder under its final name is whole; no byte
+hash of the whole state, the recipe and the environment. Each group may lie in pieces instead (`state/pieces.py`);
+whoever reads it gets the same tensors. Promises: a folder under its final name is whole; no byte
 is used but those that were hashed and found right; no pickle. Refuses to overwrite a step, and a folder that holds
 tensors its manifest does not name.
 """
@@ -29,6 +30,7 @@ from drumline.state.manifest import (
     manifest_text,
     read_manifest,
 )
+from drumline.state.pieces import read_pieces
 from drumline.state.tensor_file import (
     Tensors,
     Unsound,
@@ -45,6 +47,7 @@ __all__ = [
     "Manifest",
     "Position",
     "Unsound",
+    "check_fit",
     "checkpoints",
     "copy_into",
     "examined",
@@ -52,6 +55,7 @@ __all__ = [
     "known_sha256",
     "newest_sound",
     "read_checkpoint",
+    "read_group",
     "read_manifest",
     "step_of",
     "verify_checkpoint",
@@ -106,13 +110,19 @@ def read_checkpoint(folder: Path) -> tuple[Manifest, dict[str, Tensors]]:
     once: what is hashed is what is loaded."""
     manifest = read_manifest(folder)
     _refuse_strays(folder, manifest)
-    groups = {
-        name.removesuffix(".safetensors"): read_tensors(folder / name, expected["bytes"], expected["sha256"])
-        for name, expected in manifest.files.items()
-    }
+    groups = {group: _read_group(folder, manifest, group) for group in manifest.groups}
     if state_sha256(groups) != manifest.state_sha256:
         raise Unsound(f"{folder}: the loaded state does not have the hash that was saved")
     return manifest, groups
+
+
+def read_group(folder: Path, group: str) -> Tensors:
+    """The tensors of one group, from bytes that verify."""
+    manifest = read_manifest(folder)
+    _refuse_strays(folder, manifest)
+    if group not in manifest.groups:
+        raise Unsound(f"{folder}: has no {group}")
+    return _read_group(folder, manifest, group)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -212,6 +222,15 @@ def known_sha256(file: Path) -> str | None:
 
 def copy_into(groups: Groups, live: Groups, where: Path) -> None:
     """Writes loaded tensors into the live ones, in place. Names, shapes and types must agree exactly."""
+    check_fit(groups, live, where)
+    with torch.no_grad():
+        for group, tensors in live.items():
+            for name, tensor in tensors.items():
+                tensor.copy_(groups[group][name])
+
+
+def check_fit(groups: Groups, live: Groups, where: Path) -> None:
+    """Refuses loaded tensors whose names, shapes or types are not those of the live ones."""
     for group, tensors in live.items():
         loaded = groups.get(group, {})
         if set(loaded) != set(tensors):
@@ -233,8 +252,13 @@ def copy_into(groups: Groups, live: Groups, where: Path) -> None:
                     f"{tensor.dtype}",
                     "resume with the model the run was started with: converting would round",
                 )
-            with torch.no_grad():
-                tensor.copy_(loaded[name])
+
+
+def _read_group(folder: Path, manifest: Manifest, group: str) -> Tensors:
+    if manifest.pieces is not None and group in manifest.pieces.shapes:
+        return read_pieces(folder, manifest, group)
+    expected = manifest.files[f"{group}.safetensors"]
+    return read_tensors(folder / f"{group}.safetensors", expected["bytes"], expected["sha256"])
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:

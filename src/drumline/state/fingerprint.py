@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -34,14 +35,37 @@ def fingerprints(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return fingerprints_of([tensors[name] for name in sorted(tensors)])
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Which part of a whole tensor somebody holds: the number of values before it, and of the whole. The
+    fingerprints of all parts add up to that of the whole."""
+
+    before: int
+    whole: int
+
+
 @torch.no_grad()
-def fingerprints_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One int64 per tensor, in their order, on the device of the first. Two kernels each, and two for all."""
+def fingerprints_of(
+    tensors: Sequence[torch.Tensor], parts: Sequence[Rows | None] | None = None
+) -> torch.Tensor:
+    """One int64 per tensor, in their order, on the device of the first. Two kernels each, and two for all. `parts`
+    says of each whether it is one."""
     if not tensors:
         return torch.empty(0, dtype=torch.int64)
     device = tensors[0].device
-    sums = [_weighed(tensor.detach()).to(device) for tensor in tensors]
-    lengths = tuple(tensor.numel() * (2 if tensor.element_size() == 8 else 1) for tensor in tensors)
+    rows = parts or [None] * len(tensors)
+    sums = [
+        (_weighed(tensor.detach()) if part is None else _weighed_part(tensor.detach(), part.before)).to(
+            device
+        )
+        for tensor, part in zip(tensors, rows, strict=True)
+    ]
+    lengths = tuple(
+        # The first part stands for the length of the whole.
+        (tensor.numel() if part is None else 0 if part.before else part.whole)
+        * (2 if tensor.element_size() == 8 else 1)
+        for tensor, part in zip(tensors, rows, strict=True)
+    )
     return torch.stack(sums).add_(_of_zeros(lengths, device))
 
 
@@ -82,6 +106,24 @@ def _weighed(tensor: torch.Tensor) -> torch.Tensor:
         sums = [_weighed_chunk(part) * _multiplier(number) for number, part in enumerate(parts)]
         return torch.stack(sums).sum()
     return _weighed_chunk(words)
+
+
+def _weighed_part(tensor: torch.Tensor, before: int) -> torch.Tensor:
+    """What the values of a part add to the sum of its whole."""
+    if not before:
+        return _weighed(tensor)
+    if tensor.is_complex():
+        tensor, before = torch.view_as_real(tensor), 2 * before
+    words = tensor.contiguous().reshape(-1).view(_VIEWS[tensor.element_size()])
+    at = before * (2 if tensor.element_size() == 8 else 1)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    while len(words):
+        number, first = divmod(at, CHUNK)
+        here, words = words.split([min(len(words), CHUNK - first), max(0, len(words) - CHUNK + first)])
+        weights = _weights(here.device, first + len(here))[first:]
+        total += (here * weights).sum() * _multiplier(number)
+        at += len(here)
+    return total
 
 
 def _weighed_chunk(words: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from drumline.state.checkpoint import (
     verify_checkpoint,
     write_checkpoint,
 )
+from drumline.state.pieces import LocalGroups, Piece, begin_pieces, seal_pieces, write_pieces
 
 FAILURES = 3
 """Failed saves in a row that end a run."""
@@ -74,6 +76,39 @@ class Keeper:
     def save(self, groups: Groups, position: Position, must: bool = False) -> None:
         """Snapshots now, writes later. Skipped while the save before is still being written, unless it `must` be:
         then it waits for that one. Raises when saves have failed too often in a row."""
+        if not self._admits(position, must):
+            return
+        snapshot, copied = snapshot_to_host(groups)
+        write = partial(write_checkpoint, self.folder, snapshot, position, self.recipe, self.environment)
+        self._submit(write, copied, position, _bytes(snapshot))
+
+    def begin_pieces(self, position: Position, must: bool = False) -> Path | None:
+        """Before a save in pieces: the folder that all processes are to write theirs to, or None when this one is
+        skipped, on the terms of `save`. Rank 0 tells the others, and then calls `save_pieces`."""
+        if not self._admits(position, must):
+            return None
+        try:
+            return begin_pieces(self.folder, position.step)
+        except OSError as error:
+            self._failed = self._told(position.step, 0, error)
+            return None
+
+    def save_pieces(
+        self, temporary: Path, pieces: LocalGroups, world: int, position: Position, whole: Groups
+    ) -> None:
+        """Snapshots rank 0's pieces and the groups that are not sharded; writes them later, and makes a checkpoint of
+        everybody's."""
+        mine, mine_copied = snapshot_pieces(pieces)
+        others, copied = snapshot_to_host(whole)
+
+        def write() -> Path:
+            write_pieces(temporary, 0, world, mine)
+            return seal_pieces(temporary, world, position, self.recipe, self.environment, whole=others)
+
+        self._submit(write, copied or mine_copied, position, world * _bytes_of_pieces(mine))
+
+    def _admits(self, position: Position, must: bool) -> bool:
+        """Whether there is something to save now. Raises when saves have failed too often in a row."""
         if self._pending is not None and not must and not self._pending.is_done(PATIENCE_S):
             self.skipped += 1
             self.note(
@@ -81,15 +116,19 @@ class Keeper:
                 f"{time.monotonic() - self._pending.since:.1f} s (saves skipped so far: {self.skipped}). Save less "
                 "often, or to a faster disk"
             )
-            return
+            return False
         self._settle()
         if self.failures >= FAILURES:
             self._raise_failure()
         if (self.folder / f"step-{position.step}").exists():
             self._failed = None
-            return
-        snapshot, copied = snapshot_to_host(groups)
-        future = self._thread.submit(self._save, snapshot, copied, position)
+            return False
+        return True
+
+    def _submit(
+        self, write: Callable[[], Path], copied: torch.cuda.Event | None, position: Position, size: int
+    ) -> None:
+        future = self._thread.submit(self._save, write, copied, position, size)
         self._pending = _Pending(future, position.step, time.monotonic())
 
     def set_aside_after(self, step: int) -> list[str]:
@@ -135,23 +174,25 @@ class Keeper:
     # What follows runs on the background thread.
 
     def _save(
-        self, snapshot: Groups, copied: torch.cuda.Event | None, position: Position
+        self, write: Callable[[], Path], copied: torch.cuda.Event | None, position: Position, size: int
     ) -> UserError | None:
         """Writes, and says at once what went wrong; gives that too."""
         try:
-            words = self._write(snapshot, copied, position)
+            words = self._write(write, copied, position)
         except (OSError, Unsound, UserError) as error:
-            self.failures += 1
-            failed = self._explained(position.step, _bytes(snapshot), error)
-            again = (
-                "training goes on, and the next save tries again" if self.failures < FAILURES else "giving up"
-            )
-            self.note(f"WARNING: {failed.what}; {again} (failed saves in a row: {self.failures})")
-            return failed
+            return self._told(position.step, size, error)
         self.failures = 0
         for word in words:
             self.note(word)
         return None
+
+    def _told(self, step: int, size: int, error: Exception) -> UserError:
+        """Counts a failed save, and says so."""
+        self.failures += 1
+        failed = self._explained(step, size, error)
+        again = "training goes on, and the next save tries again" if self.failures < FAILURES else "giving up"
+        self.note(f"WARNING: {failed.what}; {again} (failed saves in a row: {self.failures})")
+        return failed
 
     def _explained(self, step: int, size: int, error: Exception) -> UserError:
         """What went wrong, and what is missing."""
@@ -168,12 +209,14 @@ class Keeper:
             "free space or mend the disk, then go on with --checkpoint.resume auto",
         )
 
-    def _write(self, snapshot: Groups, copied: torch.cuda.Event | None, position: Position) -> list[str]:
+    def _write(
+        self, write: Callable[[], Path], copied: torch.cuda.Event | None, position: Position
+    ) -> list[str]:
         """Gives words of what did not work but does no harm."""
         if copied is not None:
             copied.synchronize()
         self.flush()
-        path = write_checkpoint(self.folder, snapshot, position, self.recipe, self.environment)
+        path = write()
         try:
             verify_checkpoint(path)
         except Unsound:
@@ -206,6 +249,29 @@ class Keeper:
         except (OSError, Unsound):
             return False
         return True
+
+
+class PieceWriter:
+    """The pieces of a process that does not keep the checkpoints: written in the background. What goes wrong is told
+    to rank 0 by the receipt; its keeper counts and says it."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pieces")
+
+    def save(self, temporary: Path, pieces: LocalGroups, rank: int, world: int) -> None:
+        """Snapshots now, writes later."""
+        mine, copied = snapshot_pieces(pieces)
+
+        def write() -> None:
+            if copied is not None:
+                copied.synchronize()
+            write_pieces(temporary, rank, world, mine)
+
+        self._thread.submit(write)
+
+    def close(self) -> None:
+        """Waits for the last one."""
+        self._thread.shutdown()
 
 
 def superseded(found: list[Path], keep: int, best_step: int, is_sound: Callable[[Path], bool]) -> list[Path]:
@@ -254,6 +320,16 @@ def snapshot_to_host(groups: Groups) -> tuple[Groups, torch.cuda.Event | None]:
     return snapshot, event
 
 
+def snapshot_pieces(pieces: LocalGroups) -> tuple[LocalGroups, torch.cuda.Event | None]:
+    """`snapshot_to_host` of pieces."""
+    tensors = {group: {name: piece.tensor for name, piece in each.items()} for group, each in pieces.items()}
+    snapshot, event = snapshot_to_host(tensors)
+    return {
+        group: {name: Piece(snapshot[group][name], piece.full) for name, piece in each.items()}
+        for group, each in pieces.items()
+    }, event
+
+
 _Signature = tuple[tuple[str, int, int, int], ...]
 
 
@@ -287,6 +363,10 @@ def _bytes(groups: Groups) -> int:
     return sum(
         tensor.numel() * tensor.element_size() for group in groups.values() for tensor in group.values()
     )
+
+
+def _bytes_of_pieces(groups: LocalGroups) -> int:
+    return _bytes({g: {name: piece.tensor for name, piece in each.items()} for g, each in groups.items()})
 
 
 def _mib(count: int) -> str:

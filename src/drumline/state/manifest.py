@@ -19,12 +19,18 @@ from drumline.recipe_file import MAX_LINE, MAX_RECIPE
 from drumline.state.tensor_file import Unsound, read_small
 
 FORMAT = 1
+FORMAT_PIECES = 2
+"""Of checkpoints in pieces, which earlier versions cannot read."""
 MANIFEST = "manifest.json"
 MAX_MANIFEST = 4 << 20
 MAX_FILES = 64
+MAX_PIECES = 1 << 16
+MAX_SHAPES = 1 << 20
 MAX_THREADS = 4096
 MODEL = "model.safetensors"
 _FILE = re.compile(r"[a-z][a-z0-9_-]{0,60}\.safetensors")
+PIECE = re.compile(r"([a-z][a-z0-9_-]{0,60})\.shard-(0|[1-9][0-9]{0,5})-of-([1-9][0-9]{0,5})\.safetensors")
+"""Group, rank, number of processes."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 """A finished checkpoint's name. Plain digits in one spelling: no second folder can stand for the same step."""
@@ -42,6 +48,16 @@ class Position:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How the pieces of a sharded checkpoint are put together: see `state/pieces.py`."""
+
+    count: int
+    """Pieces of each group."""
+    shapes: dict[str, dict[str, list[int]]]
+    """The groups in pieces, and the full shape of each tensor of theirs that is sharded by its rows."""
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What a checkpoint says of itself."""
 
@@ -51,6 +67,13 @@ class Manifest:
     state_sha256: str
     recipe: str
     environment: dict[str, Any]
+    pieces: Layout | None = None
+
+    @property
+    def groups(self) -> list[str]:
+        """Names of the groups of tensors, whole or in pieces."""
+        whole = [name.removesuffix(".safetensors") for name in self.files if not PIECE.fullmatch(name)]
+        return [*whole, *(self.pieces.shapes if self.pieces else ())]
 
     @property
     def bytes(self) -> int:
@@ -60,7 +83,15 @@ class Manifest:
 
 def manifest_text(manifest: Manifest) -> str:
     """The file's content, sealed."""
-    return _sealed(asdict(manifest))
+    content = asdict(manifest)
+    if manifest.pieces is None:
+        del content["pieces"]
+    return _sealed(content)
+
+
+def piece_name(group: str, rank: int, count: int) -> str:
+    """The file of one process's piece of a group."""
+    return f"{group}.shard-{rank}-of-{count}.safetensors"
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -95,16 +126,26 @@ class _Wrong(Exception):
 
 
 def _checked(content: dict[str, Any]) -> Manifest:
-    if content.get("format") != FORMAT or type(content["format"]) is not int:
-        raise _Wrong(f"format {str(content.get('format'))[:20]}, this version reads {FORMAT}")
-    _exactly(content, {item.name for item in fields(Manifest)} | {"seal"}, "the manifest")
-    position, files = _position(content["position"]), _files(content["files"])
+    if content.get("format") not in (FORMAT, FORMAT_PIECES) or type(content["format"]) is not int:
+        raise _Wrong(
+            f"format {str(content.get('format'))[:20]}, this version reads {FORMAT} and {FORMAT_PIECES}"
+        )
+    known = {item.name for item in fields(Manifest)} | {"seal"}
+    _exactly(content, known if content["format"] == FORMAT_PIECES else known - {"pieces"}, "the manifest")
+    pieces = _layout(content["pieces"]) if content["format"] == FORMAT_PIECES else None
+    position, files = _position(content["position"]), _files(content["files"], pieces)
     if not _is_sha256(content["state_sha256"]):
         raise _Wrong("state_sha256 is not a hash")
     _check_recipe(content["recipe"])
     _check_environment(content["environment"])
     return Manifest(
-        FORMAT, position, files, content["state_sha256"], content["recipe"], content["environment"]
+        content["format"],
+        position,
+        files,
+        content["state_sha256"],
+        content["recipe"],
+        content["environment"],
+        pieces,
     )
 
 
@@ -128,18 +169,42 @@ def _position(given: Any) -> Position:
     return position
 
 
-def _files(given: Any) -> dict[str, dict[str, Any]]:
-    if not isinstance(given, dict) or not 0 < len(given) <= MAX_FILES:
+def _layout(given: Any) -> Layout:
+    _exactly(given, {"count", "shapes"}, "pieces")
+    count, shapes = given["count"], given["shapes"]
+    if type(count) is not int or not 1 <= count <= MAX_PIECES:
+        raise _Wrong(f"pieces.count = {str(count)[:20]} cannot be")
+    fine = isinstance(shapes, dict) and 0 < len(shapes) <= MAX_FILES
+    if not fine or not all(isinstance(group, dict) and len(group) <= MAX_SHAPES for group in shapes.values()):
+        raise _Wrong("pieces.shapes is not a table of groups")
+    for group in shapes.values():
+        for name, shape in group.items():
+            sides = isinstance(shape, list) and 0 < len(shape) <= 64
+            if not sides or not all(type(side) is int and 0 <= side < 1 << 48 for side in shape):
+                raise _Wrong(f"pieces: {name[:60]!r} has no readable shape")
+    return Layout(count, shapes)
+
+
+def _files(given: Any, layout: Layout | None) -> dict[str, dict[str, Any]]:
+    groups = layout.shapes if layout else {}
+    pieces = (
+        {piece_name(group, rank, layout.count) for group in groups for rank in range(layout.count)}
+        if layout
+        else set()
+    )
+    if not isinstance(given, dict) or not 0 < len(given) <= MAX_FILES + len(pieces):
         raise _Wrong("does not list its files")
+    if missing := sorted(pieces - set(given)):
+        raise _Wrong(f"does not name {missing[0][:60]}, a piece of it")
     for name, entry in given.items():
-        if not _FILE.fullmatch(name):
+        if name not in pieces and (not _FILE.fullmatch(name) or name.removesuffix(".safetensors") in groups):
             raise _Wrong(f"names {name[:60]!r}, which is no file of a checkpoint")
         _exactly(entry, {"bytes", "sha256"}, name)
         if type(entry["bytes"]) is not int or not 0 <= entry["bytes"] < 1 << 60:
             raise _Wrong(f"{name} has an impossible size")
         if not _is_sha256(entry["sha256"]):
             raise _Wrong(f"{name} has no hash")
-    if MODEL not in given:
+    if MODEL not in given and "model" not in groups:
         raise _Wrong(f"does not name {MODEL}")
     return given
 

@@ -16,6 +16,7 @@ import stat
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,6 +103,43 @@ def read_tensors(path: Path, size: int | None = None, sha256: str | None = None)
     return _tensors(path, buffer)
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file: its type, its shape, and the bytes after the header that it takes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a file holds, read tensor by tensor. No hash covers what is read so: for files just written."""
+
+    path: Path
+    offset: int
+    entries: dict[str, Entry]
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor."""
+        entry = self.entries[name]
+        buffer = torch.empty(entry.end - entry.start, dtype=torch.uint8)
+        with opened(self.path) as file:
+            file.seek(self.offset + entry.start)
+            _read(self.path, file, len(buffer), buffer.numpy().data)
+        return buffer.view(entry.dtype).reshape(entry.shape)
+
+
+def tensor_index(path: Path) -> Index:
+    """The names and places of a file's tensors. Raises `Unsound`."""
+    with opened(path) as file:
+        size = _expected_size(path, file, None)
+        length = _header_length(path, _read_bytes(path, file, min(8, size)), size)
+        header = _header(path, _read_bytes(path, file, length))
+    return Index(path, 8 + length, _entries(path, header, size - 8 - length))
+
+
 def verify_file(
     path: Path, size: int, sha256: str, watch: Callable[[int], None] = lambda count: None
 ) -> None:
@@ -157,27 +195,40 @@ def opened(path: Path, missing: bool = False) -> Iterator[FileIO]:
 
 def _tensors(path: Path, buffer: torch.Tensor) -> Tensors:
     """Views into a whole file's bytes."""
-    size = len(buffer)
-    (length,) = struct.unpack("<Q", buffer[:8].numpy().tobytes()) if size >= 8 else (size,)
-    if length > min(size - 8, MAX_HEADER):
-        raise Unsound(f"{path}: not a safetensors file, or its header is cut off")
+    length = _header_length(path, buffer[:8].numpy().tobytes(), len(buffer))
     header = _header(path, buffer[8 : 8 + length].numpy().tobytes())
     data = buffer[8 + length :]
     result: Tensors = {}
+    for name, entry in _entries(path, header, len(data)).items():
+        part = data[entry.start : entry.end]
+        # A view where the place allows one; files of ours do, since wide types come first.
+        size = entry.dtype.itemsize
+        aligned = part.storage_offset() % size == 0 and part.data_ptr() % size == 0
+        result[name] = (part if aligned else part.clone()).view(entry.dtype).reshape(entry.shape)
+    return result
+
+
+def _entries(path: Path, header: dict[str, Any], size: int) -> dict[str, Entry]:
+    """Where every tensor lies. Raises `Unsound` unless they fill these many bytes without gap or overlap."""
+    result: dict[str, Entry] = {}
     covered = 0
     for name, entry in sorted(header.items(), key=lambda item: _offsets(path, *item)):
         dtype, shape = _type_and_shape(path, name, entry)
         start, end = _offsets(path, name, entry)
-        if start != covered or end > len(data) or end - start != math.prod(shape) * dtype.itemsize:
+        if start != covered or end > size or end - start != math.prod(shape) * dtype.itemsize:
             raise Unsound(f"{path}: tensor {name!r} does not lie where its type and shape say")
         covered = end
-        part = data[start:end]
-        # A view where the place allows one; files of ours do, since wide types come first.
-        aligned = part.storage_offset() % dtype.itemsize == 0 and part.data_ptr() % dtype.itemsize == 0
-        result[name] = (part if aligned else part.clone()).view(dtype).reshape(shape)
-    if covered != len(data):
-        raise Unsound(f"{path}: {len(data) - covered:,} bytes at its end belong to no tensor")
+        result[name] = Entry(dtype, tuple(shape), start, end)
+    if covered != size:
+        raise Unsound(f"{path}: {size - covered:,} bytes at its end belong to no tensor")
     return result
+
+
+def _header_length(path: Path, first: bytes, size: int) -> int:
+    (length,) = struct.unpack("<Q", first) if size >= 8 else (size,)
+    if length > min(size - 8, MAX_HEADER):
+        raise Unsound(f"{path}: not a safetensors file, or its header is cut off")
+    return int(length)
 
 
 def _header(path: Path, text: bytes) -> dict[str, Any]:
@@ -234,6 +285,12 @@ def _read(path: Path, file: FileIO, size: int, into: memoryview) -> str:
         digest.update(into[done : done + count])
         done += count
     return digest.hexdigest()
+
+
+def _read_bytes(path: Path, file: FileIO, size: int) -> bytes:
+    content = bytearray(size)
+    _read(path, file, size, memoryview(content))
+    return bytes(content)
 
 
 def _readinto(path: Path, file: FileIO, into: memoryview) -> int:

@@ -60,7 +60,7 @@ def examine(step: TrainStep, batch: Batch, index: int) -> Culprit | None:
             break
     # A compiled model would not call the hooks.
     with _watched(module, found) as current, torch.compiler.set_stance("force_eager"):
-        step.replay(batch, index, partial(_look, step, found, current))
+        step.replay(batch, index, _Looking(step, found, current))
     return min(found, key=lambda culprit: _KINDS.index(culprit.kind), default=None)
 
 
@@ -130,23 +130,36 @@ def _watched(module: nn.Module, found: list[Culprit]) -> Iterator[Pieces]:
             handle.remove()
 
 
-def _look(step: TrainStep, found: list[Culprit], current: Pieces, batch: Batch) -> None:
-    """In the place of a step's backward. Gradients are asked for by name, so they are not exchanged. Backward runs
+@dataclass(frozen=True)
+class _Looking:
+    """In the place of a step's passes. Gradients are asked for by name, so they are not exchanged. Backward runs
     whatever forward has shown: parts of the model may meet other processes in it, and these come there too."""
-    current[get_ident()] = batch
-    outcome = step.outcome(step.trainee.module, batch)
-    named = [(name, p) for name, p in step.trainee.module.named_parameters() if p.requires_grad]
-    loss = outcome.loss * (step.exchange.weight / step.global_batch)
-    gradients = torch.autograd.grad(loss, [parameter for _, parameter in named], allow_unused=True)
-    if found:
-        return
-    if not _finite(outcome.loss):
-        found.append(Culprit("loss", ""))
-        return
-    for (name, _), gradient in reversed(list(zip(named, gradients, strict=True))):
-        if gradient is not None and not _finite(gradient):
-            found.append(Culprit("gradient", name))
-            return
+
+    step: TrainStep
+    found: list[Culprit]
+    current: Pieces
+
+    def images(self, batch: Batch) -> torch.Tensor:
+        return self.step.images(batch)
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        step, found = self.step, self.found
+        self.current[get_ident()] = batch
+        outcome = step.outcome(step.trainee.module, batch)
+        named = [(name, p) for name, p in step.trainee.module.named_parameters() if p.requires_grad]
+        loss = outcome.loss * (step.exchange.weight / step.global_batch)
+        gradients = torch.autograd.grad(loss, [parameter for _, parameter in named], allow_unused=True)
+        nothing = torch.zeros((), device=loss.device, requires_grad=True)
+        if found:
+            return nothing
+        if not _finite(outcome.loss):
+            found.append(Culprit("loss", ""))
+            return nothing
+        for (name, _), gradient in reversed(list(zip(named, gradients, strict=True))):
+            if gradient is not None and not _finite(gradient):
+                found.append(Culprit("gradient", name))
+                break
+        return nothing
 
 
 def _rows(tensor: torch.Tensor, samples: torch.Tensor | None) -> tuple[int, ...]:

@@ -11,6 +11,8 @@ import copy
 import torch
 from torch import nn
 
+from drumline.parallel.local import local_part
+
 
 class Average:
     """`module` is a frozen copy of the model whose state follows it with the given decay."""
@@ -18,7 +20,18 @@ class Average:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
         self.module = copy.deepcopy(model).eval().requires_grad_(False)
-        pairs = list(zip(self.module.state_dict().values(), model.state_dict().values(), strict=True))
+        self.follow(model)
+
+    def follow(self, model: nn.Module) -> None:
+        """The tensors to average from now on: to be called again when both modules have been sharded alike."""
+        pairs = [
+            (local_part(mine), local_part(theirs))
+            for mine, theirs in zip(
+                self.module.state_dict().values(), model.state_dict().values(), strict=True
+            )
+            if not mine.is_meta  # another process's
+        ]
+        assert all(mine.shape == theirs.shape for mine, theirs in pairs)
         self._floats = [pair for pair in pairs if pair[0].is_floating_point()]
         self._counters = [pair for pair in pairs if not pair[0].is_floating_point()]
 

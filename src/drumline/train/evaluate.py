@@ -65,9 +65,9 @@ def evaluate(
     rival: torch.Tensor | None = None,
     record: torch.Tensor | None = None,
 ) -> Score:
-    """Runs `model` (not wrapped) in eval mode over this rank's batches and adds up over the world. `rival` holds
-    another model's first guess by sample id, to count agreement; `record` takes this model's, for this rank's
-    samples."""
+    """Runs `model` (not wrapped) in eval mode over this rank's batches and adds up over the world; where it gives
+    None, another rank has the output. `rival` holds another model's first guess by sample id, to count agreement;
+    `record` takes this model's, for this rank's samples."""
     was_training = model.training
     model.eval()
     totals = torch.zeros(6, dtype=torch.int64, device=world.device)
@@ -78,12 +78,14 @@ def evaluate(
         with torch.autocast(
             world.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None
         ):
-            logits = model(images)[: len(batch.labels)].float()
-        totals[:5] += tally(logits, batch.labels)
-        if rival is not None:
-            totals[5] += (logits.argmax(dim=1) == rival[batch.samples]).sum()
-        if record is not None:
-            record[batch.samples] = logits.argmax(dim=1)
+            output = model(images)
+        if output is not None:
+            logits = output[: len(batch.labels)].float()
+            totals[:5] += tally(logits, batch.labels)
+            if rival is not None:
+                totals[5] += (logits.argmax(dim=1) == rival[batch.samples]).sum()
+            if record is not None:
+                record[batch.samples] = logits.argmax(dim=1)
         done += len(batch.labels)
         watch(min(samples, done * world.size))
         enter(Phase.EVALUATING)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
 import torch
@@ -59,24 +59,33 @@ class Finite:
             self._kept.keep()
 
     @torch.no_grad()
-    def look(self, loss_sum: torch.Tensor) -> None:
-        """After the gradients' exchange, before the optimizer. `loss_sum` is looked at under a loss scaler only."""
+    def look(self, loss_sum: torch.Tensor, agree: Callable[[torch.Tensor], None]) -> None:
+        """After the gradients' exchange, before the optimizer. `loss_sum` is looked at under a loss scaler only;
+        `agree` asks those who hold other parts of the model."""
         if self.scaled:
             self.found.copy_(torch.maximum(self.found, (~torch.isfinite(loss_sum)).float()))
         else:
             if self.once:
                 self.found.zero_()
-            gradients = [
-                p.grad
-                for p in self._gradients_of
-                if p.grad is not None and p.grad.device == self.found.device
-            ]
-            if gradients:
-                torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found, self._one)
+            self._look_at([p.grad for p in self._gradients_of if p.grad is not None])
+        agree(self.found)
         self.tally[1].add_(self.found)
         if self.once:
             self.tally[0].add_(1)
             self.tally[2].copy_(torch.maximum(self.tally[2], self.tally[0] * self.found))
+
+    def _look_at(self, gradients: Sequence[torch.Tensor]) -> None:
+        """One pass on each device that holds some of them."""
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for gradient in gradients:
+            by_device.setdefault(gradient.device, []).append(gradient)
+        for device, each in by_device.items():
+            if device == self.found.device:
+                torch._amp_foreach_non_finite_check_and_unscale_(each, self.found, self._one)
+            elif device.type != "meta":
+                there = torch.zeros((), device=device)
+                torch._amp_foreach_non_finite_check_and_unscale_(each, there, self._one.to(device))
+                self.found.copy_(torch.maximum(self.found, there.to(self.found.device)))
 
     def put_back(self) -> None:
         """After the running statistics were brought together: those of a held step are the ones before it."""

@@ -31,10 +31,17 @@ class Guards:
         self.told: set[str] = set()
         """Guards that have spoken. The same on every rank."""
         self.witness = Witness(
-            lambda: state_tensors(run.trainee), run.world, run.reporter.logbook, run.step.finite
+            lambda: state_tensors(run.trainee),
+            run.world,
+            run.reporter.logbook,
+            run.step.finite,
+            run.grid.places,
         )
         self.witness.agreed = run.position.step
-        self._one_gpu_each = run.world.device.type == "cuda" and run.recipe.parallel.layout != "dp"
+        # Stages are unlike each other, and those of one process may lie on several GPUs.
+        alike = run.recipe.parallel.layout != "dp" and run.laid is None
+        self._one_gpu_each = run.world.device.type == "cuda" and alike
+        self._stage_devices = {*run.laid.exchange.staged.devices, torch.device("meta")} if run.laid else set()
         self._own: list[Finding] = []
         self._modes = {name: part.training for name, part in run.trainee.module.named_modules()}
         self._samples = torch.empty(0, dtype=torch.int64)
@@ -53,7 +60,7 @@ class Guards:
     def after(self, done: int, batch: Batch, saving: bool) -> None:
         """After `done` steps, the last of them on `batch`. Starts a look where it is time for one, and reads the one
         that was started a step before."""
-        self._samples = batch.samples
+        self._samples = batch.samples if self.run.grid.reads else batch.samples[:0]
         if self.witness.waiting:
             self._read()
         every = self.run.recipe.guard.every
@@ -143,7 +150,11 @@ class Guards:
         trainee = self.run.trainee
         found = optimizer_findings(trainee.module, trainee.optimizer, since)
         found += placed_findings(
-            state_tensors(trainee), self.run.step.objective.live(), self.run.world.device, since
+            state_tensors(trainee),
+            self.run.step.objective.live(),
+            self.run.world.device,
+            since,
+            self._stage_devices,
         )
         for name, part in trainee.module.named_modules():
             if self._modes.get(name, False) and not part.training:
@@ -172,7 +183,11 @@ def as_error(finding: Finding) -> UserError:
 
 def optimizer_findings(module: nn.Module, optimizer: torch.optim.Optimizer, since: str) -> list[Finding]:
     """Trainable parameters that no optimizer moves, and those it moves that are no part of the model."""
-    named = {id(parameter): name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    named = {
+        id(parameter): name
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and not parameter.is_meta  # another process's
+    }
     every = {id(parameter) for parameter in module.parameters()}
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     outside = [name for key, name in named.items() if key not in held]

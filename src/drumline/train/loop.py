@@ -18,7 +18,7 @@ from torch import nn
 from drumline.errors import UserError
 from drumline.launch.heartbeat import Phase, beat, enter
 from drumline.launch.world import World
-from drumline.models.weights import export_weights
+from drumline.models.weights import export_tensors
 from drumline.recipe import Recipe
 from drumline.state.atomic import write_file
 from drumline.state.checkpoint import Position, Unsound, verify_checkpoint, write_checksums
@@ -168,7 +168,8 @@ def score_model(run: Running) -> tuple[Score, Score | None]:
 
     def scored(module: nn.Module) -> Score:
         watch = partial(run.reporter.display.evaluation, total=len(run.sets.eval))
-        return score_module(module, run.sets, run.recipe, run.world, watch, rival=run.task.rival)
+        scorable = run.laid.chain(module) if run.laid else module
+        return score_module(scorable, run.sets, run.recipe, run.grid, watch, rival=run.task.rival)
 
     average = run.trainee.average
     return scored(run.trainee.model), scored(average.module) if average else None
@@ -180,10 +181,10 @@ def save(run: Running, position: Position, guards: Guards, must: bool = False) -
     enter(Phase.SAVING)
     guards.before_save(position.step)
     run.reporter.drain()
-    memory = run.task.objective.collect()
+    memory = run.task.objective.collect() if run.grid.ends else {}
+    groups = run.holding.collect(run.trainee.tensors() | ({"memory": memory} if memory else {}))
     if run.keeper is not None:
         scaler = run.trainee.scaler.state_dict() if run.trainee.scaler.is_enabled() else {}
-        groups = run.trainee.tensors() | ({"memory": memory} if memory else {})
         must = must or position.step in (position.best_step, run.plan.total)
         run.keeper.save(groups, replace(position, scaler=scaler), must)
     run.reporter.pause(position.step)
@@ -198,15 +199,17 @@ def tell_broken(run: Running) -> None:
 
 def export(run: Running, position: Position) -> None:
     """Plain weights of the last and of the best model (the averaged ones where there is an average)."""
+    average = run.trainee.average
+    last = run.trainee.tensors()["average" if average else "model"]
+    last = run.holding.collect({"last": last}).get("last", {})
     if run.folder is None or run.keeper is None:
         return
     run.keeper.wait()
-    average = run.trainee.average
     folder = run.folder.path / "weights"
     best = run.folder.checkpoints / f"step-{position.best_step}"
     try:
         folder.mkdir(exist_ok=True)
-        export_weights(average.module if average else run.trainee.model, folder / "last.safetensors")
+        export_tensors(last, folder / "last.safetensors")
         if best.exists():
             name = "average.safetensors" if average else "model.safetensors"
             if expected := verify_checkpoint(best).files.get(name):

@@ -7,7 +7,7 @@ are torch's own fused kernels; LARS and LAMB are written here because torch has 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,12 @@ from torch import nn
 from drumline.recipe import Optim
 
 
-def build_optimizer(optim: Optim, model: nn.Module, lr: torch.Tensor) -> torch.optim.Optimizer:
-    """The recipe's optimizer over every trainable parameter; `lr` is the tensor the loop writes rates into."""
-    groups = parameter_groups(optim, model)
+def build_optimizer(
+    optim: Optim, model: nn.Module, lr: torch.Tensor, held: Iterable[nn.Parameter] | None = None
+) -> torch.optim.Optimizer:
+    """The recipe's optimizer over every trainable parameter; `lr` is the tensor the loop writes rates into. `held`
+    are the parameters as this process holds them, where those are not the model's own."""
+    groups = parameter_groups(optim, model.parameters() if held is None else held)
     optimizer: torch.optim.Optimizer
     if optim.name == "sgd":
         optimizer = torch.optim.SGD(
@@ -41,9 +44,10 @@ def build_optimizer(optim: Optim, model: nn.Module, lr: torch.Tensor) -> torch.o
     return optimizer
 
 
-def parameter_groups(optim: Optim, model: nn.Module) -> list[dict[str, Any]]:
+def parameter_groups(optim: Optim, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
     """Trainable parameters with their weight decay: vectors and scalars (biases, normalisation) apart."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # Those on the meta device are another process's.
+    trainable = [parameter for parameter in parameters if parameter.requires_grad and not parameter.is_meta]
     if optim.decay_all and optim.name not in ("lars", "lamb"):
         return [{"params": trainable, "weight_decay": optim.weight_decay, "adapt": True}]
     matrices = [parameter for parameter in trainable if parameter.ndim > 1]
@@ -56,11 +60,20 @@ def parameter_groups(optim: Optim, model: nn.Module) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-class _DeviceRate(torch.optim.Optimizer):
+def whole_norms(tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The length of each tensor."""
+    return torch.stack(torch._foreach_norm(list(tensors)))
+
+
+class DeviceRate(torch.optim.Optimizer):
     """What LARS and LAMB share: multi-tensor steps, and torch's contract for loss scaling without a sync
     (`GradScaler` sets `grad_scale` and `found_inf`; a step with an infinite gradient must change nothing)."""
 
     _step_supports_amp_scaling = True
+    norms: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor] = staticmethod(
+        whole_norms
+    )
+    """The lengths of whole tensors, given those held here and the parameters they belong to."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -91,7 +104,7 @@ class _DeviceRate(torch.optim.Optimizer):
         raise NotImplementedError
 
 
-class LARS(_DeviceRate):
+class LARS(DeviceRate):
     """Layer-wise adaptive rate scaling (You et al., 2017): each matrix moves by trust·‖w‖/(‖g‖ + λ‖w‖) times
     its momentum step; vectors (`adapt=False`) move as in plain SGD."""
 
@@ -108,8 +121,8 @@ class LARS(_DeviceRate):
         decay = group["weight_decay"]
         directions = list(torch._foreach_add(gradients, parameters, alpha=decay))
         if group["adapt"]:
-            weights = torch.stack(torch._foreach_norm(parameters))
-            slopes = torch.stack(torch._foreach_norm(gradients)) + decay * weights
+            weights = self.norms(parameters, parameters)
+            slopes = self.norms(gradients, parameters) + decay * weights
             ratios = torch.where((weights > 0) & (slopes > 0), group["trust"] * weights / slopes, 1.0)
             directions = list(torch._foreach_mul(directions, list(ratios.unbind())))
         moments = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
@@ -118,7 +131,7 @@ class LARS(_DeviceRate):
         torch._foreach_sub_(parameters, torch._foreach_mul(moments, group["lr"]))
 
 
-class LAMB(_DeviceRate):
+class LAMB(DeviceRate):
     """Layer-wise adaptive moments (You et al., 2020): AdamW's direction, rescaled per matrix to the norm of
     its weights; vectors (`adapt=False`) are not rescaled."""
 
@@ -150,8 +163,8 @@ class LAMB(_DeviceRate):
         directions = torch._foreach_div(torch._foreach_div(means, mean_bias), roots)
         torch._foreach_add_(directions, parameters, alpha=group["weight_decay"])
         if group["adapt"]:
-            weights = torch.stack(torch._foreach_norm(parameters))
-            lengths = torch.stack(torch._foreach_norm(directions))
+            weights = self.norms(parameters, parameters)
+            lengths = self.norms(directions, parameters)
             ratios = torch.where((weights > 0) & (lengths > 0), weights / lengths, 1.0)
             directions = torch._foreach_mul(directions, list(ratios.unbind()))
         torch._foreach_sub_(parameters, torch._foreach_mul(directions, group["lr"]))

@@ -5,7 +5,7 @@ Promises: what decides is pure, over numbers gathered elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,10 +79,12 @@ def placed_findings(
     others: Iterable[torch.Tensor],
     device: torch.device,
     since: str,
+    stages: Collection[torch.device] = (),
 ) -> list[Finding]:
-    """Tensors of the run that are on another device than the rank's own."""
+    """Tensors of the run that are on another device than the rank's own, or those that its stages lie on."""
+    right = {device, *stages}
     away = [
-        (f"{group} {name!r}", tensor) for (group, name), tensor in named.items() if tensor.device != device
+        (f"{group} {name!r}", tensor) for (group, name), tensor in named.items() if tensor.device not in right
     ]
     away += [("a tensor of the objective", tensor) for tensor in others if tensor.device != device]
     if not away:

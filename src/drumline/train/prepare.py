@@ -31,6 +31,7 @@ from drumline.models.weights import WeightFields, resolve_weights
 from drumline.parallel.layout import lay_out, resolve_layout
 from drumline.recipe import Data, Recipe
 from drumline.recipe_checks import shard_count
+from drumline.recipe_layouts import STAGED
 from drumline.state.checkpoint import MANIFEST, Unsound, examined, verify_checkpoint, verify_checksums
 from drumline.train.ema import Average
 from drumline.train.optim import build_optimizer
@@ -212,7 +213,7 @@ def prepare_plan(recipe: Recipe, samples: int, world: World) -> Plan:
             f"give --run.shards {world.size} or more, or start fewer processes",
         )
     least = world.size * recipe.train.accumulate * unit
-    if batch < least:
+    if batch < least and recipe.parallel.layout not in STAGED:
         raise UserError(
             f"data.batch = {batch} cannot feed {world.size} processes x {recipe.train.accumulate} micro-batches"
             + (" of mixed pairs" if unit == 2 else ""),
@@ -249,6 +250,8 @@ def prepare_model(
         word = f"weights from {recipe.model.weights}: {report.loaded} tensors"
         if report.reinitialised:
             word += f", new: {', '.join(report.reinitialised)}"
+    if recipe.parallel.layout in STAGED and not strict_head:
+        return module, word  # each process takes its stages of it to its device
     module = module.to(world.device)
     if channels_last(recipe, world):
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -256,12 +259,16 @@ def prepare_model(
 
 
 def prepare_trainee(
-    recipe: Recipe, module: nn.Module, world: World, model: nn.Module | None = None
+    recipe: Recipe,
+    module: nn.Module,
+    world: World,
+    model: nn.Module | None = None,
+    tail: nn.Module | None = None,
 ) -> Trainee:
     """The module laid out over the world, with optimizer, loss scaler and average. `model` is the part of it that the
-    run is for, if not all of it."""
+    run is for, if not all of it; `tail` is what a step calls in its place where it is laid in stages already."""
     model = module if model is None else model
-    if recipe.train.gradient_checkpointing:
+    if recipe.train.gradient_checkpointing and tail is None:
         recompute_blocks(model)
     module.train()
     if not any(parameter.requires_grad for parameter in module.parameters()):
@@ -269,7 +276,9 @@ def prepare_trainee(
             f"model.name = {recipe.model.name}: the model has no trainable parameters",
             "give a model with parameters that require gradients",
         )
-    if recipe.run.strict:
+    if tail is not None:
+        forward = tail
+    elif recipe.run.strict:
         forward = module
         for tensor in (*module.parameters(), *module.buffers()):
             world.broadcast(tensor.detach())
@@ -317,6 +326,8 @@ def captures(recipe: Recipe, world: World) -> tuple[bool, str]:
         reason = "several processes exchange gradients outside a graph"
     elif resolve_layout(recipe.parallel.layout, world) == "dp":
         reason = "DataParallel copies the model at each step"
+    elif recipe.parallel.layout in STAGED:
+        reason = "stages are computed by threads of their own"
     elif recipe.train.gradient_checkpointing:
         reason = "gradient checkpointing saves and restores generator states on the host"
     if reason and wanted == "on":

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from drumline.errors import UserError
+from drumline.models.blocks import repeated_blocks
 
 
 def recompute_blocks(model: nn.Module) -> int:
@@ -30,21 +31,6 @@ def recompute_blocks(model: nn.Module) -> int:
     for block in blocks:
         block.forward = partial(_recomputed, block, block.forward)
     return len(blocks)
-
-
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The model's own word (`blocks()`), else the members of its Sequential and ModuleList children that
-    have parameters."""
-    declared = getattr(model, "blocks", None)
-    if callable(declared) and not isinstance(declared, nn.Module):
-        return list(declared())
-    return [
-        block
-        for child in model.modules()
-        if isinstance(child, nn.Sequential | nn.ModuleList) and len(child) > 1 and _outermost(model, child)
-        for block in child
-        if any(True for _ in block.parameters())
-    ]
 
 
 def _recomputed(block: nn.Module, forward: Any, *args: Any, **named: Any) -> Any:
@@ -84,11 +70,3 @@ def _statistics_untouched(block: nn.Module) -> Iterator[None]:
     finally:
         for norm, buffers in zip(norms, before, strict=True):
             norm._buffers.update(buffers)
-
-
-def _outermost(model: nn.Module, child: nn.Module) -> bool:
-    """Whether this container lies in no other one."""
-    name = next(name for name, module in model.named_modules() if module is child)
-    parts = name.split(".") if name else []
-    parents = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts))]
-    return not any(isinstance(parent, nn.Sequential | nn.ModuleList) for parent in parents)

@@ -14,6 +14,7 @@ from drumline.data.order import evaluation_starts
 from drumline.data.views import Batch
 from drumline.launch.world import World
 from drumline.observe.display import make_display, progress
+from drumline.parallel.grid import Grid, make_grid
 from drumline.recipe import Recipe
 from drumline.train import broken, prepare
 from drumline.train.evaluate import Score, evaluate
@@ -37,15 +38,17 @@ def score_module(
     module: nn.Module,
     sets: prepare.Sets,
     recipe: Recipe,
-    world: World,
+    grid: Grid,
     watch: Callable[[int], None] = lambda done: None,
     through: Callable[[Iterator[Batch]], Iterator[Batch]] = lambda batches: batches,
     rival: torch.Tensor | None = None,
     record: torch.Tensor | None = None,
 ) -> Score:
-    """The score of a (not wrapped) module on the evaluation set. `watch` is told how many samples are done; the
+    """The score of a (not wrapped) module on the evaluation set, or of one that gives None but where a pipeline ends.
+    `watch` is told how many samples are done; the
     batches are drawn `through` a function that may show them; `rival` and `record` are of `evaluate`."""
-    with closing(sets.evaluation(recipe, world)) as batches:
+    world = grid.world
+    with closing(sets.evaluation(recipe, grid.peers)) as batches:
         return evaluate(
             module,
             through(batches),
@@ -70,7 +73,7 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
     display.note(word)
     mine = evaluation_starts(samples=len(sets.eval), batch=sets.eval_batch, rank=world.rank, world=world.size)
     bar = partial(progress, text="evaluating", total=len(mine)) if world.first else iter
-    found = score_module(module, sets, recipe, world, through=bar)
+    found = score_module(module, sets, recipe, make_grid(world), through=bar)
     broken.agree(sets.bad, world)
     for told in broken.words(sets.bad, listed=False):
         display.note(told)

@@ -23,11 +23,13 @@ from drumline.launch.heartbeat import Phase, enter
 from drumline.launch.world import World
 from drumline.observe.display import Display, make_display
 from drumline.observe.logbook import Logbook
+from drumline.parallel.grid import Grid, make_grid
+from drumline.parallel.holding import Holding, Parts, Whole
 from drumline.parallel.layout import data_parallel_word, resolve_layout
 from drumline.recipe import Recipe
 from drumline.recipe_checks import shard_count
 from drumline.recipe_file import dump_recipe
-from drumline.state.checkpoint import Position, Unsound, copy_into, read_checkpoint, read_manifest
+from drumline.state.checkpoint import Position, Unsound, read_checkpoint, read_manifest
 from drumline.state.environment import describe_environment
 from drumline.state.folder import (
     Opened,
@@ -42,7 +44,9 @@ from drumline.train import prepare, spread
 from drumline.train.agreement import check_data, check_recipes
 from drumline.train.finite import Finite
 from drumline.train.meter import MeterReader
+from drumline.train.prove import prove
 from drumline.train.reporter import Reporter
+from drumline.train.staged import Laid, lay_in_stages, prepare_shape
 from drumline.train.step import NotCapturable, TrainStep
 from drumline.train.task import Builder, Task
 from drumline.train.trainee import Trainee
@@ -54,6 +58,8 @@ class Running:
 
     recipe: Recipe
     world: World
+    grid: Grid
+    """How the processes are laid over the model; `world` is all of them."""
     sets: prepare.Sets
     plan: prepare.Plan
     task: Task
@@ -67,6 +73,9 @@ class Running:
     title: str
     moved_in: bool
     """Goes on from a checkpoint of another run folder."""
+    holding: Holding
+    laid: Laid | None
+    """The model in stages, where the layout has them."""
 
     def note(self, text: str) -> None:
         """A line for the log and the screen."""
@@ -83,8 +92,9 @@ class Running:
             return next(batches)
 
     def _fed(self, sets: prepare.Sets, first_step: int, last_step: int) -> Batches:
-        batches = sets.training(self.recipe, self.world, first_step, last_step)
-        return self.task.feed(batches, sets.requests(self.recipe, self.world, first_step, last_step))
+        peers = self.grid.peers
+        batches = sets.training(self.recipe, peers, first_step, last_step)
+        return self.task.feed(batches, sets.requests(self.recipe, peers, first_step, last_step))
 
     def rehearse(self, batch: Batch) -> None:
         """Runs the first step once without effect, and records it as a CUDA graph where that is possible."""
@@ -101,6 +111,9 @@ class Running:
             ) from error
         self._check_gradients()
         self._check_draws()
+        if self.laid is not None:
+            folder = self.folder.path if self.folder else None
+            prove(self.laid, self.step, batch, self.position.step, self.holding, folder, self.note)
         captured, why_not = prepare.captures(self.recipe, self.world)
         if captured:
             try:
@@ -114,10 +127,13 @@ class Running:
 
     def _check_gradients(self) -> None:
         """Names parameters that the rehearsed step left without a gradient: DDP would wait for them for ever."""
-        if not self.step.without_gradient:
+        idle = self.step.without_gradient
+        if self.laid is not None:
+            idle = [name for names in self.world.collect(idle)[: self.grid.places] for name in names]
+        if not idle:
             return
-        names = ", ".join(self.step.without_gradient[:5])
-        what = f"{len(self.step.without_gradient)} trainable parameter(s) got no gradient: {names}"
+        names = ", ".join(idle[:5])
+        what = f"{len(idle)} trainable parameter(s) got no gradient: {names}"
         if resolve_layout(self.recipe.parallel.layout, self.world) == "ddp" and not self.recipe.run.strict:
             raise UserError(
                 f"{what}; several processes cannot exchange gradients that some never have",
@@ -149,6 +165,8 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
     sets = prepare.prepare_sets(recipe, world)
     check_data(sets, world)
     plan = prepare.prepare_plan(recipe, len(sets.train), world)
+    shape = prepare_shape(recipe, world)
+    grid = make_grid(world, shape.places if shape else 1)
     folder = open_run(recipe, sets.name) if world.first else None
     if folder is not None:
         cleanup.callback(folder.leave)
@@ -156,14 +174,18 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
     threads = world.share(_threads(recipe, checkpoint, world) if world.first else 0)
     torch.set_num_threads(threads)
 
-    task = build(recipe, sets, plan, world, display)
-    trainee = prepare.prepare_trainee(recipe, task.module, world, task.model)
+    task = build(recipe, sets, plan, grid, display)
+    laid = lay_in_stages(recipe, task, sets, grid, shape, display) if shape else None
+    trainee = prepare.prepare_trainee(
+        recipe, task.module, world, task.model, laid.exchange.staged.tail if laid else None
+    )
+    holding: Holding = Parts(grid) if grid.places > 1 else Whole(world)
     step = TrainStep(
         trainee,
         task.objective,
         prepare.normaliser(sets, recipe, world),
         world,
-        spread.prepare_exchange(recipe, trainee, world, task.together),
+        laid.exchange if laid else spread.prepare_exchange(recipe, trainee, world, task.together),
         seed=recipe.run.seed,
         global_batch=recipe.data.batch,
         autocast=prepare.precision(recipe, world),
@@ -181,7 +203,7 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
     resume_words: list[str] = []
     moved_in: bool = world.share(folder.resumes_elsewhere if folder else False)
     if checkpoint is not None:
-        position, resume_words = _resume(recipe, plan, trainee, task, checkpoint, world, environment)
+        position, resume_words = _resume(recipe, plan, trainee, task, checkpoint, world, environment, holding)
         if moved_in:
             position = replace(position, best_step=-1, best_accuracy=-1.0)
 
@@ -206,6 +228,7 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
     run = Running(
         recipe=recipe,
         world=world,
+        grid=grid,
         sets=sets,
         plan=plan,
         task=task,
@@ -217,9 +240,17 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
         keeper=keeper,
         title=f"{recipe.model.name} on {sets.name}",
         moved_in=moved_in,
+        holding=holding,
+        laid=laid,
     )
     words = _opening_words(recipe, sets, plan, task.model, step, world, threads)
-    for word in (*words, *task.words, *(folder.notes if folder else ()), *resume_words):
+    for word in (
+        *words,
+        *(laid.words if laid else ()),
+        *task.words,
+        *(folder.notes if folder else ()),
+        *resume_words,
+    ):
         if word:
             run.note(word)
     return run
@@ -261,9 +292,11 @@ def _resume(
     checkpoint: Path,
     world: World,
     environment: dict[str, Any],
+    holding: Holding,
 ) -> tuple[Position, list[str]]:
-    """Loads on rank 0, in place, and copies to every other rank."""
+    """Loads on rank 0, and gives every rank what it holds of it."""
     live = trainee.tensors()
+    groups: dict[str, dict[str, torch.Tensor]] | None = None
     memory: dict[str, torch.Tensor] = {}
     position, words = Position(step=0, per_epoch=plan.per_epoch), []
     if world.first:
@@ -271,8 +304,7 @@ def _resume(
             manifest, groups = read_checkpoint(checkpoint)
         except Unsound as reason:
             raise UserError(f"cannot resume: {reason}", "give another checkpoint of the run") from reason
-        copy_into(groups, live, checkpoint)
-        memory = groups.get("memory", {})
+        memory = groups.pop("memory", {})
         position = manifest.position
         words = [f"resumed from {checkpoint} at step {position.step:,}"]
         strict = recipe.run.strict
@@ -289,9 +321,9 @@ def _resume(
         if changes:
             words.append(f"resumed on another set-up, the bits may differ: {'; '.join(changes)}")
     position = world.share(position)
-    for group in live.values():
-        for tensor in group.values():
-            world.broadcast(tensor)
+    holding.spread(groups, live, checkpoint)
+    if isinstance(holding, Parts):
+        memory = world.share(memory)  # whoever computes the loss takes it up
     task.objective.restore(memory)
     if position.per_epoch != plan.per_epoch:
         raise UserError(

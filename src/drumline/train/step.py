@@ -20,7 +20,8 @@ from torch import nn
 
 from drumline.data.views import Batch
 from drumline.launch.world import World
-from drumline.parallel.layout import Exchange
+from drumline.parallel.layout import Exchange, Passes
+from drumline.parallel.local import local_part
 from drumline.train.finite import Finite
 from drumline.train.model_draws import ModelDraws
 from drumline.train.objective import Objective, Outcome, mixed
@@ -112,12 +113,14 @@ class TrainStep:
         """The whole step on the device."""
         trainee, scaler = self.trainee, self.trainee.scaler
         trainee.optimizer.zero_grad(set_to_none=True)
-        self.exchange.gradients(batch, self._backward, self.draws.switch)
+        self.exchange.gradients(batch, self, self.draws)
         if self.clip:
             scaler.unscale_(trainee.optimizer)
-            torch.nn.utils.clip_grad_norm_(trainee.module.parameters(), self.clip, foreach=True)
+            norm = self.exchange.norm()
+            held = (each for group in trainee.optimizer.param_groups for each in group["params"])
+            nn.utils.clip_grads_with_norm_(held, self.clip, norm, foreach=True)
         if self.finite is not None:
-            self.finite.look(self.meter[0])
+            self.finite.look(self.meter[0], self.exchange.agree)
         scaler.step(trainee.optimizer)
         scaler.update()
         self.exchange.buffers()
@@ -178,35 +181,48 @@ class TrainStep:
             parameter.grad = gradient  # what each replay writes, for whoever looks at gradients
         self._graph, self._static = graph, static
 
-    def replay(self, batch: Batch, index: int, backward: Callable[[Batch], None]) -> None:
-        """Goes through a step once more without effect, with `backward` in the place of its own, to look closely."""
+    def replay(
+        self,
+        batch: Batch,
+        index: int,
+        passes: Passes | None = None,
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Goes through the gradients of a step once more without effect, with other passes than its own or to `look`
+        at what they leave."""
         written = [(parameter, parameter.grad) for parameter in self.trainee.module.parameters()]
         with self._undone():
             self.objective.at(index)
             self.draws.at(index)
-            self.exchange.gradients(batch, backward, self.draws.switch)
+            self.trainee.optimizer.zero_grad(set_to_none=True)
+            self.exchange.gradients(batch, passes or self, self.draws)
+            look()
         for parameter, gradient in written:
             parameter.grad = gradient
 
+    def images(self, batch: Batch) -> torch.Tensor:
+        """What the model is shown of a piece of a batch."""
+        images = self.normalise(batch.images)
+        return mixed(images, batch.mix) if batch.mix.shape[1] else images
+
     def outcome(self, model: nn.Module, batch: Batch) -> Outcome:
         """What the objective makes of a piece of a batch."""
-        images = self.normalise(batch.images)
-        if batch.mix.shape[1]:
-            images = mixed(images, batch.mix)
-        with torch.autocast(
-            self.world.device.type, dtype=self.autocast or torch.bfloat16, enabled=self.autocast is not None
-        ):
+        images = self.images(batch)
+        with autocasting(self.world.device, self.autocast):
             return self.objective(model, images, batch)
 
-    def _backward(self, batch: Batch) -> None:
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """The scaled loss of a piece of a batch, counted in the meter."""
         outcome = self.outcome(self.trainee.forward, batch)
-        loss = outcome.loss * (self.exchange.weight / self.global_batch)
-        self.trainee.scaler.scale(loss).backward()
         self.meter[0].add_(outcome.loss.detach())
         self.meter[1].add_(outcome.correct)
         self.meter[2].add_(len(batch.labels))
         if outcome.terms is not None:
             self.meter[len(METERS) :].add_(outcome.terms)
+        loss: torch.Tensor = self.trainee.scaler.scale(
+            outcome.loss * (self.exchange.weight / self.global_batch)
+        )
+        return loss
 
     def _generator_states(self) -> list[torch.Tensor]:
         states = [torch.get_rng_state()]
@@ -218,8 +234,9 @@ class TrainStep:
     def _undone(self) -> Iterator[None]:
         """Whatever happens inside, the state afterwards is the state before, at the same addresses."""
         trainee = self.trainee
-        live = [tensor for group in trainee.tensors().values() for tensor in group.values()]
-        live += [self.meter, trainee.lr, *trainee.module.buffers(), *self.objective.live()]
+        live = [local_part(tensor) for group in trainee.tensors().values() for tensor in group.values()]
+        buffers = [buffer for buffer in trainee.module.buffers() if not buffer.is_meta]
+        live += [self.meter, trainee.lr, *buffers, *self.objective.live()]
         live += self.finite.live() if self.finite is not None else []
         # Kept on the host: a model that fills the GPU must still be able to rehearse.
         saved = [tensor.detach().to("cpu", copy=True) for tensor in live]
@@ -237,6 +254,11 @@ class TrainStep:
             torch.set_rng_state(generators[0])
             if self.world.device.type == "cuda":
                 torch.cuda.set_rng_state(generators[1], self.world.device)
+
+
+def autocasting(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+    """Computes in this type where torch finds that safe; None computes in fp32."""
+    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
 
 def _other_generators() -> tuple[object, ...]:

@@ -5,16 +5,17 @@ Promises: the loop takes any task. `classification` is the plain one; distillati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from drumline.data.loader import Batches
 from drumline.data.order import Request
-from drumline.launch.world import World
 from drumline.observe.display import Display
+from drumline.parallel.grid import Grid
 from drumline.parallel.together import Together
 from drumline.recipe import Recipe
 from drumline.train import prepare, spread
@@ -29,6 +30,30 @@ def unchanged(batches: Batches, requests: Iterable[Request]) -> Batches:
     return batches
 
 
+def as_given(module: nn.Module, output: Any, *others: Any) -> Any:
+    """The output as it is."""
+    return output
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a task's module is computed in stages."""
+
+    name: str = ""
+    """The part of it that is cut: all of it, or a module in it."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """What its forward is called with beside the images."""
+    after: Callable[..., Any] = as_given
+    """What a module like the task's makes of that part's output, and of what else it is called with. Runs with the
+    last stage."""
+    reads_images: bool = False
+    """Whether the objective reads the images too."""
+
+    def root(self, module: nn.Module) -> nn.Module:
+        """The part that is cut, of a module like the task's."""
+        return module.get_submodule(self.name) if self.name else module
+
+
 @dataclass(frozen=True)
 class Task:
     """Built before the run's first step, by every rank alike."""
@@ -38,6 +63,7 @@ class Task:
     model: nn.Module
     """What is evaluated and exported: `module`, or a part of it."""
     objective: Objective
+    cut: Cut = Cut()
     words: tuple[str, ...] = ()
     """What to say of it."""
     rival: torch.Tensor | None = None
@@ -51,16 +77,16 @@ class Task:
     """In strict mode, the shards that the task's parts meet in."""
 
 
-Builder = Callable[[Recipe, prepare.Sets, prepare.Plan, World, Display], Task]
+Builder = Callable[[Recipe, prepare.Sets, prepare.Plan, Grid, Display], Task]
 
 
 def classification(
-    recipe: Recipe, sets: prepare.Sets, plan: prepare.Plan, world: World, display: Display
+    recipe: Recipe, sets: prepare.Sets, plan: prepare.Plan, grid: Grid, display: Display
 ) -> Task:
     """The recipe's model on the data's labels."""
-    classes = len(sets.train.classes)
+    classes, world = len(sets.train.classes), grid.world
     module, word = prepare.prepare_model(recipe, classes, world)
     together = spread.prepare_shards(recipe, world)
     module = spread.span_norms(module, recipe, world, together)
     objective = Classification(recipe.train.label_smoothing, classes)
-    return Task(module, module, objective, (word,), together=together)
+    return Task(module, module, objective, words=(word,), together=together)

@@ -7,11 +7,15 @@ of which exist from the start and are only ever written in place. Saving copies 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from drumline.train.ema import Average
+
+if TYPE_CHECKING:
+    from drumline.parallel.fsdp import Held
 
 Tensors = dict[str, torch.Tensor]
 
@@ -28,16 +32,18 @@ class Trainee:
     lr: torch.Tensor
     scaler: torch.amp.GradScaler
     average: Average | None
+    held: Held | None = None
+    """Where the module is sharded: what the optimizer updates, which is not the module's own parameters then."""
 
     def tensors(self) -> dict[str, Tensors]:
-        """State by file: `model`, `optimizer`; when there is one, `average`; and `helpers`, what is trained beside
-        the model."""
+        """State by file, as far as this process holds it: `model`, `optimizer`; when there is one, `average`; and
+        `helpers`, what is trained beside the model."""
         groups = {"model": dict(self.model.state_dict()), "optimizer": self._optimizer_tensors()}
         if helpers := self._helper_tensors():
             groups["helpers"] = helpers
         if self.average is not None:
             groups["average"] = dict(self.average.module.state_dict())
-        return groups
+        return {group: _here(tensors) for group, tensors in groups.items()}
 
     def _helper_tensors(self) -> Tensors:
         if self.model is self.module:
@@ -47,10 +53,19 @@ class Trainee:
         return {name: tensor for name, tensor in state.items() if not name.startswith(f"{inside}.")}
 
     def _optimizer_tensors(self) -> Tensors:
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        named = self.module.named_parameters() if self.held is None else self.held.parameters.items()
+        names = {id(parameter): name for name, parameter in named}
         return {
-            f"{slot}/{names[id(parameter)]}": tensor
+            f"{slot}/{names[id(parameter)]}": self._as_held(names[id(parameter)], tensor)
             for parameter, slots in self.optimizer.state.items()
             if id(parameter) in names  # one that a model has dropped is told by a guard
             for slot, tensor in slots.items()
         }
+
+    def _as_held(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.held is None else self.held.slot(name, tensor)
+
+
+def _here(tensors: Tensors) -> Tensors:
+    """Without those that another process of a pipeline holds."""
+    return {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}

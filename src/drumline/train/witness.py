@@ -18,6 +18,7 @@ from drumline.guard.finding import Finding
 from drumline.launch.world import World
 from drumline.observe.late import Late
 from drumline.observe.logbook import Logbook
+from drumline.parallel.local import is_part, local_part, rows_held
 from drumline.state.chain import GROUPS, record_text
 from drumline.state.fingerprint import fingerprint, fingerprints_of, first_difference
 from drumline.train.finite import Finite
@@ -52,9 +53,18 @@ class Witness:
     """Of one run on one rank. `tensors` says what is fingerprinted."""
 
     def __init__(
-        self, tensors: Callable[[], Named], world: World, logbook: Logbook, finite: Finite | None = None
+        self,
+        tensors: Callable[[], Named],
+        world: World,
+        logbook: Logbook,
+        finite: Finite | None = None,
+        places: int = 1,
     ) -> None:
+        """`places` is the number of processes that hold one copy of the model together: rank r has place r mod
+        places, and is compared with the others of its place."""
         self.tensors, self.world, self.logbook, self.finite = tensors, world, logbook, finite
+        self.places = places
+        self._held: tuple[list[int], list[list[tuple[str, str]]]] = ([], [])
         self.agreed = 0
         """The last step after which all ranks were seen to agree."""
         self.last = -1
@@ -73,10 +83,13 @@ class Witness:
         named = self.tensors()
         held = [key for key, tensor in named.items() if not tensor.is_meta]  # the others hold no values
         order = sorted(held, key=lambda key: (GROUPS.index(key[0]), key[1]))
-        numbers = fingerprints_of([named[key] for key in order])
+        numbers = fingerprints_of(
+            [local_part(named[key]) for key in order], [rows_held(named[key]) for key in order]
+        )
+        parts = [place for place, key in enumerate(order) if is_part(named[key])]
         tally = self.finite.tally if self.finite is not None else numbers.new_zeros(3)
-        parts = [tally.to(torch.int64), numbers, samples.to(numbers.device)]
-        self._waiting = _Look(step, order, len(samples), writes, troubles, Late(torch.cat(parts)))
+        values = torch.cat([tally.to(torch.int64), numbers, samples.to(numbers.device)])
+        self._waiting = _Look(step, order, parts, len(samples), writes, troubles, Late(values))
         self.last = step
 
     def read(self) -> Seen:
@@ -101,30 +114,63 @@ class Witness:
             return Seen(look.step, findings, not_finite, troubled)
         ids = self._together(samples, heads[:, 3].tolist())
         findings = self._twice(ids, look.step)
-        difference = first_difference(names, self.world.gather_integers(numbers))
-        if difference is not None:
-            findings += (self._drift(*difference, look.step),)
-        else:
+        everybody = _joined(self._together(numbers, heads[:, 4].tolist()), look.parts)
+        orders = self._orders(look, heads)
+        drifts = [
+            found
+            for place in range(self.places)
+            if (found := self._apart(place, orders, everybody, look.step))
+        ]
+        findings += tuple(drifts)
+        if not drifts:
             self.agreed = look.step
         held = not_finite and self.finite is not None and not self.finite.once
         if look.writes and not held:
-            self._write(look, numbers.tolist(), torch.cat(ids))
+            self._write(look, orders, everybody, torch.cat(ids))
         return Seen(look.step, findings, not_finite, troubled)
+
+    def _orders(self, look: _Look, heads: torch.Tensor) -> list[list[tuple[str, str]]]:
+        """What each place's numbers are of. Asked for when names have changed."""
+        if self.places == 1:
+            return [look.order]
+        now = heads[:, 4:6].flatten().tolist()
+        if now != self._held[0]:
+            self._held = now, self.world.collect(look.order)[: self.places]
+        return self._held[1]
+
+    def _apart(
+        self, place: int, orders: list[list[tuple[str, str]]], everybody: list[torch.Tensor], step: int
+    ) -> Finding | None:
+        """A tensor on which the processes of one place differ."""
+        names = [f"{group} {name}" for group, name in orders[place]]
+        difference = first_difference(names, torch.stack(everybody[place :: self.places]))
+        if difference is None:
+            return None
+        name, accused = difference
+        return self._drift(name, [place + self.places * each for each in accused], step)
 
     def _bad_step(self, at: int, tally: torch.Tensor) -> int:
         return self.finite.step_of(at, tally) if self.finite is not None else 0
 
     def _together(self, samples: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
-        """Every rank's ids, in rank order: the order of the global batch."""
+        """Every rank's numbers, in rank order: of sample ids, the order of the global batch."""
         padded = torch.full((max(counts),), -1, dtype=torch.int64)
         padded[: len(samples)] = samples
         rows = self.world.gather_integers(padded)
         return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
-    def _write(self, look: _Look, numbers: list[int], ids: torch.Tensor) -> None:
+    def _write(
+        self,
+        look: _Look,
+        orders: list[list[tuple[str, str]]],
+        everybody: list[torch.Tensor],
+        ids: torch.Tensor,
+    ) -> None:
+        """One record for all layouts: the places of the first replica hold the whole state together."""
         values: dict[str, dict[str, int]] = {"ids": {"batch": int(fingerprint(ids))}}
-        for (group, name), number in zip(look.order, numbers, strict=True):
-            values.setdefault(group, {})[name] = number
+        for order, numbers in zip(orders, everybody, strict=False):
+            for (group, name), number in zip(order, numbers.tolist(), strict=True):
+                values.setdefault(group, {})[name] = number
         text, chain = record_text(look.step, values, look.writes == "full", self.logbook.chain)
         self.logbook.record(text, chain)
 
@@ -139,7 +185,10 @@ class Witness:
         )
 
     def _other_names(self, heads: torch.Tensor, look: _Look) -> tuple[Finding, ...]:
-        wrong = (heads[:, 4:6] != heads[:, 4:6].mode(dim=0).values).any(dim=1)
+        wrong = torch.zeros(len(heads), dtype=torch.bool)
+        for place in range(self.places):
+            rows = heads[place :: self.places, 4:6]
+            wrong[place :: self.places] = (rows != rows.mode(dim=0).values).any(dim=1)
         if not wrong.any():
             return ()
         ranks = wrong.nonzero().flatten().tolist()
@@ -200,10 +249,21 @@ def state_tensors(trainee: Trainee) -> Named:
 class _Look:
     step: int
     order: list[tuple[str, str]]
+    parts: list[int]
+    """Places in `order` of those of which this process holds a part."""
     samples: int
     writes: str
     troubles: int
     late: Late
+
+
+def _joined(everybody: list[torch.Tensor], parts: list[int]) -> list[torch.Tensor]:
+    """With the numbers of parts, which differ, added up to those of the whole tensors."""
+    if not parts:
+        return everybody
+    rows = torch.stack(everybody)
+    rows[:, parts] = rows[:, parts].sum(dim=0)
+    return list(rows)
 
 
 def _since(agreed: int, step: int) -> str:

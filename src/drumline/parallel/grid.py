@@ -1,0 +1,61 @@
+"""A run's processes as replicas of a pipeline: rank = replica x stages + place.
+
+Promises: the places of a replica are neighbours, so that activations stay on a machine where that is possible;
+`peers` are the processes that hold the same part of the model and see other samples. Without a pipeline every process
+is a replica of its own, and all are peers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from drumline.launch.world import World, alone
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where this process stands."""
+
+    world: World
+    places: int
+    """Processes of one replica."""
+    peers: World
+    """The same place in all replicas; our rank there is the replica's number."""
+    down: World
+    """This replica, for activations on their way to the loss."""
+    up: World
+    """This replica, for gradients on their way back. A world of its own: the two ways never wait for each other."""
+
+    @property
+    def place(self) -> int:
+        """Our number in the replica."""
+        return self.world.rank % self.places
+
+    @property
+    def replica(self) -> int:
+        return self.world.rank // self.places
+
+    @property
+    def replicas(self) -> int:
+        return self.world.size // self.places
+
+    @property
+    def reads(self) -> bool:
+        """Whether this process's samples count as its own: the first place of a replica feeds it."""
+        return self.place == 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether the loss is computed here."""
+        return self.place == self.places - 1
+
+
+def make_grid(world: World, places: int = 1) -> Grid:
+    """Divides the world. All ranks call it."""
+    assert world.size % places == 0, (world.size, places)
+    if places == 1:
+        single = replace(alone(world.device), local_rank=world.local_rank, local_size=world.local_size)
+        return Grid(world, 1, world, single, single)
+    replicas = [list(range(first, first + places)) for first in range(0, world.size, places)]
+    peers = [list(range(place, world.size, places)) for place in range(places)]
+    return Grid(world, places, world.part(peers), world.part(replicas), world.part(replicas))

@@ -1,0 +1,38 @@
+"""What this process holds of a tensor, whether FSDP has sharded it or not.
+
+Apart from `fsdp.py`, because every run asks, and importing torch's sharding takes half a second.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from drumline.state.fingerprint import Rows
+from drumline.state.pieces import share_of_rows
+
+
+def is_part(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is sharded: then it has the shape of the whole and the memory of a part."""
+    return hasattr(tensor, "to_local")
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a sharded tensor, in the same memory; any other tensor itself."""
+    if not is_part(tensor):
+        return tensor
+    sharded: Any = tensor
+    with torch.no_grad():
+        part: torch.Tensor = sharded.to_local()
+    return part
+
+
+def rows_held(tensor: torch.Tensor) -> Rows | None:
+    """Where this process's part of a sharded tensor lies in the whole; None for any other tensor."""
+    if not is_part(tensor):
+        return None
+    sharded: Any = tensor
+    mesh = sharded.device_mesh
+    first, _ = share_of_rows(len(tensor), mesh.get_local_rank(), mesh.size())
+    return Rows(first * (tensor.numel() // max(1, len(tensor))), tensor.numel())

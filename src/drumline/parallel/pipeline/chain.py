@@ -1,0 +1,83 @@
+"""A model in stages as evaluation sees it: images in, and at its end logits out.
+
+Promises: the scores of the whole model; each process goes through the same batches, so that while one stage computes
+a batch the one before is at the next. Where the last stage is not, there is nothing to score: None comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from drumline.parallel.grid import Grid
+from drumline.parallel.pipeline.boundary import TensorSpec, boundaries
+from drumline.parallel.pipeline.cut import Segment
+from drumline.parallel.pipeline.execute import Lane
+from drumline.parallel.pipeline.schedule import forwards
+from drumline.parallel.pipeline.shape import Shape
+from drumline.parallel.pipeline.wire import Wire
+
+
+class Chain(nn.Module):
+    """Of one model, which stays its owner's: modes set here are set there."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        segments: Sequence[Segment],
+        shape: Shape,
+        grid: Grid,
+        devices: Sequence[torch.device],
+        autocast: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self._held = (model,)
+        self.training = model.training
+        self._stages = [segment.bind(model) for segment in segments]
+        self._shape, self._grid, self._devices, self._autocast = shape, grid, devices, autocast
+        self._specs: dict[tuple[int, ...], list[tuple[TensorSpec, ...]]] = {}
+        self._wire = Wire(grid.down, grid.up) if shape.over_processes else None
+
+    def train(self, mode: bool = True) -> Chain:
+        """Of the model too."""
+        self.training = mode
+        self._held[0].train(mode)
+        return self
+
+    def forward(self, images: Tensor) -> Tensor | None:
+        """One batch."""
+        return self._here(images) if self._wire is None else self._over_processes(images, self._wire)
+
+    def _here(self, images: Tensor) -> Tensor:
+        """All stages in this process, one after the other."""
+        values: tuple[Tensor, ...] = (images,)
+        for number, stage in enumerate(self._stages):
+            device = self._devices[number % len(self._devices)]
+            values = stage(*(value.to(device) for value in values))
+        logits: Tensor = values  # type: ignore[assignment]
+        return logits
+
+    def _over_processes(self, images: Tensor, wire: Wire) -> Tensor | None:
+        shape, place = self._shape, self._grid.place
+        specs = self._entering(images)
+        lane = Lane(
+            forwards(shape.lanes, shape.chunks, 1)[place],
+            {number: stage for number, stage in enumerate(self._stages) if number % shape.lanes == place},
+            shape.stages - 1,
+            lambda stage, micro: specs[stage],
+            wire,
+            self._devices[0],
+        )
+        found = lane.forward_only(lambda micro: images)
+        return found[0] if found else None
+
+    def _entering(self, images: Tensor) -> list[tuple[TensorSpec, ...]]:
+        key = tuple(images.shape)
+        if key not in self._specs:
+            # Fakes are made outside of inference mode: they ask for versions.
+            with torch.inference_mode(False), torch.no_grad():
+                sample = torch.empty(key, device=images.device)
+                self._specs[key] = boundaries(self._stages, sample, self._autocast)
+        return self._specs[key]

@@ -1,0 +1,299 @@
+"""Where a model can be cut into stages, and the stages.
+
+A stage is a run of the model's operations, named by the module that begins there (`layer3`, `layer2.1`). What is made
+before a cut and used after it crosses: skip connections, the images and the taps are handed on from stage to stage.
+
+Promises: the chain of stages computes what the model does, by the same calls in the same order, so outputs, gradients
+and buffers are the same bits; parameters, buffers and hooks stay the model's own. Training and evaluation are traced
+apart and cut at the same names.
+Refuses cuts where something other than tensors crosses, and cuts between two uses of one parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from drumline.errors import UserError
+from drumline.models.blocks import repeated_blocks
+from drumline.models.foreign import Tapped
+from drumline.parallel.pipeline.boundary import Bound, TensorSpec, boundaries
+from drumline.parallel.pipeline.operations import Record
+from drumline.parallel.pipeline.trace import record
+
+__all__ = ["Bound", "Point", "Segment", "TensorSpec", "Traced", "boundaries", "even", "trace"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A place at which a stage may begin."""
+
+    name: str
+    """The shallowest module that begins here; '' where the model begins with no module."""
+    aliases: tuple[str, ...]
+    """Every module that begins here, the shallowest first."""
+    index: int
+    """How many operations lie before it in training."""
+    crossing: tuple[str, ...]
+    """What enters a stage that begins here, in training: names of operations, the model's input among them."""
+    places: tuple[int, int] = field(repr=False)
+    """Operations before it in (evaluation, training)."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One stage of a cut, of no model in particular: `bind` joins it with one."""
+
+    number: int
+    name: str
+    """The module that it begins with."""
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    modules: tuple[str, ...]
+    """Modules that it calls. These names are the model's; a tied parameter has the first of its names."""
+    graphs: Mapping[bool, fx.Graph] = field(repr=False)
+    """Its operations, by mode."""
+
+    def bind(self, root: nn.Module) -> Bound:
+        """The stage as a module that computes with the tensors of `root`: the traced model or one like it."""
+        return Bound(root, {training: _compiled(graph) for training, graph in self.graphs.items()})
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model's operations and where they can be cut."""
+
+    name: str
+    points: tuple[Point, ...]
+    """The beginning of the model, then every legal cut, in order."""
+    units: tuple[Point, ...]
+    """The beginning, the repeated blocks, and the model's children with weights that lie in no block; in a model
+    without blocks every module with weights. The default choice of cuts."""
+    illegal: Mapping[str, str] = field(repr=False)
+    """Modules at which no stage can begin, and why."""
+    records: Mapping[bool, Record] = field(repr=False)
+    held: Mapping[str, tuple[str, ...]] = field(repr=False)
+    """Names of operations' targets (modules, parameters, buffers) to the tensors they use, by first name."""
+    parameters: tuple[str, ...] = field(repr=False)
+    buffers: tuple[str, ...] = field(repr=False)
+
+    def split(self, names: Sequence[str]) -> list[Segment]:
+        """The stages: the first begins with the model, each other one at a name."""
+        points = [self.points[0], *(self._point(name) for name in names)]
+        for (before, after), name in zip(pairwise(points), names, strict=True):
+            if after.index == before.index:
+                raise UserError(
+                    f"parallel.split: two stages would begin at {name}"
+                    if before is not self.points[0]
+                    else f"parallel.split: {name} is where the model begins, and so the first stage",
+                    "name each stage but the first by a module of its own",
+                )
+            if after.index < before.index:
+                raise UserError(
+                    f"parallel.split: {name} comes before {before.name} in the model",
+                    "name the modules in the order in which the model calls them",
+                )
+        segments = [
+            self._segment(number, first, last)
+            for number, (first, last) in enumerate(pairwise((*points, None)))
+            if first is not None
+        ]
+        self._check_shared(segments)
+        return segments
+
+    def _point(self, name: str) -> Point:
+        known = {alias: point for point in self.points for alias in point.aliases}
+        if name in known:
+            return known[name]
+        if name in self.illegal:
+            legal = ", ".join(point.name for point in self.units[1:])
+            raise UserError(
+                f"parallel.split: no stage of {self.name} can begin at {name}: {self.illegal[name]}",
+                f"cut elsewhere, for example at {legal}" if legal else "use another parallel.layout",
+            )
+        near = get_close_matches(name, known, n=3, cutoff=0.4) or [point.name for point in self.units[1:6]]
+        raise UserError(
+            f"parallel.split: {self.name} calls no module {name!r} that a stage could begin with",
+            f"did you mean {' or '.join(near)}?" if near else "use another parallel.layout",
+        )
+
+    def _segment(self, number: int, first: Point, last: Point | None) -> Segment:
+        graphs = {
+            training: _stage_graph(found, first.places[training], last.places[training] if last else None)
+            for training, found in self.records.items()
+        }
+        nodes = [node for graph in graphs.values() for node in graph.nodes]
+        targets = {str(node.target): None for node in nodes if node.op in ("call_module", "get_attr")}
+        used = {name for target in targets for name in self.held[target]}
+        return Segment(
+            number,
+            first.name,
+            tuple(name for name in self.parameters if name in used),
+            tuple(name for name in self.buffers if name in used),
+            tuple({str(node.target): None for node in nodes if node.op == "call_module"}),
+            graphs,
+        )
+
+    def _check_shared(self, segments: Sequence[Segment]) -> None:
+        written = {name for found in self.records.values() for name in found.written_buffers}
+        owner: dict[str, Segment] = {}
+        for segment in segments:
+            for name in (*segment.parameters, *(name for name in segment.buffers if name in written)):
+                other = owner.setdefault(name, segment)
+                if other is not segment:
+                    what = "gradient" if name in segment.parameters else "value"
+                    raise UserError(
+                        f"parallel.split: {name} is used by stage {other.number} and by stage {segment.number}, "
+                        f"which begins at {segment.name}: its {what} would live in two places",
+                        "cut so that both uses lie in one stage",
+                    )
+
+
+def trace(
+    model: nn.Module,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    sample: Tensor,
+    leaves: Collection[str] = (),
+) -> Traced:
+    """Traces `model(images, **kwargs)` for images like `sample`: its shape (of any batch size), dtype and device are
+    read, its values are not. `leaves` names modules to keep whole, besides those that cannot be traced."""
+    records = {training: record(model, kwargs or {}, sample, leaves, training) for training in (False, True)}
+    prefix = "model." if isinstance(model, Tapped) else ""
+    points, illegal = _points(records, prefix)
+    parameters = {id(tensor): name for name, tensor in model.named_parameters()}
+    buffers = {id(tensor): name for name, tensor in model.named_buffers()}
+    return Traced(
+        type(model.model if isinstance(model, Tapped) else model).__name__,
+        points,
+        _units(model.get_submodule(prefix[:-1]), prefix, points, records[True]),
+        illegal,
+        records,
+        {
+            str(node.target): _tensors_of(model, str(node.target), {**parameters, **buffers})
+            for found in records.values()
+            for node in found.graph.nodes
+            if node.op in ("call_module", "get_attr")
+        },
+        tuple(parameters.values()),
+        tuple(buffers.values()),
+    )
+
+
+def even(traced: Traced, stages: int) -> tuple[str, ...]:
+    """The names of the cuts that give each stage as many units as the others, or one more or less."""
+    count = len(traced.units)
+    if stages > count:
+        raise UserError(
+            f"parallel.stages = {stages}: {traced.name} can be cut into at most {count} stages",
+            f"set parallel.stages to {count} or less, or name cuts inside blocks with parallel.split",
+        )
+    return tuple(traced.units[stage * count // stages].name for stage in range(1, stages))
+
+
+def _points(records: Mapping[bool, Record], prefix: str) -> tuple[tuple[Point, ...], dict[str, str]]:
+    """The legal places, and the others with the reason. The wrapper of a model with taps leaves no trace in names."""
+    begins = {training: _first_calls(found, prefix) for training, found in records.items()}
+    places: dict[tuple[int, int], list[str]] = {(0, 0): []}
+    for name, place in begins[True].items():
+        if name in begins[False]:
+            places.setdefault((begins[False][name], place), []).append(name)
+    points: list[Point] = []
+    illegal: dict[str, str] = {}
+    for pair, names in sorted(places.items(), key=lambda found: found[0][1]):
+        names.sort(key=lambda name: name.count("."))
+        problem = next((why for mode in (True, False) if (why := records[mode].problem(pair[mode]))), "")
+        if problem and pair != (0, 0):
+            illegal |= dict.fromkeys(names, problem)
+        elif points and (pair[0] <= points[-1].places[0] or pair[1] <= points[-1].places[1]):
+            illegal |= dict.fromkeys(names, "training and evaluation come here in another order")
+        else:
+            crossing = tuple(node.name for node in records[True].crossing(pair[1]))
+            points.append(Point(names[0] if names else "", tuple(names), pair[1], crossing, pair))
+    return tuple(points), illegal
+
+
+def _first_calls(found: Record, prefix: str) -> dict[str, int]:
+    """Where each module is called first."""
+    begins: dict[str, int] = {}
+    for entry in found.entries:
+        place = 0 if found.begins(entry.begin) else entry.begin
+        if entry.module.startswith(prefix):
+            name = entry.module.removeprefix(prefix)
+            begins[name] = min(begins.get(name, place), place)
+    return begins
+
+
+def _units(model: nn.Module, prefix: str, points: Sequence[Point], found: Record) -> tuple[Point, ...]:
+    blocks = {id(block) for block in repeated_blocks(model)}
+    names = {name for name, module in model.named_modules(remove_duplicate=False) if id(module) in blocks}
+    inside = [
+        (entry.begin, entry.end) for entry in found.entries if entry.module.removeprefix(prefix) in names
+    ]
+    tops = {name for name, _ in model.named_children()}
+    weights = {name for name, module in model.named_modules() if name and _has_weights(module)}
+    if not inside:
+        heavy = [point for point in points[1:] if weights.intersection(point.aliases)]
+        return (points[0], *heavy)
+    return (
+        points[0],
+        *(
+            point
+            for point in points[1:]
+            if names.intersection(point.aliases)
+            or (
+                (tops & weights).intersection(point.aliases)
+                and not any(begin < point.index < end for begin, end in inside)
+            )
+        ),
+    )
+
+
+def _has_weights(module: nn.Module) -> bool:
+    """Whether it is more than a norm, an activation or a pool."""
+    return any(parameter.ndim > 1 for parameter in module.parameters())
+
+
+def _tensors_of(model: nn.Module, target: str, names: Mapping[int, str]) -> tuple[str, ...]:
+    """The model's names of the tensors of a module, or of the one tensor of this name."""
+    owner, _, last = target.rpartition(".")
+    holder = model.get_submodule(owner)
+    if last in holder._modules:
+        module = model.get_submodule(target)
+        return tuple(names[id(tensor)] for tensor in (*module.parameters(), *module.buffers()))
+    return (names[id(getattr(holder, last))],)
+
+
+def _stage_graph(found: Record, first: int, last: int | None) -> fx.Graph:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in found.crossing(first):
+        copies[node] = graph.placeholder(node.name)
+
+    def copied(node: fx.Node) -> fx.Node:
+        """A parameter is read in the stage that uses it."""
+        if node not in copies:
+            assert node.op == "get_attr", f"{node} is used before its stage makes it"
+            copies[node] = graph.node_copy(node, copied)
+        return copies[node]
+
+    for node in found.nodes[first:last]:
+        copies[node] = graph.node_copy(node, copied)
+    if last is None:
+        graph.output(fx.map_arg(found.output.args[0], copied))
+    else:
+        graph.output(tuple(copies[node] for node in found.crossing(last)))
+    return graph
+
+
+def _compiled(graph: fx.Graph) -> Any:
+    """The stage as a Python function of the model and what enters: the model's tensors are looked up at each call."""
+    code = graph.python_code("self")
+    scope = dict(code.globals)
+    exec(compile(code.src, "<a stage of the model>", "exec"), scope)
+    return scope["forward"]

@@ -1,0 +1,232 @@
+"""A step's way through a model in stages: the exchange of `train/step.py` for layouts model and pipeline.
+
+Promises: `.grad` is that of the replica's micro-batches accumulated in order, summed over the replicas; a stage's
+gradients travel to the other replicas as soon as they are complete, while other stages still compute. Random numbers
+of a stage depend on (seed, step, replica, micro-batch, stage) alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drumline.data.order import bounds
+from drumline.data.views import Batch
+from drumline.launch.world import Pending, World
+from drumline.parallel.grid import Grid
+from drumline.parallel.layout import BufferMean, Draws, Everything, Passes, piece_of
+from drumline.parallel.pipeline.boundary import Bound, TensorSpec
+from drumline.parallel.pipeline.carriers import Carrier
+from drumline.parallel.pipeline.execute import Lane, run_lanes
+from drumline.parallel.pipeline.mailbox import Mailbox, Place
+from drumline.parallel.pipeline.norm import commit_statistics, forget_statistics
+from drumline.parallel.pipeline.record import Recorder
+from drumline.parallel.pipeline.schedule import instruction_lists
+from drumline.parallel.pipeline.shape import Shape
+from drumline.parallel.pipeline.simulate import Span
+from drumline.parallel.pipeline.wire import Wire
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients that go to the other replicas in one message."""
+
+
+class Tail(nn.Module):
+    """Stands for the whole model at its end: an objective that calls it gets what the last stage has given, with what
+    the task does after that."""
+
+    def __init__(self, after: Callable[..., Any]) -> None:
+        super().__init__()
+        self.after = after
+        self.given: Any = None
+
+    def forward(self, images: Tensor, *others: Any) -> Any:
+        given, self.given = self.given, None
+        assert given is not None, "the last stage has not been computed"
+        return self.after(given, *others)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A model in stages, as far as this process computes them."""
+
+    module: nn.Module
+    """All that is trained; tensors of stages that other processes compute are on the meta device."""
+    stages: Mapping[int, Bound]
+    parameters: Mapping[int, Sequence[nn.Parameter]]
+    """Of each of these stages; what is trained beside the model belongs to the last."""
+    tail: Tail
+    specs: Callable[[int, int], Sequence[TensorSpec]]
+    """What enters a stage, by the number of samples."""
+    devices: Sequence[torch.device]
+    """Of the lanes of this process."""
+    autocast: torch.dtype | None
+    reads_images: bool
+    """Whether the objective looks at the images too, as a teacher does."""
+
+
+class Pipelined(Everything):
+    """Runs the lanes of this process: one, or all of a pipeline in one process."""
+
+    def __init__(self, staged: Staged, shape: Shape, grid: Grid) -> None:
+        super().__init__(staged.module)
+        self.staged, self.shape, self.grid = staged, shape, grid
+        self.weight = 1.0
+        self.lists = instruction_lists(
+            shape.schedule, shape.lanes, shape.chunks, shape.micro_batches, reduces=shape.replicas > 1
+        )
+        self._own = sorted(staged.stages)
+        first = grid.replica * shape.micro_batches * shape.stages
+        self.parts: Sequence[int] = [
+            first + micro * shape.stages + stage
+            for micro in range(shape.micro_batches)
+            for stage in self._own
+        ]
+        self._box = None if shape.over_processes else Mailbox([Place.on(device) for device in staged.devices])
+        carriers: Sequence[Carrier] = self._box.seats if self._box else (Wire(grid.down, grid.up),)
+        numbers = range(shape.lanes) if self._box else (grid.place,)
+        self._sizes: list[int] = []
+        self.lanes = [
+            Lane(
+                self.lists[number],
+                {stage: each for stage, each in staged.stages.items() if stage % shape.lanes == number},
+                shape.stages - 1,
+                self._entering,
+                carrier,
+                device,
+            )
+            for number, carrier, device in zip(numbers, carriers, staged.devices, strict=True)
+        ]
+        self._recorders = [
+            Recorder(number, device) for number, device in zip(numbers, staged.devices, strict=True)
+        ]
+        self.recording = False
+        """Whether the next step notes when each thing was done."""
+        self._sum = GradientSum(staged.parameters, grid.peers)
+        self.buffers = BufferMean(staged.module, grid.peers)
+        # One generator serves all lanes of a process: a stage that draws has it to itself.
+        self._drawing = threading.Lock()
+
+    def gradients(self, batch: Batch, passes: Passes, draws: Draws) -> None:
+        """One micro-batch after the other through the stages, many at a time."""
+        unit = 2 if batch.mix.shape[1] else 1
+        cuts = bounds(len(batch.labels), self.shape.micro_batches, unit)
+        pieces = [piece_of(batch, first, last) for first, last in pairwise(cuts)]
+        self._sizes = [len(piece.labels) for piece in pieces]
+        for size in set(self._sizes):
+            self.staged.specs(0, size)  # found here, once: it swaps tensors of the model, which lanes compute with
+        entry, tail = self.lanes[0].device, self.staged.tail
+
+        def feed(micro: int) -> Tensor:
+            return passes.images(pieces[micro]).to(entry, non_blocking=True)
+
+        def score(micro: int, output: Any) -> Tensor:
+            tail.given = output
+            return passes.loss(pieces[micro] if self.staged.reads_images else without_pixels(pieces[micro]))
+
+        @contextmanager
+        def around(stage: int, micro: int) -> Iterator[None]:
+            with self._drawing if draws.active and self._box else nullcontext():
+                draws.switch(micro * len(self._own) + self._own.index(stage))
+                with self.autocast():
+                    yield
+
+        forget_statistics(self._module)
+        recorders = self._recorders if self.recording else None
+        if self._box is not None:
+            run_lanes(self._box, self.lanes, feed, score, around, self._sum.begin, recorders)
+        else:
+            if recorders:
+                recorders[0].start()
+            self.lanes[0].run(feed, score, around, self._sum.begin, recorders[0] if recorders else None)
+        self._sum.finish()
+        commit_statistics(self._module)
+
+    def autocast(self) -> torch.autocast:
+        """The arithmetic of every stage."""
+        dtype = self.staged.autocast
+        kind = self.staged.devices[0].type
+        return torch.autocast(kind, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+
+    def spans(self) -> list[Span]:
+        """When this process's lanes did what, in the last recorded step."""
+        return [span for recorder in self._recorders for span in recorder.spans()]
+
+    def settle(self) -> list[Tensor]:
+        return [
+            parameter
+            for parameter in self._module.parameters()
+            if parameter.requires_grad and not parameter.is_meta and parameter.grad is None
+        ]
+
+    def norm(self) -> Tensor:
+        """Each tensor's own length first, in the order of the whole model: the same bits as in one process."""
+        if self.grid.places == 1:
+            return super().norm()
+        every = list(self._module.parameters())
+        lengths = torch.zeros(len(every), device=self.grid.world.device)
+        held = [(place, each.grad) for place, each in enumerate(every) if each.grad is not None]
+        if held:
+            norms = torch._foreach_norm([gradient for _, gradient in held])
+            lengths[[place for place, _ in held]] = torch.stack(norms).to(lengths.dtype)
+        trained = [place for place, each in enumerate(every) if each.requires_grad]
+        return torch.linalg.vector_norm(self.grid.down.sum(lengths)[trained])
+
+    def agree(self, flag: Tensor) -> None:
+        self.grid.down.maximum(flag)
+
+    def _entering(self, stage: int, micro: int) -> Sequence[TensorSpec]:
+        return self.staged.specs(stage, self._sizes[micro])
+
+
+class GradientSum:
+    """Adds the gradients of each stage up over its replicas, in buckets, while others still compute."""
+
+    def __init__(self, stages: Mapping[int, Sequence[nn.Parameter]], peers: World) -> None:
+        self._stages, self._peers = stages, peers
+        self._begun: list[tuple[list[Tensor], Pending]] = []
+        self._lock = threading.Lock()
+
+    def begin(self, stage: int) -> None:
+        """When the stage's gradients are complete."""
+        if self._peers.size == 1:
+            return
+        gradients = [each.grad for each in self._stages[stage] if each.grad is not None]
+        for bucket in _buckets(gradients):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            with self._lock:
+                self._begun.append((bucket, self._peers.sum_later(flat)))
+
+    def finish(self) -> None:
+        """Afterwards `.grad` is the sum."""
+        for bucket, pending in self._begun:
+            parts = pending.wait().split([gradient.numel() for gradient in bucket])
+            torch._foreach_copy_(
+                bucket, [part.view(each.shape) for part, each in zip(parts, bucket, strict=True)]
+            )
+        self._begun.clear()
+
+
+def without_pixels(batch: Batch) -> Batch:
+    """For those who need the labels alone."""
+    return batch._replace(images=batch.images[:, :0, :0])
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one type, up to a size."""
+    bucket: list[Tensor] = []
+    size = 0
+    for gradient in gradients:
+        if bucket and (size + gradient.nbytes > BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(gradient)
+        size += gradient.nbytes
+    if bucket:
+        yield bucket

@@ -1,0 +1,159 @@
+"""What is impossible about a layout, as far as the recipe alone tells: part of `recipe_checks`.
+
+Promises: a field that the chosen layout does not read is refused, not ignored; what would train something else than
+was asked for is refused with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from drumline.recipe import Recipe
+
+STAGED = ("model", "pipeline")
+"""Layouts that cut the model into stages."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a recipe: the field, what is wrong with its value, and what to do.
+
+    `what` reads well after the field and its value: "optim.lr = -1: too small".
+    """
+
+    field: str
+    what: str
+    fix: str
+
+
+def layout_problems(recipe: Recipe, world: int) -> Iterator[Problem]:
+    """`world` is the least number of processes."""
+    train, layout = recipe.train, recipe.parallel.layout
+    if layout in ("single", "dp", "model") and world > 1:
+        yield Problem(
+            "parallel.layout",
+            f"runs in one process, but at least {world} are asked for",
+            "use ddp or pipeline, or set parallel.processes and parallel.nodes to 1",
+        )
+    if layout == "dp" and train.gradient_checkpointing:
+        yield Problem(
+            "train.gradient_checkpointing",
+            "does not go with parallel.layout = dp",
+            "use ddp, or leave one of them",
+        )
+    if recipe.checkpoint.sharded and layout != "fsdp":
+        yield Problem(
+            "checkpoint.sharded", "only parallel.layout = fsdp shards the state", "leave it out, or use fsdp"
+        )
+    if layout in ("auto", "single", "dp", "ddp", "fsdp"):
+        yield from _without_stages(recipe)
+    if layout in STAGED:
+        yield from _with_stages(recipe, world)
+    if layout in (*STAGED, "fsdp"):
+        yield from _not_with(recipe)
+
+
+def _without_stages(recipe: Recipe) -> Iterator[Problem]:
+    """Fields of pipelines, where there is none."""
+    parallel = recipe.parallel
+    whose = f"only parallel.layout = pipeline reads it, and it is {parallel.layout}"
+    if parallel.stages != "auto":
+        yield Problem(
+            "parallel.stages", f"parallel.layout = {parallel.layout} has no stages", "use pipeline or model"
+        )
+    if parallel.micro_batches != "auto":
+        yield Problem("parallel.micro_batches", whose, "use train.accumulate, or --parallel.layout pipeline")
+    if parallel.schedule != "1f1b":
+        yield Problem("parallel.schedule", whose, "leave it out, or use --parallel.layout pipeline")
+    if parallel.chunks != "auto":
+        yield Problem("parallel.chunks", whose, "leave it out, or use --parallel.layout pipeline")
+    if parallel.split != "time":
+        yield Problem("parallel.split", whose, "leave it out, or use --parallel.layout pipeline")
+    if parallel.batchnorm != "micro":
+        fix = "use train.sync_bn" if parallel.batchnorm == "sync" else "leave it out, or use pipeline"
+        yield Problem("parallel.batchnorm", whose, fix)
+    if parallel.virtual:
+        yield Problem("parallel.virtual", whose, "leave it out, or use --parallel.layout pipeline")
+
+
+def _with_stages(recipe: Recipe, world: int) -> Iterator[Problem]:
+    """What pipelines and model parallelism rule out."""
+    parallel, train, data = recipe.parallel, recipe.train, recipe.data
+    stages, micro = parallel.stages, parallel.micro_batches
+    if isinstance(stages, int) and world > 1 and world % stages:
+        yield Problem(
+            "parallel.stages",
+            f"{world} processes do not make whole pipelines of it",
+            f"start a multiple of {stages} processes, or give a divisor of {world}",
+        )
+    if parallel.layout == "model":
+        if micro not in ("auto", 1):
+            yield Problem(
+                "parallel.micro_batches",
+                "layout model computes the batch whole",
+                "use --parallel.layout pipeline",
+            )
+        if parallel.schedule != "1f1b":
+            yield Problem("parallel.schedule", "layout model has none", "use --parallel.layout pipeline")
+    if parallel.schedule == "interleaved":
+        if parallel.chunks == 1:
+            yield Problem("parallel.chunks", "interleaved has at least 2 on each process", "use 1f1b, or 2")
+        if isinstance(stages, int) and isinstance(micro, int) and micro % stages:
+            yield Problem(
+                "parallel.micro_batches",
+                f"interleaved goes in rounds of parallel.stages = {stages}",
+                f"give a multiple, such as {-(-micro // stages) * stages}, or use 1f1b",
+            )
+    elif parallel.chunks != "auto" and parallel.layout == "pipeline":
+        yield Problem(
+            "parallel.chunks",
+            f"parallel.schedule = {parallel.schedule} has one stage on each process",
+            "use --parallel.schedule interleaved, or leave it out",
+        )
+    names = [] if parallel.split in ("even", "time") else parallel.split.split(",")
+    chunks = (
+        (2 if parallel.chunks == "auto" else parallel.chunks) if parallel.schedule == "interleaved" else 1
+    )
+    if names and isinstance(stages, int) and len(names) + 1 != stages * chunks:
+        yield Problem(
+            "parallel.split",
+            f"makes {len(names) + 1} stage(s), and {stages * chunks} are asked for"
+            + (
+                f" (parallel.stages = {stages} x {chunks} chunks)"
+                if chunks > 1
+                else f" (parallel.stages = {stages})"
+            ),
+            "name the module that begins each stage but the first: one name less than stages",
+        )
+    if train.accumulate > 1:
+        yield Problem(
+            "train.accumulate", "a pipeline has micro-batches instead", "use --parallel.micro_batches"
+        )
+    unit = 2 if data.mixup or data.cutmix else 1
+    if isinstance(micro, int) and data.batch < micro * unit:
+        yield Problem(
+            "parallel.micro_batches",
+            f"data.batch = {data.batch} has too few samples"
+            + (" (mixed ones go in pairs)" if unit == 2 else ""),
+            f"give at most {data.batch // unit}, or a larger --data.batch",
+        )
+    if train.sync_bn:
+        yield Problem(
+            "train.sync_bn", "does not go with stages", "use --parallel.batchnorm sync: over all replicas"
+        )
+
+
+def _not_with(recipe: Recipe) -> Iterator[Problem]:
+    """What needs the whole model in each process."""
+    layout = recipe.parallel.layout
+    if recipe.run.strict:
+        yield Problem(
+            "run.strict",
+            f"its shards are computed by whole models, and parallel.layout = {layout} has none",
+            "use ddp; a pipeline repeats its own bits without it",
+        )
+    if recipe.train.compile:
+        yield Problem(
+            "train.compile", f"does not go with parallel.layout = {layout} yet", "leave it out, or use ddp"
+        )

@@ -1,0 +1,261 @@
+"""Two sets of tensors by name: which have the same bits, which differ by rounding, which by more, and where first.
+
+Promises: pure; a difference is measured against the scale of what it belongs to, and passes up to a tolerance of its
+type; a gradient that one side lacks, NaN on one side and kernels that do not repeat themselves are told as such.
+Ranks that hold parts of a model, or copies, merge into one verdict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+Values = Mapping[str, Tensor | None]
+"""Tensors by name; None: there is no gradient."""
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+"""Differences that rounding may make, relative to a tensor's scale. Sums in another order gave up to 9e-7 in fp32."""
+NOISE_SHARE = 10.0
+"""Where kernels are not deterministic: how many times the reference's own spread may lie between the two."""
+GROSS = 0.1
+"""No spread excuses more: a gradient divided once too often, or without one of ten micro-batches, differs by that."""
+
+
+class Claim(StrEnum):
+    """What a comparison is about; the words that tell of it."""
+
+    GRADIENTS = "gradient"
+    """Those of the layout's step are those of accumulation."""
+    PARAMETERS_UNTOUCHED = "parameter"
+    """The rehearsed step has left no trace."""
+    BUFFERS_UNTOUCHED = "buffer"
+    BUFFERS_MOVED = "moved buffer"
+    """After a real step, buffers are where accumulation puts them."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing but the same bits will do."""
+        return self in (Claim.PARAMETERS_UNTOUCHED, Claim.BUFFERS_UNTOUCHED)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor on one rank."""
+
+    name: str
+    place: int
+    """In the order of the data's way."""
+    rank: int
+    same_bits: bool
+    absolute: float = 0.0
+    relative: float = 0.0
+    """To the scale: the largest value of the reference in the tensor, or in another of the same module."""
+    limit: float = 0.0
+    """The largest relative difference that passes."""
+    noise: float = 0.0
+    """How far two runs of the reference lie apart, relative to the same scale."""
+    scaled_by: float = 0.0
+    """The layout's gradient is this times the reference's, all over; 0 where it is not so simple."""
+    odd: str = ""
+    """What cannot be measured: a gradient that one side lacks, another shape, NaN on one side."""
+    finite: bool = True
+
+    @property
+    def passes(self) -> bool:
+        return self.same_bits or (not self.odd and self.relative <= self.limit)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A comparison, on one rank or all of them: the worst row of every tensor, in the order of the data's way."""
+
+    claim: Claim
+    rows: tuple[Row, ...]
+    names: tuple[str, ...]
+    """All that should have been compared by somebody."""
+
+    @property
+    def total(self) -> int:
+        return len(self.rows)
+
+    @property
+    def equal(self) -> int:
+        """Bit for bit."""
+        return sum(row.same_bits for row in self.rows)
+
+    @property
+    def worst(self) -> Row | None:
+        """With the largest difference; None where all are equal."""
+        return max((row for row in self.rows if not row.same_bits), key=_badness, default=None)
+
+    @property
+    def first_wrong(self) -> Row | None:
+        return next((row for row in self.rows if not row.passes), None)
+
+    @property
+    def wrong(self) -> int:
+        return sum(not row.passes for row in self.rows)
+
+    @property
+    def noise(self) -> float:
+        return max((row.noise for row in self.rows), default=0.0)
+
+
+def tolerance(dtype: torch.dtype, autocast: torch.dtype | None = None) -> float:
+    """The relative difference that passes for tensors of this type, computed under this autocast."""
+    return max(TOLERANCES.get(dtype, 0.0), TOLERANCES.get(autocast, 0.0) if autocast else 0.0)
+
+
+def compare(
+    own: Values,
+    reference: Values,
+    names: Sequence[str],
+    *,
+    claim: Claim = Claim.GRADIENTS,
+    autocast: torch.dtype | None = None,
+    again: Values | None = None,
+    rank: int = 0,
+) -> Verdict:
+    """What this rank holds (`own`) against the reference, which must have it. `names` are those of the whole model in
+    the order of the data's way. `again` is a second run of the reference: what differs there, kernels have done."""
+    scales = _scales(reference, claim)
+    rows = [
+        _row(
+            Row(name, place, rank, same_bits=False),
+            own[name],
+            reference[name],
+            scales.get(_family(name, claim), 0.0),
+            claim,
+            autocast,
+            again.get(name) if again is not None else reference[name],
+        )
+        for place, name in enumerate(names)
+        if name in own
+    ]
+    return Verdict(claim, tuple(rows), tuple(names))
+
+
+def merge(verdicts: Sequence[Verdict]) -> Verdict:
+    """Of all ranks: a tensor counts once, by the rank where it is worst; one that no rank holds is wrong."""
+    claim, names = verdicts[0].claim, verdicts[0].names
+    assert all(verdict.claim is claim and verdict.names == names for verdict in verdicts)
+    worst: dict[str, Row] = {}
+    for row in (row for verdict in verdicts for row in verdict.rows):
+        if row.name not in worst or _badness(row) > _badness(worst[row.name]):
+            worst[row.name] = row
+    nobody = [
+        Row(name, place, -1, same_bits=False, odd="is held by no rank")
+        for place, name in enumerate(names)
+        if name not in worst
+    ]
+    return Verdict(claim, tuple(sorted([*worst.values(), *nobody], key=lambda row: row.place)), names)
+
+
+def _row(
+    row: Row,
+    own: Tensor | None,
+    theirs: Tensor | None,
+    scale: float,
+    claim: Claim,
+    autocast: torch.dtype | None,
+    again: Tensor | None,
+) -> Row:
+    if own is None or theirs is None:
+        there = own if theirs is None else theirs
+        # An exchange of gradients may put zeros where backward puts nothing.
+        if there is None or not bool(_plain(there).any()):
+            return replace(row, same_bits=True)
+        missing = (
+            "has no gradient here" if own is None else "has a gradient here, though none in the reference"
+        )
+        return replace(row, odd=missing, absolute=_largest(there))
+    if own.shape != theirs.shape:
+        return replace(row, odd=f"is {tuple(own.shape)} here and {tuple(theirs.shape)} in the reference")
+    a, b = _plain(own), _plain(theirs)
+    finite = bool(torch.isfinite(b).all())
+    row = replace(row, finite=finite, noise=_noise(b, theirs, again, scale))
+    if a.dtype == b.dtype and torch.equal(_bits(a), _bits(b)):
+        return replace(row, same_bits=True)
+    distance = _distance(a, b)
+    if not math.isfinite(distance):
+        return replace(row, odd="has NaN or infinity on one side alone")
+    exact = claim.exact or not b.is_floating_point()
+    limit = 0.0 if exact else max(tolerance(b.dtype, autocast), min(NOISE_SHARE * row.noise, GROSS))
+    return replace(
+        row, absolute=distance, relative=_relative(distance, scale), limit=limit, scaled_by=_scaled_by(a, b)
+    )
+
+
+def _noise(values: Tensor, theirs: Tensor, again: Tensor | None, scale: float) -> float:
+    if again is theirs:
+        return 0.0
+    distance = _distance(_plain(again), values) if again is not None else math.inf
+    return math.inf if not math.isfinite(distance) else _relative(distance, scale)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Dense, on the host."""
+    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    return dense.cpu().contiguous()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Differences of near values are exact in the wider type of both."""
+    return tensor if tensor.dtype is torch.float32 else tensor.double()
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """The largest absolute difference; not finite where one side is not, and the other is or is otherwise."""
+    if not a.numel():
+        return 0.0
+    a, b = _wide(a), _wide(b)
+    alike = (a == b) | (a.isnan() & b.isnan())
+    return float(torch.where(alike, 0.0, (a - b).abs()).max())
+
+
+def _largest(tensor: Tensor) -> float:
+    """The largest finite absolute value."""
+    values = _wide(_plain(tensor)).abs()
+    return float(values.nan_to_num(0.0, 0.0, 0.0).max()) if values.numel() else 0.0
+
+
+def _relative(distance: float, scale: float) -> float:
+    if not distance:
+        return 0.0
+    return distance / scale if scale else math.inf
+
+
+def _scaled_by(a: Tensor, b: Tensor) -> float:
+    a, b = a.double().flatten(), b.double().flatten()
+    length = float(b @ b)
+    factor = float(a @ b) / length if length > 0 else 0.0
+    if not math.isfinite(factor) or abs(factor - 1) < 1e-2:
+        return 0.0
+    return factor if float((a - factor * b).abs().max()) <= 1e-3 * float(a.abs().max()) else 0.0
+
+
+def _family(name: str, claim: Claim) -> str:
+    """Whose scale a tensor shares. A gradient that of its module: for a bias before a BatchNorm it is zero but for
+    rounding, so its own scale is that of the rounding (sums in another order differed by 2.3 times it)."""
+    return name.rpartition(".")[0] if claim is Claim.GRADIENTS else name
+
+
+def _scales(reference: Values, claim: Claim) -> dict[str, float]:
+    scales: dict[str, float] = {}
+    for name, tensor in reference.items():
+        if tensor is not None:
+            family = _family(name, claim)
+            scales[family] = max(scales.get(family, 0.0), _largest(tensor))
+    return scales
+
+
+def _badness(row: Row) -> tuple[bool, bool, float, float]:
+    return not row.passes, bool(row.odd), row.relative, row.absolute

@@ -1,0 +1,189 @@
+"""Proves a layout before training: one step of it beside plain accumulation in one process, on the run's own batch.
+
+Promises: the whole model is computed where the loss is, with the weights and random numbers of the step; each process
+compares what it holds; the run is left as it was. What was found is said, stored as certificate.json, and stops the
+run where it is more than rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drumline.data.order import bounds
+from drumline.data.views import Batch
+from drumline.parallel.holding import Holding
+from drumline.parallel.layout import piece_of
+from drumline.parallel.pipeline.simulate import Span
+from drumline.state.atomic import write_text
+from drumline.train.certificate import (
+    Certificate,
+    Reference,
+    as_json,
+    copied,
+    gradients_of,
+    reference,
+    refuse,
+    words,
+)
+from drumline.train.equality import Claim, Values, Verdict, compare, merge
+from drumline.train.model_draws import ModelDraws
+from drumline.train.staged import Laid
+from drumline.train.step import TrainStep
+
+FILE = "certificate.json"
+
+
+def prove(
+    laid: Laid,
+    step: TrainStep,
+    batch: Batch,
+    index: int,
+    holding: Holding,
+    folder: Path | None,
+    note: Callable[[str], None],
+) -> list[Span]:
+    """All ranks call it, with the batch of step `index`. Gives when this process did what in that step."""
+    exchange, world = laid.exchange, laid.exchange.grid.world
+    before = copied(_state(step.trainee.module))
+    found: dict[str, Values] = {}
+
+    def look() -> None:
+        found["gradients"] = copied_gradients(step.trainee.module)
+        found["moved"] = copied(dict(step.trainee.module.named_buffers()))
+
+    exchange.recording = True
+    step.replay(batch, index, look=look)
+    exchange.recording = False
+    drawing = any(world.collect(step.draws.active))
+    theirs = _reference(laid, step, batch, index, holding, drawing)
+    module = step.trainee.module
+    parameters = [name for name, each in module.named_parameters() if each.requires_grad]
+    buffers = [name for name, _ in module.named_buffers()]
+    judged = partial(compare, autocast=step.autocast, rank=world.rank)
+    after = copied(_state(module))
+    mine = [
+        judged(found["gradients"], theirs.gradients, parameters, claim=Claim.GRADIENTS),
+        judged(found["moved"], theirs.buffers, buffers, claim=Claim.BUFFERS_MOVED),
+        judged(_only(after, buffers), _only(before, buffers), buffers, claim=Claim.BUFFERS_UNTOUCHED),
+    ]
+    everybody: list[list[Verdict]] = world.collect(mine)
+    certificate = Certificate(
+        tuple(_merged(verdicts) for verdicts in zip(*everybody, strict=True)),
+        exchange.shape.micro_batches,
+        laid.words[0],
+    )
+    if folder is not None:
+        write_text(folder / FILE, as_json(certificate))
+    note(words(certificate))
+    if (error := refuse(certificate)) is not None:
+        raise error
+    return exchange.spans()
+
+
+def copied_gradients(module: nn.Module) -> dict[str, Tensor | None]:
+    """Those this process holds, on the host."""
+    return {
+        name: None if gradient is None else gradient.detach().to("cpu", copy=True)
+        for name, gradient in gradients_of(module).items()
+    }
+
+
+def _merged(verdicts: tuple[Verdict, ...]) -> Verdict:
+    return merge(verdicts)
+
+
+def _reference(
+    laid: Laid, step: TrainStep, batch: Batch, index: int, holding: Holding, drawing: bool
+) -> Reference:
+    """Computed where the loss is, and told to the others of the replica."""
+    grid, module = laid.exchange.grid, step.trainee.module
+    whole = laid.whole
+    full = holding.collect({"all": _state(module)})
+    live = {"all": dict(whole.state_dict()) if whole is not None else {}}
+    holding.spread(full if grid.world.first else None, live, Path("the run itself"))
+    made = Reference({}, {})
+    if whole is not None:
+        whole.to(grid.world.device).train()
+        made = reference(
+            whole,
+            partial(_loss, laid, step, _pieces(laid, batch), index, drawing),
+            laid.exchange.shape.micro_batches,
+        )
+        for gradient in made.gradients.values():
+            if gradient is not None:
+                grid.peers.sum(gradient)
+        whole.to("cpu")
+    names = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    last = grid.places - 1
+    given: list[str] = grid.down.collect([name for name, each in made.gradients.items() if each is not None])[
+        last
+    ]
+    gradients: dict[str, Tensor | None] = dict.fromkeys(names)
+    for name in given:
+        gradients[name] = _told(made.gradients.get(name), names[name], grid.down.broadcast_host, last)
+    buffers = {
+        name: _told(made.buffers.get(name), each, grid.down.broadcast_host, last)
+        for name, each in module.named_buffers()
+    }
+    return Reference(gradients, buffers)
+
+
+def _told(
+    mine: Tensor | None, like: Tensor, broadcast: Callable[[Tensor, int], Tensor], source: int
+) -> Tensor:
+    tensor = torch.empty(like.shape, dtype=like.dtype) if mine is None else mine.detach().cpu().contiguous()
+    return broadcast(tensor, source)
+
+
+def _loss(
+    laid: Laid, step: TrainStep, pieces: list[Batch], index: int, drawing: bool, whole: nn.Module, micro: int
+) -> Tensor:
+    """Of one micro-batch through the whole model; where it draws random numbers, stage by stage with their keys."""
+    model: Any = _KeyedChain(laid, step, index, micro, whole) if drawing else whole
+    step.objective.at(index)
+    outcome = step.outcome(model, pieces[micro])
+    loss: Tensor = step.trainee.scaler.scale(outcome.loss * (step.exchange.weight / step.global_batch))
+    return loss
+
+
+class _KeyedChain(nn.Module):
+    """The whole model's stages, each drawing what it draws in the pipeline."""
+
+    def __init__(self, laid: Laid, step: TrainStep, index: int, micro: int, whole: nn.Module) -> None:
+        super().__init__()
+        self._laid, self._whole, self._micro = laid, (whole,), micro
+        shape, grid = laid.exchange.shape, laid.exchange.grid
+        first = (grid.replica * shape.micro_batches + micro) * shape.stages
+        self._draws = ModelDraws(step.draws.seed, range(first, first + shape.stages), grid.world.device)
+        self._draws.active = True
+        self._draws.at(index)
+
+    def forward(self, images: Tensor, *others: Any) -> Any:
+        (whole,), cut = self._whole, self._laid.cut
+        values: Any = (images,)
+        for segment in self._laid.segments:
+            self._draws.switch(segment.number)
+            values = segment.bind(cut.root(whole))(*values)
+        return cut.after(whole, values, *others)
+
+
+def _pieces(laid: Laid, batch: Batch) -> list[Batch]:
+    unit = 2 if batch.mix.shape[1] else 1
+    cuts = bounds(len(batch.labels), laid.exchange.shape.micro_batches, unit)
+    return [piece_of(batch, first, last) for first, last in pairwise(cuts)]
+
+
+def _state(module: nn.Module) -> dict[str, Tensor]:
+    """What this process holds, by name."""
+    return {name: tensor for name, tensor in module.state_dict().items() if not tensor.is_meta}
+
+
+def _only(tensors: Mapping[str, Tensor], names: list[str]) -> dict[str, Tensor]:
+    return {name: tensors[name] for name in names if name in tensors}

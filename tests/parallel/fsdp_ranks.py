@@ -1,0 +1,345 @@
+"""Sharded training on real processes over gloo, and what came of it.
+
+As a program (`python -m tests.parallel.fsdp_ranks FOLDER`) it is one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from drumline.data.order import share
+from drumline.data.views import Batch
+from drumline.launch.environment import read_place
+from drumline.launch.world import World, alone, join
+from drumline.models import create_model
+from drumline.observe.logbook import Logbook
+from drumline.parallel.fsdp import Held, Sharded, ShardedExchange, gathered, kept_whole, pieces_of, shard
+from drumline.parallel.layout import Averaged, lay_out
+from drumline.parallel.local import local_part
+from drumline.recipe import Optim
+from drumline.state.checkpoint import Position, read_checkpoint, write_checkpoint
+from drumline.state.keeper import Keeper, PieceWriter
+from drumline.train.ema import Average
+from drumline.train.finite import Finite
+from drumline.train.objective import Classification
+from drumline.train.optim import build_optimizer
+from drumline.train.recompute import recompute_blocks
+from drumline.train.step import TrainStep
+from drumline.train.trainee import Trainee
+from drumline.train.witness import Witness, state_tensors
+from tests.launch.ranks import one_thread, results_of
+from tests.train import tiny
+
+BATCH, STEPS = 12, 3
+OPTIMS = {
+    "sgd": Optim(lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "adamw": Optim(name="adamw", lr=0.01, weight_decay=0.01),
+    "lars": Optim(name="lars", trust=0.02, weight_decay=1e-3),
+    "lamb": Optim(name="lamb", lr=0.01, weight_decay=0.01),
+}
+RECIPE = "[run]\nseed = 1\n"
+POSITION = Position(step=3, per_epoch=4)
+
+
+def results(size: int) -> list[dict[str, Any]]:
+    """Of ranks that find the checkpoint of an earlier world in their folder: of one process, or of one fewer."""
+    return results_of("tests.parallel.fsdp_ranks", size, {2: one_before_two, 3: two_before_three}[size], 200)
+
+
+def one_before_two(folder: Path) -> None:
+    with one_thread():
+        step = plain_step(Odd(), alone(tiny.CPU), OPTIMS["adamw"], ema=0.7)
+        take(step)
+    write_checkpoint(folder / "earlier", step.trainee.tensors(), POSITION, RECIPE, {})
+
+
+def two_before_three(folder: Path) -> None:
+    made = Path(results(2)[0]["folder"]) / "checkpoints" / "step-3"
+    shutil.copytree(made, folder / "earlier" / "step-3")
+
+
+def batch_normed() -> nn.Module:
+    torch.manual_seed(1)
+    return create_model("resnet8", classes=tiny.CLASSES)
+
+
+class Odd(nn.Module):
+    """Nothing in it looks at more than one sample. Fewer rows than processes, a matrix that is no layer's, a shared
+    one and one that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.stem = nn.Conv2d(3, 6, 3)
+        self.body = nn.Sequential(*(self._block() for _ in range(2)))
+        self.narrow = nn.Conv2d(6, 1, 1)
+        self.map = nn.Parameter(0.1 * torch.randn(1, 36))
+        self.one, self.two = nn.Linear(36, 36), nn.Linear(36, 36)
+        self.two.weight = self.one.weight
+        self.fixed = nn.Linear(36, 36).requires_grad_(False)
+        self.head = nn.Linear(36, tiny.CLASSES)
+
+    @staticmethod
+    def _block() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.narrow(self.body(self.stem(x))).flatten(1) + self.map
+        return self.head(self.fixed(self.two(torch.relu(self.one(x)))))
+
+
+def mean_step(
+    trainee: Trainee, world: World, exchange: Any, clip: float = 0.0, precision: torch.dtype | None = None
+) -> TrainStep:
+    finite = Finite(trainee.module, trainee.optimizer, world.device, action="stop", scaled=False)
+    return TrainStep(
+        trainee,
+        Classification(0.1),
+        tiny.NORMALISE,
+        world,
+        exchange,
+        seed=5,
+        global_batch=BATCH,
+        clip=clip,
+        finite=finite,
+        autocast=precision,
+    )
+
+
+def sharded_step(
+    model: nn.Module,
+    world: World,
+    optim: Optim,
+    *,
+    ema: float = 0.0,
+    clip: float = 0.0,
+    accumulate: int = 1,
+    precision: torch.dtype | None = None,
+) -> TrainStep:
+    average = Average(model.train(), ema) if ema else None
+    shard(model, world, precision)
+    if average is not None:
+        shard(average.module, world, precision)
+        average.follow(model)
+    held, lr = Held(model), torch.tensor(0.0)
+    optimizer = build_optimizer(optim, model, lr, held.parameters.values())
+    scaler = torch.amp.GradScaler("cuda", enabled=False)
+    trainee = Trainee(model, model, model, optimizer, lr, scaler, average, held)
+    exchange = ShardedExchange(model, held, optimizer, world, accumulate)
+    return mean_step(trainee, world, exchange, clip, precision)
+
+
+def plain_step(
+    model: nn.Module,
+    world: World,
+    optim: Optim,
+    *,
+    ema: float = 0.0,
+    clip: float = 0.0,
+    accumulate: int = 1,
+    precision: torch.dtype | None = None,
+) -> TrainStep:
+    """The same alone, or under DDP."""
+    forward = lay_out(model.train(), "ddp" if world.size > 1 else "single", world)
+    lr = torch.tensor(0.0)
+    optimizer = build_optimizer(optim, model, lr)
+    scaler = torch.amp.GradScaler("cuda", enabled=False)
+    average = Average(model, ema) if ema else None
+    trainee = Trainee(model, model, forward, optimizer, lr, scaler, average)
+    return mean_step(trainee, world, Averaged(model, forward, world, accumulate), clip, precision)
+
+
+def images(seed: int) -> Batch:
+    return tiny.make(BATCH, seed)
+
+
+def take(step: TrainStep, first: int = 0, last: int = STEPS, rehearse: bool = True) -> None:
+    world = step.world
+    mine = share(BATCH, world.rank, world.size)
+    if rehearse:
+        step.rehearse(tiny.part(images(77), mine))
+    for index in range(first, last):
+        step(tiny.part(images(index), mine), index, 0.05 * (index + 1))
+
+
+def gradients(step: TrainStep) -> dict[str, torch.Tensor]:
+    named = step.trainee.module.named_parameters()
+    return {name: each.grad for name, each in named if each.grad is not None}
+
+
+def state_of(step: TrainStep) -> dict[str, dict[str, torch.Tensor]]:
+    """On rank 0, what a checkpoint holds of it."""
+    found = Sharded(step.world).collect(step.trainee.tensors())
+    return {group: {n: t.detach().clone() for n, t in each.items()} for group, each in found.items()}
+
+
+def whole_state(step: TrainStep) -> dict[str, dict[str, torch.Tensor]]:
+    """On rank 0, with the gradients."""
+    groups = {**step.trainee.tensors(), "gradient": gradients(step)}
+    found = Sharded(step.world).collect(groups)
+    return {group: {n: t.detach().clone() for n, t in each.items()} for group, each in found.items()}
+
+
+def reference(model: nn.Module, optim: Optim, **options: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """Three steps in this process alone."""
+    step = plain_step(model, alone(tiny.CPU), optim, **options)
+    take(step)
+    return whole_state(step)
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    world = join(read_place(os.environ), "cpu", "auto", 60)
+    found: dict[str, Any] = {}
+    for job in (steps, against_ddp, mixed, norms, trouble, saving):
+        found.update(job(world, folder))
+    torch.save(found, folder / f"{world.rank}.pt")
+    world.close()
+
+
+def steps(world: World, folder: Path) -> dict[str, Any]:
+    """A model of one sample at a time, with each optimizer; clipped, averaged, in micro-batches."""
+    found: dict[str, Any] = {}
+    for name, optim in OPTIMS.items():
+        step = sharded_step(Odd(), world, optim, ema=0.7, clip=0.1, accumulate=2)
+        take(step)
+        found[name] = whole_state(step)
+    held = step.trainee.held
+    assert held is not None
+    found["sharded"] = {name: tuple(held.parameters[name].shape) for name in held.sharded}
+    found["idle"] = step.without_gradient
+    return found
+
+
+def against_ddp(world: World, folder: Path) -> dict[str, Any]:
+    """BatchNorm looks at a process's own samples, so DDP is the measure."""
+    sharded = sharded_step(batch_normed(), world, OPTIMS["sgd"], ema=0.7)
+    ddp = plain_step(batch_normed(), world, OPTIMS["sgd"], ema=0.7)
+    take(sharded)
+    take(ddp)
+    third = whole_state(sharded)
+    again = batch_normed()
+    recompute_blocks(again)
+    recomputed = sharded_step(again, world, OPTIMS["sgd"], ema=0.7)
+    take(recomputed)
+    # Uneven numbers of forwards, as in an evaluation.
+    model = sharded.trainee.model.eval()
+    with gathered(model), torch.no_grad():
+        scores = [model(tiny.normalised(images(9).images)) for _ in range(1 + world.rank)]
+    with torch.no_grad():
+        expected = ddp.trainee.model.eval()(tiny.normalised(images(9).images))
+    model.train()
+    take(sharded, 3, 4, rehearse=False)
+    ddp.trainee.model.train()
+    take(ddp, 3, 4, rehearse=False)
+    return {
+        "fsdp": whole_state(sharded),
+        "ddp": whole_state(ddp),
+        "third": third,
+        "recomputed": whole_state(recomputed),
+        "scored": [float((score - expected).abs().max()) for score in scores],
+    }
+
+
+def mixed(world: World, folder: Path) -> dict[str, Any]:
+    """bf16, against DDP under autocast: the same arithmetic, but for the order of additions."""
+    found: dict[str, Any] = {}
+    for name, make in (("bf16 norm", batch_normed), ("bf16 odd", Odd)):
+        sharded = sharded_step(make(), world, OPTIMS["sgd"], precision=torch.bfloat16, accumulate=2)
+        take(sharded, 0, 1)
+        ddp = plain_step(make(), world, OPTIMS["sgd"], precision=torch.bfloat16, accumulate=2)
+        take(ddp, 0, 1)
+        found[name] = (whole_state(sharded), whole_state(ddp))
+        kinds = {group: {str(t.dtype) for t in each.values()} for group, each in found[name][0].items()}
+        found[f"{name} kinds"] = kinds
+    return {**found, "whole": len(kept_whole(Odd(), torch.bfloat16)) - len(kept_whole(Odd(), None))}
+
+
+def norms(world: World, folder: Path) -> dict[str, Any]:
+    """What the sharded tensors measure, against the joined ones."""
+    step = sharded_step(Odd(), world, OPTIMS["sgd"])
+    take(step, 0, 1)
+    length = step.exchange.norm()
+    whole = Sharded(world).collect({"gradient": gradients(step)})
+    joined = nn.utils.get_total_norm(list(whole["gradient"].values())) if world.first else length
+    return {"norm": float(length), "joined norm": float(joined)}
+
+
+def trouble(world: World, folder: Path) -> dict[str, Any]:
+    """A gradient that is not finite in the part of one process alone: nobody may move."""
+    step = sharded_step(Odd(), world, OPTIMS["lars"])
+    take(step, 0, 1)
+    before = [local_part(each).clone() for each in step.trainee.module.parameters()]
+    step.finite.found.zero_()  # type: ignore[union-attr]
+    exchange = step.exchange
+    bring = exchange._bring_together  # type: ignore[attr-defined]
+
+    def spoiled() -> None:
+        if world.rank == world.size - 1:
+            step.trainee.held.parameters["stem.weight"].grad.fill_(torch.inf)  # type: ignore[union-attr]
+        bring()
+
+    exchange._bring_together = spoiled  # type: ignore[attr-defined]
+    take(step, 1, 2, rehearse=False)
+    after = [local_part(each) for each in step.trainee.module.parameters()]
+    return {
+        "found": float(step.finite.found),  # type: ignore[union-attr]
+        "moved": any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)),
+    }
+
+
+def saving(world: World, folder: Path) -> dict[str, Any]:
+    """A checkpoint in pieces, written in the background; then loaded into another model."""
+    step = sharded_step(Odd(), world, OPTIMS["adamw"], ema=0.7)
+    take(step)
+    groups = step.trainee.tensors()
+    whole = state_of(step)
+    memory = {"memory": {"bank": torch.arange(7.0)}}
+    keeper = Keeper(folder / "checkpoints", 3, RECIPE, {"threads": 1}, lambda: None) if world.first else None
+    writer = PieceWriter()
+    temporary = world.share(keeper.begin_pieces(POSITION) if keeper else None)
+    pieces = pieces_of(groups, world)
+    if keeper is not None:
+        keeper.save_pieces(temporary, pieces, world.size, POSITION, memory)
+    else:
+        writer.save(temporary, pieces, world.rank, world.size)
+    take(step, 3, 4, rehearse=False)  # goes on meanwhile
+    records: list[str] = []
+    book = Logbook(None)
+    book.record = lambda text, chain: records.append(text)  # type: ignore[method-assign]
+    witness = Witness(lambda: state_tensors(step.trainee), world, book)
+    witness.look(4, torch.arange(world.rank, BATCH, world.size), writes="full")
+    seen = witness.read()
+    if keeper is not None:
+        keeper.close()
+    writer.close()
+    world.barrier()
+    other = sharded_step(Odd(), world, OPTIMS["adamw"], ema=0.7)
+    take(other, 0, 1)
+    resumed = {}
+    for place in ("earlier", "checkpoints"):
+        checkpoint = folder / place / "step-3"
+        loaded = read_checkpoint(checkpoint)[1] if world.first else None
+        Sharded(world).spread(loaded, other.trainee.tensors(), checkpoint)
+        resumed[place] = (loaded, state_of(other))
+    take(other, 3, 4, rehearse=False)
+    return {
+        "saved": whole,
+        "resumed": resumed,
+        "went on": whole_state(step),
+        "went on, resumed": whole_state(other),
+        "findings": [finding.what for finding in seen.findings],
+        "record": "".join(records),
+        "folder": str(folder),
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,301 @@
+"""The lists of a pipeline: sound in every shape, in the order of accumulation, with the memory they promise."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drumline.errors import UserError
+from drumline.parallel.pipeline.instructions import Instruction, Kind
+from drumline.parallel.pipeline.schedule import (
+    SCHEDULES,
+    check,
+    forwards,
+    ideal_bubble,
+    in_flight,
+    instruction_lists,
+    promised_in_flight,
+    receives_in_flight,
+)
+
+SHAPES = [
+    (schedule, ranks, chunks, micro_batches)
+    for schedule in SCHEDULES
+    for ranks in range(1, 7)
+    for chunks in ((2, 3) if schedule == "interleaved" else (1,))
+    for micro_batches in range(1, 13)
+    if schedule != "interleaved" or micro_batches % ranks == 0
+]
+shapes = st.sampled_from(SHAPES)
+
+
+def computing(instructions: Sequence[Instruction]) -> str:
+    """Forwards and backwards as text: F or B, stage.micro-batch."""
+    return " ".join(
+        f"{'F' if item.kind == Kind.FORWARD else 'B'}{item.stage}.{item.micro}"
+        for item in instructions
+        if item.kind in (Kind.FORWARD, Kind.BACKWARD)
+    )
+
+
+def test_every_schedule_of_every_shape_is_sound() -> None:
+    for schedule, ranks, chunks, micro_batches in SHAPES:
+        for reduces in (False, True):
+            check(instruction_lists(schedule, ranks, chunks, micro_batches, reduces))
+
+
+def test_forward_passes_alone_are_sound_for_any_number_of_micro_batches() -> None:
+    for ranks in range(1, 7):
+        for chunks in range(1, 4):
+            for micro_batches in range(1, 13):
+                lists = forwards(ranks, chunks, micro_batches)
+                check(lists)
+                done = Counter(item.kind for items in lists for item in items)
+                assert done[Kind.FORWARD] == ranks * chunks * micro_batches
+                assert done[Kind.BACKWARD] == done[Kind.RECEIVE_GRADIENT] == done[Kind.REDUCE] == 0
+
+
+@given(shapes)
+def test_every_stage_adds_gradients_in_the_order_of_accumulation(shape: tuple[str, int, int, int]) -> None:
+    _, ranks, chunks, micro_batches = shape
+    lists = instruction_lists(*shape, reduces=True)
+    for rank, items in enumerate(lists):
+        for stage in range(rank, ranks * chunks, ranks):
+            for kind in (Kind.FORWARD, Kind.BACKWARD):
+                micros = [item.micro for item in items if (item.kind, item.stage) == (kind, stage)]
+                assert micros == list(range(micro_batches))
+
+
+def test_memory_is_as_promised() -> None:
+    for shape in SHAPES:
+        _, ranks, *_ = shape
+        lists = instruction_lists(*shape, reduces=False)
+        assert [in_flight(items) for items in lists] == [promised_in_flight(*shape, r) for r in range(ranks)]
+        assert all(receives_in_flight(items) <= 2 for items in lists)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "micro_batches", "held"),
+    [
+        ("gpipe", 1, 8, [8, 8, 8, 8]),
+        ("1f1b", 1, 8, [4, 3, 2, 1]),
+        ("1f1b", 1, 2, [2, 2, 2, 1]),
+        ("interleaved", 2, 8, [11, 9, 7, 5]),
+        ("interleaved", 2, 4, [8, 8, 7, 5]),
+        ("interleaved", 3, 8, [15, 13, 11, 9]),
+    ],
+)
+def test_four_ranks_hold_these_many(schedule: str, chunks: int, micro_batches: int, held: list[int]) -> None:
+    lists = instruction_lists(schedule, 4, chunks, micro_batches, reduces=False)
+    assert [in_flight(items) for items in lists] == held
+
+
+def test_at_most_one_input_and_one_gradient_are_being_received() -> None:
+    for shape in SHAPES:
+        for items in instruction_lists(*shape, reduces=False):
+            for receive, wait in (
+                (Kind.RECEIVE_INPUT, Kind.WAIT_INPUT),
+                (Kind.RECEIVE_GRADIENT, Kind.WAIT_GRADIENT),
+            ):
+                turns = [item.kind for item in items if item.kind in (receive, wait)]
+                assert turns == [receive, wait] * (len(turns) // 2)
+
+
+def test_two_ranks_take_turns_as_the_textbook_says() -> None:
+    first, last = instruction_lists("1f1b", 2, 1, 3, reduces=False)
+    assert computing(first) == "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2"
+    assert computing(last) == "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2"
+    first, last = instruction_lists("gpipe", 2, 1, 2, reduces=False)
+    assert computing(first) == "F0.0 F0.1 B0.0 B0.1"
+    assert computing(last) == "F1.0 F1.1 B1.0 B1.1"
+
+
+def test_interleaved_ranks_take_a_round_through_each_chunk() -> None:
+    first, last = instruction_lists("interleaved", 2, 2, 4, reduces=False)
+    assert computing(first) == (
+        "F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3"
+    )
+    assert computing(last) == (
+        "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3"
+    )
+
+
+def test_a_whole_list_reads_like_this() -> None:
+    _, last = instruction_lists("1f1b", 2, 1, 2, reduces=True)
+    assert [str(item) for item in last] == [
+        "receive input of stage 1, micro-batch 0",
+        "wait for input of stage 1, micro-batch 0",
+        "receive input of stage 1, micro-batch 1",
+        "forward of stage 1, micro-batch 0",
+        "backward of stage 1, micro-batch 0",
+        "send gradient of stage 1, micro-batch 0",
+        "wait for input of stage 1, micro-batch 1",
+        "forward of stage 1, micro-batch 1",
+        "backward of stage 1, micro-batch 1",
+        "send gradient of stage 1, micro-batch 1",
+        "reduce of stage 1",
+    ]
+
+
+@given(shapes)
+def test_a_stage_is_reduced_once_its_gradients_are_complete(shape: tuple[str, int, int, int]) -> None:
+    _, ranks, chunks, micro_batches = shape
+    for rank, items in enumerate(instruction_lists(*shape, reduces=True)):
+        for stage in range(rank, ranks * chunks, ranks):
+            place = items.index(Instruction(Kind.REDUCE, stage))
+            last = items.index(Instruction(Kind.BACKWARD, stage, micro_batches - 1))
+            assert [item.kind for item in items[last + 1 : place]] == [Kind.SEND_GRADIENT] * (stage > 0)
+    assert all(
+        item.kind != Kind.REDUCE for items in instruction_lists(*shape, reduces=False) for item in items
+    )
+
+
+@given(shapes)
+def test_a_wait_comes_right_before_and_a_send_right_after_the_computing(
+    shape: tuple[str, int, int, int],
+) -> None:
+    quiet = (Kind.RECEIVE_INPUT, Kind.RECEIVE_GRADIENT)
+    for items in instruction_lists(*shape, reduces=False):
+        left = [item for item in items if item.kind not in quiet]
+        for before, after in pairwise(left):
+            waits = before.kind in (Kind.WAIT_INPUT, Kind.WAIT_GRADIENT)
+            if waits or after.kind in (Kind.SEND_OUTPUT, Kind.SEND_GRADIENT):
+                assert (before.stage, before.micro) == (after.stage, after.micro)
+
+
+def test_one_rank_with_several_chunks_sends_to_itself() -> None:
+    (items,) = instruction_lists("interleaved", 1, 2, 2, reduces=False)
+    assert computing(items) == "F0.0 F1.0 B1.0 F0.1 B0.0 F1.1 B1.1 B0.1"
+    assert Counter(item.kind for item in items)[Kind.SEND_OUTPUT] == 2
+
+
+def test_one_rank_and_one_stage_move_nothing() -> None:
+    (items,) = instruction_lists("1f1b", 1, 1, 2, reduces=False)
+    assert [item.kind for item in items] == [Kind.FORWARD, Kind.BACKWARD] * 2
+
+
+def test_the_bubble_of_the_textbook() -> None:
+    assert ideal_bubble("gpipe", 4, 1, 8) == ideal_bubble("1f1b", 4, 1, 8) == 3 / 11
+    assert ideal_bubble("interleaved", 4, 2, 8) == 3 / 19
+    assert ideal_bubble("1f1b", 1, 1, 8) == 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "chunks", "micro_batches", "words"),
+    [
+        ("1f1b", 4, 2, 8, ("parallel.schedule = 1f1b", "parallel.stages = 4", "interleaved")),
+        ("gpipe", 4, 3, 8, ("parallel.schedule = gpipe", "interleaved")),
+        ("interleaved", 4, 1, 8, ("parallel.schedule = interleaved", "parallel.stages", "1f1b")),
+        ("interleaved", 4, 2, 6, ("parallel.micro_batches = 6", "parallel.stages = 4", "4 or 8")),
+        ("interleaved", 4, 2, 3, ("parallel.micro_batches = 3", "--parallel.micro_batches 4,")),
+        ("1f1b", 4, 1, 0, ("parallel.micro_batches = 0",)),
+        ("1f1b", 0, 1, 4, ("parallel.stages = 0",)),
+        ("fifo", 4, 1, 8, ("parallel.schedule = fifo", "gpipe, 1f1b, interleaved")),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(
+    schedule: str, ranks: int, chunks: int, micro_batches: int, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(UserError) as told:
+        instruction_lists(schedule, ranks, chunks, micro_batches, reduces=False)
+    assert told.value.fix
+    assert all(word in str(told.value) for word in words), str(told.value)
+
+
+@pytest.mark.parametrize(
+    "schedule", ["zero-bubble", "zb", "zbv", "ZB-H1", "interleaved-zero-bubble", "dualpipe"]
+)
+def test_split_backwards_are_refused_with_the_reason(schedule: str) -> None:
+    with pytest.raises(UserError, match=r"(?s)gradient hooks.*silently be wrong.*use 1f1b"):
+        instruction_lists(schedule, 4, 1, 8, reduces=True)
+
+
+def without(lists: Sequence[Sequence[Instruction]], lost: Instruction) -> list[list[Instruction]]:
+    return [[item for item in items if item != lost] for items in lists]
+
+
+def swapped(
+    lists: Sequence[Sequence[Instruction]], one: Instruction, other: Instruction
+) -> list[list[Instruction]]:
+    change = {one: other, other: one}
+    return [[change.get(item, item) for item in items] for items in lists]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        ("gpipe", 3, 1, 2),
+        ("1f1b", 1, 1, 2),
+        ("1f1b", 3, 1, 4),
+        ("interleaved", 2, 2, 4),
+        ("interleaved", 1, 3, 2),
+    ],
+)
+def test_the_check_finds_any_instruction_that_is_lost_or_doubled(shape: tuple[str, int, int, int]) -> None:
+    lists = instruction_lists(*shape, reduces=False)
+    for rank, items in enumerate(lists):
+        for place, item in enumerate(items):
+            with pytest.raises(AssertionError, match="stage"):
+                check(without(lists, item))
+            doubled = [list(items) for items in lists]
+            doubled[rank].insert(place, item)
+            with pytest.raises(AssertionError, match=f"{item}: twice"):
+                check(doubled)
+
+
+def test_the_check_names_what_is_wrong() -> None:
+    lists = instruction_lists("1f1b", 2, 1, 4, reduces=True)
+    send = Instruction(Kind.SEND_OUTPUT, 0, 1)
+    wait = Instruction(Kind.WAIT_INPUT, 1, 1)
+    with pytest.raises(
+        AssertionError,
+        match="send output of stage 0, micro-batch 2: meets receive input of stage 1, micro-batch 1",
+    ):
+        check(without(lists, send))
+    with pytest.raises(AssertionError, match="forward of stage 1, micro-batch 1: before wait"):
+        check(without(lists, wait))
+    with pytest.raises(AssertionError, match="backward of stage 0, micro-batch 2: before wait"):
+        check(without(lists, Instruction(Kind.WAIT_GRADIENT, 0, 2)))
+    with pytest.raises(AssertionError, match="backward of stage 0, micro-batch 3: missing"):
+        check(without(lists, Instruction(Kind.BACKWARD, 0, 3)))
+    with pytest.raises(AssertionError, match="after its stage was reduced"):
+        check([lists[0], [lists[1][-1], *lists[1][:-1]]])
+    with pytest.raises(AssertionError, match="on rank 0"):
+        check(lists[::-1])
+
+
+def test_the_check_wants_gradients_in_ascending_order() -> None:
+    """Both ranks take the gradients the other way round: sound as a pipeline, but not the order of accumulation."""
+    lists: Sequence[Sequence[Instruction]] = instruction_lists("gpipe", 2, 1, 2, reduces=False)
+    for stage in (0, 1):
+        for kind in (Kind.RECEIVE_GRADIENT, Kind.WAIT_GRADIENT, Kind.BACKWARD, Kind.SEND_GRADIENT):
+            lists = swapped(lists, Instruction(kind, stage, 0), Instruction(kind, stage, 1))
+    with pytest.raises(AssertionError, match="backward of stage 1, micro-batch 1: not in ascending order"):
+        check(lists)
+
+
+def test_the_check_sees_a_rank_that_would_wait_for_ever() -> None:
+    first, last = instruction_lists("1f1b", 2, 1, 2, reduces=False)
+    wait = Instruction(Kind.WAIT_GRADIENT, 0, 0)
+    # The gradient of micro-batch 0 is awaited before its forward is sent.
+    early = [Instruction(Kind.RECEIVE_GRADIENT, 0, 0), wait]
+    stuck = early + [item for item in first if item not in early]
+    with pytest.raises(
+        AssertionError, match="waits for ever: wait for gradient of stage 0, micro-batch 0; wait for input"
+    ):
+        check([stuck, last])
+
+
+def test_the_check_sees_tensors_that_change_places_on_the_way() -> None:
+    first, last = instruction_lists("gpipe", 2, 1, 2, reduces=False)
+    sends = [Instruction(Kind.SEND_OUTPUT, 0, micro) for micro in (0, 1)]
+    moved = [item for item in first if item not in sends]
+    place = moved.index(Instruction(Kind.FORWARD, 0, 1)) + 1
+    moved[place:place] = sends[::-1]
+    with pytest.raises(AssertionError, match="meets"):
+        check([moved, last])

@@ -1,0 +1,214 @@
+"""Sharded training gives what one process gives; sharded checkpoints are checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from drumline.errors import UserError
+from drumline.launch.world import alone
+from drumline.models.weights import load_weights, resolve_weights
+from drumline.parallel.fsdp import kept_whole, shard
+from drumline.state.checkpoint import Unsound, copy_into, read_checkpoint, verify_checkpoint, write_checkpoint
+from drumline.state.fingerprint import fingerprint
+from drumline.state.inspect import inspect
+from drumline.state.pieces import share_of_rows
+from tests.launch.ranks import one_thread
+from tests.parallel import fsdp_ranks as ranks
+from tests.train import tiny
+
+pytestmark = pytest.mark.slow
+SIZES = (2, 3)
+State = dict[str, dict[str, torch.Tensor]]
+
+
+def farthest(one: State, other: State) -> float:
+    """The largest difference of two states; they must have the same names."""
+    assert {g: set(each) for g, each in one.items()} == {g: set(each) for g, each in other.items()}
+    return max(
+        float((one[group][name].double() - other[group][name].double()).abs().max())
+        for group in one
+        for name in one[group]
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ranks.OPTIMS)
+def test_three_clipped_and_averaged_steps_are_those_of_one_process(name: str, size: int) -> None:
+    with one_thread():
+        expected = ranks.reference(ranks.Odd(), ranks.OPTIMS[name], ema=0.7, clip=0.1, accumulate=2)
+    found = ranks.results(size)[0][name]
+    # Adam's first steps divide a gradient by its own size: rounding of a tiny one is a tiny share of the rate.
+    assert farthest(found, expected) < (2e-6 if name in ("sgd", "lars") else 2e-5)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_with_batch_norm_every_tensor_is_that_of_ddp(size: int) -> None:
+    found = ranks.results(size)[0]
+    assert farthest(found["fsdp"], found["ddp"]) < 2e-6
+
+
+def test_recomputed_blocks_give_the_same() -> None:
+    found = ranks.results(2)[0]
+    assert farthest(found["recomputed"], found["third"]) < 1e-6
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_process_may_evaluate_more_batches_than_another(size: int) -> None:
+    for rank, found in enumerate(ranks.results(size)):
+        assert len(found["scored"]) == 1 + rank
+        assert max(found["scored"]) < 1e-5
+
+
+def test_mixed_precision_is_that_of_autocast_and_the_state_stays_fp32() -> None:
+    found = ranks.results(2)[0]
+    for name in ("bf16 norm", "bf16 odd"):
+        sharded, ddp = found[name]
+        assert farthest(sharded, ddp) < 1e-6
+        assert found[f"{name} kinds"]["model"] <= {"torch.float32", "torch.int64"}
+        assert found[f"{name} kinds"]["gradient"] == {"torch.float32"}
+
+
+def test_vectors_shared_ones_and_what_autocast_leaves_alone_are_kept_whole() -> None:
+    model = ranks.Odd()
+    whole = {name for name, each in model.named_parameters() if each in kept_whole(model, None)}
+    assert "one.weight" in whole
+    assert "body.0.1.weight" in whole
+    assert "head.bias" in whole
+    assert "map" not in whole
+    assert "head.weight" not in whole
+    low = {name for name, each in model.named_parameters() if each in kept_whole(model, torch.bfloat16)}
+    assert low - whole == {"map"}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_each_process_holds_its_rows_and_no_more(size: int) -> None:
+    shapes = dict(ranks.Odd().state_dict())
+    for rank, found in enumerate(ranks.results(size)):
+        assert found["idle"] == []
+        for name, held in found["sharded"].items():
+            first, last = share_of_rows(len(shapes[name]), rank, size)
+            assert held == (last - first, *shapes[name].shape[1:])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_lengths_are_of_whole_tensors_and_the_same_everywhere(size: int) -> None:
+    found = ranks.results(size)
+    assert found[0]["norm"] == pytest.approx(found[0]["joined norm"], rel=1e-6)
+    assert len({each["norm"] for each in found}) == 1
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_infinite_gradient_in_one_part_holds_every_process(size: int) -> None:
+    for found in ranks.results(size):
+        assert found["found"] == 1
+        assert not found["moved"]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_checkpoint_in_pieces_holds_the_state_of_its_step(size: int, tmp_path: Path) -> None:
+    found = ranks.results(size)[0]
+    manifest, groups = read_checkpoint(Path(found["folder"]) / "checkpoints" / "step-3")
+    assert torch.equal(groups.pop("memory")["bank"], torch.arange(7.0))
+    assert farthest(groups, found["saved"]) == 0
+    assert manifest.pieces is not None
+    assert manifest.pieces.count == size
+    # The state's hash is that of a plain checkpoint of the same tensors.
+    plain = {**found["saved"], "memory": {"bank": torch.arange(7.0)}}
+    written = write_checkpoint(tmp_path, plain, manifest.position, ranks.RECIPE, {})
+    assert read_checkpoint(written)[0].state_sha256 == manifest.state_sha256
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_run_goes_on_from_pieces_with_the_same_bits(size: int) -> None:
+    found = ranks.results(size)[0]
+    assert farthest(found["resumed"]["checkpoints"][1], found["saved"]) == 0
+    assert farthest(found["went on"], found["went on, resumed"]) == 0
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_run_goes_on_with_more_processes_from_the_same_tensors(size: int) -> None:
+    """From a plain checkpoint of one to two, from two in pieces to three."""
+    loaded, live = ranks.results(size)[0]["resumed"]["earlier"]
+    loaded.pop("memory", None)
+    assert farthest(loaded, live) == 0
+
+
+def test_pieces_go_on_in_one_process() -> None:
+    found = ranks.results(2)[0]
+    with one_thread():
+        step = ranks.plain_step(ranks.Odd(), alone(tiny.CPU), ranks.OPTIMS["adamw"], ema=0.7)
+        checkpoint = Path(found["folder"]) / "checkpoints" / "step-3"
+        copy_into(read_checkpoint(checkpoint)[1], step.trainee.tensors(), checkpoint)
+        ranks.take(step, 3, 4, rehearse=False)
+        assert farthest(ranks.whole_state(step), found["went on"]) < 2e-5
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_witness_writes_down_whole_tensors_and_finds_no_drift(size: int) -> None:
+    found = ranks.results(size)[0]
+    assert found["findings"] == []
+    lines = dict(line.rsplit(" ", 1) for line in found["record"].splitlines())
+    groups = {"parameter": "model", "optimizer": "optimizer", "average": "average", "gradient": "gradient"}
+    for said, group in groups.items():
+        for name, tensor in found["went on"][group].items():
+            if said != "parameter" or "num_batches" not in name:
+                assert lines.get(f"4 {said} {name}", "") in (f"{int(fingerprint(tensor)) % 2**64:016x}",)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    made = Path(ranks.results(2)[0]["folder"]) / "checkpoints" / "step-3"
+    return Path(shutil.copytree(made, tmp_path / "run" / "checkpoints" / "step-3"))
+
+
+def test_weights_load_from_pieces_by_run_checkpoint_or_file(checkpoint: Path) -> None:
+    saved = ranks.results(2)[0]["saved"]["model"]
+    for path in (checkpoint, checkpoint.parents[1], checkpoint / "model.shard-1-of-2.safetensors"):
+        model = ranks.Odd()
+        nn.init.zeros_(model.head.weight)
+        assert resolve_weights(path).is_file()
+        load_weights(model, path)
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+
+
+def test_pieces_verify_as_a_checkpoint(checkpoint: Path) -> None:
+    found = inspect(checkpoint.parents[1])
+    assert found.sound
+    assert found.step == 3
+
+
+def damaged(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_piece_that_is_missing_changed_or_too_many_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    piece = checkpoint / "model.shard-1-of-2.safetensors"
+    whole = piece.read_bytes()
+    cases: dict[str, Any] = {
+        "is missing": piece.unlink,
+        "checksum does not match": lambda: damaged(piece),
+        "were written": lambda: piece.write_bytes(whole[:-4]),
+        "does not name it": lambda: shutil.copy(piece, checkpoint / "model.shard-2-of-3.safetensors"),
+    }
+    for words, harm in cases.items():
+        harm()
+        for look in (verify_checkpoint, read_checkpoint):
+            with pytest.raises(Unsound, match=words):
+                look(checkpoint)
+        for stray in checkpoint.glob("*-of-3.safetensors"):
+            stray.unlink()
+        piece.write_bytes(whole)
+    read_checkpoint(checkpoint)
+
+
+def test_one_process_is_refused() -> None:
+    with pytest.raises(UserError, match="there is one"):
+        shard(tiny.plain(), alone(tiny.CPU), None)
