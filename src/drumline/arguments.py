@@ -36,6 +36,7 @@ from drumline.recipe_fields import (
     with_values,
 )
 from drumline.recipe_file import dump_recipe, literal, load_recipe, together
+from drumline.recipe_layouts import not_offered
 
 COMMAND_LINE = "command line"
 
@@ -153,6 +154,8 @@ def _setting(word: str, waiting: deque[str], command: str) -> _Setting:
     try:
         return _Setting(name, from_words(known.hint, words or ["true"] * (known.hint is bool)), written)
     except WrongValue:
+        if problem := not_offered(name, words[-1] if words else ""):
+            raise UserError(f"{written}: {problem.what}", fix=problem.fix) from None
         close = get_close_matches(words[-1].lower() if words else "", choices(known.hint), n=1)
         fix = f"did you mean {close[0]}?" if close else f"for example {_spell(known, word, example(known))}"
         raise UserError(f"{written}: expected {expected(known.hint)}", fix=fix) from None

@@ -33,6 +33,7 @@ from drumline.recipe_fields import (
     sections,
     with_values,
 )
+from drumline.recipe_layouts import not_offered
 from drumline.toml_places import Place, key_places
 
 MAX_RECIPE = 64 << 10
@@ -225,6 +226,10 @@ def _value(path: Path, place: Place, name: str, raw: Any) -> Any:
         return from_toml(field.hint, raw)
     except WrongValue:
         shown = _short(place.written) or "a table"
+        if problem := not_offered(name, str(raw)):
+            raise UserError(
+                f"{path}:{place.line}: {name} = {shown}: {problem.what}", fix=problem.fix
+            ) from None
         what = f"{path}:{place.line}: {name} = {shown}: expected {expected(field.hint)}"
         raise UserError(what, fix=_repair(field, raw)) from None
 

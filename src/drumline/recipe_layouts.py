@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from drumline.parallel.pipeline.schedule import INSTEAD_OF_SPLIT, WHY_NOT_SPLIT, splits_backward
 from drumline.recipe import Recipe
 
 STAGED = ("model", "pipeline")
 """Layouts that cut the model into stages."""
+
+
+ONE_SCALE = "the stages of a pipeline over processes would each scale the loss by a number of their own"
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,13 @@ class Problem:
     field: str
     what: str
     fix: str
+
+
+def not_offered(field: str, written: str) -> Problem | None:
+    """Why a value that is well known elsewhere is none of this field's; None for a mere mistake."""
+    if field == "parallel.schedule" and splits_backward(written):
+        return Problem(field, WHY_NOT_SPLIT, INSTEAD_OF_SPLIT)
+    return None
 
 
 def layout_problems(recipe: Recipe, world: int) -> Iterator[Problem]:
@@ -141,6 +152,12 @@ def _with_stages(recipe: Recipe, world: int) -> Iterator[Problem]:
     if train.sync_bn:
         yield Problem(
             "train.sync_bn", "does not go with stages", "use --parallel.batchnorm sync: over all replicas"
+        )
+    if train.precision == "fp16" and world > 1:
+        yield Problem("train.precision", ONE_SCALE, "use bf16 or fp32")
+    if train.capture == "on":
+        yield Problem(
+            "train.capture", f"parallel.layout = {parallel.layout} is no single graph", "use auto or off"
         )
 
 

@@ -128,7 +128,8 @@ def test_within_the_slack_the_smaller_crossing_wins() -> None:
 
 
 def test_a_crossing_slower_than_any_stage_is_avoided() -> None:
-    assert min_max_split([1.0, 1.0, 1.0, 1.0], 2, [0.0, 9.0, 0.0]) == (1,)
+    assert min_max_split([1.0] * 4, 2, [0.0, 9.0, 0.0]) == (1,)
+    assert min_max_split([1.0] * 4, 2, [0.0, 9.0, 0.0], crossing=[7.0, 0.0, 7.0]) == (1,)
 
 
 def test_dear_crossings_may_be_worth_a_slower_stage_when_micro_batches_are_few() -> None:

@@ -19,7 +19,7 @@ import torch
 
 from drumline.data.ahead import ahead
 from drumline.data.augment import apply
-from drumline.data.batch import Made, make_batch
+from drumline.data.batch import Made, finished, make_batch
 from drumline.data.gpu.share import Share
 from drumline.data.ledger import Ledger
 from drumline.data.order import Request
@@ -95,6 +95,24 @@ def resident_batches(
     ]
     rotated = [pool[(first_step + i) % len(pool)] for i in range(len(pool))]
     yield from itertools.cycle(rotated)
+
+
+def blank_batches(
+    source: Source, view: View, seed: int, requests: Iterable[Request], device: torch.device
+) -> Batches:
+    """The batches of the requests with images that take no memory and show nothing, and the labels that the source
+    gives: for a process that computes a later part of the model and must keep step with those who read."""
+    pixel = torch.zeros((1, 1, 1, 3), dtype=torch.uint8, device=device)
+    for request in requests:
+        made = finished(
+            pixel.expand(len(request.samples), view.size, view.size, 3),
+            source.labels[request.samples],
+            (),
+            view,
+            seed,
+            request,
+        )
+        yield Batch(*(tensor.to(device, non_blocking=True) for tensor in made.batch))
 
 
 class PinnedRing:

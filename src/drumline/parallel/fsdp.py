@@ -226,7 +226,7 @@ class ShardedExchange:
 
 class Sharded:
     """Brings sharded states together on rank 0 and out again, one tensor at a time: no other process ever holds more
-    than one whole tensor besides its parts."""
+    than one whole tensor besides its parts, and that in host memory."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -259,15 +259,22 @@ class Sharded:
                 local_part(tensor).copy_(full[first:last] if isinstance(tensor, DTensor) else full)
 
     def _joined(self, tensor: DTensor) -> torch.Tensor:
-        """In host memory, on rank 0; elsewhere what came of it is dropped."""
-        counts = [
-            last - first
-            for first, last in (
-                share_of_rows(len(tensor), rank, self.world.size) for rank in range(self.world.size)
-            )
-        ]
-        full = self.world.gather_rows(local_part(tensor).contiguous(), counts)
-        return full.cpu() if self.world.first else full.new_empty(0)
+        """In host memory, on rank 0, which is sent the others' rows; elsewhere nothing."""
+        world, mine = self.world, local_part(tensor).contiguous()
+        if not world.first:
+            if mine.numel():
+                world.send_later(mine, to=0).wait()
+            return torch.empty(0)
+        full = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for rank in range(world.size):
+            first, last = share_of_rows(len(tensor), rank, world.size)
+            rows = full[first:last]
+            if rank == 0:
+                rows.copy_(mine)
+            elif rows.numel():
+                came = torch.empty(rows.shape, dtype=rows.dtype, device=world.device)
+                rows.copy_(world.receive_later(came, source=rank).wait())
+        return full
 
     def _rows(self, tensor: torch.Tensor) -> tuple[int, int]:
         return share_of_rows(len(tensor), self.world.rank, self.world.size) if tensor.ndim else (0, 0)

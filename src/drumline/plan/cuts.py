@@ -210,6 +210,24 @@ def describe_split(found: StageSplit) -> list[str]:
     return [*lines, f"  not worth it: {stages} devices, less than {stages / 2:g} x the speed. {why}"]
 
 
+def read(words: Sequence[str]) -> Options:
+    """The words after `drumline plan`; every mistake is told at once."""
+    values: dict[str, Any] = {}
+    mistakes: list[UserError] = []
+    waiting = deque(words)
+    while waiting:
+        try:
+            name, value = _flag(waiting.popleft(), waiting)
+            values[name] = value
+        except UserError as mistake:
+            mistakes.append(mistake)
+    if "cuts" not in values and not mistakes:
+        mistakes.append(UserError("plan needs a model", "for example drumline plan --cuts resnet50"))
+    if mistakes:
+        raise together(mistakes)
+    return Options(**values)
+
+
 _WIDTH = 100
 _COLUMNS = (6, 9, 9, 7, 8, 11, 13)
 _LARGEST = {"batch": 65536, "micro_batches": 65536, "size": 16384, "classes": 10**7, "repeats": 1000}
@@ -233,24 +251,6 @@ def _row(place: str, *cells: str) -> str:
     row = "".join(f"  {cell:>{width}}" for cell, width in zip(cells, _COLUMNS, strict=True))
     room = _WIDTH - len(row)
     return f"{place:<{room}}{row}" if len(place) <= room else f"{place}\n{'':<{room}}{row}"
-
-
-def read(words: Sequence[str]) -> Options:
-    """The words after `drumline plan`; every mistake is told at once."""
-    values: dict[str, Any] = {}
-    mistakes: list[UserError] = []
-    waiting = deque(words)
-    while waiting:
-        try:
-            name, value = _flag(waiting.popleft(), waiting)
-            values[name] = value
-        except UserError as mistake:
-            mistakes.append(mistake)
-    if "cuts" not in values and not mistakes:
-        mistakes.append(UserError("plan needs a model", "for example drumline plan --cuts resnet50"))
-    if mistakes:
-        raise together(mistakes)
-    return Options(**values)
 
 
 def _flag(word: str, waiting: deque[str]) -> tuple[str, Any]:

@@ -23,13 +23,14 @@ from drumline.data.views import Batch
 from drumline.guard.finding import Finding
 from drumline.guard.forwards import tensors_in
 from drumline.launch.world import World
+from drumline.parallel.pipeline.pipelined import Pipelined
 from drumline.state.atomic import write_bytes
 from drumline.train.step import TrainStep
 
 FIX = "lower optim.lr, add optim.warmup_epochs or optim.clip, or use train.precision fp32"
 _KINDS = ("parameter", "output", "loss", "gradient")
-Pieces = dict[int, Batch]
-"""Thread to the piece of the batch that it runs: shards of strict mode may take turns."""
+Pieces = dict[int, tuple[int, Batch]]
+"""Thread to the stage that it runs, and to the piece of the batch: shards of strict mode may take turns."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,13 @@ class Culprit:
     name: str
     samples: tuple[int, ...] = ()
     """Sample ids of the rows, where it has one for each sample and not all are."""
+    stage: int = 0
+    """Of a pipeline. What one stage gives to the next, or back, is found there once more."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The lowest was first."""
+        return _KINDS.index(self.kind), -self.stage if self.kind == "gradient" else self.stage
 
     def __str__(self) -> str:
         return {
@@ -55,19 +63,25 @@ def examine(step: TrainStep, batch: Batch, index: int) -> Culprit | None:
     found: list[Culprit] = []
     module = step.trainee.module
     for name, parameter in module.named_parameters():
-        if not _finite(parameter):
+        if not parameter.is_meta and not _finite(parameter):
             found.append(Culprit("parameter", name))
             break
-    # A compiled model would not call the hooks.
-    with _watched(module, found) as current, torch.compiler.set_stance("force_eager"):
-        step.replay(batch, index, _Looking(step, found, current))
-    return min(found, key=lambda culprit: _KINDS.index(culprit.kind), default=None)
+    if isinstance(step.exchange, Pipelined):
+        current = step.exchange.current
+        with _watched(module, found, current), _watched_gradients(step.exchange, found):
+            step.replay(batch, index, _LookingOn(step, found))
+    else:
+        current = {}
+        # A compiled model would not call the hooks.
+        with _watched(module, found, current), torch.compiler.set_stance("force_eager"):
+            step.replay(batch, index, _Looking(step, found, current))
+    return min(found, key=lambda culprit: culprit.order, default=None)
 
 
 def agree(mine: Culprit | None, batch: Batch, world: World) -> tuple[int, Culprit | None, Batch]:
     """The rank and the culprit that count (earliest kind, lowest rank), and that rank's batch, on every rank."""
     all_of_them: list[Culprit | None] = world.collect(mine)
-    named = [(_KINDS.index(culprit.kind), rank) for rank, culprit in enumerate(all_of_them) if culprit]
+    named = [(culprit.order, rank) for rank, culprit in enumerate(all_of_them) if culprit]
     rank = min(named)[1] if named else 0
     theirs = world.collect(Batch(*(tensor.cpu() for tensor in batch)) if world.rank == rank else None)[rank]
     return rank, all_of_them[rank], theirs
@@ -104,9 +118,8 @@ def not_finite(
 
 
 @contextmanager
-def _watched(module: nn.Module, found: list[Culprit]) -> Iterator[Pieces]:
-    """Looks at every part's output; what it gives is told which piece of the batch each thread runs."""
-    current: Pieces = {}
+def _watched(module: nn.Module, found: list[Culprit], current: Pieces) -> Iterator[None]:
+    """Looks at every part's output; `current` is told what each thread runs."""
 
     def looked(name: str, part: nn.Module, inputs: Any, output: Any) -> None:
         if any(culprit.kind == "output" for culprit in found):
@@ -118,16 +131,56 @@ def _watched(module: nn.Module, found: list[Culprit]) -> Iterator[Pieces]:
                     if name
                     else f"the whole model ({type(part).__name__})"
                 )
-                piece = current.get(get_ident())
-                found.append(Culprit("output", words, _rows(tensor, piece.samples if piece else None)))
+                stage, piece = current.get(get_ident(), (0, None))
+                rows = _rows(tensor, piece.samples if piece else None)
+                found.append(Culprit("output", words, rows, stage))
                 return
 
     handles = [part.register_forward_hook(partial(looked, name)) for name, part in module.named_modules()]
     try:
-        yield current
+        yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _watched_gradients(exchange: Pipelined, found: list[Culprit]) -> Iterator[None]:
+    """Looks at gradients as they come, before replicas bring theirs together."""
+    names = {id(parameter): name for name, parameter in exchange.staged.module.named_parameters()}
+
+    def looked(stage: int, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None and not found and not _finite(parameter.grad):
+            found.append(Culprit("gradient", names[id(parameter)], stage=stage))
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(partial(looked, stage))
+        for stage, parameters in exchange.staged.parameters.items()
+        for parameter in parameters
+        if parameter.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(frozen=True)
+class _LookingOn:
+    """A step's own passes, in stages: backward goes from process to process and is not to be asked for here."""
+
+    step: TrainStep
+    found: list[Culprit]
+
+    def images(self, batch: Batch) -> torch.Tensor:
+        return self.step.images(batch)
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        loss = self.step.loss(batch)
+        if not self.found and not _finite(loss):
+            self.found.append(Culprit("loss", ""))
+        return loss
 
 
 @dataclass(frozen=True)
@@ -144,7 +197,7 @@ class _Looking:
 
     def loss(self, batch: Batch) -> torch.Tensor:
         step, found = self.step, self.found
-        self.current[get_ident()] = batch
+        self.current[get_ident()] = 0, batch
         outcome = step.outcome(step.trainee.module, batch)
         named = [(name, p) for name, p in step.trainee.module.named_parameters() if p.requires_grad]
         loss = outcome.loss * (step.exchange.weight / step.global_batch)

@@ -93,9 +93,13 @@ def take_steps(run: Running, stop: StopSign, guards: Guards) -> tuple[Position, 
         for index in range(position.step, plan.total):
             rate = plan.schedule(index)
             guards.before(index)
+            if run.picture is not None:
+                run.picture.before(index)
             clock.step_begin()
             run.step(batch, index, rate)
             clock.step_end()
+            if run.picture is not None:
+                run.picture.after(index)
 
             done = index + 1
             position = replace(position, step=done)

@@ -17,7 +17,7 @@ from torch import nn
 from drumline.data.augment import Augmentation, mean_colour
 from drumline.data.choose import choose_workers
 from drumline.data.ledger import Ledger
-from drumline.data.loader import Batches, Workers, batches, resident_batches
+from drumline.data.loader import Batches, Workers, batches, blank_batches, resident_batches
 from drumline.data.order import Request, evaluation_requests, steps_per_epoch, training_requests
 from drumline.data.resident import ResidentSet, fits_on_device, resident_feed
 from drumline.data.sources import ArraySource, Source, SourceSpec, detect_source, open_source
@@ -31,7 +31,7 @@ from drumline.models.weights import WeightFields, resolve_weights
 from drumline.parallel.layout import lay_out, resolve_layout
 from drumline.recipe import Data, Recipe
 from drumline.recipe_checks import shard_count
-from drumline.recipe_layouts import STAGED
+from drumline.recipe_layouts import ONE_SCALE, STAGED
 from drumline.state.checkpoint import MANIFEST, Unsound, examined, verify_checkpoint, verify_checksums
 from drumline.train.ema import Average
 from drumline.train.optim import build_optimizer
@@ -84,10 +84,14 @@ class Sets:
     def eval_batch(self) -> int:
         return min(EVALUATION_BATCH, len(self.eval))
 
-    def training(self, recipe: Recipe, world: World, first_step: int, last_step: int) -> Batches:
-        """This rank's batches from `first_step` on."""
+    def training(
+        self, recipe: Recipe, world: World, first_step: int, last_step: int, blank: bool = False
+    ) -> Batches:
+        """This rank's batches from `first_step` on; `blank` ones for who computes no images and no labels."""
         resident = self.name == "synthetic"
-        requests = self.requests(recipe, world, 0 if resident else first_step, last_step)
+        requests = self.requests(recipe, world, 0 if resident and not blank else first_step, last_step)
+        if blank:
+            return blank_batches(self.train, self.view, recipe.run.seed, requests, world.device)
         if resident:
             return resident_batches(
                 self.train, self.view, recipe.run.seed, requests, first_step, world.device
@@ -113,14 +117,16 @@ class Sets:
             part=own_share(recipe, world.rank, world.size, self.unit),
         )
 
-    def evaluation(self, recipe: Recipe, world: World) -> Batches:
-        """This rank's evaluation batches."""
+    def evaluation(self, recipe: Recipe, world: World, blank: bool = False) -> Batches:
+        """This rank's evaluation batches; with `blank`, images are for others to see."""
         requests = evaluation_requests(
             samples=len(self.eval), batch=self.eval_batch, rank=world.rank, world=world.size
         )
+        view = self.view.for_evaluation()
+        if blank:
+            return blank_batches(self.eval, view, recipe.run.seed, requests, world.device)
         if self.resident_eval is not None:
             return resident_feed(self.resident_eval, recipe.run.seed, requests)
-        view = self.view.for_evaluation()
         return batches(
             self.eval_spec,
             self.eval,
@@ -301,10 +307,15 @@ def normaliser(sets: Sets, recipe: Recipe, world: World) -> Normalise:
 def precision(recipe: Recipe, world: World) -> torch.dtype | None:
     """The autocast type; None computes in fp32."""
     wanted = recipe.train.precision
+    several = recipe.parallel.layout in STAGED and world.size > 1
+    if wanted == "fp16" and several:
+        raise UserError(f"train.precision = fp16: {ONE_SCALE}", "use bf16 or fp32")
     if wanted == "auto":
         if world.device.type == "cpu":
             return None
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.bfloat16
+        return None if several else torch.float16
     if wanted == "fp16" and world.device.type == "cpu":
         raise UserError("train.precision = fp16 needs a GPU", "use bf16 or fp32 on a CPU")
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[wanted]

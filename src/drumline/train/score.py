@@ -15,6 +15,7 @@ from drumline.data.views import Batch
 from drumline.launch.world import World
 from drumline.observe.display import make_display, progress
 from drumline.parallel.grid import Grid, make_grid
+from drumline.parallel.pipeline.chain import Chain
 from drumline.recipe import Recipe
 from drumline.train import broken, prepare
 from drumline.train.evaluate import Score, evaluate
@@ -48,7 +49,9 @@ def score_module(
     `watch` is told how many samples are done; the
     batches are drawn `through` a function that may show them; `rival` and `record` are of `evaluate`."""
     world = grid.world
-    with closing(sets.evaluation(recipe, grid.peers)) as batches:
+    with closing(
+        sets.evaluation(recipe, grid.peers, blank=isinstance(module, Chain) and not grid.reads)
+    ) as batches:
         return evaluate(
             module,
             through(batches),

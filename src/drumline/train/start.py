@@ -44,9 +44,10 @@ from drumline.train import prepare, spread
 from drumline.train.agreement import check_data, check_recipes
 from drumline.train.finite import Finite
 from drumline.train.meter import MeterReader
+from drumline.train.picture import Picture
 from drumline.train.prove import prove
 from drumline.train.reporter import Reporter
-from drumline.train.staged import Laid, lay_in_stages, prepare_shape
+from drumline.train.staged import Laid, lane_names, lay_in_stages, prepare_shape
 from drumline.train.step import NotCapturable, TrainStep
 from drumline.train.task import Builder, Task
 from drumline.train.trainee import Trainee
@@ -76,6 +77,8 @@ class Running:
     holding: Holding
     laid: Laid | None
     """The model in stages, where the layout has them."""
+    picture: Picture | None
+    """Of one of its steps."""
 
     def note(self, text: str) -> None:
         """A line for the log and the screen."""
@@ -93,7 +96,9 @@ class Running:
 
     def _fed(self, sets: prepare.Sets, first_step: int, last_step: int) -> Batches:
         peers = self.grid.peers
-        batches = sets.training(self.recipe, peers, first_step, last_step)
+        # The last place reads too: a broken sample's label is that of its substitute.
+        blank = not self.grid.reads and not self.grid.ends
+        batches = sets.training(self.recipe, peers, first_step, last_step, blank)
         return self.task.feed(batches, sets.requests(self.recipe, peers, first_step, last_step))
 
     def rehearse(self, batch: Batch) -> None:
@@ -113,7 +118,9 @@ class Running:
         self._check_draws()
         if self.laid is not None:
             folder = self.folder.path if self.folder else None
-            prove(self.laid, self.step, batch, self.position.step, self.holding, folder, self.note)
+            spans = prove(self.laid, self.step, batch, self.position.step, self.holding, folder, self.note)
+            assert self.picture is not None
+            self.picture.expect(spans, self.position.step)
         captured, why_not = prepare.captures(self.recipe, self.world)
         if captured:
             try:
@@ -242,6 +249,7 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
         moved_in=moved_in,
         holding=holding,
         laid=laid,
+        picture=_picture(recipe, laid, folder, logbook) if laid else None,
     )
     words = _opening_words(recipe, sets, plan, task.model, step, world, threads)
     for word in (
@@ -254,6 +262,16 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
         if word:
             run.note(word)
     return run
+
+
+def _picture(recipe: Recipe, laid: Laid, folder: Opened | None, logbook: Logbook) -> Picture:
+    shape = laid.exchange.shape
+    title = (
+        f"{recipe.model.name}, {recipe.parallel.layout} {shape.schedule}, {shape.stages} stages, "
+        f"{shape.micro_batches} micro-batches"
+    )
+    names = lane_names(laid.segments, shape)
+    return Picture(laid.exchange, title, names, folder.path if folder else None, logbook.note)
 
 
 def _open_books(

@@ -118,6 +118,7 @@ def lane(
     stages: Sequence[nn.Module],
     batches: Sequence[tuple[Tensor, Tensor]],
     carrier: Carrier,
+    device: torch.device = CPU,
 ) -> Lane:
     chunks = len(stages) // ranks
     return Lane(
@@ -126,7 +127,7 @@ def lane(
         len(stages) - 1,
         boundaries(stages, [images for images, _ in batches]),
         carrier,
-        CPU,
+        device,
     )
 
 

@@ -13,13 +13,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from drumline.launch.world import alone
 from drumline.parallel.pipeline import schedule as schedules
 from drumline.parallel.pipeline.boundary import TensorSpec
-from drumline.parallel.pipeline.carriers import dense, flat
+from drumline.parallel.pipeline.carriers import Carrier, dense, flat
 from drumline.parallel.pipeline.execute import Lane, run_lanes
 from drumline.parallel.pipeline.instructions import Kind
 from drumline.parallel.pipeline.mailbox import Mailbox, Place, straight
 from drumline.parallel.pipeline.record import Recorder
+from drumline.parallel.pipeline.wire import Wire
 from tests.launch.ranks import one_thread, results_of
 from tests.parallel.pipeline import lanes
 from tests.parallel.pipeline.lanes import CPU
@@ -194,6 +196,29 @@ def test_a_gradient_on_its_way_is_not_a_parameter_s_own() -> None:
     run_two([first, Shift()], [torch.ones(1, 6)] * 2, move=slow)
     assert first.bias.grad is not None
     assert torch.equal(first.bias.grad, 2 * torch.arange(6.0))
+
+
+@pytest.mark.parametrize("carrier", [Mailbox(places(1)).seats[0], Wire(alone(CPU), alone(CPU))])
+def test_a_rank_that_sends_to_itself_may_change_what_it_gets(carrier: Carrier) -> None:
+    """The stage before still needs its output for its own gradient."""
+
+    class Give(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+            return (super().forward(x).sigmoid(),)
+
+    class Double(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mul_(2).sum()
+
+    stages, inputs = [Give(3, 3), Double()], [torch.ones(1, 3)] * 2
+    items = schedules.instruction_lists("interleaved", 1, 2, 2, reduces=False)[0]
+    lane = Lane(items, dict(enumerate(stages)), 1, lanes.boundaries(stages, inputs), carrier, CPU)
+    lane.run(lambda micro: inputs[micro], lambda micro, output: output)
+    found, stages[0].weight.grad = stages[0].weight.grad, None
+    for each in inputs:
+        (stages[0](each)[0] * 2).sum().backward()
+    assert isinstance(found, Tensor)
+    assert torch.equal(found, stages[0].weight.grad)  # type: ignore[arg-type]
 
 
 def run_two(
@@ -414,12 +439,14 @@ def test_a_stage_whose_gradient_nobody_announced_is_refused() -> None:
         run_lanes(box, all_lanes, lambda micro: torch.ones(2), lambda micro, output: output)
 
 
+@pytest.mark.slow
 def test_processes_give_the_bits_of_accumulation() -> None:
     for found in results_of("tests.parallel.pipeline.lane_ranks", 2):
         assert found["wrong"] == []
         assert found["evaluated"]
 
 
+@pytest.mark.slow
 def test_processes_hold_what_the_schedule_promises() -> None:
     for found in results_of("tests.parallel.pipeline.lane_ranks", 2):
         assert found["in_flight"] == found["promised"]

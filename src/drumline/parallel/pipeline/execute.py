@@ -217,16 +217,11 @@ class Lane:
             for spec, gradient in zip(specs, held.arrived, strict=True)
             if spec.requires_grad
         ]
-        self.carrier.send_gradient(
-            stage, micro, self._unshared(stage, gradients) if micro == 0 else gradients
-        )
-
-    def _unshared(self, stage: int, gradients: Iterable[Tensor]) -> list[Tensor]:
-        """Autograd may give a parameter its first `.grad` in the memory of an input's gradient (x + bias.view(...)):
-        the next micro-batch would add to it while it is being sent."""
-        grads = (parameter.grad for parameter in self.stages[stage].parameters())
-        taken = {grad.untyped_storage().data_ptr() for grad in grads if grad is not None}
-        return [each.clone() if each.untyped_storage().data_ptr() in taken else each for each in gradients]
+        if micro == 0:
+            # Autograd may give a parameter its first `.grad` in the memory of an input's gradient, as in
+            # x + bias.view(1, 6), and the next micro-batch would add to it while it is being sent.
+            gradients = [gradient.clone() for gradient in gradients]
+        self.carrier.send_gradient(stage, micro, gradients)
 
     def _make_room(self, held: _Held, specs: Iterable[TensorSpec]) -> None:
         size = sum(spec.bytes for spec in specs)

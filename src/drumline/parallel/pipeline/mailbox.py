@@ -103,9 +103,11 @@ class Mailbox:
             if place.compute is not None:
                 torch.cuda.current_stream(place.device).wait_stream(place.compute)
         if post.error is not None:
-            if post.cuda:  # copies may still be on their way into memory that is now given back
-                with suppress(RuntimeError):
-                    torch.cuda.synchronize()
+            # Copies may still be on their way into memory that is now given back.
+            with suppress(RuntimeError):
+                for place in self.places:
+                    if place.compute is not None:
+                        torch.cuda.synchronize(place.device)
             raise post.error
         return results
 

@@ -108,6 +108,8 @@ class Pipelined(Everything):
         ]
         self.recording = False
         """Whether the next step notes when each thing was done."""
+        self.current: dict[int, tuple[int, Batch]] = {}
+        """What each thread computes at the moment, for those who look on: the stage, and the piece of the batch."""
         self._sum = GradientSum(staged.parameters, grid.peers)
         self.buffers = BufferMean(staged.module, grid.peers)
         # One generator serves all lanes of a process: a stage that draws has it to itself.
@@ -120,7 +122,9 @@ class Pipelined(Everything):
         pieces = [piece_of(batch, first, last) for first, last in pairwise(cuts)]
         self._sizes = [len(piece.labels) for piece in pieces]
         for size in set(self._sizes):
-            self.staged.specs(0, size)  # found here, once: it swaps tensors of the model, which lanes compute with
+            self.staged.specs(
+                0, size
+            )  # found here, once: it swaps tensors of the model, which lanes compute with
         entry, tail = self.lanes[0].device, self.staged.tail
 
         def feed(micro: int) -> Tensor:
@@ -133,6 +137,7 @@ class Pipelined(Everything):
         @contextmanager
         def around(stage: int, micro: int) -> Iterator[None]:
             with self._drawing if draws.active and self._box else nullcontext():
+                self.current[threading.get_ident()] = stage, pieces[micro]
                 draws.switch(micro * len(self._own) + self._own.index(stage))
                 with self.autocast():
                     yield
@@ -146,6 +151,7 @@ class Pipelined(Everything):
                 recorders[0].start()
             self.lanes[0].run(feed, score, around, self._sum.begin, recorders[0] if recorders else None)
         self._sum.finish()
+        self.current.clear()
         commit_statistics(self._module)
 
     def autocast(self) -> torch.autocast:

@@ -30,6 +30,12 @@ RECEIVE_AHEAD = 2
 Of 1500 simulated uneven steps, 1 made some up to 23 % longer and more than 2 made none shorter; a receive that waits
 holds memory (and, on a GPU, multiprocessors)."""
 
+WHY_NOT_SPLIT = (
+    "is not offered: it splits each backward pass in two, which passes by the gradient hooks of the parameters, so "
+    "gradients averaged over replicas would silently be wrong"
+)
+INSTEAD_OF_SPLIT = "use 1f1b, or interleaved for a smaller bubble"
+
 Channel = tuple[int, int, Kind]
 """From rank, to rank, and SEND_OUTPUT or SEND_GRADIENT: two ranks may send each other both."""
 
@@ -42,6 +48,11 @@ def instruction_lists(
     _refuse(schedule, ranks, chunks, micro_batches)
     orders = (_order(schedule, ranks, chunks, micro_batches, rank) for rank in range(ranks))
     return tuple(_with_transfers(order, ranks * chunks, reduces) for order in orders)
+
+
+def splits_backward(schedule: str) -> bool:
+    """Whether the name is that of a zero-bubble schedule."""
+    return any(part in schedule.lower() for part in ("zero", "zb", "dualpipe"))
 
 
 def forwards(ranks: int, chunks: int, micro_batches: int) -> tuple[tuple[Instruction, ...], ...]:
@@ -99,13 +110,8 @@ def check(lists: Lists) -> None:
 
 
 def _refuse(schedule: str, ranks: int, chunks: int, micro_batches: int) -> None:
-    name = schedule.lower()
-    if any(part in name for part in ("zero", "zb", "dualpipe")):
-        raise UserError(
-            f"parallel.schedule = {schedule} is not offered: it splits each backward pass in two, which passes by "
-            "the gradient hooks of the parameters, so gradients averaged over replicas would silently be wrong",
-            "use 1f1b, or interleaved for a smaller bubble",
-        )
+    if splits_backward(schedule):
+        raise UserError(f"parallel.schedule = {schedule} {WHY_NOT_SPLIT}", INSTEAD_OF_SPLIT)
     if schedule not in SCHEDULES:
         raise UserError(f"parallel.schedule = {schedule} is not known", f"use one of {', '.join(SCHEDULES)}")
     _refuse_counts(ranks, micro_batches)

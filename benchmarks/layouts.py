@@ -1,0 +1,292 @@
+"""Step time of every schedule on virtual stages against the ideal, 1 / (1 + (P - 1) / (M C)) of perfect speed.
+
+    python benchmarks/layouts.py
+    python benchmarks/layouts.py --rounds 9 --log layouts.jsonl
+
+Each stage sleeps a known time (8 ms forward, 16 ms backward for a micro-batch; half of that where a rank has two
+stages) and hands 256 KiB on, through the real executor: once with a thread for each rank (one process, virtual
+devices), once with a process for each rank over gloo. Sleeping needs no processor, so what is missing to the ideal is
+scheduling and transport. A third table adds a second replica and the exchange of gradients. Cases take turns, round
+after round; shown are medians. P ranks, M micro-batches, C stages on a rank. Prints markdown tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from drumline.launch.environment import read_place
+from drumline.launch.network import free_port
+from drumline.launch.world import World, join
+from drumline.parallel.grid import Grid, make_grid
+from drumline.parallel.pipeline.mailbox import Mailbox, Place
+from drumline.parallel.pipeline.pipelined import GradientSum
+from drumline.parallel.pipeline.schedule import SCHEDULES
+from drumline.parallel.pipeline.wire import Wire
+from pipelines import CPU, Asleep, Case, Log, machine, median_ms, turns
+
+WITHIN = 0.05
+STEPS = 2
+"""Back to back, for one measurement over processes: rank 0 computes first and last, so its clock tells all."""
+PROCESSES = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured; travels to the ranks as JSON."""
+
+    ranks: tuple[int, ...] = (2, 4)
+    micro_batches: tuple[int, ...] = (4, 8, 16)
+    rounds: int = 5
+    gradient_bytes: int = 8 * 2**20
+    """Of each rank, exchanged with the other replica."""
+    limit: float = 600.0
+
+    def cases(self) -> list[Case]:
+        return [
+            Case(schedule, ranks, count)
+            for schedule in ("model", *SCHEDULES)
+            for ranks in self.ranks
+            for count in self.micro_batches
+        ]
+
+    def exchanges(self) -> list[Case]:
+        return [Case(schedule, 2, self.micro_batches[0]) for schedule in SCHEDULES]
+
+
+QUICK = Plan(ranks=(2,), micro_batches=(4,), rounds=1, gradient_bytes=2**20, limit=60.0)
+
+
+# ---- one process, a thread for each rank
+
+
+def in_threads(plan: Plan) -> dict[Case, list[float]]:
+    measures = {}
+    for case in plan.cases():
+        box = Mailbox([Place.on(CPU) for _ in range(case.ranks)])
+        asleep = Asleep(case, dict(enumerate(box.seats)))
+        asleep.step(box)
+        measures[case] = partial(asleep.step, box)
+    return turns(plan.rounds, measures)
+
+
+def by_itself(case: Case, rounds: int) -> float:
+    """How much longer than its sleeps one rank takes that waits for nobody: the clock's error and the machine's
+    load, which no schedule can help."""
+    box = Mailbox([Place.on(CPU)])
+    asleep = Asleep(Case("gpipe", 1, case.micro_batches), {0: box.seats[0]})
+    return statistics.median(asleep.step(box) for _ in range(rounds)) / asleep.case.work
+
+
+# ---- a process for each rank
+
+ARMS = ("none", "during", "after")
+
+
+def one_rank(plan: Plan, out: Path) -> None:
+    """Measures every case; rank 0 leaves the seconds, a JSON line for each."""
+    torch.set_num_threads(1)
+    world = join(read_place(os.environ), "cpu", "gloo", 300)
+    grids = {ranks: make_grid(world, ranks) for ranks in sorted({2, *plan.ranks})}
+    wires = {ranks: Wire(grid.down, grid.up) for ranks, grid in grids.items()}
+    log = Log(str(out)) if world.first else Log(None)
+
+    def steps(case: Case, asleep: Asleep | None, count: int) -> float:
+        world.barrier()
+        begun = time.perf_counter()
+        for _ in range(count if asleep else 0):
+            asleep.lanes[0].run(asleep.feed, asleep.score)
+        return (time.perf_counter() - begun) / count
+
+    measures = {}
+    for case in plan.cases():
+        grid = grids[case.ranks]
+        own = {grid.place: wires[case.ranks]} if grid.replica == 0 else None
+        asleep = Asleep(case, own) if own else None
+        steps(case, asleep, 1)  # layouts are told once
+        measures[case] = partial(steps, case, asleep, STEPS)
+    for case, seconds in turns(plan.rounds, measures).items():
+        log.add("processes", case=asdict(case), seconds=seconds)
+    exchanges(plan, world, grids[2], wires[2], log)
+    world.close()
+
+
+def exchanges(plan: Plan, world: World, grid: Grid, wire: Wire, log: Log) -> None:
+    """Two replicas of two ranks: a step without exchange, with one for each stage as soon as it is complete, and
+    with all of them once a rank has computed everything."""
+
+    def step(asleep: Asleep, sums: GradientSum, own: Sequence[int], arm: str) -> list[float]:
+        world.barrier()
+        begun = time.perf_counter()
+        (lane,) = asleep.lanes
+        begin = sums.begin if arm == "during" else lambda stage: None
+        if arm != "alone":
+            lane.run(asleep.feed, asleep.score, reduce=begin)
+        if arm in ("after", "alone"):
+            for stage in own:
+                sums.begin(stage)
+        sums.finish()
+        ended = time.perf_counter()
+        moments = world.gather([begun, ended])
+        first = min(start for start, _ in moments)
+        return [max(end for _, end in moments[place::2]) - first for place in range(2)]
+
+    found: dict[tuple[str, str], list[list[float]]] = {}
+    runs = {}
+    for case in plan.exchanges():
+        asleep = Asleep(case, {grid.place: wire}, reduces=True)
+        own = list(asleep.lanes[0].stages)
+        sums = GradientSum({stage: big(plan.gradient_bytes // len(own)) for stage in own}, grid.peers)
+        runs[case] = asleep, sums, own
+        step(*runs[case], "during")
+    for _ in range(plan.rounds):
+        for case, run in runs.items():
+            for arm in (*ARMS, "alone"):
+                found.setdefault((case.schedule, arm), []).append(step(*run, arm))
+    for (schedule, arm), ends in found.items():
+        log.add("exchange", schedule=schedule, arm=arm, ends=ends)
+
+
+def big(size: int) -> list[nn.Parameter]:
+    """A stage's parameters as far as the exchange sees them: gradients that are there."""
+    parameter = nn.Parameter(torch.empty(0))
+    parameter.data = torch.zeros(size // 4)
+    parameter.grad = torch.zeros(size // 4)
+    return [parameter]
+
+
+def over_processes(plan: Plan) -> list[dict[str, object]]:
+    """What the ranks found; empty, with a word, if they did not finish."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.jsonl"
+        common = {
+            "WORLD_SIZE": str(PROCESSES),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port("127.0.0.1")),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        command = [sys.executable, __file__, "--one-rank", json.dumps(asdict(plan)), str(out)]
+        ranks = [
+            subprocess.Popen(
+                command,
+                env={**os.environ, **common, "RANK": str(rank)},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(PROCESSES)
+        ]
+        try:
+            errors = [rank.communicate(timeout=plan.limit)[1] for rank in ranks]
+        except subprocess.TimeoutExpired:
+            errors = [f"not done after {plan.limit:.0f} s"]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        if any(rank.wait() for rank in ranks):
+            print(f"over processes: FAILED\n{errors[0][-2000:]}", file=sys.stderr)
+            return []
+        return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+# ---- the tables
+
+
+def print_steps(
+    plan: Plan, threads: dict[Case, list[float]], processes: dict[Case, list[float]]
+) -> tuple[int, int]:
+    """How many are within 5 % of the ideal, of how many."""
+    head = "of the ideal"
+    print(f"| schedule | P | M | ideal share | ideal, ms | threads, ms | {head} | processes, ms | {head} |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    good = count = 0
+    for case in plan.cases():
+        cells = []
+        for found in (threads, processes):
+            if case not in found:
+                cells += ["-", "-"]
+                continue
+            share = case.ideal / statistics.median(found[case])
+            good, count = good + (share >= 1 - WITHIN), count + 1
+            cells += [f"{median_ms(found[case]):.1f}", f"{100 * share:.1f} %"]
+        print(
+            f"| {case.schedule} | {case.ranks} | {case.micro_batches} | {100 * case.ideal_share:.1f} % | "
+            f"{1e3 * case.ideal:.0f} | {' | '.join(cells)} |",
+            flush=True,
+        )
+    return good, count
+
+
+def print_exchanges(plan: Plan, lines: Sequence[dict[str, object]]) -> None:
+    ends = {(line["schedule"], line["arm"]): line["ends"] for line in lines if line["what"] == "exchange"}
+    print("\n| schedule | without, ms | as stages complete, ms | afterwards, ms | exposed | place 1 ends before |")
+    print("|---|---|---|---|---|---|")
+    for case in plan.exchanges():
+        rows = [ends[case.schedule, arm] for arm in ARMS]
+        step = [median_ms([max(row) for row in found]) for found in rows]  # type: ignore[attr-defined]
+        early = median_ms([row[0] - row[1] for row in rows[1]])  # type: ignore[attr-defined]
+        print(
+            f"| {case.schedule} | {step[0]:.1f} | {step[1]:.1f} | {step[2]:.1f} | {step[1] - step[0]:.1f} ms | "
+            f"{early:.1f} ms |"
+        )
+    each = [max(row) for (_, arm), found in ends.items() if arm == "alone" for row in found]  # type: ignore[attr-defined]
+    print(f"\nThe exchange by itself, both places at once: {median_ms(each):.1f} ms.")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="two ranks, four micro-batches, one round")
+    parser.add_argument("--no-processes", action="store_true", help="threads alone")
+    parser.add_argument("--log", help="a file for JSON lines")
+    parser.add_argument("--one-rank", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one_rank:
+        fields = json.loads(args.one_rank[0])
+        tuples = {name: tuple(fields[name]) for name in ("ranks", "micro_batches")}
+        one_rank(Plan(**{**fields, **tuples}), Path(args.one_rank[1]))
+        return 0
+    plan, log = QUICK if args.quick else Plan(rounds=args.rounds), Log(args.log)
+    print(f"{machine()}; stages that sleep 8 + 16 ms; {plan.rounds} rounds that take turns, medians\n")
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    threads = in_threads(plan)
+    alone = by_itself(plan.cases()[0], plan.rounds)
+    torch.set_num_threads(threads_before)
+    for case, seconds in threads.items():
+        log.add("threads", case=asdict(case), ideal=case.ideal, seconds=seconds)
+    lines = [] if args.no_processes else over_processes(plan)
+    for line in lines:
+        log.add(**line)  # type: ignore[arg-type]
+    processes = {Case(**line["case"]): line["seconds"] for line in lines if line["what"] == "processes"}  # type: ignore[arg-type]
+    good, count = print_steps(plan, threads, processes)  # type: ignore[arg-type]
+    print(
+        f"\n{good} of {count} within {100 * WITHIN:.0f} % of the ideal. One rank that waits for nobody takes "
+        f"{100 * (alone - 1):.1f} % longer than it sleeps."
+    )
+    if processes:
+        print(f"\nTwo replicas of two ranks, M = {plan.micro_batches[0]}; each rank exchanges "
+              f"{plan.gradient_bytes / 2**20:.0f} MiB of gradients.")
+        print_exchanges(plan, lines)
+    return 0 if lines or args.no_processes else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

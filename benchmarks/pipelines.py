@@ -1,0 +1,286 @@
+"""What the benchmarks of pipelines share: stages that sleep, models in stages, and rounds that take turns.
+
+A stage that sleeps computes for an exactly known time and needs no processor for it, so that the real executor can be
+held against the ideal on any machine: what is left over is scheduling and transport.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drumline.parallel.pipeline.boundary import TensorSpec, boundaries
+from drumline.parallel.pipeline.carriers import Carrier
+from drumline.parallel.pipeline.cut import trace
+from drumline.parallel.pipeline.execute import Lane, run_lanes
+from drumline.parallel.pipeline.instructions import Instruction
+from drumline.parallel.pipeline.mailbox import Mailbox
+from drumline.parallel.pipeline.record import Recorder
+from drumline.parallel.pipeline.schedule import instruction_lists
+from drumline.parallel.pipeline.simulate import Span, Times
+
+CPU = torch.device("cpu")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step of a pipeline. `forward` and `backward` are a rank's seconds for one micro-batch, over its stages."""
+
+    schedule: str
+    """`model` is the naive layout: the whole batch through one stage after the other."""
+    ranks: int
+    micro_batches: int
+    forward: float = 0.008
+    backward: float = 0.016
+    floats: int = 65_536
+    """What crosses between two stages, of one micro-batch: 256 KiB unless told otherwise."""
+
+    @property
+    def chunks(self) -> int:
+        return 2 if self.schedule == "interleaved" else 1
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.chunks
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces the batch really goes through in."""
+        return 1 if self.schedule == "model" else self.micro_batches
+
+    @property
+    def size(self) -> int:
+        """Of a piece, in micro-batches."""
+        return self.micro_batches // self.pieces
+
+    @property
+    def work(self) -> float:
+        """Seconds that each rank computes."""
+        return self.micro_batches * (self.forward + self.backward)
+
+    @property
+    def ideal_share(self) -> float:
+        """Of the step, in which a rank computes: 1 / (1 + (P - 1) / (M C))."""
+        return 1 / (1 + (self.ranks - 1) / (self.pieces * self.chunks))
+
+    @property
+    def ideal(self) -> float:
+        """Seconds of a step with equal stages and copies that take no time."""
+        return self.work / self.ideal_share
+
+    def lists(self, reduces: bool = False) -> tuple[tuple[Instruction, ...], ...]:
+        schedule = "gpipe" if self.schedule == "model" else self.schedule
+        return instruction_lists(schedule, self.ranks, self.chunks, self.pieces, reduces)
+
+    def times(self, transfer: float = 0.0, beside: bool = True) -> Times:
+        """For the simulator; a copy that does not go on beside the computing holds its sender up as computing does."""
+        each, added = self.size / self.chunks, 0.0 if beside else transfer
+        last = self.stages - 1
+        return Times(
+            forward=[each * self.forward + added * (stage < last) for stage in range(self.stages)],
+            backward=[each * self.backward + added * (stage > 0) for stage in range(self.stages)],
+            transfer=[transfer if beside else 0.0] * last,
+            reduce=[0.0] * self.stages,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.schedule}, P = {self.ranks}, M = {self.micro_batches}"
+
+
+class Sleeper(nn.Module):
+    """A stage that takes an exactly known time, and hands a real tensor on."""
+
+    def __init__(self, forward: float, backward: float, last: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.seconds, self.last = (forward, backward), last
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        given: Tensor = _Sleep.apply(x, self.weight, *self.seconds)
+        return given if self.last else (given,)
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, forward: float, backward: float) -> Tensor:
+        begun = time.perf_counter()
+        ctx.seconds = backward
+        given = x + weight
+        sleep_until(begun + forward)
+        return given
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        begun = time.perf_counter()
+        back, own = gradient + 0, gradient.sum()
+        sleep_until(begun + ctx.seconds)
+        return back, own, None, None
+
+
+def sleep_until(moment: float) -> None:
+    """Of `time.perf_counter`."""
+    if (left := moment - time.perf_counter()) > 0:
+        time.sleep(left)
+
+
+class Asleep:
+    """The lanes of a case whose stages sleep, as far as `carriers` has them: all in one process, or one of many."""
+
+    def __init__(self, case: Case, carriers: Mapping[int, Carrier], reduces: bool = False) -> None:
+        self.case = case
+        each, last = case.size / case.chunks, case.stages - 1
+        lists = case.lists(reduces)
+        self.images = torch.zeros(case.size * case.floats)
+        spec = TensorSpec(tuple(self.images.shape), self.images.dtype, requires_grad=True)
+        self.lanes = [
+            Lane(
+                lists[rank],
+                {
+                    stage: Sleeper(each * case.forward, each * case.backward, stage == last)
+                    for stage in range(rank, case.stages, case.ranks)
+                },
+                last,
+                lambda stage, micro: [spec],
+                carrier,
+                CPU,
+            )
+            for rank, carrier in carriers.items()
+        ]
+
+    def feed(self, micro: int) -> Tensor:
+        return self.images
+
+    @staticmethod
+    def score(micro: int, output: Tensor) -> Tensor:
+        return output[0]
+
+    def step(self, box: Mailbox, recorders: Sequence[Recorder] | None = None) -> float:
+        """All lanes in this process: seconds."""
+        begun = time.perf_counter()
+        run_lanes(box, self.lanes, self.feed, self.score, recorders=recorders)
+        return time.perf_counter() - begun
+
+
+class ModelInStages:
+    """A model cut over the places of one device, or whole, on made-up images: what one step does, without its
+    optimizer."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        images: Tensor,
+        labels: Tensor,
+        micro_batches: int,
+        autocast: torch.dtype | None,
+    ) -> None:
+        cuts = [round(place * len(images) / micro_batches) for place in range(micro_batches + 1)]
+        self.model, self.autocast, self.device = model, autocast, images.device
+        self.pieces = [(images[a:b], labels[a:b]) for a, b in pairwise(cuts)]
+        self._total = len(images)
+
+    def whole(self) -> None:
+        """The reference: one micro-batch after the other through the whole model."""
+        for micro, (images, _) in enumerate(self.pieces):
+            with self.arithmetic():
+                loss = self.score(micro, self.model(images))
+            loss.backward()
+
+    def cut(self, names: Sequence[str], schedule: str, box: Mailbox) -> list[Lane]:
+        """The lanes, by where stages begin."""
+        ranks = len(box.places)
+        segments = self.traced.split(names)
+        stages = [segment.bind(self.model) for segment in segments]
+        specs = {len(each): boundaries(stages, each, self.autocast) for each, _ in self.pieces}
+        lists = instruction_lists(schedule, ranks, len(stages) // ranks, len(self.pieces), reduces=False)
+        return [
+            Lane(
+                lists[rank],
+                dict(list(enumerate(stages))[rank::ranks]),
+                len(stages) - 1,
+                lambda stage, micro: specs[len(self.pieces[micro][0])][stage],
+                box.seats[rank],
+                self.device,
+            )
+            for rank in range(ranks)
+        ]
+
+    @cached_property
+    def traced(self) -> Any:
+        return trace(self.model, sample=self.pieces[0][0])
+
+    def step(
+        self,
+        box: Mailbox,
+        lanes: Sequence[Lane],
+        around: Callable[[int, int], Any] | None = None,
+        recorders: Sequence[Recorder] | None = None,
+    ) -> None:
+        """`around` is entered around each forward; the arithmetic is if there is none."""
+        around = around or (lambda stage, micro: self.arithmetic())
+        run_lanes(
+            box, lanes, lambda micro: self.pieces[micro][0], self.score, switch=around, recorders=recorders
+        )
+
+    def score(self, micro: int, output: Tensor) -> Tensor:
+        return F.cross_entropy(output.float(), self.pieces[micro][1], reduction="sum") / self._total
+
+    def arithmetic(self) -> torch.autocast:
+        return torch.autocast(
+            self.device.type, dtype=self.autocast or torch.bfloat16, enabled=self.autocast is not None
+        )
+
+
+def turns(rounds: int, measures: Mapping[T, Callable[[], float]]) -> dict[T, list[float]]:
+    """What each measured, round after round; each round begins with another one, so that what changes on the machine
+    hits all."""
+    found: dict[T, list[float]] = {key: [] for key in measures}
+    keys = list(measures)
+    for number in range(rounds):
+        first = number % len(keys)
+        for key in keys[first:] + keys[:first]:
+            found[key].append(measures[key]())
+    return found
+
+
+def spans_of(recorders: Sequence[Recorder]) -> list[Span]:
+    return [span for recorder in recorders for span in recorder.spans()]
+
+
+class Log:
+    """Everything measured, a line of JSON each, written at once: a run that is cut off leaves what it had."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = Path(path) if path else None
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text("")
+
+    def add(self, what: str, **fields: Any) -> None:
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps({"what": what, **fields}) + "\n")
+
+
+def median_ms(seconds: Sequence[float]) -> float:
+    return 1e3 * statistics.median(seconds)
+
+
+def machine() -> str:
+    """For the heading of a table."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}"
+    load = os.getloadavg()[0]
+    return f"{os.cpu_count()} CPU cores (load {load:.1f} at the start), torch {torch.__version__}"

@@ -1,0 +1,92 @@
+"""One early step of a run as a picture: when each lane computed which micro-batch, beside what was to be expected.
+
+Promises: one step is recorded, some steps after the start, and costs the others nothing; the prediction is made
+before it, from the times of the rehearsed step. Writes `timeline.svg` and `timeline.json` (for ui.perfetto.dev) into
+the run folder. A picture that cannot be written does not end a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+from drumline.observe.timeline import perfetto, timeline_svg
+from drumline.parallel.grid import Grid
+from drumline.parallel.pipeline.instructions import Kind
+from drumline.parallel.pipeline.pipelined import Pipelined
+from drumline.parallel.pipeline.simulate import Span, Times, bubble, simulate, step_time
+from drumline.state.atomic import write_text
+
+AFTER = 4
+"""Steps after the start that are left to settle before one is recorded."""
+SVG, TRACE = "timeline.svg", "timeline.json"
+
+
+class Picture:
+    """Of one run. All ranks call every method."""
+
+    def __init__(
+        self,
+        exchange: Pipelined,
+        title: str,
+        lanes: Sequence[str],
+        folder: Path | None,
+        note: Callable[[str], None],
+    ) -> None:
+        self.exchange, self.title, self.lanes, self.folder, self.note = exchange, title, lanes, folder, note
+        self.at = -1
+        self._predicted: tuple[Span, ...] = ()
+
+    def expect(self, rehearsed: Sequence[Span], step: int) -> None:
+        """From this process's share of a rehearsed step, before step `step`: how long one will take."""
+        self.at = step + AFTER
+        shape = self.exchange.shape
+        self._predicted = simulate(
+            self.exchange.lists, typical_times(_replica(rehearsed, self.exchange.grid), shape.stages)
+        )
+
+    def before(self, step: int) -> None:
+        if step == self.at:
+            self.exchange.recording = True
+
+    def after(self, step: int) -> None:
+        """Draws the step if it was the one."""
+        if step != self.at:
+            return
+        self.exchange.recording = False
+        measured = _replica(self.exchange.spans(), self.exchange.grid)
+        if self.folder is None:
+            return
+        try:
+            title = f"{self.title}, step {step + 1:,}"
+            write_text(self.folder / SVG, timeline_svg(measured, self._predicted, title, self.lanes))
+            write_text(self.folder / TRACE, perfetto(measured, self._predicted, self.lanes))
+        except OSError as error:
+            self.note(f"WARNING: no picture of the step, {error.strerror or error}: {self.folder / SVG}")
+            return
+        now, expected = (
+            f"bubble {bubble(spans):.1%} of {step_time(spans) * 1e3:.1f} ms"
+            for spans in (measured, self._predicted)
+        )
+        self.note(f"step {step + 1:,}: {now}, expected {expected}; picture in {self.folder / SVG}")
+
+
+def typical_times(spans: Sequence[Span], stages: int) -> Times:
+    """The middle of each stage's times over its micro-batches. Pure."""
+
+    def of(kind: Kind, stage: int) -> float:
+        found = [span.end - span.start for span in spans if span.kind is kind and span.stage == stage]
+        return median(found) if found else 0.0
+
+    return Times(
+        forward=[of(Kind.FORWARD, stage) for stage in range(stages)],
+        backward=[of(Kind.BACKWARD, stage) for stage in range(stages)],
+        transfer=[of(Kind.SEND_OUTPUT, stage) for stage in range(stages - 1)],
+        reduce=[of(Kind.REDUCE, stage) for stage in range(stages)],
+    )
+
+
+def _replica(mine: Sequence[Span], grid: Grid) -> list[Span]:
+    """The spans of the first replica's lanes, on every rank."""
+    return [span for spans in grid.world.collect(list(mine))[: grid.places] for span in spans]

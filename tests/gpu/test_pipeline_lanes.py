@@ -1,0 +1,116 @@
+"""Lanes on virtual devices of one GPU: the bits of accumulation, copies beside computing, the host never waits."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drumline.parallel.pipeline import schedule as schedules
+from drumline.parallel.pipeline.execute import Lane, run_lanes
+from drumline.parallel.pipeline.instructions import Kind
+from drumline.parallel.pipeline.mailbox import Mailbox, Move, Place, straight, through_host
+from drumline.parallel.pipeline.record import Recorder
+from tests.parallel.pipeline import lanes
+from tests.parallel.pipeline.test_execute import chunks_of, step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+GPU = torch.device("cuda", 0)
+
+
+def on_gpu(count: int, channels_last: bool) -> list[tuple[Tensor, Tensor]]:
+    return [(images.to(GPU), labels.to(GPU)) for images, labels in lanes.micro_batches(count, channels_last)]
+
+
+def both(channels_last: bool) -> tuple[lanes.Chain, lanes.Chain]:
+    return lanes.model(channels_last).to(GPU), lanes.model(channels_last).to(GPU)
+
+
+@pytest.mark.usefixtures("repeatable")
+@pytest.mark.parametrize("move", [straight, through_host])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "count"), [("gpipe", 2, 4), ("1f1b", 4, 5), ("interleaved", 2, 4)]
+)
+def test_gradients_are_those_of_accumulation(
+    schedule: str, ranks: int, count: int, overlap: bool, move: Move
+) -> None:
+    batches = on_gpu(count, channels_last=True)
+    alone, piped = both(channels_last=True)
+    box = Mailbox([Place.on(GPU) for _ in range(ranks)], overlap, move)
+    stages = lanes.cut(piped, ranks * chunks_of(schedule))
+    for _ in range(3):
+        lanes.accumulate(alone, batches)
+    run = step(box, schedule, stages, batches, steps=3)
+    assert lanes.differing(alone, piped) == []
+    assert [lane.high_water.micro_batches for lane in run] == [
+        schedules.in_flight(lane.instructions) for lane in run
+    ]
+
+
+@pytest.mark.usefixtures("repeatable")
+def test_autocast_of_the_caller_holds_in_the_lanes() -> None:
+    batches = on_gpu(4, channels_last=False)
+    alone, piped = both(channels_last=False)
+    for images, labels in batches:
+        with torch.autocast("cuda", torch.bfloat16):
+            value = lanes.loss(alone(images), labels)
+        value.backward()
+    with torch.autocast("cuda", torch.bfloat16):
+        step(Mailbox([Place.on(GPU) for _ in range(2)]), "1f1b", lanes.cut(piped, 2), batches)
+    assert lanes.differing(alone, piped) == []
+
+
+class Burn(nn.Module):
+    """Computes for a while on few multiprocessors, and gives a large tensor."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.last, self.weight = last, nn.Parameter(torch.ones((), device=GPU))
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        torch.cuda._sleep(4_000_000)
+        x = x * self.weight
+        return x.sum() if self.last else (x,)
+
+
+def test_copies_run_beside_the_computing_and_the_host_never_waits() -> None:
+    inputs = [torch.ones(8 * 2**20, device=GPU) for _ in range(6)]
+    took = {}
+    for overlap in (True, False):
+        stages = [Burn(last=False), Burn(last=True)]
+        box = Mailbox([Place.on(GPU), Place.on(GPU)], overlap, through_host)
+        lists = schedules.instruction_lists("gpipe", 2, 1, len(inputs), reduces=False)
+        specs = lanes.boundaries(stages, inputs)
+        each = [Lane(lists[r], {r: stages[r]}, 1, specs, box.seats[r], GPU) for r in range(2)]
+        run = partial(run_lanes, box, each, lambda micro: inputs[micro], lambda micro, output: output)
+        run()  # pinned memory is made once
+        recorders = [Recorder(rank, GPU) for rank in range(2)]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        run(recorders=recorders)
+        spans = [span for recorder in recorders for span in recorder.spans()]
+        assert {Kind.SEND_OUTPUT, Kind.SEND_GRADIENT, Kind.WAIT_INPUT} < {span.kind for span in spans}
+        assert all(span.end >= span.start for span in spans)
+        took[overlap] = max(span.end for span in spans) - min(span.start for span in spans)
+    assert took[True] < 0.95 * took[False], took
+
+
+def test_memory_does_not_grow_with_steps() -> None:
+    batches = on_gpu(5, channels_last=True)
+    _, piped = both(channels_last=True)
+    box = Mailbox([Place.on(GPU) for _ in range(4)])
+    step(box, "1f1b", lanes.cut(piped, 4), batches, steps=3)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    step(box, "1f1b", lanes.cut(piped, 4), batches, steps=20)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
