@@ -6,8 +6,10 @@
 Each stage sleeps a known time (8 ms forward, 16 ms backward for a micro-batch; half of that where a rank has two
 stages) and hands 256 KiB on, through the real executor: once with a thread for each rank (one process, virtual
 devices), once with a process for each rank over gloo. Sleeping needs no processor, so what is missing to the ideal is
-scheduling and transport. A third table adds a second replica and the exchange of gradients. Cases take turns, round
-after round; shown are medians. P ranks, M micro-batches, C stages on a rank. Prints markdown tables.
+scheduling, transport, and what the machine adds to every sleep; the last is seen in one rank that does the same work
+and waits for nobody, measured beside the others. A third table adds a second replica and the exchange of gradients.
+Cases take turns, round after round; shown are medians. P ranks, M micro-batches, C stages on a rank. Prints markdown
+tables.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,7 +46,6 @@ from pipelines import CPU, Asleep, Case, Log, machine, median_ms, turns
 WITHIN = 0.05
 STEPS = 2
 """Back to back, for one measurement over processes: rank 0 computes first and last, so its clock tells all."""
-PROCESSES = 4
 
 
 @dataclass(frozen=True)
@@ -53,23 +55,38 @@ class Plan:
     ranks: tuple[int, ...] = (2, 4)
     micro_batches: tuple[int, ...] = (4, 8, 16)
     rounds: int = 5
+    forward: float = 0.008
     gradient_bytes: int = 8 * 2**20
     """Of each rank, exchanged with the other replica."""
+    processes: int = 4
+    """Of them, two for each replica exchange gradients; with two there is one replica, and nothing to exchange."""
     limit: float = 600.0
 
     def cases(self) -> list[Case]:
         return [
-            Case(schedule, ranks, count)
+            Case(schedule, ranks, count, self.forward, 2 * self.forward)
             for schedule in ("model", *SCHEDULES)
             for ranks in self.ranks
             for count in self.micro_batches
         ]
 
+    def every(self) -> list[Case]:
+        """With the rank that waits for nobody."""
+        return list(dict.fromkeys([*self.cases(), *map(by_itself, self.cases())]))
+
     def exchanges(self) -> list[Case]:
-        return [Case(schedule, 2, self.micro_batches[0]) for schedule in SCHEDULES]
+        return [
+            Case(schedule, 2, self.micro_batches[0], self.forward, 2 * self.forward) for schedule in SCHEDULES
+        ]
 
 
-QUICK = Plan(ranks=(2,), micro_batches=(4,), rounds=1, gradient_bytes=2**20, limit=60.0)
+QUICK = Plan(ranks=(2,), micro_batches=(4,), rounds=1, gradient_bytes=2**20, processes=2, limit=120.0)
+
+
+def by_itself(case: Case) -> Case:
+    """One rank with the same sleeps."""
+    pieces, each = case.pieces * case.chunks, case.size / case.chunks
+    return Case("1f1b", 1, pieces, each * case.forward, each * case.backward, case.size * case.floats)
 
 
 # ---- one process, a thread for each rank
@@ -77,20 +94,12 @@ QUICK = Plan(ranks=(2,), micro_batches=(4,), rounds=1, gradient_bytes=2**20, lim
 
 def in_threads(plan: Plan) -> dict[Case, list[float]]:
     measures = {}
-    for case in plan.cases():
+    for case in plan.every():
         box = Mailbox([Place.on(CPU) for _ in range(case.ranks)])
         asleep = Asleep(case, dict(enumerate(box.seats)))
         asleep.step(box)
         measures[case] = partial(asleep.step, box)
     return turns(plan.rounds, measures)
-
-
-def by_itself(case: Case, rounds: int) -> float:
-    """How much longer than its sleeps one rank takes that waits for nobody: the clock's error and the machine's
-    load, which no schedule can help."""
-    box = Mailbox([Place.on(CPU)])
-    asleep = Asleep(Case("gpipe", 1, case.micro_batches), {0: box.seats[0]})
-    return statistics.median(asleep.step(box) for _ in range(rounds)) / asleep.case.work
 
 
 # ---- a process for each rank
@@ -102,19 +111,20 @@ def one_rank(plan: Plan, out: Path) -> None:
     """Measures every case; rank 0 leaves the seconds, a JSON line for each."""
     torch.set_num_threads(1)
     world = join(read_place(os.environ), "cpu", "gloo", 300)
-    grids = {ranks: make_grid(world, ranks) for ranks in sorted({2, *plan.ranks})}
+    grids = {ranks: make_grid(world, ranks) for ranks in sorted({1, 2, *plan.ranks})}
     wires = {ranks: Wire(grid.down, grid.up) for ranks, grid in grids.items()}
     log = Log(str(out)) if world.first else Log(None)
 
     def steps(case: Case, asleep: Asleep | None, count: int) -> float:
         world.barrier()
         begun = time.perf_counter()
-        for _ in range(count if asleep else 0):
-            asleep.lanes[0].run(asleep.feed, asleep.score)
+        if asleep is not None:
+            for _ in range(count):
+                asleep.lanes[0].run(asleep.feed, asleep.score)
         return (time.perf_counter() - begun) / count
 
     measures = {}
-    for case in plan.cases():
+    for case in plan.every():
         grid = grids[case.ranks]
         own = {grid.place: wires[case.ranks]} if grid.replica == 0 else None
         asleep = Asleep(case, own) if own else None
@@ -170,12 +180,12 @@ def big(size: int) -> list[nn.Parameter]:
     return [parameter]
 
 
-def over_processes(plan: Plan) -> list[dict[str, object]]:
+def over_processes(plan: Plan) -> list[dict[str, Any]]:
     """What the ranks found; empty, with a word, if they did not finish."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.jsonl"
         common = {
-            "WORLD_SIZE": str(PROCESSES),
+            "WORLD_SIZE": str(plan.processes),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port("127.0.0.1")),
             "OMP_NUM_THREADS": "1",
@@ -191,7 +201,7 @@ def over_processes(plan: Plan) -> list[dict[str, object]]:
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for rank in range(PROCESSES)
+            for rank in range(plan.processes)
         ]
         try:
             errors = [rank.communicate(timeout=plan.limit)[1] for rank in ranks]
@@ -209,50 +219,60 @@ def over_processes(plan: Plan) -> list[dict[str, object]]:
 # ---- the tables
 
 
-def print_steps(
-    plan: Plan, threads: dict[Case, list[float]], processes: dict[Case, list[float]]
-) -> tuple[int, int]:
-    """How many are within 5 % of the ideal, of how many."""
-    head = "of the ideal"
-    print(f"| schedule | P | M | ideal share | ideal, ms | threads, ms | {head} | processes, ms | {head} |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    good = count = 0
+def print_steps(plan: Plan, found: dict[Case, list[float]]) -> None:
+    print(
+        "| schedule | P | M | ideal share | ideal, ms | measured, ms | of the ideal | beside one rank alone |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    shares: list[tuple[float, float]] = []
     for case in plan.cases():
-        cells = []
-        for found in (threads, processes):
-            if case not in found:
-                cells += ["-", "-"]
-                continue
-            share = case.ideal / statistics.median(found[case])
-            good, count = good + (share >= 1 - WITHIN), count + 1
-            cells += [f"{median_ms(found[case]):.1f}", f"{100 * share:.1f} %"]
+        shares.append(of_ideal(case, found))
+        clock, beside = shares[-1]
         print(
             f"| {case.schedule} | {case.ranks} | {case.micro_batches} | {100 * case.ideal_share:.1f} % | "
-            f"{1e3 * case.ideal:.0f} | {' | '.join(cells)} |",
-            flush=True,
+            f"{1e3 * case.ideal:.0f} | {median_ms(found[case]):.1f} | {100 * clock:.1f} % | {100 * beside:.1f} % |"
         )
-    return good, count
+    good = [sum(share[column] >= 1 - WITHIN for share in shares) for column in range(2)]
+    late = statistics.median(
+        seconds / by_itself(case).work for case in plan.cases() for seconds in found[by_itself(case)]
+    )
+    print(
+        f"\nWithin {100 * WITHIN:.0f} % of the ideal: {good[0]} of {len(shares)}, beside one rank alone {good[1]}. "
+        f"One rank alone takes {100 * (late - 1):.1f} % longer than it sleeps.\n",
+        flush=True,
+    )
 
 
-def print_exchanges(plan: Plan, lines: Sequence[dict[str, object]]) -> None:
+def of_ideal(case: Case, found: dict[Case, list[float]]) -> tuple[float, float]:
+    """The ideal as a share of what was measured: with the sleeps as asked for, and as one rank alone had them in the
+    same round."""
+    alone = found[by_itself(case)]
+    beside = [mine / case.ideal_share / step for mine, step in zip(alone, found[case], strict=True)]
+    return case.ideal / statistics.median(found[case]), statistics.median(beside)
+
+
+def print_exchanges(plan: Plan, lines: Sequence[dict[str, Any]]) -> None:
     ends = {(line["schedule"], line["arm"]): line["ends"] for line in lines if line["what"] == "exchange"}
-    print("\n| schedule | without, ms | as stages complete, ms | afterwards, ms | exposed | place 1 ends before |")
+    print(
+        "| schedule | without, ms | as stages complete, ms | afterwards, ms | exposed | place 1 ends before |"
+    )
     print("|---|---|---|---|---|---|")
     for case in plan.exchanges():
         rows = [ends[case.schedule, arm] for arm in ARMS]
-        step = [median_ms([max(row) for row in found]) for found in rows]  # type: ignore[attr-defined]
-        early = median_ms([row[0] - row[1] for row in rows[1]])  # type: ignore[attr-defined]
+        step = [median_ms([max(row) for row in found]) for found in rows]
+        early = median_ms([row[0] - row[1] for row in rows[1]])
         print(
             f"| {case.schedule} | {step[0]:.1f} | {step[1]:.1f} | {step[2]:.1f} | {step[1] - step[0]:.1f} ms | "
             f"{early:.1f} ms |"
         )
-    each = [max(row) for (_, arm), found in ends.items() if arm == "alone" for row in found]  # type: ignore[attr-defined]
+    each = [max(row) for (_, arm), found in ends.items() if arm == "alone" for row in found]
     print(f"\nThe exchange by itself, both places at once: {median_ms(each):.1f} ms.")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--forward-ms", type=float, default=8.0, help="of a rank; backward takes twice that")
     parser.add_argument("--quick", action="store_true", help="two ranks, four micro-batches, one round")
     parser.add_argument("--no-processes", action="store_true", help="threads alone")
     parser.add_argument("--log", help="a file for JSON lines")
@@ -263,29 +283,35 @@ def main() -> int:
         tuples = {name: tuple(fields[name]) for name in ("ranks", "micro_batches")}
         one_rank(Plan(**{**fields, **tuples}), Path(args.one_rank[1]))
         return 0
-    plan, log = QUICK if args.quick else Plan(rounds=args.rounds), Log(args.log)
-    print(f"{machine()}; stages that sleep 8 + 16 ms; {plan.rounds} rounds that take turns, medians\n")
-    threads_before = torch.get_num_threads()
+    plan = QUICK if args.quick else Plan(rounds=args.rounds, forward=args.forward_ms / 1e3)
+    log = Log(args.log)
+    sleeps = f"{1e3 * plan.forward:g} + {2e3 * plan.forward:g} ms"
+    print(f"{machine()}; stages that sleep {sleeps}; {plan.rounds} rounds that take turns, medians\n")
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
     threads = in_threads(plan)
-    alone = by_itself(plan.cases()[0], plan.rounds)
-    torch.set_num_threads(threads_before)
+    torch.set_num_threads(before)
     for case, seconds in threads.items():
         log.add("threads", case=asdict(case), ideal=case.ideal, seconds=seconds)
-    lines = [] if args.no_processes else over_processes(plan)
+    print("One process, a thread for each rank:\n")
+    print_steps(plan, threads)
+    if args.no_processes:
+        return 0
+    lines = over_processes(plan)
+    if not lines:
+        return 1
     for line in lines:
-        log.add(**line)  # type: ignore[arg-type]
-    processes = {Case(**line["case"]): line["seconds"] for line in lines if line["what"] == "processes"}  # type: ignore[arg-type]
-    good, count = print_steps(plan, threads, processes)  # type: ignore[arg-type]
-    print(
-        f"\n{good} of {count} within {100 * WITHIN:.0f} % of the ideal. One rank that waits for nobody takes "
-        f"{100 * (alone - 1):.1f} % longer than it sleeps."
+        log.add(**line)
+    print("A process for each rank, over gloo:\n")
+    print_steps(
+        plan, {Case(**line["case"]): line["seconds"] for line in lines if line["what"] == "processes"}
     )
-    if processes:
-        print(f"\nTwo replicas of two ranks, M = {plan.micro_batches[0]}; each rank exchanges "
-              f"{plan.gradient_bytes / 2**20:.0f} MiB of gradients.")
-        print_exchanges(plan, lines)
-    return 0 if lines or args.no_processes else 1
+    print(
+        f"{plan.processes // 2} replica(s) of two ranks, M = {plan.micro_batches[0]}; each rank exchanges "
+        f"{plan.gradient_bytes / 2**20:.0f} MiB of gradients:\n"
+    )
+    print_exchanges(plan, lines)
+    return 0
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ class Case:
         return instruction_lists(schedule, self.ranks, self.chunks, self.pieces, reduces)
 
     def times(self, transfer: float = 0.0, beside: bool = True) -> Times:
-        """For the simulator; a copy that does not go on beside the computing holds its sender up as computing does."""
+        """For the simulator; a copy that does not go on beside the computing holds its sender up as that does."""
         each, added = self.size / self.chunks, 0.0 if beside else transfer
         last = self.stages - 1
         return Times(
@@ -188,7 +188,7 @@ class ModelInStages:
     ) -> None:
         cuts = [round(place * len(images) / micro_batches) for place in range(micro_batches + 1)]
         self.model, self.autocast, self.device = model, autocast, images.device
-        self.pieces = [(images[a:b], labels[a:b]) for a, b in pairwise(cuts)]
+        self.pieces = [(images[a:b].clone(), labels[a:b]) for a, b in pairwise(cuts)]
         self._total = len(images)
 
     def whole(self) -> None:
@@ -243,12 +243,16 @@ class ModelInStages:
         )
 
 
-def turns(rounds: int, measures: Mapping[T, Callable[[], float]]) -> dict[T, list[float]]:
+def turns(
+    rounds: int, measures: Mapping[T, Callable[[], float]], until: float = float("inf")
+) -> dict[T, list[float]]:
     """What each measured, round after round; each round begins with another one, so that what changes on the machine
-    hits all."""
+    hits all. No round is begun after the moment `until`, but the first."""
     found: dict[T, list[float]] = {key: [] for key in measures}
     keys = list(measures)
     for number in range(rounds):
+        if number and time.monotonic() > until:
+            break
         first = number % len(keys)
         for key in keys[first:] + keys[:first]:
             found[key].append(measures[key]())
@@ -278,9 +282,9 @@ def median_ms(seconds: Sequence[float]) -> float:
     return 1e3 * statistics.median(seconds)
 
 
-def machine() -> str:
+def machine(device: torch.device = CPU) -> str:
     """For the heading of a table."""
-    if torch.cuda.is_available():
+    if device.type == "cuda":
         return f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}"
     load = os.getloadavg()[0]
     return f"{os.cpu_count()} CPU cores (load {load:.1f} at the start), torch {torch.__version__}"

@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import tarfile
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -266,6 +267,70 @@ def test_distill_quality_makes_each_run_once_and_says_what_is_missing(
     script("distill_quality", *out, "--methods", "kd,dkd")
     assert quality.main() == 1
     assert "Missing: dkd, seed 0: failed: RuntimeError: no such luck" in capsys.readouterr().out
+
+
+def test_layouts_measures_no_schedule_faster_than_its_ideal_and_pipelines_faster_than_none(
+    script: Any, capsys: Any
+) -> None:
+    layouts = script("layouts", "--quick", "--no-processes")
+    assert layouts.main() == 0
+    printed = capsys.readouterr().out
+    found = {name: rows(printed, name)[0] for name in ("model", "gpipe", "1f1b", "interleaved")}
+    for name, ideal in (("model", "192"), ("gpipe", "120"), ("1f1b", "120"), ("interleaved", "108")):
+        assert found[name][4] == ideal
+        assert float(found[name][5]) > float(ideal)
+        if name != "model":
+            assert float(found[name][5]) < float(found["model"][5])
+
+
+@pytest.mark.slow
+def test_layouts_measures_processes_too(script: Any, capsys: Any, tmp_path: Path) -> None:
+    layouts = script("layouts", "--quick", "--log", str(tmp_path / "log"))
+    assert layouts.main() == 0
+    printed = capsys.readouterr().out
+    assert len(rows(printed, "1f1b")) == 3
+    assert "1 replica(s) of two ranks" in printed
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert {line["what"] for line in lines} == {"threads", "processes", "exchange"}
+
+
+def test_layout_memory_notices_a_lane_that_keeps_more_than_promised(
+    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = script("layout_memory", "--quick")
+    assert memory.main() == 0
+    printed = capsys.readouterr().out
+    for name in ("gpipe", "1f1b", "interleaved"):
+        for cells in rows(printed, name):
+            assert cells[3] == cells[4]
+            assert cells[5] == cells[6]
+    monkeypatch.setattr(memory, "promised_in_flight", lambda *arguments: 3)
+    assert memory.main() == 1
+    assert "MORE than promised" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_copy_overlap_shows_a_gain_draws_it_and_notices_other_bits(
+    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    overlap = script("copy_overlap", "--quick", "--out", str(tmp_path))
+    assert overlap.main() == 0
+    printed = capsys.readouterr().out
+    (gpipe,) = rows(printed, "gpipe")
+    assert float(gpipe[4]) < float(gpipe[2])
+    assert [cells[4] for cells in rows(printed, "cifar/resnet8")[:3]] == ["0"] * 3
+    assert {path.suffix for path in tmp_path.iterdir()} == {".svg", ".json"}
+
+    honest = overlap.ModelInStages.score
+    monkeypatch.setattr(overlap, "on_cpu", lambda *arguments: 0)
+    monkeypatch.setattr(overlap, "overlap_on_gpu", lambda *arguments: None)
+
+    def one_off(job: Any, micro: int, output: Any) -> Any:
+        return honest(job, micro, output) * (1 + (micro == 2 and "lane" in threading.current_thread().name))
+
+    monkeypatch.setattr(overlap.ModelInStages, "score", one_off)
+    assert overlap.main() == 1
+    assert rows(capsys.readouterr().out, "cifar/resnet8")[0][4] != "0"
 
 
 def test_distill_quality_refuses_a_method_before_anything_is_trained(

@@ -214,6 +214,13 @@ class Distill:
     """The same for the teacher."""
     teacher_precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Arithmetic of the teacher. `auto`: as the student's."""
+    teacher_layout: Literal["auto", "single", "model", "pipeline"] = "auto"
+    """Where the teacher lies, which need not be as the student. `single`: whole, on the device of every process that
+    computes the loss. `pipeline`: in stages over the processes of the student's pipeline, one on each; a step's
+    micro-batches go through the teacher first. `model`: in stages over the GPUs of each process, which take turns:
+    for a teacher that is too large for one. `auto`: single."""
+    teacher_stages: AutoInt = "auto"
+    """Stages of `teacher_layout` model. `auto`: as many as the process has GPUs to itself."""
     ensemble: Literal["probabilities", "logits"] = "probabilities"
     """What of several teachers is averaged: their softened probabilities, or their logits."""
     shares: tuple[float, ...] = ()

@@ -73,6 +73,7 @@ def _bounds(recipe: Recipe) -> Iterator[Problem]:
         ("distill.a", 0),
         ("distill.initial_epochs", 0),
         ("distill.cache_top", 0),
+        ("distill.teacher_stages", 1),
         ("parallel.processes", 1),
         ("parallel.stages", 1),
         ("parallel.micro_batches", 1),

@@ -57,12 +57,38 @@ def layout_problems(recipe: Recipe, world: int) -> Iterator[Problem]:
         yield Problem(
             "checkpoint.sharded", "only parallel.layout = fsdp shards the state", "leave it out, or use fsdp"
         )
+    yield from _of_the_teacher(recipe)
     if layout in ("auto", "single", "dp", "ddp", "fsdp"):
         yield from _without_stages(recipe)
     if layout in STAGED:
         yield from _with_stages(recipe, world)
     if layout in (*STAGED, "fsdp"):
         yield from _not_with(recipe)
+
+
+def _of_the_teacher(recipe: Recipe) -> Iterator[Problem]:
+    """Where a teacher cannot lie."""
+    distill, layout = recipe.distill, recipe.parallel.layout
+    if distill.teacher_layout == "pipeline":
+        if layout != "pipeline":
+            yield Problem(
+                "distill.teacher_layout",
+                "lays the teacher over the processes of the student's pipeline, and "
+                f"parallel.layout = {layout} has none",
+                "use --parallel.layout pipeline too, or --distill.teacher_layout model",
+            )
+        if distill.cache:
+            yield Problem(
+                "distill.cache",
+                "is filled by a whole teacher in each process, and distill.teacher_layout = pipeline has none",
+                "leave one of them out, or use --distill.teacher_layout model",
+            )
+    if distill.teacher_stages != "auto" and distill.teacher_layout != "model":
+        yield Problem(
+            "distill.teacher_stages",
+            f"distill.teacher_layout = {distill.teacher_layout} does not read it",
+            "leave it out, or use --distill.teacher_layout model",
+        )
 
 
 def _without_stages(recipe: Recipe) -> Iterator[Problem]:
@@ -84,7 +110,7 @@ def _without_stages(recipe: Recipe) -> Iterator[Problem]:
     if parallel.batchnorm != "micro":
         fix = "use train.sync_bn" if parallel.batchnorm == "sync" else "leave it out, or use pipeline"
         yield Problem("parallel.batchnorm", whose, fix)
-    if parallel.virtual:
+    if parallel.virtual and recipe.distill.teacher_layout != "model":
         yield Problem("parallel.virtual", whose, "leave it out, or use --parallel.layout pipeline")
 
 

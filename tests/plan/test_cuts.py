@@ -66,7 +66,7 @@ def test_wrong_words_are_all_told_with_a_fix(line: str, parts: list[str]) -> Non
     [
         ("--cuts resnet19", ["there is no model 'resnet19'", "resnet18"]),
         ("--cuts resnet8 --stages 17", ["resnet8 can be cut into at most 5 stages, not 17"]),
-        ("--cuts vgg16 --size 8", ["images of 8x8 are too small for this VGG"]),
+        ("--cuts vgg8 --size 4", ["images of 4x4 are too small for this VGG"]),
         ("--cuts resnet8 --size 4 --batch 1", ["cannot take these images", "at least 2 images"]),
         ("--cuts resnet8 --device cpu --precision fp16", ["--precision fp16: needs a GPU"]),
     ],

@@ -9,39 +9,36 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from drumline.data.order import evaluation_starts
 from drumline.distill.bundle import Bundle
 from drumline.distill.choose import Chosen, choose, stage_of
 from drumline.distill.gather import Gathered, OverShards, Spread
 from drumline.distill.load import Loaded, load_teachers, other_views
+from drumline.distill.measure import measured, score_words
 from drumline.distill.method import Anatomy, Method, Needs
 from drumline.distill.objective import Distillation, Part
+from drumline.distill.stages import Relayed, Stages, cut_teacher, lay_teacher, plan_stages, stage_words
 from drumline.distill.stored import refuse_uncacheable, store
 from drumline.distill.teacher import Live, Teacher, weights_sha256
 from drumline.errors import UserError
 from drumline.launch.world import World
 from drumline.models.foreign import Tapped, norm_before, with_taps
 from drumline.models.taps import VisionModel
-from drumline.observe.display import Display, progress
+from drumline.observe.display import Display
 from drumline.parallel.grid import Grid
 from drumline.parallel.layout import resolve_layout
 from drumline.parallel.norm import over_everybody, world_total
+from drumline.parallel.pipeline.cut import Segment
 from drumline.parallel.together import Together
 from drumline.recipe import Recipe
 from drumline.recipe_layouts import STAGED
 from drumline.state.checkpoint import newest_sound, read_checkpoint
 from drumline.train import prepare, spread
-from drumline.train.evaluate import Score
 from drumline.train.objective import Classification
-from drumline.train.score import score_module
 from drumline.train.task import Cut, Task, unchanged
 
 
@@ -69,7 +66,8 @@ def lesson(
     _refuse_misfits(recipe, chosen, world)
     classes = len(sets.train.classes)
     student, word = prepare.prepare_model(recipe, classes, world)
-    teachers = load_teachers(recipe, classes, world)
+    stages = plan_stages(recipe, grid)
+    teachers = load_teachers(recipe, classes, world, on_host=stages is not None)
     pair = _Pair.of(recipe, chosen, student, teachers, sets.view.size, world)
     bundle = pair.bundle(recipe.run.seed, runs_student=not stage.name or pair.reads_student, world=world)
     words = [word, *pair.words, *_take_over(bundle, pair.bare, stage.before, world)]
@@ -77,13 +75,19 @@ def lesson(
     if cached:
         refuse_uncacheable(recipe, pair.teacher_taps, sets.name)
     weights = weights_sha256(pair.teachers) if cached else ""
-    teacher = _teacher(recipe, chosen, pair, teachers, world, compiled=recipe.train.compile and not cached)
+    cuts = _cuts(pair, teachers, stages, recipe, sets.view.size, display) if stages else []
+    compiled = recipe.train.compile and not cached and stages is None
+    teacher = _teacher(recipe, chosen, pair, teachers, world, compiled)
     teacher.agree(world)
+    if stages is not None:
+        lay_teacher(teacher, cuts, stages, prepare.channels_last(recipe, world))
+        words += _stages_words(teachers, stages, cuts)
+    relayed = Relayed(teacher) if stages is not None and stages.shape.over_processes else None
     predictions, score = None, None
     if not (stage.name and stage.before):
         predictions = torch.full((len(sets.eval),), -1, device=world.device)
-        score = _measured(teacher, predictions, sets, recipe, grid)
-        told = [_teacher_words(teachers, score, sets.eval.labels), *other_views(recipe, teachers)]
+        score = measured(teacher, predictions, sets, recipe, grid, speaks=grid.ends or relayed is not None)
+        told = [score_words(teachers, score, sets.eval.labels), *other_views(recipe, teachers)]
         words += told
         for line in told if cached else ():  # to be known before a cache is filled for hours
             display.note(line)
@@ -95,17 +99,20 @@ def lesson(
     if cached:
         stored = store(recipe, teacher, _identity(teacher, teachers, weights), sets, plan, world)
     words += stored.words if stored else ()
+    here = relayed is not None or (grid.ends and stored is None)
+    if not here:
+        teacher.leave()
     objective = Distillation(
         parts=_parts(chosen, pair, bundle, torch.from_numpy(sets.train.labels), recipe.run.seed, grid.peers),
         r=chosen.r,
         classification=Classification(recipe.train.label_smoothing, classes),
-        source=stored or Live(teacher),
+        source=stored or relayed or Live(teacher),
         spread=_spread(recipe, chosen, sets.unit, grid.peers, together),
         device=world.device,
         per_epoch=plan.per_epoch,
-        teacher=None if stored else teacher,
+        teacher=teacher if here else None,
         standardise=recipe.distill.standardise,
-        beside=not stored and not pair.asking,
+        beside=not stored and not relayed and not pair.asking,
     )
     words.append(_method_words(chosen, stage))
     return Task(
@@ -116,13 +123,14 @@ def lesson(
         rival=predictions,
         rival_top1=score.accuracy if score else None,
         evaluates=not stage.name,
-        feed=stored.feed if stored else unchanged,
+        feed=stored.feed if stored and grid.ends else unchanged,
         together=together,
         cut=Cut(
             "student",
             {"taps": True} if bundle.taps else {},
             Bundle.after,
-            reads_images=stored is None,
+            reads_images=stored is None and relayed is None,
+            ahead=relayed.ahead if relayed else None,
         ),
     )
 
@@ -183,7 +191,7 @@ class _Pair:
         modules = tuple(each.module for each in teachers)
         wants_taps = any(not method.on_logits for method in methods.values())
         tapped, teacher = student, modules[0]
-        example = torch.zeros((1, 3, size, size), device=world.device)
+        example = torch.zeros((1, 3, size, size))
         for key in ("student_taps", "teacher_taps"):
             if getattr(recipe.distill, key) and not wants_taps:
                 raise UserError(
@@ -243,12 +251,12 @@ class _Pair:
         found = {name: method.helper(*self.anatomies) for name, method in self.methods.items()}
         helpers = {name: helper for name, helper in found.items() if helper is not None}
         made = Bundle(self.student, helpers, self.needs, self.asking, runs_student, self.anatomies[0].classes)
-        return made.to(world.device)
+        return made.to(_device(self.student))
 
 
 def _tapped(model: nn.Module, key: str, text: str, example: Tensor) -> nn.Module:
     try:
-        return with_taps(model, text, example)
+        return with_taps(model, text, example.to(_device(model)))
     except UserError as error:
         raise UserError(f"distill.{key}: {error.what.removeprefix('taps: ')}", error.fix) from error
 
@@ -258,6 +266,7 @@ def anatomy(model: nn.Module, name: str, example: Tensor) -> Anatomy:
     was_training = model.training
     model.eval()
     taps: Mapping[str, Tensor] = {}
+    example = example.to(_device(model))
     with torch.no_grad():
         if isinstance(model, VisionModel | Tapped):
             logits, taps = model(example, taps=True)
@@ -275,6 +284,11 @@ def anatomy(model: nn.Module, name: str, example: Tensor) -> Anatomy:
     norms = {tap: norm for tap in taps if (norm := norm_before(model, tap)) is not None}
     shapes = {tap: tuple(value.shape[1:]) for tap, value in taps.items()}
     return Anatomy(name, shapes, logits.shape[1], norms)
+
+
+def _device(model: nn.Module) -> torch.device:
+    """Where a model lies that has not been cut: on the host, if it is to be."""
+    return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
 
 def _identity(teacher: Teacher, teachers: list[Loaded], weights: str) -> str:
@@ -308,36 +322,21 @@ def _teacher(
     )
 
 
-class _Voice(nn.Module):
-    """A teacher as evaluation wants it; holds no module, so nothing can put the teacher into training mode. Speaks
-    where a pipeline ends: the other places of a replica go through the same samples."""
-
-    def __init__(self, teacher: Teacher, speaks: bool) -> None:
-        super().__init__()
-        self.say = lambda images: teacher(images).logits if speaks else None
-
-    def forward(self, images: Tensor) -> Tensor | None:
-        return self.say(images)
+def _cuts(
+    pair: _Pair, teachers: list[Loaded], stages: Stages, recipe: Recipe, size: int, display: Display
+) -> list[list[Segment]]:
+    """Of each teacher, while its weights are as they were loaded: a trace knows no autocast."""
+    return [
+        cut_teacher(module, each.name, bool(pair.teacher_taps), stages, recipe, size, display)
+        for module, each in zip(pair.teachers, teachers, strict=True)
+    ]
 
 
-def _measured(teacher: Teacher, predictions: Tensor, sets: prepare.Sets, recipe: Recipe, grid: Grid) -> Score:
-    """The teacher's score on the evaluation set; `predictions` takes its first guesses."""
-    peers = grid.peers
-    mine = evaluation_starts(samples=len(sets.eval), batch=sets.eval_batch, rank=peers.rank, world=peers.size)
-    bar = partial(progress, text="measuring the teacher", total=len(mine)) if grid.world.first else iter
-    return score_module(_Voice(teacher, grid.ends), sets, recipe, grid, through=bar, record=predictions)
-
-
-def _teacher_words(teachers: list[Loaded], score: Score, labels: NDArray[np.int64]) -> str:
-    names = " + ".join(f"{each.name} ({each.weights})" for each in teachers)
-    words = f"teacher {names}: top-1 {score.accuracy:.2%} ({score.top1:,} of {score.samples:,})"
-    commonest = np.bincount(labels).max() / len(labels)
-    if score.nonfinite or score.accuracy < commonest + 0.1 * (1 - commonest):
-        words += (
-            ". WARNING: hardly better than chance; are these its weights, and the classes, image size and "
-            "normalisation (data.size, data.mean, data.std) that it was trained with?"
-        )
-    return words
+def _stages_words(teachers: list[Loaded], stages: Stages, cuts: list[list[Segment]]) -> list[str]:
+    return [
+        f"teacher {each.name} {stages.words}: {stage_words(segments)}"
+        for each, segments in zip(teachers, cuts, strict=True)
+    ]
 
 
 def _method_words(chosen: Chosen, stage: Stage) -> str:

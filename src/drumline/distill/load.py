@@ -29,17 +29,17 @@ FIELDS = WeightFields("distill.teacher_weights", "distill.teacher")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A teacher on this process's device, not yet frozen."""
+    """A teacher on this process's device, or on the host; not yet frozen."""
 
     name: str
     weights: str
     module: nn.Module
 
 
-def load_teachers(recipe: Recipe, classes: int, world: World) -> list[Loaded]:
-    """Every teacher of the recipe, in its order."""
+def load_teachers(recipe: Recipe, classes: int, world: World, on_host: bool = False) -> list[Loaded]:
+    """Every teacher of the recipe, in its order; those to be cut into stages stay `on_host`."""
     return [
-        _load(recipe, name, path, classes, world)
+        _load(recipe, name, path, classes, world, on_host)
         for name, path in zip(check_teachers(recipe.distill), recipe.distill.teacher_weights, strict=True)
     ]
 
@@ -114,11 +114,13 @@ def _recipe_of(path: str) -> Path | None:
     return recipe if recipe.is_file() else None
 
 
-def _load(recipe: Recipe, name: str, path: str, classes: int, world: World) -> Loaded:
+def _load(recipe: Recipe, name: str, path: str, classes: int, world: World, on_host: bool) -> Loaded:
     prepare.verify_weights(Path(path), FIELDS)
     wanted = classes if recipe.model.classes == "auto" else recipe.model.classes
     module = create_model(name, classes=wanted)
     load_weights(module, path, strict_head=True, fields=FIELDS)
+    if on_host:
+        return Loaded(name, path, module)
     module = module.to(world.device)
     if prepare.channels_last(recipe, world):
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from drumline.errors import UserError
@@ -195,9 +196,9 @@ def tap_order(tap: str) -> tuple[int, int, int]:
 
 
 def first_tensor(values: object) -> Tensor | None:
-    """The first tensor of an output, or of the arguments of a call."""
-    if isinstance(values, Tensor):
-        return values
+    """The first tensor of an output, or of the arguments of a call. What torch.fx traces counts as one."""
+    if isinstance(values, Tensor | Proxy):
+        return cast("Tensor", values)
     if isinstance(values, list | tuple):
         # A plain loop: torch.compile cannot follow a generator expression that binds a name.
         for value in values:

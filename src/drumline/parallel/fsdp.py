@@ -200,6 +200,10 @@ class ShardedExchange:
 
     def settle(self) -> list[torch.Tensor]:
         """The module's own parameters that got no gradient."""
+        for name, parameter in self._held.sharded.items():
+            # FSDP settles its memory with the first forward; what is updated must be what it gathers.
+            held = self._held.parameters[name]
+            assert not held.numel() or held.data_ptr() == local_part(parameter).data_ptr(), name
         return [each for each in self._module.parameters() if each.requires_grad and each.grad is None]
 
     def norm(self) -> torch.Tensor:

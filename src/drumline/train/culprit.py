@@ -23,6 +23,7 @@ from drumline.data.views import Batch
 from drumline.guard.finding import Finding
 from drumline.guard.forwards import tensors_in
 from drumline.launch.world import World
+from drumline.parallel.local import local_part
 from drumline.parallel.pipeline.pipelined import Pipelined
 from drumline.state.atomic import write_bytes
 from drumline.train.step import TrainStep
@@ -70,6 +71,11 @@ def examine(step: TrainStep, batch: Batch, index: int) -> Culprit | None:
         current = step.exchange.current
         with _watched(module, found, current), _watched_gradients(step.exchange, found):
             step.replay(batch, index, _LookingOn(step, found))
+    elif step.trainee.held is not None:
+        # Autograd knows the gathered parameters only, so gradients are looked at in their parts, exchanged.
+        current = {}
+        with _watched(module, found, current), _watched_parts(module, found):
+            step.replay(batch, index, _LookingOn(step, found, current))
     else:
         current = {}
         # A compiled model would not call the hooks.
@@ -166,17 +172,40 @@ def _watched_gradients(exchange: Pipelined, found: list[Culprit]) -> Iterator[No
             handle.remove()
 
 
+@contextmanager
+def _watched_parts(module: nn.Module, found: list[Culprit]) -> Iterator[None]:
+    """Looks at the gradients of a sharded module as they come, in this process's parts."""
+
+    def looked(name: str, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None and not found and not _finite(parameter.grad):
+            found.append(Culprit("gradient", name))
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(partial(looked, name))
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 @dataclass(frozen=True)
 class _LookingOn:
-    """A step's own passes, in stages: backward goes from process to process and is not to be asked for here."""
+    """A step's own passes, where backward goes from process to process and is not to be asked for here."""
 
     step: TrainStep
     found: list[Culprit]
+    current: Pieces | None = None
 
     def images(self, batch: Batch) -> torch.Tensor:
         return self.step.images(batch)
 
     def loss(self, batch: Batch) -> torch.Tensor:
+        if self.current is not None:
+            self.current[get_ident()] = 0, batch
         loss = self.step.loss(batch)
         if not self.found and not _finite(loss):
             self.found.append(Culprit("loss", ""))
@@ -223,4 +252,4 @@ def _rows(tensor: torch.Tensor, samples: torch.Tensor | None) -> tuple[int, ...]
 
 
 def _finite(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor.detach()).all())
+    return not tensor.is_floating_point() or bool(torch.isfinite(local_part(tensor.detach())).all())

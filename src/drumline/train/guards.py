@@ -148,7 +148,8 @@ class Guards:
 
     def _own_findings(self, since: str) -> list[Finding]:
         trainee = self.run.trainee
-        found = optimizer_findings(trainee.module, trainee.optimizer, since)
+        # The parts of sharded parameters are the optimizer's own.
+        found = [] if trainee.held else optimizer_findings(trainee.module, trainee.optimizer, since)
         found += placed_findings(
             state_tensors(trainee),
             self.run.step.objective.live(),

@@ -7,7 +7,7 @@ killed and resumed takes the same steps with the same bits; what is saved was lo
 from __future__ import annotations
 
 import shutil
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,14 @@ from drumline.launch.world import World
 from drumline.models.weights import export_tensors
 from drumline.recipe import Recipe
 from drumline.state.atomic import write_file
-from drumline.state.checkpoint import Position, Unsound, verify_checkpoint, write_checksums
+from drumline.state.checkpoint import (
+    Groups,
+    Position,
+    Unsound,
+    read_group,
+    verify_checkpoint,
+    write_checksums,
+)
 from drumline.state.tensor_file import verify_file
 from drumline.train import broken
 from drumline.train.evaluate import Score
@@ -173,7 +180,8 @@ def score_model(run: Running) -> tuple[Score, Score | None]:
     def scored(module: nn.Module) -> Score:
         watch = partial(run.reporter.display.evaluation, total=len(run.sets.eval))
         scorable = run.laid.chain(module) if run.laid else module
-        return score_module(scorable, run.sets, run.recipe, run.grid, watch, rival=run.task.rival)
+        with _whole(run, module):
+            return score_module(scorable, run.sets, run.recipe, run.grid, watch, rival=run.task.rival)
 
     average = run.trainee.average
     return scored(run.trainee.model), scored(average.module) if average else None
@@ -186,12 +194,41 @@ def save(run: Running, position: Position, guards: Guards, must: bool = False) -
     guards.before_save(position.step)
     run.reporter.drain()
     memory = run.task.objective.collect() if run.grid.ends else {}
-    groups = run.holding.collect(run.trainee.tensors() | ({"memory": memory} if memory else {}))
-    if run.keeper is not None:
-        scaler = run.trainee.scaler.state_dict() if run.trainee.scaler.is_enabled() else {}
-        must = must or position.step in (position.best_step, run.plan.total)
-        run.keeper.save(groups, replace(position, scaler=scaler), must)
+    scaler = run.trainee.scaler.state_dict() if run.trainee.scaler.is_enabled() else {}
+    position = replace(position, scaler=scaler)
+    must = must or position.step in (position.best_step, run.plan.total)
+    whole = {"memory": memory} if memory else {}
+    if run.recipe.checkpoint.sharded:
+        _save_pieces(run, position, whole, must)
+    else:
+        groups = run.holding.collect(run.trainee.tensors() | whole)
+        if run.keeper is not None:
+            run.keeper.save(groups, position, must)
     run.reporter.pause(position.step)
+
+
+def _save_pieces(run: Running, position: Position, whole: Groups, must: bool) -> None:
+    """Every process its own; rank 0 makes a checkpoint of them."""
+    from drumline.parallel.fsdp import pieces_of
+
+    temporary = run.world.share(run.keeper.begin_pieces(position, must) if run.keeper else None)
+    if temporary is None:
+        return
+    pieces = pieces_of(run.trainee.tensors(), run.world)
+    if run.keeper is not None:
+        run.keeper.save_pieces(temporary, pieces, run.world.size, position, whole)
+    elif run.pieces is not None:
+        run.pieces.save(temporary, pieces, run.world.rank, run.world.size)
+
+
+def _whole(run: Running, module: nn.Module) -> AbstractContextManager[None]:
+    """Where the module is sharded, every process holds all of it meanwhile: some have more batches than others."""
+    if run.trainee.held is None:
+        return nullcontext()
+    from drumline.parallel.fsdp import gathered
+
+    # A model inside a larger module: its outermost parameters are gathered by that one.
+    return gathered(run.trainee.module if module is run.trainee.model else module)
 
 
 def tell_broken(run: Running) -> None:
@@ -215,9 +252,14 @@ def export(run: Running, position: Position) -> None:
         folder.mkdir(exist_ok=True)
         export_tensors(last, folder / "last.safetensors")
         if best.exists():
-            name = "average.safetensors" if average else "model.safetensors"
-            if expected := verify_checkpoint(best).files.get(name):
-                write_file(folder / "best.safetensors", partial(_copy, best / name, expected))
+            group = "average" if average else "model"
+            manifest = verify_checkpoint(best)
+            if expected := manifest.files.get(f"{group}.safetensors"):
+                write_file(
+                    folder / "best.safetensors", partial(_copy, best / f"{group}.safetensors", expected)
+                )
+            elif group in manifest.groups:
+                export_tensors(read_group(best, group), folder / "best.safetensors")
         write_checksums(folder)
     except Unsound as reason:
         run.note(

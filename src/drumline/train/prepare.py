@@ -288,6 +288,8 @@ def prepare_trainee(
         forward = module
         for tensor in (*module.parameters(), *module.buffers()):
             world.broadcast(tensor.detach())
+    elif recipe.parallel.layout == "fsdp":
+        return _sharded(recipe, module, model, world)
     else:
         forward = lay_out(module, resolve_layout(recipe.parallel.layout, world), world)
     # After every rank was given rank 0's weights: a user's factory may not keep to torch's seed.
@@ -297,6 +299,26 @@ def prepare_trainee(
     lr = torch.tensor(0.0, device=world.device)
     scaler = torch.amp.GradScaler("cuda", enabled=precision(recipe, world) is torch.float16)
     return Trainee(module, model, forward, build_optimizer(recipe.optim, module, lr), lr, scaler, average)
+
+
+def _sharded(recipe: Recipe, module: nn.Module, model: nn.Module, world: World) -> Trainee:
+    """Each process with its part of everything."""
+    # torch's sharding takes half a second to import, which no other layout should pay.
+    from drumline.parallel.fsdp import Held, shard
+
+    kind = precision(recipe, world)
+    for tensor in (*module.parameters(), *module.buffers()):
+        world.broadcast(tensor.detach())
+    # Before: a sharded module cannot be copied.
+    average = Average(model, recipe.train.ema) if recipe.train.ema else None
+    shard(module, world, kind)
+    if average is not None:
+        shard(average.module, world, kind)
+        average.follow(model)
+    held, lr = Held(module), torch.tensor(0.0, device=world.device)
+    optimizer = build_optimizer(recipe.optim, module, lr, held.parameters.values())
+    scaler = torch.amp.GradScaler("cuda", enabled=kind is torch.float16)
+    return Trainee(module, model, module, optimizer, lr, scaler, average, held)
 
 
 def normaliser(sets: Sets, recipe: Recipe, world: World) -> Normalise:
@@ -339,6 +361,8 @@ def captures(recipe: Recipe, world: World) -> tuple[bool, str]:
         reason = "DataParallel copies the model at each step"
     elif recipe.parallel.layout in STAGED:
         reason = "stages are computed by threads of their own"
+    elif recipe.distill.teacher_layout == "model" and torch.cuda.device_count() > 1:
+        reason = "the teacher lies on several GPUs"
     elif recipe.train.gradient_checkpointing:
         reason = "gradient checkpointing saves and restores generator states on the host"
     if reason and wanted == "on":

@@ -62,4 +62,10 @@ def prepare_exchange(recipe: Recipe, trainee: Trainee, world: World, together: T
     """How a step's gradients come together."""
     if together is not None:
         return Shards(trainee.module, together)
+    if trainee.held is not None:
+        from drumline.parallel.fsdp import ShardedExchange
+
+        return ShardedExchange(
+            trainee.module, trainee.held, trainee.optimizer, world, recipe.train.accumulate
+        )
     return Averaged(trainee.module, trainee.forward, world, recipe.train.accumulate)

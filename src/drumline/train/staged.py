@@ -56,7 +56,15 @@ def prepare_shape(recipe: Recipe, world: World) -> Shape | None:
     if recipe.parallel.layout not in STAGED:
         return None
     devices = torch.cuda.device_count() if world.device.type == "cuda" else 1
-    return pipeline_shape(recipe, world.size, devices)
+    shape = pipeline_shape(recipe, world.size, devices)
+    if shape.lanes == 2 and shape.chunks > 1 and world.backend == "nccl":
+        # Both directions between the two would share a communicator, where a receive that waits holds up a send.
+        raise UserError(
+            "parallel.schedule = interleaved: two stages that send each other activations could wait for each other "
+            "for ever over NCCL",
+            "use --parallel.schedule 1f1b, or 3 stages or more",
+        )
+    return shape
 
 
 def lay_in_stages(
@@ -106,6 +114,7 @@ def lay_in_stages(
             devices=lanes,
             autocast=autocast,
             reads_images=cut.reads_images,
+            ahead=cut.ahead,
         ),
         shape,
         grid,

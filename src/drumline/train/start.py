@@ -39,7 +39,7 @@ from drumline.state.folder import (
     repeatable,
     write_facts,
 )
-from drumline.state.keeper import Keeper
+from drumline.state.keeper import Keeper, PieceWriter
 from drumline.train import prepare, spread
 from drumline.train.agreement import check_data, check_recipes
 from drumline.train.finite import Finite
@@ -75,6 +75,8 @@ class Running:
     moved_in: bool
     """Goes on from a checkpoint of another run folder."""
     holding: Holding
+    pieces: PieceWriter | None
+    """Of a sharded checkpoint, on the ranks that have no keeper."""
     laid: Laid | None
     """The model in stages, where the layout has them."""
     picture: Picture | None
@@ -186,7 +188,10 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
     trainee = prepare.prepare_trainee(
         recipe, task.module, world, task.model, laid.exchange.staged.tail if laid else None
     )
-    holding: Holding = Parts(grid) if grid.places > 1 else Whole(world)
+    holding = _holding(trainee, grid, world)
+    pieces = PieceWriter() if recipe.checkpoint.sharded and not world.first else None
+    if pieces is not None:
+        cleanup.callback(pieces.close)
     step = TrainStep(
         trainee,
         task.objective,
@@ -248,6 +253,7 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
         title=f"{recipe.model.name} on {sets.name}",
         moved_in=moved_in,
         holding=holding,
+        pieces=pieces,
         laid=laid,
         picture=_picture(recipe, laid, folder, logbook) if laid else None,
     )
@@ -262,6 +268,14 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
         if word:
             run.note(word)
     return run
+
+
+def _holding(trainee: Trainee, grid: Grid, world: World) -> Holding:
+    if trainee.held is not None:
+        from drumline.parallel.fsdp import Sharded
+
+        return Sharded(world)
+    return Parts(grid) if grid.places > 1 else Whole(world)
 
 
 def _picture(recipe: Recipe, laid: Laid, folder: Opened | None, logbook: Logbook) -> Picture:

@@ -16,6 +16,7 @@ from drumline.data.loader import Batches
 from drumline.data.order import Request
 from drumline.observe.display import Display
 from drumline.parallel.grid import Grid
+from drumline.parallel.pipeline.pipelined import Ahead
 from drumline.parallel.together import Together
 from drumline.recipe import Recipe
 from drumline.train import prepare, spread
@@ -48,6 +49,8 @@ class Cut:
     last stage."""
     reads_images: bool = False
     """Whether the objective reads the images too."""
+    ahead: Ahead | None = None
+    """What is done with a step's micro-batches before the stages see them, in every process."""
 
     def root(self, module: nn.Module) -> nn.Module:
         """The part that is cut, of a module like the task's."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from drumline.errors import UserError
 from drumline.models import create_model
@@ -328,6 +329,40 @@ def test_recomputing_blocks_are_kept_whole_and_recompute() -> None:
     chain(stages, x, backward=True)
     assert len(calls) == 2
     assert model.layer2[0].bn1.num_batches_tracked == 1
+
+
+class Scaled(torch.autograd.Function):
+    """A backward that is not that of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 3
+
+
+class OwnBackward(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Scaled.apply(x)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.conv, x, use_reentrant=False)
+
+
+def test_a_backward_of_its_own_is_kept() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), OwnBackward(), Checkpointed(), nn.Conv2d(3, 3, 1))
+    traced = assert_cut_anywhere(model, images(8))
+    assert [point.name for point in traced.points] == ["0", "1", "2", "3"]
+    assert traced.split(["2"])[0].modules == ("0", "1")
 
 
 def test_a_caller_may_name_modules_to_keep_whole() -> None:

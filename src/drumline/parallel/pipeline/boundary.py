@@ -74,10 +74,25 @@ def boundaries(
             enabled=autocast is not None,
             cache_enabled=False,
         ),
+        untouched(chain),
     ):
         fakes = Fakes(chain, sample.device)
         fakes.call(chain, "", (_fake(sample, sample.device),), {})
     return chain.entering
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """What a forward on twins sets on the model's modules (a counter, the last output) is gone afterwards."""
+    parts = [part for part in model.modules() if not isinstance(part, torch.jit.ScriptModule)]
+    tables = [table for part in parts for table in (part._parameters, part._buffers, part.__dict__)]
+    before = [(table, dict(table)) for table in tables]
+    try:
+        yield
+    finally:
+        for table, content in before:
+            table.clear()
+            table.update(content)
 
 
 class Fakes:

@@ -6,7 +6,8 @@ a batch the one before is at the next. Where the last stage is not, there is not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,15 @@ class Chain(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor | None:
         """One batch."""
-        return self._here(images) if self._wire is None else self._over_processes(images, self._wire)
+        found = self.several([tuple(images.shape)], lambda number: images)
+        return found[0] if found else None
+
+    def several(self, shapes: Sequence[tuple[int, ...]], feed: Callable[[int], Tensor]) -> list[Any]:
+        """Many batches, of these shapes, several under way at a time: what the last stage gave for each; nothing
+        where that is not. `feed` is asked where the first stage is."""
+        if self._wire is None:
+            return [self._here(feed(number)) for number in range(len(shapes))]
+        return self._over_processes(shapes, feed, self._wire)
 
     def _here(self, images: Tensor) -> Tensor:
         """All stages in this process, one after the other."""
@@ -59,25 +68,25 @@ class Chain(nn.Module):
         logits: Tensor = values  # type: ignore[assignment]
         return logits
 
-    def _over_processes(self, images: Tensor, wire: Wire) -> Tensor | None:
+    def _over_processes(
+        self, shapes: Sequence[tuple[int, ...]], feed: Callable[[int], Tensor], wire: Wire
+    ) -> list[Any]:
         shape, place = self._shape, self._grid.place
-        specs = self._entering(images)
+        specs = [self._entering(size) for size in shapes]
         lane = Lane(
-            forwards(shape.lanes, shape.chunks, 1)[place],
+            forwards(shape.lanes, shape.chunks, len(shapes))[place],
             {number: stage for number, stage in enumerate(self._stages) if number % shape.lanes == place},
             shape.stages - 1,
-            lambda stage, micro: specs[stage],
+            lambda stage, micro: specs[micro][stage],
             wire,
             self._devices[0],
         )
-        found = lane.forward_only(lambda micro: images)
-        return found[0] if found else None
+        return lane.forward_only(feed)
 
-    def _entering(self, images: Tensor) -> list[tuple[TensorSpec, ...]]:
-        key = tuple(images.shape)
+    def _entering(self, key: tuple[int, ...]) -> list[tuple[TensorSpec, ...]]:
         if key not in self._specs:
             # Fakes are made outside of inference mode: they ask for versions.
             with torch.inference_mode(False), torch.no_grad():
-                sample = torch.empty(key, device=images.device)
+                sample = torch.empty(key, device=self._devices[0])
                 self._specs[key] = boundaries(self._stages, sample, self._autocast)
         return self._specs[key]

@@ -37,6 +37,10 @@ BUCKET_BYTES = 25 * 2**20
 """Gradients that go to the other replicas in one message."""
 
 
+Ahead = Callable[[Sequence[Batch], Callable[[Batch], Tensor]], None]
+"""Is given the pieces of a step, and what makes images of one."""
+
+
 class Tail(nn.Module):
     """Stands for the whole model at its end: an objective that calls it gets what the last stage has given, with what
     the task does after that."""
@@ -69,6 +73,8 @@ class Staged:
     autocast: torch.dtype | None
     reads_images: bool
     """Whether the objective looks at the images too, as a teacher does."""
+    ahead: Ahead | None = None
+    """What is done with a step's micro-batches before the stages see them."""
 
 
 class Pipelined(Everything):
@@ -142,6 +148,8 @@ class Pipelined(Everything):
                 with self.autocast():
                     yield
 
+        if self.staged.ahead is not None:
+            self.staged.ahead(pieces, passes.images)
         forget_statistics(self._module)
         recorders = self._recorders if self.recording else None
         if self._box is not None:

@@ -25,11 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import Function
 from torch.fx.proxy import TraceError
 
 from drumline.errors import UserError
 from drumline.models.foreign import TapHook
-from drumline.parallel.pipeline.boundary import Fakes
+from drumline.parallel.pipeline.boundary import Fakes, untouched
 from drumline.parallel.pipeline.operations import Entry, Record, Seen, storage, tensors
 
 # Both even, for models that halve the batch; two, so that what depends on the batch size shows.
@@ -46,14 +47,14 @@ def record(
         while True:
             tracer = _Tracer(model, kwargs, sample, leaves)
             try:
-                with tracer.fake_mode:
+                with tracer.fake_mode, _own_backward_refused(), untouched(model):
                     return Record(tracer.trace(model), tracer.seen, tracer.written_tensors())
             except UserError:
                 raise
             except Exception as error:
                 failed = tracer.failed_in if error is tracer.error else ""
                 if not failed:
-                    raise _uncuttable(model, error) from error
+                    raise _uncuttable(model, error, tracer.blind) from error
                 kind = type(model.get_submodule(failed))
                 more = {failed} | {name for name, module in model.named_modules() if type(module) is kind}
                 leaves |= {failed} if issubclass(kind, nn.Sequential | nn.ModuleList) else more
@@ -61,11 +62,6 @@ def record(
 
 class _Value(fx.Proxy):
     """A traced value that knows its fake twins, and answers what does not depend on the batch size or on numbers."""
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """So that isinstance(x, Tensor) in a model's code says yes."""
-        return Tensor if isinstance(self._twins()[0], Tensor) else _Value
 
     def _twins(self) -> tuple[Any, Any]:
         return self.tracer.seen.values[self.node]  # type: ignore[attr-defined]
@@ -117,7 +113,7 @@ def _in_place(name: str) -> Callable[[_Value, Any], fx.Proxy]:
     writing, plain = getattr(operator, f"__i{name}__"), getattr(operator, f"__{name}__")
 
     def method(self: _Value, other: Any) -> fx.Proxy:
-        target = writing if isinstance(self, Tensor) else plain
+        target = writing if isinstance(self._twins()[0], Tensor) else plain
         return self.tracer.create_proxy("call_function", target, (self, other), {})
 
     return method
@@ -162,6 +158,8 @@ class _Tracer(fx.Tracer):
         self.read: dict[str, fx.Proxy] = {}
         self.evaluating = False
         self.error: Exception | None = None
+        self.blind = ""
+        """A module kept whole whose output's shape could not be found."""
 
     def written_tensors(self) -> list[str]:
         return [name for name, fake in self.fakes[0].tensors.items() if fake._version]
@@ -276,10 +274,16 @@ class _Tracer(fx.Tracer):
         for hook in m._forward_pre_hooks.values():
             if _is_tap(hook):
                 hook(m, args, kwargs)
-        output = self.create_proxy("call_module", name, args, kwargs)
+        try:
+            output = self.create_proxy("call_module", name, args, kwargs)
+        except Exception:
+            self.blind = name
+            raise
         for after in m._forward_hooks.values():
             if _is_tap(after):
-                after(m, args, output)
+                after(
+                    m, args, output if isinstance(self.seen.values[output.node][0], Tensor) else tuple(output)
+                )
         return output
 
     def _inside(self, m: nn.Module, name: str, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -316,13 +320,37 @@ def _no_draws() -> Iterator[None]:
         raise TraceError("a number drawn from Python's random")
 
 
-def _uncuttable(model: nn.Module, error: Exception) -> UserError:
+@contextmanager
+def _own_backward_refused() -> Iterator[None]:
+    """fx would trace through the forward of an autograd.Function and lose its backward (checkpointing is one)."""
+    original = Function.__dict__["apply"]
+
+    def apply(cls: type[Function], *args: Any, **named: Any) -> Any:
+        if any(isinstance(value, fx.Proxy) for value in (*args, *named.values())):
+            raise TraceError(f"{cls.__name__}, an autograd.Function")
+        return original.__func__(cls, *args, **named)
+
+    Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Function.apply = original  # type: ignore[method-assign]
+
+
+def _uncuttable(model: nn.Module, error: Exception, blind: str) -> UserError:
     ours = (str(Path(torch.__file__).parent), __file__)
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)
     ]
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    if blind:
+        module = model.get_submodule(blind)
+        return UserError(
+            f"parallel.split: {type(model).__name__} cannot be cut: its module {blind!r} ({type(module).__name__}) "
+            f"gives no shape without being computed{where}: {reason}",
+            "do not read a tensor's numbers in its forward (.item(), float(x), if x), or use another parallel.layout",
+        )
     return UserError(
         f"parallel.split: {type(model).__name__} cannot be cut: its own forward cannot be traced{where}: {reason}",
         "move that code into a module of its own, which is then kept whole, or use another parallel.layout",

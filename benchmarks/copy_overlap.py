@@ -1,0 +1,383 @@
+"""Copies beside the computing against copies that take turns with it: the gain in step time.
+
+    python benchmarks/copy_overlap.py --cpu                       # stages that sleep, slow transfers
+    python benchmarks/copy_overlap.py --out pictures --log o.jsonl  # a GPU if there is one
+
+On a CPU: stages that sleep 8 + 16 ms and copies that take 4 ms each, in threads of their own against in the thread
+that computes, beside what the simulator says of both. On one GPU: ResNet-50 in two virtual stages, bf16,
+channels_last, copies from device memory to device memory and by way of the host, on the stream that computes (one
+stream) against on streams of their own (two), and the same micro-batches through the whole model: on one GPU a
+pipeline is not faster than that. Kernels are cuDNN's first choice, not the fastest of a search, for all alike.
+Measured steps are drawn into the folder `--out`. Before that, gradients and buffers of several models are held
+against plain accumulation, bit by bit. Cases take turns; shown are medians. Ends with 1 if a bit differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from drumline.errors import UserError
+from drumline.models import create_model
+from drumline.observe.timeline import perfetto, timeline_svg
+from drumline.parallel.pipeline.cut import even
+from drumline.parallel.pipeline.mailbox import Mailbox, Move, Place, straight, through_host
+from drumline.parallel.pipeline.record import Recorder
+from drumline.parallel.pipeline.schedule import SCHEDULES
+from drumline.parallel.pipeline.simulate import simulate, step_time
+from drumline.plan.profile import choose_split
+from pipelines import (
+    CPU,
+    Asleep,
+    Case,
+    Log,
+    ModelInStages,
+    machine,
+    median_ms,
+    sleep_until,
+    spans_of,
+    turns,
+)
+
+MOVES: dict[str, Move] = {"device to device": straight, "through the host": through_host}
+STREAMS = {False: "one stream", True: "two streams"}
+
+
+# ---- stages that sleep
+
+
+def slowly(seconds: float) -> Move:
+    """A copy that takes this long, as over a slow link."""
+
+    def move(into: Tensor, tensor: Tensor) -> None:
+        begun = time.perf_counter()
+        straight(into, tensor)
+        sleep_until(begun + seconds)
+
+    return move
+
+
+def on_cpu(rounds: int, transfer: float, ranks: Sequence[int], count: int, log: Log, out: Path | None) -> int:
+    cases = [Case(schedule, each, count) for schedule in SCHEDULES for each in ranks]
+    boxes = {
+        (case, overlap): Mailbox([Place.on(CPU) for _ in range(case.ranks)], overlap, slowly(transfer))
+        for case in cases
+        for overlap in (False, True)
+    }
+    runs = {key: Asleep(key[0], dict(enumerate(box.seats))) for key, box in boxes.items()}
+    for key, run in runs.items():
+        run.step(boxes[key])
+    found = turns(rounds, {key: partial(run.step, boxes[key]) for key, run in runs.items()})
+    print(
+        f"{machine()}; stages that sleep 8 + 16 ms, copies of {1e3 * transfer:g} ms, M = {count}; {rounds} rounds "
+        "that take turns, medians\n"
+    )
+    print("| schedule | P | in turns, ms | simulated | beside, ms | simulated | gain | simulated |")
+    print("|---|---|---|---|---|---|---|---|")
+    for case in cases:
+        measured = {overlap: median_ms(found[case, overlap]) for overlap in (False, True)}
+        spans = {beside: simulate(case.lists(), case.times(transfer, beside)) for beside in (False, True)}
+        said = {beside: 1e3 * step_time(each) for beside, each in spans.items()}
+        for overlap in (False, True):
+            log.add(
+                "copies on a CPU",
+                case=asdict(case),
+                overlap=overlap,
+                transfer=transfer,
+                seconds=found[case, overlap],
+                simulated=said[overlap] / 1e3,
+            )
+        print(
+            f"| {case.schedule} | {case.ranks} | {measured[False]:.1f} | {said[False]:.1f} | {measured[True]:.1f} | "
+            f"{said[True]:.1f} | {gain(measured)} | {gain(said)} |",
+            flush=True,
+        )
+        if out is not None:
+            for overlap in (False, True):
+                recorders = [Recorder(rank, CPU) for rank in range(case.ranks)]
+                runs[case, overlap].step(boxes[case, overlap], recorders)
+                name = f"asleep-{case.schedule}-{case.ranks}-{'beside' if overlap else 'in-turns'}"
+                title = f"{case}, copies {'beside the computing' if overlap else 'in turns with it'}"
+                draw(out, name, title, recorders, spans[overlap])
+    return 0
+
+
+def gain(milliseconds: dict[bool, float]) -> str:
+    """By which the step is shorter."""
+    return f"{100 * (1 - milliseconds[True] / milliseconds[False]):.1f} %"
+
+
+def draw(
+    out: Path, name: str, title: str, recorders: Sequence[Recorder], predicted: Sequence[Any] | None
+) -> None:
+    """The step that was just recorded, as a picture and as a trace."""
+    spans = spans_of(recorders)
+    lanes = [f"place {recorder.lane}" for recorder in recorders]
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.svg").write_text(timeline_svg(spans, predicted, title, lanes))
+    (out / f"{name}.json").write_text(perfetto(spans, predicted, lanes))
+
+
+# ---- one GPU
+
+
+@dataclass(frozen=True)
+class Work:
+    """A batch of made-up images for a model."""
+
+    model: str
+    size: int
+    batch: int
+    micro_batches: int
+    device: torch.device
+    autocast: torch.dtype | None
+
+    def __str__(self) -> str:
+        arithmetic = "bf16" if self.autocast else "fp32"
+        return f"{self.model}, batch {self.batch} in {self.micro_batches} micro-batches, {arithmetic}"
+
+
+def job_of(work: Work) -> ModelInStages:
+    """Dropout is off, because whole and cut models would draw in another order."""
+    size, batch, device = work.size, work.batch, work.device
+    torch.manual_seed(0)
+    model = create_model(work.model, classes=1000).to(device).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+    for module in model.modules():
+        if type(module).__name__ in ("Dropout", "StochasticDepth"):
+            module.p = 0.0
+    images = torch.randn(batch, 3, size, size, device=device).to(memory_format=torch.channels_last)
+    labels = torch.randint(0, 1000, (batch,), device=device)
+    return ModelInStages(model, images, labels, work.micro_batches, work.autocast)
+
+
+def balanced(job: ModelInStages, stages: int) -> Sequence[str]:
+    """Where stages begin, by measured times."""
+    shape = job.pieces[0][0].shape
+    names, _ = choose_split(
+        job.traced, job.model, stages, shape, job.device, job.autocast, channels_last=True
+    )
+    return names
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def differing(one: nn.Module, other: nn.Module) -> list[str]:
+    """Names of parameters whose gradients, and of buffers whose values, are not the same bits."""
+    wrong = [
+        name
+        for (name, a), (_, b) in zip(one.named_parameters(), other.named_parameters(), strict=True)
+        if (a.grad is None) != (b.grad is None)
+        or (a.grad is not None and b.grad is not None and not torch.equal(a.grad, b.grad))
+    ]
+    buffers = zip(one.named_buffers(), other.named_buffers(), strict=True)
+    return wrong + [name for (name, a), (_, b) in buffers if not torch.equal(a, b)]
+
+
+def same_bits(works: Sequence[Work], log: Log, until: float = float("inf")) -> int:
+    """Every schedule against accumulation over the same micro-batches, two steps each. How many differ."""
+    print("| model | schedule | stages | tensors compared | differing |\n|---|---|---|---|---|")
+    bad = 0
+    for work in works:
+        name = work.model
+        if time.monotonic() > until:
+            print(f"| {name} | left out: no time left | | | |")
+            continue
+        try:
+            job = job_of(work)
+            untouched = copy.deepcopy(job.model)
+            with deterministic():
+                for _ in range(2):
+                    job.whole()
+        except (UserError, RuntimeError) as error:  # not there, or no kernels that repeat their bits
+            print(f"| {name} | left out: {str(error).splitlines()[0]} | | | |")
+            continue
+        whole = job.model
+        compared = sum(each.grad is not None for each in whole.parameters()) + len([*whole.buffers()])
+        for schedule in SCHEDULES:
+            stages = 4 if schedule == "interleaved" else 2
+            job.model = copy.deepcopy(untouched)
+            try:
+                with deterministic():
+                    wrong = piped_and_differing(job, whole, schedule, stages)
+            except Exception as error:  # one that fails must not hide the others
+                wrong = [f"{type(error).__name__}: {str(error).splitlines()[0]}"]
+            log.add("bits", model=name, schedule=schedule, compared=compared, differing=wrong)
+            bad += bool(wrong)
+            told = f"{len(wrong)}, first {wrong[0]}" if wrong else "0"
+            print(f"| {name} | {schedule} | {stages} | {compared} | {told} |", flush=True)
+        del job, whole, untouched
+        torch.cuda.empty_cache()
+    return bad
+
+
+def piped_and_differing(job: ModelInStages, whole: nn.Module, schedule: str, stages: int) -> list[str]:
+    box = Mailbox([Place.on(job.device) for _ in range(2)])
+    lanes = job.cut(even(job.traced, stages), schedule, box)
+    for _ in range(2):
+        job.step(box, lanes)
+    return differing(whole, job.model)
+
+
+def overlap_on_gpu(
+    work: Work,
+    schedules: Sequence[str],
+    rounds: int,
+    steps: int,
+    log: Log,
+    out: Path | None,
+    until: float = float("inf"),
+) -> None:
+    """One model, one batch size: every schedule and way of copying, in turns."""
+    device, job = work.device, job_of(work)
+    settle: Callable[[], None] = (
+        partial(torch.cuda.synchronize, device) if device.type == "cuda" else _nothing
+    )
+    moves = MOVES if device.type == "cuda" else {"device to device": straight}
+    cuts = {stages: balanced(job, stages) for stages in (2, 4)}
+    keys = [(schedule, move, overlap) for schedule in schedules for move in moves for overlap in STREAMS]
+    runs: dict[Any, Callable[..., None]] = {"whole": job.whole}
+    for key in keys:
+        schedule, move, overlap = key
+        box = Mailbox([Place.on(device) for _ in range(2)], overlap, moves[move])
+        lanes = job.cut(cuts[4 if schedule == "interleaved" else 2], schedule, box)
+        runs[key] = partial(job.step, box, lanes)
+    peaks: dict[Any, float] = {}
+    for key, run in runs.items():
+        for warm in range(3):
+            if warm == 2 and device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats(device)
+            run()
+            settle()
+        peaks[key] = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+
+    def timed(run: Callable[..., None]) -> float:
+        settle()
+        begun = time.perf_counter()
+        for _ in range(steps):
+            run()
+        settle()
+        return (time.perf_counter() - begun) / steps
+
+    found = turns(rounds, {key: partial(timed, run) for key, run in runs.items()}, until)
+    for key, seconds in found.items():
+        log.add(
+            "copies on a GPU",
+            model=work.model,
+            batch=work.batch,
+            key=key,
+            seconds=seconds,
+            peak_gib=peaks[key],
+        )
+    print(
+        f"\n{machine(device)}; {work}, cut at {', '.join(cuts[2])} (two "
+        f"stages) or {', '.join(cuts[4])} (interleaved); {len(found['whole'])} rounds of {steps} steps, medians\n"
+    )
+    print(
+        "| schedule | copies | one stream, ms | two streams, ms | shorter by | to the whole model | peak, GiB |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    plain = median_ms(found["whole"])
+    print(f"| the whole model | none | {plain:.2f} | - | - | 1.00x | {peaks['whole']:.1f} |")
+    for schedule in schedules:
+        for move in moves:
+            measured = {overlap: median_ms(found[schedule, move, overlap]) for overlap in STREAMS}
+            print(
+                f"| {schedule} | {move} | {measured[False]:.2f} | {measured[True]:.2f} | {gain(measured)} | "
+                f"{measured[True] / plain:.2f}x the time | {peaks[schedule, move, True]:.1f} |",
+                flush=True,
+            )
+    if out is not None:
+        for schedule, move, overlap in keys:
+            recorders = [Recorder(rank, device) for rank in range(2)]
+            runs[schedule, move, overlap](recorders=recorders)
+            streams = STREAMS[overlap]
+            file = f"{work.model}-{work.batch}-{schedule}-{move}-{streams}".replace(" ", "-").replace(
+                "/", "-"
+            )
+            title = f"{work}, {schedule}, copies {move}, {streams}"
+            draw(out, file, title, recorders, None)
+    del runs
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _nothing() -> None:
+    return
+
+
+MODELS = (
+    "resnet50",
+    "resnet18",
+    "vgg11_bn",
+    "mobilenet_v2",
+    "torchvision/densenet121",
+    "torchvision/efficientnet_b0",
+    "timm/convnext_atto",
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="timed steps a round on the GPU")
+    parser.add_argument("--batches", default="256,512", help="on the GPU")
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--model", default="resnet50")
+    parser.add_argument("--models", default=",".join(MODELS), help="whose bits are compared on the GPU")
+    parser.add_argument(
+        "--seconds", type=float, default=420.0, help="begin nothing new on the GPU after these"
+    )
+    parser.add_argument("--transfer-ms", type=float, default=4.0, help="of one copy between sleeping stages")
+    parser.add_argument("--out", type=Path, help="a folder for timelines (SVG, and JSON for ui.perfetto.dev)")
+    parser.add_argument("--log", help="a file for JSON lines")
+    parser.add_argument("--cpu", action="store_true", help="sleeping stages only")
+    parser.add_argument("--quick", action="store_true", help="everything, tiny, on the CPU")
+    args = parser.parse_args()
+    log, transfer, begun = Log(args.log), args.transfer_ms / 1e3, time.monotonic()
+    if args.quick:
+        on_cpu(1, transfer, (2,), 4, log, args.out)
+        tiny = Work("cifar/resnet8", 32, 8, 4, CPU, None)
+        bad = same_bits([tiny], log)
+        overlap_on_gpu(tiny, ["1f1b"], 1, 1, log, args.out)
+        return 1 if bad else 0
+    if args.cpu or not torch.cuda.is_available():
+        return on_cpu(args.rounds, transfer, (2, 4), args.micro_batches, log, args.out)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    device = torch.device("cuda", 0)
+    print(f"{machine(device)}: gradients and buffers against accumulation, two steps\n")
+    works = [Work(name, 224, 16, 4, device, torch.bfloat16) for name in args.models.split(",")]
+    bad = same_bits(works, log, begun + args.seconds / 2)
+    for batch in map(int, args.batches.split(",")):
+        if time.monotonic() > begun + args.seconds:
+            print(f"\nbatch {batch}: left out, no time left")
+            continue
+        work = Work(args.model, 224, batch, args.micro_batches, device, torch.bfloat16)
+        overlap_on_gpu(work, SCHEDULES, args.rounds, args.steps, log, args.out, begun + args.seconds)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""Teachers in stages: over the processes of the student's pipeline, or over the devices of each process.
+
+Promises: the outputs of the whole teacher, bit for bit; a process keeps the tensors of its own stages alone, the
+others are on the meta device. Over processes, a step's micro-batches go through the teacher before the student's
+stages run them, and the objective takes what was said in their order.
+Refuses a teacher that cannot be cut into so many stages, and stages that there are no devices for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain as one_after_the_other
+
+import torch
+from torch import Tensor, nn
+
+from drumline.data.views import Batch
+from drumline.distill.teacher import Taught, Teacher
+from drumline.errors import UserError
+from drumline.launch.world import World
+from drumline.observe.display import Display
+from drumline.parallel.grid import Grid
+from drumline.parallel.pipeline.chain import Chain
+from drumline.parallel.pipeline.cut import Segment, Traced, even, trace
+from drumline.parallel.pipeline.shape import Shape
+from drumline.plan.profile import places, profile
+from drumline.plan.split import min_max_split
+from drumline.recipe import Recipe
+from drumline.train import prepare
+from drumline.train.staged import prepare_shape
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How the teachers of a run are to lie."""
+
+    shape: Shape
+    grid: Grid
+    devices: tuple[torch.device, ...]
+    """Of this process's stages: one, or all of them."""
+
+    @property
+    def words(self) -> str:
+        """Said before the run."""
+        if self.shape.over_processes:
+            return f"in {self.shape.stages} stages over the processes of the student's pipeline"
+        count = len(set(self.devices))
+        where = f"{count} devices" if count > 1 else "one device"
+        return f"in {self.shape.stages} stages on {where} of each process, which take turns"
+
+
+def plan_stages(recipe: Recipe, grid: Grid) -> Stages | None:
+    """What the recipe asks for, on the processes at hand; None for whole teachers."""
+    layout, world = recipe.distill.teacher_layout, grid.world
+    if layout == "pipeline":
+        if grid.places == 1:
+            raise UserError(
+                "distill.teacher_layout = pipeline: the student's pipeline is in one process",
+                "start a process for each stage (--parallel.processes), or use --distill.teacher_layout model",
+            )
+        student = prepare_shape(recipe, world)
+        assert student is not None
+        return Stages(replace(student, chunks=1), grid, (world.device,))
+    if layout == "model":
+        devices = stage_devices(recipe.distill.teacher_stages, recipe.parallel.virtual, world)
+        return Stages(Shape(len(devices), 1, 1, "gpipe", world.size, False), grid, devices)
+    return None
+
+
+def stage_devices(stages: int | str, virtual: bool, world: World) -> tuple[torch.device, ...]:
+    """Of a teacher in the stages of one process: GPUs that no other process computes on. The last is the process's
+    own, where the loss is."""
+    own = world.device
+    count = torch.cuda.device_count() if own.type == "cuda" else 1
+    mine = max(1, count // world.local_size)
+    wanted = mine if isinstance(stages, str) else stages
+    if isinstance(stages, str) and mine == 1:
+        raise UserError(
+            "distill.teacher_layout = model: the process has one device, which makes no stages",
+            "start fewer processes than there are GPUs, or give --distill.teacher_stages N --parallel.virtual to try "
+            "it out on one device",
+        )
+    if wanted > mine and not virtual:
+        raise UserError(
+            f"distill.teacher_stages = {wanted}: the process has {mine} device{'s' * (mine > 1)} to itself",
+            "give fewer, start fewer processes on each machine, or let stages share a device by --parallel.virtual",
+        )
+    if own.type != "cuda":
+        return (own,) * wanted
+    steps = ((wanted - 1 - stage) % mine for stage in range(wanted))
+    return tuple(torch.device("cuda", (own.index + step * world.local_size) % count) for step in steps)
+
+
+def cut_teacher(
+    module: nn.Module, name: str, taps: bool, stages: Stages, recipe: Recipe, size: int, display: Display
+) -> list[Segment]:
+    """The stages of a teacher that lies on the host in fp32. All ranks call it and agree."""
+    shape, world = stages.shape, stages.grid.world
+    samples = -(-recipe.data.batch // (shape.replicas * shape.micro_batches))
+    sample = torch.empty((samples, 3, size, size), device=world.device)
+    try:
+        traced = trace(module.eval(), {"taps": True} if taps else {}, sample=sample)
+        names = even(traced, shape.stages)  # refuses too many
+        if shape.over_processes and recipe.parallel.split != "even":
+            if world.first:
+                display.note("measuring where to cut the teacher")
+                names = _balanced(traced, module, sample, shape.stages, prepare.precision(recipe, world))
+            names = world.share(names)
+        return traced.split(names)
+    except UserError as error:
+        raise UserError(
+            f"distill.teacher_layout = {recipe.distill.teacher_layout}: teacher {name}: {error.what}",
+            "use another number of stages, or --distill.teacher_layout single",
+        ) from error
+
+
+def lay_teacher(
+    teacher: Teacher, cuts: Sequence[Sequence[Segment]], stages: Stages, channels_last: bool
+) -> None:
+    """Moves the teacher's tensors to where their stages are computed, and has it computed there."""
+    ways = []
+    for module, segments in zip(teacher.modules, cuts, strict=True):
+        _settle(module, segments, stages, channels_last)
+        ways.append(
+            Chain(module, segments, stages.shape, stages.grid, stages.devices, teacher.autocast).several
+        )
+    teacher.lay(ways)
+
+
+def stage_words(segments: Sequence[Segment]) -> str:
+    """Where the stages begin."""
+    return " | ".join(f"{segment.number}: from {segment.name or 'the input'}" for segment in segments)
+
+
+class Relayed:
+    """What a teacher over processes has said of a step's micro-batches. They are asked for in their order, by whoever
+    goes through them: the step, and the reference that a layout is compared with."""
+
+    def __init__(self, teacher: Teacher) -> None:
+        self.teacher = teacher
+        self._said: list[Taught] = []
+        self._next = 0
+
+    def ahead(self, pieces: Sequence[Batch], images: Callable[[Batch], Tensor]) -> None:
+        """All micro-batches of a step through the teacher. Every process of a pipeline calls it."""
+        self._said, self._next = [], 0
+        shapes = [(len(piece.labels), 3, *piece.images.shape[1:3]) for piece in pieces]
+        self._said = self.teacher.hear(shapes, lambda number: images(pieces[number]))
+
+    def __call__(self, images: Tensor, batch: Batch) -> Taught:
+        said = self._said[self._next]
+        assert len(said.logits) == len(batch.labels), (self._next, len(said.logits), len(batch.labels))
+        self._next = (self._next + 1) % len(self._said)
+        return said
+
+
+def _balanced(
+    traced: Traced, module: nn.Module, sample: Tensor, stages: int, autocast: torch.dtype | None
+) -> tuple[str, ...]:
+    """By measured times of the forward alone: a teacher has no other."""
+    points = places(traced)
+    measured = profile(traced, module, tuple(sample.shape), sample.device, autocast, points=points)
+    times = [unit.forward_s for unit in measured.units]
+    split = min_max_split(times, stages, crossing=measured.crossings, slack=0.01)
+    return tuple(measured.units[first].name for first in split)
+
+
+def _settle(module: nn.Module, segments: Sequence[Segment], stages: Stages, channels_last: bool) -> None:
+    """Moves each tensor to the device of the last of its stages here, or gives it up where none is."""
+    over, place = stages.shape.over_processes, stages.grid.place
+    homes: dict[str, torch.device] = {}
+    for segment in segments:
+        if not over or segment.number == place:
+            device = stages.devices[0 if over else segment.number]
+            homes |= dict.fromkeys((*segment.parameters, *segment.buffers), device)
+    names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    moved: dict[int, Tensor] = {}
+    for part in module.modules():
+        for key, tensor in list(one_after_the_other(part._parameters.items(), part._buffers.items())):
+            if tensor is None:
+                continue
+            if id(tensor) not in moved:
+                device = homes.get(names[id(tensor)], torch.device("meta"))
+                moved[id(tensor)] = _moved(tensor, device, channels_last)
+            (part._parameters if key in part._parameters else part._buffers)[key] = moved[id(tensor)]  # type: ignore[assignment]
+
+
+def _moved(tensor: Tensor, device: torch.device, channels_last: bool) -> Tensor:
+    there = tensor.detach().to(device)
+    if channels_last and tensor.ndim == 4:
+        there = there.contiguous(memory_format=torch.channels_last)
+    return nn.Parameter(there, requires_grad=False) if isinstance(tensor, nn.Parameter) else there
