@@ -22,7 +22,7 @@ from drumline.models import create_model
 from drumline.observe.display import make_display
 from drumline.observe.logbook import Logbook
 from drumline.recipe import Data, Distill, Model, Optim, Recipe, Run, Train
-from drumline.train import prepare
+from drumline.train import assemble, prepare
 from drumline.train.spread import prepare_exchange
 from drumline.train.step import TrainStep
 from drumline.train.witness import Witness, state_tensors
@@ -71,7 +71,7 @@ def two_steps(folder: Path, name: str, world: World) -> dict[str, Any]:
     sets = prepare.prepare_sets(recipe, world)
     plan = prepare.prepare_plan(recipe, len(sets.train), world)
     task = lesson(recipe, sets, plan, world, make_display(world.rank), Stage(stage))
-    trainee = prepare.prepare_trainee(recipe, task.module, world, task.model)
+    trainee = assemble.prepare_trainee(recipe, task.module, world, task.model)
     step = TrainStep(
         trainee,
         task.objective,

@@ -107,8 +107,8 @@ def test_a_run_goes_on_in_a_pipeline_with_its_teacher_to_the_same_bits() -> None
 @pytest.mark.slow
 def test_a_run_says_where_its_teacher_lies() -> None:
     words = ranks.results()[0]["staged-two-teachers"]["words"]
-    line = "teacher resnet14 in 2 stages over the processes of the student's pipeline: 0: from conv1 | 1: from layer2.1"
-    assert words.count(line) == 2
+    where = "in 2 stages over the processes of the student's pipeline: 0: from conv1 | 1: from layer2.1"
+    assert words.count(f"teacher resnet14 {where}") == 2
 
 
 # A teacher in the stages of one process.

@@ -25,8 +25,8 @@ from drumline.errors import UserError
 from drumline.launch.world import alone
 from drumline.parallel.layout import Averaged
 from drumline.recipe import Distill, Recipe
+from drumline.train.assemble import prepare_trainee
 from drumline.train.objective import Classification, Outcome
-from drumline.train.prepare import prepare_trainee
 from drumline.train.step import TrainStep
 from tests.distill.nets import Alone
 from tests.train import tiny

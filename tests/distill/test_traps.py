@@ -31,8 +31,8 @@ from drumline.models import create_model
 from drumline.models.foreign import with_taps
 from drumline.parallel.layout import Averaged
 from drumline.recipe import Distill, Recipe
+from drumline.train.assemble import prepare_trainee
 from drumline.train.objective import Classification
-from drumline.train.prepare import prepare_trainee
 from drumline.train.step import TrainStep
 from tests.distill import ranks, test_relations, test_statistics, test_world_sizes
 from tests.distill.nets import Alone, wakened

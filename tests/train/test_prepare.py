@@ -16,7 +16,7 @@ from drumline.errors import UserError
 from drumline.launch.machine import usable_cores
 from drumline.launch.world import alone
 from drumline.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Run, Train
-from drumline.train import prepare
+from drumline.train import assemble, prepare
 
 ONE = alone(torch.device("cpu"))
 GPU = replace(ONE, device=torch.device("cuda", 0))
@@ -113,18 +113,18 @@ def test_the_classifier_fits_the_data_or_is_larger() -> None:
 def test_the_trainee_has_what_the_recipe_asks_for() -> None:
     module, _ = prepare.prepare_model(Recipe(model=Model(name="resnet8")), 4, ONE)
     module.eval()
-    made = prepare.prepare_trainee(Recipe(train=Train(ema=0.9)), module, ONE)
+    made = assemble.prepare_trainee(Recipe(train=Train(ema=0.9)), module, ONE)
     assert made.forward is made.module is module
     assert module.training
     assert not made.scaler.is_enabled()
     assert made.average is not None
     assert set(made.tensors()) == {"model", "optimizer", "average"}
-    assert prepare.prepare_trainee(Recipe(), module, ONE).average is None
+    assert assemble.prepare_trainee(Recipe(), module, ONE).average is None
 
 
 def test_optimizer_tensors_carry_the_names_of_their_parameters() -> None:
     module, _ = prepare.prepare_model(Recipe(model=Model(name="resnet8")), 4, ONE)
-    tensors = prepare.prepare_trainee(Recipe(), module, ONE).tensors()["optimizer"]
+    tensors = assemble.prepare_trainee(Recipe(), module, ONE).tensors()["optimizer"]
     assert set(tensors) == {f"momentum_buffer/{name}" for name, _ in module.named_parameters()}
 
 

@@ -10,8 +10,8 @@ from drumline.data.views import Batch
 from drumline.launch.world import World, alone
 from drumline.parallel.layout import Averaged
 from drumline.recipe import Optim, Recipe, Train
+from drumline.train.assemble import prepare_trainee
 from drumline.train.objective import Classification
-from drumline.train.prepare import prepare_trainee
 from drumline.train.step import Normalise, TrainStep
 from drumline.train.trainee import Trainee
 

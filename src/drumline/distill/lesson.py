@@ -63,7 +63,7 @@ def lesson(
     """What `drumline distill` trains."""
     chosen = stage_of(recipe.distill, stage.name) if stage.name else choose(recipe.distill)
     world = grid.world
-    _refuse_misfits(recipe, chosen, world)
+    _refuse_misfits(recipe, chosen, stage, world)
     classes = len(sets.train.classes)
     student, word = prepare.prepare_model(recipe, classes, world)
     stages = plan_stages(recipe, grid)
@@ -347,7 +347,7 @@ def _method_words(chosen: Chosen, stage: Stage) -> str:
     return opening + " + ".join(terms) + (f", T = {chosen.T:g}" if tempered else "")
 
 
-def _refuse_misfits(recipe: Recipe, chosen: Chosen, world: World) -> None:
+def _refuse_misfits(recipe: Recipe, chosen: Chosen, stage: Stage, world: World) -> None:
     """What the recipe alone, with the number of processes, rules out."""
     if resolve_layout(recipe.parallel.layout, world) == "dp":
         raise UserError(
@@ -361,9 +361,10 @@ def _refuse_misfits(recipe: Recipe, chosen: Chosen, world: World) -> None:
             "batch to each other, and micro-batches would hide them from each other",
             "use --parallel.layout ddp, or a method of single samples",
         )
-    if chosen.initial and recipe.parallel.layout in STAGED:
+    initial = [stage.name] if stage.name else [name for name, epochs in chosen.initial if epochs]
+    if initial and recipe.parallel.layout in STAGED:
         raise UserError(
-            f"parallel.layout = {recipe.parallel.layout}: {', '.join(name for name, _ in chosen.initial)} has an "
+            f"parallel.layout = {recipe.parallel.layout}: {', '.join(initial)} has an "
             "initial stage of its own, which trains other parts of the student",
             "use --parallel.layout ddp, or another method",
         )

@@ -73,16 +73,17 @@ class Picture:
 
 
 def typical_times(spans: Sequence[Span], stages: int) -> Times:
-    """The middle of each stage's times over its micro-batches. Pure."""
+    """The middle of each stage's times over its micro-batches; of copies the shortest, for the others also waited for
+    whoever receives them. Pure."""
 
-    def of(kind: Kind, stage: int) -> float:
+    def of(kind: Kind, stage: int, typical: Callable[[list[float]], float] = median) -> float:
         found = [span.end - span.start for span in spans if span.kind is kind and span.stage == stage]
-        return median(found) if found else 0.0
+        return typical(found) if found else 0.0
 
     return Times(
         forward=[of(Kind.FORWARD, stage) for stage in range(stages)],
         backward=[of(Kind.BACKWARD, stage) for stage in range(stages)],
-        transfer=[of(Kind.SEND_OUTPUT, stage) for stage in range(stages - 1)],
+        transfer=[of(Kind.SEND_OUTPUT, stage, min) for stage in range(stages - 1)],
         reduce=[of(Kind.REDUCE, stage) for stage in range(stages)],
     )
 

@@ -28,18 +28,14 @@ from drumline.launch.machine import cores_per_process
 from drumline.launch.world import World
 from drumline.models import create_model, load_weights
 from drumline.models.weights import WeightFields, resolve_weights
-from drumline.parallel.layout import lay_out, resolve_layout
+from drumline.parallel.layout import resolve_layout
 from drumline.recipe import Data, Recipe
 from drumline.recipe_checks import shard_count
 from drumline.recipe_layouts import ONE_SCALE, STAGED
 from drumline.state.checkpoint import MANIFEST, Unsound, examined, verify_checkpoint, verify_checksums
-from drumline.train.ema import Average
-from drumline.train.optim import build_optimizer
-from drumline.train.recompute import recompute_blocks
 from drumline.train.schedule import Schedule, build_schedule
 from drumline.train.spread import own_share
 from drumline.train.step import Normalise
-from drumline.train.trainee import Trainee
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 EVALUATION_BATCH = 256
@@ -262,63 +258,6 @@ def prepare_model(
     if channels_last(recipe, world):
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return module, word
-
-
-def prepare_trainee(
-    recipe: Recipe,
-    module: nn.Module,
-    world: World,
-    model: nn.Module | None = None,
-    tail: nn.Module | None = None,
-) -> Trainee:
-    """The module laid out over the world, with optimizer, loss scaler and average. `model` is the part of it that the
-    run is for, if not all of it; `tail` is what a step calls in its place where it is laid in stages already."""
-    model = module if model is None else model
-    if recipe.train.gradient_checkpointing and tail is None:
-        recompute_blocks(model)
-    module.train()
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise UserError(
-            f"model.name = {recipe.model.name}: the model has no trainable parameters",
-            "give a model with parameters that require gradients",
-        )
-    if tail is not None:
-        forward = tail
-    elif recipe.run.strict:
-        forward = module
-        for tensor in (*module.parameters(), *module.buffers()):
-            world.broadcast(tensor.detach())
-    elif recipe.parallel.layout == "fsdp":
-        return _sharded(recipe, module, model, world)
-    else:
-        forward = lay_out(module, resolve_layout(recipe.parallel.layout, world), world)
-    # After every rank was given rank 0's weights: a user's factory may not keep to torch's seed.
-    average = Average(model, recipe.train.ema) if recipe.train.ema else None
-    if recipe.train.compile:
-        forward.compile()
-    lr = torch.tensor(0.0, device=world.device)
-    scaler = torch.amp.GradScaler("cuda", enabled=precision(recipe, world) is torch.float16)
-    return Trainee(module, model, forward, build_optimizer(recipe.optim, module, lr), lr, scaler, average)
-
-
-def _sharded(recipe: Recipe, module: nn.Module, model: nn.Module, world: World) -> Trainee:
-    """Each process with its part of everything."""
-    # torch's sharding takes half a second to import, which no other layout should pay.
-    from drumline.parallel.fsdp import Held, shard
-
-    kind = precision(recipe, world)
-    for tensor in (*module.parameters(), *module.buffers()):
-        world.broadcast(tensor.detach())
-    # Before: a sharded module cannot be copied.
-    average = Average(model, recipe.train.ema) if recipe.train.ema else None
-    shard(module, world, kind)
-    if average is not None:
-        shard(average.module, world, kind)
-        average.follow(model)
-    held, lr = Held(module), torch.tensor(0.0, device=world.device)
-    optimizer = build_optimizer(recipe.optim, module, lr, held.parameters.values())
-    scaler = torch.amp.GradScaler("cuda", enabled=kind is torch.float16)
-    return Trainee(module, model, module, optimizer, lr, scaler, average, held)
 
 
 def normaliser(sets: Sets, recipe: Recipe, world: World) -> Normalise:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from drumline.data.order import bounds
 from drumline.data.views import Batch
-from drumline.parallel.holding import Holding
+from drumline.launch.world import World
+from drumline.parallel.holding import Holding, Whole
 from drumline.parallel.layout import piece_of
 from drumline.parallel.pipeline.simulate import Span
 from drumline.state.atomic import write_text
@@ -73,18 +74,79 @@ def prove(
         judged(found["moved"], theirs.buffers, buffers, claim=Claim.BUFFERS_MOVED),
         judged(_only(after, buffers), _only(before, buffers), buffers, claim=Claim.BUFFERS_UNTOUCHED),
     ]
+    _tell(mine, exchange.shape.micro_batches, laid.words[0], world, folder, note)
+    return exchange.spans()
+
+
+def prove_sharded(
+    whole: nn.Module,
+    step: TrainStep,
+    batch: Batch,
+    index: int,
+    accumulate: int,
+    holding: Holding,
+    folder: Path | None,
+    note: Callable[[str], None],
+) -> None:
+    """The same for FSDP: `whole` is a copy of the module as it was before it was sharded. All ranks call it."""
+    module, world, found = step.trainee.module, step.world, dict[str, Values]()
+
+    def look() -> None:
+        found["gradients"] = {
+            name: None if each.grad is None else full(each.grad)
+            for name, each in module.named_parameters()
+            if each.requires_grad
+        }
+        found["moved"] = copied(dict(module.named_buffers()))
+
+    before = copied(dict(module.named_buffers()))
+    step.replay(batch, index, look=look)
+    state = holding.collect({"all": dict(module.state_dict())})
+    live = {"all": dict(whole.state_dict())}
+    Whole(world).spread(state if world.first else None, live, Path("the run itself"))
+    whole.to(world.device).train()
+    step.draws.at(index)
+    step.draws.switch(0)
+    cuts = bounds(len(batch.labels), accumulate, 2 if batch.mix.shape[1] else 1)
+    pieces = [piece_of(batch, first, last) for first, last in pairwise(cuts)]
+    theirs = reference(whole, lambda model, micro: _whole_loss(step, pieces[micro], index, model), accumulate)
+    for gradient in theirs.gradients.values():
+        if gradient is not None:
+            world.sum(gradient).div_(world.size)
+    buffers = [name for name, _ in module.named_buffers()]
+    judged = partial(compare, autocast=step.autocast, rank=world.rank)
+    mine = [
+        judged(found["gradients"], theirs.gradients, list(theirs.gradients), claim=Claim.GRADIENTS),
+        judged(found["moved"], theirs.buffers, buffers, claim=Claim.BUFFERS_MOVED),
+        judged(copied(dict(module.named_buffers())), before, buffers, claim=Claim.BUFFERS_UNTOUCHED),
+    ]
+    _tell(mine, accumulate, f"layout fsdp over {world.size} processes", world, folder, note)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """All of a tensor that FSDP has sharded, on the host. All ranks call it."""
+    whole: Tensor = getattr(tensor, "full_tensor", lambda: tensor)()
+    return whole.detach().to("cpu", copy=True)
+
+
+def _tell(
+    mine: list[Verdict],
+    micro_batches: int,
+    layout: str,
+    world: World,
+    folder: Path | None,
+    note: Callable[[str], None],
+) -> None:
+    """What all ranks found, as one certificate."""
     everybody: list[list[Verdict]] = world.collect(mine)
     certificate = Certificate(
-        tuple(_merged(verdicts) for verdicts in zip(*everybody, strict=True)),
-        exchange.shape.micro_batches,
-        laid.words[0],
+        tuple(merge(verdicts) for verdicts in zip(*everybody, strict=True)), micro_batches, layout
     )
     if folder is not None:
         write_text(folder / FILE, as_json(certificate))
     note(words(certificate))
     if (error := refuse(certificate)) is not None:
         raise error
-    return exchange.spans()
 
 
 def copied_gradients(module: nn.Module) -> dict[str, Tensor | None]:
@@ -95,19 +157,15 @@ def copied_gradients(module: nn.Module) -> dict[str, Tensor | None]:
     }
 
 
-def _merged(verdicts: tuple[Verdict, ...]) -> Verdict:
-    return merge(verdicts)
-
-
 def _reference(
     laid: Laid, step: TrainStep, batch: Batch, index: int, holding: Holding, drawing: bool
 ) -> Reference:
     """Computed where the loss is, and told to the others of the replica."""
     grid, module = laid.exchange.grid, step.trainee.module
-    whole = laid.whole
-    full = holding.collect({"all": _state(module)})
+    whole = laid.twin.pop() if laid.twin else None
+    state = holding.collect({"all": _state(module)})
     live = {"all": dict(whole.state_dict()) if whole is not None else {}}
-    holding.spread(full if grid.world.first else None, live, Path("the run itself"))
+    holding.spread(state if grid.world.first else None, live, Path("the run itself"))
     made = Reference({}, {})
     if whole is not None:
         whole.to(grid.world.device).train()
@@ -119,7 +177,6 @@ def _reference(
         for gradient in made.gradients.values():
             if gradient is not None:
                 grid.peers.sum(gradient)
-        whole.to("cpu")
     names = {name: each for name, each in module.named_parameters() if each.requires_grad}
     last = grid.places - 1
     given: list[str] = grid.down.collect([name for name, each in made.gradients.items() if each is not None])[
@@ -147,8 +204,12 @@ def _loss(
 ) -> Tensor:
     """Of one micro-batch through the whole model; where it draws random numbers, stage by stage with their keys."""
     model: Any = _KeyedChain(laid, step, index, micro, whole) if drawing else whole
+    return _whole_loss(step, pieces[micro], index, model)
+
+
+def _whole_loss(step: TrainStep, piece: Batch, index: int, model: nn.Module) -> Tensor:
     step.objective.at(index)
-    outcome = step.outcome(model, pieces[micro])
+    outcome = step.outcome(model, piece)
     loss: Tensor = step.trainee.scaler.scale(outcome.loss * (step.exchange.weight / step.global_batch))
     return loss
 

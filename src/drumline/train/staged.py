@@ -44,8 +44,9 @@ class Laid:
     exchange: Pipelined
     chain: Callable[[nn.Module], Chain]
     """The evaluation of a model like the task's: itself, or its average."""
-    whole: nn.Module | None
-    """A copy of all that is trained, on the host, where the loss is computed: the certificate compares with it."""
+    twin: list[nn.Module]
+    """A copy of all that is trained, on the host, where the loss is computed: the certificate compares with it, and
+    takes it out."""
     segments: Sequence[Segment]
     cut: Cut
     words: tuple[str, ...]
@@ -94,7 +95,7 @@ def lay_in_stages(
         )
     mode = recipe.parallel.batchnorm
     apply_norm_mode(root, mode, world_total(grid.peers) if grid.replicas > 1 else None, shape.micro_batches)
-    whole = copy.deepcopy(task.module) if grid.ends else None
+    twin = [copy.deepcopy(task.module)] if grid.ends else []
     lanes = _lane_devices(shape, grid)
     _keep_own(task, segments, shape, grid, lanes, prepare.channels_last(recipe, world))
     task.module.train()
@@ -128,7 +129,7 @@ def lay_in_stages(
         f"stages: {_stage_words(segments)}{told}",
         norm_words(mode, norm_count(root), shape.micro_batches, min(sizes), shape.replicas),
     )
-    return Laid(exchange, chain, whole, segments, cut, tuple(word for word in words if word))
+    return Laid(exchange, chain, twin, segments, cut, tuple(word for word in words if word))
 
 
 def lane_names(segments: Sequence[Segment], shape: Shape) -> list[str]:

@@ -6,6 +6,7 @@ resumed run has the threads it was started with and stands at the exact sample; 
 
 from __future__ import annotations
 
+import copy
 import shutil
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -29,12 +30,10 @@ from drumline.parallel.layout import data_parallel_word, resolve_layout
 from drumline.recipe import Recipe
 from drumline.recipe_checks import shard_count
 from drumline.recipe_file import dump_recipe
-from drumline.state.checkpoint import Position, Unsound, read_checkpoint, read_manifest
+from drumline.state.checkpoint import Position
 from drumline.state.environment import describe_environment
 from drumline.state.folder import (
     Opened,
-    changed_environment,
-    changed_settings,
     open_run,
     repeatable,
     write_facts,
@@ -42,11 +41,13 @@ from drumline.state.folder import (
 from drumline.state.keeper import Keeper, PieceWriter
 from drumline.train import prepare, spread
 from drumline.train.agreement import check_data, check_recipes
+from drumline.train.assemble import prepare_trainee
 from drumline.train.finite import Finite
 from drumline.train.meter import MeterReader
 from drumline.train.picture import Picture
-from drumline.train.prove import prove
+from drumline.train.prove import prove, prove_sharded
 from drumline.train.reporter import Reporter
+from drumline.train.resume import take_up, threads_of
 from drumline.train.staged import Laid, lane_names, lay_in_stages, prepare_shape
 from drumline.train.step import NotCapturable, TrainStep
 from drumline.train.task import Builder, Task
@@ -77,6 +78,8 @@ class Running:
     holding: Holding
     pieces: PieceWriter | None
     """Of a sharded checkpoint, on the ranks that have no keeper."""
+    twin: list[torch.nn.Module]
+    """A copy of a model that is sharded, for the certificate, which takes it out."""
     laid: Laid | None
     """The model in stages, where the layout has them."""
     picture: Picture | None
@@ -123,6 +126,18 @@ class Running:
             spans = prove(self.laid, self.step, batch, self.position.step, self.holding, folder, self.note)
             assert self.picture is not None
             self.picture.expect(spans, self.position.step)
+        elif self.twin:
+            folder = self.folder.path if self.folder else None
+            prove_sharded(
+                self.twin.pop(),
+                self.step,
+                batch,
+                self.position.step,
+                self.recipe.train.accumulate,
+                self.holding,
+                folder,
+                self.note,
+            )
         captured, why_not = prepare.captures(self.recipe, self.world)
         if captured:
             try:
@@ -180,12 +195,13 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
     if folder is not None:
         cleanup.callback(folder.leave)
     checkpoint: Path | None = world.share(folder.resume_from if folder else None)
-    threads = world.share(_threads(recipe, checkpoint, world) if world.first else 0)
+    threads = world.share(threads_of(recipe, checkpoint, world) if world.first else 0)
     torch.set_num_threads(threads)
 
     task = build(recipe, sets, plan, grid, display)
     laid = lay_in_stages(recipe, task, sets, grid, shape, display) if shape else None
-    trainee = prepare.prepare_trainee(
+    twin = [copy.deepcopy(task.module).cpu()] if recipe.parallel.layout == "fsdp" else []
+    trainee = prepare_trainee(
         recipe, task.module, world, task.model, laid.exchange.staged.tail if laid else None
     )
     holding = _holding(trainee, grid, world)
@@ -215,7 +231,7 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
     resume_words: list[str] = []
     moved_in: bool = world.share(folder.resumes_elsewhere if folder else False)
     if checkpoint is not None:
-        position, resume_words = _resume(recipe, plan, trainee, task, checkpoint, world, environment, holding)
+        position, resume_words = take_up(recipe, plan, trainee, task, checkpoint, world, environment, holding)
         if moved_in:
             position = replace(position, best_step=-1, best_accuracy=-1.0)
 
@@ -254,6 +270,7 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
         moved_in=moved_in,
         holding=holding,
         pieces=pieces,
+        twin=twin,
         laid=laid,
         picture=_picture(recipe, laid, folder, logbook) if laid else None,
     )
@@ -314,72 +331,6 @@ def _open_books(
     )
     cleanup.callback(keeper.close)
     return logbook, keeper
-
-
-def _resume(
-    recipe: Recipe,
-    plan: prepare.Plan,
-    trainee: Trainee,
-    task: Task,
-    checkpoint: Path,
-    world: World,
-    environment: dict[str, Any],
-    holding: Holding,
-) -> tuple[Position, list[str]]:
-    """Loads on rank 0, and gives every rank what it holds of it."""
-    live = trainee.tensors()
-    groups: dict[str, dict[str, torch.Tensor]] | None = None
-    memory: dict[str, torch.Tensor] = {}
-    position, words = Position(step=0, per_epoch=plan.per_epoch), []
-    if world.first:
-        try:
-            manifest, groups = read_checkpoint(checkpoint)
-        except Unsound as reason:
-            raise UserError(f"cannot resume: {reason}", "give another checkpoint of the run") from reason
-        memory = groups.pop("memory", {})
-        position = manifest.position
-        words = [f"resumed from {checkpoint} at step {position.step:,}"]
-        strict = recipe.run.strict
-        changes = changed_settings(manifest.recipe, dump_recipe(repeatable(recipe)), strict)
-        if changes:
-            words.append(f"resumed with other settings, the result may differ: {'; '.join(changes)}")
-        changes = changed_environment(manifest.environment, environment, strict)
-        if changes and strict:
-            raise UserError(
-                f"run.strict: {checkpoint} was made on another set-up, so the same bits cannot be promised: "
-                f"{'; '.join(changes)}",
-                "resume on the set-up it was made on, or go on without the promise by --run.no-strict",
-            )
-        if changes:
-            words.append(f"resumed on another set-up, the bits may differ: {'; '.join(changes)}")
-    position = world.share(position)
-    holding.spread(groups, live, checkpoint)
-    if isinstance(holding, Parts):
-        memory = world.share(memory)  # whoever computes the loss takes it up
-    task.objective.restore(memory)
-    if position.per_epoch != plan.per_epoch:
-        raise UserError(
-            f"{checkpoint} has {position.per_epoch} steps per epoch, this recipe has {plan.per_epoch}",
-            "resume with the data and the global batch (data.batch) the run was started with",
-        )
-    if position.step > plan.total:
-        raise UserError(
-            f"{checkpoint} is at step {position.step:,}, the recipe ends at {plan.total:,}",
-            "raise train.epochs or train.steps, or resume from an earlier checkpoint",
-        )
-    if position.scaler:
-        trainee.scaler.load_state_dict(dict(position.scaler))
-    return position, words
-
-
-def _threads(recipe: Recipe, checkpoint: Path | None, world: World) -> int:
-    """A resumed run keeps the number it was started with: on a CPU it decides the order of additions."""
-    if recipe.parallel.threads == "auto" and checkpoint is not None:
-        try:
-            return int(read_manifest(checkpoint).environment.get("threads", 1))
-        except Unsound as reason:
-            raise UserError(f"cannot resume: {reason}", "give another checkpoint of the run") from reason
-    return prepare.threads_per_process(recipe.parallel.threads, world.local_size, recipe.run.strict)
 
 
 def _strict_word(shards: int, recipe: Recipe, world: World) -> str:

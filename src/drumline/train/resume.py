@@ -1,0 +1,89 @@
+"""Goes on from a checkpoint: rank 0 reads it, every process takes up what it holds.
+
+Promises: what does not fit this recipe is refused before a byte is written; other settings and another set-up are
+told, and refused where the same bits were promised.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drumline.errors import UserError
+from drumline.launch.world import World
+from drumline.parallel.holding import Holding, Parts
+from drumline.recipe import Recipe
+from drumline.recipe_file import dump_recipe
+from drumline.state.checkpoint import Position, Unsound, read_checkpoint, read_manifest
+from drumline.state.folder import changed_environment, changed_settings, repeatable
+from drumline.train import prepare
+from drumline.train.task import Task
+from drumline.train.trainee import Trainee
+
+
+def take_up(
+    recipe: Recipe,
+    plan: prepare.Plan,
+    trainee: Trainee,
+    task: Task,
+    checkpoint: Path,
+    world: World,
+    environment: dict[str, Any],
+    holding: Holding,
+) -> tuple[Position, list[str]]:
+    """Loads on rank 0, and gives every rank what it holds of it."""
+    live = trainee.tensors()
+    groups: dict[str, dict[str, torch.Tensor]] | None = None
+    memory: dict[str, torch.Tensor] = {}
+    position, words = Position(step=0, per_epoch=plan.per_epoch), []
+    if world.first:
+        try:
+            manifest, groups = read_checkpoint(checkpoint)
+        except Unsound as reason:
+            raise UserError(f"cannot resume: {reason}", "give another checkpoint of the run") from reason
+        memory = groups.pop("memory", {})
+        position = manifest.position
+        words = [f"resumed from {checkpoint} at step {position.step:,}"]
+        strict = recipe.run.strict
+        changes = changed_settings(manifest.recipe, dump_recipe(repeatable(recipe)), strict)
+        if changes:
+            words.append(f"resumed with other settings, the result may differ: {'; '.join(changes)}")
+        changes = changed_environment(manifest.environment, environment, strict)
+        if changes and strict:
+            raise UserError(
+                f"run.strict: {checkpoint} was made on another set-up, so the same bits cannot be promised: "
+                f"{'; '.join(changes)}",
+                "resume on the set-up it was made on, or go on without the promise by --run.no-strict",
+            )
+        if changes:
+            words.append(f"resumed on another set-up, the bits may differ: {'; '.join(changes)}")
+    position = world.share(position)
+    holding.spread(groups, live, checkpoint)
+    if isinstance(holding, Parts):
+        memory = world.share(memory)  # whoever computes the loss takes it up
+    task.objective.restore(memory)
+    if position.per_epoch != plan.per_epoch:
+        raise UserError(
+            f"{checkpoint} has {position.per_epoch} steps per epoch, this recipe has {plan.per_epoch}",
+            "resume with the data and the global batch (data.batch) the run was started with",
+        )
+    if position.step > plan.total:
+        raise UserError(
+            f"{checkpoint} is at step {position.step:,}, the recipe ends at {plan.total:,}",
+            "raise train.epochs or train.steps, or resume from an earlier checkpoint",
+        )
+    if position.scaler:
+        trainee.scaler.load_state_dict(dict(position.scaler))
+    return position, words
+
+
+def threads_of(recipe: Recipe, checkpoint: Path | None, world: World) -> int:
+    """A resumed run keeps the number it was started with: on a CPU it decides the order of additions."""
+    if recipe.parallel.threads == "auto" and checkpoint is not None:
+        try:
+            return int(read_manifest(checkpoint).environment.get("threads", 1))
+        except Unsound as reason:
+            raise UserError(f"cannot resume: {reason}", "give another checkpoint of the run") from reason
+    return prepare.threads_per_process(recipe.parallel.threads, world.local_size, recipe.run.strict)
