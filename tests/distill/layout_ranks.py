@@ -33,6 +33,7 @@ CASES: dict[str, tuple[tuple[str, ...], str, int]] = {
     "whole-logits": (("dkd",), "single", 1),
     "whole-taps": (("attention",), "auto", 1),
     "staged-taps": (("hint",), "pipeline", 1),
+    "helpers-norm": (("ofd",), "pipeline", 1),
     "staged-two-teachers": (("kd",), "pipeline", 2),
 }
 """Methods, the teacher's layout, and the number of teachers."""

@@ -94,7 +94,7 @@ def lesson(
     if stage.name:
         _freeze_idle(bundle, teacher, sets.view.size)
     together = spread.prepare_shards(recipe, world)
-    _span(bundle, recipe, world, together)
+    _span(bundle, recipe, grid.peers, together)
     stored = None
     if cached:
         stored = store(recipe, teacher, _identity(teacher, teachers, weights), sets, plan, world)

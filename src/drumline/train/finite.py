@@ -125,7 +125,7 @@ class _Kept:
 
     def __init__(self, module: nn.Module) -> None:
         buffers = sorted(
-            {id(buffer): buffer for buffer in module.buffers() if buffer.numel()}.values(),
+            {id(each): each for each in module.buffers() if each.numel() and not each.is_meta}.values(),
             key=lambda buffer: (str(buffer.dtype), str(buffer.device)),
         )
         self.groups = [list(group) for _, group in groupby(buffers, key=lambda b: (b.dtype, b.device))]
