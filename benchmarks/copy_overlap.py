@@ -71,8 +71,8 @@ def slowly(seconds: float) -> Move:
     return move
 
 
-def on_cpu(rounds: int, transfer: float, ranks: Sequence[int], count: int, log: Log, out: Path | None) -> int:
-    cases = [Case(schedule, each, count) for schedule in SCHEDULES for each in ranks]
+def on_cpu(rounds: int, transfer: float, cases: Sequence[Case], log: Log, out: Path | None) -> int:
+    """Copies that take `transfer` seconds each."""
     boxes = {
         (case, overlap): Mailbox([Place.on(CPU) for _ in range(case.ranks)], overlap, slowly(transfer))
         for case in cases
@@ -81,10 +81,16 @@ def on_cpu(rounds: int, transfer: float, ranks: Sequence[int], count: int, log: 
     runs = {key: Asleep(key[0], dict(enumerate(box.seats))) for key, box in boxes.items()}
     for key, run in runs.items():
         run.step(boxes[key])
-    found = turns(rounds, {key: partial(run.step, boxes[key]) for key, run in runs.items()})
+
+    def note(key: tuple[Case, bool], seconds: float) -> None:
+        log.add("copies on a CPU", case=asdict(key[0]), overlap=key[1], transfer=transfer, seconds=seconds)
+
+    found = turns(rounds, {key: partial(run.step, boxes[key]) for key, run in runs.items()}, note)
+    one = cases[0]
+    sleeps = f"{1e3 * one.forward:g} + {1e3 * one.backward:g} ms"
     print(
-        f"{machine()}; stages that sleep 8 + 16 ms, copies of {1e3 * transfer:g} ms, M = {count}; {rounds} rounds "
-        "that take turns, medians\n"
+        f"{machine()}; stages that sleep {sleeps}, copies of {1e3 * transfer:g} ms, M = {one.micro_batches}; "
+        f"{rounds} rounds that take turns, medians\n"
     )
     print("| schedule | P | in turns, ms | simulated | beside, ms | simulated | gain | simulated |")
     print("|---|---|---|---|---|---|---|---|")
@@ -92,15 +98,6 @@ def on_cpu(rounds: int, transfer: float, ranks: Sequence[int], count: int, log: 
         measured = {overlap: median_ms(found[case, overlap]) for overlap in (False, True)}
         spans = {beside: simulate(case.lists(), case.times(transfer, beside)) for beside in (False, True)}
         said = {beside: 1e3 * step_time(each) for beside, each in spans.items()}
-        for overlap in (False, True):
-            log.add(
-                "copies on a CPU",
-                case=asdict(case),
-                overlap=overlap,
-                transfer=transfer,
-                seconds=found[case, overlap],
-                simulated=said[overlap] / 1e3,
-            )
         print(
             f"| {case.schedule} | {case.ranks} | {measured[False]:.1f} | {said[False]:.1f} | {measured[True]:.1f} | "
             f"{said[True]:.1f} | {gain(measured)} | {gain(said)} |",
@@ -112,7 +109,8 @@ def on_cpu(rounds: int, transfer: float, ranks: Sequence[int], count: int, log: 
                 runs[case, overlap].step(boxes[case, overlap], recorders)
                 name = f"asleep-{case.schedule}-{case.ranks}-{'beside' if overlap else 'in-turns'}"
                 title = f"{case}, copies {'beside the computing' if overlap else 'in turns with it'}"
-                draw(out, name, title, recorders, spans[overlap])
+                # The simulator has no copies in turns: it takes them for computing.
+                draw(out, name, title, recorders, spans[True] if overlap else None)
     return 0
 
 
@@ -281,16 +279,10 @@ def overlap_on_gpu(
         settle()
         return (time.perf_counter() - begun) / steps
 
-    found = turns(rounds, {key: partial(timed, run) for key, run in runs.items()}, until)
-    for key, seconds in found.items():
-        log.add(
-            "copies on a GPU",
-            model=work.model,
-            batch=work.batch,
-            key=key,
-            seconds=seconds,
-            peak_gib=peaks[key],
-        )
+    def note(key: Any, seconds: float) -> None:
+        log.add("copies on a GPU", work=str(work), key=key, seconds=seconds, peak_gib=peaks[key])
+
+    found = turns(rounds, {key: partial(timed, run) for key, run in runs.items()}, note, until)
     print(
         f"\n{machine(device)}; {work}, cut at {', '.join(cuts[2])} (two "
         f"stages) or {', '.join(cuts[4])} (interleaved); {len(found['whole'])} rounds of {steps} steps, medians\n"
@@ -350,6 +342,9 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=420.0, help="begin nothing new on the GPU after these"
     )
+    parser.add_argument(
+        "--forward-ms", type=float, default=8.0, help="of a rank that sleeps; backward is twice"
+    )
     parser.add_argument("--transfer-ms", type=float, default=4.0, help="of one copy between sleeping stages")
     parser.add_argument("--out", type=Path, help="a folder for timelines (SVG, and JSON for ui.perfetto.dev)")
     parser.add_argument("--log", help="a file for JSON lines")
@@ -358,13 +353,19 @@ def main() -> int:
     args = parser.parse_args()
     log, transfer, begun = Log(args.log), args.transfer_ms / 1e3, time.monotonic()
     if args.quick:
-        on_cpu(1, transfer, (2,), 4, log, args.out)
+        on_cpu(1, transfer, [Case(schedule, 2, 4) for schedule in SCHEDULES], log, args.out)
         tiny = Work("cifar/resnet8", 32, 8, 4, CPU, None)
         bad = same_bits([tiny], log)
         overlap_on_gpu(tiny, ["1f1b"], 1, 1, log, args.out)
         return 1 if bad else 0
     if args.cpu or not torch.cuda.is_available():
-        return on_cpu(args.rounds, transfer, (2, 4), args.micro_batches, log, args.out)
+        forward = args.forward_ms / 1e3
+        cases = [
+            Case(schedule, ranks, args.micro_batches, forward, 2 * forward)
+            for schedule in SCHEDULES
+            for ranks in (2, 4)
+        ]
+        return on_cpu(args.rounds, transfer, cases, log, args.out)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = torch.device("cuda", 0)
     print(f"{machine(device)}: gradients and buffers against accumulation, two steps\n")

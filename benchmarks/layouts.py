@@ -92,14 +92,18 @@ def by_itself(case: Case) -> Case:
 # ---- one process, a thread for each rank
 
 
-def in_threads(plan: Plan) -> dict[Case, list[float]]:
+def in_threads(plan: Plan, log: Log) -> dict[Case, list[float]]:
     measures = {}
     for case in plan.every():
         box = Mailbox([Place.on(CPU) for _ in range(case.ranks)])
         asleep = Asleep(case, dict(enumerate(box.seats)))
         asleep.step(box)
         measures[case] = partial(asleep.step, box)
-    return turns(plan.rounds, measures)
+    return turns(plan.rounds, measures, lambda case, seconds: log_step(log, "threads", case, seconds))
+
+
+def log_step(log: Log, what: str, case: Case, seconds: float) -> None:
+    log.add(what, case=asdict(case), ideal=case.ideal, seconds=seconds)
 
 
 # ---- a process for each rank
@@ -130,8 +134,7 @@ def one_rank(plan: Plan, out: Path) -> None:
         asleep = Asleep(case, own) if own else None
         steps(case, asleep, 1)  # layouts are told once
         measures[case] = partial(steps, case, asleep, STEPS)
-    for case, seconds in turns(plan.rounds, measures).items():
-        log.add("processes", case=asdict(case), seconds=seconds)
+    turns(plan.rounds, measures, lambda case, seconds: log_step(log, "processes", case, seconds))
     exchanges(plan, world, grids[2], wires[2], log)
     world.close()
 
@@ -289,10 +292,8 @@ def main() -> int:
     print(f"{machine()}; stages that sleep {sleeps}; {plan.rounds} rounds that take turns, medians\n")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    threads = in_threads(plan)
+    threads = in_threads(plan, log)
     torch.set_num_threads(before)
-    for case, seconds in threads.items():
-        log.add("threads", case=asdict(case), ideal=case.ideal, seconds=seconds)
     print("One process, a thread for each rank:\n")
     print_steps(plan, threads)
     if args.no_processes:
@@ -303,9 +304,11 @@ def main() -> int:
     for line in lines:
         log.add(**line)
     print("A process for each rank, over gloo:\n")
-    print_steps(
-        plan, {Case(**line["case"]): line["seconds"] for line in lines if line["what"] == "processes"}
-    )
+    processes: dict[Case, list[float]] = {}
+    for line in lines:
+        if line["what"] == "processes":
+            processes.setdefault(Case(**line["case"]), []).append(line["seconds"])
+    print_steps(plan, processes)
     print(
         f"{plan.processes // 2} replica(s) of two ranks, M = {plan.micro_batches[0]}; each rank exchanges "
         f"{plan.gradient_bytes / 2**20:.0f} MiB of gradients:\n"

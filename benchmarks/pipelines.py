@@ -244,10 +244,13 @@ class ModelInStages:
 
 
 def turns(
-    rounds: int, measures: Mapping[T, Callable[[], float]], until: float = float("inf")
+    rounds: int,
+    measures: Mapping[T, Callable[[], float]],
+    note: Callable[[T, float], None] = lambda key, seconds: None,
+    until: float = float("inf"),
 ) -> dict[T, list[float]]:
     """What each measured, round after round; each round begins with another one, so that what changes on the machine
-    hits all. No round is begun after the moment `until`, but the first."""
+    hits all. `note` hears of each at once. No round is begun after the moment `until`, but the first."""
     found: dict[T, list[float]] = {key: [] for key in measures}
     keys = list(measures)
     for number in range(rounds):
@@ -256,6 +259,7 @@ def turns(
         first = number % len(keys)
         for key in keys[first:] + keys[:first]:
             found[key].append(measures[key]())
+            note(key, found[key][-1])
     return found
 
 

@@ -41,6 +41,8 @@ def _file(name: str, text: str | bytes, *must_contain: str, mistakes: int = 1) -
     return WrongCommand(name, ("recipe.toml",), must_contain, {"recipe.toml": text}, mistakes)
 
 
+_PIPELINE = "parallel.layout=pipeline"
+
 WRONG_COMMANDS = [
     # Names on the command line.
     _line("unknown flag", "--optim.le 3", "--optim.le", "did you mean --optim.lr?"),
@@ -203,6 +205,71 @@ WRONG_COMMANDS = [
     _line("magnitude off the scale", "--data.randaugment 2 31", "--data.randaugment 2 31", "0 to 30"),
     _line("limit in percent", "--data.bad-limit 5", "--data.bad-limit 5: too large", "give at most 1"),
     _line("more than certain", "data.erasing=1.5", "data.erasing=1.5: too large", "give at most 1"),
+    # Layouts that cannot be.
+    _line(
+        "zero bubble", "--parallel.schedule zbv", "--parallel.schedule zbv", "not offered", "backward", "1f1b"
+    ),
+    _line("zero bubble in words", "parallel.schedule=zero-bubble", "would silently be wrong", "interleaved"),
+    _file("zero bubble in a file", '[parallel]\nschedule = "ZB-H1"\n', "recipe.toml:2", "not offered"),
+    _line("half a schedule", "parallel.schedule=1f1", "gpipe, 1f1b, interleaved", "did you mean 1f1b?"),
+    _line(
+        "processes left over",
+        f"{_PIPELINE} --parallel.stages 2 parallel.processes=3",
+        "--parallel.stages 2: 3 processes",
+        "a multiple of 2",
+    ),
+    _line(
+        "more pieces than samples",
+        f"{_PIPELINE} data.batch=8 --parallel.micro-batches 9",
+        "--parallel.micro-batches 9: data.batch = 8",
+        "at most 8",
+    ),
+    _line(
+        "more pieces than pairs",
+        f"{_PIPELINE} data.batch=8 data.mixup=0.2 parallel.micro_batches=5",
+        "parallel.micro_batches=5: data.batch = 8",
+        "in pairs",
+        "at most 4",
+    ),
+    _line(
+        "half a round",
+        f"{_PIPELINE} parallel.stages=2 parallel.schedule=interleaved parallel.micro_batches=5",
+        "parallel.micro_batches=5: interleaved goes in rounds",
+        "such as 6",
+    ),
+    _line("strict stages", f"{_PIPELINE} --run.strict", "--run.strict", "whole models", "use ddp"),
+    _line("compiled stages", f"{_PIPELINE} --train.compile", "--train.compile: does not go with", "use ddp"),
+    _line(
+        "accumulating stages", f"{_PIPELINE} --train.accumulate 2", "--train.accumulate 2", "micro_batches"
+    ),
+    _line(
+        "stages with sync_bn", f"{_PIPELINE} --train.sync-bn", "--train.sync-bn", "--parallel.batchnorm sync"
+    ),
+    _line("captured stages", f"{_PIPELINE} train.capture=on", "train.capture=on", "use auto or off"),
+    _line(
+        "loss scales apart",
+        f"{_PIPELINE} parallel.processes=2 train.precision=fp16",
+        "train.precision=fp16: the stages of a pipeline over processes",
+        "use bf16 or fp32",
+    ),
+    _line("chunks in one row", f"{_PIPELINE} parallel.chunks=2", "parallel.chunks=2", "schedule interleaved"),
+    _line(
+        "chunks that are none",
+        f"{_PIPELINE} parallel.chunks=1 parallel.schedule=interleaved",
+        "parallel.chunks=1: interleaved has at least 2",
+    ),
+    _line(
+        "chunks of no pipeline", "parallel.layout=model parallel.chunks=2", "parallel.chunks=2", "pipeline"
+    ),
+    _line(
+        "too many names",
+        f"{_PIPELINE} parallel.stages=2 parallel.split=layer2,layer3",
+        "parallel.split=layer2,layer3: makes 3 stage(s), and 2 are asked for",
+    ),
+    _line("sharded alone", f"{_PIPELINE} --checkpoint.sharded", "--checkpoint.sharded", "fsdp"),
+    _line("model over processes", "parallel.layout=model parallel.processes=2", "one process", "pipeline"),
+    _line("stages without a layout", "parallel.stages=2", "parallel.stages=2", "use pipeline or model"),
+    _line("a norm mode of pipelines", "parallel.batchnorm=sync", "parallel.batchnorm=sync", "train.sync_bn"),
     WrongCommand(
         "file and line at odds",
         ("recipe.toml", "--parallel.processes", "8"),

@@ -133,6 +133,8 @@ def _with_stages(recipe: Recipe, world: int) -> Iterator[Problem]:
             )
         if parallel.schedule != "1f1b":
             yield Problem("parallel.schedule", "layout model has none", "use --parallel.layout pipeline")
+        elif parallel.chunks != "auto":
+            yield Problem("parallel.chunks", "layout model has none", "use --parallel.layout pipeline")
     if parallel.schedule == "interleaved":
         if parallel.chunks == 1:
             yield Problem("parallel.chunks", "interleaved has at least 2 on each process", "use 1f1b, or 2")

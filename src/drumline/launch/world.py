@@ -160,18 +160,20 @@ class World:
         return tensor
 
     def hand_over(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """On rank 0, the tensors of all ranks in host memory (its own as they are); on others, nothing. No name may
-        come from two ranks."""
+        """On rank 0, the tensors of all ranks in host memory (its own as they are); on others, nothing. Where several
+        have a name, the first one's is taken."""
         if self.size == 1:
             return dict(tensors)
         mine = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         whole = dict(tensors) if self.first else {}
-        for rank, listed in enumerate(self.collect(mine)):
-            if rank == 0:
-                continue
+        everybody = self.collect(mine)
+        seen = set(everybody[0])
+        for rank, listed in enumerate(everybody[1:], 1):
             for name, (shape, dtype) in listed.items():
+                if name in seen:
+                    continue
+                seen.add(name)
                 if self.first:
-                    assert name not in whole, name
                     whole[name] = torch.empty(shape, dtype=dtype)
                     dist.recv(whole[name], group=self.control, group_src=rank)
                 elif self.rank == rank:

@@ -158,12 +158,16 @@ def _names(
 ) -> tuple[tuple[str, ...], str]:
     """Where stages begin, and a word on why there. Rank 0 measures, all ranks agree."""
     split, stages = recipe.parallel.split, shape.stages
-    even(traced, stages) if split in (
-        "even",
-        "time",
-    ) else None  # refuses too many stages before anybody measures
-    if split == "even":
-        return even(traced, stages), " (even)"
+    if split in ("even", "time"):
+        if shape.chunks > 1 and stages > (most := len(traced.units)):
+            raise UserError(
+                f"parallel.stages = {shape.lanes} x parallel.chunks = {shape.chunks}: {traced.name} can be cut into "
+                f"at most {most} stages",
+                "give fewer stages, use --parallel.schedule 1f1b, or name cuts inside blocks with parallel.split",
+            )
+        equal = even(traced, stages)  # refuses too many stages before anybody measures
+        if split == "even":
+            return equal, " (even)"
     if split != "time":
         names = tuple(name.strip() for name in split.split(","))
         if len(names) + 1 != stages:
@@ -199,7 +203,10 @@ def _keep_own(
     channels_last: bool,
 ) -> None:
     """Moves each tensor to the device of its lane, or gives it up where the lane is another process's."""
-    own = {name: segment.number for segment in segments for name in (*segment.parameters, *segment.buffers)}
+    own: dict[str, list[int]] = {}
+    for segment in segments:
+        for used in (*segment.parameters, *segment.buffers):
+            own.setdefault(used, []).append(segment.number)
     root_names = {id(tensor): name for name, tensor in _tensors(task.cut.root(task.module))}
     last, moved = shape.stages - 1, {}
     for part in task.module.modules():
@@ -210,16 +217,17 @@ def _keep_own(
                 if id(tensor) not in moved:
                     name = root_names.get(id(tensor))
                     # What no stage uses goes with the first; what is trained beside the model, with the last.
-                    stage = last if name is None else own.get(name, 0)
-                    moved[id(tensor)] = _placed(tensor, _device(stage, shape, grid, lanes), channels_last)
+                    stages = [last] if name is None else own.get(name, [0])
+                    moved[id(tensor)] = _placed(tensor, _device(stages, shape, grid, lanes), channels_last)
                 kind[key] = moved[id(tensor)]  # type: ignore[assignment]
 
 
-def _device(stage: int, shape: Shape, grid: Grid, lanes: Sequence[torch.device]) -> torch.device:
-    lane = stage % shape.lanes
+def _device(stages: Sequence[int], shape: Shape, grid: Grid, lanes: Sequence[torch.device]) -> torch.device:
+    """Where a tensor lies that these stages read; several read a constant."""
     if not shape.over_processes:
-        return lanes[lane]
-    return lanes[0] if lane == grid.place else torch.device("meta")
+        return lanes[stages[0] % shape.lanes]
+    here = any(stage % shape.lanes == grid.place for stage in stages)
+    return lanes[0] if here else torch.device("meta")
 
 
 def _placed(tensor: Tensor, device: torch.device, channels_last: bool) -> Tensor:

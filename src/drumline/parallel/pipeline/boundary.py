@@ -6,6 +6,7 @@ Parameters may lie on the meta device: only their shapes, strides and dtypes are
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,13 +84,15 @@ def boundaries(
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """What a forward on twins sets on the model's modules (a counter, the last output) is gone afterwards."""
+    """What a forward on twins sets on the model's modules (a counter, the last output) is gone afterwards. Python's
+    random stands where it stood: torch numbers faked collectives, as those of synchronised norms, by it."""
     parts = [part for part in model.modules() if not isinstance(part, torch.jit.ScriptModule)]
     tables = [table for part in parts for table in (part._parameters, part._buffers, part.__dict__)]
-    before = [(table, dict(table)) for table in tables]
+    before, draws = [(table, dict(table)) for table in tables], random.getstate()
     try:
         yield
     finally:
+        random.setstate(draws)
         for table, content in before:
             table.clear()
             table.update(content)
