@@ -27,7 +27,7 @@ from drumline.data.views import Batch
 from drumline.errors import UserError
 from drumline.launch.world import World
 from drumline.models.blocks import repeated_blocks
-from drumline.parallel.layout import BufferMean, Draws, Passes, piece_of
+from drumline.parallel.layout import BufferMean, Draws, Passes, Recorded, piece_of
 from drumline.parallel.local import local_part
 from drumline.state.checkpoint import Groups, check_fit
 from drumline.state.pieces import LocalGroups, Piece, share_of_rows
@@ -127,7 +127,7 @@ class Held:
             )
 
 
-class ShardedExchange:
+class ShardedExchange(Recorded):
     """Micro-batches; gradients averaged by FSDP into the parts of those who hold them; running statistics averaged
     after it. Afterwards `.grad` of what is `held` is the gradient of the global batch."""
 
@@ -140,6 +140,7 @@ class ShardedExchange:
         accumulate: int = 1,
     ) -> None:
         """`optimizer` updates what is held; where it goes by lengths of tensors, it is given those of whole ones."""
+        super().__init__(world)
         assert isinstance(module, FSDPModule)
         # FSDP divides by the number of ranks, as DDP does.
         self.weight = float(world.size)
@@ -155,12 +156,14 @@ class ShardedExchange:
     def gradients(self, batch: Batch, passes: Passes, draws: Draws) -> None:
         """One micro-batch after the other; FSDP exchanges with the last."""
         draws.switch(0)
+        self.begin()
         for parameter in self._held.sharded.values():
             parameter.grad = None  # the optimizer clears only what it holds
         cuts = bounds(len(batch.labels), self._accumulate, unit=2 if batch.mix.shape[1] else 1)
         for number, (first, last) in enumerate(pairwise(cuts)):
             self._module.set_requires_gradient_sync(number == self._accumulate - 1)
-            passes.loss(batch if self._accumulate == 1 else piece_of(batch, first, last)).backward()
+            piece = batch if self._accumulate == 1 else piece_of(batch, first, last)
+            self.both_ways(passes, piece, number)
         for name, parameter in self._held.sharded.items():
             gradient = parameter.grad
             self._held.parameters[name].grad = None if gradient is None else local_part(gradient)

@@ -22,6 +22,9 @@ from drumline.data.order import bounds
 from drumline.data.views import Batch
 from drumline.errors import UserError
 from drumline.launch.world import World
+from drumline.parallel.pipeline.instructions import Kind
+from drumline.parallel.pipeline.record import Recorder, timed
+from drumline.parallel.pipeline.simulate import Span
 
 # torch 2.13 renames the option; `BufferMean` does what it would do, with every rank's statistics.
 _BUFFER_OPTION = (
@@ -125,11 +128,36 @@ class Everything:
         """All see the same."""
 
 
-class Averaged(Everything):
+class Recorded:
+    """Forward and backward of whole micro-batches, noted when somebody wants to see them."""
+
+    def __init__(self, world: World) -> None:
+        self.recording = False
+        """Whether the next step notes when each thing was done."""
+        self._recorder = Recorder(world.rank, world.device)
+
+    def begin(self) -> None:
+        """Before the first micro-batch of a step."""
+        if self.recording:
+            self._recorder.start()
+
+    def both_ways(self, passes: Passes, piece: Batch, micro: int) -> None:
+        """One micro-batch."""
+        recorder = self._recorder if self.recording else None
+        loss = timed(recorder, Kind.FORWARD, micro, lambda: passes.loss(piece))
+        timed(recorder, Kind.BACKWARD, micro, loss.backward)
+
+    def spans(self) -> list[Span]:
+        """When this process did what, in the last recorded step."""
+        return self._recorder.spans()
+
+
+class Averaged(Everything, Recorded):
     """The plain exchange: micro-batches, gradients averaged by DDP, running statistics averaged after it."""
 
     def __init__(self, module: nn.Module, forward: nn.Module, world: World, accumulate: int = 1) -> None:
-        super().__init__(module)
+        Everything.__init__(self, module)
+        Recorded.__init__(self, world)
         # DDP divides by the number of ranks; a sum over samples weighted so is the mean over the global batch.
         self.weight = float(world.size)
         self.parts: Sequence[int] = (world.rank,)
@@ -139,10 +167,12 @@ class Averaged(Everything):
     def gradients(self, batch: Batch, passes: Passes, draws: Draws) -> None:
         """One micro-batch after the other; DDP exchanges with the last."""
         draws.switch(0)
+        self.begin()
         cuts = bounds(len(batch.labels), self._accumulate, unit=2 if batch.mix.shape[1] else 1)
         for number, (first, last) in enumerate(pairwise(cuts)):
             with without_sync(self._forward, last=number == self._accumulate - 1):
-                passes.loss(batch if self._accumulate == 1 else piece_of(batch, first, last)).backward()
+                piece = batch if self._accumulate == 1 else piece_of(batch, first, last)
+                self.both_ways(passes, piece, number)
 
     def settle(self) -> list[torch.Tensor]:
         return [

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Protocol
 
+from drumline.launch.world import World
 from drumline.observe.timeline import perfetto, timeline_svg
-from drumline.parallel.grid import Grid
-from drumline.parallel.pipeline.instructions import Kind
-from drumline.parallel.pipeline.pipelined import Pipelined
+from drumline.parallel.pipeline.instructions import Kind, Lists
 from drumline.parallel.pipeline.simulate import Span, Times, bubble, simulate, step_time
 from drumline.state.atomic import write_text
 
@@ -23,28 +23,41 @@ AFTER = 4
 SVG, TRACE = "timeline.svg", "timeline.json"
 
 
+class Recording(Protocol):
+    """An exchange that can note when it does what."""
+
+    recording: bool
+
+    def spans(self) -> list[Span]:
+        """Of this process, in the last recorded step."""
+
+
 class Picture:
     """Of one run. All ranks call every method."""
 
     def __init__(
         self,
-        exchange: Pipelined,
+        exchange: Recording,
         title: str,
         lanes: Sequence[str],
+        world: World,
         folder: Path | None,
         note: Callable[[str], None],
     ) -> None:
-        self.exchange, self.title, self.lanes, self.folder, self.note = exchange, title, lanes, folder, note
+        """`lanes` are the names of those that are drawn: of the first replica, where there are several."""
+        self.exchange, self.title, self.lanes = exchange, title, lanes
+        self.world, self.folder, self.note = world, folder, note
         self.at = -1
         self._predicted: tuple[Span, ...] = ()
 
-    def expect(self, rehearsed: Sequence[Span], step: int) -> None:
-        """From this process's share of a rehearsed step, before step `step`: how long one will take."""
+    def follow(self, step: int) -> None:
+        """Before step `step`, with which a run begins: some steps later, one is drawn."""
         self.at = step + AFTER
-        shape = self.exchange.shape
-        self._predicted = simulate(
-            self.exchange.lists, typical_times(_replica(rehearsed, self.exchange.grid), shape.stages)
-        )
+
+    def expect(self, lists: Lists, rehearsed: Sequence[Span]) -> None:
+        """From this process's share of a rehearsed step: how long one will take."""
+        stages = 1 + max(item.stage for items in lists for item in items)
+        self._predicted = simulate(lists, typical_times(self._drawn(rehearsed), stages))
 
     def before(self, step: int) -> None:
         if step == self.at:
@@ -55,8 +68,8 @@ class Picture:
         if step != self.at:
             return
         self.exchange.recording = False
-        measured = _replica(self.exchange.spans(), self.exchange.grid)
-        if self.folder is None:
+        measured = self._drawn(self.exchange.spans())
+        if self.folder is None or not measured:
             return
         try:
             title = f"{self.title}, step {step + 1:,}"
@@ -65,11 +78,17 @@ class Picture:
         except OSError as error:
             self.note(f"WARNING: no picture of the step, {error.strerror or error}: {self.folder / SVG}")
             return
-        now, expected = (
-            f"bubble {bubble(spans):.1%} of {step_time(spans) * 1e3:.1f} ms"
-            for spans in (measured, self._predicted)
-        )
-        self.note(f"step {step + 1:,}: {now}, expected {expected}; picture in {self.folder / SVG}")
+        if self._predicted:
+            now, expected = (
+                f"bubble {bubble(spans):.1%} of {step_time(spans) * 1e3:.1f} ms"
+                for spans in (measured, self._predicted)
+            )
+            self.note(f"step {step + 1:,}: {now}, expected {expected}; picture in {self.folder / SVG}")
+
+    def _drawn(self, mine: Sequence[Span]) -> list[Span]:
+        """The spans of the lanes that are drawn, on every rank."""
+        everybody = [span for spans in self.world.collect(list(mine)) for span in spans]
+        return [span for span in everybody if span.lane < len(self.lanes)]
 
 
 def typical_times(spans: Sequence[Span], stages: int) -> Times:
@@ -86,8 +105,3 @@ def typical_times(spans: Sequence[Span], stages: int) -> Times:
         transfer=[of(Kind.SEND_OUTPUT, stage, min) for stage in range(stages - 1)],
         reduce=[of(Kind.REDUCE, stage) for stage in range(stages)],
     )
-
-
-def _replica(mine: Sequence[Span], grid: Grid) -> list[Span]:
-    """The spans of the first replica's lanes, on every rank."""
-    return [span for spans in grid.world.collect(list(mine))[: grid.places] for span in spans]

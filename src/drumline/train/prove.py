@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from drumline.data.order import bounds
 from drumline.data.views import Batch
 from drumline.launch.world import World
+from drumline.models.foreign import Tapped
 from drumline.parallel.holding import Holding, Whole
 from drumline.parallel.layout import piece_of
 from drumline.parallel.pipeline.simulate import Span
@@ -202,8 +203,8 @@ def _told(
 def _loss(
     laid: Laid, step: TrainStep, pieces: list[Batch], index: int, drawing: bool, whole: nn.Module, micro: int
 ) -> Tensor:
-    """Of one micro-batch through the whole model; where it draws random numbers, stage by stage with their keys."""
-    model: Any = _KeyedChain(laid, step, index, micro, whole) if drawing else whole
+    """Of one micro-batch through the whole model; where it draws random numbers, with those of the stages."""
+    model: Any = _Keyed(laid, step, index, micro, whole) if drawing else whole
     return _whole_loss(step, pieces[micro], index, model)
 
 
@@ -214,25 +215,41 @@ def _whole_loss(step: TrainStep, piece: Batch, index: int, model: nn.Module) -> 
     return loss
 
 
-class _KeyedChain(nn.Module):
-    """The whole model's stages, each drawing what it draws in the pipeline."""
+class _Keyed(nn.Module):
+    """The whole model, going its own way: where a stage begins, it goes on with the random numbers of that stage."""
 
     def __init__(self, laid: Laid, step: TrainStep, index: int, micro: int, whole: nn.Module) -> None:
         super().__init__()
-        self._laid, self._whole, self._micro = laid, (whole,), micro
+        self._laid, self._whole = laid, (whole,)
         shape, grid = laid.exchange.shape, laid.exchange.grid
         first = (grid.replica * shape.micro_batches + micro) * shape.stages
         self._draws = ModelDraws(step.draws.seed, range(first, first + shape.stages), grid.world.device)
         self._draws.active = True
         self._draws.at(index)
 
-    def forward(self, images: Tensor, *others: Any) -> Any:
-        (whole,), cut = self._whole, self._laid.cut
-        values: Any = (images,)
-        for segment in self._laid.segments:
-            self._draws.switch(segment.number)
-            values = segment.bind(cut.root(whole))(*values)
-        return cut.after(whole, values, *others)
+    def forward(self, *inputs: Any) -> Any:
+        (whole,) = self._whole
+        root = self._laid.cut.root(whole)
+        prefix = "model." if isinstance(root, Tapped) else ""
+        waiting = {segment.number for segment in self._laid.segments[1:]}
+
+        def begin(stage: int, *_: Any) -> None:
+            if stage in waiting:  # a module may be called again
+                waiting.remove(stage)
+                self._draws.switch(stage)
+
+        handles = [
+            root.get_submodule(f"{prefix}{segment.name}").register_forward_pre_hook(
+                partial(begin, segment.number), prepend=True
+            )
+            for segment in self._laid.segments[1:]
+        ]
+        self._draws.switch(0)
+        try:
+            return whole(*inputs)
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 def _pieces(laid: Laid, batch: Batch) -> list[Batch]:

@@ -26,7 +26,7 @@ from drumline.observe.display import Display, make_display
 from drumline.observe.logbook import Logbook
 from drumline.parallel.grid import Grid, make_grid
 from drumline.parallel.holding import Holding, Parts, Whole
-from drumline.parallel.layout import data_parallel_word, resolve_layout
+from drumline.parallel.layout import Recorded, data_parallel_word, resolve_layout
 from drumline.recipe import Recipe
 from drumline.recipe_checks import shard_count
 from drumline.recipe_file import dump_recipe
@@ -125,7 +125,7 @@ class Running:
             folder = self.folder.path if self.folder else None
             spans = prove(self.laid, self.step, batch, self.position.step, self.holding, folder, self.note)
             assert self.picture is not None
-            self.picture.expect(spans, self.position.step)
+            self.picture.expect(self.laid.exchange.lists, spans)
         elif self.twin:
             folder = self.folder.path if self.folder else None
             prove_sharded(
@@ -146,6 +146,8 @@ class Running:
                 captured, why_not = False, f"the model cannot be captured ({reason})"
                 if self.recipe.train.capture == "on":
                     raise UserError(f"train.capture = on: {why_not}", "use auto or off") from reason
+        if self.picture is not None and not captured:
+            self.picture.follow(self.position.step)
         if self.world.device.type == "cuda":
             self.note("the whole step runs as one CUDA graph" if captured else f"no CUDA graph: {why_not}")
 
@@ -272,7 +274,7 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
         pieces=pieces,
         twin=twin,
         laid=laid,
-        picture=_picture(recipe, laid, folder, logbook) if laid else None,
+        picture=_picture(recipe, laid, step, world, folder, logbook),
     )
     words = _opening_words(recipe, sets, plan, task.model, step, world, threads)
     for word in (
@@ -295,14 +297,31 @@ def _holding(trainee: Trainee, grid: Grid, world: World) -> Holding:
     return Parts(grid) if grid.places > 1 else Whole(world)
 
 
-def _picture(recipe: Recipe, laid: Laid, folder: Opened | None, logbook: Logbook) -> Picture:
-    shape = laid.exchange.shape
-    title = (
-        f"{recipe.model.name}, {recipe.parallel.layout} {shape.schedule}, {shape.stages} stages, "
-        f"{shape.micro_batches} micro-batches"
-    )
-    names = lane_names(laid.segments, shape)
-    return Picture(laid.exchange, title, names, folder.path if folder else None, logbook.note)
+def _picture(
+    recipe: Recipe,
+    laid: Laid | None,
+    step: TrainStep,
+    world: World,
+    folder: Opened | None,
+    logbook: Logbook,
+) -> Picture | None:
+    """Where there is more to see than one forward and one backward."""
+    path, name = folder.path if folder else None, recipe.model.name
+    if laid is not None:
+        shape = laid.exchange.shape
+        title = (
+            f"{name}, {recipe.parallel.layout} {shape.schedule}, {shape.stages} stages, {shape.micro_batches} "
+            "micro-batches"
+        )
+        # Lanes of other replicas have the same numbers and look alike.
+        first = world if laid.exchange.grid.replicas == 1 else laid.exchange.grid.down
+        return Picture(laid.exchange, title, lane_names(laid.segments, shape), first, path, logbook.note)
+    exchange, micro = step.exchange, recipe.train.accumulate
+    if not isinstance(exchange, Recorded) or (world.size == 1 and micro == 1):
+        return None
+    layout = resolve_layout(recipe.parallel.layout, world)
+    title = f"{name}, {layout}, {world.size} process(es), {micro} micro-batch(es)"
+    return Picture(exchange, title, [f"rank {rank}" for rank in range(world.size)], world, path, logbook.note)
 
 
 def _open_books(

@@ -7,12 +7,15 @@ Promises: on a CPU, the host's clock; on a GPU, events on the streams that do th
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from drumline.parallel.pipeline.instructions import Kind
 from drumline.parallel.pipeline.simulate import Span
 
+T = TypeVar("T")
 Mark = float | torch.cuda.Event
 """A moment: of the host, or one that a stream comes to."""
 
@@ -62,3 +65,13 @@ class Recorder:
         host, event = self._origin
         mark.synchronize()
         return host + event.elapsed_time(mark) / 1e3
+
+
+def timed(recorder: Recorder | None, kind: Kind, micro: int, work: Callable[[], T]) -> T:
+    """What the work gives; noted where there is a recorder."""
+    if recorder is None:
+        return work()
+    start = recorder.now()
+    result = work()
+    recorder.note(kind, 0, micro, start, recorder.now())
+    return result
