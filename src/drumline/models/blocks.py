@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The model's own word (`blocks()`), else the members of its Sequential and ModuleList children that
-    have parameters."""
+    """The model's own word (`blocks()`), else the members of its Sequential and ModuleList children that have
+    parameters; of a member that is little more than blocks of one kind itself (a stage), those."""
     declared = getattr(model, "blocks", None)
     if callable(declared) and not isinstance(declared, nn.Module):
         return list(declared())
     return [
         block
         for child in model.modules()
-        if isinstance(child, nn.Sequential | nn.ModuleList) and len(child) > 1 and _outermost(model, child)
-        for block in child
-        if any(True for _ in block.parameters())
+        if _contains(child) and _outermost(model, child)
+        for member in child.children()
+        for block in _inside(member)
     ]
+
+
+def _inside(member: nn.Module) -> Iterator[nn.Module]:
+    total = _size(member)
+    if not total:
+        return
+    rows = [member, *member.children()]
+    row = next((row for row in rows if _contains(row) and _alike(row) and 2 * _size(row) > total), None)
+    for block in row.children() if row is not None else ():
+        yield from _inside(block)
+    if row is None:
+        yield member
+
+
+def _contains(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential | nn.ModuleList) and len(module) > 1
+
+
+def _alike(row: nn.Module) -> bool:
+    """Whether all members are of one class that is more than a layer."""
+    first, *others = row.children()
+    return any(True for _ in first.children()) and all(type(other) is type(first) for other in others)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _outermost(model: nn.Module, child: nn.Module) -> bool:

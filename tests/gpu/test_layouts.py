@@ -1,0 +1,86 @@
+"""Layouts on a GPU, as a user starts them: stages that share it, in one process and in several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.runs.command import drumline, result
+
+pytestmark = pytest.mark.gpu
+
+RECIPE = (
+    "data.source=synthetic",
+    "data.size=32",
+    "data.batch=64",
+    "model.classes=10",
+    "train.steps=8",
+    "train.capture=off",
+    "train.ema=0.9",
+    "optim.clip=1",
+)
+
+
+def final(tmp_path: Path, name: str, *words: str) -> str:
+    """The hash that a run ends with."""
+    result(drumline("train", *RECIPE, f"run.name={name}", *words, folder=tmp_path))
+    return str(result(drumline("verify", f"runs/{name}", folder=tmp_path))["state_sha256"])
+
+
+@pytest.mark.parametrize("model", ["resnet18", "vgg8", "mobilenet_v2"])
+def test_stages_give_the_bits_of_accumulation(model: str, tmp_path: Path) -> None:
+    words = (f"model.name={model}",)
+    staged = ("parallel.layout=pipeline", "parallel.micro_batches=4", "parallel.split=even")
+    plain = final(tmp_path, "plain", *words, "train.accumulate=4")
+    virtual = (*staged, "parallel.virtual=true")
+    assert final(tmp_path, "virtual", *words, *virtual, "parallel.stages=2") == plain
+    interleaved = (*virtual, "parallel.stages=2", "parallel.schedule=interleaved")
+    assert final(tmp_path, "interleaved", *words, *interleaved) == plain
+    assert final(tmp_path, "processes", *words, *staged, "parallel.processes=2") == plain
+    assert "bit for bit" in (tmp_path / "runs/virtual/log.txt").read_text()
+    assert (tmp_path / "runs/virtual/timeline.svg").exists()
+
+
+def test_replicas_of_a_pipeline_and_sharded_models_give_the_bits_of_ddp(tmp_path: Path) -> None:
+    words = ("model.name=resnet18", "parallel.processes=2")
+    plain = final(tmp_path, "plain", *words, "train.accumulate=2")
+    assert final(tmp_path, "sharded", *words, "train.accumulate=2", "parallel.layout=fsdp") == plain
+    staged = (
+        "parallel.layout=pipeline",
+        "parallel.stages=2",
+        "parallel.micro_batches=2",
+        "parallel.split=even",
+    )
+    assert final(tmp_path, "grid", words[0], "parallel.processes=4", *staged) == plain
+
+
+def test_a_student_in_stages_learns_from_a_teacher_in_stages(tmp_path: Path) -> None:
+    final(tmp_path, "teacher", "model.name=resnet14")
+    words = ("distill", *RECIPE, "model.name=resnet8", "distill.teacher_weights=runs/teacher")
+    hashes = set()
+    for name, layout in (
+        ("plain", ("train.accumulate=4",)),
+        (
+            "one",
+            (
+                "parallel.layout=pipeline",
+                "parallel.stages=2",
+                "parallel.virtual=true",
+                "parallel.micro_batches=4",
+            ),
+        ),
+        ("two", ("parallel.layout=pipeline", "parallel.processes=2", "parallel.micro_batches=4")),
+        (
+            "both",
+            (
+                "parallel.layout=pipeline",
+                "parallel.processes=2",
+                "parallel.micro_batches=4",
+                "distill.teacher_layout=pipeline",
+            ),
+        ),
+    ):
+        result(drumline(*words, *layout, f"run.name={name}", folder=tmp_path))
+        hashes.add(result(drumline("verify", f"runs/{name}", folder=tmp_path))["state_sha256"])
+    assert len(hashes) == 1
