@@ -254,13 +254,13 @@ class Parallel:
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
     """Order of a pipeline's work. `gpipe`: all forwards, then all backwards; keeps every micro-batch's activations.
     `1f1b`: backwards as soon as possible; keeps at most one for each stage. `interleaved`: 1f1b with several
-    smaller stages on each process; idles less and sends more. All give the same bits."""
+    smaller stages on each process; idles less and sends more. All give the same bits (dropout draws by stages)."""
     chunks: AutoInt = "auto"
     """Stages on each process for schedule interleaved. `auto`: 2."""
     split: str = "time"
     """Where the model is cut. `time`: at the places that balance measured times best. `even`: the same number of
     blocks in each stage. Or the modules that begin stages 2, 3, …, such as layer2,layer3.1 (`drumline plan --cuts
-    MODEL` lists them). Does not change the bits."""
+    MODEL` lists them). Changes no bits but those of dropout, which draws by stages; a resumed run keeps its cut."""
     batchnorm: Literal["micro", "deferred", "sync", "frozen"] = "micro"
     """BatchNorm in a pipeline. `micro`: each micro-batch is normalised by itself and moves the running statistics.
     `deferred`: normalised so too, but running statistics move once a step, by all its micro-batches together. `sync`:

@@ -124,6 +124,12 @@ def _with_stages(recipe: Recipe, world: int) -> Iterator[Problem]:
             f"{world} processes do not make whole pipelines of it",
             f"start a multiple of {stages} processes, or give a divisor of {world}",
         )
+    if parallel.virtual and world > 1 and recipe.distill.teacher_layout != "model":
+        yield Problem(
+            "parallel.virtual",
+            f"the stages of {world} processes lie on these, not on devices of one",
+            "leave it out",
+        )
     if parallel.layout == "model":
         if micro not in ("auto", 1):
             yield Problem(

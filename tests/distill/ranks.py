@@ -21,6 +21,7 @@ from drumline.launch.world import World, join
 from drumline.models import create_model
 from drumline.observe.display import make_display
 from drumline.observe.logbook import Logbook
+from drumline.parallel.grid import make_grid
 from drumline.recipe import Data, Distill, Model, Optim, Recipe, Run, Train
 from drumline.train import assemble, prepare
 from drumline.train.spread import prepare_exchange
@@ -70,7 +71,7 @@ def two_steps(folder: Path, name: str, world: World) -> dict[str, Any]:
     recipe = recipe_of(folder, methods)
     sets = prepare.prepare_sets(recipe, world)
     plan = prepare.prepare_plan(recipe, len(sets.train), world)
-    task = lesson(recipe, sets, plan, world, make_display(world.rank), Stage(stage))
+    task = lesson(recipe, sets, plan, make_grid(world), make_display(world.rank), Stage(stage))
     trainee = assemble.prepare_trainee(recipe, task.module, world, task.model)
     step = TrainStep(
         trainee,

@@ -11,19 +11,20 @@ import torch
 
 from drumline.errors import UserError
 from drumline.launch.environment import read_place
-from drumline.launch.world import World, join
+from drumline.launch.world import join
 from drumline.observe.display import Display
+from drumline.parallel.grid import Grid
 from drumline.recipe import Data, Model, Parallel, Recipe, Run, Train
 from drumline.train.loop import train
 from drumline.train.prepare import Plan, Sets
 from drumline.train.task import Task, classification
 
 
-def alike(recipe: Recipe, sets: Sets, plan: Plan, world: World, display: Display) -> Task:
+def alike(recipe: Recipe, sets: Sets, plan: Plan, grid: Grid, display: Display) -> Task:
     """A task whose author forgot that each rank has its own part."""
-    task = classification(recipe, sets, plan, world, display)
+    task = classification(recipe, sets, plan, grid, display)
     return replace(
-        task, feed=lambda batches, requests: sets.training(recipe, replace(world, rank=0), 0, plan.total)
+        task, feed=lambda batches, requests: sets.training(recipe, replace(grid.world, rank=0), 0, plan.total)
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from drumline.recipe import Optim
-from drumline.train.optim import build_optimizer, parameter_groups
+from drumline.train.optim import build_optimizer, by_device, parameter_groups, set_rate
 
 NAMES = ("sgd", "adamw", "lars", "lamb")
 RATES = [0.1, 0.05, 0.2, 0.01, 0.1]
@@ -222,3 +222,24 @@ def test_one_rate_tensor_drives_every_group() -> None:
     lr = torch.tensor(0.1)
     optimizer = build_optimizer(Optim(decay_all=False), model(), lr)
     assert [group["lr"] is lr for group in optimizer.param_groups] == [True, True]
+
+
+def test_stages_on_several_devices_read_a_rate_of_their_own() -> None:
+    """torch's fused kernels want it where the parameters are. The meta device stands for a second GPU."""
+    here, there = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2, 2, device="meta"))
+    lr = torch.tensor(0.1)
+    groups = by_device([{"params": [here, there, here], "weight_decay": 0.5}], lr)
+    assert [group["params"] for group in groups] == [[here, here], [there]]
+    assert [group["lr"].device.type for group in groups] == ["cpu", "meta"]
+    assert groups[0]["lr"] is lr
+    assert [group["weight_decay"] for group in groups] == [0.5, 0.5]
+
+
+def test_the_rate_reaches_every_group() -> None:
+    rates = [torch.tensor(0.1), torch.tensor(0.1)]
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in rates]
+    optimizer = torch.optim.SGD(
+        [{"params": [each], "lr": rate} for each, rate in zip(parameters, rates, strict=True)], lr=rates[0]
+    )
+    set_rate(optimizer, 0.5)
+    assert [float(rate) for rate in rates] == [0.5, 0.5]

@@ -12,6 +12,7 @@ import torch
 
 from drumline.errors import UserError
 from drumline.launch.world import alone
+from drumline.parallel.holding import Whole
 from drumline.recipe import Checkpoint, Data, Model, Recipe, Run, Train
 from drumline.state.checkpoint import Position, read_checkpoint
 from drumline.state.inspect import inspect
@@ -82,6 +83,7 @@ def test_best_weights_are_not_taken_from_a_rotten_checkpoint(tmp_path: Path) -> 
         folder=SimpleNamespace(path=tmp_path, checkpoints=saved),
         keeper=keeper,
         trainee=trained,
+        holding=Whole(alone(torch.device("cpu"))),
         note=notes.append,
     )
     keeper.save(trained.tensors(), Position(4, 10, best_step=4))

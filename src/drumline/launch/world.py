@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,6 +59,10 @@ class World:
     """A gloo group for host messages; None in a world of one."""
     group: dist.ProcessGroup | None = None
     """Of a part of the run's processes; None: all of them."""
+    links: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict, compare=False)
+    """Groups of two, by sender and receiver, for messages that are not to wait for those of others."""
+    timeout: timedelta | None = None
+    """After which a message that does not come is an error; None: torch's own."""
 
     @property
     def first(self) -> bool:
@@ -87,13 +92,15 @@ class World:
         is until it has been waited for."""
         assert tensor.is_contiguous(), "only what lies densely in memory can be sent"
         through = self._through(tensor)
-        work = dist.isend(through, group=self.group, group_dst=to, tag=tag)
+        group, to = self._link(self.rank, to)
+        work = dist.isend(through, group=group, group_dst=to, tag=tag)
         return Pending(through, work)
 
     def receive_later(self, into: torch.Tensor, source: int, tag: int = 0) -> Pending:
         """Starts to receive what a rank sends by this tag. What is sent in one order is received in that order."""
         through = torch.empty_like(into, device="cpu") if self._by_host(into) else into
-        work = dist.irecv(through, group=self.group, group_src=source, tag=tag)
+        group, source = self._link(source, self.rank)
+        work = dist.irecv(through, group=group, group_src=source, tag=tag)
         return Pending(through, work, into)
 
     def gather_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
@@ -132,6 +139,12 @@ class World:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         work = gather(whole, self._through(piece.contiguous()), group=self.group, async_op=True)
         return self._back(whole, work, into.device)
+
+    def _link(self, sender: int, receiver: int) -> tuple[dist.ProcessGroup | None, int]:
+        """The group that carries between the two, one of whom we are, and the other's rank there."""
+        other = receiver if sender == self.rank else sender
+        link = self.links.get((sender, receiver))
+        return (self.group, other) if link is None else (link, int(other > self.rank))
 
     def _through(self, tensor: torch.Tensor) -> torch.Tensor:
         """Where the backend can take it from: gloo exchanges host memory only."""
@@ -235,17 +248,22 @@ class World:
         except dist.DistError:  # whoever held the store is gone, so it was first
             return False
 
-    def part(self, parts: Sequence[Sequence[int]]) -> World:
+    def part(self, parts: Sequence[Sequence[int]], links: Sequence[tuple[int, int]] = ()) -> World:
         """The part of these processes that we belong to, as a world of its own. All ranks call it with the same
-        parts, which share nobody."""
+        parts, which share nobody and are in ascending order. `links` are ranks in a part, sender and receiver, whose
+        messages travel apart from all others."""
         mine = next(part for part in parts if self.rank in part)
+        single = replace(alone(self.device), local_rank=self.local_rank, local_size=self.local_size)
         if self.size == 1 or all(len(part) == 1 for part in parts):
-            return replace(alone(self.device), local_rank=self.local_rank, local_size=self.local_size)
-        groups = [(dist.new_group(list(part)), dist.new_group(list(part), backend="gloo")) for part in parts]
-        group, control = groups[list(parts).index(mine)]
+            return single
+        new_group = partial(dist.new_group, timeout=self.timeout)
+        made = [(new_group(list(part)), new_group(list(part), backend="gloo")) for part in parts]
+        pairs = [{link: new_group([part[rank] for rank in link]) for link in links} for part in parts]
+        place, rank = list(parts).index(mine), list(mine).index(self.rank)
         if len(mine) == 1:
-            return replace(alone(self.device), local_rank=self.local_rank, local_size=self.local_size)
-        return replace(self, rank=list(mine).index(self.rank), size=len(mine), group=group, control=control)
+            return single
+        group, control = made[place]
+        return replace(self, rank=rank, size=len(mine), group=group, control=control, links=pairs[place])
 
     def close(self) -> None:
         """Leaves the group."""
@@ -332,6 +350,7 @@ def meet(
         shares_gpu=shared,
         store=store,
         control=control,
+        timeout=limit,
     )
 
 

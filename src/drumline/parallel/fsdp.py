@@ -131,6 +131,8 @@ class ShardedExchange(Recorded):
     """Micro-batches; gradients averaged by FSDP into the parts of those who hold them; running statistics averaged
     after it. Afterwards `.grad` of what is `held` is the gradient of the global batch."""
 
+    devices: Sequence[torch.device] = ()
+
     def __init__(
         self,
         module: nn.Module,

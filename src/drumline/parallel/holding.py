@@ -68,7 +68,7 @@ class Parts:
         loaded = _flat(groups) if groups is not None else {}
         for name in sorted(whole):
             tensor = (
-                loaded[name].contiguous()
+                loaded[name].cpu().contiguous()
                 if groups is not None
                 else torch.empty(whole[name][0], dtype=whole[name][1])
             )

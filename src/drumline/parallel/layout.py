@@ -85,8 +85,8 @@ class Draws(Protocol):
     active: bool
     """Whether the model draws any."""
 
-    def switch(self, place: int) -> None:
-        """From now on the piece at this place in `Exchange.parts` draws."""
+    def switch(self, place: int, device: torch.device | None = None) -> None:
+        """From now on the piece at this place in `Exchange.parts` draws, on this device if not the process's own."""
 
 
 class Exchange(Protocol):
@@ -96,6 +96,8 @@ class Exchange(Protocol):
     """What a sum over samples, divided by the global batch, is weighted by."""
     parts: Sequence[int]
     """Numbers of the pieces with random numbers of their own."""
+    devices: Sequence[torch.device]
+    """Those it computes on, besides the process's own."""
 
     def gradients(self, batch: Batch, passes: Passes, draws: Draws) -> None:
         """Forward and backward of each piece with its own random numbers; afterwards `.grad` is the gradient of the
@@ -116,6 +118,8 @@ class Exchange(Protocol):
 
 class Everything:
     """What is plain where every process holds the whole model and its whole gradient."""
+
+    devices: Sequence[torch.device] = ()
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

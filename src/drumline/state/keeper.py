@@ -302,7 +302,7 @@ def best_kept(found: list[Path], best_step: int) -> int:
 
 def snapshot_to_host(groups: Groups) -> tuple[Groups, torch.cuda.Event | None]:
     """A copy in host memory. From a GPU: queued into pinned memory, with the event that says it has arrived."""
-    on_gpu = any(tensor.is_cuda for group in groups.values() for tensor in group.values())
+    gpus = {tensor.device for group in groups.values() for tensor in group.values() if tensor.is_cuda}
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_cuda:
@@ -313,9 +313,11 @@ def snapshot_to_host(groups: Groups) -> tuple[Groups, torch.cuda.Event | None]:
     snapshot = {
         group: {name: copied(tensor) for name, tensor in tensors.items()} for group, tensors in groups.items()
     }
-    if not on_gpu:
+    if not gpus:
         return snapshot, None
     event = torch.cuda.Event()
+    for gpu in gpus:  # stages of one process may lie on several, each of which copies by itself
+        torch.cuda.current_stream().wait_event(torch.cuda.current_stream(gpu).record_event())
     event.record()
     return snapshot, event
 

@@ -37,10 +37,13 @@ class ModelDraws:
         for generator, key in zip(self._on_gpu, self._keys, strict=False):
             generator.manual_seed(key)
 
-    def switch(self, place: int) -> None:
-        """From now on this part draws, where it left off if it has drawn before."""
+    def switch(self, place: int, device: torch.device | None = None) -> None:
+        """From now on this part draws, where it left off if it has drawn before; on another GPU than the process's own,
+        from its beginning."""
         if not self.active or place == self._current:
             return
+        if device is not None and device.type == "cuda" and device != self.device and self._keys:
+            torch.cuda.default_generators[device.index].manual_seed(self._keys[place])
         if self._current >= 0:
             self._left[self._current] = torch.get_rng_state()
         self._current = place

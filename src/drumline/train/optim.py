@@ -21,7 +21,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The recipe's optimizer over every trainable parameter; `lr` is the tensor the loop writes rates into. `held`
     are the parameters as this process holds them, where those are not the model's own."""
-    groups = parameter_groups(optim, model.parameters() if held is None else held)
+    groups = by_device(parameter_groups(optim, model.parameters() if held is None else held), lr)
     optimizer: torch.optim.Optimizer
     if optim.name == "sgd":
         optimizer = torch.optim.SGD(
@@ -60,6 +60,27 @@ def parameter_groups(optim: Optim, parameters: Iterable[nn.Parameter]) -> list[d
     return [group for group in groups if group["params"]]
 
 
+def by_device(groups: list[dict[str, Any]], lr: torch.Tensor) -> list[dict[str, Any]]:
+    """The groups as they are; where stages of one process lie on several devices, a group for each, with a rate
+    there: torch 2.13's fused kernels read the rate on the device of the parameters, and do not take it there."""
+    found: dict[tuple[int, torch.device], dict[str, Any]] = {}
+    rates: dict[torch.device, torch.Tensor] = {}
+    for number, group in enumerate(groups):
+        for parameter in group["params"]:
+            device = parameter.device
+            rate = rates.setdefault(device, lr if device == lr.device else lr.to(device, copy=True))
+            found.setdefault((number, device), {**group, "params": [], "lr": rate})["params"].append(
+                parameter
+            )
+    return list(found.values())
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Writes it into the tensors that the optimizer reads: one on each device."""
+    for tensor in {id(group["lr"]): group["lr"] for group in optimizer.param_groups}.values():
+        tensor.fill_(rate)
+
+
 def whole_norms(tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     """The length of each tensor."""
     return torch.stack(torch._foreach_norm(list(tensors)))
@@ -85,9 +106,10 @@ class DeviceRate(torch.optim.Optimizer):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not parameters:
                 continue
+            device = parameters[0].device  # of all: see `by_device`
             gradients = [parameter.grad.float() for parameter in parameters]
             if scale is not None:
-                gradients = list(torch._foreach_div(gradients, scale))
+                gradients = list(torch._foreach_div(gradients, scale.to(device)))
             if found_inf is None:
                 self.update(group, parameters, gradients)
                 continue
@@ -95,7 +117,7 @@ class DeviceRate(torch.optim.Optimizer):
             touched = [_in_memory(t) for p in parameters for t in (p, *self.state[p].values())]
             before = torch.cat(touched)
             self.update(group, parameters, gradients)
-            after = torch.where(found_inf > 0, before, torch.cat(touched))
+            after = torch.where(found_inf.to(device) > 0, before, torch.cat(touched))
             torch._foreach_copy_(touched, list(after.split([tensor.numel() for tensor in touched])))
 
     def update(

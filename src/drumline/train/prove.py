@@ -7,7 +7,7 @@ run where it is more than rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -53,27 +53,25 @@ def prove(
 ) -> list[Span]:
     """All ranks call it, with the batch of step `index`. Gives when this process did what in that step."""
     exchange, world = laid.exchange, laid.exchange.grid.world
-    before = copied(_state(step.trainee.module))
-    found: dict[str, Values] = {}
+    module, found = step.trainee.module, dict[str, Values]()
+    before = copied(dict(module.named_buffers()))
 
     def look() -> None:
-        found["gradients"] = copied_gradients(step.trainee.module)
-        found["moved"] = copied(dict(step.trainee.module.named_buffers()))
+        found["gradients"] = copied_gradients(module)
+        found["moved"] = copied(dict(module.named_buffers()))
 
     exchange.recording = True
     step.replay(batch, index, look=look)
     exchange.recording = False
     drawing = any(world.collect(step.draws.active))
     theirs = _reference(laid, step, batch, index, holding, drawing)
-    module = step.trainee.module
     parameters = [name for name, each in module.named_parameters() if each.requires_grad]
     buffers = [name for name, _ in module.named_buffers()]
     judged = partial(compare, autocast=step.autocast, rank=world.rank)
-    after = copied(_state(module))
     mine = [
         judged(found["gradients"], theirs.gradients, parameters, claim=Claim.GRADIENTS),
         judged(found["moved"], theirs.buffers, buffers, claim=Claim.BUFFERS_MOVED),
-        judged(_only(after, buffers), _only(before, buffers), buffers, claim=Claim.BUFFERS_UNTOUCHED),
+        judged(copied(dict(module.named_buffers())), before, buffers, claim=Claim.BUFFERS_UNTOUCHED),
     ]
     _tell(mine, exchange.shape.micro_batches, laid.words[0], world, folder, note)
     return exchange.spans()
@@ -103,9 +101,9 @@ def prove_sharded(
     before = copied(dict(module.named_buffers()))
     step.replay(batch, index, look=look)
     state = holding.collect({"all": dict(module.state_dict())})
+    whole.to(world.device).train()  # first: what is on the host cannot travel over NCCL
     live = {"all": dict(whole.state_dict())}
     Whole(world).spread(state if world.first else None, live, Path("the run itself"))
-    whole.to(world.device).train()
     step.draws.at(index)
     step.draws.switch(0)
     cuts = bounds(len(batch.labels), accumulate, 2 if batch.mix.shape[1] else 1)
@@ -261,7 +259,3 @@ def _pieces(laid: Laid, batch: Batch) -> list[Batch]:
 def _state(module: nn.Module) -> dict[str, Tensor]:
     """What this process holds, by name."""
     return {name: tensor for name, tensor in module.state_dict().items() if not tensor.is_meta}
-
-
-def _only(tensors: Mapping[str, Tensor], names: list[str]) -> dict[str, Tensor]:
-    return {name: tensors[name] for name in names if name in tensors}

@@ -79,6 +79,17 @@ def take_up(
     return position, words
 
 
+def cut_of(checkpoint: Path | None) -> tuple[str, ...]:
+    """Where the run was cut that saved it. What a model draws belongs to its stages, and times measured anew might
+    cut it elsewhere."""
+    if checkpoint is None:
+        return ()
+    try:
+        return tuple(read_manifest(checkpoint).environment.get("cut", ()))
+    except Unsound as reason:
+        raise UserError(f"cannot resume: {reason}", "give another checkpoint of the run") from reason
+
+
 def threads_of(recipe: Recipe, checkpoint: Path | None, world: World) -> int:
     """A resumed run keeps the number it was started with: on a CPU it decides the order of additions."""
     if recipe.parallel.threads == "auto" and checkpoint is not None:

@@ -57,21 +57,20 @@ def prepare_shape(recipe: Recipe, world: World) -> Shape | None:
     if recipe.parallel.layout not in STAGED:
         return None
     devices = torch.cuda.device_count() if world.device.type == "cuda" else 1
-    shape = pipeline_shape(recipe, world.size, devices)
-    if shape.lanes == 2 and shape.chunks > 1 and world.backend == "nccl":
-        # Both directions between the two would share a communicator, where a receive that waits holds up a send.
-        raise UserError(
-            "parallel.schedule = interleaved: two stages that send each other activations could wait for each other "
-            "for ever over NCCL",
-            "use --parallel.schedule 1f1b, or 3 stages or more",
-        )
-    return shape
+    return pipeline_shape(recipe, world.size, devices)
 
 
 def lay_in_stages(
-    recipe: Recipe, task: Task, sets: prepare.Sets, grid: Grid, shape: Shape, display: Display
+    recipe: Recipe,
+    task: Task,
+    sets: prepare.Sets,
+    grid: Grid,
+    shape: Shape,
+    display: Display,
+    before: Sequence[str] = (),
 ) -> Laid:
-    """Cuts the task's model and keeps this process's part. The module comes on the host, whole."""
+    """Cuts the task's model and keeps this process's part. The module comes on the host, whole. `before` names where
+    the run that this one goes on from was cut."""
     cut, world, root = task.cut, grid.world, task.cut.root(task.module)
     for tensor in (*task.module.parameters(), *task.module.buffers()):
         world.broadcast_host(tensor.detach())
@@ -84,7 +83,7 @@ def lay_in_stages(
     sample = _sample(max(sizes), sets.view.size, world.device, prepare.channels_last(recipe, world))
     root.train()
     traced = trace(root, cut.kwargs, sample=sample, leaves=leaves)
-    names, told = _names(recipe, traced, root, shape, sample, autocast, grid, display)
+    names, told = _names(recipe, traced, root, shape, sample, autocast, grid, display, before)
     segments = traced.split(names)
     plain = segments
     if root is not task.model or cut.kwargs:
@@ -115,6 +114,7 @@ def lay_in_stages(
             devices=lanes,
             autocast=autocast,
             reads_images=cut.reads_images,
+            recomputes=recipe.train.gradient_checkpointing,
             ahead=cut.ahead,
         ),
         shape,
@@ -155,6 +155,7 @@ def _names(
     autocast: torch.dtype | None,
     grid: Grid,
     display: Display,
+    before: Sequence[str],
 ) -> tuple[tuple[str, ...], str]:
     """Where stages begin, and a word on why there. Rank 0 measures, all ranks agree."""
     split, stages = recipe.parallel.split, shape.stages
@@ -176,6 +177,8 @@ def _names(
                 "name the module that begins each stage but the first",
             )
         return names, ""
+    if len(before) + 1 == stages > 1 and {*before} <= {point.name for point in traced.points}:
+        return tuple(before), " (as in the run it goes on from)"
     found: tuple[tuple[str, ...], str] = ((), "")
     if grid.world.first and stages > 1:
         display.note("measuring where to cut")
@@ -218,14 +221,24 @@ def _keep_own(
                     name = root_names.get(id(tensor))
                     # What no stage uses goes with the first; what is trained beside the model, with the last.
                     stages = [last] if name is None else own.get(name, [0])
-                    moved[id(tensor)] = _placed(tensor, _device(stages, shape, grid, lanes), channels_last)
+                    device = _device(stages, shape, grid, lanes, name or key)
+                    moved[id(tensor)] = _placed(tensor, device, channels_last)
                 kind[key] = moved[id(tensor)]  # type: ignore[assignment]
 
 
-def _device(stages: Sequence[int], shape: Shape, grid: Grid, lanes: Sequence[torch.device]) -> torch.device:
+def _device(
+    stages: Sequence[int], shape: Shape, grid: Grid, lanes: Sequence[torch.device], name: str
+) -> torch.device:
     """Where a tensor lies that these stages read; several read a constant."""
     if not shape.over_processes:
-        return lanes[stages[0] % shape.lanes]
+        devices = {lanes[stage % shape.lanes] for stage in stages}
+        if len(devices) > 1:
+            raise UserError(
+                f"parallel.split: {name} is read by stages {', '.join(map(str, stages))}, which one process computes "
+                "on several devices",
+                f"give --parallel.processes {shape.lanes} (each has its own), or cut so that one stage reads it",
+            )
+        return devices.pop()
     here = any(stage % shape.lanes == grid.place for stage in stages)
     return lanes[0] if here else torch.device("meta")
 
@@ -252,8 +265,9 @@ def _by_stage(
         found[max(stages) if id(each) not in inside else min(stages)].append(each)
     empty = [number for number, group in found.items() if not any(each.requires_grad for each in group)]
     if empty:
+        where = segments[empty[0]].name or "the input"
         raise UserError(
-            f"parallel.split: stage {empty[0]}, which begins at {segments[empty[0]].name}, has nothing to train",
+            f"parallel.split: stage {empty[0]}, which begins at {where}, has nothing to train",
             "cut elsewhere: each stage needs a trainable parameter",
         )
     return found

@@ -47,7 +47,7 @@ from drumline.train.meter import MeterReader
 from drumline.train.picture import Picture
 from drumline.train.prove import prove, prove_sharded
 from drumline.train.reporter import Reporter
-from drumline.train.resume import take_up, threads_of
+from drumline.train.resume import cut_of, take_up, threads_of
 from drumline.train.staged import Laid, lane_names, lay_in_stages, prepare_shape
 from drumline.train.step import NotCapturable, TrainStep
 from drumline.train.task import Builder, Task
@@ -201,7 +201,8 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
     torch.set_num_threads(threads)
 
     task = build(recipe, sets, plan, grid, display)
-    laid = lay_in_stages(recipe, task, sets, grid, shape, display) if shape else None
+    before: tuple[str, ...] = world.share(cut_of(checkpoint) if world.first and shape else ())
+    laid = lay_in_stages(recipe, task, sets, grid, shape, display, before) if shape else None
     twin = [copy.deepcopy(task.module).cpu()] if recipe.parallel.layout == "fsdp" else []
     trainee = prepare_trainee(
         recipe, task.module, world, task.model, laid.exchange.staged.tail if laid else None
@@ -229,6 +230,8 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
         ),
     )
     environment = describe_environment(world, threads)
+    if laid is not None:
+        environment["cut"] = [segment.name for segment in laid.segments[1:]]
     position = Position(step=0, per_epoch=plan.per_epoch)
     resume_words: list[str] = []
     moved_in: bool = world.share(folder.resumes_elsewhere if folder else False)

@@ -25,6 +25,7 @@ from drumline.parallel.local import local_part
 from drumline.train.finite import Finite
 from drumline.train.model_draws import ModelDraws
 from drumline.train.objective import Objective, Outcome, mixed
+from drumline.train.optim import set_rate
 from drumline.train.trainee import Trainee
 
 METERS = ("loss", "correct", "samples")
@@ -90,13 +91,15 @@ class TrainStep:
         self.without_gradient: list[str] = []
         self.draws_elsewhere = False
         """Whether the rehearsed step drew from Python's or NumPy's own generators, which no key reaches."""
+        devices = dict.fromkeys((world.device, *exchange.devices))
+        self._gpus = [device for device in devices if device.type == "cuda"]
         self._graph: torch.cuda.CUDAGraph | None = None
         self._static: Batch | None = None
         self._rate = 0.0
 
     def __call__(self, batch: Batch, index: int, rate: float) -> None:
         if rate != self._rate:
-            self.trainee.lr.fill_(rate)
+            set_rate(self.trainee.optimizer, rate)
             self._rate = rate
         self.objective.at(index)
         self.draws.at(index)
@@ -225,10 +228,7 @@ class TrainStep:
         return loss
 
     def _generator_states(self) -> list[torch.Tensor]:
-        states = [torch.get_rng_state()]
-        if self.world.device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self.world.device))
-        return states
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._gpus)]
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
@@ -252,8 +252,8 @@ class TrainStep:
                 trainee.scaler.load_state_dict(scaler_state)
             trainee.optimizer.zero_grad(set_to_none=True)
             torch.set_rng_state(generators[0])
-            if self.world.device.type == "cuda":
-                torch.cuda.set_rng_state(generators[1], self.world.device)
+            for state, device in zip(generators[1:], self._gpus, strict=True):
+                torch.cuda.set_rng_state(state, device)
 
 
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:

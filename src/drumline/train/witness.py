@@ -88,7 +88,9 @@ class Witness:
         )
         parts = [place for place, key in enumerate(order) if is_part(named[key])]
         tally = self.finite.tally if self.finite is not None else numbers.new_zeros(3)
-        values = torch.cat([tally.to(torch.int64), numbers, samples.to(numbers.device)])
+        # Stages of one process may lie on other GPUs than its own.
+        home = self.world.device
+        values = torch.cat([part.to(home, torch.int64) for part in (tally, numbers, samples)])
         self._waiting = _Look(step, order, parts, len(samples), writes, troubles, Late(values))
         self.last = step
 

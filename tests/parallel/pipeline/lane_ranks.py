@@ -34,11 +34,14 @@ def cases() -> Iterator[Case]:
 
 def main(folder: Path) -> None:
     world = join(read_place(os.environ), "cpu", "gloo", 60)
+    onward, back = [(0, 1), (1, 0)], [(1, 0), (0, 1)]
+    linked = world.part([[0, 1]], onward), world.part([[0, 1]], back)
     wrong: list[str] = []
     in_flight, promised = [], []
     for schedule, count, channels_last in cases():
         chunks = 2 if schedule == "interleaved" else 1
-        found, lane = differing(world, Wire(world, world), schedule, chunks, count, channels_last)
+        wire = Wire(*linked) if chunks == 2 else Wire(world, world)
+        found, lane = differing(world, wire, schedule, chunks, count, channels_last)
         wrong += [f"{schedule} {count}: {name}" for name in found]
         in_flight.append(lane.high_water.micro_batches)
         promised.append(schedules.promised_in_flight(schedule, world.size, chunks, count, world.rank))

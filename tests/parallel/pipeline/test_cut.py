@@ -555,6 +555,33 @@ def test_a_rank_needs_the_weights_of_its_own_stage_only() -> None:
     assert boundaries(stages, x) == boundaries(whole, x)
 
 
+class Counts(nn.Module):
+    """Sets attributes in its forward, which the trace and the look at shapes go through."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+        self.last: Tensor | None = None
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.last = self.second(self.first(x))
+        return self.last
+
+
+def test_what_a_forward_sets_on_its_module_is_gone_after_a_trace() -> None:
+    model = Counts()
+    calls, x = model.calls, images(8)
+    segments = trace(model, sample=x).split(["second"])
+    boundaries([segment.bind(model) for segment in segments], x)
+    assert model.calls is calls
+    assert int(calls) == 0
+    assert model.last is None
+
+
 LIBRARIES = [
     *(
         ("torchvision", name)

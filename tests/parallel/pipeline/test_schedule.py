@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drumline.errors import UserError
-from drumline.parallel.pipeline.instructions import Instruction, Kind
+from drumline.parallel.pipeline.instructions import Instruction, Kind, Lists
 from drumline.parallel.pipeline.schedule import (
     SCHEDULES,
+    channel,
     check,
     forwards,
     ideal_bubble,
@@ -47,6 +48,59 @@ def test_every_schedule_of_every_shape_is_sound() -> None:
     for schedule, ranks, chunks, micro_batches in SHAPES:
         for reduces in (False, True):
             check(instruction_lists(schedule, ranks, chunks, micro_batches, reduces))
+
+
+def test_no_schedule_stands_still_where_a_link_takes_one_message_after_the_other() -> None:
+    """NCCL: begun by the host, in order, each once both sides and the computing before it have come to it."""
+    for schedule, ranks, chunks, micro_batches in SHAPES:
+        assert goes_on(instruction_lists(schedule, ranks, chunks, micro_batches, False), links=True)
+        assert goes_on(forwards(ranks, chunks, micro_batches), links=True)
+
+
+def test_one_group_for_all_messages_of_a_way_would_stand_still() -> None:
+    assert not goes_on(instruction_lists("1f1b", 4, 1, 8, False), links=False)
+
+
+def goes_on(lists: Lists, links: bool) -> bool:
+    """Whether all is done in the end. Every rank has a queue of computing (and waits), and one of messages for each
+    link, or one for all messages of a way."""
+    ranks = len(lists)
+    work: list[list[tuple[object, ...] | None]] = [[] for _ in lists]
+    queues: dict[tuple[object, ...], list[tuple[tuple[object, ...], int]]] = {}
+    for rank, items in enumerate(lists):
+        for item in items:
+            way = channel(item, ranks)
+            if way is None:
+                work[rank].append(None)
+            elif way[0] != way[1]:
+                sends = item.kind in (Kind.SEND_OUTPUT, Kind.SEND_GRADIENT)
+                receiver = item.stage + (1 if way[2] == Kind.SEND_OUTPUT else -1) * sends
+                message = (way[2], receiver, item.micro)
+                if item.kind in (Kind.WAIT_INPUT, Kind.WAIT_GRADIENT):
+                    work[rank].append(message)
+                else:
+                    queue = queues.setdefault((rank, *(way if links else way[2:])), [])
+                    queue.append((message, len(work[rank])))
+    done, came = [0] * ranks, set[tuple[object, ...]]()
+    moved = True
+    while moved:
+        moved = False
+        for rank, each in enumerate(work):
+            while done[rank] < len(each) and (each[done[rank]] is None or each[done[rank]] in came):
+                done[rank] += 1
+                moved = True
+        heads = Counter(
+            queue[0][0]
+            for (rank, *_), queue in queues.items()
+            if queue and queue[0][1] <= done[int(str(rank))]
+        )
+        for message in (message for message, sides in heads.items() if sides == 2):
+            came.add(message)
+            for queue in queues.values():
+                if queue and queue[0][0] == message:
+                    del queue[0]
+            moved = True
+    return all(done[rank] == len(each) for rank, each in enumerate(work)) and not any(queues.values())
 
 
 def test_forward_passes_alone_are_sound_for_any_number_of_micro_batches() -> None:

@@ -57,6 +57,8 @@ class Lane:
         self.high_water = HighWater()
         self._held: dict[tuple[int, int], _Held] = {}
         self._trigger = torch.zeros((), device=device, requires_grad=True)
+        self.around_backward: AbstractContextManager[Any] = nullcontext()
+        """Entered for each backward, again and again: a lock, where lanes must not do so at the same time."""
         self._bytes = self._in_flight = 0
 
     def run(
@@ -173,7 +175,7 @@ class Lane:
         held.edges, held.gradients = (), ()
         del pairs
         if edges:
-            with ExitStack() as stack:
+            with self.around_backward, ExitStack() as stack:
                 for kind in {"cpu", self.device.type}:
                     if torch.is_autocast_enabled(kind):
                         stack.enter_context(torch.autocast(kind, enabled=False))

@@ -73,6 +73,8 @@ class Staged:
     autocast: torch.dtype | None
     reads_images: bool
     """Whether the objective looks at the images too, as a teacher does."""
+    recomputes: bool = False
+    """Whether blocks are computed once more in the backward, and draw what they drew."""
     ahead: Ahead | None = None
     """What is done with a step's micro-batches before the stages see them."""
 
@@ -84,6 +86,7 @@ class Pipelined(Everything):
         super().__init__(staged.module)
         self.staged, self.shape, self.grid = staged, shape, grid
         self.weight = 1.0
+        self.devices = staged.devices
         self.lists = instruction_lists(
             shape.schedule, shape.lanes, shape.chunks, shape.micro_batches, reduces=shape.replicas > 1
         )
@@ -127,10 +130,9 @@ class Pipelined(Everything):
         cuts = bounds(len(batch.labels), self.shape.micro_batches, unit)
         pieces = [piece_of(batch, first, last) for first, last in pairwise(cuts)]
         self._sizes = [len(piece.labels) for piece in pieces]
+        # Shapes are found here, once: that swaps tensors of the model, which lanes compute with.
         for size in set(self._sizes):
-            self.staged.specs(
-                0, size
-            )  # found here, once: it swaps tensors of the model, which lanes compute with
+            self.staged.specs(0, size)
         entry, tail = self.lanes[0].device, self.staged.tail
 
         def feed(micro: int) -> Tensor:
@@ -144,12 +146,16 @@ class Pipelined(Everything):
         def around(stage: int, micro: int) -> Iterator[None]:
             with self._drawing if draws.active and self._box else nullcontext():
                 self.current[threading.get_ident()] = stage, pieces[micro]
-                draws.switch(micro * len(self._own) + self._own.index(stage))
+                device = self.lanes[stage % len(self.lanes)].device
+                draws.switch(micro * len(self._own) + self._own.index(stage), device)
                 with self.autocast():
                     yield
 
         if self.staged.ahead is not None:
             self.staged.ahead(pieces, passes.images)
+        if self._box and self.staged.recomputes and draws.active:
+            for lane in self.lanes:
+                lane.around_backward = self._drawing
         forget_statistics(self._module)
         recorders = self._recorders if self.recording else None
         if self._box is not None:
@@ -183,14 +189,12 @@ class Pipelined(Everything):
         """Each tensor's own length first, in the order of the whole model: the same bits as in one process."""
         if self.grid.places == 1:
             return super().norm()
-        every = list(self._module.parameters())
-        lengths = torch.zeros(len(every), device=self.grid.world.device)
-        held = [(place, each.grad) for place, each in enumerate(every) if each.grad is not None]
-        if held:
-            norms = torch._foreach_norm([gradient for _, gradient in held])
-            lengths[[place for place, _ in held]] = torch.stack(norms).to(lengths.dtype)
-        trained = [place for place, each in enumerate(every) if each.requires_grad]
-        return torch.linalg.vector_norm(self.grid.down.sum(lengths)[trained])
+        trained = [each for each in self._module.parameters() if each.requires_grad]
+        held = [each.grad for each in trained if each.grad is not None]
+        norms = iter(torch._foreach_norm(held)) if held else iter(())
+        nothing = torch.zeros((), device=self.grid.world.device)
+        lengths = torch.stack([nothing if each.grad is None else next(norms) for each in trained])
+        return torch.linalg.vector_norm(self.grid.down.sum(lengths))
 
     def agree(self, flag: Tensor) -> None:
         self.grid.down.maximum(flag)

@@ -22,8 +22,9 @@ from drumline.parallel.pipeline.record import Recorder
 
 
 class Wire:
-    """One rank among processes. `down` carries outputs, `up` gradients: two worlds, so that where a transport keeps
-    an order, neither direction waits for the other. The layout of what is sent is told once for each shape."""
+    """One rank among processes. `down` carries outputs, `up` gradients: two worlds (with links, where a transport
+    keeps an order), so that neither way waits for the other. The layout of what is sent is told once for each
+    shape."""
 
     recorder: Recorder | None = None
 
