@@ -107,10 +107,14 @@ class Reading(nn.Module):
 
 
 class Depth(nn.Module):
-    """Stochastic depth."""
+    """Stochastic depth, with a buffer that is not saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("share", torch.full((), 0.7), persistent=False)
 
     def forward(self, x):
-        return x * (torch.rand(len(x), 1) < 0.7) / 0.7 if self.training else x
+        return x * (torch.rand(len(x), 1) < self.share) / self.share if self.training else x
 
 
 class Net(nn.Module):
@@ -142,6 +146,12 @@ def keeping(classes): return Net(classes, Keep)
 def writing(classes): return Net(classes, Hand)
 def reading(classes): return Net(classes, Reading)
 def drawing(classes): return Net(classes, Depth)
+
+
+def hooked(classes):
+    net = Net(classes)
+    net.fc.weight.register_hook(lambda gradient: 0 * gradient)
+    return net
 '''
 
 Runs = Callable[..., Path]
@@ -250,8 +260,8 @@ def test_the_certificate_is_said_and_stored(run: Runs) -> None:
 
 
 def test_what_a_model_draws_depends_on_neither_processes_nor_kills(run: Runs) -> None:
-    """Dropout and stochastic depth, with mixed pairs, recomputing and lamb: virtual devices, then two processes,
-    which stay with the cut."""
+    """Dropout and stochastic depth, with mixed pairs, recomputing, lamb and a buffer that is not saved: virtual
+    devices, then two processes, which stay with the cut."""
     folder = run("accumulate", "train.accumulate=4").parents[1]
     (folder / "own.py").write_text(OWN)
     words = (
@@ -308,6 +318,11 @@ def test_replicas_of_a_stage_that_drift_apart_are_named(run: Runs) -> None:
         (
             "parallel.stages=2 parallel.virtual=true model.name=own:writing",
             ("the moved buffer 'gate.table' differs", "certificate.json"),
+        ),
+        # What would silently be lost.
+        (
+            "parallel.stages=2 parallel.virtual=true model.name=own:hooked",
+            ("parallel.layout = pipeline: the parameter fc.weight has a hook", "--parallel.layout ddp"),
         ),
         # What cannot be laid out.
         (

@@ -21,7 +21,7 @@ from drumline.distill.load import Loaded, load_teachers, other_views
 from drumline.distill.measure import measured, score_words
 from drumline.distill.method import Anatomy, Method, Needs
 from drumline.distill.objective import Distillation, Part
-from drumline.distill.stages import Relayed, Stages, cut_teacher, lay_teacher, plan_stages, stage_words
+from drumline.distill.stages import Relayed, Stages, cut_teacher, lay_teacher, plan_stages
 from drumline.distill.stored import refuse_uncacheable, store
 from drumline.distill.teacher import Live, Teacher, weights_sha256
 from drumline.errors import UserError
@@ -39,6 +39,7 @@ from drumline.recipe_layouts import STAGED
 from drumline.state.checkpoint import newest_sound, read_checkpoint
 from drumline.train import prepare, spread
 from drumline.train.objective import Classification
+from drumline.train.staged import stage_words
 from drumline.train.task import Cut, Task, unchanged
 
 

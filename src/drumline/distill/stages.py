@@ -28,7 +28,7 @@ from drumline.plan.profile import places, profile
 from drumline.plan.split import min_max_split
 from drumline.recipe import Recipe
 from drumline.train import prepare
-from drumline.train.staged import prepare_shape
+from drumline.train.staged import placed, prepare_shape
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,6 @@ def lay_teacher(
     teacher.lay(ways)
 
 
-def stage_words(segments: Sequence[Segment]) -> str:
-    """Where the stages begin."""
-    return " | ".join(f"{segment.number}: from {segment.name or 'the input'}" for segment in segments)
-
-
 class Relayed:
     """What a teacher over processes has said of a step's micro-batches. They are asked for in their order, by whoever
     goes through them: the step, and the reference that a layout is compared with."""
@@ -182,12 +177,5 @@ def _settle(module: nn.Module, segments: Sequence[Segment], stages: Stages, chan
                 continue
             if id(tensor) not in moved:
                 device = homes.get(names[id(tensor)], torch.device("meta"))
-                moved[id(tensor)] = _moved(tensor, device, channels_last)
+                moved[id(tensor)] = placed(tensor, device, channels_last)
             (part._parameters if key in part._parameters else part._buffers)[key] = moved[id(tensor)]  # type: ignore[assignment]
-
-
-def _moved(tensor: Tensor, device: torch.device, channels_last: bool) -> Tensor:
-    there = tensor.detach().to(device)
-    if channels_last and tensor.ndim == 4:
-        there = there.contiguous(memory_format=torch.channels_last)
-    return nn.Parameter(there, requires_grad=False) if isinstance(tensor, nn.Parameter) else there

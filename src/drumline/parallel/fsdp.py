@@ -27,7 +27,7 @@ from drumline.data.views import Batch
 from drumline.errors import UserError
 from drumline.launch.world import World
 from drumline.models.blocks import repeated_blocks
-from drumline.parallel.layout import BufferMean, Draws, Passes, Recorded, piece_of
+from drumline.parallel.layout import BufferMean, Draws, Passes, Recorded, piece_of, refuse_hooked
 from drumline.parallel.local import local_part
 from drumline.state.checkpoint import Groups, check_fit
 from drumline.state.pieces import LocalGroups, Piece, share_of_rows
@@ -44,6 +44,7 @@ def shard(module: nn.Module, world: World, precision: torch.dtype | None) -> nn.
             "parallel.layout = fsdp shards the model over processes, and there is one",
             "give --parallel.processes 2 or more, or use --parallel.layout single",
         )
+    refuse_hooked(module, "fsdp")
     for tensor in (*module.parameters(), *module.buffers()):
         world.broadcast(tensor.detach())
     whole = kept_whole(module, precision)

@@ -69,6 +69,18 @@ def lay_out(module: nn.Module, layout: str, world: World) -> nn.Module:
     return module
 
 
+def refuse_hooked(module: nn.Module, layout: str) -> None:
+    """Where parameters are laid elsewhere, as new ones, a hook on the old would be lost without a word, and what it
+    does to gradients with it."""
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise UserError(
+                f"parallel.layout = {layout}: the parameter {name} has a hook, which would stay behind when it is "
+                "laid where it is computed",
+                "do the same in forward or in the objective, or use --parallel.layout ddp",
+            )
+
+
 class Passes(Protocol):
     """What a step makes of a piece of its batch."""
 

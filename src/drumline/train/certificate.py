@@ -132,7 +132,7 @@ def _verdict_words(verdict: Verdict, micro_batches: int) -> str:
         if verdict.claim is Claim.GRADIENTS
         else "{} of {} buffers after a step"
     )
-    text = f"{subject.format(right, total)} equal plain accumulation over {micro_batches} micro-batches"
+    text = f"{subject.format(right, total)} equal plain accumulation over {_pieces(micro_batches)}"
     if verdict.equal == total:
         text += ", bit for bit"
     elif right:
@@ -147,6 +147,10 @@ def _verdict_words(verdict: Verdict, micro_batches: int) -> str:
     if blind := sum(not row.finite for row in verdict.rows):
         text += f"; {blind} have NaN or infinity in the reference too, of which this proves little"
     return text
+
+
+def _pieces(micro_batches: int) -> str:
+    return f"{micro_batches} micro-batch{'es' * (micro_batches != 1)}"
 
 
 def _size(row: Row, claim: Claim) -> str:
@@ -168,7 +172,7 @@ def _wrong_words(verdict: Verdict, row: Row, micro_batches: int) -> str:
         of = "of " if verdict.claim is Claim.GRADIENTS else ""
         factor = f"; it is {row.scaled_by:.4g} times the reference" if row.scaled_by else ""
         told = (
-            f"{noun} {of}{row.name!r} differs{where} from plain accumulation over {micro_batches} micro-batches "
+            f"{noun} {of}{row.name!r} differs{where} from plain accumulation over {_pieces(micro_batches)} "
             f"{_size(row, verdict.claim)}{factor}"
         )
     return f"certificate: the {told}; {others}"
@@ -184,7 +188,8 @@ def _fix(verdict: Verdict, row: Row) -> str:
         return f"look for a loss or a hook that divides or multiplies by the number of micro-batches or ranks; {end}"
     return (
         "look for a forward that draws random numbers of its own, keeps something from one call to the next, writes "
-        f"to its input, or uses one parameter in two stages; {end}"
+        "to its input, or uses one parameter in two stages; or, in bf16, a kernel that does not repeat its own "
+        f"result (does --train.precision fp32 pass?); {end}"
     )
 
 

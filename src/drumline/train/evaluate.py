@@ -64,10 +64,11 @@ def evaluate(
     watch: Callable[[int], None] = lambda done: None,
     rival: torch.Tensor | None = None,
     record: torch.Tensor | None = None,
+    readers: int = 1,
 ) -> Score:
     """Runs `model` (not wrapped) in eval mode over this rank's batches and adds up over the world; where it gives
     None, another rank has the output. `rival` holds another model's first guess by sample id, to count agreement;
-    `record` takes this model's, for this rank's samples."""
+    `record` takes this model's, for this rank's samples. `readers` go through the set side by side."""
     was_training = model.training
     model.eval()
     totals = torch.zeros(6, dtype=torch.int64, device=world.device)
@@ -87,7 +88,7 @@ def evaluate(
             if record is not None:
                 record[batch.samples] = logits.argmax(dim=1)
         done += len(batch.labels)
-        watch(min(samples, done * world.size))
+        watch(min(samples, done * readers))
         enter(Phase.EVALUATING)
     model.train(was_training)
     counted, top1, top5, loss, nonfinite, agreed = world.sum(totals).tolist()

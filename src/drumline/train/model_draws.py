@@ -38,8 +38,8 @@ class ModelDraws:
             generator.manual_seed(key)
 
     def switch(self, place: int, device: torch.device | None = None) -> None:
-        """From now on this part draws, where it left off if it has drawn before; on another GPU than the process's own,
-        from its beginning."""
+        """From now on this part draws, where it left off if it has drawn before; on another GPU than the process's
+        own, from its beginning."""
         if not self.active or place == self._current:
             return
         if device is not None and device.type == "cuda" and device != self.device and self._keys:

@@ -7,11 +7,12 @@ run where it is more than rounding.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ from drumline.train.model_draws import ModelDraws
 from drumline.train.staged import Laid
 from drumline.train.step import TrainStep
 
+T = TypeVar("T")
 FILE = "certificate.json"
 
 
@@ -65,6 +67,9 @@ def prove(
     exchange.recording = False
     drawing = any(world.collect(step.draws.active))
     theirs = _reference(laid, step, batch, index, holding, drawing)
+    if theirs is None:
+        _tell_unproved(laid.words[0], folder, note)
+        return exchange.spans()
     parameters = [name for name, each in module.named_parameters() if each.requires_grad]
     buffers = [name for name, _ in module.named_buffers()]
     judged = partial(compare, autocast=step.autocast, rank=world.rank)
@@ -101,14 +106,26 @@ def prove_sharded(
     before = copied(dict(module.named_buffers()))
     step.replay(batch, index, look=look)
     state = holding.collect({"all": dict(module.state_dict())})
-    whole.to(world.device).train()  # first: what is on the host cannot travel over NCCL
+    layout = f"layout fsdp over {world.size} processes"
+    # First: what is on the host cannot travel over NCCL.
+    if not all(world.collect(_fits(lambda: whole.to(world.device).train()) is not None)):
+        _tell_unproved(layout, folder, note)
+        return
     live = {"all": dict(whole.state_dict())}
     Whole(world).spread(state if world.first else None, live, Path("the run itself"))
     step.draws.at(index)
     step.draws.switch(0)
     cuts = bounds(len(batch.labels), accumulate, 2 if batch.mix.shape[1] else 1)
     pieces = [piece_of(batch, first, last) for first, last in pairwise(cuts)]
-    theirs = reference(whole, lambda model, micro: _whole_loss(step, pieces[micro], index, model), accumulate)
+    theirs = _fits(
+        lambda: reference(
+            whole, lambda model, micro: _whole_loss(step, pieces[micro], index, model), accumulate
+        )
+    )
+    if not all(world.collect(theirs is not None)):
+        _tell_unproved(layout, folder, note)
+        return
+    assert theirs is not None
     for gradient in theirs.gradients.values():
         if gradient is not None:
             world.sum(gradient).div_(world.size)
@@ -119,7 +136,7 @@ def prove_sharded(
         judged(found["moved"], theirs.buffers, buffers, claim=Claim.BUFFERS_MOVED),
         judged(copied(dict(module.named_buffers())), before, buffers, claim=Claim.BUFFERS_UNTOUCHED),
     ]
-    _tell(mine, accumulate, f"layout fsdp over {world.size} processes", world, folder, note)
+    _tell(mine, accumulate, layout, world, folder, note)
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -148,6 +165,23 @@ def _tell(
         raise error
 
 
+def _fits(work: Callable[[], T]) -> T | None:
+    """What the work gives; None where the device has no room for it."""
+    try:
+        return work()
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _tell_unproved(layout: str, folder: Path | None, note: Callable[[str], None]) -> None:
+    why = "the whole model does not fit on one device beside what the layout holds there"
+    if folder is not None:
+        write_text(
+            folder / FILE, json.dumps({"passes": None, "layout": layout, "words": why}, indent=1) + "\n"
+        )
+    note(f"WARNING: no certificate: {why}. A smaller model of the same kind can be proved")
+
+
 def copied_gradients(module: nn.Module) -> dict[str, Tensor | None]:
     """Those this process holds, on the host."""
     return {
@@ -158,24 +192,25 @@ def copied_gradients(module: nn.Module) -> dict[str, Tensor | None]:
 
 def _reference(
     laid: Laid, step: TrainStep, batch: Batch, index: int, holding: Holding, drawing: bool
-) -> Reference:
-    """Computed where the loss is, and told to the others of the replica."""
+) -> Reference | None:
+    """Computed where the loss is, and told to the others of the replica. None where it does not fit."""
     grid, module = laid.exchange.grid, step.trainee.module
     whole = laid.twin.pop() if laid.twin else None
     state = holding.collect({"all": _state(module)})
     live = {"all": dict(whole.state_dict()) if whole is not None else {}}
     holding.spread(state if grid.world.first else None, live, Path("the run itself"))
-    made = Reference({}, {})
+    made: Reference | None = Reference({}, {})
     if whole is not None:
-        whole.to(grid.world.device).train()
-        made = reference(
-            whole,
-            partial(_loss, laid, step, _pieces(laid, batch), index, drawing),
-            laid.exchange.shape.micro_batches,
+        loss = partial(_loss, laid, step, _pieces(laid, batch), index, drawing)
+        made = _fits(
+            lambda: reference(whole.to(grid.world.device).train(), loss, laid.exchange.shape.micro_batches)
         )
-        for gradient in made.gradients.values():
-            if gradient is not None:
-                grid.peers.sum(gradient)
+    if not all(grid.world.collect(made is not None)):
+        return None
+    assert made is not None
+    for gradient in made.gradients.values():
+        if gradient is not None:
+            grid.peers.sum(gradient)
     names = {name: each for name, each in module.named_parameters() if each.requires_grad}
     last = grid.places - 1
     given: list[str] = grid.down.collect([name for name, each in made.gradients.items() if each is not None])[

@@ -63,6 +63,7 @@ def score_module(
             watch,
             rival,
             record,
+            grid.replicas,
         )
 
 

@@ -21,6 +21,7 @@ from drumline.launch.world import World
 from drumline.models.foreign import Tapped
 from drumline.observe.display import Display
 from drumline.parallel.grid import Grid
+from drumline.parallel.layout import refuse_hooked
 from drumline.parallel.norm import world_total
 from drumline.parallel.pipeline.boundary import Bound, TensorSpec, boundaries
 from drumline.parallel.pipeline.chain import Chain
@@ -72,6 +73,7 @@ def lay_in_stages(
     """Cuts the task's model and keeps this process's part. The module comes on the host, whole. `before` names where
     the run that this one goes on from was cut."""
     cut, world, root = task.cut, grid.world, task.cut.root(task.module)
+    refuse_hooked(task.module, recipe.parallel.layout)
     for tensor in (*task.module.parameters(), *task.module.buffers()):
         world.broadcast_host(tensor.detach())
     leaves: tuple[str, ...] = ()
@@ -126,7 +128,7 @@ def lay_in_stages(
 
     words = (
         _layout_words(recipe, shape, sizes),
-        f"stages: {_stage_words(segments)}{told}",
+        f"stages: {stage_words(segments)}{told}",
         norm_words(mode, norm_count(root), shape.micro_batches, min(sizes), shape.replicas),
     )
     return Laid(exchange, chain, twin, segments, cut, tuple(word for word in words if word))
@@ -144,6 +146,21 @@ def lane_names(segments: Sequence[Segment], shape: Shape) -> list[str]:
         ]
         names.append(f"{kind} {lane} ({'; '.join(own)})")
     return names
+
+
+def stage_words(segments: Sequence[Segment]) -> str:
+    """Where the stages begin."""
+    return " | ".join(f"{segment.number}: from {segment.name or 'the input'}" for segment in segments)
+
+
+def placed(tensor: Tensor, device: torch.device, channels_last: bool) -> Tensor:
+    """The tensor there, of the same kind; on the meta device, without its values."""
+    moved = tensor.detach().to(device)
+    if channels_last and tensor.ndim == 4:
+        moved = moved.contiguous(memory_format=torch.channels_last)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(moved, tensor.requires_grad)
+    return moved
 
 
 def _names(
@@ -171,6 +188,11 @@ def _names(
             return equal, " (even)"
     if split != "time":
         names = tuple(name.strip() for name in split.split(","))
+        if not all(names):
+            raise UserError(
+                f"parallel.split = {split!r}: a name is empty",
+                "give time, even, or the modules that begin stages 1, 2, …: --parallel.split layer2,layer3",
+            )
         if len(names) + 1 != stages:
             raise UserError(
                 f"parallel.split = {split}: makes {len(names) + 1} stage(s), and there are to be {stages}",
@@ -182,17 +204,14 @@ def _names(
     found: tuple[tuple[str, ...], str] = ((), "")
     if grid.world.first and stages > 1:
         display.note("measuring where to cut")
-        names, profile = choose_split(
-            traced,
-            root,
-            stages,
-            tuple(sample.shape),
-            grid.world.device,
-            autocast,
-            channels_last=sample.is_contiguous(memory_format=torch.channels_last),
-        )
-        root.to("cpu")
-        found = names, f" (balanced by measured times{', on a noisy machine' if profile.noisy else ''})"
+        layout = sample.is_contiguous(memory_format=torch.channels_last)
+        try:
+            names, profile = choose_split(
+                traced, root, stages, tuple(sample.shape), grid.world.device, autocast, channels_last=layout
+            )
+            found = names, f" (balanced by measured times{', on a noisy machine' if profile.noisy else ''})"
+        except torch.OutOfMemoryError:
+            found = even(traced, stages), " (even: the whole model does not fit on one device to be measured)"
     shared: tuple[tuple[str, ...], str] = grid.world.share(found)
     return shared
 
@@ -222,7 +241,7 @@ def _keep_own(
                     # What no stage uses goes with the first; what is trained beside the model, with the last.
                     stages = [last] if name is None else own.get(name, [0])
                     device = _device(stages, shape, grid, lanes, name or key)
-                    moved[id(tensor)] = _placed(tensor, device, channels_last)
+                    moved[id(tensor)] = placed(tensor, device, channels_last)
                 kind[key] = moved[id(tensor)]  # type: ignore[assignment]
 
 
@@ -243,15 +262,6 @@ def _device(
     return lanes[0] if here else torch.device("meta")
 
 
-def _placed(tensor: Tensor, device: torch.device, channels_last: bool) -> Tensor:
-    moved = tensor.detach().to(device)
-    if channels_last and tensor.ndim == 4:
-        moved = moved.contiguous(memory_format=torch.channels_last)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(moved, tensor.requires_grad)
-    return moved
-
-
 def _by_stage(
     task: Task, segments: Sequence[Segment], stages: Mapping[int, Bound]
 ) -> dict[int, list[nn.Parameter]]:
@@ -268,7 +278,8 @@ def _by_stage(
         where = segments[empty[0]].name or "the input"
         raise UserError(
             f"parallel.split: stage {empty[0]}, which begins at {where}, has nothing to train",
-            "cut elsewhere: each stage needs a trainable parameter",
+            "use fewer stages, or name cuts that leave each one something to train: --parallel.split NAMES, which "
+            "`drumline plan --cuts MODEL` lists",
         )
     return found
 
@@ -331,7 +342,3 @@ def _layout_words(recipe: Recipe, shape: Shape, sizes: Sequence[int]) -> str:
         f"layout pipeline: {replicas}{shape.lanes} {where}{chunks}, {shape.schedule}, {shape.micro_batches} "
         f"micro-batches of {size} samples"
     )
-
-
-def _stage_words(segments: Sequence[Segment]) -> str:
-    return " | ".join(f"{segment.number}: from {segment.name or 'the input'}" for segment in segments)

@@ -203,7 +203,7 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
     task = build(recipe, sets, plan, grid, display)
     before: tuple[str, ...] = world.share(cut_of(checkpoint) if world.first and shape else ())
     laid = lay_in_stages(recipe, task, sets, grid, shape, display, before) if shape else None
-    twin = [copy.deepcopy(task.module).cpu()] if recipe.parallel.layout == "fsdp" else []
+    twin = [_on_host(task.module)] if recipe.parallel.layout == "fsdp" else []
     trainee = prepare_trainee(
         recipe, task.module, world, task.model, laid.exchange.staged.tail if laid else None
     )
@@ -290,6 +290,14 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
         if word:
             run.note(word)
     return run
+
+
+def _on_host(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy of it, without room for two on the device."""
+    device = next(module.parameters()).device
+    made = copy.deepcopy(module.cpu())
+    module.to(device)
+    return made
 
 
 def _holding(trainee: Trainee, grid: Grid, world: World) -> Holding:

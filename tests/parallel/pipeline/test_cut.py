@@ -513,6 +513,36 @@ def test_one_parameter_in_two_stages_is_refused() -> None:
             trace(model, sample=images(8)).split([cut])
 
 
+def test_cuts_chosen_for_the_user_keep_tied_weights_together() -> None:
+    tied = nn.Sequential(*(nn.Conv2d(3, 3, 1) for _ in range(5)))
+    tied[2].weight = tied[1].weight
+    assert [unit.name for unit in trace(tied, sample=images(8)).units] == ["0", "1", "3", "4"]
+
+
+def test_recomputing_in_the_models_own_forward_is_not_lost_without_a_word() -> None:
+    class Recomputes(Sized):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(checkpoint(self.first, x, use_reentrant=False))
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), nn.Conv2d(3, 3, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    with pytest.raises(UserError, match=r"Recomputes cannot be cut.*torch.utils.checkpoint"):
+        trace(Recomputes(), sample=images(8))
+    traced = trace(nn.Sequential(Block(), nn.Conv2d(3, 3, 1)), sample=images(8))
+    assert [point.name for point in traced.points] == ["0", "1"]
+
+
+def test_a_model_that_does_not_fit_the_images_is_told_so() -> None:
+    with pytest.raises(UserError, match=r"does not take images of 3 x \d+ x \d+: its module '0' \(Conv2d\)"):
+        trace(nn.Sequential(nn.Conv2d(1, 3, 1), nn.Conv2d(3, 3, 1)), sample=images(8))
+
+
 def test_a_forward_that_cannot_be_traced_is_refused_with_its_line() -> None:
     class Asks(Sized):
         def forward(self, x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -33,6 +34,9 @@ SHAPES = [
     if schedule != "interleaved" or micro_batches % ranks == 0
 ]
 shapes = st.sampled_from(SHAPES)
+
+Message = tuple[Kind, int, int]
+"""Direction, receiving stage, micro-batch."""
 
 
 def computing(instructions: Sequence[Instruction]) -> str:
@@ -65,8 +69,8 @@ def goes_on(lists: Lists, links: bool) -> bool:
     """Whether all is done in the end. Every rank has a queue of computing (and waits), and one of messages for each
     link, or one for all messages of a way."""
     ranks = len(lists)
-    work: list[list[tuple[object, ...] | None]] = [[] for _ in lists]
-    queues: dict[tuple[object, ...], list[tuple[tuple[object, ...], int]]] = {}
+    work: list[list[Message | None]] = [[] for _ in lists]
+    queues: dict[tuple[Any, ...], list[tuple[Message, int]]] = {}
     for rank, items in enumerate(lists):
         for item in items:
             way = channel(item, ranks)
@@ -81,7 +85,7 @@ def goes_on(lists: Lists, links: bool) -> bool:
                 else:
                     queue = queues.setdefault((rank, *(way if links else way[2:])), [])
                     queue.append((message, len(work[rank])))
-    done, came = [0] * ranks, set[tuple[object, ...]]()
+    done, came = [0] * ranks, set[Message]()
     moved = True
     while moved:
         moved = False
@@ -90,9 +94,7 @@ def goes_on(lists: Lists, links: bool) -> bool:
                 done[rank] += 1
                 moved = True
         heads = Counter(
-            queue[0][0]
-            for (rank, *_), queue in queues.items()
-            if queue and queue[0][1] <= done[int(str(rank))]
+            queue[0][0] for (rank, *_), queue in queues.items() if queue and queue[0][1] <= done[rank]
         )
         for message in (message for message, sides in heads.items() if sides == 2):
             came.add(message)

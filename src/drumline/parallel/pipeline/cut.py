@@ -73,7 +73,8 @@ class Traced:
     """The beginning of the model, then every legal cut, in order."""
     units: tuple[Point, ...]
     """The beginning, the repeated blocks, and the model's children with weights that lie in no block; in a model
-    without blocks every module with weights. The default choice of cuts."""
+    without blocks every module with weights. The default choice of cuts: none lies between two uses of one
+    tensor that a step moves."""
     illegal: Mapping[str, str] = field(repr=False)
     """Modules at which no stage can begin, and why."""
     records: Mapping[bool, Record] = field(repr=False)
@@ -116,7 +117,9 @@ class Traced:
                 f"parallel.split: no stage of {self.name} can begin at {name}: {self.illegal[name]}",
                 f"cut elsewhere, for example at {legal}" if legal else "use another parallel.layout",
             )
-        near = get_close_matches(name, known, n=3, cutoff=0.4) or [point.name for point in self.units[1:6]]
+        near = get_close_matches(name, [*known, "even", "time"], n=3, cutoff=0.4) or [
+            point.name for point in self.units[1:6]
+        ]
         raise UserError(
             f"parallel.split: {self.name} calls no module {name!r} that a stage could begin with",
             f"did you mean {' or '.join(near)}?" if near else "use another parallel.layout",
@@ -168,18 +171,20 @@ def trace(
     points, illegal = _points(records, prefix)
     parameters = {id(tensor): name for name, tensor in model.named_parameters()}
     buffers = {id(tensor): name for name, tensor in model.named_buffers()}
+    held = {
+        str(node.target): _tensors_of(model, str(node.target), {**parameters, **buffers})
+        for found in records.values()
+        for node in found.graph.nodes
+        if node.op in ("call_module", "get_attr")
+    }
+    units = _units(model.get_submodule(prefix[:-1]), prefix, points, records[True])
     return Traced(
         type(model.model if isinstance(model, Tapped) else model).__name__,
         points,
-        _units(model.get_submodule(prefix[:-1]), prefix, points, records[True]),
+        (units[0], *(unit for unit in units[1:] if _keeps_together(unit, records, held, model))),
         illegal,
         records,
-        {
-            str(node.target): _tensors_of(model, str(node.target), {**parameters, **buffers})
-            for found in records.values()
-            for node in found.graph.nodes
-            if node.op in ("call_module", "get_attr")
-        },
+        held,
         tuple(parameters.values()),
         tuple(buffers.values()),
     )
@@ -252,6 +257,22 @@ def _units(model: nn.Module, prefix: str, points: Sequence[Point], found: Record
             )
         ),
     )
+
+
+def _keeps_together(
+    point: Point, records: Mapping[bool, Record], held: Mapping[str, Sequence[str]], model: nn.Module
+) -> bool:
+    """Whether each tensor that a step moves is used on one side only."""
+    moved = {name for found in records.values() for name in found.written_buffers}
+    moved |= {name for name, _ in model.named_parameters()}
+    for training, found in records.items():
+        before, after = (
+            {name for target in targets for name in held[target]}
+            for targets in found.targets(point.places[training])
+        )
+        if moved & before & after:
+            return False
+    return True
 
 
 def _has_weights(module: nn.Module) -> bool:

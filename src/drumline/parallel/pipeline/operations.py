@@ -74,6 +74,15 @@ class Record:
         """What is made before this place and used there or later, in the order in which it is made."""
         return [node for node in (self.input, *self.nodes[:place]) if self.last_use[node] >= place]
 
+    def targets(self, place: int) -> tuple[set[str], set[str]]:
+        """Modules, parameters and buffers that are used before this place, and there or later."""
+        sides: tuple[set[str], set[str]] = set(), set()
+        for node in self.graph.nodes:
+            if node.op in ("call_module", "get_attr"):
+                for user in (node,) if node.op == "call_module" else node.users:
+                    sides[self.place[user] >= place].add(str(node.target))
+        return sides
+
     def problem(self, place: int) -> str:
         """Why no stage can begin here; '' where one can."""
         crossing = self.crossing(place)

@@ -50,16 +50,20 @@ def pipeline_shape(recipe: Recipe, processes: int, devices: int) -> Shape:
             f"start {lanes}, {2 * lanes}, … processes, or give a divisor of {processes}",
         )
     if not over_processes and parallel.stages == "auto" and devices == 1:
+        over = "" if parallel.layout == "model" else "--parallel.processes N (a process for each stage), or "
         raise UserError(
             f"parallel.layout = {parallel.layout}: one process and one device make no stages",
-            "give --parallel.processes N (a process for each stage), or --parallel.stages N --parallel.virtual to "
-            "try it out on one device",
+            f"give {over}--parallel.stages N --parallel.virtual to try it out on one device",
         )
     if not over_processes and lanes > devices and not parallel.virtual:
+        over = (
+            ""
+            if parallel.layout == "model"
+            else f"--parallel.processes {lanes} (a process for each stage), or "
+        )
         raise UserError(
             f"parallel.stages = {lanes}: this process has {devices} device{'s' * (devices > 1)} to lay them over",
-            f"give --parallel.processes {lanes} (a process for each stage), or --parallel.virtual to let stages "
-            "share a device (right, but not faster)",
+            f"give {over}--parallel.virtual to let stages share a device (right, but not faster)",
         )
     chunks = 1
     if parallel.schedule == "interleaved":

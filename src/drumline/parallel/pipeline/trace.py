@@ -18,23 +18,37 @@ import random
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import Function
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
 from torch.fx.proxy import TraceError
 
 from drumline.errors import UserError
 from drumline.models.foreign import TapHook
 from drumline.parallel.pipeline.boundary import Fakes, untouched
 from drumline.parallel.pipeline.operations import Entry, Record, Seen, storage, tensors
+from drumline.parallel.pipeline.refusals import (
+    kept_tensors_refused,
+    no_draws,
+    own_backward_refused,
+    torch_quiet,
+)
 
 # Both even, for models that halve the batch; two, so that what depends on the batch size shows.
 _BATCHES = (4, 6)
+
+_NO_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+"""What a fake tensor says to code that a real one would answer."""
 
 
 def record(
@@ -47,14 +61,20 @@ def record(
         while True:
             tracer = _Tracer(model, kwargs, sample, leaves)
             try:
-                with tracer.fake_mode, _own_backward_refused(), untouched(model):
+                with (
+                    tracer.fake_mode,
+                    own_backward_refused(),
+                    kept_tensors_refused(partial(getattr, tracer, "evaluating")),
+                    torch_quiet(),
+                    untouched(model),
+                ):
                     return Record(tracer.trace(model), tracer.seen, tracer.written_tensors())
             except UserError:
                 raise
             except Exception as error:
                 failed = tracer.failed_in if error is tracer.error else ""
                 if not failed:
-                    raise _uncuttable(model, error, tracer.blind) from error
+                    raise _uncuttable(model, error, tracer.blind, sample) from error
                 kind = type(model.get_submodule(failed))
                 more = {failed} | {name for name, module in model.named_modules() if type(module) is kind}
                 leaves |= {failed} if issubclass(kind, nn.Sequential | nn.ModuleList) else more
@@ -171,7 +191,7 @@ class _Tracer(fx.Tracer):
         kwargs = dict(self.kwargs)
 
         def forward(root: nn.Module, x: Any) -> Any:
-            with _no_draws():
+            with no_draws():
                 return inner(x, **kwargs) if inner is not None else root_fn(root, x, **kwargs)
 
         return forward, [self.root, self.create_proxy("placeholder", first, (), {})]
@@ -288,7 +308,7 @@ class _Tracer(fx.Tracer):
 
     def _inside(self, m: nn.Module, name: str, forward: Any, args: Any, kwargs: Any) -> Any:
         try:
-            with _no_draws():
+            with no_draws():
                 return forward(*args, **kwargs)
         except Exception as error:
             if error is not self.error:
@@ -312,33 +332,8 @@ def _mode(model: nn.Module, training: bool) -> Iterator[None]:
             part.training = mode
 
 
-@contextmanager
-def _no_draws() -> Iterator[None]:
-    before = random.getstate()
-    yield
-    if random.getstate() != before:
-        raise TraceError("a number drawn from Python's random")
-
-
-@contextmanager
-def _own_backward_refused() -> Iterator[None]:
-    """fx would trace through the forward of an autograd.Function and lose its backward (checkpointing is one)."""
-    original = Function.__dict__["apply"]
-
-    def apply(cls: type[Function], *args: Any, **named: Any) -> Any:
-        if any(isinstance(value, fx.Proxy) for value in (*args, *named.values())):
-            raise TraceError(f"{cls.__name__}, an autograd.Function")
-        return original.__func__(cls, *args, **named)
-
-    Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        Function.apply = original  # type: ignore[method-assign]
-
-
-def _uncuttable(model: nn.Module, error: Exception, blind: str) -> UserError:
-    ours = (str(Path(torch.__file__).parent), __file__)
+def _uncuttable(model: nn.Module, error: Exception, blind: str, sample: Tensor) -> UserError:
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)
     ]
@@ -346,6 +341,13 @@ def _uncuttable(model: nn.Module, error: Exception, blind: str) -> UserError:
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
     if blind:
         module = model.get_submodule(blind)
+        if not isinstance(error, _NO_NUMBERS):
+            shape = " x ".join(str(length) for length in sample.shape[1:])
+            return UserError(
+                f"model.name: {type(model).__name__} does not take images of {shape}: its module {blind!r} "
+                f"({type(module).__name__}) fails{where}: {reason}",
+                "make the model fit the images, or set --data.size",
+            )
         return UserError(
             f"parallel.split: {type(model).__name__} cannot be cut: its module {blind!r} ({type(module).__name__}) "
             f"gives no shape without being computed{where}: {reason}",

@@ -1,0 +1,71 @@
+"""What a trace must not walk through without a word: each becomes a TraceError, and the module is kept whole.
+
+Promises: torch and Python are as before once a context is left. Not for several threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import fx
+from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.proxy import TraceError
+
+
+@contextmanager
+def no_draws() -> Iterator[None]:
+    before = random.getstate()
+    yield
+    if random.getstate() != before:
+        raise TraceError("a number drawn from Python's random")
+
+
+@contextmanager
+def own_backward_refused() -> Iterator[None]:
+    """fx would trace through the forward of an autograd.Function and lose its backward (checkpointing is one)."""
+    original = Function.__dict__["apply"]
+
+    def apply(cls: type[Function], *args: Any, **named: Any) -> Any:
+        if any(isinstance(value, fx.Proxy) for value in (*args, *named.values())):
+            raise TraceError(f"{cls.__name__}, an autograd.Function")
+        return original.__func__(cls, *args, **named)
+
+    Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Function.apply = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def kept_tensors_refused(evaluating: Callable[[], bool]) -> Iterator[None]:
+    """Checkpointing without an autograd.Function, and offloading, say by hooks what is kept for the backward: fx
+    would trace through them and keep everything. `evaluating` tells a module that is kept whole from traced code."""
+    original = saved_tensors_hooks.__enter__
+
+    def enter(self: saved_tensors_hooks) -> None:
+        if not evaluating():
+            raise TraceError("hooks on saved tensors, as of torch.utils.checkpoint")
+        original(self)
+
+    saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        saved_tensors_hooks.__enter__ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def torch_quiet() -> Iterator[None]:
+    """torch logs the traceback of an operation that fails on fake tensors; the error is told in our words."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
