@@ -105,13 +105,14 @@ def _without_stages(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("parallel.schedule", whose, "leave it out, or use --parallel.layout pipeline")
     if parallel.chunks != "auto":
         yield Problem("parallel.chunks", whose, "leave it out, or use --parallel.layout pipeline")
+    cut = f"only parallel.layout = pipeline and model read it, and it is {parallel.layout}"
     if parallel.split != "time":
-        yield Problem("parallel.split", whose, "leave it out, or use --parallel.layout pipeline")
+        yield Problem("parallel.split", cut, "leave it out, or use --parallel.layout pipeline")
     if parallel.batchnorm != "micro":
         fix = "use train.sync_bn" if parallel.batchnorm == "sync" else "leave it out, or use pipeline"
-        yield Problem("parallel.batchnorm", whose, fix)
+        yield Problem("parallel.batchnorm", cut, fix)
     if parallel.virtual and recipe.distill.teacher_layout != "model":
-        yield Problem("parallel.virtual", whose, "leave it out, or use --parallel.layout pipeline")
+        yield Problem("parallel.virtual", cut, "leave it out, or use --parallel.layout pipeline")
 
 
 def _with_stages(recipe: Recipe, world: int) -> Iterator[Problem]:

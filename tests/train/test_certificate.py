@@ -112,7 +112,7 @@ def test_a_layout_that_computes_what_accumulation_does_is_certified(mode: str) -
     assert refuse(certificate) is None
     assert words(certificate) == (
         "certificate: gradients of 6 of 6 parameters equal plain accumulation over 4 micro-batches, bit for bit; "
-        "6 parameters untouched; 3 buffers untouched"
+        "the rehearsal left all 6 parameters as they were; the rehearsal left all 3 buffers as they were"
     )
     stored = json.loads(as_json(certificate))
     assert stored["passes"]

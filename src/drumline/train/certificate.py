@@ -125,7 +125,7 @@ def _verdict_words(verdict: Verdict, micro_batches: int) -> str:
         return ""
     if verdict.claim.exact:
         if not verdict.wrong:
-            return f"{total} {noun}s untouched"
+            return f"the rehearsal left all {total} {noun}s as they were"
         return f"{verdict.wrong} of {total} {noun}s changed by the rehearsal"
     subject = (
         "gradients of {} of {} parameters"
@@ -179,7 +179,7 @@ def _wrong_words(verdict: Verdict, row: Row, micro_batches: int) -> str:
 
 
 def _fix(verdict: Verdict, row: Row) -> str:
-    end = "certificate.json in the run folder has every number; parallel.layout = single or ddp trains this model now"
+    end = "certificate.json in the run folder has every number; parallel.layout = single or ddp lays nothing out"
     if verdict.claim.exact:
         return f"look for code in forward that writes it, or assigns another tensor in its place; {end}"
     if row.rank < 0:

@@ -129,7 +129,9 @@ def lay_in_stages(
     words = (
         _layout_words(recipe, shape, sizes),
         f"stages: {stage_words(segments)}{told}",
-        norm_words(mode, norm_count(root), shape.micro_batches, min(sizes), shape.replicas),
+        norm_words(
+            mode, norm_count(root), shape.micro_batches, min(sizes), shape.replicas, min(sizes) < max(sizes)
+        ),
     )
     return Laid(exchange, chain, twin, segments, cut, tuple(word for word in words if word))
 

@@ -85,16 +85,19 @@ def norm_count(module: nn.Module) -> int:
     return sum(1 for _ in _norms(module))
 
 
-def words(mode: Mode, norms: int, micro_batches: int, samples: int, replicas: int = 1) -> str:
+def words(
+    mode: Mode, norms: int, micro_batches: int, samples: int, replicas: int = 1, uneven: bool = False
+) -> str:
     """The choice and what it means, in one line; empty where there is no BatchNorm. `samples` are those of the
-    smallest micro-batch of one replica."""
+    smallest micro-batch of one replica; `uneven` says that others have more."""
     if not norms:
         return ""
     if mode == "frozen":
         return "BatchNorm frozen: the running statistics normalise and stay as they are; weight and bias are trained"
     together = samples * replicas if mode == "sync" else samples
     each = f"each of {micro_batches} micro-batches" if micro_batches > 1 else "the batch"
-    of = f"{samples} sample{'s' if samples != 1 else ''}"
+    least = "at least " if uneven else ""
+    of = f"{least}{samples} sample{'s' if samples != 1 else ''}"
     if mode == "sync" and replicas > 1:
         by = f"{each} is normalised over all {replicas} replicas, {together} samples together"
     else:
