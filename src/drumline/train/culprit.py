@@ -7,7 +7,7 @@ loss, or a parameter's gradient; with the samples, where rows tell them apart. A
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ from drumline.train.step import TrainStep
 
 FIX = "lower optim.lr, add optim.warmup_epochs or optim.clip, or use train.precision fp32"
 _KINDS = ("parameter", "output", "loss", "gradient")
+Named = tuple[str, nn.Parameter]
 Pieces = dict[int, tuple[int, Batch]]
 """Thread to the stage that it runs, and to the piece of the batch: shards of strict mode may take turns."""
 
@@ -69,12 +70,12 @@ def examine(step: TrainStep, batch: Batch, index: int) -> Culprit | None:
             break
     if isinstance(step.exchange, Pipelined):
         current = step.exchange.current
-        with _watched(module, found, current), _watched_gradients(step.exchange, found):
+        with _watched(module, found, current), _watched_gradients(step.exchange.named_stages(), found):
             step.replay(batch, index, _LookingOn(step, found))
     elif step.trainee.held is not None:
         # Autograd knows the gathered parameters only, so gradients are looked at in their parts, exchanged.
         current = {}
-        with _watched(module, found, current), _watched_parts(module, found):
+        with _watched(module, found, current), _watched_gradients({0: module.named_parameters()}, found):
             step.replay(batch, index, _LookingOn(step, found, current))
     else:
         current = {}
@@ -151,38 +152,18 @@ def _watched(module: nn.Module, found: list[Culprit], current: Pieces) -> Iterat
 
 
 @contextmanager
-def _watched_gradients(exchange: Pipelined, found: list[Culprit]) -> Iterator[None]:
-    """Looks at gradients as they come, before replicas bring theirs together."""
-    names = {id(parameter): name for name, parameter in exchange.staged.module.named_parameters()}
+def _watched_gradients(stages: Mapping[int, Iterable[Named]], found: list[Culprit]) -> Iterator[None]:
+    """Looks at gradients as they come: in stages before replicas bring theirs together, of a sharded module in this
+    process's parts."""
 
-    def looked(stage: int, parameter: torch.Tensor) -> None:
+    def looked(stage: int, name: str, parameter: torch.Tensor) -> None:
         if parameter.grad is not None and not found and not _finite(parameter.grad):
-            found.append(Culprit("gradient", names[id(parameter)], stage=stage))
+            found.append(Culprit("gradient", name, stage=stage))
 
     handles = [
-        parameter.register_post_accumulate_grad_hook(partial(looked, stage))
-        for stage, parameters in exchange.staged.parameters.items()
-        for parameter in parameters
-        if parameter.requires_grad
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _watched_parts(module: nn.Module, found: list[Culprit]) -> Iterator[None]:
-    """Looks at the gradients of a sharded module as they come, in this process's parts."""
-
-    def looked(name: str, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None and not found and not _finite(parameter.grad):
-            found.append(Culprit("gradient", name))
-
-    handles = [
-        parameter.register_post_accumulate_grad_hook(partial(looked, name))
-        for name, parameter in module.named_parameters()
+        parameter.register_post_accumulate_grad_hook(partial(looked, stage, name))
+        for stage, named in stages.items()
+        for name, parameter in named
         if parameter.requires_grad
     ]
     try:

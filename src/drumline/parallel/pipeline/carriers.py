@@ -49,6 +49,30 @@ class Carrier(Protocol):
         """At the end of a step: everything is sent."""
 
 
+class Ways:
+    """Both ways by one pair of methods. The kind is the sender's, on either side."""
+
+    recorder: Recorder | None = None
+
+    def send_output(self, stage: int, micro: int, tensors: Sequence[Tensor]) -> None:
+        self._send(Kind.SEND_OUTPUT, stage, micro, tensors)
+
+    def send_gradient(self, stage: int, micro: int, tensors: Sequence[Tensor]) -> None:
+        self._send(Kind.SEND_GRADIENT, stage, micro, tensors)
+
+    def receive_input(self, stage: int, micro: int, specs: Sequence[TensorSpec]) -> Any:
+        return self._receive(Kind.SEND_OUTPUT, stage, micro, specs)
+
+    def receive_gradient(self, stage: int, micro: int, specs: Sequence[TensorSpec]) -> Any:
+        return self._receive(Kind.SEND_GRADIENT, stage, micro, specs)
+
+    def _send(self, kind: Kind, stage: int, micro: int, tensors: Sequence[Tensor]) -> None:
+        raise NotImplementedError
+
+    def _receive(self, kind: Kind, stage: int, micro: int, specs: Sequence[TensorSpec]) -> Any:
+        raise NotImplementedError
+
+
 class Hand:
     """A thread that does one job after the other, and ends with its owner. Jobs keep their errors to themselves."""
 

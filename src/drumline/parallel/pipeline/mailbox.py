@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from drumline.parallel.pipeline.boundary import TensorSpec
-from drumline.parallel.pipeline.carriers import DIRECTIONS, Carrier, Hand, dense, flat
+from drumline.parallel.pipeline.carriers import DIRECTIONS, Carrier, Hand, Ways, dense, flat
 from drumline.parallel.pipeline.instructions import Kind
-from drumline.parallel.pipeline.record import Recorder
 
 T = TypeVar("T")
 Move = Callable[[Tensor, Tensor], None]
@@ -112,10 +111,8 @@ class Mailbox:
         return results
 
 
-class _Seat:
+class _Seat(Ways):
     """A place of a mailbox: the carrier of its lane."""
-
-    recorder: Recorder | None = None
 
     def __init__(self, post: _Post, number: int) -> None:
         self._post, self._place = post, post.places[number]
@@ -124,18 +121,6 @@ class _Seat:
         }
         beside = post.overlap and not post.cuda
         self._hands = {kind: Hand(f"{kind} at place {number}") for kind in DIRECTIONS if beside}
-
-    def send_output(self, stage: int, micro: int, tensors: Sequence[Tensor]) -> None:
-        self._send(Kind.SEND_OUTPUT, stage, micro, tensors)
-
-    def send_gradient(self, stage: int, micro: int, tensors: Sequence[Tensor]) -> None:
-        self._send(Kind.SEND_GRADIENT, stage, micro, tensors)
-
-    def receive_input(self, stage: int, micro: int, specs: Sequence[TensorSpec]) -> Any:
-        return self._receive(Kind.SEND_OUTPUT, stage, micro, specs)
-
-    def receive_gradient(self, stage: int, micro: int, specs: Sequence[TensorSpec]) -> Any:
-        return self._receive(Kind.SEND_GRADIENT, stage, micro, specs)
 
     def wait(self, coming: Any) -> Sequence[Tensor]:
         letter: _Letter = self._post.taken(coming)

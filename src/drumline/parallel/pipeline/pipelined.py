@@ -178,6 +178,14 @@ class Pipelined(Everything):
         """When this process's lanes did what, in the last recorded step."""
         return [span for recorder in self._recorders for span in recorder.spans()]
 
+    def named_stages(self) -> dict[int, list[tuple[str, nn.Parameter]]]:
+        """The parameters of each stage of this process, by their names."""
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        return {
+            stage: [(names[id(each)], each) for each in parameters]
+            for stage, parameters in self.staged.parameters.items()
+        }
+
     def settle(self) -> list[Tensor]:
         return [
             parameter

@@ -16,17 +16,14 @@ from torch import Tensor
 
 from drumline.launch.world import Pending, World
 from drumline.parallel.pipeline.boundary import TensorSpec
-from drumline.parallel.pipeline.carriers import DIRECTIONS, Hand, dense, flat
+from drumline.parallel.pipeline.carriers import DIRECTIONS, Hand, Ways, dense, flat
 from drumline.parallel.pipeline.instructions import Kind
-from drumline.parallel.pipeline.record import Recorder
 
 
-class Wire:
+class Wire(Ways):
     """One rank among processes. `down` carries outputs, `up` gradients: two worlds (with links, where a transport
     keeps an order), so that neither way waits for the other. The layout of what is sent is told once for each
     shape."""
-
-    recorder: Recorder | None = None
 
     def __init__(self, down: World, up: World) -> None:
         self._worlds = {Kind.SEND_OUTPUT: down, Kind.SEND_GRADIENT: up}
@@ -39,18 +36,6 @@ class Wire:
         # gloo tells of a finished send only whoever waits for it, and holds the host: so a thread does.
         self._hands = {kind: Hand(f"{kind}") for kind in DIRECTIONS if down.backend != "nccl"}
         self._error: BaseException | None = None
-
-    def send_output(self, stage: int, micro: int, tensors: Sequence[Tensor]) -> None:
-        self._send(Kind.SEND_OUTPUT, stage, micro, tensors)
-
-    def send_gradient(self, stage: int, micro: int, tensors: Sequence[Tensor]) -> None:
-        self._send(Kind.SEND_GRADIENT, stage, micro, tensors)
-
-    def receive_input(self, stage: int, micro: int, specs: Sequence[TensorSpec]) -> Any:
-        return self._receive(Kind.SEND_OUTPUT, stage, micro, specs)
-
-    def receive_gradient(self, stage: int, micro: int, specs: Sequence[TensorSpec]) -> Any:
-        return self._receive(Kind.SEND_GRADIENT, stage, micro, specs)
 
     def wait(self, coming: Any) -> Sequence[Tensor]:
         own, form, header, rooms = coming
