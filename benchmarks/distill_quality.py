@@ -40,6 +40,7 @@ from drumline.distill.run import distill
 from drumline.errors import UserError
 from drumline.launch.world import World, alone, pick_device, resolve_device_type
 from drumline.observe.display import Display
+from drumline.parallel.grid import Grid
 from drumline.recipe import Distill, Recipe
 from drumline.state.atomic import write_text
 from drumline.train.loop import Result, train
@@ -258,13 +259,13 @@ def teach(setting: Setting, job: Job, teacher: Job, taught: Done, out: Path, wor
 
 
 def beside_teacher(
-    recipe: Recipe, sets: Sets, plan: Plan, world: World, display: Display, *, teacher: Distill
+    recipe: Recipe, sets: Sets, plan: Plan, grid: Grid, display: Display, *, teacher: Distill
 ) -> Task:
     """Plain training, told how often it agrees with a teacher that it does not learn from."""
-    (loaded,) = load_teachers(replace(recipe, distill=teacher), len(sets.train.classes), world)
-    guesses = torch.full((len(sets.eval),), -1, device=world.device)
-    score_module(loaded.module, sets, recipe, world, record=guesses)
-    return replace(classification(recipe, sets, plan, world, display), rival=guesses)
+    (loaded,) = load_teachers(replace(recipe, distill=teacher), len(sets.train.classes), grid.world)
+    guesses = torch.full((len(sets.eval),), -1, device=grid.world.device)
+    score_module(loaded.module, sets, recipe, grid, record=guesses)
+    return replace(classification(recipe, sets, plan, grid, display), rival=guesses)
 
 
 class Interrupted(Exception):

@@ -216,7 +216,7 @@ WRONG: list[tuple[Distill, Parallel, str, str]] = [
     ),
     (Distill(teacher_stages=2), Parallel(), "distill.teacher_stages", "does not read it"),
     (Distill(teacher_layout="model", teacher_stages=0), Parallel(), "distill.teacher_stages", "too small"),
-    (Distill(), Parallel(virtual=True), "parallel.virtual", "reads it"),
+    (Distill(), Parallel(virtual=True), "parallel.virtual", "read it"),
 ]
 
 

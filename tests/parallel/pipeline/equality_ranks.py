@@ -177,7 +177,7 @@ class Passes:
 class NoDraws:
     active = False
 
-    def switch(self, place: int) -> None:
+    def switch(self, place: int, device: torch.device | None = None) -> None:
         """Nothing is drawn."""
 
 
