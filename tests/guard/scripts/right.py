@@ -356,4 +356,5 @@ if __name__ == "__main__":
             torch.manual_seed(rank)
             script()
             print(name, f"{time.monotonic() - began:.1f}", flush=True)
+    dist.barrier()  # rank 0 keeps the store: it ends last
     dist.destroy_process_group()
