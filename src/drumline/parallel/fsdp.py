@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -22,12 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from drumline.data.order import bounds
 from drumline.data.views import Batch
 from drumline.errors import UserError
 from drumline.launch.world import World
 from drumline.models.blocks import repeated_blocks
-from drumline.parallel.layout import BufferMean, Draws, Passes, Recorded, piece_of, refuse_hooked
+from drumline.parallel.layout import BufferMean, Draws, Passes, Recorded, micro_batches_of, refuse_hooked
 from drumline.parallel.local import local_part
 from drumline.state.checkpoint import Groups, check_fit
 from drumline.state.pieces import LocalGroups, Piece, share_of_rows
@@ -162,10 +160,8 @@ class ShardedExchange(Recorded):
         self.begin()
         for parameter in self._held.sharded.values():
             parameter.grad = None  # the optimizer clears only what it holds
-        cuts = bounds(len(batch.labels), self._accumulate, unit=2 if batch.mix.shape[1] else 1)
-        for number, (first, last) in enumerate(pairwise(cuts)):
+        for number, piece in enumerate(micro_batches_of(batch, self._accumulate)):
             self._module.set_requires_gradient_sync(number == self._accumulate - 1)
-            piece = batch if self._accumulate == 1 else piece_of(batch, first, last)
             self.both_ways(passes, piece, number)
         for name, parameter in self._held.sharded.items():
             gradient = parameter.grad

@@ -184,10 +184,8 @@ class Averaged(Everything, Recorded):
         """One micro-batch after the other; DDP exchanges with the last."""
         draws.switch(0)
         self.begin()
-        cuts = bounds(len(batch.labels), self._accumulate, unit=2 if batch.mix.shape[1] else 1)
-        for number, (first, last) in enumerate(pairwise(cuts)):
+        for number, piece in enumerate(micro_batches_of(batch, self._accumulate)):
             with without_sync(self._forward, last=number == self._accumulate - 1):
-                piece = batch if self._accumulate == 1 else piece_of(batch, first, last)
                 self.both_ways(passes, piece, number)
 
     def settle(self) -> list[torch.Tensor]:
@@ -198,9 +196,12 @@ class Averaged(Everything, Recorded):
         ]
 
 
-def piece_of(batch: Batch, first: int, last: int) -> Batch:
-    """These rows of it."""
-    return Batch(*(tensor[first:last] for tensor in batch))
+def micro_batches_of(batch: Batch, count: int) -> list[Batch]:
+    """Its rows in so many pieces, as even as can be; mixed pairs stay together."""
+    if count == 1:
+        return [batch]
+    cuts = bounds(len(batch.labels), count, unit=2 if batch.mix.shape[1] else 1)
+    return [Batch(*(tensor[first:last] for tensor in batch)) for first, last in pairwise(cuts)]
 
 
 def without_sync(model: nn.Module, last: bool) -> AbstractContextManager[None]:

@@ -10,19 +10,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from drumline.data.order import bounds
 from drumline.data.views import Batch
 from drumline.launch.world import World
 from drumline.models.foreign import Tapped
 from drumline.parallel.holding import Holding, Whole
-from drumline.parallel.layout import piece_of
+from drumline.parallel.layout import micro_batches_of
 from drumline.parallel.pipeline.simulate import Span
 from drumline.state.atomic import write_text
 from drumline.train.certificate import (
@@ -70,14 +68,7 @@ def prove(
     if theirs is None:
         _tell_unproved(laid.words[0], folder, note)
         return exchange.spans()
-    parameters = [name for name, each in module.named_parameters() if each.requires_grad]
-    buffers = [name for name, _ in module.named_buffers()]
-    judged = partial(compare, autocast=step.autocast, rank=world.rank)
-    mine = [
-        judged(found["gradients"], theirs.gradients, parameters, claim=Claim.GRADIENTS),
-        judged(found["moved"], theirs.buffers, buffers, claim=Claim.BUFFERS_MOVED),
-        judged(copied(dict(module.named_buffers())), before, buffers, claim=Claim.BUFFERS_UNTOUCHED),
-    ]
+    mine = _verdicts(step, found["gradients"], found["moved"], before, theirs)
     _tell(mine, exchange.shape.micro_batches, laid.words[0], world, folder, note)
     return exchange.spans()
 
@@ -115,8 +106,7 @@ def prove_sharded(
     Whole(world).spread(state if world.first else None, live, Path("the run itself"))
     step.draws.at(index)
     step.draws.switch(0)
-    cuts = bounds(len(batch.labels), accumulate, 2 if batch.mix.shape[1] else 1)
-    pieces = [piece_of(batch, first, last) for first, last in pairwise(cuts)]
+    pieces = micro_batches_of(batch, accumulate)
     theirs = _fits(
         lambda: reference(
             whole, lambda model, micro: _whole_loss(step, pieces[micro], index, model), accumulate
@@ -129,14 +119,23 @@ def prove_sharded(
     for gradient in theirs.gradients.values():
         if gradient is not None:
             world.sum(gradient).div_(world.size)
+    mine = _verdicts(step, found["gradients"], found["moved"], before, theirs)
+    _tell(mine, accumulate, layout, world, folder, note)
+
+
+def _verdicts(
+    step: TrainStep, gradients: Values, moved: Values, before: Values, theirs: Reference
+) -> list[Verdict]:
+    """What this rank has to say of its step's gradients and buffers, and of what the rehearsal left."""
+    module = step.trainee.module
+    parameters = [name for name, each in module.named_parameters() if each.requires_grad]
     buffers = [name for name, _ in module.named_buffers()]
-    judged = partial(compare, autocast=step.autocast, rank=world.rank)
-    mine = [
-        judged(found["gradients"], theirs.gradients, list(theirs.gradients), claim=Claim.GRADIENTS),
-        judged(found["moved"], theirs.buffers, buffers, claim=Claim.BUFFERS_MOVED),
+    judged = partial(compare, autocast=step.autocast, rank=step.world.rank)
+    return [
+        judged(gradients, theirs.gradients, parameters, claim=Claim.GRADIENTS),
+        judged(moved, theirs.buffers, buffers, claim=Claim.BUFFERS_MOVED),
         judged(copied(dict(module.named_buffers())), before, buffers, claim=Claim.BUFFERS_UNTOUCHED),
     ]
-    _tell(mine, accumulate, layout, world, folder, note)
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -201,7 +200,9 @@ def _reference(
     holding.spread(state if grid.world.first else None, live, Path("the run itself"))
     made: Reference | None = Reference({}, {})
     if whole is not None:
-        loss = partial(_loss, laid, step, _pieces(laid, batch), index, drawing)
+        loss = partial(
+            _loss, laid, step, micro_batches_of(batch, laid.exchange.shape.micro_batches), index, drawing
+        )
         made = _fits(
             lambda: reference(whole.to(grid.world.device).train(), loss, laid.exchange.shape.micro_batches)
         )
@@ -283,12 +284,6 @@ class _Keyed(nn.Module):
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def _pieces(laid: Laid, batch: Batch) -> list[Batch]:
-    unit = 2 if batch.mix.shape[1] else 1
-    cuts = bounds(len(batch.labels), laid.exchange.shape.micro_batches, unit)
-    return [piece_of(batch, first, last) for first, last in pairwise(cuts)]
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:

@@ -11,17 +11,15 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from drumline.data.order import bounds
 from drumline.data.views import Batch
 from drumline.launch.world import Pending, World
 from drumline.parallel.grid import Grid
-from drumline.parallel.layout import BufferMean, Draws, Everything, Passes, piece_of
+from drumline.parallel.layout import BufferMean, Draws, Everything, Passes, micro_batches_of
 from drumline.parallel.pipeline.boundary import Bound, TensorSpec
 from drumline.parallel.pipeline.carriers import Carrier
 from drumline.parallel.pipeline.execute import Lane, run_lanes
@@ -126,9 +124,7 @@ class Pipelined(Everything):
 
     def gradients(self, batch: Batch, passes: Passes, draws: Draws) -> None:
         """One micro-batch after the other through the stages, many at a time."""
-        unit = 2 if batch.mix.shape[1] else 1
-        cuts = bounds(len(batch.labels), self.shape.micro_batches, unit)
-        pieces = [piece_of(batch, first, last) for first, last in pairwise(cuts)]
+        pieces = micro_batches_of(batch, self.shape.micro_batches)
         self._sizes = [len(piece.labels) for piece in pieces]
         # Shapes are found here, once: that swaps tensors of the model, which lanes compute with.
         for size in set(self._sizes):
