@@ -5,9 +5,10 @@
 
 On a CPU: stages that sleep 8 + 16 ms and copies that take 4 ms each, in threads of their own against in the thread
 that computes, beside what the simulator says of both. On one GPU: ResNet-50 in two virtual stages, bf16,
-channels_last, copies from device memory to device memory and by way of the host, on the stream that computes (one
-stream) against on streams of their own (two), and the same micro-batches through the whole model: on one GPU a
-pipeline is not faster than that. Kernels are cuDNN's first choice, not the fastest of a search, for all alike.
+channels_last, copies from device memory to device memory and by way of the host: everything on one stream, a stream
+for each stage on which its copies take turns with its computing, and copies on streams of their own. Beside them the
+same micro-batches through the whole model: on one GPU a pipeline is not faster than that. Kernels are cuDNN's first
+choice, not the fastest of a search, for all alike.
 Measured steps are drawn into the folder `--out`. Before that, gradients and buffers of several models are held
 against plain accumulation, bit by bit. Cases take turns; shown are medians. Ends with 1 if a bit differs.
 """
@@ -54,7 +55,8 @@ from pipelines import (
 )
 
 MOVES: dict[str, Move] = {"device to device": straight, "through the host": through_host}
-STREAMS = {False: "one stream", True: "two streams"}
+ONE, EACH, OWN = "one stream", "a stream a stage", "copies on their own"
+STREAMS = (ONE, EACH, OWN)
 
 
 # ---- stages that sleep
@@ -116,7 +118,11 @@ def on_cpu(rounds: int, transfer: float, cases: Sequence[Case], log: Log, out: P
 
 def gain(milliseconds: dict[bool, float]) -> str:
     """By which the step is shorter."""
-    return f"{100 * (1 - milliseconds[True] / milliseconds[False]):.1f} %"
+    return shorter(milliseconds[True], milliseconds[False])
+
+
+def shorter(now: float, before: float) -> str:
+    return f"{100 * (1 - now / before):.1f} %"
 
 
 def draw(
@@ -238,6 +244,14 @@ def piped_and_differing(job: ModelInStages, whole: nn.Module, schedule: str, sta
     return differing(whole, job.model)
 
 
+def mailbox_with(streams: str, device: torch.device, move: Move) -> Mailbox:
+    """Two places on one device."""
+    places = [Place.on(device) for _ in range(2)]
+    if streams == ONE:
+        places = [places[0]] * 2
+    return Mailbox(places, overlap=streams == OWN, move=move)
+
+
 def overlap_on_gpu(
     work: Work,
     schedules: Sequence[str],
@@ -254,11 +268,11 @@ def overlap_on_gpu(
     )
     moves = MOVES if device.type == "cuda" else {"device to device": straight}
     cuts = {stages: balanced(job, stages) for stages in (2, 4)}
-    keys = [(schedule, move, overlap) for schedule in schedules for move in moves for overlap in STREAMS]
+    keys = [(schedule, move, streams) for schedule in schedules for move in moves for streams in STREAMS]
     runs: dict[Any, Callable[..., None]] = {"whole": job.whole}
     for key in keys:
-        schedule, move, overlap = key
-        box = Mailbox([Place.on(device) for _ in range(2)], overlap, moves[move])
+        schedule, move, streams = key
+        box = mailbox_with(streams, device, moves[move])
         lanes = job.cut(cuts[4 if schedule == "interleaved" else 2], schedule, box)
         runs[key] = partial(job.step, box, lanes)
     peaks: dict[Any, float] = {}
@@ -287,25 +301,25 @@ def overlap_on_gpu(
         f"\n{machine(device)}; {work}, cut at {', '.join(cuts[2])} (two "
         f"stages) or {', '.join(cuts[4])} (interleaved); {len(found['whole'])} rounds of {steps} steps, medians\n"
     )
+    heads = " | ".join(f"{streams}, ms (spread)" for streams in STREAMS)
+    print(f"| schedule | copies | {heads} | shorter by: than {ONE} | than {EACH} | peak, GiB |")
+    print("|---|---|---|---|---|---|---|---|")
     print(
-        "| schedule | copies | one stream, ms | two streams, ms | shorter by | to the whole model | peak, GiB |"
+        f"| the whole model | none | {with_spread(found['whole'])} | - | - | - | - | {peaks['whole']:.1f} |"
     )
-    print("|---|---|---|---|---|---|---|")
-    plain = median_ms(found["whole"])
-    print(f"| the whole model | none | {plain:.2f} | - | - | 1.00x | {peaks['whole']:.1f} |")
     for schedule in schedules:
         for move in moves:
-            measured = {overlap: median_ms(found[schedule, move, overlap]) for overlap in STREAMS}
+            rounds_of = {streams: found[schedule, move, streams] for streams in STREAMS}
+            one, each, own = (median_ms(rounds_of[streams]) for streams in STREAMS)
             print(
-                f"| {schedule} | {move} | {measured[False]:.2f} | {measured[True]:.2f} | {gain(measured)} | "
-                f"{measured[True] / plain:.2f}x the time | {peaks[schedule, move, True]:.1f} |",
+                f"| {schedule} | {move} | {' | '.join(map(with_spread, rounds_of.values()))} | "
+                f"{shorter(own, one)} | {shorter(own, each)} | {peaks[schedule, move, OWN]:.1f} |",
                 flush=True,
             )
     if out is not None:
-        for schedule, move, overlap in keys:
+        for schedule, move, streams in keys:
             recorders = [Recorder(rank, device) for rank in range(2)]
-            runs[schedule, move, overlap](recorders=recorders)
-            streams = STREAMS[overlap]
+            runs[schedule, move, streams](recorders=recorders)
             file = f"{work.model}-{work.batch}-{schedule}-{move}-{streams}".replace(" ", "-").replace(
                 "/", "-"
             )
@@ -314,6 +328,11 @@ def overlap_on_gpu(
     del runs
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def with_spread(seconds: Sequence[float]) -> str:
+    """The median, and how far apart the fastest and the slowest round are."""
+    return f"{median_ms(seconds):.1f} ({100 * (max(seconds) / min(seconds) - 1):.0f} %)"
 
 
 def _nothing() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runs.command import drumline, result
+from tests.runs.command import drumline, metrics, result
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,3 +88,30 @@ def test_a_student_in_stages_learns_from_a_teacher_in_stages(tmp_path: Path) -> 
         result(drumline(*words, *layout, f"run.name={name}", folder=tmp_path))
         hashes.add(result(drumline("verify", f"runs/{name}", folder=tmp_path))["state_sha256"])
     assert len(hashes) == 1
+
+
+def test_a_checkpoint_goes_on_under_any_layout(tmp_path: Path) -> None:
+    """With the same bits where the arithmetic is the same; otherwise with the same loss to float tolerance."""
+    words = ("model.name=resnet18", "checkpoint.every_steps=4", "train.log_every=1")
+    staged = ("parallel.layout=pipeline", "parallel.micro_batches=4", "parallel.split=even")
+    whole = final(tmp_path, "whole", *words, *staged, "parallel.processes=2")
+    resume = "checkpoint.resume=runs/whole/checkpoints/step-4"
+    assert final(tmp_path, "again", *words, *staged, "parallel.processes=2", resume) == whole
+    assert final(tmp_path, "single", *words, "train.accumulate=4", resume) == whole
+    sharded = ("parallel.layout=fsdp", "parallel.processes=2", "train.accumulate=2")
+    final(tmp_path, "sharded", *words, *sharded, resume)
+    one, other = (
+        [line["loss"] for line in metrics(tmp_path, name, "train") if line["step"] == 5]
+        for name in ("whole", "sharded")
+    )
+    assert len(one) == 1
+    assert one == pytest.approx(other, rel=1e-3)
+
+
+def test_a_transformer_of_timm_in_stages_gives_the_bits_of_accumulation(tmp_path: Path) -> None:
+    pytest.importorskip("timm")
+    words = ("model.name=timm/vit_tiny_patch16_224", "data.size=224", "data.batch=16", "train.steps=3")
+    plain = final(tmp_path, "plain", *words, "train.accumulate=4")
+    staged = ("parallel.layout=pipeline", "parallel.micro_batches=4", "parallel.split=even")
+    assert final(tmp_path, "staged", *words, *staged, "parallel.processes=2") == plain
+    assert "bit for bit" in (tmp_path / "runs/staged/log.txt").read_text()
