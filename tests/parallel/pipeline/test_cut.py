@@ -519,10 +519,11 @@ def test_cuts_chosen_for_the_user_keep_tied_weights_together() -> None:
     assert [unit.name for unit in trace(tied, sample=images(8)).units] == ["0", "1", "3", "4"]
 
 
-def test_recomputing_in_the_models_own_forward_is_not_lost_without_a_word() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputing_in_the_models_own_forward_is_not_lost_without_a_word(reentrant: bool) -> None:
     class Recomputes(Sized):
         def forward(self, x: Tensor) -> Tensor:
-            return self.second(checkpoint(self.first, x, use_reentrant=False))
+            return self.second(checkpoint(self.first, x, use_reentrant=reentrant))
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -530,7 +531,7 @@ def test_recomputing_in_the_models_own_forward_is_not_lost_without_a_word() -> N
             self.inner = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), nn.Conv2d(3, 3, 1))
 
         def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.inner, x, use_reentrant=False)
+            return checkpoint(self.inner, x, use_reentrant=reentrant)
 
     with pytest.raises(UserError, match=r"Recomputes cannot be cut.*torch.utils.checkpoint"):
         trace(Recomputes(), sample=images(8))

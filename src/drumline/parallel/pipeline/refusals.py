@@ -32,7 +32,8 @@ def own_backward_refused() -> Iterator[None]:
 
     def apply(cls: type[Function], *args: Any, **named: Any) -> Any:
         if any(isinstance(value, fx.Proxy) for value in (*args, *named.values())):
-            raise TraceError(f"{cls.__name__}, an autograd.Function")
+            of_checkpointing = cls.__module__ == "torch.utils.checkpoint"
+            raise TraceError(cls.__module__ if of_checkpointing else f"{cls.__name__}, an autograd.Function")
         return original.__func__(cls, *args, **named)
 
     Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
