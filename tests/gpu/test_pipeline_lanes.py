@@ -80,8 +80,9 @@ class Burn(nn.Module):
 
 
 def test_copies_run_beside_the_computing_and_the_host_never_waits() -> None:
+    """Of several steps the shortest, because page-locked memory is made whenever there is too little of it."""
     inputs = [torch.ones(8 * 2**20, device=GPU) for _ in range(6)]
-    took = {}
+    took: dict[bool, float] = {}
     for overlap in (True, False):
         stages = [Burn(last=False), Burn(last=True)]
         box = Mailbox([Place.on(GPU), Place.on(GPU)], overlap, through_host)
@@ -89,18 +90,21 @@ def test_copies_run_beside_the_computing_and_the_host_never_waits() -> None:
         specs = lanes.boundaries(stages, inputs)
         each = [Lane(lists[r], {r: stages[r]}, 1, specs, box.seats[r], GPU) for r in range(2)]
         run = partial(run_lanes, box, each, lambda micro: inputs[micro], lambda micro, output: output)
-        run()  # pinned memory is made once
-        recorders = [Recorder(rank, GPU) for rank in range(2)]
+        for _ in range(3):
+            run()
         torch.cuda.set_sync_debug_mode("error")
         try:
             run()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        run(recorders=recorders)
-        spans = [span for recorder in recorders for span in recorder.spans()]
-        assert {Kind.SEND_OUTPUT, Kind.SEND_GRADIENT, Kind.WAIT_INPUT} < {span.kind for span in spans}
-        assert all(span.end >= span.start for span in spans)
-        took[overlap] = max(span.end for span in spans) - min(span.start for span in spans)
+        for _ in range(5):
+            recorders = [Recorder(rank, GPU) for rank in range(2)]
+            run(recorders=recorders)
+            spans = [span for recorder in recorders for span in recorder.spans()]
+            assert {Kind.SEND_OUTPUT, Kind.SEND_GRADIENT, Kind.WAIT_INPUT} < {span.kind for span in spans}
+            assert all(span.end >= span.start for span in spans)
+            seconds = max(span.end for span in spans) - min(span.start for span in spans)
+            took[overlap] = min(seconds, took.get(overlap, seconds))
     assert took[True] < 0.95 * took[False], took
 
 

@@ -21,7 +21,16 @@ from drumline.launch.environment import read_place
 from drumline.launch.world import World, alone, join
 from drumline.models import create_model
 from drumline.observe.logbook import Logbook
-from drumline.parallel.fsdp import Held, Sharded, ShardedExchange, gathered, kept_whole, pieces_of, shard
+from drumline.parallel.fsdp import (
+    Held,
+    Sharded,
+    ShardedExchange,
+    exchange_by_host,
+    gathered,
+    kept_whole,
+    pieces_of,
+    shard,
+)
 from drumline.parallel.layout import Averaged, lay_out
 from drumline.parallel.local import local_part
 from drumline.recipe import Optim
@@ -236,6 +245,9 @@ def against_ddp(world: World, folder: Path) -> dict[str, Any]:
     recompute_blocks(again)
     recomputed = sharded_step(again, world, OPTIMS["sgd"], ema=0.7)
     take(recomputed)
+    by_host = sharded_step(batch_normed(), world, OPTIMS["sgd"], ema=0.7)
+    exchange_by_host(by_host.trainee.model)
+    take(by_host)
     # Uneven numbers of forwards, as in an evaluation.
     model = sharded.trainee.model.eval()
     with gathered(model), torch.no_grad():
@@ -251,6 +263,7 @@ def against_ddp(world: World, folder: Path) -> dict[str, Any]:
         "ddp": whole_state(ddp),
         "third": third,
         "recomputed": whole_state(recomputed),
+        "by host": whole_state(by_host),
         "scored": [float((score - expected).abs().max()) for score in scores],
     }
 

@@ -59,6 +59,11 @@ def test_recomputed_blocks_give_the_same() -> None:
     assert farthest(found["recomputed"], found["third"]) < 1e-6
 
 
+def test_exchanges_by_way_of_the_host_give_the_same() -> None:
+    found = ranks.results(2)[0]
+    assert farthest(found["by host"], found["third"]) == 0.0
+
+
 def test_a_process_may_evaluate_more_batches_than_another() -> None:
     for rank, found in enumerate(ranks.results(2)):
         assert len(found["scored"]) == 1 + rank

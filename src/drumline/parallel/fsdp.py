@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from drumline.data.views import Batch
 from drumline.errors import UserError
 from drumline.launch.world import World
 from drumline.models.blocks import repeated_blocks
+from drumline.parallel.by_host import GatherByHost, ReduceScatterByHost
 from drumline.parallel.layout import BufferMean, Draws, Passes, Recorded, micro_batches_of, refuse_hooked
 from drumline.parallel.local import local_part
 from drumline.state.checkpoint import Groups, check_fit
@@ -58,7 +60,17 @@ def shard(module: nn.Module, world: World, precision: torch.dtype | None) -> nn.
         if any(parameter not in whole for parameter in block.parameters()):
             fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=whole)
     fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=whole)
+    if world.device.type == "cuda" and world.backend == "gloo":
+        exchange_by_host(module)
     return module
+
+
+def exchange_by_host(module: nn.Module) -> None:
+    """For a sharded module whose processes meet over gloo and compute on a GPU."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_custom_all_gather(cast(Any, GatherByHost()))
+            part.set_custom_reduce_scatter(cast(Any, ReduceScatterByHost()))
 
 
 def kept_whole(module: nn.Module, precision: torch.dtype | None) -> set[nn.Parameter]:
