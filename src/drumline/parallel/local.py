@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from drumline.launch.world import World
 from drumline.state.fingerprint import Rows
 from drumline.state.pieces import share_of_rows
 
@@ -26,6 +27,14 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         part: torch.Tensor = sharded.to_local()
     return part
+
+
+def joined(tensor: torch.Tensor, world: World) -> torch.Tensor:
+    """All of a sharded tensor, on every process; any other tensor itself. All processes call it."""
+    if not is_part(tensor):
+        return tensor
+    shares = [share_of_rows(len(tensor), rank, world.size) for rank in range(world.size)]
+    return world.gather_rows(local_part(tensor), [last - first for first, last in shares])
 
 
 def rows_held(tensor: torch.Tensor) -> Rows | None:

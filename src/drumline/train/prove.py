@@ -21,6 +21,7 @@ from drumline.launch.world import World
 from drumline.models.foreign import Tapped
 from drumline.parallel.holding import Holding, Whole
 from drumline.parallel.layout import micro_batches_of
+from drumline.parallel.local import joined
 from drumline.parallel.pipeline.simulate import Span
 from drumline.state.atomic import write_text
 from drumline.train.certificate import (
@@ -88,7 +89,7 @@ def prove_sharded(
 
     def look() -> None:
         found["gradients"] = {
-            name: None if each.grad is None else full(each.grad)
+            name: None if each.grad is None else joined(each.grad, world).detach().to("cpu", copy=True)
             for name, each in module.named_parameters()
             if each.requires_grad
         }
@@ -136,12 +137,6 @@ def _verdicts(
         judged(moved, theirs.buffers, buffers, claim=Claim.BUFFERS_MOVED),
         judged(copied(dict(module.named_buffers())), before, buffers, claim=Claim.BUFFERS_UNTOUCHED),
     ]
-
-
-def full(tensor: Tensor) -> Tensor:
-    """All of a tensor that FSDP has sharded, on the host. All ranks call it."""
-    whole: Tensor = getattr(tensor, "full_tensor", lambda: tensor)()
-    return whole.detach().to("cpu", copy=True)
 
 
 def _tell(
