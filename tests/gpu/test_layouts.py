@@ -55,7 +55,8 @@ def test_dropout_draws_alike_on_virtual_devices_and_in_processes(tmp_path: Path)
 
 
 def test_replicas_of_a_pipeline_and_sharded_models_give_the_bits_of_ddp(tmp_path: Path) -> None:
-    words = ("model.name=resnet18", "parallel.processes=2")
+    """Without clipping: FSDP adds up the length of a gradient from its parts, in another order."""
+    words = ("model.name=resnet18", "optim.clip=0", "parallel.processes=2")
     plain = final(tmp_path, "plain", *words, "train.accumulate=2")
     assert final(tmp_path, "sharded", *words, "train.accumulate=2", "parallel.layout=fsdp") == plain
     staged = (
@@ -64,7 +65,7 @@ def test_replicas_of_a_pipeline_and_sharded_models_give_the_bits_of_ddp(tmp_path
         "parallel.micro_batches=2",
         "parallel.split=even",
     )
-    assert final(tmp_path, "grid", words[0], "parallel.processes=4", *staged) == plain
+    assert final(tmp_path, "grid", *words[:2], "parallel.processes=4", *staged) == plain
 
 
 def test_a_student_in_stages_learns_from_a_teacher_in_stages(tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def against_ddp(world: World, folder: Path) -> dict[str, Any]:
     recomputed = sharded_step(again, world, OPTIMS["sgd"], ema=0.7)
     take(recomputed)
     by_host = sharded_step(batch_normed(), world, OPTIMS["sgd"], ema=0.7)
-    exchange_by_host(by_host.trainee.model)
+    exchange_by_host(by_host.trainee.model, world)
     take(by_host)
     # Uneven numbers of forwards, as in an evaluation.
     model = sharded.trainee.model.eval()

@@ -1,7 +1,7 @@
-"""FSDP's two exchanges by way of the host, for processes that share a GPU.
+"""FSDP's two exchanges for processes that share a GPU, or otherwise meet over gloo with tensors on one.
 
-They meet over gloo, and torch's own exchanges hand gloo pointers to GPU memory there, which ends the process without
-a word. Right, and not fast: who has a GPU for each process has NCCL.
+torch's own hand gloo pointers to GPU memory there, which ends the process without a word. These go by way of the
+host: right, and not fast. Who has a GPU for each process has NCCL.
 """
 
 from __future__ import annotations
@@ -10,46 +10,41 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import ReduceOp
 
-# torch 2.13 renames both.
-_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from drumline.launch.world import World
 
 
 class _ByHost:
-    """What FSDP asks of an exchange besides a call."""
+    """What FSDP asks of an exchange besides a call, whose arguments it names. All is there when the call returns."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
 
 class GatherByHost(_ByHost):
-    """Every process's piece on every process, in rank order; there when the call returns."""
+    """Every process's piece on every process, in rank order."""
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> None:
-        whole = torch.empty_like(output_tensor, device="cpu")
-        _gather(whole, input_tensor.cpu(), group=group)
-        output_tensor.copy_(whole)
+        output_tensor.copy_(self._world.gather_later(input_tensor, output_tensor).wait())
 
 
 class ReduceScatterByHost(_ByHost):
-    """Each process's part of what all have added up, or averaged; there when the call returns."""
+    """Each process's part of the mean."""
 
     def __call__(
         self,
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
+        group: Any,
         op: Any,
         async_op: bool = False,
     ) -> None:
-        part = torch.empty_like(output_tensor, device="cpu")
-        _reduce_scatter(part, input_tensor.cpu(), op=op, group=group)
-        output_tensor.copy_(part)
+        assert op == ReduceOp.AVG, op
+        parts = self._world.sum(input_tensor).chunk(self._world.size)
+        torch.div(parts[self._world.rank], self._world.size, out=output_tensor)

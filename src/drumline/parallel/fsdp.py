@@ -61,16 +61,16 @@ def shard(module: nn.Module, world: World, precision: torch.dtype | None) -> nn.
             fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=whole)
     fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=whole)
     if world.device.type == "cuda" and world.backend == "gloo":
-        exchange_by_host(module)
+        exchange_by_host(module, world)
     return module
 
 
-def exchange_by_host(module: nn.Module) -> None:
+def exchange_by_host(module: nn.Module, world: World) -> None:
     """For a sharded module whose processes meet over gloo and compute on a GPU."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            part.set_custom_all_gather(cast(Any, GatherByHost()))
-            part.set_custom_reduce_scatter(cast(Any, ReduceScatterByHost()))
+            part.set_custom_all_gather(cast(Any, GatherByHost(world)))
+            part.set_custom_reduce_scatter(cast(Any, ReduceScatterByHost(world)))
 
 
 def kept_whole(module: nn.Module, precision: torch.dtype | None) -> set[nn.Parameter]:
