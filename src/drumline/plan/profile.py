@@ -142,10 +142,11 @@ def choose_split(
     repeats: int = 9,
     watch: Watch = iter,
     channels_last: bool = False,
+    points: Sequence[Point] | None = None,
 ) -> tuple[tuple[str, ...], Profile]:
     """Where `stages` stages begin (all but the first) so that the slowest is as fast as it can be, and the profile it
-    was decided by. `shape` is a micro-batch's."""
-    points = places(traced)
+    was decided by. `shape` is a micro-batch's, `points` are where stages may begin: `places(traced)` unless given."""
+    points = places(traced) if points is None else points
     refuse_too_many(traced.name, len(points), stages)
     measured = profile(traced, root, shape, device, autocast, repeats, watch, channels_last, points)
     return time_split(measured, stages), measured

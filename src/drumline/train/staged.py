@@ -25,12 +25,12 @@ from drumline.parallel.layout import refuse_hooked
 from drumline.parallel.norm import world_total
 from drumline.parallel.pipeline.boundary import Bound, TensorSpec, boundaries
 from drumline.parallel.pipeline.chain import Chain
-from drumline.parallel.pipeline.cut import Segment, Traced, even, trace
+from drumline.parallel.pipeline.cut import Segment, Traced, even, trace, with_something_to_train
 from drumline.parallel.pipeline.norm import apply_norm_mode, norm_count
 from drumline.parallel.pipeline.norm import words as norm_words
 from drumline.parallel.pipeline.pipelined import Pipelined, Staged, Tail
 from drumline.parallel.pipeline.shape import Shape, pipeline_shape
-from drumline.plan.profile import choose_split
+from drumline.plan.profile import choose_split, places
 from drumline.recipe import Recipe
 from drumline.recipe_layouts import STAGED
 from drumline.train import prepare
@@ -179,13 +179,14 @@ def _names(
     """Where stages begin, and a word on why there. Rank 0 measures, all ranks agree."""
     split, stages = recipe.parallel.split, shape.stages
     if split in ("even", "time"):
-        if shape.chunks > 1 and stages > (most := len(traced.units)):
+        units = with_something_to_train(traced, places(traced), root)
+        if shape.chunks > 1 and stages > (most := len(units)):
             raise UserError(
                 f"parallel.stages = {shape.lanes} x parallel.chunks = {shape.chunks}: {traced.name} can be cut into "
                 f"at most {most} stages",
                 "give fewer stages, use --parallel.schedule 1f1b, or name cuts inside blocks with parallel.split",
             )
-        equal = even(traced, stages)  # refuses too many stages before anybody measures
+        equal = even(traced, stages, units)  # refuses too many stages before anybody measures
         if split == "even":
             return equal, " (even)"
     if split != "time":
@@ -209,11 +210,18 @@ def _names(
         layout = sample.is_contiguous(memory_format=torch.channels_last)
         try:
             names, profile = choose_split(
-                traced, root, stages, tuple(sample.shape), grid.world.device, autocast, channels_last=layout
+                traced,
+                root,
+                stages,
+                tuple(sample.shape),
+                grid.world.device,
+                autocast,
+                channels_last=layout,
+                points=units,
             )
             found = names, f" (balanced by measured times{', on a noisy machine' if profile.noisy else ''})"
         except torch.OutOfMemoryError:
-            found = even(traced, stages), " (even: the whole model does not fit on one device to be measured)"
+            found = equal, " (even: the whole model does not fit on one device to be measured)"
     shared: tuple[tuple[str, ...], str] = grid.world.share(found)
     return shared
 

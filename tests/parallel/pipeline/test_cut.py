@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from drumline.errors import UserError
 from drumline.models import create_model
 from drumline.models.foreign import Tapped, with_taps
-from drumline.parallel.pipeline.cut import Bound, Traced, boundaries, even, trace
+from drumline.parallel.pipeline.cut import Bound, Traced, boundaries, even, trace, with_something_to_train
 from drumline.train.recompute import recompute_blocks
 
 
@@ -517,6 +517,27 @@ def test_cuts_chosen_for_the_user_keep_tied_weights_together() -> None:
     tied = nn.Sequential(*(nn.Conv2d(3, 3, 1) for _ in range(5)))
     tied[2].weight = tied[1].weight
     assert [unit.name for unit in trace(tied, sample=images(8)).units] == ["0", "1", "3", "4"]
+
+
+def test_what_is_frozen_goes_with_what_is_trained_after_it() -> None:
+    model = nn.Sequential(*(nn.Conv2d(3, 3, 1) for _ in range(6)))
+    traced = trace(model, sample=images(8))
+
+    def units(*frozen: int) -> list[str]:
+        for number, part in enumerate(model):
+            part.requires_grad_(number not in frozen)
+        return [unit.name for unit in with_something_to_train(traced, traced.units, model)]
+
+    assert units() == ["0", "1", "2", "3", "4", "5"]
+    assert units(0, 1) == ["0", "3", "4", "5"]
+    assert units(2, 3) == ["0", "1", "2", "5"]
+    assert units(4, 5) == ["0", "1", "2", "3"]
+    assert units(0, 1, 2, 3, 4) == units(1, 2, 3, 4, 5) == units(*range(6)) == ["0"]
+    units(0, 1, 5)
+    kept = with_something_to_train(traced, traced.units, model)
+    assert even(traced, 2, kept) == ("3",)
+    with pytest.raises(UserError, match="at most 3 stages, each with something to train"):
+        even(traced, 4, kept)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

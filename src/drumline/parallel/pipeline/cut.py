@@ -190,15 +190,30 @@ def trace(
     )
 
 
-def even(traced: Traced, stages: int) -> tuple[str, ...]:
+def even(traced: Traced, stages: int, units: Sequence[Point] | None = None) -> tuple[str, ...]:
     """The names of the cuts that give each stage as many units as the others, or one more or less."""
-    count = len(traced.units)
+    units = traced.units if units is None else units
+    count = len(units)
     if stages > count:
+        each = ", each with something to train" if count < len(traced.units) else ""
         raise UserError(
-            f"parallel.stages = {stages}: {traced.name} can be cut into at most {count} stages",
+            f"parallel.stages = {stages}: {traced.name} can be cut into at most {count} stages{each}",
             f"set parallel.stages to {count} or less, or name cuts inside blocks with parallel.split",
         )
-    return tuple(traced.units[stage * count // stages].name for stage in range(1, stages))
+    return tuple(units[stage * count // stages].name for stage in range(1, stages))
+
+
+def with_something_to_train(traced: Traced, units: Sequence[Point], root: nn.Module) -> tuple[Point, ...]:
+    """The units, those without a parameter that is trained joined to the one after; the last ones to the one before.
+    What is frozen is cheap, and a stage of it alone would have no optimizer."""
+    trained = {name for name, parameter in root.named_parameters() if parameter.requires_grad}
+    kept, something = [units[0]], False
+    for unit, segment in zip(units, traced.split([unit.name for unit in units[1:]]), strict=True):
+        if something and unit is not units[0]:
+            kept.append(unit)
+            something = False
+        something = something or not trained.isdisjoint(segment.parameters)
+    return tuple(kept if something else kept[:-1] or kept)
 
 
 def _points(records: Mapping[bool, Record], prefix: str) -> tuple[tuple[Point, ...], dict[str, str]]:
