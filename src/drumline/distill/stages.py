@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain as one_after_the_other
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +22,13 @@ from drumline.observe.display import Display
 from drumline.parallel.grid import Grid
 from drumline.parallel.pipeline.chain import Chain
 from drumline.parallel.pipeline.cut import Segment, Traced, even, trace
+from drumline.parallel.pipeline.settle import settle
 from drumline.parallel.pipeline.shape import Shape
 from drumline.plan.profile import places, profile
 from drumline.plan.split import min_max_split
 from drumline.recipe import Recipe
 from drumline.train import prepare
-from drumline.train.staged import placed, prepare_shape
+from drumline.train.staged import prepare_shape
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def lay_teacher(
     """Moves the teacher's tensors to where their stages are computed, and has it computed there."""
     ways = []
     for module, segments in zip(teacher.modules, cuts, strict=True):
-        _settle(module, segments, stages, channels_last)
+        settle(module, module, segments, stages.shape, stages.grid, stages.devices, channels_last)
         ways.append(
             Chain(module, segments, stages.shape, stages.grid, stages.devices, teacher.autocast).several
         )
@@ -159,23 +159,3 @@ def _balanced(
     times = [unit.forward_s for unit in measured.units]
     split = min_max_split(times, stages, crossing=measured.crossings, slack=0.01)
     return tuple(measured.units[first].name for first in split)
-
-
-def _settle(module: nn.Module, segments: Sequence[Segment], stages: Stages, channels_last: bool) -> None:
-    """Moves each tensor to the device of the last of its stages here, or gives it up where none is."""
-    over, place = stages.shape.over_processes, stages.grid.place
-    homes: dict[str, torch.device] = {}
-    for segment in segments:
-        if not over or segment.number == place:
-            device = stages.devices[0 if over else segment.number]
-            homes |= dict.fromkeys((*segment.parameters, *segment.buffers), device)
-    names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    moved: dict[int, Tensor] = {}
-    for part in module.modules():
-        for key, tensor in list(one_after_the_other(part._parameters.items(), part._buffers.items())):
-            if tensor is None:
-                continue
-            if id(tensor) not in moved:
-                device = homes.get(names[id(tensor)], torch.device("meta"))
-                moved[id(tensor)] = placed(tensor, device, channels_last)
-            (part._parameters if key in part._parameters else part._buffers)[key] = moved[id(tensor)]  # type: ignore[assignment]

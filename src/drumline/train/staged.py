@@ -7,7 +7,7 @@ Promises: every process builds the same model and agrees on the cut; each keeps 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -29,6 +29,7 @@ from drumline.parallel.pipeline.cut import Segment, Traced, even, trace, with_so
 from drumline.parallel.pipeline.norm import apply_norm_mode, norm_count
 from drumline.parallel.pipeline.norm import words as norm_words
 from drumline.parallel.pipeline.pipelined import Pipelined, Staged, Tail
+from drumline.parallel.pipeline.settle import settle
 from drumline.parallel.pipeline.shape import Shape, pipeline_shape
 from drumline.plan.profile import choose_split, places
 from drumline.recipe import Recipe
@@ -98,7 +99,7 @@ def lay_in_stages(
     apply_norm_mode(root, mode, world_total(grid.peers) if grid.replicas > 1 else None, shape.micro_batches)
     twin = [copy.deepcopy(task.module)] if grid.ends else []
     lanes = _lane_devices(shape, grid)
-    _keep_own(task, segments, shape, grid, lanes, prepare.channels_last(recipe, world))
+    settle(task.module, root, segments, shape, grid, lanes, prepare.channels_last(recipe, world))
     task.module.train()
     stages = {
         segment.number: segment.bind(root)
@@ -153,16 +154,6 @@ def lane_names(segments: Sequence[Segment], shape: Shape) -> list[str]:
 def stage_words(segments: Sequence[Segment]) -> str:
     """Where the stages begin."""
     return " | ".join(f"{segment.number}: from {segment.name or 'the input'}" for segment in segments)
-
-
-def placed(tensor: Tensor, device: torch.device, channels_last: bool) -> Tensor:
-    """The tensor there, of the same kind; on the meta device, without its values."""
-    moved = tensor.detach().to(device)
-    if channels_last and tensor.ndim == 4:
-        moved = moved.contiguous(memory_format=torch.channels_last)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(moved, tensor.requires_grad)
-    return moved
 
 
 def _names(
@@ -226,52 +217,6 @@ def _names(
     return shared
 
 
-def _keep_own(
-    task: Task,
-    segments: Sequence[Segment],
-    shape: Shape,
-    grid: Grid,
-    lanes: Sequence[torch.device],
-    channels_last: bool,
-) -> None:
-    """Moves each tensor to the device of its lane, or gives it up where the lane is another process's."""
-    own: dict[str, list[int]] = {}
-    for segment in segments:
-        for used in (*segment.parameters, *segment.buffers):
-            own.setdefault(used, []).append(segment.number)
-    root_names = {id(tensor): name for name, tensor in _tensors(task.cut.root(task.module))}
-    last, moved = shape.stages - 1, {}
-    for part in task.module.modules():
-        for kind in (part._parameters, part._buffers):
-            for key, tensor in kind.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in moved:
-                    name = root_names.get(id(tensor))
-                    # What no stage uses goes with the first; what is trained beside the model, with the last.
-                    stages = [last] if name is None else own.get(name, [0])
-                    device = _device(stages, shape, grid, lanes, name or key)
-                    moved[id(tensor)] = placed(tensor, device, channels_last)
-                kind[key] = moved[id(tensor)]  # type: ignore[assignment]
-
-
-def _device(
-    stages: Sequence[int], shape: Shape, grid: Grid, lanes: Sequence[torch.device], name: str
-) -> torch.device:
-    """Where a tensor lies that these stages read; several read a constant."""
-    if not shape.over_processes:
-        devices = {lanes[stage % shape.lanes] for stage in stages}
-        if len(devices) > 1:
-            raise UserError(
-                f"parallel.split: {name} is read by stages {', '.join(map(str, stages))}, which one process computes "
-                "on several devices",
-                f"give --parallel.processes {shape.lanes} (each has its own), or cut so that one stage reads it",
-            )
-        return devices.pop()
-    here = any(stage % shape.lanes == grid.place for stage in stages)
-    return lanes[0] if here else torch.device("meta")
-
-
 def _by_stage(
     task: Task, segments: Sequence[Segment], stages: Mapping[int, Bound]
 ) -> dict[int, list[nn.Parameter]]:
@@ -329,11 +274,6 @@ def _lane_devices(shape: Shape, grid: Grid) -> list[torch.device]:
 def _names_of(root: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
     wanted = {id(module) for module in modules}
     return tuple(name for name, module in root.named_modules() if id(module) in wanted)
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def _layout_words(recipe: Recipe, shape: Shape, sizes: Sequence[int]) -> str:

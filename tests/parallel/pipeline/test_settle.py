@@ -8,8 +8,8 @@ import torch
 from drumline.errors import UserError
 from drumline.launch.world import alone
 from drumline.parallel.grid import make_grid
+from drumline.parallel.pipeline.settle import device_of
 from drumline.parallel.pipeline.shape import Shape
-from drumline.train.staged import _device
 
 HERE, THERE = torch.device("cpu"), torch.device("meta")
 """The meta device stands for a second GPU."""
@@ -18,13 +18,13 @@ SHAPE = Shape(lanes=2, chunks=1, micro_batches=4, schedule="1f1b", replicas=1, o
 
 def test_a_constant_lies_where_all_its_stages_are() -> None:
     grid = make_grid(alone(HERE))
-    assert _device([0, 1], SHAPE, grid, [HERE, HERE], "table") == HERE
-    assert _device([1], SHAPE, grid, [HERE, THERE], "table") == THERE
+    assert device_of([0, 1], SHAPE, grid, [HERE, HERE], "table") == HERE
+    assert device_of([1], SHAPE, grid, [HERE, THERE], "table") == THERE
 
 
 def test_a_constant_that_two_devices_of_one_process_would_read_is_refused() -> None:
     with pytest.raises(
         UserError, match="table is read by stages 0, 1, which one process computes on several"
     ) as told:
-        _device([0, 1], SHAPE, make_grid(alone(HERE)), [HERE, THERE], "table")
-    assert "--parallel.processes 2" in told.value.fix
+        device_of([0, 1], SHAPE, make_grid(alone(HERE)), [HERE, THERE], "table")
+    assert "use 2 processes" in told.value.fix
