@@ -219,6 +219,12 @@ WRONG_COMMANDS = [
         "a multiple of 2",
     ),
     _line(
+        "no stages",
+        f"{_PIPELINE} --parallel.stages 0 parallel.processes=2 parallel.micro_batches=4",
+        "--parallel.stages 0: too small",
+        "give at least 1",
+    ),
+    _line(
         "more pieces than samples",
         f"{_PIPELINE} data.batch=8 --parallel.micro-batches 9",
         "--parallel.micro-batches 9: data.batch = 8",

@@ -118,7 +118,9 @@ def _without_stages(recipe: Recipe) -> Iterator[Problem]:
 def _with_stages(recipe: Recipe, world: int) -> Iterator[Problem]:
     """What pipelines and model parallelism rule out."""
     parallel, train, data = recipe.parallel, recipe.train, recipe.data
-    stages, micro = parallel.stages, parallel.micro_batches
+    micro = parallel.micro_batches
+    # A number below 1 is told where every field's bounds are.
+    stages = parallel.stages if parallel.stages == "auto" or parallel.stages > 0 else "auto"
     if isinstance(stages, int) and world > 1 and world % stages:
         yield Problem(
             "parallel.stages",

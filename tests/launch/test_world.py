@@ -10,7 +10,7 @@ import torch
 from drumline.errors import UserError
 from drumline.launch.environment import Place, to_env
 from drumline.launch.network import free_port
-from drumline.launch.world import World, alone, choose_backend, join, resolve_device_type
+from drumline.launch.world import Pending, World, alone, choose_backend, join, resolve_device_type
 from tests.train import ranks
 
 CPU = torch.device("cpu")
@@ -124,6 +124,30 @@ def test_cuda_without_a_gpu_is_refused_and_auto_takes_the_cpu(monkeypatch: pytes
     assert resolve_device_type("cpu") == "cpu"
     with pytest.raises(UserError, match="torch sees no GPU"):
         resolve_device_type("cuda")
+
+
+def test_every_link_of_a_part_has_carried_a_message_before_it_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL holds both hosts at the first: in the same order everywhere, none waits for another."""
+    said: dict[int, list[str]] = {}
+    monkeypatch.setattr(torch.distributed, "new_group", lambda *_, **__: None)
+
+    def send_later(self: World, tensor: torch.Tensor, to: int) -> Pending:
+        said[self.rank].append(f"to {to}")
+        return Pending(tensor)
+
+    def receive_later(self: World, into: torch.Tensor, source: int) -> Pending:
+        said[self.rank].append(f"from {source}")
+        return Pending(into)
+
+    monkeypatch.setattr(World, "send_later", send_later)
+    monkeypatch.setattr(World, "receive_later", receive_later)
+    for rank in range(3):
+        said[rank] = []
+        world = replace(alone(CPU), rank=rank, size=3, backend="nccl")
+        world.part([[0, 1, 2]], [(0, 1), (1, 2), (2, 0)])
+    assert said == {0: ["to 1", "from 2"], 1: ["from 0", "to 2"], 2: ["from 1", "to 0"]}
 
 
 def test_rank_0_is_the_one_that_writes() -> None:

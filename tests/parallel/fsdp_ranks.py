@@ -214,7 +214,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     world = join(read_place(os.environ), "cpu", "auto", 60)
     found: dict[str, Any] = {}
-    for job in (steps, norms, trouble, saving, *((against_ddp, mixed) if world.size == 2 else ())):
+    for job in (steps, norms, trouble, saving, *((against_ddp, mixed, left_out) if world.size == 2 else ())):
         found.update(job(world, folder))
     torch.save(found, folder / f"{world.rank}.pt")
     world.close()
@@ -290,6 +290,28 @@ def norms(world: World, folder: Path) -> dict[str, Any]:
     whole = Sharded(world).collect({"gradient": gradients(step)})
     joined = nn.utils.get_total_norm(list(whole["gradient"].values())) if world.first else length
     return {"norm": float(length), "joined norm": float(joined)}
+
+
+class Choosy(nn.Module):
+    """One process leaves a bias out that the others use."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.head, self.extra = nn.Linear(3, tiny.CLASSES), nn.Parameter(torch.zeros(tiny.CLASSES))
+        self.unused = nn.Parameter(torch.zeros(tiny.CLASSES))
+        self._rank = rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given: torch.Tensor = self.head(x.mean((2, 3)))
+        return given + self.extra if self._rank else given
+
+
+def left_out(world: World, folder: Path) -> dict[str, Any]:
+    """A parameter that not all processes use moves alike on all of them."""
+    model = Choosy(world.rank)
+    take(sharded_step(model, world, OPTIMS["sgd"]))
+    return {"extra": model.extra.detach().clone(), "unused": model.unused.grad}
 
 
 def trouble(world: World, folder: Path) -> dict[str, Any]:

@@ -70,6 +70,13 @@ def test_a_process_may_evaluate_more_batches_than_another() -> None:
         assert max(found["scored"]) < 1e-5
 
 
+def test_a_parameter_that_one_process_leaves_out_moves_alike_on_all() -> None:
+    one, other = ranks.results(2)
+    assert one["extra"].any()
+    assert torch.equal(one["extra"], other["extra"])
+    assert one["unused"] is None
+
+
 def test_mixed_precision_is_that_of_autocast_and_the_state_stays_fp32() -> None:
     found = ranks.results(2)[0]
     for name in ("bf16 norm", "bf16 odd"):

@@ -89,20 +89,16 @@ def certify(layout: TwoStages, expected: Reference | None = None) -> Certificate
     """As a run does: the rehearsed step, seen by two ranks that each hold a stage."""
     model = layout.model
     expected = expected or reference(copy.deepcopy(model), loss, MICRO)
-    state = {"parameter": dict(model.named_parameters()), "buffer": dict(model.named_buffers())}
-    before = {kind: copied(tensors) for kind, tensors in state.items()}
+    before = copied(dict(model.named_buffers()))
     own = layout.rehearse()
     names = [name for name, _ in model.named_parameters()]
     parts = [{n: g for n, g in own.items() if (int(n[0]) < layout.cut) == (rank == 0)} for rank in (0, 1)]
     gradients = merge(
         [compare(part, expected.gradients, names, rank=rank) for rank, part in enumerate(parts)]
     )
-    claims = {"parameter": Claim.PARAMETERS_UNTOUCHED, "buffer": Claim.BUFFERS_UNTOUCHED}
-    untouched = [
-        compare(copied(state[kind]), before[kind], list(state[kind]), claim=claim)
-        for kind, claim in claims.items()
-    ]
-    return Certificate((gradients, *untouched), MICRO, "pipeline")
+    buffers = dict(model.named_buffers())
+    untouched = compare(copied(buffers), before, list(buffers), claim=Claim.BUFFERS_UNTOUCHED)
+    return Certificate((gradients, untouched), MICRO, "pipeline")
 
 
 @pytest.mark.parametrize("mode", ["micro", "deferred", "frozen"])
@@ -112,7 +108,7 @@ def test_a_layout_that_computes_what_accumulation_does_is_certified(mode: str) -
     assert refuse(certificate) is None
     assert words(certificate) == (
         "certificate: gradients of 6 of 6 parameters equal plain accumulation over 4 micro-batches, bit for bit; "
-        "the rehearsal left all 6 parameters as they were; the rehearsal left all 3 buffers as they were"
+        "the rehearsal left all 3 buffers as they were"
     )
     stored = json.loads(as_json(certificate))
     assert stored["passes"]
@@ -210,19 +206,14 @@ def test_statistics_that_a_rehearsal_has_moved_are_stopped() -> None:
 
 
 def test_a_parameter_that_another_stage_overwrote_is_stopped() -> None:
-    """Between two micro-batches: the gradients are wrong from there on, and the parameter is not what it was."""
+    """Between two micro-batches: the gradients are wrong from there on."""
 
     def overwrite(model: nn.Module, micro: int) -> None:
         if micro == 2:
-            model[0].bias.data.fill_(7.0)
+            model[0].weight.data.mul_(1.5)
 
-    model = tiny.normed()
-    certificate = certify(TwoStages(model, before=overwrite))
-    gradients, parameters, _ = certificate.verdicts
-    assert [row.name for row in parameters.rows if not row.passes] == ["0.bias"]
-    assert gradients.total == 6
-    alone = Certificate((parameters,), MICRO)
-    assert "the parameter '0.bias' was changed on rank 0 by a rehearsed step" in str(refuse(alone))
+    certificate = certify(TwoStages(tiny.normed(), before=overwrite))
+    assert "the gradient of '0.weight' differs" in str(refuse(certificate))
 
 
 def test_a_weight_that_differs_from_the_start_is_seen_in_the_gradients() -> None:
@@ -243,11 +234,11 @@ def test_a_parameter_that_no_stage_holds_is_stopped() -> None:
     assert "parallel.split left this one out" in error
 
 
-def test_rounding_and_unsteady_kernels_are_told_and_pass() -> None:
+def test_rounding_is_told_and_passes() -> None:
     expected = reference(tiny.normed(), loss, MICRO).gradients
     names = list(expected)
     near = {name: gradient * (1 + 1e-6) for name, gradient in expected.items()}
-    certificate = Certificate((compare(near, expected, names, again=near),), MICRO)
+    certificate = Certificate((compare(near, expected, names),), MICRO)
     assert refuse(certificate) is None
     text = words(certificate)
     assert (
@@ -255,7 +246,6 @@ def test_rounding_and_unsteady_kernels_are_told_and_pass() -> None:
         in text
     )
     assert "; the largest difference: " in text
-    assert "kernels are not deterministic here: the reference differs from itself by 9.8e-07" in text
 
 
 def test_what_json_cannot_hold_is_null_with_a_reason() -> None:

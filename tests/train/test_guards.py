@@ -12,9 +12,10 @@ from torch import nn
 
 from drumline.guard.finding import Finding
 from drumline.launch.world import alone
+from drumline.recipe import Distill, Parallel, Recipe
 from drumline.train import culprit
 from drumline.train.culprit import Culprit, examine
-from drumline.train.guards import as_error, optimizer_findings
+from drumline.train.guards import as_error, one_gpu_each, optimizer_findings
 from drumline.train.placed import MemoryRow, memory_findings, placed_findings
 from tests.train import tiny
 from tests.train.test_step import everything, same_bits
@@ -52,6 +53,12 @@ def test_a_replaced_parameter_is_outside_and_its_old_self_is_foreign() -> None:
     outside, foreign = optimizer_findings(model, optimizer, "step 1")
     assert (outside.guard, outside.where) == ("parameters", "6.weight")
     assert (foreign.guard, foreign.where) == ("foreign-parameter", "one of shape (4, 8)")
+
+
+def test_a_teacher_over_the_gpus_of_a_process_is_no_misplaced_memory() -> None:
+    assert one_gpu_each(Recipe())
+    assert not one_gpu_each(Recipe(distill=Distill(teacher_layout="model")))
+    assert not one_gpu_each(Recipe(parallel=Parallel(layout="pipeline")))
 
 
 def test_a_tensor_elsewhere_is_named_with_its_group() -> None:

@@ -19,6 +19,7 @@ from drumline.state.inspect import inspect
 from drumline.state.keeper import Keeper
 from drumline.train import prepare
 from drumline.train.loop import Result, export, train
+from drumline.train.start import Running
 from drumline.train.step import NotCapturable, TrainStep
 from tests.train import tiny
 
@@ -34,6 +35,18 @@ def _arithmetic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.deterministic = torch.backends.cudnn.benchmark = False
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+def test_a_stage_that_draws_from_elsewhere_is_told_of_where_the_log_is() -> None:
+    said: list[str] = []
+    first: Any = SimpleNamespace(
+        step=SimpleNamespace(draws_elsewhere=False),
+        world=SimpleNamespace(collect=lambda mine: [mine, True]),
+        recipe=Recipe(),
+        note=said.append,
+    )
+    Running._check_draws(first)
+    assert "which no seed of the run reaches" in said[0]
 
 
 def run(folder: Path, resume: str = "never", steps: int = 6, seed: int = 0) -> Result:

@@ -41,6 +41,12 @@ class Pending:
                 self._into.copy_(self._tensor)
         return self._into
 
+    def over(self) -> bool:
+        """Whether there is nothing left to wait for; never waits itself."""
+        if self._work is not None and self._work.is_completed():
+            self.wait()
+        return self._work is None
+
 
 @dataclass(frozen=True)
 class World:
@@ -134,7 +140,7 @@ class World:
 
     def gather_later(self, piece: torch.Tensor, into: torch.Tensor) -> Pending:
         """Starts to gather every process's piece, in rank order, into a tensor that is theirs together."""
-        whole = into if piece.device == self._through(piece).device else torch.empty_like(into, device="cpu")
+        whole = torch.empty_like(into, device="cpu") if self._by_host(piece) else into
         # torch 2.13 renames it.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         work = gather(whole, self._through(piece.contiguous()), group=self.group, async_op=True)
@@ -263,7 +269,19 @@ class World:
         if len(mine) == 1:
             return single
         group, control = made[place]
-        return replace(self, rank=rank, size=len(mine), group=group, control=control, links=pairs[place])
+        world = replace(self, rank=rank, size=len(mine), group=group, control=control, links=pairs[place])
+        world._open_links()
+        return world
+
+    def _open_links(self) -> None:
+        """A message through each, one after the other. NCCL connects two processes at their first message and holds
+        both hosts until it has: within a step, a receive that is begun early would keep its host from sending what
+        the other needs to come to that message (1f1b on two GPUs, from the first instruction on)."""
+        for sender, receiver in self.links:
+            if self.rank == sender:
+                self.send_later(torch.zeros(1, device=self.device), to=receiver).wait()
+            elif self.rank == receiver:
+                self.receive_later(torch.zeros(1, device=self.device), source=sender).wait()
 
     def close(self) -> None:
         """Leaves the group."""

@@ -163,6 +163,7 @@ class ShardedExchange(Recorded):
         self._one = torch.ones((), device=world.device)
         self._is_part = {id(each): name in held.sharded for name, each in held.parameters.items()}
         self._masks: dict[tuple[int, ...], torch.Tensor] = {}
+        self._used: list[bool] | None = None
         if isinstance(optimizer, DeviceRate):
             optimizer.norms = self.norms
 
@@ -188,7 +189,7 @@ class ShardedExchange(Recorded):
         if parts := [each for each in self._gradients(True) if each.numel()]:
             torch._amp_foreach_non_finite_check_and_unscale_(parts, found, self._one)
         alarm = torch.where(found > 0, torch.inf, 0.0).reshape(1)
-        # Room for each, used or not, so that all send as much.
+        # Room for each, used here or not, so that all send as much.
         pieces = [
             each.new_zeros(each.numel()) if each.grad is None else each.grad.reshape(-1)
             for each in self._held.whole
@@ -196,13 +197,27 @@ class ShardedExchange(Recorded):
         flat = torch.cat([*(piece.float() for piece in pieces), alarm])
         self._world.sum(flat).div_(self._world.size)
         *sums, alarm = flat.split([*(piece.numel() for piece in pieces), 1])
-        for parameter, total in zip(self._held.whole, sums, strict=True):
-            if parameter.grad is not None:
-                parameter.grad.copy_(total.view_as(parameter.grad))
+        for parameter, total in zip(self._used_somewhere(), sums, strict=True):
+            if parameter is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.copy_(total.view_as(parameter))
         for gradient in (*self._gradients(False), *self._gradients(True)):
             if gradient.numel():
                 gradient[(0,) * gradient.ndim].add_(alarm[0])
                 break
+
+    def _used_somewhere(self) -> list[nn.Parameter | None]:
+        """The whole parameters, None for those that no process used in its first step: one that a process left out
+        must move with the others all the same. Asked once; later steps are taken to be alike."""
+        if self._used is None:
+            here = torch.tensor([each.grad is not None for each in self._held.whole])
+            self._used = self._world.gather_integers(here).any(dim=0).tolist()
+        return [
+            each if used or each.grad is not None else None
+            for each, used in zip(self._held.whole, self._used, strict=True)
+        ]
 
     def _gradients(self, parts: bool) -> list[torch.Tensor]:
         """Of the sharded parameters, or of the whole ones, as held here."""

@@ -140,10 +140,6 @@ def _verdict_words(verdict: Verdict, micro_batches: int) -> str:
     worst = verdict.worst
     if worst is not None:
         text += f"; the largest difference: {worst.name}, {_size(worst, verdict.claim)}"
-    if verdict.noise:
-        text += (
-            f"; kernels are not deterministic here: the reference differs from itself by {verdict.noise:.1e}"
-        )
     if blind := sum(not row.finite for row in verdict.rows):
         text += f"; {blind} have NaN or infinity in the reference too, of which this proves little"
     return text
@@ -200,7 +196,6 @@ def _verdict_json(verdict: Verdict) -> dict[str, object]:
         "total": verdict.total,
         "same_bits": verdict.equal,
         "wrong": verdict.wrong,
-        "reference_spread": _number(verdict.noise),
         "worst": _row_json(worst) if worst is not None else None,
         "first_wrong": _row_json(first) if first is not None else None,
         "different": [_row_json(row) for row in verdict.rows if not row.same_bits],

@@ -16,6 +16,8 @@ from drumline.data.views import Batch
 from drumline.errors import UserError
 from drumline.guard.finding import Finding
 from drumline.launch.heartbeat import Phase, enter
+from drumline.recipe import Recipe
+from drumline.recipe_layouts import STAGED
 from drumline.state.chain import CLOSE_LOOKS, is_full
 from drumline.train import culprit
 from drumline.train.placed import memory_findings, memory_row, placed_findings
@@ -38,9 +40,7 @@ class Guards:
             run.grid.places,
         )
         self.witness.agreed = run.position.step
-        # Stages are unlike each other, and those of one process may lie on several GPUs.
-        alike = run.recipe.parallel.layout != "dp" and run.laid is None
-        self._one_gpu_each = run.world.device.type == "cuda" and alike
+        self._one_gpu_each = run.world.device.type == "cuda" and one_gpu_each(run.recipe)
         self._stage_devices = {*run.laid.exchange.staged.devices, torch.device("meta")} if run.laid else set()
         self._own: list[Finding] = []
         self._modes = {name: part.training for name, part in run.trainee.module.named_modules()}
@@ -180,6 +180,12 @@ def as_error(finding: Finding) -> UserError:
     lines = [f"guard [{finding.guard}]: {finding.what}"]
     lines += [f"  {word}: {text}" for word, text in _details(finding)]
     return UserError("\n".join(lines), f"{finding.fix} (--guard.action warn goes on in spite of it)")
+
+
+def one_gpu_each(recipe: Recipe) -> bool:
+    """Whether processes should hold as much memory as each other, and each on its own GPU alone. Stages, of the model
+    or of a teacher, are unlike each other, and those of one process may lie on several."""
+    return recipe.parallel.layout not in ("dp", *STAGED) and recipe.distill.teacher_layout != "model"
 
 
 def optimizer_findings(module: nn.Module, optimizer: torch.optim.Optimizer, since: str) -> list[Finding]:

@@ -7,12 +7,14 @@ the run folder. A picture that cannot be written does not end a run.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Protocol
 
-from drumline.launch.world import World
+from drumline.launch.world import World, host_name
 from drumline.observe.timeline import perfetto, timeline_svg
 from drumline.parallel.pipeline.instructions import Kind, Lists
 from drumline.parallel.pipeline.simulate import Span, Times, bubble, simulate, step_time
@@ -86,9 +88,20 @@ class Picture:
             self.note(f"step {step + 1:,}: {now}, expected {expected}; picture in {self.folder / SVG}")
 
     def _drawn(self, mine: Sequence[Span]) -> list[Span]:
-        """The spans of the lanes that are drawn, on every rank."""
-        everybody = [span for spans in self.world.collect(list(mine)) for span in spans]
-        return [span for span in everybody if span.lane < len(self.lanes)]
+        """The spans of the lanes that are drawn, on every rank, by the first one's clock. Each machine counts from
+        its own start: others are set by what all clocks say at one moment."""
+        self.world.barrier()
+        everybody = self.world.collect((host_name(), time.perf_counter(), list(mine)))
+        host, now, _ = everybody[0]
+        drawn: list[Span] = []
+        for theirs, then, spans in everybody:
+            behind = 0.0 if theirs == host else now - then
+            drawn += [
+                replace(span, start=span.start + behind, end=span.end + behind)
+                for span in spans
+                if span.lane < len(self.lanes)
+            ]
+        return drawn
 
 
 def typical_times(spans: Sequence[Span], stages: int) -> Times:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from drumline.models.foreign import Tapped
 from drumline.parallel.holding import Holding, Whole
 from drumline.parallel.layout import micro_batches_of
 from drumline.parallel.local import joined
+from drumline.parallel.norm import WorldNorm
 from drumline.parallel.pipeline.simulate import Span
 from drumline.state.atomic import write_text
 from drumline.train.certificate import (
@@ -100,7 +102,7 @@ def prove_sharded(
     state = holding.collect({"all": dict(module.state_dict())})
     layout = f"layout fsdp over {world.size} processes"
     # First: what is on the host cannot travel over NCCL.
-    if not all(world.collect(_fits(lambda: whole.to(world.device).train()) is not None)):
+    if not all(world.collect(_fits(whole, lambda: whole.to(world.device).train()) is not None)):
         _tell_unproved(layout, folder, note)
         return
     live = {"all": dict(whole.state_dict())}
@@ -109,17 +111,20 @@ def prove_sharded(
     step.draws.switch(0)
     pieces = micro_batches_of(batch, accumulate)
     theirs = _fits(
+        whole,
         lambda: reference(
             whole, lambda model, micro: _whole_loss(step, pieces[micro], index, model), accumulate
-        )
+        ),
     )
     if not all(world.collect(theirs is not None)):
         _tell_unproved(layout, folder, note)
         return
     assert theirs is not None
-    for gradient in theirs.gradients.values():
+    summed = _summed(theirs.gradients, whole, world)
+    for gradient in summed.values():
         if gradient is not None:
-            world.sum(gradient).div_(world.size)
+            gradient.div_(world.size)
+    theirs = replace(theirs, gradients=summed)
     mine = _verdicts(step, found["gradients"], found["moved"], before, theirs)
     _tell(mine, accumulate, layout, world, folder, note)
 
@@ -131,7 +136,8 @@ def _verdicts(
     module = step.trainee.module
     parameters = [name for name, each in module.named_parameters() if each.requires_grad]
     buffers = [name for name, _ in module.named_buffers()]
-    judged = partial(compare, autocast=step.autocast, rank=step.world.rank)
+    loose = step.world.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
+    judged = partial(compare, autocast=step.autocast, loose=loose, rank=step.world.rank)
     return [
         judged(gradients, theirs.gradients, parameters, claim=Claim.GRADIENTS),
         judged(moved, theirs.buffers, buffers, claim=Claim.BUFFERS_MOVED),
@@ -159,11 +165,14 @@ def _tell(
         raise error
 
 
-def _fits(work: Callable[[], T]) -> T | None:
-    """What the work gives; None where the device has no room for it."""
+def _fits(whole: nn.Module, work: Callable[[], T]) -> T | None:
+    """What the work gives; None where the device has no room for it. Where norms meet those of other processes, that
+    ends the run: the others would wait in a norm for one that has given up."""
     try:
         return work()
     except torch.OutOfMemoryError:
+        if any(isinstance(part, WorldNorm) for part in whole.modules()):
+            raise
         return None
 
 
@@ -199,14 +208,14 @@ def _reference(
             _loss, laid, step, micro_batches_of(batch, laid.exchange.shape.micro_batches), index, drawing
         )
         made = _fits(
-            lambda: reference(whole.to(grid.world.device).train(), loss, laid.exchange.shape.micro_batches)
+            whole,
+            lambda: reference(whole.to(grid.world.device).train(), loss, laid.exchange.shape.micro_batches),
         )
     if not all(grid.world.collect(made is not None)):
         return None
     assert made is not None
-    for gradient in made.gradients.values():
-        if gradient is not None:
-            grid.peers.sum(gradient)
+    if whole is not None:
+        made = replace(made, gradients=_summed(made.gradients, whole, grid.peers))
     names = {name: each for name, each in module.named_parameters() if each.requires_grad}
     last = grid.places - 1
     given: list[str] = grid.down.collect([name for name, each in made.gradients.items() if each is not None])[
@@ -220,6 +229,19 @@ def _reference(
         for name, each in module.named_buffers()
     }
     return Reference(gradients, buffers)
+
+
+def _summed(gradients: Values, whole: nn.Module, world: World) -> dict[str, Tensor | None]:
+    """Over the processes, which all call it. One that only some have counts as zeros with the others."""
+    parameters = dict(whole.named_parameters())
+    here = [name for name, each in gradients.items() if each is not None]
+    somewhere = {name for names in world.collect(here) for name in names}
+    return {
+        name: world.sum(torch.zeros_like(parameters[name]) if each is None else each)
+        if name in somewhere
+        else None
+        for name, each in gradients.items()
+    }
 
 
 def _told(

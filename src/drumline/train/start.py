@@ -168,8 +168,8 @@ class Running:
         self.note(f"WARNING: {what}. They are never trained")
 
     def _check_draws(self) -> None:
-        """Says when the model draws numbers that cannot be drawn again."""
-        if not self.step.draws_elsewhere:
+        """Says when the model draws numbers that cannot be drawn again, in whichever process its stage is."""
+        if not any(self.world.collect(self.step.draws_elsewhere)):
             return
         what = (
             "the model draws from Python's `random` or from `numpy.random`, which no seed of the run reaches"

@@ -7,13 +7,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from drumline.launch.world import alone
+from drumline.launch.world import Pending, alone
 from drumline.parallel.pipeline import schedule as schedules
 from drumline.parallel.pipeline.boundary import TensorSpec
 from drumline.parallel.pipeline.carriers import Carrier, dense, flat
@@ -219,6 +220,34 @@ def test_a_rank_that_sends_to_itself_may_change_what_it_gets(carrier: Carrier) -
         (stages[0](each)[0] * 2).sum().backward()
     assert isinstance(found, Tensor)
     assert torch.equal(found, stages[0].weight.grad)  # type: ignore[arg-type]
+
+
+def test_what_nccl_has_sent_is_given_back_before_the_step_ends() -> None:
+    """A step has many micro-batches, and only some of them are under way at a time."""
+
+    class Sending:
+        size, rank, device, backend = 2, 0, CPU, "nccl"
+
+        def __init__(self) -> None:
+            self.works: list[Any] = []
+
+        def send_later(self, tensor: Tensor, to: int, tag: int) -> Pending:
+            self.works.append(SimpleNamespace(done=False, wait=lambda: None))
+            self.works[-1].is_completed = partial(getattr, self.works[-1], "done")
+            return Pending(tensor, self.works[-1])
+
+    world: Any = Sending()
+    wire, kept = Wire(world, world), []
+    for micro in range(4):
+        output = torch.ones(3)
+        kept.append(weakref.ref(output.untyped_storage()))
+        wire.send_output(0, micro, [output])
+        del output
+        for work in world.works[:-1]:  # all but the last have arrived
+            work.done = True
+    wire.send_output(0, 4, [torch.ones(3)])
+    assert [each() is None for each in kept] == [True, True, True, False]
+    wire.finish()
 
 
 def run_two(

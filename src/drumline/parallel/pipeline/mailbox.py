@@ -34,6 +34,7 @@ def straight(into: Tensor, tensor: Tensor) -> None:
 
 def through_host(into: Tensor, tensor: Tensor) -> None:
     """A copy by way of the host's pinned memory: as slow as a real link, on one GPU."""
+    assert into.device == tensor.device, "of two GPUs, each would copy on a stream of its own"
     host = torch.empty_like(tensor, device="cpu", pin_memory=True)
     host.copy_(tensor, non_blocking=True)
     into.copy_(host, non_blocking=True)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.data.views import Batch
+from drumline.errors import UserError
 from drumline.launch.world import Pending, World
 from drumline.parallel.grid import Grid
 from drumline.parallel.layout import BufferMean, Draws, Everything, Passes, micro_batches_of
@@ -117,7 +118,7 @@ class Pipelined(Everything):
         """Whether the next step notes when each thing was done."""
         self.current: dict[int, tuple[int, Batch]] = {}
         """What each thread computes at the moment, for those who look on: the stage, and the piece of the batch."""
-        self._sum = GradientSum(staged.parameters, grid.peers)
+        self._sum = GradientSum(staged.parameters, grid.peers, staged.module)
         self.buffers = BufferMean(staged.module, grid.peers)
         # One generator serves all lanes of a process: a stage that draws has it to itself.
         self._drawing = threading.Lock()
@@ -208,22 +209,39 @@ class Pipelined(Everything):
 
 
 class GradientSum:
-    """Adds the gradients of each stage up over its replicas, in buckets, while others still compute."""
+    """Adds the gradients of each stage up over its replicas, in buckets, while others still compute. All send those
+    of the same parameters: of each that any replica used in the first step, zeros where a step leaves it out."""
 
-    def __init__(self, stages: Mapping[int, Sequence[nn.Parameter]], peers: World) -> None:
-        self._stages, self._peers = stages, peers
+    def __init__(self, stages: Mapping[int, Sequence[nn.Parameter]], peers: World, module: nn.Module) -> None:
+        """`module` has the parameters' names."""
+        self._stages, self._peers, self._module = stages, peers, module
+        self._used: dict[int, list[nn.Parameter]] = {}
         self._begun: list[tuple[list[Tensor], Pending]] = []
-        self._lock = threading.Lock()
 
     def begin(self, stage: int) -> None:
         """When the stage's gradients are complete."""
         if self._peers.size == 1:
             return
-        gradients = [each.grad for each in self._stages[stage] if each.grad is not None]
-        for bucket in _buckets(gradients):
+        for bucket in _buckets([_gradient(each) for each in self._sent(stage)]):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            with self._lock:
-                self._begun.append((bucket, self._peers.sum_later(flat)))
+            self._begun.append((bucket, self._peers.sum_later(flat)))
+
+    def _sent(self, stage: int) -> list[nn.Parameter]:
+        parameters = self._stages[stage]
+        if stage not in self._used:
+            here = torch.tensor([each.grad is not None for each in parameters])
+            somewhere = self._peers.gather_integers(here).any(dim=0).tolist()
+            self._used[stage] = [each for each, used in zip(parameters, somewhere, strict=True) if used]
+        used = {id(each) for each in self._used[stage]}
+        for each in parameters:
+            if each.grad is not None and id(each) not in used:
+                name = next(name for name, known in self._module.named_parameters() if known is each)
+                raise UserError(
+                    f"parameter {name} of stage {stage} got no gradient in the first step and has one now: its "
+                    "replicas do not exchange it",
+                    "use every trainable parameter in each step (multiply what is left out at times by 0)",
+                )
+        return self._used[stage]
 
     def finish(self) -> None:
         """Afterwards `.grad` is the sum."""
@@ -238,6 +256,12 @@ class GradientSum:
 def without_pixels(batch: Batch) -> Batch:
     """For those who need the labels alone."""
     return batch._replace(images=batch.images[:, :0, :0])
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:

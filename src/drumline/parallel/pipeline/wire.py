@@ -89,7 +89,8 @@ class Wire(Ways):
 
             self._hands[kind].do(see_off)
         else:
-            self._sent += pending
+            # What has been sent gives its memory back now: a step has many micro-batches.
+            self._sent = [each for each in self._sent if not each.over()] + pending
 
     def _receive(self, kind: Kind, stage: int, micro: int, specs: Sequence[TensorSpec]) -> Any:
         world = self._worlds[kind]
