@@ -10,7 +10,7 @@ demo: $(READY)
 	$(BIN)/drumline demo
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 quick: $(READY)
 	$(BIN)/python -m pytest -m "not slow"

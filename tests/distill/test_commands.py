@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from drumline.models import create_model
 from tests.distill.nets import wakened
-from tests.runs.command import begin, drumline, metrics, result, sha256
+from tests.runs.command import begin, drumline, kill_when, metrics, result, sha256
 
 pytestmark = pytest.mark.slow
 
@@ -45,20 +42,8 @@ def distil(home: Path, name: str, *words: str, code: int = 0) -> str:
 
 
 def killed(home: Path, name: str, ready: Callable[[], bool], *words: str) -> None:
-    """A run whose every process gets SIGKILL as soon as it is `ready`."""
-    run = begin("distill", *STUDENT, f"run.name={name}", *words, folder=home, **ONE)
-    family = psutil.Process(run.pid)
-    deadline = time.monotonic() + 120
-    while not ready():
-        assert run.poll() is None, run.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    for process in [*family.children(recursive=True), family]:
-        try:
-            process.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            continue
-    run.communicate()
+    """A run that is killed as soon as it is `ready`."""
+    kill_when(ready, begin("distill", *STUDENT, f"run.name={name}", *words, folder=home, **ONE))
 
 
 # One run.
@@ -129,6 +114,9 @@ def test_crd_killed_and_resumed_on_two_processes_ends_with_the_bits_of_an_uninte
     newest = home / "runs/whole/checkpoints/step-24"
     keys = {key for file in newest.glob("*.safetensors") for key in load_file(file)}
     assert {"crd.student", "crd.teacher", "crd.log_z"} <= keys
+    # Its certificate computes a step of its own, which must leave no trace in the memory either.
+    distil(home, "sharded", *words, "parallel.layout=fsdp")
+    assert sha256(home, "sharded") == sha256(home, "whole")
 
 
 def test_a_run_killed_in_its_initial_stage_goes_on_there(home: Path) -> None:

@@ -198,7 +198,7 @@ def test_a_teachers_last_stage_is_on_the_process_own_gpu(monkeypatch: pytest.Mon
 def test_too_many_stages_are_refused_by_the_teachers_name() -> None:
     with pytest.raises(UserError) as refused:
         laid(teacher(), 99)
-    assert refused.value.what.startswith("distill.teacher_layout = model: teacher resnet14: ")
+    assert refused.value.what.startswith("distill.teacher_layout = model in 99 stages: teacher resnet14: ")
 
 
 WRONG: list[tuple[Distill, Parallel, str, str]] = [

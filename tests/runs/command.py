@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 TINY = (
     "data.source=digits",
@@ -69,6 +73,22 @@ def begin(*words: str, folder: Path, **env: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def kill_when(ready: Callable[[], bool], run: subprocess.Popen[str]) -> None:
+    """Every process of a run gets SIGKILL as soon as it is `ready`."""
+    family = psutil.Process(run.pid)
+    deadline = time.monotonic() + 120
+    while not ready():
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    for process in [*family.children(recursive=True), family]:
+        try:
+            process.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+    run.communicate()
 
 
 def result(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:

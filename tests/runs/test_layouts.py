@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,7 +17,7 @@ from drumline.errors import UserError
 from drumline.launch.world import alone
 from drumline.state.inspect import inspect
 from drumline.train.loop import train as train_here
-from tests.runs.command import begin, drumline, metrics, result
+from tests.runs.command import begin, drumline, kill_when, metrics, result
 
 pytestmark = pytest.mark.slow
 
@@ -197,19 +194,8 @@ def test_processes_virtual_devices_and_plain_accumulation_end_with_the_same_bits
 def test_a_killed_pipeline_resumes_with_the_bits_of_an_uninterrupted_one(run: Runs) -> None:
     whole = run("two", *OVER_TWO)
     folder = whole.parents[1]
-    begun = begin("train", *SMALL, "run.name=killed", *OVER_TWO, folder=folder)
-    family = psutil.Process(begun.pid)
-    deadline = time.monotonic() + 120
-    while not (folder / "runs/killed/checkpoints/step-3").exists():
-        assert begun.poll() is None, begun.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    for process in [*family.children(recursive=True), family]:
-        try:
-            process.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            continue
-    begun.communicate()
+    saved = folder / "runs/killed/checkpoints/step-3"
+    kill_when(saved.exists, begin("train", *SMALL, "run.name=killed", *OVER_TWO, folder=folder))
     for later in (folder / "runs/killed/checkpoints").glob("step-*"):
         if later.name != "step-3":  # saved before the signal came; something is to be left to do
             shutil.rmtree(later)
@@ -240,6 +226,17 @@ def test_a_checkpoint_goes_on_under_any_layout(run: Runs) -> None:
     for name in mine:
         if "running" not in name and "batches" not in name:  # DDP's are means over the processes
             assert torch.allclose(mine[name].double(), theirs[name].double(), rtol=1e-2, atol=1e-4), name
+
+
+def test_sharded_runs_end_with_the_bits_of_ddp_and_go_on_from_their_pieces(run: Runs) -> None:
+    """Not clipped: the length of a gradient is added up from its parts."""
+    words = ("parallel.processes=2", "train.accumulate=2", "optim.clip=0")
+    sharded = (*words, "parallel.layout=fsdp", "checkpoint.sharded=true")
+    whole = run("sharded", *sharded)
+    assert sha256(whole) == sha256(run("unsharded", *words))
+    assert "bit for bit" in (whole / "log.txt").read_text()
+    resumed = run("from pieces", *sharded, f"checkpoint.resume={whole}/checkpoints/step-3")
+    assert sha256(resumed) == sha256(whole)
 
 
 def test_evaluation_in_stages_is_that_of_one_process(run: Runs) -> None:

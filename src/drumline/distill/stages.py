@@ -109,8 +109,10 @@ def cut_teacher(
             names = world.share(names)
         return traced.split(names)
     except UserError as error:
+        layout = f"distill.teacher_layout = {recipe.distill.teacher_layout} in {shape.stages} stages"
+        what = error.what.removeprefix(f"parallel.stages = {shape.stages}: ").removeprefix("parallel.split: ")
         raise UserError(
-            f"distill.teacher_layout = {recipe.distill.teacher_layout}: teacher {name}: {error.what}",
+            f"{layout}: teacher {name}: {what}",
             "use another number of stages, or --distill.teacher_layout single",
         ) from error
 

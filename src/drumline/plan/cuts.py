@@ -310,7 +310,7 @@ def _measure(options: Options) -> tuple[Profile, dict[str, Any]]:
     from drumline.launch.world import alone, pick_device, resolve_device_type
     from drumline.models.registry import create_model
     from drumline.observe.display import progress
-    from drumline.parallel.pipeline.cut import trace
+    from drumline.parallel.pipeline.cut import trace, with_something_to_train
     from drumline.plan.profile import places, profile
     from drumline.recipe import Recipe
     from drumline.train import prepare
@@ -331,7 +331,7 @@ def _measure(options: Options) -> tuple[Profile, dict[str, Any]]:
     shape = (options.batch, 3, size, size)
     _try(options.cuts, model, size)
     traced = trace(model, sample=torch.empty(shape))
-    points = places(traced, inside_blocks=options.all)
+    points = with_something_to_train(traced, places(traced, inside_blocks=options.all), model)
     refuse_too_many(options.cuts, len(points), max(options.stages, default=1))
     try:
         measured = profile(

@@ -62,8 +62,6 @@ def _sharded(recipe: Recipe, module: nn.Module, model: nn.Module, world: World) 
     from drumline.parallel.fsdp import Held, shard
 
     kind = precision(recipe, world)
-    for tensor in (*module.parameters(), *module.buffers()):
-        world.broadcast(tensor.detach())
     # Before: a sharded module cannot be copied.
     average = Average(model, recipe.train.ema) if recipe.train.ema else None
     shard(module, world, kind)

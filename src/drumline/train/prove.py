@@ -110,12 +110,13 @@ def prove_sharded(
     step.draws.at(index)
     step.draws.switch(0)
     pieces = micro_batches_of(batch, accumulate)
-    theirs = _fits(
-        whole,
-        lambda: reference(
-            whole, lambda model, micro: _whole_loss(step, pieces[micro], index, model), accumulate
-        ),
-    )
+    with step.undone():  # an objective may keep something of every batch it sees
+        theirs = _fits(
+            whole,
+            lambda: reference(
+                whole, lambda model, micro: _whole_loss(step, pieces[micro], index, model), accumulate
+            ),
+        )
     if not all(world.collect(theirs is not None)):
         _tell_unproved(layout, folder, note)
         return
@@ -207,10 +208,13 @@ def _reference(
         loss = partial(
             _loss, laid, step, micro_batches_of(batch, laid.exchange.shape.micro_batches), index, drawing
         )
-        made = _fits(
-            whole,
-            lambda: reference(whole.to(grid.world.device).train(), loss, laid.exchange.shape.micro_batches),
-        )
+        with step.undone():
+            made = _fits(
+                whole,
+                lambda: reference(
+                    whole.to(grid.world.device).train(), loss, laid.exchange.shape.micro_batches
+                ),
+            )
     if not all(grid.world.collect(made is not None)):
         return None
     assert made is not None

@@ -81,7 +81,10 @@ def lay_in_stages(
     if recipe.train.gradient_checkpointing:
         recompute_blocks(task.model)
         leaves = _names_of(root, repeated_blocks(task.model))
-    sizes = _micro_sizes(recipe, grid, shape, sets.unit)
+    sizes = _micro_sizes(recipe, grid.replica, shape, sets.unit)
+    all_sizes = [
+        size for replica in range(shape.replicas) for size in _micro_sizes(recipe, replica, shape, sets.unit)
+    ]
     autocast = prepare.precision(recipe, world)
     sample = _sample(max(sizes), sets.view.size, world.device, prepare.channels_last(recipe, world))
     root.train()
@@ -128,10 +131,15 @@ def lay_in_stages(
         return Chain(model, plain, shape, grid, lanes, autocast)
 
     words = (
-        _layout_words(recipe, shape, sizes),
+        _layout_words(recipe, shape, all_sizes),
         f"stages: {stage_words(segments)}{told}",
         norm_words(
-            mode, norm_count(root), shape.micro_batches, min(sizes), shape.replicas, min(sizes) < max(sizes)
+            mode,
+            norm_count(root),
+            shape.micro_batches,
+            min(all_sizes),
+            shape.replicas,
+            min(all_sizes) < max(all_sizes),
         ),
     )
     return Laid(exchange, chain, twin, segments, cut, tuple(word for word in words if word))
@@ -254,9 +262,9 @@ def _sample(size: int, side: int, device: torch.device, channels_last: bool) -> 
     return torch.empty((size, 3, side, side), device=device).contiguous(memory_format=layout)
 
 
-def _micro_sizes(recipe: Recipe, grid: Grid, shape: Shape, unit: int) -> list[int]:
-    """Samples of each of this replica's micro-batches."""
-    own = share(recipe.data.batch, grid.replica, grid.replicas, unit)
+def _micro_sizes(recipe: Recipe, replica: int, shape: Shape, unit: int) -> list[int]:
+    """Samples of each of a replica's micro-batches."""
+    own = share(recipe.data.batch, replica, shape.replicas, unit)
     return [last - first for first, last in pairwise(bounds(own.stop - own.start, shape.micro_batches, unit))]
 
 
@@ -290,5 +298,5 @@ def _layout_words(recipe: Recipe, shape: Shape, sizes: Sequence[int]) -> str:
     chunks = f" x {shape.chunks} chunks" if shape.chunks > 1 else ""
     return (
         f"layout pipeline: {replicas}{shape.lanes} {where}{chunks}, {shape.schedule}, {shape.micro_batches} "
-        f"micro-batches of {size} samples"
+        f"micro-batch{'es' if shape.micro_batches > 1 else ''} of {size} samples"
     )

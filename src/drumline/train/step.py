@@ -135,7 +135,7 @@ class TrainStep:
     def rehearse(self, batch: Batch, times: int = 1) -> None:
         """Runs the step on a batch of the right shape and puts everything back as it was. Sets up DDP's final
         buckets, compiled code and library workspaces, and finds out whether the model draws random numbers."""
-        with self._undone():
+        with self.undone():
             before, elsewhere = self._generator_states(), _other_generators()
             for _ in range(times):
                 self.compute(batch)
@@ -154,7 +154,7 @@ class TrainStep:
         graph = torch.cuda.CUDAGraph()
         current, side = torch.cuda.current_stream(), torch.cuda.Stream(self.world.device)
         side.wait_stream(current)
-        with self._undone():
+        with self.undone():
             with torch.cuda.stream(side), _host_reads() as reads:
                 for _ in range(REHEARSALS):
                     self.compute(static)
@@ -194,7 +194,7 @@ class TrainStep:
         """Goes through the gradients of a step once more without effect, with other passes than its own or to `look`
         at what they leave."""
         written = [(parameter, parameter.grad) for parameter in self.trainee.module.parameters()]
-        with self._undone():
+        with self.undone():
             self.objective.at(index)
             self.draws.at(index)
             self.trainee.optimizer.zero_grad(set_to_none=True)
@@ -231,7 +231,7 @@ class TrainStep:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._gpus)]
 
     @contextmanager
-    def _undone(self) -> Iterator[None]:
+    def undone(self) -> Iterator[None]:
         """Whatever happens inside, the state afterwards is the state before, at the same addresses."""
         trainee = self.trainee
         live = [local_part(tensor) for group in trainee.tensors().values() for tensor in group.values()]

@@ -536,8 +536,10 @@ def test_what_is_frozen_goes_with_what_is_trained_after_it() -> None:
     units(0, 1, 5)
     kept = with_something_to_train(traced, traced.units, model)
     assert even(traced, 2, kept) == ("3",)
-    with pytest.raises(UserError, match="at most 3 stages, each with something to train"):
+    with pytest.raises(UserError, match="at most 3 stages with something to train on both sides"):
         even(traced, 4, kept)
+    with pytest.raises(UserError, match="cannot be cut between blocks"):
+        even(traced, 2, kept[:1])
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -579,6 +581,28 @@ def test_a_forward_that_cannot_be_traced_is_refused_with_its_line() -> None:
         trace(Asks(), sample=images(8))
     with pytest.raises(UserError, match=r"Draws cannot be cut.*random"):
         trace(Draws(), sample=images(8))
+
+
+def test_a_module_that_draws_by_python_or_counts_its_calls_is_kept_whole() -> None:
+    class Draws(Sized):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return x if random.random() < 0.5 else self.second(x)
+
+    class Counts(Sized):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.second(self.first(x)) * (1.0 if self.calls < 100 else 0.5)
+
+    for kind in (Draws, Counts):
+        traced = trace(nn.Sequential(nn.Conv2d(3, 3, 1), kind(), nn.Conv2d(4, 3, 1)), sample=images(8))
+        assert [point.name for point in traced.points] == ["0", "1", "2"]
+    with pytest.raises(UserError, match=r"Counts cannot be cut.*calls, a number that changes"):
+        trace(Counts(), sample=images(8))
 
 
 def test_boundaries_are_those_of_a_real_run() -> None:

@@ -195,10 +195,13 @@ def even(traced: Traced, stages: int, units: Sequence[Point] | None = None) -> t
     units = traced.units if units is None else units
     count = len(units)
     if stages > count:
-        each = ", each with something to train" if count < len(traced.units) else ""
+        each = " with something to train on both sides" if count < len(traced.units) else ""
+        can = f"can be cut into at most {count} stages" if count > 1 else "cannot be cut between blocks"
         raise UserError(
-            f"parallel.stages = {stages}: {traced.name} can be cut into at most {count} stages{each}",
-            f"set parallel.stages to {count} or less, or name cuts inside blocks with parallel.split",
+            f"parallel.stages = {stages}: {traced.name} {can}{each}",
+            f"set parallel.stages to {count} or less, or name cuts inside blocks with parallel.split"
+            if count > 1
+            else "name a cut inside a block with parallel.split, or use another parallel.layout",
         )
     return tuple(units[stage * count // stages].name for stage in range(1, stages))
 

@@ -99,7 +99,7 @@ def words(
     least = "at least " if uneven else ""
     of = f"{least}{samples} sample{'s' if samples != 1 else ''}"
     if mode == "sync" and replicas > 1:
-        by = f"{each} is normalised over all {replicas} replicas, {together} samples together"
+        by = f"{each} is normalised over all {replicas} replicas, {least}{together} samples together"
     else:
         by = f"{each} of {of} is normalised by itself"
     times = "once a step" if micro_batches == 1 else f"{micro_batches} times a step"

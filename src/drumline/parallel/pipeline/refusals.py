@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.proxy import TraceError
@@ -23,6 +23,16 @@ def no_draws() -> Iterator[None]:
     yield
     if random.getstate() != before:
         raise TraceError("a number drawn from Python's random")
+
+
+@contextmanager
+def no_counting(module: nn.Module) -> Iterator[None]:
+    """A number that a forward carries on from call to call (a schedule of its own) would stand still in a trace."""
+    before = _numbers(module)
+    yield
+    for name, value in _numbers(module).items():
+        if value != before.get(name, value):
+            raise TraceError(f"{name}, a number that changes from one call to the next")
 
 
 @contextmanager
@@ -70,3 +80,11 @@ def torch_quiet() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+def _numbers(module: nn.Module) -> dict[str, int | float]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, int | float) and value == value
+    }

@@ -13,6 +13,7 @@ Refuses a model whose own forward cannot be traced.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import operator
 import random
 import traceback
@@ -39,6 +40,7 @@ from drumline.parallel.pipeline.boundary import Fakes, untouched
 from drumline.parallel.pipeline.operations import Entry, Record, Seen, storage, tensors
 from drumline.parallel.pipeline.refusals import (
     kept_tensors_refused,
+    no_counting,
     no_draws,
     own_backward_refused,
     torch_quiet,
@@ -191,7 +193,7 @@ class _Tracer(fx.Tracer):
         kwargs = dict(self.kwargs)
 
         def forward(root: nn.Module, x: Any) -> Any:
-            with no_draws():
+            with no_draws(), no_counting(root):
                 return inner(x, **kwargs) if inner is not None else root_fn(root, x, **kwargs)
 
         return forward, [self.root, self.create_proxy("placeholder", first, (), {})]
@@ -246,6 +248,8 @@ class _Tracer(fx.Tracer):
             assert isinstance(node.target, str)
             return self.fakes[number].tensors[node.target]
         outside, self.evaluating = self.evaluating, True
+        # What a module that is kept whole draws is its own affair.
+        draws = random.getstate()
         try:
             if node.op == "call_function":
                 return node.target(*args, **named)  # type: ignore[operator]
@@ -256,6 +260,7 @@ class _Tracer(fx.Tracer):
             return self.fakes[number].call(module, f"{node.target}.", args, named)
         finally:
             self.evaluating = outside
+            random.setstate(draws)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
         """Parameters and buffers are read by the traced code, not by the trace."""
@@ -308,7 +313,7 @@ class _Tracer(fx.Tracer):
 
     def _inside(self, m: nn.Module, name: str, forward: Any, args: Any, kwargs: Any) -> Any:
         try:
-            with no_draws():
+            with no_draws(), no_counting(m):
                 return forward(*args, **kwargs)
         except Exception as error:
             if error is not self.error:
@@ -333,7 +338,7 @@ def _mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 def _uncuttable(model: nn.Module, error: Exception, blind: str, sample: Tensor) -> UserError:
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent), contextlib.__file__)
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)
     ]
