@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,19 +131,9 @@ class _Sleep(torch.autograd.Function):
 
 
 def sleep_until(moment: float) -> None:
-    """Of `time.perf_counter`, and not later: a machine wakes a sleeper late, and how late is learnt for each thread, so
-    that it can be woken earlier by that much. What is left then, it yields its turn again and again."""
-    early = getattr(_LATE, "seconds", 0.0)
-    if (left := moment - time.perf_counter() - early) > 0:
-        asked = time.perf_counter() + left
+    """Of `time.perf_counter`."""
+    if (left := moment - time.perf_counter()) > 0:
         time.sleep(left)
-        late = time.perf_counter() - asked
-        _LATE.seconds = min(0.8 * early + 0.2 * late, 0.002) if early else min(late, 0.002)
-    while time.perf_counter() < moment:
-        time.sleep(0)
-
-
-_LATE = threading.local()
 
 
 class Asleep:
