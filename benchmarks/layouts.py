@@ -25,6 +25,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,8 @@ def exchanges(plan: Plan, world: World, grid: Grid, wire: Wire, log: Log) -> Non
     for case in plan.exchanges():
         asleep = Asleep(case, {grid.place: wire}, reduces=True)
         own = list(asleep.lanes[0].stages)
-        sums = GradientSum({stage: big(plan.gradient_bytes // len(own)) for stage in own}, grid.peers)
+        held = {stage: big(plan.gradient_bytes // len(own)) for stage in own}
+        sums = GradientSum(held, grid.peers, nn.ParameterList(chain.from_iterable(held.values())))
         runs[case] = asleep, sums, own
         step(*runs[case], "during")
     for _ in range(plan.rounds):

@@ -7,6 +7,7 @@ the same on every process. Refuses layers that are more than a BatchNorm: replac
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class WorldNorm(_BatchNorm):
     @staticmethod
     def of(norm: _BatchNorm, total: Total) -> WorldNorm:
         """The same layer, with the same parameters and buffers, over everybody."""
+        _never_compile()
         made = WorldNorm(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
         made.total, made.training = total, norm.training
         for name, parameter in norm.named_parameters(recurse=False):
@@ -41,9 +43,6 @@ class WorldNorm(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         assert input.ndim >= 2, input.shape
 
-    # Never compiled: the compiler would see other code where shards meet than where a process has but one, and fuse
-    # what is around it otherwise, so that bits would depend on the number of processes.
-    @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             # Without running statistics, those of the batch at hand: in an evaluation nobody meets.
@@ -80,6 +79,14 @@ class WorldNorm(_BatchNorm):
         share = 1.0 / self.num_batches_tracked.float() if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+
+
+@cache
+def _never_compile() -> None:
+    """The compiler would see other code where shards meet than where a process has but one, and fuse what is around
+    it otherwise, so that bits would depend on the number of processes. Said when the first layer is made, because the
+    compiler takes as long to import as torch itself."""
+    WorldNorm.forward = torch.compiler.disable(WorldNorm.forward)  # type: ignore[method-assign]
 
 
 class _Sum(torch.autograd.Function):

@@ -128,8 +128,6 @@ class _Deferral:
         norm.deferral = deferral  # type: ignore[assignment]
         norm.forward = deferral  # type: ignore[method-assign]
 
-    # Never compiled: a compiled forward would keep the list of its first call.
-    @torch.compiler.disable
     def __call__(self, input: Tensor) -> Tensor:
         norm = self.norm
         # Recomputation in backward takes the counter away: these statistics have been seen.
