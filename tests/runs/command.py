@@ -109,14 +109,15 @@ def begin(*words: str, folder: Path, **env: str) -> subprocess.Popen[str]:
     )
 
 
-def kill_when(ready: Callable[[], bool], run: subprocess.Popen[str]) -> None:
-    """Every process of a run gets SIGKILL as soon as it is `ready`."""
+def kill_when(ready: Callable[[], bool], run: subprocess.Popen[str], then: float = 0.0) -> None:
+    """Every process of a run gets SIGKILL as soon as it is `ready`, or so many seconds later."""
     family = psutil.Process(run.pid)
     deadline = time.monotonic() + 120
     while not ready():
         assert run.poll() is None, run.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.005)
+    time.sleep(then)
     for process in [*family.children(recursive=True), family]:
         try:
             process.send_signal(signal.SIGKILL)

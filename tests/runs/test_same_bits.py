@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import random
-import signal
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.runs.command import TINY, begin, drumline, metrics, result, sha256, train
+from tests.runs.command import TINY, begin, drumline, kill_when, metrics, result, sha256, train
 
 pytestmark = pytest.mark.slow
 
 
-def kill_when(folder: Path, name: str, step: int, *words: str) -> None:
-    """Starts a run and kills every process of it with SIGKILL once it has saved checkpoint `step`."""
-    run = begin("train", *TINY, f"run.name={name}", *words, folder=folder)
-    family = psutil.Process(run.pid)
+def killed_after(folder: Path, name: str, step: int, *words: str) -> None:
+    """A run that is killed a moment after it has saved checkpoint `step`."""
     saved = folder / "runs" / name / "checkpoints" / f"step-{step}"
-    deadline = time.monotonic() + 120
-    while not saved.exists():
-        assert run.poll() is None, run.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    time.sleep(random.uniform(0, 0.3))
-    for process in [*family.children(recursive=True), family]:
-        try:
-            process.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            continue
-    run.communicate()
+    begun = begin("train", *TINY, f"run.name={name}", *words, folder=folder)
+    kill_when(saved.exists, begun, then=random.uniform(0, 0.3))
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
@@ -40,7 +25,7 @@ def test_a_killed_and_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(
 ) -> None:
     here = f"parallel.processes={processes}"
     train(tmp_path, "whole", here)
-    kill_when(tmp_path, "killed", random.choice([7, 14, 21, 28]), here)
+    killed_after(tmp_path, "killed", random.choice([7, 14, 21, 28]), here)
     resumed = train(tmp_path, "killed", here, "checkpoint.resume=auto")
     assert resumed["finished"]
     assert "resumed from" in (tmp_path / "runs/killed/log.txt").read_text()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.runs.command import TINY, drumline, sha256, train
-from tests.runs.test_same_bits import kill_when
+from tests.runs.test_same_bits import killed_after
 
 pytestmark = pytest.mark.slow
 
@@ -20,8 +20,8 @@ def test_killed_and_resumed_on_other_numbers_of_processes_a_run_ends_with_the_bi
 ) -> None:
     train(tmp_path, "whole", *STRICT)
     worlds = random.sample((2, 3, 4), 2)
-    kill_when(tmp_path, "killed", 7, *STRICT, f"parallel.processes={worlds[0]}")
-    kill_when(
+    killed_after(tmp_path, "killed", 7, *STRICT, f"parallel.processes={worlds[0]}")
+    killed_after(
         tmp_path,
         "killed",
         28,
