@@ -109,11 +109,8 @@ def cut_teacher(
             names = world.share(names)
         return traced.split(names)
     except UserError as error:
-        layout = f"distill.teacher_layout = {recipe.distill.teacher_layout} in {shape.stages} stages"
-        what = error.what.removeprefix(f"parallel.stages = {shape.stages}: ").removeprefix("parallel.split: ")
-        raise UserError(
-            f"{layout}: teacher {name}: {what}",
-            "use another number of stages, or --distill.teacher_layout single",
+        raise _of_teacher(
+            error, f"{recipe.distill.teacher_layout} in {shape.stages} stages: teacher {name}"
         ) from error
 
 
@@ -123,7 +120,10 @@ def lay_teacher(
     """Moves the teacher's tensors to where their stages are computed, and has it computed there."""
     ways = []
     for module, segments in zip(teacher.modules, cuts, strict=True):
-        settle(module, module, segments, stages.shape, stages.grid, stages.devices, channels_last)
+        try:
+            settle(module, module, segments, stages.shape, stages.grid, stages.devices, channels_last)
+        except UserError as error:
+            raise _of_teacher(error, f"model in {stages.shape.stages} stages: a teacher") from error
         ways.append(
             Chain(module, segments, stages.shape, stages.grid, stages.devices, teacher.autocast).several
         )
@@ -150,6 +150,16 @@ class Relayed:
         assert len(said.logits) == len(batch.labels), (self._next, len(said.logits), len(batch.labels))
         self._next = (self._next + 1) % len(self._said)
         return said
+
+
+def _of_teacher(error: UserError, which: str) -> UserError:
+    """What was said of a model in stages, as the user of a teacher must hear it."""
+    field = error.what.partition(": ")
+    what = field[2] if field[0].startswith("parallel.") else error.what
+    return UserError(
+        f"distill.teacher_layout = {which}: {what}",
+        "use another number of stages, or --distill.teacher_layout single",
+    )
 
 
 def _balanced(

@@ -27,7 +27,15 @@ from drumline.errors import UserError
 from drumline.launch.world import World
 from drumline.models.blocks import repeated_blocks
 from drumline.parallel.by_host import GatherByHost, ReduceScatterByHost
-from drumline.parallel.layout import BufferMean, Draws, Passes, Recorded, micro_batches_of, refuse_hooked
+from drumline.parallel.layout import (
+    BufferMean,
+    Draws,
+    Passes,
+    Recorded,
+    micro_batches_of,
+    refuse_hooked,
+    used_somewhere,
+)
 from drumline.parallel.local import local_part
 from drumline.state.checkpoint import Groups, check_fit
 from drumline.state.pieces import LocalGroups, Piece, share_of_rows
@@ -212,8 +220,7 @@ class ShardedExchange(Recorded):
         """The whole parameters, None for those that no process used in its first step: one that a process left out
         must move with the others all the same. Asked once; later steps are taken to be alike."""
         if self._used is None:
-            here = torch.tensor([each.grad is not None for each in self._held.whole])
-            self._used = self._world.gather_integers(here).any(dim=0).tolist()
+            self._used = used_somewhere(self._held.whole, self._world)
         return [
             each if used or each.grad is not None else None
             for each, used in zip(self._held.whole, self._used, strict=True)

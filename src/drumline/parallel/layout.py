@@ -204,6 +204,13 @@ def micro_batches_of(batch: Batch, count: int) -> list[Batch]:
     return [Batch(*(tensor[first:last] for tensor in batch)) for first, last in pairwise(cuts)]
 
 
+def used_somewhere(parameters: Sequence[nn.Parameter], world: World) -> list[bool]:
+    """Which of them have a gradient on this process or another. All processes call it."""
+    here = torch.tensor([each.grad is not None for each in parameters])
+    found: list[bool] = world.gather_integers(here).any(dim=0).tolist()
+    return found
+
+
 def without_sync(model: nn.Module, last: bool) -> AbstractContextManager[None]:
     """Holds back DDP's gradient exchange for every micro-batch but the last."""
     if isinstance(model, DistributedDataParallel) and not last:

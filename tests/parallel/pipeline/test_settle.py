@@ -27,4 +27,4 @@ def test_a_constant_that_two_devices_of_one_process_would_read_is_refused() -> N
         UserError, match="table is read by stages 0, 1, which one process computes on several"
     ) as told:
         device_of([0, 1], SHAPE, make_grid(alone(HERE)), [HERE, THERE], "table")
-    assert "use 2 processes" in told.value.fix
+    assert "--parallel.processes 2" in told.value.fix

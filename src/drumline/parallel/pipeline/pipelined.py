@@ -20,7 +20,7 @@ from drumline.data.views import Batch
 from drumline.errors import UserError
 from drumline.launch.world import Pending, World
 from drumline.parallel.grid import Grid
-from drumline.parallel.layout import BufferMean, Draws, Everything, Passes, micro_batches_of
+from drumline.parallel.layout import BufferMean, Draws, Everything, Passes, micro_batches_of, used_somewhere
 from drumline.parallel.pipeline.boundary import Bound, TensorSpec
 from drumline.parallel.pipeline.carriers import Carrier
 from drumline.parallel.pipeline.execute import Lane, run_lanes
@@ -215,7 +215,8 @@ class GradientSum:
     def __init__(self, stages: Mapping[int, Sequence[nn.Parameter]], peers: World, module: nn.Module) -> None:
         """`module` has the parameters' names."""
         self._stages, self._peers, self._module = stages, peers, module
-        self._used: dict[int, list[nn.Parameter]] = {}
+        self._used: dict[int, tuple[list[nn.Parameter], list[nn.Parameter]]] = {}
+        """Of each stage, those that were used in the first step, and the others."""
         self._begun: list[tuple[list[Tensor], Pending]] = []
 
     def begin(self, stage: int) -> None:
@@ -227,21 +228,23 @@ class GradientSum:
             self._begun.append((bucket, self._peers.sum_later(flat)))
 
     def _sent(self, stage: int) -> list[nn.Parameter]:
-        parameters = self._stages[stage]
         if stage not in self._used:
-            here = torch.tensor([each.grad is not None for each in parameters])
-            somewhere = self._peers.gather_integers(here).any(dim=0).tolist()
-            self._used[stage] = [each for each, used in zip(parameters, somewhere, strict=True) if used]
-        used = {id(each) for each in self._used[stage]}
-        for each in parameters:
-            if each.grad is not None and id(each) not in used:
+            parameters = self._stages[stage]
+            pairs = list(zip(parameters, used_somewhere(parameters, self._peers), strict=True))
+            self._used[stage] = (
+                [each for each, used in pairs if used],
+                [each for each, used in pairs if not used],
+            )
+        sent, idle = self._used[stage]
+        for each in idle:
+            if each.grad is not None:
                 name = next(name for name, known in self._module.named_parameters() if known is each)
                 raise UserError(
                     f"parameter {name} of stage {stage} got no gradient in the first step and has one now: its "
                     "replicas do not exchange it",
                     "use every trainable parameter in each step (multiply what is left out at times by 0)",
                 )
-        return self._used[stage]
+        return sent
 
     def finish(self) -> None:
         """Afterwards `.grad` is the sum."""

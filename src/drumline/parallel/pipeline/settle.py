@@ -55,9 +55,9 @@ def device_of(
         devices = {lanes[stage % shape.lanes] for stage in stages}
         if len(devices) > 1:
             raise UserError(
-                f"{name} is read by stages {', '.join(map(str, stages))}, which one process computes on several "
-                "devices",
-                f"use {shape.lanes} processes, each of which has its own, or cut so that one stage reads it",
+                f"parallel.split: {name} is read by stages {', '.join(map(str, stages))}, which one process computes "
+                "on several devices",
+                f"give --parallel.processes {shape.lanes} (each has its own), or cut so that one stage reads it",
             )
         return devices.pop()
     here = any(stage % shape.lanes == grid.place for stage in stages)
