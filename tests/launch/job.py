@@ -72,7 +72,7 @@ def killed(folder: Path, rank: int) -> None:
         all_ready(folder)
         os.kill(os.getpid(), signal.SIGKILL)
     pid = int((folder / "pid-1").read_text()) if wait_for(folder / "pid-1") else 0
-    write(folder / f"ready-{rank}", "")
+    ready(folder, rank)
     while is_running(pid):
         time.sleep(0.001)
     raise RuntimeError("[pair.cc:544] Connection closed by peer [127.0.0.1]:2222")
@@ -81,7 +81,7 @@ def killed(folder: Path, rank: int) -> None:
 def late(folder: Path, rank: int) -> None:
     """Rank 0 is done at once; rank 1 fails after it."""
     if rank == 0:
-        write(folder / "ready-0", "")
+        ready(folder, rank)
         return
     all_ready(folder)
     time.sleep(0.5)
@@ -98,7 +98,7 @@ def saves(folder: Path, rank: int) -> None:
     """Counts stop requests, takes a moment to save after the first, leaves with 0."""
     asked: list[float] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(time.monotonic()))
-    write(folder / f"ready-{rank}", "")
+    ready(folder, rank)
     while not asked or time.monotonic() - asked[0] < 1.0:
         time.sleep(0.01)
     write(folder / f"saved-{rank}", str(len(asked)))
@@ -111,7 +111,7 @@ def saves_or_fails(folder: Path, rank: int) -> None:
         saves(folder, rank)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-    write(folder / f"ready-{rank}", "")
+    ready(folder, rank)
     while not asked:
         time.sleep(0.01)
     raise RuntimeError("no space left for the checkpoint")
@@ -125,7 +125,7 @@ def deaf(folder: Path, rank: int) -> None:
     )
     loader = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {LAUNCHER: str(os.getpid())})
     write(folder / f"pid-{rank}-loader", str(loader.pid))
-    write(folder / f"ready-{rank}", "")
+    ready(folder, rank)
     time.sleep(600)
 
 
@@ -183,7 +183,7 @@ def hung(folder: Path, rank: int) -> None:
         time.sleep(0.02)
         heartbeat.beat(step + 1)
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        write(folder / f"ready-{rank}", str(time.time()))
+        ready(folder, rank)
         if rank == 1 and sys.argv[3] == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         dream_of_sheep() if rank == 1 else time.sleep(600)
@@ -196,7 +196,7 @@ def dream_of_sheep() -> None:
 def until_alone(folder: Path, rank: int) -> None:
     """Goes on until it is the only process of the run."""
     heartbeat.connect(os.environ)
-    write(folder / f"ready-{rank}", "")
+    ready(folder, rank)
     while os.environ["WORLD_SIZE"] != "1":
         time.sleep(0.02)
         heartbeat.beat(1)
@@ -235,18 +235,26 @@ def _deaf_unless_rank_1(folder: Path, rank: int) -> None:
     all_ready(folder)
 
 
+def ready(folder: Path, rank: int) -> None:
+    """Says that this worker has got going, and in which start."""
+    write(folder / f"ready-{rank}", os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
 def all_ready(folder: Path) -> None:
-    """Waits until every other worker has got going."""
+    """Waits until every other worker has got going in this start, not only in one before."""
     for other in range(int(os.environ["WORLD_SIZE"])):
         if other != 1:
-            assert wait_for(folder / f"ready-{other}")
+            assert wait_for(folder / f"ready-{other}", holding=os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 
-def wait_for(path: Path, seconds: float = 30) -> bool:
+def wait_for(path: Path, seconds: float = 30, holding: str | None = None) -> bool:
+    """Whether the file is there in time, with that text if one is given."""
     deadline = time.monotonic() + seconds
-    while not path.exists() and time.monotonic() < deadline:
+    while (
+        not (found := path.exists() and holding in (None, path.read_text())) and time.monotonic() < deadline
+    ):
         time.sleep(0.005)
-    return path.exists()
+    return found
 
 
 def write(path: Path, text: str) -> None:
