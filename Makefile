@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Hundreds of processes are started by the tests; without compiled files each would compile our sources anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test quick lint docs clean
 

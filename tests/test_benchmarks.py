@@ -273,14 +273,19 @@ def test_layouts_measures_no_schedule_faster_than_its_ideal_and_pipelines_faster
     script: Any, capsys: Any
 ) -> None:
     layouts = script("layouts", "--quick", "--no-processes")
-    assert layouts.main() == 0
-    printed = capsys.readouterr().out
-    found = {name: rows(printed, name)[0] for name in ("model", "gpipe", "1f1b", "interleaved")}
-    for name, ideal in (("model", "192"), ("gpipe", "120"), ("1f1b", "120"), ("interleaved", "108")):
-        assert found[name][4] == ideal
-        assert float(found[name][5]) > float(ideal)
-        if name != "model":
-            assert float(found[name][5]) < float(found["model"][5])
+    ideal = {"model": "192", "gpipe": "120", "1f1b": "120", "interleaved": "108"}
+    best = dict.fromkeys(ideal, float("inf"))
+    for _ in range(5):  # a busy machine may hold any step up, but not each time
+        assert layouts.main() == 0
+        printed = capsys.readouterr().out
+        for name in ideal:
+            row = rows(printed, name)[0]
+            assert row[4] == ideal[name]
+            assert float(row[5]) > float(ideal[name])
+            best[name] = min(best[name], float(row[5]))
+        if max(best, key=lambda name: best[name]) == "model":
+            break
+    assert all(best[name] < best["model"] for name in best if name != "model"), best
 
 
 @pytest.mark.slow

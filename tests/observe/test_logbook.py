@@ -342,6 +342,7 @@ def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
                 book.metric("eval", step=step, accuracy=0.5)
                 book.metric("memory", bytes=1)
     shown: list[str] = []
+    time.sleep(1.01)  # TensorBoard puts files in order by their second, and within one, 10 before 9
     with Logbook.open(tmp_path, shown.append, keep_until_step=4) as book:
         for step in range(5, 11):
             book.metric("train", step=step, loss=100.0 + step)

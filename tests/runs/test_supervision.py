@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 import subprocess
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from drumline.launch.heartbeat import SLOT, VARIABLE, Phase
 from tests.data.damage import build_damaged_set
 from tests.runs.command import LOADED, TINY, begin, metrics, sha256, train
 
@@ -142,7 +144,22 @@ def kill_rank(rank: int) -> Act:
 
 
 def stop_rank(rank: int) -> Act:
-    return lambda run: workers(run)[rank].suspend()
+    """In the middle of a step: it may just be saving."""
+
+    def stop(run: subprocess.Popen[str]) -> None:
+        process = workers(run)[rank]
+        path, _, slot = process.environ()[VARIABLE].rpartition(":")
+        while True:
+            process.suspend()
+            while process.status() != psutil.STATUS_STOPPED:
+                time.sleep(0.001)
+            _, _, phase = struct.unpack_from("=3q", Path(path).read_bytes(), int(slot) * SLOT)
+            if phase == Phase.STEPPING:
+                return
+            process.resume()
+            time.sleep(0.005)
+
+    return stop
 
 
 def kill_loader(run: subprocess.Popen[str]) -> None:
