@@ -177,16 +177,21 @@ def test_an_input_that_nothing_uses_gets_zeros() -> None:
     assert torch.equal(first.layer.weight.grad, torch.full((2, 2), 2.0))
 
 
-def test_a_gradient_on_its_way_is_not_a_parameter_s_own() -> None:
-    """The first `.grad` may lie in the memory of an input's gradient; the next micro-batch adds to it."""
+@pytest.mark.parametrize("idle", [0, 1])
+def test_a_gradient_on_its_way_is_not_a_parameter_s_own(idle: int) -> None:
+    """The first `.grad` may lie in the memory of an input's gradient; the next micro-batch adds to it. The parameter
+    may be idle at first."""
 
     class Shift(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.shift = nn.Parameter(torch.zeros(6))
+            self.calls = 0
 
         def forward(self, x: Tensor) -> Tensor:
-            return ((x + self.shift.view(1, 6)) * torch.arange(6.0)).sum()
+            self.calls += 1
+            shifted = x + self.shift.view(1, 6) if self.calls > idle else x
+            return (shifted * torch.arange(6.0)).sum()
 
     class Give(nn.Linear):
         def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
@@ -194,9 +199,9 @@ def test_a_gradient_on_its_way_is_not_a_parameter_s_own() -> None:
 
     slow = partial(after, 0.05)
     first = Give(6, 6)
-    run_two([first, Shift()], [torch.ones(1, 6)] * 2, move=slow)
+    run_two([first, Shift()], [torch.ones(1, 6)] * (2 + idle), move=slow)
     assert first.bias.grad is not None
-    assert torch.equal(first.bias.grad, 2 * torch.arange(6.0))
+    assert torch.equal(first.bias.grad, (2 + idle) * torch.arange(6.0))
 
 
 @pytest.mark.parametrize("carrier", [Mailbox(places(1)).seats[0], Wire(alone(CPU), alone(CPU))])

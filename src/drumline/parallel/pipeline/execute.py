@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from drumline.parallel.pipeline.boundary import TensorSpec
+from drumline.parallel.pipeline.boundary import Bound, TensorSpec
 from drumline.parallel.pipeline.carriers import Carrier
 from drumline.parallel.pipeline.instructions import Instruction, Kind
 from drumline.parallel.pipeline.mailbox import Mailbox
@@ -51,8 +51,14 @@ class Lane:
         boundaries: Boundaries,
         carrier: Carrier,
         device: torch.device,
+        parameters: Mapping[int, Sequence[nn.Parameter]] | None = None,
     ) -> None:
+        """`parameters` are those that each stage computes with; unless told, all of its module or its model."""
         self.instructions, self.stages, self.last = tuple(instructions), stages, last
+        self._parameters = parameters or {
+            number: tuple((stage.root if isinstance(stage, Bound) else stage).parameters())
+            for number, stage in stages.items()
+        }
         self.boundaries, self.carrier, self.device = boundaries, carrier, device
         self.high_water = HighWater()
         self._held: dict[tuple[int, int], _Held] = {}
@@ -60,6 +66,8 @@ class Lane:
         self.around_backward: AbstractContextManager[Any] = nullcontext()
         """Entered for each backward, again and again: a lock, where lanes must not do so at the same time."""
         self._bytes = self._in_flight = 0
+        self._complete: set[int] = set()
+        """Stages of which every parameter that is trained has a gradient, so that no other will be its first."""
 
     def run(
         self,
@@ -109,6 +117,7 @@ class Lane:
 
     def _follow(self, do: Mapping[Kind, Callable[[int, int], None]], recorder: Recorder | None) -> None:
         self._held.clear()
+        self._complete.clear()
         self._bytes = self._in_flight = 0
         actions = {
             Kind.RECEIVE_INPUT: self._receive_input,
@@ -174,6 +183,7 @@ class Lane:
         gradients = [gradient for edge, gradient in pairs if edge is not None]
         held.edges, held.gradients = (), ()
         del pairs
+        held.may_share = stage > 0 and not self._has_gradients(stage)
         if edges:
             with self.around_backward, ExitStack() as stack:
                 for kind in {"cpu", self.device.type}:
@@ -184,6 +194,14 @@ class Lane:
         self._let_go(held)
         if stage == 0:
             del self._held[stage, micro]
+
+    def _has_gradients(self, stage: int) -> bool:
+        """Whether all its parameters do; looked at until they have."""
+        if stage not in self._complete and all(
+            each.grad is not None for each in self._parameters[stage] if each.requires_grad
+        ):
+            self._complete.add(stage)
+        return stage in self._complete
 
     def _receive_input(self, stage: int, micro: int) -> None:
         held = self._held.setdefault((stage, micro), _Held())
@@ -219,7 +237,7 @@ class Lane:
             for spec, gradient in zip(specs, held.arrived, strict=True)
             if spec.requires_grad
         ]
-        if micro == 0:
+        if held.may_share:
             # Autograd may give a parameter its first `.grad` in the memory of an input's gradient, as in
             # x + bias.view(1, 6), and the next micro-batch would add to it while it is being sent.
             gradients = [gradient.clone() for gradient in gradients]
@@ -280,6 +298,8 @@ class _Held:
     edges: Sequence[GradientEdge | None] = ()
     """Where the backward begins, without holding the outputs themselves; None for one that needs no gradient."""
     gradients: Sequence[Tensor] = ()
+    may_share: bool = False
+    """A parameter's first gradient may lie in the memory of those that arrived."""
     bytes: int = 0
 
 

@@ -60,6 +60,10 @@ class Record:
         self.last_use = {
             node: max((self.place[user] for user in node.users), default=-1) for node in (self.input, *nodes)
         }
+        given = self.output.args[0]
+        kind = type(seen.values[given][0] if isinstance(given, fx.Node) else given).__name__
+        self.returns = kind.removeprefix("immutable_")
+        """What the model gives: Tensor, tuple, dict, ..."""
         self.entries = tuple(_entries(seen, self.place))
         self.written_buffers = frozenset(written)
         self._kinds = {node: _kind(seen.values[node][0]) for node in (self.input, *nodes)}

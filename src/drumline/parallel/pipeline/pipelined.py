@@ -108,6 +108,7 @@ class Pipelined(Everything):
                 self._entering,
                 carrier,
                 device,
+                staged.parameters,
             )
             for number, carrier, device in zip(numbers, carriers, staged.devices, strict=True)
         ]
