@@ -27,7 +27,7 @@ def made_up(*seconds: float, noise: float = 0.01) -> Profile:
     )
 
 
-WHERE = {"device": "cpu", "precision": "fp32", "batch": 8, "size": 224}
+WHERE = {"device": "cpu", "precision": "fp32", "batch": 8, "size": 224, "returns": "Tensor"}
 
 
 def test_the_words_are_read() -> None:
@@ -95,6 +95,12 @@ def test_a_row_says_what_lies_before_and_what_crosses() -> None:
     rows = {line.split()[0]: line.split() for line in lines[-3:]}
     assert rows["a"] == ["a", "0", "%", "333.33", "666.67", "25.0", "%", "1.0", "10", "-"]
     assert rows["c"] == ["c", "75", "%", "333.33", "666.67", "25.0", "%", "1.0", "10", "2", "(1)"]
+
+
+def test_what_keeps_a_model_from_being_trained_is_told_with_the_table() -> None:
+    assert not any("returns" in line for line in describe(Options("net"), made_up(1.0), WHERE))
+    lines = describe(Options("net"), made_up(1.0), {**WHERE, "returns": "dict"})
+    assert "in training it returns dict: to train it, wrap it in a factory that returns the logits" in lines
 
 
 def test_a_noisy_machine_is_told_with_the_table() -> None:

@@ -164,6 +164,7 @@ def describe(options: Options, measured: Profile, where: dict[str, Any]) -> list
         f"{where['batch']} images of {where['size']} x {where['size']}, {where['precision']}, on {where['device']}: "
         f"{1000 * total:.1f} ms forward and backward",
         measured.noisy or f"spread of {options.repeats} rounds: {100 * measured.noise:.1f} %",
+        *_unfit(where["returns"]),
         "",
         _row(
             "stage begins at", "before", "fwd ms", "bwd ms", "share", "kept MiB", "parameters", "crosses KiB"
@@ -184,6 +185,13 @@ def describe(options: Options, measured: Profile, where: dict[str, Any]) -> list
         lines += row.splitlines()
         before += unit.seconds
     return lines
+
+
+def _unfit(returns: str) -> list[str]:
+    """What keeps the model from being trained as it is."""
+    if returns == "Tensor":
+        return []
+    return [f"in training it returns {returns}: to train it, wrap it in a factory that returns the logits"]
 
 
 def describe_split(found: StageSplit) -> list[str]:
@@ -355,6 +363,7 @@ def _measure(options: Options) -> tuple[Profile, dict[str, Any]]:
         "precision": {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[autocast],
         "batch": options.batch,
         "size": size,
+        "returns": traced.records[True].returns,
     }
 
 

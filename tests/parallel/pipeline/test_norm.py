@@ -311,7 +311,10 @@ def test_other_norms_are_left_alone() -> None:
     assert [type(part) for part in model] == kinds
     assert all(part.training and "forward" not in vars(part) for part in model)
     assert norm_count(model) == 0
-    assert words("deferred", norm_count(model), 4, 16) == ""
+    assert words("micro", norm_count(model), 4, 16) == ""
+    assert words("deferred", norm_count(model), 4, 16) == (
+        "parallel.batchnorm = deferred changes nothing: the model has no BatchNorm"
+    )
 
 
 def test_the_choice_is_said_with_its_meaning() -> None:

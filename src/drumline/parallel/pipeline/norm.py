@@ -88,10 +88,10 @@ def norm_count(module: nn.Module) -> int:
 def words(
     mode: Mode, norms: int, micro_batches: int, samples: int, replicas: int = 1, uneven: bool = False
 ) -> str:
-    """The choice and what it means, in one line; empty where there is no BatchNorm. `samples` are those of the
+    """The choice and what it means, in one line; empty where there is none to make. `samples` are those of the
     smallest micro-batch of one replica; `uneven` says that others have more."""
     if not norms:
-        return ""
+        return f"parallel.batchnorm = {mode} changes nothing: the model has no BatchNorm" * (mode != "micro")
     if mode == "frozen":
         return "BatchNorm frozen: the running statistics normalise and stay as they are; weight and bias are trained"
     together = samples * replicas if mode == "sync" else samples
