@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from drumline.data.views import Batch
 from drumline.distill.bundle import Bundle, Said
 from drumline.distill.choose import choose
-from drumline.distill.gather import Gathered
+from drumline.distill.gather import Gathered, Spread
 from drumline.distill.method import Method, Needs, Scope, Seen
 from drumline.distill.methods import METHODS
 from drumline.distill.methods.logits import Dkd, Kd
@@ -74,13 +75,15 @@ def part(name: str, method: Method, weight: float, needs: Needs = NOTHING) -> Pa
     return Part(name, method, weight, needs)
 
 
-def objective(parts: list[Part], r: float = 1.0, smoothing: float = 0.0, **options: Any) -> Distillation:
+def objective(
+    parts: list[Part], r: float = 1.0, smoothing: float = 0.0, spread: Spread | None = None, **options: Any
+) -> Distillation:
     return Distillation(
         parts,
         r,
         Classification(smoothing, CLASSES),
         source=lambda images, batch: Taught(TAUGHT, {"stage1": TAUGHT_MAP}),
-        spread=Gathered(alone(CPU), [COUNT]),
+        spread=Gathered(alone(CPU), [COUNT]) if spread is None else spread,
         device=CPU,
         per_epoch=10,
         **options,
@@ -295,6 +298,15 @@ def stepped(
     for index in range(steps):
         step(tiny.make(COUNT, index), index, 0.1)
     return made, step
+
+
+def test_it_waits_for_others_only_where_a_method_reads_their_samples() -> None:
+    two: Any = SimpleNamespace(world=SimpleNamespace(size=2))
+    sample, batch = part("spy", Spy(), 1.0), part("whole", Whole(), 1.0)
+    assert not objective([sample], spread=two).meets
+    assert objective([sample, batch], spread=two).meets
+    assert objective([replace(sample, memory=cast(Any, object()))], spread=two).meets
+    assert not objective([sample, batch]).meets
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])

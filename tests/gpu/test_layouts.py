@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,23 @@ def test_replicas_of_a_pipeline_and_sharded_models_give_the_bits_of_ddp(tmp_path
         "parallel.split=even",
     )
     assert final(tmp_path, "grid", *words[:2], "parallel.processes=4", *staged) == plain
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model.name=mobilenet_v2 train.accumulate=2 data.mixup=0.2",
+        "model.name=resnet18 train.compile=true train.precision=bf16",
+        "model.name=resnet18 train.precision=fp16 run.deterministic=false",
+        "model.name=resnet50 data.batch=16 run.deterministic=false train.precision=fp32 train.sync_bn=true",
+    ],
+)
+def test_ddp_is_proved(words: str, tmp_path: Path) -> None:
+    """Two processes that share a GPU; dropout and pairs, compiled, scaled, and with kernels that do not repeat."""
+    final(tmp_path, "run", *words.split(), "parallel.processes=2")
+    assert json.loads((tmp_path / "runs/run/certificate.json").read_text())["passes"] is True
+    assert "WARNING: no certificate" not in (tmp_path / "runs/run/log.txt").read_text()
+    assert "predicted: " in (tmp_path / "runs/run/timeline.svg").read_text()
 
 
 def test_a_student_in_stages_learns_from_a_teacher_in_stages(tmp_path: Path) -> None:

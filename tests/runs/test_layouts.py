@@ -145,6 +145,12 @@ def reading(classes): return Net(classes, Reading)
 def drawing(classes): return Net(classes, Depth)
 
 
+def ignored(classes):
+    net = Net(classes)
+    net._ddp_params_and_buffers_to_ignore = ["fc.weight"]  # left there by a wrapper, a checkpoint, a copy
+    return net
+
+
 def hooked(classes):
     net = Net(classes)
     net.fc.weight.register_hook(lambda gradient: 0 * gradient)
@@ -158,6 +164,7 @@ Runs = Callable[..., Path]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Trains once for each name and set of words; gives the run folder."""
     folder = tmp_path_factory.mktemp("layouts")
+    (folder / "own.py").write_text(OWN)
 
     @cache
     def trained(name: str, *words: str) -> Path:
@@ -232,9 +239,13 @@ def test_sharded_runs_end_with_the_bits_of_ddp_and_go_on_from_their_pieces(run: 
     """Not clipped: the length of a gradient is added up from its parts."""
     words = ("parallel.processes=2", "train.accumulate=2", "optim.clip=0")
     sharded = (*words, "parallel.layout=fsdp", "checkpoint.sharded=true")
-    whole = run("sharded", *sharded)
-    assert sha256(whole) == sha256(run("unsharded", *words))
-    assert "bit for bit" in (whole / "log.txt").read_text()
+    whole, plain = run("sharded", *sharded), run("unsharded", *words)
+    assert sha256(whole) == sha256(plain)
+    for folder in (whole, plain):
+        told = "gradients of 29 of 29 parameters equal plain accumulation over 4 micro-batches, bit for bit"
+        assert f"certificate: {told}" in (folder / "log.txt").read_text()
+        assert json.loads((folder / "certificate.json").read_text())["passes"]
+        assert "predicted: " in (folder / "timeline.svg").read_text()
     resumed = run("from pieces", *sharded, f"checkpoint.resume={whole}/checkpoints/step-3")
     assert sha256(resumed) == sha256(whole)
 
@@ -256,11 +267,28 @@ def test_the_certificate_is_said_and_stored(run: Runs) -> None:
     assert "gradients of 29 of 29 parameters equal plain accumulation over 4 micro-batches" in stored["words"]
 
 
+def test_ddp_that_leaves_a_parameter_out_is_stopped_before_it_trains(run: Runs) -> None:
+    """DDP is silent about it, and each process would train that weight alone."""
+    folder = run("accumulate", "train.accumulate=4").parents[1]
+    words = ("run.name=ignored", "parallel.processes=2", "model.name=own:ignored", "train.accumulate=2")
+    done = drumline("train", *SMALL, *words, folder=folder)
+    assert done.returncode == 2, done.stderr
+    assert "certificate: the gradient of 'fc.weight' differs on rank " in done.stderr
+    assert "Traceback" not in done.stderr
+    stored = json.loads((folder / "runs" / "ignored" / "certificate.json").read_text())
+    assert not stored["passes"]
+    assert stored["comparisons"][0]["wrong"] == 1
+
+
+def test_ddp_trains_a_model_that_keeps_something_and_says_what_that_costs(run: Runs) -> None:
+    kept = run("kept", "parallel.processes=2", "model.name=own:keeping")
+    assert "WARNING: no certificate: the model does not repeat its own step" in (kept / "log.txt").read_text()
+    assert json.loads((kept / "certificate.json").read_text())["passes"] is None
+
+
 def test_what_a_model_draws_depends_on_neither_processes_nor_kills(run: Runs) -> None:
     """Dropout and stochastic depth, with mixed pairs, recomputing, lamb and a buffer that is not saved: virtual
     devices, then two processes, which stay with the cut."""
-    folder = run("accumulate", "train.accumulate=4").parents[1]
-    (folder / "own.py").write_text(OWN)
     words = (
         "model.name=own:drawing",
         "data.mixup=0.2",
@@ -276,8 +304,6 @@ def test_what_a_model_draws_depends_on_neither_processes_nor_kills(run: Runs) ->
 
 
 def test_a_step_that_is_not_finite_is_named_and_held_back_by_every_stage(run: Runs) -> None:
-    folder = run("accumulate", "train.accumulate=4").parents[1]
-    (folder / "own.py").write_text(OWN)
     booming = run(
         "booming", *OVER_TWO, "model.name=own:booming", "guard.action=warn", "checkpoint.every_steps=4"
     )
@@ -291,7 +317,6 @@ def test_a_step_that_is_not_finite_is_named_and_held_back_by_every_stage(run: Ru
 
 def test_replicas_of_a_stage_that_drift_apart_are_named(run: Runs) -> None:
     folder = run("accumulate", "train.accumulate=4").parents[1]
-    (folder / "own.py").write_text(OWN)
     words = (*PIECES, "parallel.processes=4", "parallel.stages=2", "guard.every=1", "model.name=own:drifting")
     done = drumline("train", *SMALL, "run.name=drifting", *words, folder=folder)
     assert done.returncode == 2, done.stderr

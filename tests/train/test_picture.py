@@ -10,7 +10,7 @@ from typing import Any
 from drumline.launch.world import host_name
 from drumline.parallel.pipeline.instructions import Kind
 from drumline.parallel.pipeline.simulate import Span
-from drumline.train.picture import AFTER, TRACE, Picture
+from drumline.train.picture import AFTER, TRACE, Picture, in_turn
 
 
 def test_lanes_of_two_machines_are_drawn_by_one_clock(tmp_path: Path) -> None:
@@ -36,3 +36,27 @@ def test_lanes_of_two_machines_are_drawn_by_one_clock(tmp_path: Path) -> None:
     events = json.loads((tmp_path / TRACE).read_text())["traceEvents"]
     starts = [event["ts"] for event in events if event["ph"] == "X"]
     assert max(starts) - min(starts) < 1e6
+
+
+def test_ranks_that_compute_the_whole_model_are_expected_to_be_alike() -> None:
+    forward, backward = Kind.FORWARD, Kind.BACKWARD
+    rehearsed = [
+        Span(lane, kind, 0, micro, start, start + seconds)
+        for lane, slower in ((0, 1.0), (1, 1.0), (2, 3.0))
+        for micro, kind, start, seconds in (
+            (0, forward, 50.0, 1.0 * slower),
+            (1, forward, 57.0, 2.0 * slower),
+            (1, backward, 60.0, 4.0 * slower),
+            (0, backward, 52.0, 2.0 * slower),
+        )
+    ]
+    found = in_turn(rehearsed, lanes=3)
+    one = [(span.kind, span.micro, span.start, span.end) for span in found if span.lane == 2]
+    assert one == [
+        (forward, 0, 0.0, 1.0),
+        (backward, 0, 1.0, 3.0),
+        (forward, 1, 3.0, 5.0),
+        (backward, 1, 5.0, 9.0),
+    ]
+    assert len(found) == 3 * 4
+    assert in_turn([], lanes=3) == ()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from drumline.launch.world import alone
+from drumline.parallel.norm import WorldNorm
 from drumline.recipe import Checkpoint, Data, Model, Parallel, Recipe, Run, Train
 from drumline.train import prove
 from drumline.train.loop import train
@@ -37,3 +41,23 @@ def test_a_model_that_one_device_cannot_hold_is_trained_without_a_certificate(
     assert told["passes"] is None
     assert "does not fit" in told["words"]
     assert "WARNING: no certificate" in (tmp_path / "run" / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("model", "meets", "ends"),
+    [
+        (nn.BatchNorm2d(3), False, False),
+        (nn.Sequential(nn.SyncBatchNorm(3)), False, True),
+        (nn.Sequential(WorldNorm(3)), False, True),
+        (nn.BatchNorm2d(3), True, True),
+    ],
+)
+def test_none_gives_up_while_others_wait_for_it(model: nn.Module, meets: bool, ends: bool) -> None:
+    """Which of several processes has no room is known to itself alone."""
+    step: Any = SimpleNamespace(objective=SimpleNamespace(meets=meets))
+
+    def full() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError) if ends else nullcontext():
+        assert prove._fits(full, prove._meets(model, step)) is None

@@ -19,7 +19,7 @@ from drumline.state.inspect import inspect
 from drumline.state.keeper import Keeper
 from drumline.train import prepare
 from drumline.train.loop import Result, export, train
-from drumline.train.start import Running
+from drumline.train.rehearse import _check_draws
 from drumline.train.step import NotCapturable, TrainStep
 from tests.train import tiny
 
@@ -45,7 +45,7 @@ def test_a_stage_that_draws_from_elsewhere_is_told_of_where_the_log_is() -> None
         recipe=Recipe(),
         note=said.append,
     )
-    Running._check_draws(first)
+    _check_draws(first)
     assert "which no seed of the run reaches" in said[0]
 
 

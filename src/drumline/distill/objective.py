@@ -69,6 +69,9 @@ class Distillation(Objective):
         self.spread, self.teacher = spread, teacher
         self.standardise, self.per_epoch = standardise, per_epoch
         self.terms = ("ce", *(part.name for part in parts), "teacher_agreement")
+        self.meets = spread.world.size > 1 and any(
+            part.method.scope == "global_batch" or part.memory is not None for part in parts
+        )
         # In a fixed order, as sets are not: it decides the order in which backward adds gradients.
         self._student_taps = tuple(dict.fromkeys(tap for part in parts for tap in part.reads.student))
         self._teacher_taps = tuple(dict.fromkeys(tap for part in parts for tap in part.reads.teacher))

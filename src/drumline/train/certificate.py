@@ -175,7 +175,7 @@ def _wrong_words(verdict: Verdict, row: Row, micro_batches: int) -> str:
 
 
 def _fix(verdict: Verdict, row: Row) -> str:
-    end = "certificate.json in the run folder has every number; parallel.layout = single or ddp lays nothing out"
+    end = "certificate.json in the run folder has every number; parallel.layout = single lays nothing out"
     if verdict.claim.exact:
         return f"look for code in forward that writes it, or assigns another tensor in its place; {end}"
     if row.rank < 0:

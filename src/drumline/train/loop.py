@@ -33,6 +33,7 @@ from drumline.state.tensor_file import verify_file
 from drumline.train import broken
 from drumline.train.evaluate import Score
 from drumline.train.guards import Guards
+from drumline.train.rehearse import rehearse
 from drumline.train.score import score_module
 from drumline.train.start import Running, start
 from drumline.train.stop import StopSign
@@ -89,7 +90,7 @@ def take_steps(run: Running, stop: StopSign, guards: Guards) -> tuple[Position, 
     score: Score | None = None
     if position.step >= plan.total:
         return position, score
-    run.rehearse(run.rehearsal(position.step))
+    rehearse(run, run.rehearsal(position.step))
     guards.begin()
     with closing(run.batches(position.step, plan.total)) as batches:
         batch = next(batches)

@@ -33,6 +33,8 @@ class Objective:
 
     terms: tuple[str, ...] = ()
     """Names of further sums that it reports, such as the parts of its loss."""
+    meets: bool = False
+    """Whether scoring a batch waits for other processes."""
 
     def __call__(self, model: nn.Module, images: torch.Tensor, batch: Batch) -> Outcome:
         raise NotImplementedError

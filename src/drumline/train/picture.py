@@ -61,6 +61,10 @@ class Picture:
         stages = 1 + max(item.stage for items in lists for item in items)
         self._predicted = simulate(lists, typical_times(self._drawn(rehearsed), stages))
 
+    def expect_alike(self, rehearsed: Sequence[Span]) -> None:
+        """The same where every lane computes the whole model, one micro-batch after the other."""
+        self._predicted = in_turn(self._drawn(rehearsed), len(self.lanes))
+
     def before(self, step: int) -> None:
         if step == self.at:
             self.exchange.recording = True
@@ -102,6 +106,20 @@ class Picture:
                 if span.lane < len(self.lanes)
             ]
         return drawn
+
+
+def in_turn(spans: Sequence[Span], lanes: int) -> tuple[Span, ...]:
+    """A step in which no lane is slower than another and none waits: every forward and backward as long as the middle
+    of all lanes'. Pure."""
+    taken: dict[tuple[int, Kind], list[float]] = {}
+    for span in sorted(spans, key=lambda span: (span.micro, span.kind is Kind.BACKWARD)):
+        taken.setdefault((span.micro, span.kind), []).append(span.end - span.start)
+    found, now = [], 0.0
+    for (micro, kind), seconds in taken.items():
+        end = now + median(seconds)
+        found += [Span(lane, kind, 0, micro, now, end) for lane in range(lanes)]
+        now = end
+    return tuple(found)
 
 
 def typical_times(spans: Sequence[Span], stages: int) -> Times:

@@ -43,6 +43,14 @@ from drumline.train.step import TrainStep
 
 T = TypeVar("T")
 FILE = "certificate.json"
+TOO_LARGE = (
+    "the whole model does not fit on one device beside what the layout holds there. A smaller model of the same kind "
+    "can be proved"
+)
+NOT_REPEATED = (
+    "the model does not repeat its own step: it keeps something from one call to the next, or draws random numbers "
+    "that no seed reaches"
+)
 
 
 def prove(
@@ -56,22 +64,16 @@ def prove(
 ) -> list[Span]:
     """All ranks call it, with the batch of step `index`. Gives when this process did what in that step."""
     exchange, world = laid.exchange, laid.exchange.grid.world
-    module, found = step.trainee.module, dict[str, Values]()
-    before = copied(dict(module.named_buffers()))
-
-    def look() -> None:
-        found["gradients"] = copied_gradients(module)
-        found["moved"] = copied(dict(module.named_buffers()))
-
+    before = copied(dict(step.trainee.module.named_buffers()))
     exchange.recording = True
-    step.replay(batch, index, look=look)
+    gradients, moved = _seen(step, batch, index)
     exchange.recording = False
     drawing = any(world.collect(step.draws.active))
     theirs = _reference(laid, step, batch, index, holding, drawing)
     if theirs is None:
         _tell_unproved(laid.words[0], folder, note)
         return exchange.spans()
-    mine = _verdicts(step, found["gradients"], found["moved"], before, theirs)
+    mine = _verdicts(step, gradients, moved, before, theirs)
     _tell(mine, exchange.shape.micro_batches, laid.words[0], world, folder, note)
     return exchange.spans()
 
@@ -87,47 +89,98 @@ def prove_sharded(
     note: Callable[[str], None],
 ) -> None:
     """The same for FSDP: `whole` is a copy of the module as it was before it was sharded. All ranks call it."""
-    module, world, found = step.trainee.module, step.world, dict[str, Values]()
-
-    def look() -> None:
-        found["gradients"] = {
-            name: None if each.grad is None else joined(each.grad, world).detach().to("cpu", copy=True)
-            for name, each in module.named_parameters()
-            if each.requires_grad
-        }
-        found["moved"] = copied(dict(module.named_buffers()))
-
+    module, world = step.trainee.module, step.world
     before = copied(dict(module.named_buffers()))
-    step.replay(batch, index, look=look)
+    gradients, moved = _seen(step, batch, index)
     state = holding.collect({"all": dict(module.state_dict())})
     layout = f"layout fsdp over {world.size} processes"
     # First: what is on the host cannot travel over NCCL.
-    if not all(world.collect(_fits(whole, lambda: whole.to(world.device).train()) is not None)):
+    if not all(world.collect(_fits(lambda: whole.to(world.device).train()) is not None)):
         _tell_unproved(layout, folder, note)
         return
     live = {"all": dict(whole.state_dict())}
     Whole(world).spread(state if world.first else None, live, Path("the run itself"))
+    theirs = _accumulated(whole, step, batch, index, accumulate)
+    if theirs is None:
+        _tell_unproved(layout, folder, note)
+        return
+    mine = _verdicts(step, gradients, moved, before, theirs)
+    _tell(mine, world.size * accumulate, layout, world, folder, note)
+
+
+def prove_replicated(
+    step: TrainStep,
+    batch: Batch,
+    index: int,
+    accumulate: int,
+    folder: Path | None,
+    note: Callable[[str], None],
+) -> None:
+    """The same for DDP: every process has the whole model, and computes its share without DDP too; uncompiled, for
+    compiled kernels round otherwise. A model that cannot even repeat its own step is told of, and trained all the
+    same: `ddp` is what one gets without asking. All ranks call it."""
+    module, world = step.trainee.module, step.world
+    layout = f"layout ddp over {world.size} processes"
+    before = copied(dict(module.named_buffers()))
+    with torch.compiler.set_stance("force_eager"):
+        gradients, moved = _seen(step, batch, index)
+        theirs = _accumulated(module, step, batch, index, accumulate)
+        if theirs is None:
+            _tell_unproved(layout, folder, note)
+            return
+        mine = _verdicts(step, gradients, moved, before, theirs)
+        if any(world.collect(_wrong(mine))):
+            again = Reference(*_seen(step, batch, index))
+            if any(world.collect(_wrong(_verdicts(step, gradients, moved, before, again)))):
+                _tell_unproved(layout, folder, note, NOT_REPEATED)
+                return
+    _tell(mine, world.size * accumulate, layout, world, folder, note)
+
+
+def _seen(step: TrainStep, batch: Batch, index: int) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:
+    """The gradients and buffers that a step leaves, on the host: of what this process computes, each of them whole.
+    The run is left as it was."""
+    module = step.trainee.module
+    gradients: dict[str, Tensor | None] = {}
+    buffers: dict[str, Tensor] = {}
+
+    def look() -> None:
+        for name, gradient in gradients_of(module).items():
+            whole = None if gradient is None else joined(gradient, step.world)
+            gradients[name] = None if whole is None else whole.detach().to("cpu", copy=True)
+        buffers.update(copied(dict(module.named_buffers())))
+
+    step.replay(batch, index, look=look)
+    return gradients, buffers
+
+
+def _accumulated(
+    whole: nn.Module, step: TrainStep, batch: Batch, index: int, accumulate: int
+) -> Reference | None:
+    """Each process's share of the batch by the whole model, and the mean of all. None where it does not fit."""
+    world = step.world
     step.draws.at(index)
     step.draws.switch(0)
     pieces = micro_batches_of(batch, accumulate)
     with step.undone():  # an objective may keep something of every batch it sees
-        theirs = _fits(
-            whole,
+        made = _fits(
             lambda: reference(
                 whole, lambda model, micro: _whole_loss(step, pieces[micro], index, model), accumulate
             ),
+            _meets(whole, step),
         )
-    if not all(world.collect(theirs is not None)):
-        _tell_unproved(layout, folder, note)
-        return
-    assert theirs is not None
-    summed = _summed(theirs.gradients, whole, world)
+    if not all(world.collect(made is not None)):
+        return None
+    assert made is not None
+    summed = _summed(made.gradients, whole, world)
     for gradient in summed.values():
         if gradient is not None:
             gradient.div_(world.size)
-    theirs = replace(theirs, gradients=summed)
-    mine = _verdicts(step, found["gradients"], found["moved"], before, theirs)
-    _tell(mine, accumulate, layout, world, folder, note)
+    return replace(made, gradients=summed)
+
+
+def _wrong(verdicts: list[Verdict]) -> bool:
+    return any(verdict.wrong for verdict in verdicts)
 
 
 def _verdicts(
@@ -166,32 +219,32 @@ def _tell(
         raise error
 
 
-def _fits(whole: nn.Module, work: Callable[[], T]) -> T | None:
-    """What the work gives; None where the device has no room for it. Where norms meet those of other processes, that
-    ends the run: the others would wait in a norm for one that has given up."""
+def _fits(work: Callable[[], T], meets: bool = False) -> T | None:
+    """What the work gives; None where the device has no room for it. Where it `meets` that of other processes, that
+    ends the run: they would wait for one that has given up."""
     try:
         return work()
     except torch.OutOfMemoryError:
-        if any(isinstance(part, WorldNorm) for part in whole.modules()):
+        if meets:
             raise
         return None
 
 
-def _tell_unproved(layout: str, folder: Path | None, note: Callable[[str], None]) -> None:
-    why = "the whole model does not fit on one device beside what the layout holds there"
+def _meets(whole: nn.Module, step: TrainStep) -> bool:
+    """Whether a forward waits for other processes: in a norm, or in the loss."""
+    return step.objective.meets or any(
+        isinstance(part, WorldNorm | nn.SyncBatchNorm) for part in whole.modules()
+    )
+
+
+def _tell_unproved(
+    layout: str, folder: Path | None, note: Callable[[str], None], why: str = TOO_LARGE
+) -> None:
     if folder is not None:
         write_text(
             folder / FILE, json.dumps({"passes": None, "layout": layout, "words": why}, indent=1) + "\n"
         )
-    note(f"WARNING: no certificate: {why}. A smaller model of the same kind can be proved")
-
-
-def copied_gradients(module: nn.Module) -> dict[str, Tensor | None]:
-    """Those this process holds, on the host."""
-    return {
-        name: None if gradient is None else gradient.detach().to("cpu", copy=True)
-        for name, gradient in gradients_of(module).items()
-    }
+    note(f"WARNING: no certificate: {why}")
 
 
 def _reference(
@@ -210,10 +263,10 @@ def _reference(
         )
         with step.undone():
             made = _fits(
-                whole,
                 lambda: reference(
                     whole.to(grid.world.device).train(), loss, laid.exchange.shape.micro_batches
                 ),
+                _meets(whole, step),
             )
     if not all(grid.world.collect(made is not None)):
         return None

@@ -45,11 +45,10 @@ from drumline.train.assemble import prepare_trainee
 from drumline.train.finite import Finite
 from drumline.train.meter import MeterReader
 from drumline.train.picture import Picture
-from drumline.train.prove import prove, prove_sharded
 from drumline.train.reporter import Reporter
 from drumline.train.resume import cut_of, take_up, threads_of
 from drumline.train.staged import Laid, lane_names, lay_in_stages, prepare_shape
-from drumline.train.step import NotCapturable, TrainStep
+from drumline.train.step import TrainStep
 from drumline.train.task import Builder, Task
 from drumline.train.trainee import Trainee
 
@@ -105,80 +104,6 @@ class Running:
         blank = not self.grid.reads and not self.grid.ends
         batches = sets.training(self.recipe, peers, first_step, last_step, blank)
         return self.task.feed(batches, sets.requests(self.recipe, peers, first_step, last_step))
-
-    def rehearse(self, batch: Batch) -> None:
-        """Runs the first step once without effect, and records it as a CUDA graph where that is possible."""
-        if self.recipe.train.compile:
-            self.note("compiling the model; the first steps take a while")
-        try:
-            self.step.rehearse(batch)
-        except RuntimeError as error:
-            if "deterministic" not in str(error):
-                raise
-            raise UserError(
-                f"run.deterministic = true: {str(error).strip().splitlines()[0]}",
-                "use --run.no-deterministic, or another model",
-            ) from error
-        self._check_gradients()
-        self._check_draws()
-        if self.laid is not None:
-            folder = self.folder.path if self.folder else None
-            spans = prove(self.laid, self.step, batch, self.position.step, self.holding, folder, self.note)
-            assert self.picture is not None
-            self.picture.expect(self.laid.exchange.lists, spans)
-        elif self.twin:
-            folder = self.folder.path if self.folder else None
-            prove_sharded(
-                self.twin.pop(),
-                self.step,
-                batch,
-                self.position.step,
-                self.recipe.train.accumulate,
-                self.holding,
-                folder,
-                self.note,
-            )
-        captured, why_not = prepare.captures(self.recipe, self.world)
-        if captured:
-            try:
-                self.step.capture(batch)
-            except NotCapturable as reason:
-                captured, why_not = False, f"the model cannot be captured ({reason})"
-                if self.recipe.train.capture == "on":
-                    raise UserError(f"train.capture = on: {why_not}", "use auto or off") from reason
-        if self.picture is not None and not captured:
-            self.picture.follow(self.position.step)
-        if self.world.device.type == "cuda":
-            self.note("the whole step runs as one CUDA graph" if captured else f"no CUDA graph: {why_not}")
-
-    def _check_gradients(self) -> None:
-        """Names parameters that the rehearsed step left without a gradient: DDP would wait for them for ever."""
-        idle = self.step.without_gradient
-        if self.laid is not None:
-            idle = [name for names in self.world.collect(idle)[: self.grid.places] for name in names]
-        if not idle:
-            return
-        names = ", ".join(idle[:5])
-        what = f"{len(idle)} trainable parameter(s) got no gradient: {names}"
-        if resolve_layout(self.recipe.parallel.layout, self.world) == "ddp" and not self.recipe.run.strict:
-            raise UserError(
-                f"{what}; several processes cannot exchange gradients that some never have",
-                "use them in forward, remove them, or set requires_grad_(False) on them",
-            )
-        self.note(f"WARNING: {what}. They are never trained")
-
-    def _check_draws(self) -> None:
-        """Says when the model draws numbers that cannot be drawn again, in whichever process its stage is."""
-        if not any(self.world.collect(self.step.draws_elsewhere)):
-            return
-        what = (
-            "the model draws from Python's `random` or from `numpy.random`, which no seed of the run reaches"
-        )
-        if self.recipe.run.strict:
-            raise UserError(
-                f"run.strict: {what}", "draw with torch.rand in its forward, or leave out --run.strict"
-            )
-        self.note(f"WARNING: {what}: the run cannot be repeated. Draw with torch.rand in its forward")
 
 
 def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> Running:
