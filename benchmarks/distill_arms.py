@@ -25,6 +25,7 @@ from drumline.models.weights import load_weights
 from drumline.observe.display import SilentDisplay
 from drumline.recipe import Checkpoint, Data, Distill, Model, Optim, Parallel, Recipe, Run, Train
 from drumline.train import prepare
+from drumline.train.rehearse import rehearse
 from drumline.train.start import Running, start
 from drumline.train.task import Builder
 
@@ -145,7 +146,7 @@ class Ours:
         return Ours(run)
 
     def rehearse(self) -> None:
-        self.run.rehearse(self.run.rehearsal(0))
+        rehearse(self.run, self.run.rehearsal(0))
         self.graph = self.run.step._graph is not None
 
     def take(self, first: int, last: int, before: Callable[[int], None]) -> None:

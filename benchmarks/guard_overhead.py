@@ -27,6 +27,7 @@ from drumline.data.views import Batch
 from drumline.launch.world import alone
 from drumline.recipe import Checkpoint, Data, Guard, Model, Optim, Parallel, Recipe, Run, Train
 from drumline.train.guards import Guards
+from drumline.train.rehearse import rehearse
 from drumline.train.start import Running, start
 from drumline.train.stop import StopSign
 from drumline.train.task import classification
@@ -101,7 +102,7 @@ def arm(recipe: Recipe, kind: str, cleanup: ExitStack) -> Arm:
         run.step.finite = None
         del run.trainee.optimizer.found_inf  # type: ignore[attr-defined]
     guards = build(run)
-    run.rehearse(run.rehearsal(0))
+    rehearse(run, run.rehearsal(0))
     guards.begin()
     stop = cleanup.enter_context(StopSign(run.world, guards.poll))
     ready = Arm(run, guards, stop, run.batches(0, 10**9))

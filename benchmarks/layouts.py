@@ -2,12 +2,14 @@
 
     python benchmarks/layouts.py
     python benchmarks/layouts.py --rounds 9 --log layouts.jsonl
+    python benchmarks/layouts.py --gpu                  # virtual devices of one GPU, kernels of known length
 
 Each stage sleeps a known time (8 ms forward, 16 ms backward for a micro-batch; half of that where a rank has two
 stages) and hands 256 KiB on, through the real executor: once with a thread for each rank (one process, virtual
 devices), once with a process for each rank over gloo. Sleeping needs no processor, so what is missing to the ideal is
 scheduling, transport, and what the machine adds to every sleep; the last is seen in one rank that does the same work
 and waits for nobody, measured beside the others. A third table adds a second replica and the exchange of gradients.
+On a GPU a stage is a kernel that waits, copies are real ones between virtual devices, and the host runs ahead.
 Cases take turns, round after round; shown are medians. P ranks, M micro-batches, C stages on a rank. Prints markdown
 tables.
 """
@@ -36,12 +38,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from drumline.launch.environment import read_place
 from drumline.launch.network import free_port
+from drumline.launch.worker import cuda_settings
 from drumline.launch.world import World, join
 from drumline.parallel.grid import Grid, make_grid
 from drumline.parallel.pipeline.mailbox import Mailbox, Place
 from drumline.parallel.pipeline.pipelined import GradientSum
 from drumline.parallel.pipeline.schedule import SCHEDULES
 from drumline.parallel.pipeline.wire import Wire
+from drumline.recipe import Parallel, Recipe
 from pipelines import CPU, Asleep, Case, Log, machine, median_ms, turns
 
 WITHIN = 0.05
@@ -93,11 +97,12 @@ def by_itself(case: Case) -> Case:
 # ---- one process, a thread for each rank
 
 
-def in_threads(plan: Plan, log: Log) -> dict[Case, list[float]]:
+def in_threads(plan: Plan, log: Log, device: torch.device = CPU) -> dict[Case, list[float]]:
+    boxes = {ranks: Mailbox([Place.on(device) for _ in range(ranks)]) for ranks in sorted({1, *plan.ranks})}
     measures = {}
     for case in plan.every():
-        box = Mailbox([Place.on(CPU) for _ in range(case.ranks)])
-        asleep = Asleep(case, dict(enumerate(box.seats)))
+        box = boxes[case.ranks]
+        asleep = Asleep(case, dict(enumerate(box.seats)), device=device)
         asleep.step(box)
         measures[case] = partial(asleep.step, box)
     return turns(plan.rounds, measures, lambda case, seconds: log_step(log, "threads", case, seconds))
@@ -280,6 +285,7 @@ def main() -> int:
     parser.add_argument("--forward-ms", type=float, default=8.0, help="of a rank; backward takes twice that")
     parser.add_argument("--quick", action="store_true", help="two ranks, four micro-batches, one round")
     parser.add_argument("--no-processes", action="store_true", help="threads alone")
+    parser.add_argument("--gpu", action="store_true", help="on virtual devices of one GPU, in one process")
     parser.add_argument("--log", help="a file for JSON lines")
     parser.add_argument("--one-rank", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -288,10 +294,19 @@ def main() -> int:
         tuples = {name: tuple(fields[name]) for name in ("ranks", "micro_batches")}
         one_rank(Plan(**{**fields, **tuples}), Path(args.one_rank[1]))
         return 0
+    for name, value in cuda_settings(Recipe(parallel=Parallel(layout="pipeline"))).items():
+        os.environ.setdefault(name, value)
+    if args.gpu and not torch.cuda.is_available():
+        parser.error("--gpu: torch sees no GPU here; without it stages sleep on the CPU")
     plan = QUICK if args.quick else Plan(rounds=args.rounds, forward=args.forward_ms / 1e3)
     log = Log(args.log)
+    device = torch.device("cuda", 0) if args.gpu else CPU
     sleeps = f"{1e3 * plan.forward:g} + {2e3 * plan.forward:g} ms"
-    print(f"{machine()}; stages that sleep {sleeps}; {plan.rounds} rounds that take turns, medians\n")
+    print(f"{machine(device)}; stages that sleep {sleeps}; {plan.rounds} rounds that take turns, medians\n")
+    if args.gpu:
+        print("One process, a thread and five streams for each rank:\n")
+        print_steps(plan, in_threads(plan, log, device))
+        return 0
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     threads = in_threads(plan, log)

@@ -1,7 +1,8 @@
 """What the benchmarks of pipelines share: stages that sleep, models in stages, and rounds that take turns.
 
 A stage that sleeps computes for an exactly known time and needs no processor for it, so that the real executor can be
-held against the ideal on any machine: what is left over is scheduling and transport.
+held against the ideal on any machine: what is left over is scheduling and transport. On a GPU it is a kernel that
+waits on one multiprocessor, so the stages of several virtual devices really run side by side there.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -116,18 +118,36 @@ class Sleeper(nn.Module):
 class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, forward: float, backward: float) -> Tensor:
-        begun = time.perf_counter()
         ctx.seconds = backward
-        given = x + weight
-        sleep_until(begun + forward)
-        return given
+        with taking(forward, x.device):
+            return x + weight
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        begun = time.perf_counter()
-        back, own = gradient + 0, gradient.sum()
-        sleep_until(begun + ctx.seconds)
-        return back, own, None, None
+        with taking(ctx.seconds, gradient.device):
+            return gradient + 0, gradient.sum(), None, None
+
+
+@contextmanager
+def taking(seconds: float, device: torch.device) -> Iterator[None]:
+    """What is done within takes this long; on a GPU, it takes its own few microseconds more."""
+    begun = time.perf_counter()
+    if device.type == "cuda":
+        torch.cuda._sleep(round(seconds * cycles_a_second()))
+    yield
+    if device.type != "cuda":
+        sleep_until(begun + seconds)
+
+
+@cache
+def cycles_a_second() -> float:
+    """Of the GPU's clock, as its waiting kernel counts it; measured once, when it has woken up."""
+    cycles, events = 200_000_000, [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+    for event in events:
+        event.record()
+        torch.cuda._sleep(cycles)
+    events[-1].synchronize()
+    return cycles / (events[-2].elapsed_time(events[-1]) / 1e3)
 
 
 def sleep_until(moment: float) -> None:
@@ -139,23 +159,29 @@ def sleep_until(moment: float) -> None:
 class Asleep:
     """The lanes of a case whose stages sleep, as far as `carriers` has them: all in one process, or one of many."""
 
-    def __init__(self, case: Case, carriers: Mapping[int, Carrier], reduces: bool = False) -> None:
-        self.case = case
+    def __init__(
+        self,
+        case: Case,
+        carriers: Mapping[int, Carrier],
+        reduces: bool = False,
+        device: torch.device = CPU,
+    ) -> None:
+        self.case, self.device = case, device
         each, last = case.size / case.chunks, case.stages - 1
         lists = case.lists(reduces)
-        self.images = torch.zeros(case.size * case.floats)
+        self.images = torch.zeros(case.size * case.floats, device=device)
         spec = TensorSpec(tuple(self.images.shape), self.images.dtype, requires_grad=True)
         self.lanes = [
             Lane(
                 lists[rank],
                 {
-                    stage: Sleeper(each * case.forward, each * case.backward, stage == last)
+                    stage: Sleeper(each * case.forward, each * case.backward, stage == last).to(device)
                     for stage in range(rank, case.stages, case.ranks)
                 },
                 last,
                 lambda stage, micro: [spec],
                 carrier,
-                CPU,
+                device,
             )
             for rank, carrier in carriers.items()
         ]
@@ -171,6 +197,8 @@ class Asleep:
         """All lanes in this process: seconds."""
         begun = time.perf_counter()
         run_lanes(box, self.lanes, self.feed, self.score, recorders=recorders)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return time.perf_counter() - begun
 
 

@@ -30,6 +30,7 @@ from drumline.launch.environment import read_place
 from drumline.launch.network import free_port
 from drumline.launch.world import World, join
 from drumline.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Run, Train
+from drumline.train.rehearse import rehearse
 from drumline.train.start import Running, start
 from drumline.train.task import classification
 from loop_overhead import case, ours
@@ -86,7 +87,7 @@ def one_rank(rounds: int) -> None:
             for name, recipe in (("plain", plain), ("strict", strictly(plain, CPU_SHARDS)))
         }
         for run in modes.values():
-            run.rehearse(run.rehearsal(0))
+            rehearse(run, run.rehearsal(0))
         for _ in range(rounds):
             found = [timed(run, world) for run in modes.values()]
             if world.first:

@@ -32,13 +32,15 @@ from drumline.launch.rendezvous import parse_rendezvous, variables_missing
 from drumline.launch.stacks import answer_signal
 from drumline.launch.world import World, alone, join, pick_device, resolve_device_type
 from drumline.recipe import Recipe
+from drumline.recipe_layouts import STAGED
 from drumline.result import print_result
 
 
 def run(words: Sequence[str], recipe: Recipe, job: str) -> int:
     """Runs `job` ("module:function", called with recipe and world) and returns the exit code. `words` is the
     command line that does the same in another process."""
-    _set_environment(recipe.run.deterministic)
+    for name, value in cuda_settings(recipe).items():
+        os.environ.setdefault(name, value)
     device_type = resolve_device_type(recipe.run.device)
     place = read_place(os.environ)
     rendezvous = parse_rendezvous(recipe.parallel.rendezvous).kind
@@ -173,9 +175,15 @@ def _explained(error: BaseException, world: World) -> BaseException:
     return error
 
 
-def _set_environment(deterministic: bool) -> None:
-    """What CUDA's libraries read when they start, so before the first CUDA call."""
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+def cuda_settings(recipe: Recipe) -> dict[str, str]:
+    """Variables that CUDA and its libraries read when they start, so before the first CUDA call."""
+    settings = {}
+    if recipe.run.deterministic:
+        settings["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         # NVLink's in-switch reduction adds in an order that differs between calls.
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        settings["NCCL_NVLS_ENABLE"] = "0"
+    if {recipe.parallel.layout, recipe.distill.teacher_layout} & set(STAGED):
+        # Each place has five streams. CUDA gives a GPU eight queues unless told otherwise, and streams that share
+        # one wait for each other.
+        settings["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+    return settings
