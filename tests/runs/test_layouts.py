@@ -274,6 +274,7 @@ def test_ddp_that_leaves_a_parameter_out_is_stopped_before_it_trains(run: Runs) 
     done = drumline("train", *SMALL, *words, folder=folder)
     assert done.returncode == 2, done.stderr
     assert "certificate: the gradient of 'fc.weight' differs on rank " in done.stderr
+    assert "_ddp_params_and_buffers_to_ignore" in done.stderr
     assert "Traceback" not in done.stderr
     stored = json.loads((folder / "runs" / "ignored" / "certificate.json").read_text())
     assert not stored["passes"]

@@ -115,7 +115,8 @@ def refuse(certificate: Certificate) -> UserError | None:
     """The error to stop with; None where everything passes."""
     for verdict in certificate.verdicts:
         if (row := verdict.first_wrong) is not None:
-            return UserError(_wrong_words(verdict, row, certificate.micro_batches), _fix(verdict, row))
+            told = _wrong_words(verdict, row, certificate.micro_batches)
+            return UserError(told, _fix(verdict, row, certificate.layout))
     return None
 
 
@@ -174,7 +175,7 @@ def _wrong_words(verdict: Verdict, row: Row, micro_batches: int) -> str:
     return f"certificate: the {told}; {others}"
 
 
-def _fix(verdict: Verdict, row: Row) -> str:
+def _fix(verdict: Verdict, row: Row, layout: str) -> str:
     end = "certificate.json in the run folder has every number; parallel.layout = single lays nothing out"
     if verdict.claim.exact:
         return f"look for code in forward that writes it, or assigns another tensor in its place; {end}"
@@ -182,6 +183,11 @@ def _fix(verdict: Verdict, row: Row) -> str:
         return f"give every stage a part of the model: parallel.split left this one out; {end}"
     if row.scaled_by:
         return f"look for a loss or a hook that divides or multiplies by the number of micro-batches or ranks; {end}"
+    if layout.startswith("layout ddp"):
+        return (
+            "look for the name in `_ddp_params_and_buffers_to_ignore` of the model, which DDP leaves out of its "
+            f"exchange, or for a hook that reads the process's rank; {end}"
+        )
     return (
         "look for a forward that draws random numbers of its own, keeps something from one call to the next, writes "
         "to its input, or uses one parameter in two stages; or, in bf16, a kernel that does not repeat its own "
