@@ -148,7 +148,7 @@ def test_a_second_request_kills_at_once(run: Run) -> None:
     begin = time.monotonic()
     os.kill(launcher.pid, signal.SIGINT)
     output = launcher.communicate(timeout=30)[1]
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 5
     assert launcher.returncode == 130
     assert "asked again: killing rank 0, 1" in output
     assert run.survivors(1) == []

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from drumline.train import equality
 from drumline.train.equality import Claim, Verdict, compare, merge, tolerance
 
 NAMES = ("a.weight", "a.bias", "b.weight")
@@ -51,6 +52,24 @@ def test_rounding_passes_and_is_told_by_its_size(
     assert verdict.worst.name == "b.weight"
     assert verdict.worst.relative == pytest.approx(change, rel=0.1)
     assert verdict.worst.limit == tolerance(torch.float32, autocast)
+
+
+@pytest.mark.parametrize("piece", [1, 5, 12])
+@pytest.mark.parametrize("factor", [1 + 1e-7, 1.5, -0.5, math.nan])
+def test_a_large_tensor_is_compared_piece_by_piece_with_the_same_result(
+    piece: int, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = values()
+    own["b.weight"] = factor * own["b.weight"]  # type: ignore[operator]
+    for changed in (own, other("b.weight", 3e-4)):
+        whole = compare(changed, values(), NAMES).worst
+        with monkeypatch.context() as patch:
+            patch.setattr(equality, "PIECE", piece)
+            parts = compare(changed, values(), NAMES).worst
+        assert whole is not None
+        assert parts is not None
+        assert (parts.name, parts.odd, parts.absolute) == (whole.name, whole.odd, whole.absolute)
+        assert parts.scaled_by == pytest.approx(whole.scaled_by)
 
 
 def test_a_gradient_that_is_nothing_but_rounding_is_measured_by_its_module() -> None:

@@ -8,7 +8,7 @@ Ranks that hold parts of a model, or copies, merge into one verdict.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -19,6 +19,8 @@ Values = Mapping[str, Tensor | None]
 """Tensors by name; None: there is no gradient."""
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 """Differences that rounding may make, relative to a tensor's scale. Sums in another order gave up to 9e-7 in fp32."""
+PIECE = 1 << 22
+"""Values that are compared at a time."""
 LOOSE = 1e-3
 """What passes where each process chooses its kernels (run.deterministic = false). A gradient divided once too often,
 or without one of many micro-batches, differs by far more."""
@@ -168,16 +170,15 @@ def _row(
     if own.shape != theirs.shape:
         return replace(row, odd=f"is {tuple(own.shape)} here and {tuple(theirs.shape)} in the reference")
     a, b = _plain(own), _plain(theirs)
-    finite = bool(torch.isfinite(b).all())
+    finite = all(bool(torch.isfinite(piece).all()) for (piece,) in _pieces(b))
     row = replace(row, finite=finite)
     if a.dtype == b.dtype and torch.equal(_bits(a), _bits(b)):
         return replace(row, same_bits=True)
     distance = _distance(a, b)
     if not math.isfinite(distance):
         return replace(row, odd="has NaN or infinity on one side alone")
-    return replace(
-        row, absolute=distance, relative=_relative(distance, scale), limit=limit, scaled_by=_scaled_by(a, b)
-    )
+    row = replace(row, absolute=distance, relative=_relative(distance, scale), limit=limit)
+    return row if row.passes else replace(row, scaled_by=_scaled_by(a, b))
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -195,19 +196,30 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype is torch.float32 else tensor.double()
 
 
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Of at most PIECE values: what is computed on the way to a number must not take a multiple of the tensor."""
+    return zip(*(tensor.flatten().split(PIECE) for tensor in tensors), strict=True)
+
+
 def _distance(a: Tensor, b: Tensor) -> float:
     """The largest absolute difference; not finite where one side is not, and the other is or is otherwise."""
-    if not a.numel():
-        return 0.0
-    a, b = _wide(a), _wide(b)
-    alike = (a == b) | (a.isnan() & b.isnan())
-    return float(torch.where(alike, 0.0, (a - b).abs()).max())
+
+    def largest(a: Tensor, b: Tensor) -> Tensor:
+        alike = (a == b) | (a.isnan() & b.isnan())
+        return torch.where(alike, 0.0, (a - b).abs()).max()
+
+    found = [largest(_wide(a), _wide(b)) for a, b in _pieces(a, b) if a.numel()]
+    return float(torch.stack(found).max()) if found else 0.0
 
 
 def _largest(tensor: Tensor) -> float:
     """The largest finite absolute value."""
-    values = _wide(_plain(tensor)).abs()
-    return float(values.nan_to_num(0.0, 0.0, 0.0).max()) if values.numel() else 0.0
+    found = [
+        float(_wide(values).abs().nan_to_num(0.0, 0.0, 0.0).max())
+        for (values,) in _pieces(_plain(tensor))
+        if values.numel()
+    ]
+    return max(found, default=0.0)
 
 
 def _relative(distance: float, scale: float) -> float:
@@ -217,12 +229,18 @@ def _relative(distance: float, scale: float) -> float:
 
 
 def _scaled_by(a: Tensor, b: Tensor) -> float:
-    a, b = a.double().flatten(), b.double().flatten()
-    length = float(b @ b)
-    factor = float(a @ b) / length if length > 0 else 0.0
+    along = length = 0.0
+    for x, y in _doubles(a, b):
+        along, length = along + float(x @ y), length + float(y @ y)
+    factor = along / length if length > 0 else 0.0
     if not math.isfinite(factor) or abs(factor - 1) < 1e-2:
         return 0.0
-    return factor if float((a - factor * b).abs().max()) <= 1e-3 * float(a.abs().max()) else 0.0
+    off = max(float((x - factor * y).abs().max()) for x, y in _doubles(a, b))
+    return factor if off <= 1e-3 * _largest(a) else 0.0
+
+
+def _doubles(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    return ((x.double(), y.double()) for x, y in _pieces(a, b))
 
 
 def _family(name: str, claim: Claim) -> str:
