@@ -26,7 +26,7 @@ def test_philox_gives_the_published_vectors(counter: str, key: str, expected: st
     ]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     seed=st.integers(0, 2**64 - 1),
     epoch=st.integers(0, 2**32 - 1),

@@ -57,7 +57,7 @@ def crop(width: int, height: int, draws: NDArray[np.float64]) -> Box:
     return tuple(found.tolist())
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(width=sides, height=sides, sample=st.integers(0, 2**40))
 def test_a_random_crop_is_inside_and_as_published(width: int, height: int, sample: int) -> None:
     draws = uniform(SEED, 0, np.array([sample]), Purpose.CROP, 4 * ATTEMPTS)[0]
@@ -159,7 +159,7 @@ def test_a_training_row_asks_for_the_models_size_and_nothing_else() -> None:
     assert mirrored(SEED, 2, samples).tolist() == (flip < 0.5).tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cuts=st.lists(st.integers(0, 40), max_size=5), seed=st.integers(0, 2**63), epoch=st.integers(0, 90))
 def test_a_row_is_the_same_for_every_slicing_and_company(cuts: list[int], seed: int, epoch: int) -> None:
     draw = np.random.default_rng(1)
@@ -198,7 +198,7 @@ def resize_and_centre_crop(width: int, height: int, size: int, share: float) -> 
     return [0, 0, width, height, new_width, new_height, left, top, 0]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     width=sides,
     height=sides,

@@ -7,7 +7,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
@@ -282,7 +282,7 @@ def test_a_flipped_bit_never_raises_and_never_disagrees_with_pillow_about_the_si
             data[at] ^= 1 << bit
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300)
 @given(
     st.binary(max_size=400),
     st.sampled_from([b"", b"\xff\xd8\xff", b"\xff\xd8\xff\xe1\x00\x40Exif\0\0II*\0", FILES["4:2:0"][:180]]),
@@ -294,7 +294,7 @@ def test_no_bytes_make_it_raise(rest: bytes, start: bytes) -> None:
         chroma(header)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=200))
 def test_no_exif_makes_it_raise_or_disagree_with_pillow(noise: bytes) -> None:
     data = with_segment(FILES["4:4:4"], 0xE1, b"Exif\0\0II*\0\x08\0\0\0" + noise)

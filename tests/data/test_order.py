@@ -17,7 +17,7 @@ from drumline.data.order import (
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 2**63), epoch=st.integers(0, 1000), samples=st.integers(1, 2000))
 def test_an_epochs_order_is_a_permutation(seed: int, epoch: int, samples: int) -> None:
     assert np.array_equal(np.sort(epoch_order(seed, epoch, samples)), np.arange(samples))
@@ -59,7 +59,7 @@ def test_shares_of_a_divisible_batch_are_equal_and_disjoint(batch: int, world: i
     assert np.array_equal(np.concatenate(parts), slots)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     samples=st.integers(10, 200),
     batch=st.integers(4, 40),

@@ -209,7 +209,7 @@ def test_a_shard_that_is_cut_or_missing_or_longer_is_refused_on_opening(tmp_path
 
 
 @given(data=st.data())
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_changed_byte_of_index_names_or_manifest_is_refused(tmp_path, data):
     folder = tmp_path / "set"
     if not folder.exists():
@@ -343,7 +343,7 @@ def test_an_array_set_whose_images_differ_is_refused(tmp_path):
 
 
 @given(cut=st.integers(0, 12), garbage=st.binary(max_size=50), shard_bytes=st.sampled_from([1, 700, None]))
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_writer_that_goes_on_gives_the_same_bytes(tmp_path_factory, cut, garbage, shard_bytes):
     folder = tmp_path_factory.mktemp("sets")
     samples = FILES * 3

@@ -103,7 +103,7 @@ def test_the_way_through_pillow_gives_what_the_native_way_gives() -> None:
 sides = st.integers(1, 60)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     width=sides, height=sides, new=st.tuples(sides, sides), channels=st.sampled_from([0, 1, 3]),
     filter=st.sampled_from(FILTERS), seed=st.integers(0, 2**32 - 1), data=st.data(),

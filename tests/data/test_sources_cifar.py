@@ -284,7 +284,7 @@ PLAIN = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(value=st.dictionaries(st.text(), PLAIN, max_size=4), number=st.integers(0, 5))
 def test_plain_data_is_what_python_reads(value, number):
     written = pickle.dumps(value, protocol=number)
@@ -292,7 +292,7 @@ def test_plain_data_is_what_python_reads(value, number):
     assert read_plain_pickle(pickletools.optimize(written), "here") == value
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     number=st.integers(0, 5),
     changes=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), max_size=6),
@@ -315,7 +315,7 @@ def test_a_damaged_pickle_is_read_or_refused_and_never_breaks(number, changes, c
                 item.integers("here")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     codes=st.lists(
         st.sampled_from([bytes([code]) for code in range(256)] + [b"K\x01", b"U\x01a", b"q\x00", b"h\x00"])

@@ -58,7 +58,7 @@ FILES = st.tuples(NAMES, st.lists(NAMES.map(lambda name: "d" + name), max_size=2
 
 
 @given(files=st.lists(FILES, min_size=1, max_size=25))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_order_and_labels_are_those_of_image_folder(tmp_path_factory, files):
     root = tmp_path_factory.mktemp("set")
     for name, deeper, file, ending in files:

@@ -236,7 +236,7 @@ def test_a_file_that_unfolds_to_more_than_the_memory_is_refused(tmp_path, monkey
     assert "images says it is 0.0 GiB, unfolded from" in refused(path).what
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, 10**6), value=st.integers(0, 255), cut=st.integers(0, 30))
 def test_a_damaged_npz_is_read_or_refused_but_never_breaks(tmp_path, place, value, cut):
     path = save(tmp_path, images=GREY, labels=LABELS)

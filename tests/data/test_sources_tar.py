@@ -82,7 +82,7 @@ def refusal(file: Path, split: str = "train", holdout: float = 0.0) -> UserError
     format=st.sampled_from(sorted(FORMATS)),
     within=st.sampled_from(["", "./", "top/", "./top/"]),
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_ids_labels_and_bytes_are_those_of_the_unpacked_folder(tmp_path_factory, files, format, within):
     root = put(tmp_path_factory.mktemp("set"), "c/first.png", "c/dir/second.png")
     for name, deeper, file, ending in files:
@@ -270,7 +270,7 @@ def test_sizes_that_cannot_be_are_refused(tmp_path, size):
 
 
 @given(position=st.integers(0, 1023), value=st.integers(0, 255))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_changed_header_byte_is_refused_or_harmless(position, value):
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:

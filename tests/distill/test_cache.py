@@ -62,7 +62,7 @@ rules = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(rule=rules, count=st.integers(1, 9), seed=st.integers(0, 99), levels=st.sampled_from([1, 3, 1000]))
 def test_rows_give_back_what_was_put_in(rule: Rule, count: int, seed: int, levels: int) -> None:
     logits, pooled = outputs(rule, count, seed, levels)
@@ -86,7 +86,7 @@ def test_rows_give_back_what_was_put_in(rule: Rule, count: int, seed: int, level
         assert torch.equal(part, back[first:])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     rule=rules.filter(lambda rule: rule.top > 0),
     seed=st.integers(0, 99),

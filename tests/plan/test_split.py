@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drumline.errors import UserError
@@ -48,7 +48,6 @@ def crossed(crossing: Sequence[float], split: Sequence[int]) -> float:
 
 
 @given(cases())
-@settings(deadline=None)
 def test_the_min_max_split_is_the_best_of_all_and_ties_go_to_the_smaller_then_earlier_crossing(
     case: tuple[list[float], int, list[float], list[float]],
 ) -> None:
@@ -61,7 +60,6 @@ def test_the_min_max_split_is_the_best_of_all_and_ties_go_to_the_smaller_then_ea
 
 
 @given(cases(), st.integers(1, 12))
-@settings(deadline=None)
 def test_the_step_optimal_split_has_the_shortest_step_of_all(
     case: tuple[list[float], int, list[float], list[float]], micro_batches: int
 ) -> None:
@@ -74,7 +72,6 @@ def test_the_step_optimal_split_has_the_shortest_step_of_all(
 
 
 @given(cases(), st.integers(1, 6), st.integers(0, 60), st.data())
-@settings(deadline=None)
 def test_a_memory_limit_is_kept_and_costs_as_little_as_it_can(
     case: tuple[list[float], int, list[float], list[float]],
     micro_batches: int,

@@ -49,7 +49,7 @@ several = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=40)
 types = st.sampled_from(list(WIDTHS))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(words=several, dtype=types, where=st.integers(0, 10**6))
 def test_any_flipped_bit_changes_it(words: list[int], dtype: torch.dtype, where: int) -> None:
     tensor = values(words, dtype)
@@ -58,7 +58,7 @@ def test_any_flipped_bit_changes_it(words: list[int], dtype: torch.dtype, where:
     assert number(bits.view(dtype)) != number(tensor)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(words=several, dtype=types, i=st.integers(0, 39), j=st.integers(0, 39))
 def test_any_swap_of_two_different_values_changes_it(
     words: list[int], dtype: torch.dtype, i: int, j: int

@@ -185,7 +185,7 @@ def test_a_key_given_twice_is_unsound_however_it_is_sealed(saved: Path) -> None:
         read_manifest(saved)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     place=st.sampled_from(
         [

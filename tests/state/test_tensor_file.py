@@ -181,7 +181,7 @@ _ENTRIES = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(header=st.dictionaries(st.text(max_size=3), _ENTRIES, max_size=3), data=st.binary(max_size=20))
 def test_whatever_a_header_says_it_is_read_as_the_library_does_or_refused(
     tmp_path: Path, header: dict[str, Any], data: bytes
@@ -198,7 +198,7 @@ def test_whatever_a_header_says_it_is_read_as_the_library_does_or_refused(
         assert ours[name].numpy().tobytes() == theirs[name].numpy().tobytes()
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, 10**6), bit=st.integers(0, 7), cut=st.integers(0, 3))
 def test_a_damaged_file_without_a_checksum_is_read_or_refused_but_never_breaks(
     tmp_path: Path, place: int, bit: int, cut: int

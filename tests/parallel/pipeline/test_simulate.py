@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drumline.parallel.pipeline.instructions import Instruction, Kind
@@ -126,7 +126,6 @@ def test_receives_posted_ahead_are_worth_it_where_a_copy_needs_both_sides(schedu
 
 
 @given(shapes, st.data())
-@settings(deadline=None)
 def test_uneven_stages_take_at_least_as_long_as_the_busiest_rank_and_the_longest_way(
     shape: tuple[str, int, int, int], data: st.DataObject
 ) -> None:
@@ -152,7 +151,6 @@ def test_uneven_stages_take_at_least_as_long_as_the_busiest_rank_and_the_longest
 
 
 @given(shapes, st.data(), st.booleans())
-@settings(deadline=None)
 def test_no_time_that_grows_makes_a_step_shorter(
     shape: tuple[str, int, int, int], data: st.DataObject, rendezvous: bool
 ) -> None:
@@ -168,7 +166,6 @@ def test_no_time_that_grows_makes_a_step_shorter(
 
 
 @given(shapes, st.data(), st.booleans())
-@settings(deadline=None)
 def test_the_lists_order_is_kept_and_no_lane_does_two_things_at_once(
     shape: tuple[str, int, int, int], data: st.DataObject, rendezvous: bool
 ) -> None:
@@ -184,7 +181,6 @@ def test_the_lists_order_is_kept_and_no_lane_does_two_things_at_once(
 
 
 @given(shapes, st.data(), st.booleans())
-@settings(deadline=None)
 def test_nothing_is_computed_before_it_has_arrived_and_idle_time_is_waiting(
     shape: tuple[str, int, int, int], data: st.DataObject, rendezvous: bool
 ) -> None:
