@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -41,6 +42,18 @@ def test_a_model_that_one_device_cannot_hold_is_trained_without_a_certificate(
     assert told["passes"] is None
     assert "does not fit" in told["words"]
     assert "WARNING: no certificate" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_a_full_disk_is_told_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(prove, "write_text", full)
+    said: list[str] = []
+    prove._tell_unproved("layout ddp over 2 processes", tmp_path, said.append)
+    prove._tell([], 2, "layout ddp over 2 processes", alone(torch.device("cpu")), tmp_path, said.append)
+    told = f"WARNING: the certificate is not stored, No space left on device: {tmp_path / prove.FILE}"
+    assert said == [told, f"WARNING: no certificate: {prove.TOO_LARGE}", told, "certificate: "]
 
 
 @pytest.mark.parametrize(

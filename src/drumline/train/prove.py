@@ -232,8 +232,7 @@ def _tell(
     certificate = Certificate(
         tuple(merge(verdicts) for verdicts in zip(*everybody, strict=True)), micro_batches, layout
     )
-    if folder is not None:
-        write_text(folder / FILE, as_json(certificate))
+    _store(as_json(certificate), folder, note)
     note(words(certificate))
     if (error := refuse(certificate)) is not None:
         raise error
@@ -260,11 +259,18 @@ def _meets(whole: nn.Module, step: TrainStep) -> bool:
 def _tell_unproved(
     layout: str, folder: Path | None, note: Callable[[str], None], why: str = TOO_LARGE
 ) -> None:
-    if folder is not None:
-        write_text(
-            folder / FILE, json.dumps({"passes": None, "layout": layout, "words": why}, indent=1) + "\n"
-        )
+    _store(json.dumps({"passes": None, "layout": layout, "words": why}, indent=1) + "\n", folder, note)
     note(f"WARNING: no certificate: {why}")
+
+
+def _store(text: str, folder: Path | None, note: Callable[[str], None]) -> None:
+    """A full disk is no reason not to train: what was found is in the log too."""
+    if folder is None:
+        return
+    try:
+        write_text(folder / FILE, text)
+    except OSError as error:
+        note(f"WARNING: the certificate is not stored, {error.strerror or error}: {folder / FILE}")
 
 
 def _reference(
