@@ -19,7 +19,7 @@ def killed_after(folder: Path, name: str, step: int, *words: str) -> None:
     kill_when(saved.exists, begun, then=random.uniform(0, 0.3))
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("processes", [1, 3])
 def test_a_killed_and_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(
     processes: int, tmp_path: Path
 ) -> None:
@@ -42,7 +42,7 @@ def test_a_killed_and_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(
 def test_two_runs_and_any_number_of_workers_give_the_same_bits(tmp_path: Path) -> None:
     mixed = ("data.mixup=0.2", "data.cutmix=1", "train.ema=0.9", "train.epochs=1", "parallel.processes=2")
     hashes = set()
-    for name, workers in (("again", 0), ("none", 0), ("one", 1), ("four", 4)):
+    for name, workers in (("none", 0), ("one", 1), ("four", 4)):
         train(tmp_path, name, *mixed, f"data.workers={workers}")
         hashes.add(sha256(tmp_path, name))
     assert len(hashes) == 1
