@@ -250,11 +250,11 @@ def all_ready(folder: Path) -> None:
 def wait_for(path: Path, seconds: float = 30, holding: str | None = None) -> bool:
     """Whether the file is there in time, with that text if one is given."""
     deadline = time.monotonic() + seconds
-    while (
-        not (found := path.exists() and holding in (None, path.read_text())) and time.monotonic() < deadline
-    ):
+    while not (path.exists() and (holding is None or path.read_text() == holding)):
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.005)
-    return found
+    return True
 
 
 def write(path: Path, text: str) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from drumline.launch.network import free_port
-from drumline.launch.watch import GRACE_SECONDS
 from drumline.recipe import Launch
 from tests.launch.job import wait_for
 from tests.launch.launches import Run
@@ -30,9 +29,9 @@ def test_a_killed_rank_is_noticed_within_a_second_and_all_start_again(run: Run) 
         assert found, line
         assert float(found[1]) < 1
     assert [run.report(rank) for rank in range(3)] == [{"start": 2}] * 3
-    # The others are deaf, and nobody waits for them as long as for a save.
+    # The others are deaf, and nobody waits for them: torch's own launcher would, 30 s at each restart.
     starts = [float((run.folder / f"start-{start}-0").read_text()) for start in range(3)]
-    assert starts[2] - starts[0] < GRACE_SECONDS / 4
+    assert starts[2] - starts[0] < 20
     assert run.survivors(1) == []
 
 

@@ -144,7 +144,9 @@ def test_two_hosts_give_the_same_bits_as_one(reference: str, tmp_path: Path) -> 
     assert sha256(tmp_path, "x") == reference
 
 
-@pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, 2), (signal.SIGTERM, 1)])
+@pytest.mark.parametrize(
+    ("number", "processes"), [(signal.SIGINT, 2), (signal.SIGTERM, 2), (signal.SIGTERM, 1)]
+)
 def test_a_stopped_run_saves_leaves_nothing_running_and_goes_on_to_the_same_bits(
     number: signal.Signals, processes: int, loaded_reference: str, photos: Path
 ) -> None:

@@ -123,14 +123,15 @@ def prove_replicated(
     layout = f"layout ddp over {world.size} processes"
     before = copied(dict(module.named_buffers()))
     with torch.compiler.set_stance("force_eager"):
+        gradients, moved = _seen(step, batch, index)
         theirs = _accumulated(module, step, batch, index, accumulate)
         if theirs is None:
             _tell_unproved(layout, folder, note)
             return
-        mine = _judged(step, batch, index, before, theirs)
+        mine = _verdicts(step, gradients, moved, before, theirs)
         if any(world.collect(_wrong(mine))):
-            once = Reference(*_seen(step, batch, index))
-            if any(world.collect(_wrong(_judged(step, batch, index, before, once)))):
+            again = Reference(*_seen(step, batch, index))
+            if any(world.collect(_wrong(_verdicts(step, gradients, moved, before, again)))):
                 _tell_unproved(layout, folder, note, NOT_REPEATED)
                 return
     _tell(mine, world.size * accumulate, layout, world, folder, note)
@@ -153,24 +154,10 @@ def _seen(step: TrainStep, batch: Batch, index: int) -> tuple[dict[str, Tensor |
     return gradients, buffers
 
 
-def _judged(step: TrainStep, batch: Batch, index: int, before: Values, theirs: Reference) -> list[Verdict]:
-    """What this rank has to say of a step, compared where the step leaves it: a copy of all gradients would be felt
-    by everybody who trains with DDP."""
-    found: list[Verdict] = []
-
-    def look() -> None:
-        module = step.trainee.module
-        found.extend(_of_a_step(step, gradients_of(module), dict(module.named_buffers()), theirs))
-
-    step.replay(batch, index, look=look)
-    return [*found, _of_the_rehearsal(step, before)]
-
-
 def _accumulated(
     whole: nn.Module, step: TrainStep, batch: Batch, index: int, accumulate: int
 ) -> Reference | None:
-    """Each process's share of the batch by the whole model, and the mean of all, on the host. None where it does not
-    fit."""
+    """Each process's share of the batch by the whole model, and the mean of all. None where it does not fit."""
     world = step.world
     step.draws.at(index)
     step.draws.switch(0)
@@ -186,8 +173,10 @@ def _accumulated(
         return None
     assert made is not None
     summed = _summed(made.gradients, whole, world)
-    mean = {name: None if each is None else each.div_(world.size).cpu() for name, each in summed.items()}
-    return replace(made, gradients=mean)
+    for gradient in summed.values():
+        if gradient is not None:
+            gradient.div_(world.size)
+    return replace(made, gradients=summed)
 
 
 def _wrong(verdicts: list[Verdict]) -> bool:
@@ -198,25 +187,16 @@ def _verdicts(
     step: TrainStep, gradients: Values, moved: Values, before: Values, theirs: Reference
 ) -> list[Verdict]:
     """What this rank has to say of its step's gradients and buffers, and of what the rehearsal left."""
-    return [*_of_a_step(step, gradients, moved, theirs), _of_the_rehearsal(step, before)]
-
-
-def _of_a_step(step: TrainStep, gradients: Values, moved: Values, theirs: Reference) -> list[Verdict]:
     module = step.trainee.module
     parameters = [name for name, each in module.named_parameters() if each.requires_grad]
     buffers = [name for name, _ in module.named_buffers()]
     loose = step.world.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
-    judge = partial(compare, autocast=step.autocast, loose=loose, rank=step.world.rank)
+    judged = partial(compare, autocast=step.autocast, loose=loose, rank=step.world.rank)
     return [
-        judge(gradients, theirs.gradients, parameters, claim=Claim.GRADIENTS),
-        judge(moved, theirs.buffers, buffers, claim=Claim.BUFFERS_MOVED),
+        judged(gradients, theirs.gradients, parameters, claim=Claim.GRADIENTS),
+        judged(moved, theirs.buffers, buffers, claim=Claim.BUFFERS_MOVED),
+        judged(copied(dict(module.named_buffers())), before, buffers, claim=Claim.BUFFERS_UNTOUCHED),
     ]
-
-
-def _of_the_rehearsal(step: TrainStep, before: Values) -> Verdict:
-    now = copied(dict(step.trainee.module.named_buffers()))
-    names = [name for name, _ in step.trainee.module.named_buffers()]
-    return compare(now, before, names, claim=Claim.BUFFERS_UNTOUCHED, rank=step.world.rank)
 
 
 def _tell(
