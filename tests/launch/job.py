@@ -162,7 +162,8 @@ def lost(folder: Path, rank: int) -> None:
     start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     write(folder / f"start-{start}-{rank}", str(time.time()))
     if start >= int(sys.argv[3]):
-        write(folder / f"report-{rank}", json.dumps({"start": start}))
+        launch = [os.environ["DRUMLINE_LAUNCH_ID"], os.environ["DRUMLINE_GENERATION"]]
+        write(folder / f"report-{rank}", json.dumps({"start": start, "launch": launch}))
         time.sleep(float(sys.argv[5]) if len(sys.argv) > 5 else 0)
         return
     _deaf_unless_rank_1(folder, rank)

@@ -86,24 +86,35 @@ def test_a_store_that_is_gone_ends_every_wait() -> None:
         board.failures()
 
 
-def test_machines_agree_on_restarts_and_folder(boards: tuple[NoticeBoard, NoticeBoard]) -> None:
-    answers: list[tuple[int, str]] = []
-    thread = threading.Thread(target=lambda: answers.append(boards[1].agree(0, "")))
+def test_machines_agree_on_restarts_folder_and_launch_id(boards: tuple[NoticeBoard, NoticeBoard]) -> None:
+    answers: list[tuple[int, str, str]] = []
+    old, new = "a" * 32, "b" * 32
+    thread = threading.Thread(target=lambda: answers.append(boards[1].agree(2, "photos-1", old)))
     thread.start()
-    assert boards[0].agree(2, "photos-1") == (2, "photos-1")
+    assert boards[0].agree(0, "", new) == (2, "photos-1", old)  # it has just joined
     thread.join()
-    assert answers == [(2, "photos-1")]
-    assert NoticeBoard(HashStore(), 0, 1).agree(1, "x") == (1, "x")
+    assert answers == [(2, "photos-1", old)]
+    assert NoticeBoard(HashStore(), 0, 1).agree(1, "x", new) == (1, "x", new)
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{}", "[1]", '["1", "x"]', '[1, "../up"]', '[1, ".."]', '[1, "a\\u001bb"]', "[" * 100_000],
+    [
+        "",
+        "{}",
+        "[1]",
+        f'["1", "x", "{"0" * 32}"]',
+        f'[1, "../up", "{"0" * 32}"]',
+        f'[1, "..", "{"0" * 32}"]',
+        f'[1, "a\\u001bb", "{"0" * 32}"]',
+        '[1, "x", "../up"]',
+        "[" * 100_000,
+    ],
 )
 def test_what_another_machine_claims_to_know_is_looked_at(text: str) -> None:
     store = HashStore()
     store.set("drumline/knows/1", text)
-    assert NoticeBoard(store, 0, 2).agree(0, "") == (0, "")
+    assert NoticeBoard(store, 0, 2).agree(0, "", "a" * 32) == (0, "", "a" * 32)
 
 
 def test_a_notice_that_is_none_ends_the_run() -> None:

@@ -28,7 +28,7 @@ def test_a_killed_rank_is_noticed_within_a_second_and_all_start_again(run: Run) 
         )
         assert found, line
         assert float(found[1]) < 1
-    assert [run.report(rank) for rank in range(3)] == [{"start": 2}] * 3
+    assert [run.report(rank)["start"] for rank in range(3)] == [2] * 3
     # The others are deaf, and nobody waits for them: torch's own launcher would, 30 s at each restart.
     starts = [float((run.folder / f"start-{start}-0").read_text()) for start in range(3)]
     assert starts[2] - starts[0] < 20
@@ -112,14 +112,18 @@ def test_the_other_machine_restarts_too(run: Run, at: str) -> None:
     outputs = finish(launchers)
     assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
     assert all("rank 1 on" in output and "restart 1 of 1" in output for output in outputs), outputs
-    assert [run.report(rank) for rank in range(2)] == [{"start": 1}] * 2
+    reports = [run.report(rank) for rank in range(2)]
+    assert [report["start"] for report in reports] == [1] * 2
+    assert reports[0]["launch"] == reports[1]["launch"]  # the id of the launch, and which start this is
+    assert re.fullmatch("[0-9a-f]{32}", reports[0]["launch"][0])
+    assert reports[0]["launch"][1] == "1"
     assert run.survivors(1) == []
 
 
 def test_numbered_machines_restart_too(run: Run) -> None:
     outputs = finish(two_machines(run, "lost", "1", "raise", at="numbered", restarts=1))
     assert all("restart 1 of 1" in output for output in outputs), outputs
-    assert [run.report(rank) for rank in range(2)] == [{"start": 1}] * 2
+    assert [run.report(rank)["start"] for rank in range(2)] == [1] * 2
 
 
 @pytest.mark.parametrize("at", ["tcp", "file"])

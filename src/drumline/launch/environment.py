@@ -17,6 +17,12 @@ from drumline.errors import UserError
 LAUNCHER = "DRUMLINE_LAUNCHER"
 """Set by our launcher for its workers; holds the launcher's process id."""
 
+LAUNCH_ID = "DRUMLINE_LAUNCH_ID"
+"""Set by our launcher for its workers: random hexadecimal digits, one value per launch, the same on every machine."""
+
+GENERATION = "DRUMLINE_GENERATION"
+"""Set by our launcher for its workers: how many times they have been restarted, the same on every machine."""
+
 
 @dataclass(frozen=True)
 class Place:

@@ -25,6 +25,8 @@ class Handout(LogsSpecs):
     def __init__(self) -> None:
         super().__init__()
         self.claim = Claim()
+        self.variables: dict[str, str] = {}
+        """The same for every worker of a start."""
         self.beats: Beats | None = None
         self.stacks: Stacks | None = None
         self._folder: Path | None = None
@@ -41,6 +43,7 @@ class Handout(LogsSpecs):
         files = {local_rank: str(self._folder / f"{local_rank}.json") for local_rank in envs}
         for local_rank, env in envs.items():
             env |= self.claim.variable | self.beats.variable(local_rank) | self.stacks.variable(local_rank)
+            env |= self.variables
             env[FILE] = files[local_rank]
         return LogsDest(stdouts=dict.fromkeys(envs, ""), stderrs=dict.fromkeys(envs, ""), error_files=files)
 

@@ -8,6 +8,7 @@ known shape, or it is not believed. On one machine there is nobody to tell.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,17 +53,19 @@ class NoticeBoard:
         others = [other for other in range(machines) if other != machine]
         self._heard = dict.fromkeys(others, (0, time.monotonic(), State()))
 
-    def agree(self, restarts: int, folder: str) -> tuple[int, str]:
-        """Before the workers start: how often they have been restarted and the name of the run folder, as far as any
-        machine knows. A machine that has just joined knows neither."""
+    def agree(self, restarts: int, folder: str, launch_id: str) -> tuple[int, str, str]:
+        """Before the workers start: how often they have been restarted, the name of the run folder, and the id of the
+        launch, as far as any machine knows. A machine that has just joined knows none of them."""
         if self._machines == 1:
-            return restarts, folder
-        self._store.set(self._key("knows"), json.dumps([restarts, folder]))
+            return restarts, folder, launch_id
+        self._store.set(self._key("knows"), json.dumps([restarts, folder, launch_id]))
         known = [
             _read_knowledge(self._store.get(self._key("knows", machine)).decode())
             for machine in range(self._machines)
         ]
-        return max(count for count, _ in known), next((name for _, name in known if name), "")
+        # Of equals, max takes the first, so all take the same machine's id.
+        most, _, agreed_id = max(known, key=lambda machine: machine[0])
+        return most, next((name for _, name, _ in known if name), ""), agreed_id
 
     def post(self, failure: Failure) -> None:
         """Tells the other machines why this one stops. Only the first notice counts."""
@@ -172,11 +175,15 @@ def _read_failure(text: str, machine: int) -> Failure:
         )
 
 
-def _read_knowledge(text: str) -> tuple[int, str]:
+def _read_knowledge(text: str) -> tuple[int, str, str]:
     match _parsed(text):
-        case [int(restarts), str(folder)] if _is_name(folder):
-            return restarts, folder
-    return 0, ""
+        case [int(restarts), str(folder), str(launch_id)] if _is_name(folder) and _is_id(launch_id):
+            return restarts, folder, launch_id
+    return 0, "", ""
+
+
+def _is_id(text: str) -> bool:
+    return re.fullmatch("[0-9a-f]{32}", text) is not None
 
 
 def _read_sign(text: str) -> tuple[int, State]:

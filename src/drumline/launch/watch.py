@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 
 from drumline.errors import UserError
 from drumline.launch.crew import Crew
+from drumline.launch.environment import GENERATION, LAUNCH_ID
 from drumline.launch.failure import (
     Failure,
     failure_from_exit,
@@ -100,6 +102,7 @@ class Watch(LocalElasticAgent):
         self._handout, self._announce, self._grace, self._host = handout, announce, grace, host
         self._care = care
         self._used = 0
+        self._launch_id = secrets.token_hex(16)
         self._lost_at: float | None = None
         self._board: NoticeBoard | None = None
         self._requests: list[tuple[signal.Signals, float]] = []
@@ -159,9 +162,12 @@ class Watch(LocalElasticAgent):
             worker_group.store, worker_group.group_rank, worker_group.group_world_size, pace=self._care.pace
         )
         self._board = board
-        self._used, folder = board.agree(self._used, self._handout.claim.read())
+        self._used, folder, self._launch_id = board.agree(
+            self._used, self._handout.claim.read(), self._launch_id
+        )
         if folder:
             self._handout.claim.write(folder)
+        self._handout.variables = {LAUNCH_ID: self._launch_id, GENERATION: str(self._used)}
         # Becomes TORCHELASTIC_RESTART_COUNT, by which the workers keep the keys of each start apart.
         worker_group.spec.max_restarts = self._used
         _take_signals(self._on_signal)
