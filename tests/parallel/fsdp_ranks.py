@@ -214,7 +214,14 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     world = join(read_place(os.environ), "cpu", "auto", 60)
     found: dict[str, Any] = {}
-    for job in (steps, norms, trouble, saving, *((against_ddp, mixed, left_out) if world.size == 2 else ())):
+    for job in (
+        steps,
+        norms,
+        trouble,
+        saving,
+        uneven,
+        *((against_ddp, mixed, left_out) if world.size == 2 else ()),
+    ):
         found.update(job(world, folder))
     torch.save(found, folder / f"{world.rank}.pt")
     world.close()
@@ -266,6 +273,23 @@ def against_ddp(world: World, folder: Path) -> dict[str, Any]:
         "by host": whole_state(by_host),
         "scored": [float((score - expected).abs().max()) for score in scores],
     }
+
+
+def uneven(world: World, folder: Path) -> dict[str, Any]:
+    """A model whose matrices all lie in its blocks, scored before the first step and between steps by all ranks but
+    the first, which has no batch; and the same steps without a score."""
+    scored, plain = (sharded_step(tiny.normed(), world, OPTIMS["sgd"], ema=0.7) for _ in range(2))
+    take(plain, 0, 2, rehearse=False)
+    for index in range(2):
+        for module in (scored.trainee.model, scored.trainee.average.module):  # type: ignore[union-attr]
+            was = module.training
+            module.eval()
+            with gathered(module), torch.no_grad():
+                for _ in range(world.rank):
+                    module(tiny.normalised(images(9).images))
+            module.train(was)
+        take(scored, index, index + 1, rehearse=False)
+    return {"uneven": whole_state(scored), "not scored": whole_state(plain)}
 
 
 def mixed(world: World, folder: Path) -> dict[str, Any]:

@@ -70,6 +70,12 @@ def test_a_process_may_evaluate_more_batches_than_another() -> None:
         assert max(found["scored"]) < 1e-5
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_steps_after_an_evaluation_in_which_a_rank_has_no_batch_are_the_same(size: int) -> None:
+    found = ranks.results(size)[0]
+    assert farthest(found["uneven"], found["not scored"]) == 0.0
+
+
 def test_a_parameter_that_one_process_leaves_out_moves_alike_on_all() -> None:
     one, other = ranks.results(2)
     assert one["extra"].any()

@@ -101,16 +101,26 @@ def kept_whole(module: nn.Module, precision: torch.dtype | None) -> set[nn.Param
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
     """Every process holds the whole parameters meanwhile, so forwards need no other process: for evaluation, where
-    some have more batches than others. All processes enter and leave together; nothing may be trained inside."""
+    some have more batches than others, or none. All processes enter and leave together; nothing may be trained
+    inside. FSDP does not see these forwards: it would take them for the beginning of a step, and in the next backward
+    a process would gather ahead what another one, with fewer of them, does not."""
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
     for part in parts:
-        part.set_reshard_after_forward(False, recurse=False)
         part.unshard()
+    hooks = [table for part in parts for table in (part._forward_pre_hooks, part._forward_hooks)]
+    kept = [dict(table) for table in hooks]
+    for table in hooks:
+        own = [key for key, hook in table.items() if _is_fsdp(hook)]
+        assert own, "FSDP has no hook here"
+        for key in own:
+            del table[key]
     try:
         yield
     finally:
+        for table, before in zip(hooks, kept, strict=True):
+            table.clear()
+            table.update(before)
         for part in parts:
-            part.set_reshard_after_forward(part is not module, recurse=False)
             part.reshard()
 
 
@@ -344,3 +354,8 @@ def _units(module: nn.Module) -> list[nn.Module]:
     return [
         block for block in repeated_blocks(module) if not isinstance(block, nn.ModuleList | nn.ModuleDict)
     ]
+
+
+def _is_fsdp(hook: Callable[..., Any]) -> bool:
+    """Whether it is FSDP's own, and not the model's."""
+    return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
