@@ -4,12 +4,12 @@
 
 Runs what it is given a path for. FOLDER of Fashion-MNIST: the four idx files; CIFAR-10: an .npz or the official
 batches; Imagenette: class folders under train/ and val/. The recipes are fixed here, the seed is the default 0,
-and accuracy is that of the last epoch, not of the best.
+and accuracy is that of the last epoch, not of the best. `--small` takes two steps on the
+digits, to see that it works.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import subprocess
@@ -18,6 +18,8 @@ import tempfile
 import time
 
 import torch
+
+from harness import Parser
 
 DIGITS = "data.batch=64 model.name=resnet8x4 train.epochs=12 optim.warmup_epochs=1 optim.nesterov=true"
 FASHION = "data.batch=128 model.name=resnet8x4 train.epochs=4 optim.warmup_epochs=0.3 optim.nesterov=true"
@@ -32,7 +34,7 @@ IMAGENETTE = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__, digits=True)
     parser.add_argument("--digits", action="store_true", help="the embedded digits, 1 and 2 processes")
     parser.add_argument("--fashion", metavar="FOLDER")
     parser.add_argument("--cifar10", metavar="PATH")
@@ -41,6 +43,8 @@ def main() -> None:
     jobs: list[tuple[str, str, int]] = []
     if args.digits:
         jobs += [("digits", DIGITS, processes) for processes in (1, 2)]
+    if args.small:
+        jobs = [("digits", f"{DIGITS} run.device=cpu parallel.threads=1 train.steps=2", 1)]
     if args.fashion:
         jobs += [("Fashion-MNIST", f"data.path={args.fashion} {FASHION}", 1)]
     if args.cifar10:

@@ -15,7 +15,6 @@ against plain accumulation, bit by bit. Cases take turns; shown are medians. End
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
 import sys
@@ -41,6 +40,7 @@ from drumline.parallel.pipeline.record import Recorder
 from drumline.parallel.pipeline.schedule import SCHEDULES
 from drumline.parallel.pipeline.simulate import simulate, step_time
 from drumline.plan.profile import choose_split
+from harness import Parser
 from pipelines import (
     CPU,
     Asleep,
@@ -351,7 +351,7 @@ MODELS = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="timed steps a round on the GPU")
     parser.add_argument("--batches", default="1024", help="on the GPU")
@@ -368,10 +368,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a folder for timelines (SVG, and JSON for ui.perfetto.dev)")
     parser.add_argument("--log", help="a file for JSON lines")
     parser.add_argument("--cpu", action="store_true", help="sleeping stages only")
-    parser.add_argument("--quick", action="store_true", help="everything, tiny, on the CPU")
     args = parser.parse_args()
     log, transfer, begun = Log(args.log), args.transfer_ms / 1e3, time.monotonic()
-    if args.quick:
+    if args.small:
         on_cpu(1, transfer, [Case(schedule, 2, 4) for schedule in SCHEDULES], log, args.out)
         tiny = Work("cifar/resnet8", 32, 8, 4, CPU, None)
         bad = same_bits([tiny], log)

@@ -15,7 +15,6 @@ the student alone by more than the spread. Exit code 1: a run failed.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import json
@@ -50,6 +49,7 @@ from drumline.train.task import Task, classification
 
 sys.path.insert(0, str(Path(__file__).parent))
 from distill_table import LITERATURE, Done, Job, Setting, report
+from harness import Parser
 
 MILESTONES = (150, 180, 210)
 EVALUATIONS = 6
@@ -60,7 +60,7 @@ SETS = {
     "digits": ("data.source=digits parallel.threads=1", 64, "resnet8x4", "resnet8"),
 }
 """How each set is seen; its batch, teacher and student, unless told otherwise."""
-QUICK = {"set": "digits", "epochs": 0.5, "methods": "alone,kd", "seeds": "0"}
+SMALL = {"set": "digits", "epochs": 0.5, "methods": "alone,kd", "seeds": "0"}
 
 
 def main() -> int:
@@ -112,7 +112,7 @@ def main() -> int:
 
 def arguments() -> tuple[Setting, Path, float]:
     """What to run, where to keep it, and for how many seconds."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__, **SMALL)
     parser.add_argument("--set", choices=SETS, default="cifar100")
     parser.add_argument("--data", default="", metavar="PATH", help="where the set lies; the digits need none")
     parser.add_argument("--teacher", help="default: resnet32x4 on CIFAR")
@@ -124,10 +124,7 @@ def arguments() -> tuple[Setting, Path, float]:
     parser.add_argument("--batch", type=int, help="default: 128 on CIFAR")
     parser.add_argument("--lr", type=float, help="default: 0.05 for a batch of 64, in proportion")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no run that may not end in it")
-    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER")
-    parser.add_argument("--quick", action="store_true", help="half an epoch of the digits, on a CPU")
-    if parser.parse_known_args()[0].quick:
-        parser.set_defaults(**QUICK)
+    parser.add_argument("--out", type=Path, metavar="FOLDER", default=Path("distill-quality"))
     args = parser.parse_args()
     if args.set != "digits" and not args.data:
         parser.error(f"--data is missing: where does {args.set} lie?")

@@ -18,7 +18,7 @@ GPU idle at both ends. Ratios are taken in each round, then their median. Memory
 
     python benchmarks/distill_speed.py
     python benchmarks/distill_speed.py --compile                       # and all of them under torch.compile
-    python benchmarks/distill_speed.py --device cpu --quick            # does the script work? no figures
+    python benchmarks/distill_speed.py --small                         # does the script work? no figures
 
 Ends with 1 when the first losses differ. About 3 minutes on an H200.
 """
@@ -52,6 +52,7 @@ from drumline.models import create_model
 from drumline.models.weights import export_weights
 from drumline.train import prepare
 from drumline.train.task import classification
+from harness import Parser, synchronize
 from photographs import machine
 
 NAIVE, LIVE, CACHED, ALONE = "by hand", "Drumline, live", "Drumline, cached", "Drumline, alone"
@@ -98,7 +99,7 @@ def main() -> int:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             print(
-                "there is no CUDA device: distill_speed.py measures on a GPU (--device cpu --quick tries it)",
+                "there is no CUDA device: distill_speed.py measures on a GPU (--small tries it)",
                 file=sys.stderr,
             )
             return 2
@@ -116,8 +117,8 @@ def main() -> int:
             title = "\nunder torch.compile\n" if compiled else ""
             print(title, table(found), "", *verdicts(found, plan), sep="\n", flush=True)
             same &= _same_losses(found)
-    if asked.quick:
-        print("\nquick: this shows that the script works, and nothing about speed")
+    if asked.small:
+        print("\nsmall: this shows that the script works, and nothing about speed")
     return 0 if same else 1
 
 
@@ -183,11 +184,11 @@ def take_turn(entry: Entry, arm: Arm, number: int, plan: Plan) -> float:
     def before(index: int) -> None:
         nonlocal begun
         if index == first + plan.warm:
-            _settle(plan.device)
+            synchronize(plan.device)
             begun = time.perf_counter()
 
     arm.take(first, first + plan.turn, before)
-    _settle(plan.device)
+    synchronize(plan.device)
     return plan.steps * plan.batch / (time.perf_counter() - begun)
 
 
@@ -207,7 +208,7 @@ def _opened(entry: Entry, measured: Measured, plan: Plan, cleanup: ExitStack) ->
     if isinstance(arm, Ours):
         arm.rehearse()
     arm.take(0, plan.warm, lambda index: None)
-    _settle(plan.device)
+    synchronize(plan.device)
     if on_gpu:
         measured.memory = torch.cuda.max_memory_allocated() - before
     measured.graph, measured.first_loss = arm.graph, arm.first_loss
@@ -330,11 +331,6 @@ def _headline(plan: Plan) -> str:
     )
 
 
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
@@ -343,7 +339,7 @@ def _free(device: torch.device) -> None:
 
 
 def _plan(asked: argparse.Namespace, device: torch.device) -> Plan:
-    if asked.quick:
+    if asked.small:
         return Plan(device, "resnet14", "resnet8", 10, 32, 32, 8, warm=1, steps=2, rounds=1)
     samples = max(2048, 2 * asked.batch)
     return Plan(
@@ -352,16 +348,13 @@ def _plan(asked: argparse.Namespace, device: torch.device) -> Plan:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__, device="cpu")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60, help="timed steps a turn")
     parser.add_argument("--warm", type=int, default=10, help="steps before them")
     parser.add_argument("--compile", action="store_true", help="also all of them under torch.compile")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--quick", action="store_true", help="a few tiny steps, to see that everything works")
     return parser.parse_args()
 
 

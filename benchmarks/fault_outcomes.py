@@ -7,12 +7,11 @@ whether the run, resumed by `--checkpoint.resume auto`, ended with the same bits
 as the one without a fault. The disk is a small tmpfs where one may be mounted, else a limit on the size of files
 stands for it; the first line says which. Exit code 1 when any row is not as it should be.
 
-    python benchmarks/fault_outcomes.py [--jobs 2] [--quick]
+    python benchmarks/fault_outcomes.py [--jobs 2] [--small]
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import os
@@ -29,6 +28,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from harness import Parser
 
 RECIPE = (
     *("data.source=digits", "data.batch=48", "data.workers=0", "model.name=resnet8", "train.ema=0.9"),
@@ -67,23 +68,20 @@ class Bench:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--jobs", type=int, default=2, help="faults tried at the same time")
-    parser.add_argument("--quick", action="store_true", help="a few faults only")
     asked = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="faults-") as place:
-        bench = Bench(Path(place), epochs=1 if asked.quick else 2)
+        bench = Bench(Path(place), epochs=1 if asked.small else 2)
         whole = drumline("train", *bench.words, "run.name=whole", folder=bench.folder)
         assert whole.returncode == 0, whole.stderr
         bench = Bench(bench.folder, bench.epochs, state_of(bench.folder, "whole")[1])
-        mounts = can_mount(bench.folder) and not asked.quick
+        mounts = can_mount(bench.folder) and not asked.small
         disk = f"a tmpfs of {TMPFS.partition('=')[2]}" if mounts else "a limit on the size of files"
         print(f"The disk is {disk}. The run without a fault ends with {bench.sha256[:16]}.\n")
         print("| fault | what drumline did | exit | verify | resumed |\n|---|---|---|---|---|", flush=True)
-        faults = [*damages(bench)][2:5:2] if asked.quick else [*damages(bench), *accidents(bench, mounts)]
+        faults = [*damages(bench)][2:5:2] if asked.small else [*damages(bench), *accidents(bench, mounts)]
         with ThreadPoolExecutor(asked.jobs) as pool:
             outcomes = list(pool.map(told, faults))
     good = sum(outcome.good for outcome in outcomes)

@@ -1,56 +1,50 @@
-"""Kills processes of strict runs at random instants, a thousand times, and looks at the bits they end with.
+"""Kills processes of runs at random instants, in every layout, and compares the bits they end with.
 
-    python benchmarks/faults.py --kills 1000 --jobs 8          # the long part
-    python benchmarks/faults.py --kills 12 --jobs 1            # a minute or two
-    python benchmarks/faults.py --report a.jsonl b.jsonl       # one table of what several (--log FILE) have found
-    python benchmarks/fault_outcomes.py                        # disk full, bit flips and the like
+    python benchmarks/faults.py --kills 200 --jobs 8 --log a.jsonl     # the long part: all layouts, 1 to 4 processes
+    python benchmarks/faults.py --kills 12 --jobs 1 --layouts ddp,fsdp --most 2
+    python benchmarks/faults.py --report a.jsonl b.jsonl               # one table of what several calls have logged
+    python benchmarks/faults.py --small                                # one kill, to see that it works
+    python benchmarks/fault_outcomes.py                                # disk full, bit flips and the like
 
-Every job trains one of two recipes (strict mode, 4 shards) again and again: the embedded digits, or image files that
-loader processes decode. While a run is under way something of it is killed with SIGKILL: a rank, rank 0, a loader
-process, the launcher, everything at once, rank 0 while it writes a checkpoint or just before the checkpoint gets its
-name. Then the run goes on, on a random number of processes from 1 to 4: by itself where its launcher lives
-(`--launch.restarts`), else by the same command again. A run that was let finish must have the hash of the run that
-nobody touched. Prints a markdown table. Runs are written to memory (/dev/shm) if there is such a place: what a kill
-leaves behind is the same there, and a thousand runs do not wait for a disk.
+Each job trains one run after the other: a layout (strict, single, ddp, fsdp, pipeline, data x pipeline), a number of
+processes, and a source (the embedded digits, or image files that loader processes decode). While a run is under way
+something of it is killed with SIGKILL: a rank, rank 0, a loader process, the launcher, everything at once, rank 0
+while it writes a checkpoint or just before the checkpoint gets its name. Then the run goes on: by itself where its
+launcher lives (`--launch.restarts`), else by the same command again; a strict run on a random number of processes,
+the others on as many as before. After `--per-run` kills it is left to finish. It must end with the hash of the same
+run that was never killed.
+
+Prints markdown tables; `--log` appends each finished run to a file at once, and `--report` adds such files up. Exits
+with 1 if a hash differs, a process is left over, or a command fails without a kill. Needs what Drumline needs, and
+nothing else. Runs are written to memory (/dev/shm) where there is such a place: what a kill leaves behind is the same
+there, and many runs do not wait for a disk.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
 import shutil
-import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
-import psutil
-import torch
 from PIL import Image
 
 from drumline.state.inspect import inspect
+from faults_processes import family, is_loader, processes_of, rank_of, sigkill, soon
+from faults_report import KINDS, Kill, Run, logged, report, well
+from harness import Parser
 
-KINDS = (
-    "a rank",
-    "rank 0",
-    "a loader process",
-    "the launcher",
-    "everything",
-    "while saving",
-    "before the rename",
-)
-STEPS, SHARDS = 240, 4
+STEPS, SMALL_STEPS, SHARDS = 240, 30, 4
 SOURCES = {
     "digits": ("data.source=digits", "data.batch=48", "data.workers=0"),
     "files": (
@@ -64,48 +58,80 @@ SOURCES = {
 }
 RECIPE = (
     "model.name=resnet8",
-    f"train.steps={STEPS}",
     "train.eval_every=0",
     "train.log_every=1",
-    "run.strict=true",
-    f"run.shards={SHARDS}",
     "run.device=cpu",
+    "parallel.threads=1",
     "checkpoint.every_steps=5",
     "checkpoint.every_epochs=0",
     "checkpoint.resume=auto",
 )
+PIPELINE = ("parallel.layout=pipeline", "parallel.micro_batches=4", "parallel.split=even")
+LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]] = {
+    "strict": (("run.strict=true", f"run.shards={SHARDS}"), ((1, 2, 3, 4),)),
+    "single": (("parallel.layout=single",), ((1,),)),
+    "ddp": (("parallel.layout=ddp",), ((2,), (3,), (4,))),
+    "fsdp": (("parallel.layout=fsdp",), ((2,), (3,), (4,))),
+    "pipeline": (PIPELINE, ((2,), (3,))),
+    "data x pipeline": ((*PIPELINE, "parallel.stages=2"), ((4,),)),
+}
+"""What each adds to the recipe, and the numbers of processes it runs on. Within a group of numbers a run has the same
+bits, so each of its starts may take another one."""
 EARLY, START_SECONDS, STEP_SECONDS = 0.5, 4.0, 1.0
 """This share of the kills falls within so many seconds after a start, the others so soon after it steps again."""
 
 
-@dataclass
-class Kill:
-    """One SIGKILL and what came of it."""
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, and how."""
 
-    kind: str
-    at: float
-    step: int
-    by_itself: bool
-    """Whether the launcher was to restart it."""
-    processes: int
-    resumed: int | None = None
-    """The step gone on from; None where the next kill came before that."""
-    recovered: float | None = None
-    """When the first step after it was done."""
+    layout: str
+    source: str
+    worlds: tuple[int, ...]
+    steps: int
+
+    def words(self) -> list[str]:
+        return [*SOURCES[self.source], *RECIPE, *LAYOUTS[self.layout][0], f"train.steps={self.steps}"]
+
+    def __str__(self) -> str:
+        return f"{self.layout}-{self.source}-{self.worlds[0]}".replace(" ", "-")
 
 
-@dataclass
-class Run:
-    """One run that came to its end, and all that happened to it."""
+def settings(layouts: Sequence[str], most: int, steps: int) -> list[Setting]:
+    """All of them, layouts in turn; on at most so many processes."""
+    found = []
+    for source in SOURCES:
+        for layout in layouts:
+            for group in LAYOUTS[layout][1]:
+                if worlds := tuple(size for size in group if size <= most):
+                    found.append(Setting(layout, source, worlds, steps))
+    return found
 
-    kills: list[Kill] = field(default_factory=list)
-    worlds: list[int] = field(default_factory=list)
-    """Processes of each start."""
-    orphans: int = 0
-    unexplained: list[str] = field(default_factory=list)
-    """What a command that nobody had touched said when it failed."""
-    same: bool = False
-    """Whether it has the hash of the run that nobody touched."""
+
+class Untouched:
+    """The hashes of runs that are not killed, each computed when first asked for."""
+
+    def __init__(self, base: Path) -> None:
+        self._base = base
+        self._found: dict[Setting, str] = {}
+        self._lock = threading.Lock()
+        self._locks: dict[Setting, threading.Lock] = {}
+
+    def __getitem__(self, setting: Setting) -> str:
+        with self._lock:
+            lock = self._locks.setdefault(setting, threading.Lock())
+        with lock:
+            if setting not in self._found:
+                self._found[setting] = self._train(setting)
+            return self._found[setting]
+
+    def _train(self, setting: Setting) -> str:
+        folder = self._base / f"untouched-{setting}"
+        write_images(folder)
+        process = begin(folder, setting, "whole", setting.worlds[0], 0)
+        said = process.communicate()[1]
+        assert process.returncode == 0, said
+        return sha256(folder / "runs" / "whole")
 
 
 class Tally:
@@ -133,39 +159,64 @@ class Tally:
                     file.write(json.dumps(asdict(run)) + "\n")
 
 
+class Shared(Iterator[Setting]):
+    """One iterator for all jobs."""
+
+    def __init__(self, items: Iterator[Setting]) -> None:
+        self._items, self._lock = items, threading.Lock()
+
+    def __next__(self) -> Setting:
+        with self._lock:
+            return next(self._items)
+
+
 class Job:
     """Runs of one folder, one after the other, until there are enough kills."""
 
-    def __init__(self, folder: Path, source: str, whole: str, seed: int, tally: Tally) -> None:
-        self.folder, self.source, self.whole = folder, source, whole
+    def __init__(
+        self, folder: Path, plan: Iterator[Setting], whole: Untouched, seed: int, per_run: int, tally: Tally
+    ) -> None:
+        self.folder, self.plan, self.whole, self.per_run = folder, plan, whole, per_run
         self.tally, self.random = tally, random.Random(seed)
         self.run = folder / "runs" / "run-0"
         self.story = Run()
 
     def work(self) -> None:
+        """What goes wrong in here is reported, and not lost with the thread."""
         number = 0
         while not self.tally.enough:
-            self.run, self.story = self.folder / "runs" / f"run-{number}", Run()
-            while not self.finished_once():
-                continue
-            self.story.same = sha256(self.run) == self.whole
+            setting = next(self.plan)
+            self.run, self.story = self.folder / "runs" / f"run-{number}", Run(setting.layout, setting.source)
+            try:
+                while not self.finished_once(setting):
+                    if len(self.story.unexplained) >= 3:
+                        break
+                found = sha256(self.run)
+                self.story.same = found == self.whole[setting]
+            except Exception as error:
+                self.story.unexplained.append(f"{setting}: {type(error).__name__}: {error}")
             self.tally.finished(self.story)
-            shutil.rmtree(self.run)
+            shutil.rmtree(self.run, ignore_errors=True)
             number += 1
+
+    @property
+    def spared(self) -> bool:
+        """Whether the run is left to finish."""
+        return self.tally.enough or len(self.story.kills) >= self.per_run
 
     @property
     def last(self) -> Kill | None:
         return self.story.kills[-1] if self.story.kills else None
 
-    def finished_once(self) -> bool:
-        """Starts the run once more; whether it came to its end. It is let finish when there are enough kills."""
-        processes, restarts = self.random.randint(1, SHARDS), self.random.choice((0, 1000))
+    def finished_once(self, setting: Setting) -> bool:
+        """Starts the run once more; whether it came to its end."""
+        processes, restarts = self.random.choice(setting.worlds), self.random.choice((0, 1000))
         self.story.worlds.append(processes)
-        process = begin(self.folder, self.source, self.run.name, processes, restarts)
+        process = begin(self.folder, setting, self.run.name, processes, restarts)
         killed = False
-        while process.poll() is None and not self.tally.enough:
+        while process.poll() is None and not self.spared:
             self.wait(process)
-            if process.poll() is not None or self.tally.enough:
+            if process.poll() is not None or self.spared:
                 break
             if self.kill(process, processes, restarts > 0):
                 killed = True
@@ -185,7 +236,7 @@ class Job:
         """For the instant of the next kill."""
         early, begun = self.random.random() < EARLY, time.time()
         if not early:
-            while process.poll() is None and self.steps()[1] < begun and not self.tally.enough:
+            while process.poll() is None and self.steps()[1] < begun and not self.spared:
                 self.observe()
                 time.sleep(0.02)
         until = time.time() + self.random.uniform(0, START_SECONDS if early else STEP_SECONDS)
@@ -203,7 +254,7 @@ class Job:
             return False
         launcher_lives = process.pid not in victims
         kill = Kill(kind, time.time(), self.steps()[0], restarts and launcher_lives, processes)
-        if _sigkill(victims) == 0:
+        if sigkill(victims) == 0:
             return False
         self.story.kills.append(kill)
         self.tally.killed()
@@ -211,20 +262,20 @@ class Job:
 
     def victims(self, pid: int, kind: str) -> list[int]:
         """Whom to kill; nobody where there is no such process (yet)."""
-        family = _family(pid)
-        ranks = {rank: each.pid for each in family if (rank := _rank(each)) is not None}
+        members = family(pid)
+        ranks = {rank: each.pid for each in members if (rank := rank_of(each)) is not None}
         ranks = ranks or {0: pid}
-        loaders = [each.pid for each in family if _loads(each)]
+        loaders = [each.pid for each in members if is_loader(each)]
         saving = self.run / "checkpoints"
-        if kind == "while saving" and not _soon(lambda: any(saving.glob("*.tmp"))):
+        if kind == "while saving" and not soon(lambda: any(saving.glob("*.tmp"))):
             return []
-        if kind == "before the rename" and not _soon(lambda: any(saving.glob("*.tmp/manifest.json"))):
+        if kind == "before the rename" and not soon(lambda: any(saving.glob("*.tmp/manifest.json"))):
             return []
         return {
             "a rank": [self.random.choice(sorted(ranks.values()))],
             "a loader process": [self.random.choice(loaders)] if loaders else [],
             "the launcher": [pid],
-            "everything": [pid, *(each.pid for each in family)],
+            "everything": [pid, *(each.pid for each in members)],
         }.get(kind, [ranks[0]] if 0 in ranks else [])
 
     def observe(self) -> None:
@@ -260,14 +311,14 @@ class Job:
     def count_orphans(self) -> None:
         """Nothing of the run may be alive a second after its command has ended."""
         mark, deadline = str(self.folder), time.monotonic() + 1.0
-        while (left := _processes_of(mark)) and time.monotonic() < deadline:
+        while (left := processes_of(mark)) and time.monotonic() < deadline:
             time.sleep(0.05)
         self.story.orphans += len(left)
 
 
-def begin(folder: Path, source: str, name: str, processes: int, restarts: int) -> subprocess.Popen[str]:
+def begin(folder: Path, setting: Setting, name: str, processes: int, restarts: int) -> subprocess.Popen[str]:
     """The command of a user."""
-    words = ["train", *SOURCES[source], *RECIPE, f"run.dir={folder / 'runs'}", f"run.name={name}"]
+    words = ["train", *setting.words(), f"run.dir={folder / 'runs'}", f"run.name={name}"]
     words += [f"parallel.processes={processes}", f"launch.restarts={restarts}"]
     return subprocess.Popen(
         [sys.executable, "-m", "drumline", *words],
@@ -281,6 +332,7 @@ def begin(folder: Path, source: str, name: str, processes: int, restarts: int) -
 
 def write_images(folder: Path) -> None:
     """Noise in four classes, for a run whose images must be read and decoded."""
+    folder.mkdir(parents=True)
     noise = np.random.default_rng(0)
     for split, each in (("train", 60), ("val", 6)):
         for number in range(4 * each):
@@ -295,149 +347,38 @@ def sha256(run: Path) -> str:
     return found.state_sha256 if found.sound else f"not sound: {'; '.join(found.unsound)}"
 
 
-def untouched(base: Path, source: str) -> str:
-    """The hash of a run that nobody kills."""
-    folder = base / f"untouched-{source}"
-    write_images(folder)
-    process = begin(folder, source, "whole", 1, 0)
-    said = process.communicate()[1]
-    assert process.returncode == 0, said
-    return sha256(folder / "runs" / "whole")
-
-
-def report(runs: Sequence[Run]) -> str:
-    """The table."""
-    every = [kill for run in runs for kill in run.kills]
-    lines = [
-        f"{os.cpu_count()} CPU cores, torch {torch.__version__}: {len(every):,} kills\n",
-        "| killed | times | steps lost, mean / most | training again after, s, p50 / p99 |",
-        "|---|---|---|---|",
-    ]
-    rows: list[tuple[str, Sequence[Kill]]] = [
-        (kind, [kill for kill in every if kill.kind == kind]) for kind in KINDS
-    ]
-    rows.append(("restarted by the launcher", [kill for kill in every if kill.by_itself]))
-    rows.append(("all", every))
-    for name, kills in rows:
-        back = [kill for kill in kills if kill.recovered is not None]
-        lost = [max(0, kill.step - (kill.resumed or 0)) for kill in back]
-        waits = sorted((kill.recovered or 0) - kill.at for kill in back)
-        what = f"{statistics.mean(lost):.1f} / {max(lost)}" if lost else "-"
-        wait = f"{quantile(waits, 0.5):.1f} / {quantile(waits, 0.99):.1f}" if waits else "-"
-        lines.append(f"| {name} | {len(kills):,} | {what} | {wait} |")
-    sizes = Counter(size for run in runs for size in run.worlds)
-    starts = ", ".join(f"{count:,} x {size}" for size, count in sorted(sizes.items()))
-    strange = [text for run in runs for text in run.unexplained]
-    lines += [
-        f"\n{sum(run.same for run in runs):,} of {len(runs):,} finished runs have the hash of the untouched one;",
-        f"starts by number of processes: {starts}; orphans: {sum(run.orphans for run in runs)};",
-        f"failures that no kill explains: {len(strange)}",
-        *strange[:3],
-    ]
-    return "\n".join(lines)
-
-
-def well(runs: Sequence[Run]) -> bool:
-    return bool(runs) and all(run.same and not run.orphans and not run.unexplained for run in runs)
-
-
-def logged(paths: Sequence[Path]) -> list[Run]:
-    """What earlier calls have written."""
-    found = []
-    for line in (line for path in paths for line in path.read_text().splitlines()):
-        content = json.loads(line)
-        found.append(Run(**{**content, "kills": [Kill(**kill) for kill in content["kills"]]}))
-    return found
-
-
-def quantile(rising: Sequence[float], share: float) -> float:
-    return rising[min(len(rising) - 1, int(share * len(rising)))]
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _rank(process: psutil.Process) -> int | None:
-    """Of a worker of the run; loader processes inherit the variable, but do not run the command."""
-    try:
-        words = process.cmdline()
-        return int(process.environ()["RANK"]) if "train" in words and "drumline" in words else None
-    except (psutil.Error, KeyError):
-        return None
-
-
-def _loads(process: psutil.Process) -> bool:
-    """Whether a fork server of ours has made it: it then has the server's command line."""
-    try:
-        made_by = process.parent()
-        words = process.cmdline()
-        return (
-            any("drumline.data" in word for word in words)
-            and made_by is not None
-            and made_by.cmdline() == words
-        )
-    except psutil.Error:
-        return False
-
-
-def _processes_of(mark: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("DRUMLINE_FAULTS") == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
-def _soon(happens: Callable[[], bool], seconds: float = 0.5) -> bool:
-    """Looks as fast as it can, so that the kill falls into what it waits for."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if happens():
-            return True
-        time.sleep(0.0002)
-    return False
-
-
-def _sigkill(pids: Sequence[int]) -> int:
-    """How many of them it reached."""
-    reached = 0
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-            reached += 1
-    return reached
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__, kills=1, jobs=1, layouts="strict", most=1, steps=SMALL_STEPS)
     parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--per-run", type=int, default=5, help="leave a run to finish after so many kills")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help=f"default: {','.join(LAYOUTS)}")
+    parser.add_argument("--most", type=int, default=SHARDS, help="processes of a run, at most")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e6, help="stop killing after this long")
     parser.add_argument("--log", type=Path, help="append each finished run to this file")
-    parser.add_argument("--report", type=Path, nargs="+", help="only print the table of these logs")
+    parser.add_argument("--report", type=Path, nargs="+", help="only print the tables of these logs")
     args = parser.parse_args()
     if args.report:
         runs = logged(args.report)
         print(report(runs))
         return int(not well(runs))
-    begun = time.monotonic()
+    if unknown := set(args.layouts.split(",")) - set(LAYOUTS):
+        parser.error(f"--layouts: {', '.join(sorted(unknown))}: use some of {', '.join(LAYOUTS)}")
+    every = settings(args.layouts.split(","), args.most, args.steps)
+    if not every:
+        parser.error(f"--most {args.most}: the layouts {args.layouts} need more processes")
+    random.Random(args.seed).shuffle(every)
+    begun, plan = time.monotonic(), Shared(cycle(every))
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(prefix="drumline-faults-", dir=memory) as base:
-        whole = {source: untouched(Path(base), source) for source in SOURCES}
-        tally = Tally(args.kills, args.log)
+        whole, tally = Untouched(Path(base)), Tally(args.kills, args.log)
         threads = []
         for number in range(args.jobs):
-            folder, source = Path(base) / f"job-{number}", list(SOURCES)[number % len(SOURCES)]
+            folder = Path(base) / f"job-{number}"
             write_images(folder)
-            job = Job(folder, source, whole[source], args.seed + number, tally)
+            job = Job(folder, plan, whole, args.seed + number, args.per_run, tally)
             threads.append(threading.Thread(target=job.work))
             threads[-1].start()
         while any(thread.is_alive() for thread in threads):
@@ -445,7 +386,7 @@ def main() -> int:
                 tally.wanted = 0
             if sys.stderr.isatty():
                 print(f"\r{tally.kills:,} kills", end="", file=sys.stderr, flush=True)
-            time.sleep(0.5)
+            time.sleep(0.1)
     print(report(tally.runs))
     return int(not well(tally.runs))
 

@@ -45,6 +45,7 @@ from drumline.data.sources import EncodedSource, SourceSpec
 from drumline.data.views import View
 from drumline.launch.machine import usable_cores
 from feeds import Files, torch_loader, torchvision_transform
+from harness import Parser
 from photographs import VERSION, lay_in_folders, machine, photographs
 from pixels import Difference
 
@@ -232,9 +233,7 @@ def _read(path: str) -> bytes:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__, made_up=3, size=64, rounds=1, batch=2, workers=2)
     parser.add_argument("--path", help="folder or tar of photographs; without it, made-up ones")
     parser.add_argument("--made-up", type=int, default=100, help="how many to make up without --path")
     parser.add_argument("--rounds", type=int, default=3)

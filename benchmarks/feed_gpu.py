@@ -18,7 +18,7 @@ what Pillow makes of the same files: bit for bit, every sample of every step. Th
     python benchmarks/feed_gpu.py --path photos.tar
     python benchmarks/feed_gpu.py --path photos.tar --only resnet50 --modes compiled --threads 14 16
     python benchmarks/feed_gpu.py --path photos.tar --only none          # the feeds alone, no model
-    python benchmarks/feed_gpu.py --device cpu --tiny                    # does the script work? no figures
+    python benchmarks/feed_gpu.py --small                                # does the script work? no figures
 
 What is not installed is left out, with a line that says so. About 8 minutes on an H200 with 16 cores.
 """
@@ -55,6 +55,7 @@ from drumline.data.views import View
 from drumline.launch.machine import raise_descriptor_limit, usable_cores
 from drumline.models import create_model
 from feeds import CLASSES, Feed, Plan, dali_loader, data_loader, drumline, requests, synthetic, timm_loader
+from harness import Parser, synchronize
 from photographs import VERSION, machine, photographs, pillow_window
 
 LIMIT = "synthetic limit"
@@ -85,9 +86,11 @@ def main() -> int:
     asked = _arguments()
     began = time.perf_counter()
     device = torch.device(asked.device)
+    if asked.small:
+        print("needs CUDA: skipped compiled steps and decoding by the GPU")
     if device.type == "cuda" and not torch.cuda.is_available():
         print(
-            "there is no CUDA device: feed_gpu.py measures on a GPU (--device cpu --tiny tries it)",
+            "there is no CUDA device: feed_gpu.py measures on a GPU (--small tries it)",
             file=sys.stderr,
         )
         return 2
@@ -95,7 +98,7 @@ def main() -> int:
     raise_descriptor_limit()
     torch.backends.cudnn.benchmark = True
     with tempfile.TemporaryDirectory(prefix="drumline-feed-") as folder:
-        spec, told = lay_out(asked.path, Path(folder), plan, 24 if asked.tiny else FILES)
+        spec, told = lay_out(asked.path, Path(folder), plan, 24 if asked.small else FILES)
         source = open_source(spec)
         assert isinstance(source, EncodedSource)
         view = View(plan.size, "crop-flip", resize=VERSION)
@@ -114,8 +117,8 @@ def main() -> int:
                 continue
             broken |= measure(model, mode, contestants, reference, plan, turns, began)
             print(f"\n{table(turns, model, mode)}\n", flush=True)
-        if asked.tiny:
-            print("tiny: this shows that the script works, and nothing about speed\n")
+        if asked.small:
+            print("small: this shows that the script works, and nothing about speed\n")
         print(_headline(plan), table(turns), "", _verdict(turns), sep="\n")
     return 1 if broken or any(turn.equal != turn.samples for found in turns.values() for turn in found) else 0
 
@@ -172,7 +175,7 @@ def measure(
     for images, labels in islice(synthetic(plan), 4):  # compiles, and lets cuDNN choose
         step(images, labels)
     kept = torch.empty_like(reference)
-    _settle(plan.device)
+    synchronize(plan.device)
     print(f"{model} {mode}: ready   [{_since(began)}]", flush=True)
     failed: dict[str, bool] = {}
     for number in range(plan.rounds):
@@ -205,14 +208,14 @@ def take_turn(
     with closing(one.open()) as feed:
         for index, (images, labels) in enumerate(islice(feed, one.warm + one.steps)):
             if index == one.warm:
-                _settle(plan.device)
+                synchronize(plan.device)
                 begun = time.perf_counter()
             step(images, labels)
             if one.ours:
                 # After the step: a buffer that is written to too early would show.
                 kept[index].copy_(images.permute(0, 2, 3, 1))
             taken = index + 1
-        _settle(plan.device)
+        synchronize(plan.device)
         took = time.perf_counter() - begun
     assert taken == one.warm + one.steps, (one.name, taken)
     if not one.ours:
@@ -330,17 +333,12 @@ def _modes(model: str, modes: list[str]) -> list[str]:
     return ["feed alone"] if model == "none" else modes
 
 
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _since(began: float) -> str:
     return f"{time.perf_counter() - began:.0f} s"
 
 
 def _plan(asked: argparse.Namespace, device: torch.device) -> Plan:
-    if asked.tiny:
+    if asked.small:
         return Plan(
             device, batch=8, size=64, workers=2, warm=2, settle=3, steps=2, slow_steps=2, rounds=asked.rounds
         )
@@ -350,9 +348,7 @@ def _plan(asked: argparse.Namespace, device: torch.device) -> Plan:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__, device="cpu", only=["resnet18"], modes=["eager"], rounds=1)
     parser.add_argument("--path", help="folder or tar of photographs; without it, made-up ones")
     parser.add_argument(
         "--only", nargs="+", default=["resnet50", "resnet18"], help="models; none: the feeds alone"
@@ -370,9 +366,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8.0, help="begin no further model after so many")
     parser.add_argument("--quick", action="store_true", help="one round of 16 steps")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a few tiny steps, to see that everything works")
     asked = parser.parse_args()
-    asked.threads = asked.threads or [2 if asked.tiny else usable_cores()]
+    asked.threads = asked.threads or [2 if asked.small else usable_cores()]
     return asked
 
 

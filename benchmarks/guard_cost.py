@@ -1,6 +1,7 @@
 """What `drumline.guard` costs per step, in a hand-written loop with and without it, in one process, in turn.
 
-    python benchmarks/guard_cost.py            (one GPU; on a CPU a tiny model, to see that it runs)
+    python benchmarks/guard_cost.py            # on one GPU
+    python benchmarks/guard_cost.py --small    # a tiny model on a CPU, to see that it works
 
 The loop is what a careful person writes: resident batches, bf16 autocast, channels_last, no host sync. With the guard
 each step adds the hooks, one fused norm over the gradients and one wait for its result before the optimizer; rounds
@@ -10,7 +11,6 @@ fingerprints of parameters, gradients and optimizer state, and an exchange throu
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -21,23 +21,21 @@ from torch import nn
 
 import drumline
 from drumline.guard.compare import digest, numbers
+from harness import Parser, name_of, pick_device, synchronize
 
 EVERY = 100
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__, rounds=1, steps=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if gpu else "cpu")
-    print(torch.cuda.get_device_name() if gpu else "CPU: a smoke test, not a figure")
+    device = pick_device(options.small)
+    print(name_of(device))
     settings = (
         [("resnet50", 256, 224), ("resnet50", 64, 224), ("resnet18", 64, 64)]
-        if gpu
+        if device.type == "cuda"
         else [("resnet8", 32, 32)]
     )
     print("\n| model, batch | optimizer | plain ms | guarded ms | guard | comparison ms | per 100 steps |")
@@ -102,17 +100,12 @@ def compare(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def timed(work: Callable[[], None], times: int, device: torch.device) -> float:
     """Milliseconds per call, the device idle before and after."""
-    settle(device)
+    synchronize(device)
     began = time.perf_counter()
     for _ in range(times):
         work()
-    settle(device)
+    synchronize(device)
     return 1000 * (time.perf_counter() - began) / times
-
-
-def settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

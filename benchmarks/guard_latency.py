@@ -1,6 +1,7 @@
 """How many steps each mistake lives before a guard names it: plain DDP scripts, two processes over gloo.
 
     python benchmarks/guard_latency.py
+    python benchmarks/guard_latency.py --small      # the first mistake and a late one, to see that it works
 
 Runs `tests/guard/scripts/mistakes.py` once per mistake and prints the table of docs/guards.md: the step from which on
 the mistake is in effect, the optimizer step before which it was told, and whether the script was stopped. CPU only,
@@ -16,6 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.guard.scripts_run import Outcome, run_script
+
+from harness import Parser
 
 MISTAKES = {
     "module-call": ("`model.module(x)`", 1),
@@ -49,9 +52,14 @@ MISTAKES = {
 }
 
 
+SMALL = ("module-call", "bad-batch")
+
+
 def main() -> None:
+    mistakes = SMALL if Parser(__doc__).parse_args().small else tuple(MISTAKES)
     print("| mistake | guard | in effect at step | told before step | done |\n|---|---|---|---|---|")
-    for mistake, (words, begins) in MISTAKES.items():
+    for mistake in mistakes:
+        words, begins = MISTAKES[mistake]
         outcome = run_script("mistakes.py", 2, mistake)
         guard = re.search(r"\[([a-z-]+)\]", outcome.told(0))
         assert guard is not None

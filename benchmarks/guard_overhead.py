@@ -2,6 +2,7 @@
 
     python benchmarks/guard_overhead.py
     python benchmarks/guard_overhead.py --every 100 --rounds 8
+    python benchmarks/guard_overhead.py --small     # few steps on a CPU, to see that it works
 
 On a GPU: ResNet-50, bf16, batch 256, as one CUDA graph; without one: resnet8 on the CPU. Rounds of `--every` steps
 alternate between the four, so a change of clock speed hits all, and each round holds exactly one record. A ratio is
@@ -12,7 +13,6 @@ poll of its flag, and the look at modes, devices and optimizer.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -31,8 +31,10 @@ from drumline.train.rehearse import rehearse
 from drumline.train.start import Running, start
 from drumline.train.stop import StopSign
 from drumline.train.task import classification
+from harness import Parser, pick_device, synchronize
 
 WARM = 10
+RATE = 0.01
 
 
 class Off(Guards):
@@ -80,17 +82,17 @@ class Arm:
 
     def steps(self, count: int) -> float:
         """Seconds per step, as the loop takes them."""
-        _settle()
+        synchronize(self.run.world.device)
         begun = time.perf_counter()
         for _ in range(count):
             batch = next(self.batches)
             self.guards.before(self.done)
-            self.run.step(batch, self.done, 0.1)
+            self.run.step(batch, self.done, RATE)
             self.done += 1
             self.guards.after(self.done, batch, saving=False)
             if self.stop.seen(self.done) or self.stop.alarm:
                 raise SystemExit("stopped")
-        _settle()
+        synchronize(self.run.world.device)
         return (time.perf_counter() - begun) / count
 
 
@@ -117,7 +119,7 @@ def recipe_of(gpu: bool, every: int, folder: Path) -> Recipe:
         run=Run(device="cuda" if gpu else "cpu", dir=str(folder)),
         data=Data(source="synthetic", path=shape, batch=256 if gpu else 32),
         model=Model(name="resnet50" if gpu else "resnet8"),
-        optim=Optim(lr=0.1, schedule="constant"),
+        optim=Optim(lr=RATE, schedule="constant"),
         train=Train(steps=10**9, precision="bf16" if gpu else "fp32", eval_every=0),
         parallel=Parallel(threads=1),
         guard=Guard(every=every),
@@ -126,11 +128,11 @@ def recipe_of(gpu: bool, every: int, folder: Path) -> Recipe:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__, rounds=1, every=3)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--every", type=int, default=100, help="steps between records, and in a round")
     args = parser.parse_args()
-    gpu = torch.cuda.is_available()
+    gpu = pick_device(args.small).type == "cuda"
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as cleanup:
         recipe = recipe_of(gpu, args.every, Path(folder))
@@ -151,11 +153,6 @@ def main() -> None:
             f"| {kind} | {1e3 * statistics.median(seconds):.3f} | {statistics.median(ratios):.4f} | "
             f"{min(ratios):.4f} to {max(ratios):.4f} |"
         )
-
-
-def _settle() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

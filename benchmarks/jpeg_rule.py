@@ -8,6 +8,7 @@ Ends with status 1 if one pixel of one accepted file differs.
 
     python benchmarks/jpeg_rule.py --path photos.tar
     python benchmarks/jpeg_rule.py --dry                 # without a GPU: makes the files, asks only the rule
+    python benchmarks/jpeg_rule.py --small               # the same with few files, to see that it works
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from drumline.data.gpu import Layout, Places, place
 from drumline.data.gpu.nvjpeg import PlaneDecoder
 from drumline.data.gpu.rule import decodes_equal, layout_of, layout_of_file
 from drumline.data.jpeg import JpegHeader, chroma, read_header
+from harness import Parser
 from jpeg_kinds import jpeg, unusual_samplings, usual_kinds
 from photographs import Pixels, machine, photographs
 
@@ -75,6 +77,8 @@ def main() -> int:
     ):
         print(f"the GPU cannot be asked: {reason} (--dry shows what the rule says)", file=sys.stderr)
         return 2
+    if asked.small:
+        print("needs CUDA: skipped decoding by the GPU")
     began, photos = time.perf_counter(), photographs(asked.path)
     print(f"{machine(None if asked.dry else device)}\n{photos.told}\n", flush=True)
     counts: dict[tuple[bool, str, str], Count] = {}
@@ -230,9 +234,7 @@ def _report(counts: dict[tuple[bool, str, str], Count], dry: bool) -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__, dry=True, crops=6)
     parser.add_argument("--path", help="folder or tar of photographs; without it, made-up ones")
     parser.add_argument("--crops", type=int, default=60, help="pictures that are written in every kind")
     parser.add_argument("--dry", action="store_true", help="no GPU: only what the rule says about each kind")

@@ -12,7 +12,6 @@ ends with 1 if a lane kept more than promised.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import threading
 import weakref
@@ -34,6 +33,7 @@ from drumline.parallel.pipeline.execute import Lane
 from drumline.parallel.pipeline.instructions import Instruction, Kind
 from drumline.parallel.pipeline.mailbox import Mailbox, Place
 from drumline.parallel.pipeline.schedule import SCHEDULES, promised_in_flight
+from harness import Parser
 from pipelines import CPU, Log, ModelInStages
 
 MIB = 2**20
@@ -141,17 +141,14 @@ def _running(instructions: Sequence[Instruction], one: dict[int, int]) -> Iterat
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__, model="cifar/resnet8", batch=8, micro_batches=4, ranks="2")
     parser.add_argument("--model", default="cifar/resnet18")
     parser.add_argument("--size", type=int, default=32)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--log", help="a file for JSON lines")
-    parser.add_argument("--quick", action="store_true", help="two ranks of a small model")
     args = parser.parse_args()
-    if args.quick:
-        args.model, args.batch, args.micro_batches, args.ranks = "cifar/resnet8", 8, 4, "2"
     torch.manual_seed(0)
     model = create_model(args.model, classes=10).train()
     images = torch.randn(args.batch, 3, args.size, args.size)

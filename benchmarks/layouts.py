@@ -46,6 +46,7 @@ from drumline.parallel.pipeline.pipelined import GradientSum
 from drumline.parallel.pipeline.schedule import SCHEDULES
 from drumline.parallel.pipeline.wire import Wire
 from drumline.recipe import Parallel, Recipe
+from harness import Parser
 from pipelines import CPU, Asleep, Case, Log, machine, median_ms, turns
 
 WITHIN = 0.05
@@ -85,7 +86,7 @@ class Plan:
         ]
 
 
-QUICK = Plan(ranks=(2,), micro_batches=(4,), rounds=1, gradient_bytes=2**20, processes=2, limit=120.0)
+SMALL = Plan(ranks=(2,), micro_batches=(4,), rounds=1, gradient_bytes=2**20, processes=2, limit=120.0)
 
 
 def by_itself(case: Case) -> Case:
@@ -280,10 +281,9 @@ def print_exchanges(plan: Plan, lines: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--forward-ms", type=float, default=8.0, help="of a rank; backward takes twice that")
-    parser.add_argument("--quick", action="store_true", help="two ranks, four micro-batches, one round")
     parser.add_argument("--no-processes", action="store_true", help="threads alone")
     parser.add_argument("--gpu", action="store_true", help="on virtual devices of one GPU, in one process")
     parser.add_argument("--log", help="a file for JSON lines")
@@ -298,7 +298,7 @@ def main() -> int:
         os.environ.setdefault(name, value)
     if args.gpu and not torch.cuda.is_available():
         parser.error("--gpu: torch sees no GPU here; without it stages sleep on the CPU")
-    plan = QUICK if args.quick else Plan(rounds=args.rounds, forward=args.forward_ms / 1e3)
+    plan = SMALL if args.small else Plan(rounds=args.rounds, forward=args.forward_ms / 1e3)
     log = Log(args.log)
     device = torch.device("cuda", 0) if args.gpu else CPU
     sleeps = f"{1e3 * plan.forward:g} + {2e3 * plan.forward:g} ms"

@@ -1,12 +1,13 @@
 """Speed and memory of our ResNets beside torchvision's, on one GPU.
 
 Both models live in one process and take turns, round by round, so that clocks, temperature and the allocator
-favour neither. Prints one markdown table. `python benchmarks/model_parity.py [--rounds 5] [--steps 10]`
+favour neither. Prints one markdown table. `python benchmarks/model_parity.py [--rounds 5] [--steps 10]`;
+`--small` runs a step of ours on a CPU, beside torchvision's where that is installed, to see that it works.
 """
 
 from __future__ import annotations
 
-import argparse
+import math
 import statistics
 import sys
 import time
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drumline.models import create_model
+from harness import Parser, name_of, pick_device, synchronize
 
 NAMES = ("resnet18", "resnet50")
 BATCH, SIDE, CLASSES = 256, 224, 1000
@@ -36,40 +38,52 @@ class Runner:
 
 
 def main() -> int:
-    arguments = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    arguments.add_argument("--rounds", type=int, default=5)
-    arguments.add_argument("--steps", type=int, default=10, help="steps per round and model")
-    options = arguments.parse_args()
-    if not torch.cuda.is_available():
-        print("model_parity needs a CUDA device", file=sys.stderr)
+    parser = Parser(__doc__, rounds=1, steps=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10, help="steps per round and model")
+    options = parser.parse_args()
+    device = pick_device(options.small)
+    if device.type != "cuda" and not options.small:
+        print("model_parity needs a CUDA device (--small tries it)", file=sys.stderr)
         return 2
     try:
         from torchvision import models as torchvision_models
     except ModuleNotFoundError:
-        print("model_parity needs torchvision to compare with", file=sys.stderr)
-        return 2
+        if not options.small:
+            print("model_parity needs torchvision to compare with", file=sys.stderr)
+            return 2
+        print("needs torchvision: skipped its models; ours run in their place")
+        torchvision_models = None
+    names, modes, batch, side = NAMES, ("eager", "compiled"), BATCH, SIDE
+    if options.small:
+        print("needs CUDA: skipped compiled models and memory")
+        names, modes, batch, side = NAMES[:1], ("eager",), 2, 32
 
     began = time.perf_counter()
     torch.backends.cudnn.benchmark = True
-    images = torch.randn(BATCH, 3, SIDE, SIDE, device="cuda").to(memory_format=torch.channels_last)
-    targets = torch.randint(CLASSES, (BATCH,), device="cuda")
+    images = torch.randn(batch, 3, side, side, device=device).to(memory_format=torch.channels_last)
+    targets = torch.randint(CLASSES, (batch,), device=device)
     rows = []
-    for name in NAMES:
+    for name in names:
         # Otherwise the second network would be compiled as a variation of the first.
         torch.compiler.reset()
         ours = create_model(name, CLASSES)
-        theirs = torchvision_models.get_model(name, weights=None, num_classes=CLASSES)
+        theirs: nn.Module = (
+            torchvision_models.get_model(name, weights=None, num_classes=CLASSES)
+            if torchvision_models
+            else create_model(name, CLASSES)
+        )
         theirs.load_state_dict(ours.state_dict())
-        pair = [model.to("cuda", memory_format=torch.channels_last).train() for model in (ours, theirs)]
-        for mode in ("eager", "compiled"):
+        pair = [model.to(device, memory_format=torch.channels_last).train() for model in (ours, theirs)]
+        for mode in modes:
             runners = [Runner(model, torch.compile(model) if mode == "compiled" else model) for model in pair]
             measure(runners, images, targets, options.rounds, options.steps)
             rows.append(row(name, mode, *runners))
             print(f"{name} {mode}: done after {time.perf_counter() - began:.0f} s", file=sys.stderr)
 
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, forward + backward, batch {BATCH}, "
-        f"{SIDE}x{SIDE}, bf16 autocast, channels_last; medians of {options.rounds} rounds of {options.steps} "
+        f"{name_of(device)}, torch {torch.__version__}, forward + backward, batch {batch}, "
+        f"{side}x{side}, bf16 autocast, channels_last; medians of {options.rounds} rounds of {options.steps} "
         f"steps, models taking turns; {time.perf_counter() - began:.0f} s in all\n"
     )
     print("| model | mode | ours img/s | torchvision img/s | ratio | ours GiB | torchvision GiB | ratio |")
@@ -85,22 +99,28 @@ def measure(runners: list[Runner], images: Tensor, targets: Tensor, rounds: int,
             step(runner, images, targets)
     for number in range(rounds):
         for runner in runners if number % 2 == 0 else reversed(runners):
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            held = torch.cuda.memory_allocated()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
+            synchronize(images.device)
+            held = _allocated(images, reset=True)
+            began = time.perf_counter()
             for _ in range(steps):
                 step(runner, images, targets)
-            end.record()
-            torch.cuda.synchronize()
-            runner.speeds.append(steps * len(images) / start.elapsed_time(end) * 1000)
-            runner.peaks.append((torch.cuda.max_memory_allocated() - held) / 2**30)
+            synchronize(images.device)
+            runner.speeds.append(steps * len(images) / (time.perf_counter() - began))
+            runner.peaks.append((_allocated(images) - held) / 2**30)
+
+
+def _allocated(images: Tensor, reset: bool = False) -> float:
+    """The highest number of bytes since the last reset; NaN where that is not counted."""
+    if images.device.type != "cuda":
+        return math.nan
+    if reset:
+        torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.max_memory_allocated()
 
 
 def step(runner: Runner, images: Tensor, targets: Tensor) -> None:
     """Forward and backward; gradients are dropped, so that a step's memory includes them."""
-    with torch.autocast("cuda", dtype=torch.bfloat16):
+    with torch.autocast(images.device.type, dtype=torch.bfloat16):
         loss = F.cross_entropy(runner.forward(images), targets)
     loss.backward()
     runner.model.zero_grad(set_to_none=True)

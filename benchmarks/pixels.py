@@ -43,6 +43,7 @@ from drumline.data.order import evaluation_requests
 from drumline.data.sources import EncodedSource, SourceSpec, open_source
 from drumline.data.views import View
 from drumline.launch.machine import usable_cores
+from harness import Parser, pick_device
 from photographs import VERSION, Photos, Pixels, brief, lay_in_folders, machine, photographs, pillow_window
 
 
@@ -185,7 +186,7 @@ def main() -> int:
         _pure_windows(asked)
         return 0
     torch.set_num_threads(1)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = pick_device(asked.small)
     photos = photographs(asked.path, made_up=asked.made_up)
     photos = Photos(photos.names[: asked.limit], photos.data[: asked.limit], photos.told)
     print(
@@ -264,9 +265,7 @@ def ways(
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__, made_up=3, size=64)
     parser.add_argument("--path", help="folder or tar of photographs; without it, made-up ones")
     parser.add_argument("--limit", type=int, help="take only so many")
     parser.add_argument("--made-up", type=int, default=64, help="how many to make up without --path")

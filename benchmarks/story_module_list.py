@@ -1,6 +1,7 @@
 """What one line costs: `module_list = module_list.module` in a distillation script, stock DDP, the embedded digits.
 
     python benchmarks/story_module_list.py [--seeds 3]
+    python benchmarks/story_module_list.py --small      # one setting, few steps, to see that it works
 
 Runs `tests/guard/scripts/story.py` over gloo, wrong and mended, per seed, and prints the table of
 docs/story-module-list.md, then what `drumline.guard` says of the wrong one. CPU only, some minutes.
@@ -8,7 +9,6 @@ docs/story-module-list.md, then what `drumline.guard` says of the wrong one. CPU
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from pathlib import Path
@@ -16,6 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.guard.scripts_run import run_script
+
+from harness import Parser
 
 SETTINGS = (
     (2, ("--labels", "80"), "2 ranks, 80 images dealt out"),
@@ -26,13 +28,13 @@ SETTINGS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__, seeds=1)
     parser.add_argument("--seeds", type=int, default=3)
-    seeds = range(parser.parse_args().seeds)
+    args = parser.parse_args()
+    seeds = range(args.seeds)
     print("| setting | mended script | with the line | lost |\n|---|---|---|---|")
-    for size, words, name in SETTINGS:
+    for size, words, name in SETTINGS[:1] if args.small else SETTINGS:
+        words = (*words, "--steps", "5") if args.small else words
         mended = [accuracy(size, *words, "--mended", "--seed", str(seed)) for seed in seeds]
         wrong = [accuracy(size, *words, "--seed", str(seed)) for seed in seeds]
         lost = statistics.mean(mended) - statistics.mean(wrong)

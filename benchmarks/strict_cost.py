@@ -2,6 +2,7 @@
 
     python benchmarks/strict_cost.py            # a GPU if there is one, one process, 2, 4 and 8 shards
     python benchmarks/strict_cost.py --cpu      # gloo on the CPU, 2 and 4 processes, 4 shards
+    python benchmarks/strict_cost.py --small    # both, tiny, on a CPU, to see that they work
 
 On the GPU: ResNet-50, batch 256, bf16, the whole loop as `drumline train` runs it, with the step as one CUDA graph,
 plain against strict; also compiled (`--compile`). On the CPU: ResNet-18 at 32 px, batch 64, one thread per process,
@@ -33,28 +34,35 @@ from drumline.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Ru
 from drumline.train.rehearse import rehearse
 from drumline.train.start import Running, start
 from drumline.train.task import classification
-from loop_overhead import case, ours
+from harness import Parser, name_of, pick_device
+from loop_overhead import SMALL_WARM, WARM, case, ours
 
 SHARDS = (2, 4, 8)
-CPU_SHARDS, CPU_WARM, CPU_STEPS = 4, 3, 12
+CPU_SHARDS, CPU_WARM = 4, 3
 
 
 def strictly(recipe: Recipe, shards: int) -> Recipe:
     return replace(recipe, run=replace(recipe.run, strict=True, shards=shards))
 
 
-def on_gpu(rounds: int, steps: int, compiled: bool) -> None:
-    """One process, one GPU."""
-    plain = case("resnet50", 256, "classes=1000,size=224,samples=2560", True, compiled)
+def whole_loop(rounds: int, steps: int, compiled: bool, small: bool) -> None:
+    """One process, one GPU; for `--small`, a CPU."""
+    device, warm = pick_device(small), SMALL_WARM if small else WARM
+    model, batch, shape = (
+        ("resnet8", 8, "classes=10,size=16,samples=64")
+        if small
+        else ("resnet50", 256, "classes=1000,size=224,samples=2560")
+    )
+    plain = case(model, batch, shape, True, compiled, device.type)
     recipes = {"plain": plain} | {f"strict, {shards} shards": strictly(plain, shards) for shards in SHARDS}
     times: dict[str, list[float]] = {name: [] for name in recipes}
     for _ in range(rounds):
         for name, recipe in recipes.items():
-            times[name].append(ours(recipe, steps)[0])
+            times[name].append(ours(recipe, steps, warm)[0])
             torch.cuda.empty_cache()
     how = "compiled" if compiled else "eager kernels"
     print(
-        f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}: ResNet-50, batch 256, bf16, {how}, captured; "
+        f"{name_of(device)}, torch {torch.__version__}: {model}, batch {batch}, bf16, {how}, captured if on a GPU;"
     )
     print(f"{rounds} rounds of {steps} steps, medians\n\n| mode | ms per step | to plain |\n|---|---|---|")
     for name, found in times.items():
@@ -65,11 +73,11 @@ def on_gpu(rounds: int, steps: int, compiled: bool) -> None:
         )
 
 
-def cpu_recipe() -> Recipe:
+def cpu_recipe(small: bool) -> Recipe:
     return Recipe(
         run=Run(device="cpu"),
         data=Data(source="synthetic", path="classes=10,size=32,samples=512", batch=64, workers=0),
-        model=Model(name="resnet18"),
+        model=Model(name="resnet8" if small else "resnet18"),
         optim=Optim(schedule="constant"),
         train=Train(steps=10_000, eval_every=0),
         parallel=Parallel(threads=1),
@@ -77,11 +85,11 @@ def cpu_recipe() -> Recipe:
     )
 
 
-def one_rank(rounds: int) -> None:
+def one_rank(rounds: int, steps: int, small: bool) -> None:
     """Both modes in this process group, round after round; rank 0 prints the seconds per step of each."""
     world = join(read_place(os.environ), "cpu", "gloo", 300)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as cleanup:
-        plain = replace(cpu_recipe(), run=Run(device="cpu", dir=folder))
+        plain = replace(cpu_recipe(small), run=Run(device="cpu", dir=folder))
         modes = {
             name: start(recipe, world, classification, cleanup)
             for name, recipe in (("plain", plain), ("strict", strictly(plain, CPU_SHARDS)))
@@ -89,32 +97,33 @@ def one_rank(rounds: int) -> None:
         for run in modes.values():
             rehearse(run, run.rehearsal(0))
         for _ in range(rounds):
-            found = [timed(run, world) for run in modes.values()]
+            found = [timed(run, world, steps) for run in modes.values()]
             if world.first:
                 print("SECONDS", *found, flush=True)
     world.close()
 
 
-def timed(run: Running, world: World) -> float:
-    with closing(run.batches(0, CPU_WARM + CPU_STEPS)) as batches:
-        for index in range(CPU_WARM + CPU_STEPS):
+def timed(run: Running, world: World, steps: int) -> float:
+    with closing(run.batches(0, CPU_WARM + steps)) as batches:
+        for index in range(CPU_WARM + steps):
             if index == CPU_WARM:
                 world.barrier()
                 begun = time.perf_counter()
             run.step(next(batches), index, 0.01)
     world.barrier()
-    return (time.perf_counter() - begun) / CPU_STEPS
+    return (time.perf_counter() - begun) / steps
 
 
-def on_cpu(rounds: int) -> None:
+def on_cpu(rounds: int, steps: int, small: bool) -> None:
     """Several processes over gloo."""
     print(
-        f"{os.cpu_count()} CPU cores, torch {torch.__version__}: ResNet-18, batch 64, {CPU_SHARDS} shards, gloo"
+        f"{os.cpu_count()} CPU cores, torch {torch.__version__}: {cpu_recipe(small).model.name}, batch 64, "
+        f"{CPU_SHARDS} shards, gloo"
     )
     print(
-        f"{rounds} rounds of {CPU_STEPS} steps, medians\n\n| processes | strict to plain | spread |\n|---|---|---|"
+        f"{rounds} rounds of {steps} steps, medians\n\n| processes | strict to plain | spread |\n|---|---|---|"
     )
-    for processes in (2, 4):
+    for processes in (2,) if small else (2, 4):
         common = {
             "WORLD_SIZE": str(processes),
             "MASTER_ADDR": "127.0.0.1",
@@ -123,6 +132,7 @@ def on_cpu(rounds: int) -> None:
             "GLOO_SOCKET_IFNAME": "lo",
         }
         command = [sys.executable, __file__, "--one-rank", "--rounds", str(rounds)]
+        command += ["--cpu-steps", str(steps), *(["--small"] if small else [])]
         ranks = [
             subprocess.Popen(
                 command,
@@ -142,21 +152,26 @@ def on_cpu(rounds: int) -> None:
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> int:
+    parser = Parser(__doc__, rounds=1, steps=2, cpu_steps=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40, help="timed steps a round on the GPU")
+    parser.add_argument("--cpu-steps", type=int, default=12, help="timed steps a round over processes")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--one-rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one_rank:
-        one_rank(args.rounds)
-    elif args.cpu or not torch.cuda.is_available():
-        on_cpu(args.rounds)
-    else:
-        on_gpu(args.rounds, args.steps, args.compile)
+        one_rank(args.rounds, args.cpu_steps, args.small)
+        return 0
+    if args.small:
+        print("needs CUDA: skipped ResNet-50 and the CUDA graph")
+    if args.small or (torch.cuda.is_available() and not args.cpu):
+        whole_loop(args.rounds, args.steps, args.compile, args.small)
+    if args.small or args.cpu or not torch.cuda.is_available():
+        on_cpu(args.rounds, args.cpu_steps, args.small)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,12 +1,16 @@
-"""The benchmarks run from end to end on a few made-up images, and notice pixels that are not Pillow's."""
+"""Every benchmark runs from end to end in its small form, and those that check something notice when it is wrong."""
 
 from __future__ import annotations
 
 import importlib
 import io
 import json
+import os
+import subprocess
+import sys
 import tarfile
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,10 +19,40 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import nn
+
+from drumline.arguments import parse
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-FEW = ("--made-up", "3", "--size", "64")
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if "\ndef main(" in path.read_text())
+
+
+@dataclass(frozen=True)
+class Done:
+    """A script that ran in its small form."""
+
+    folder: Path
+
+    @property
+    def printed(self) -> str:
+        return (self.folder / "stdout").read_text()
+
+    @property
+    def code(self) -> int:
+        return int((self.folder / "code").read_text())
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+    """Every script, run once with `--small`."""
+    folder = tmp_path_factory.mktemp("small")
+    subprocess.run(
+        [sys.executable, "-m", "tests.small_benchmarks", str(folder), *SCRIPTS],
+        cwd=FOLDER.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=900,
+    )
+    return {name: Done(folder / name) for name in SCRIPTS}
 
 
 @pytest.fixture
@@ -47,36 +81,115 @@ def rows(printed: str, name: str) -> list[list[str]]:
     return [row for row in cells if row[0].startswith(name)]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_runs_in_its_small_form(small: dict[str, Done], name: str) -> None:
+    """With tiny sizes on a CPU. What needs more is skipped there, with a line that says so."""
+    done = small[name]
+    assert done.code == 0, done.printed + (done.folder / "stderr").read_text()[-3000:]
+    assert "|---|" in done.printed or "first tenth" in done.printed
+    assert "Traceback" not in done.printed
+
+
+@pytest.mark.slow
+def test_loop_overhead_trains_its_tiny_network_past_the_step_where_it_once_diverged(
+    small: dict[str, Done],
+) -> None:
+    (cells,) = rows(small["loop_overhead"].printed, "tiny CNN")
+    assert cells[-1] == "yes"
+    assert ", 42 steps of " in (small["loop_overhead"].folder / "stderr").read_text()
+
+
+@pytest.mark.slow
+def test_faults_kills_a_run_that_ends_with_the_untouched_runs_bits(small: dict[str, Done]) -> None:
+    printed = small["faults"].printed
+    assert "1 of 1 finished runs have the hash of the untouched one" in printed
+    (cells,) = rows(printed, "strict")
+    assert cells[1:4] == ["1", "1", "1"]
+
+
+def test_faults_takes_every_layout_and_adds_up_what_was_logged(
+    script: Any, capsys: Any, tmp_path: Path
+) -> None:
+    faults = script("faults")
+    every = faults.settings(list(faults.LAYOUTS), 4, 240)
+    assert {setting.layout for setting in every} == {
+        *("strict", "single", "ddp", "fsdp", "pipeline", "data x pipeline")
+    }
+    assert {size for setting in every for size in setting.worlds} == {1, 2, 3, 4}
+    assert all(len(setting.worlds) == 1 for setting in every if setting.layout != "strict")
+    for setting in every:
+        parse([*setting.words(), "run.name=killed"], "train", "")
+    killed = {"kind": "a rank", "at": 1.0, "step": 9, "by_itself": True, "processes": 2, "resumed": 5}
+    lines = [
+        {"layout": "ddp", "source": "digits", "kills": [{**killed, "recovered": 3.0}] * 2, "worlds": [2]},
+        {"layout": "fsdp", "source": "files", "kills": [{**killed, "recovered": 3.0}], "worlds": [4, 4]},
+        {"kills": [], "worlds": [3], "same": True, "orphans": 0, "unexplained": []},  # of an older log
+    ]
+    for line in lines:
+        with (tmp_path / f"{line.get('layout')}.jsonl").open("w") as file:
+            file.write(json.dumps({"same": True, **line}) + "\n")
+    logs = sorted(map(str, tmp_path.iterdir()))
+    script("faults", "--report", *logs)
+    assert faults.main() == 0
+    printed = capsys.readouterr().out
+    assert rows(printed, "a rank") == [["a rank", "3", "4.0 / 4", "2.0 / 2.0"]]
+    assert rows(printed, "ddp") == [["ddp", "2", "1", "1", "1 x 2"]]
+    assert rows(printed, "fsdp") == [["fsdp", "1", "1", "1", "2 x 4"]]
+    assert "3 of 3 finished runs" in printed
+    with Path(logs[0]).open("a") as file:
+        file.write(json.dumps({**lines[0], "same": False}) + "\n")
+    assert faults.main() == 1
+    assert "3 of 4 finished runs" in capsys.readouterr().out
+
+
+def test_faults_refuses_a_layout_that_it_does_not_have(script: Any, capsys: Any) -> None:
+    faults = script("faults", "--layouts", "strict,dpp")
+    with pytest.raises(SystemExit):
+        faults.main()
+    assert "--layouts: dpp" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py")))
-def test_every_script_can_be_imported(script: Any, name: str) -> None:
-    """Those that need a GPU run nowhere else here, and would rot unseen."""
+def test_every_script_says_what_it_is_for(script: Any, name: str) -> None:
     assert script(name).__doc__
 
 
-def test_feed_cpu_shows_our_pixels_at_100_percent_beside_pillow(script: Any, capsys: Any) -> None:
-    feed_cpu = script("feed_cpu", *FEW, "--rounds", "1", "--no-scaling")
-    assert feed_cpu.main() == 0
-    printed = capsys.readouterr().out
+@pytest.mark.slow
+def test_guard_latency_names_the_guard_and_the_step(small: dict[str, Done]) -> None:
+    printed = small["guard_latency"].printed
+    assert rows(printed, "`model.module(x)`") == [["`model.module(x)`", "bypass", "1", "1", "stopped"]]
+    assert rows(printed, "a NaN in one") == [
+        ["a NaN in one rank's batch at step 5", "non-finite", "5", "5", "stopped"]
+    ]
+
+
+@pytest.mark.slow
+def test_feed_cpu_shows_our_pixels_at_100_percent_beside_pillow_and_each_loader_at_each_number_of_workers(
+    small: dict[str, Done],
+) -> None:
+    printed = small["feed_cpu"].printed
     assert "3 made-up photographs (no --path given)" in printed
     (ours,) = rows(printed, "Drumline, native")
     assert ours[-1] == "100 %"
     (boxed,) = rows(printed, "Pillow resize(box=)")
     assert boxed[-1] != "100 %"
+    for kind in ("Drumline, threads", "Drumline, processes", "DataLoader + PIL transforms"):
+        assert [cells[1] for cells in rows(printed, kind)] == ["1", "2"]
 
 
+@pytest.mark.slow
 def test_jpeg_rule_makes_valid_files_of_every_kind_and_tells_what_the_rule_says(
-    script: Any, capsys: Any
+    script: Any, small: dict[str, Done]
 ) -> None:
-    jpeg_rule = script("jpeg_rule", "--dry", "--crops", "6")
+    jpeg_rule = script("jpeg_rule")
     made = list(jpeg_rule.corpus([jpeg_rule.jpeg(Image.new("RGB", (90, 70), "red"), 80)], 6))
     for sample in made:
         with Image.open(io.BytesIO(sample.data)) as image:
             image.load()
             header = jpeg_rule.read_header(sample.data)
             assert image.size == (header.width, header.height)
-    assert jpeg_rule.main() == 0
-    printed = capsys.readouterr().out
-    accepted, left = printed.split("Left to the CPU")
+    accepted, left = small["jpeg_rule"].printed.split("Left to the CPU")
     kinds = {sample.kind for sample in made}
     for kind in (
         *("progressive", "progressive grey", "extended frame (SOF1)", "extended frame, tables above 255"),
@@ -90,19 +203,24 @@ def test_jpeg_rule_makes_valid_files_of_every_kind_and_tells_what_the_rule_says(
         assert f"| {kind} |" in accepted
 
 
-def test_pixels_ends_with_0_only_while_every_value_of_ours_is_pillows(
-    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pixels = script("pixels", *FEW)
-    monkeypatch.setattr(pixels, "without_native_part", lambda folder, view: [])  # it starts another Python
-    monkeypatch.setattr(pixels, "ways", without_empty(pixels.ways))
-    assert pixels.main() == 0
-    printed = capsys.readouterr().out
-    for name in ("Drumline, loader's threads", "Drumline, native", "Pillow decode + Drumline resize"):
-        (cells,) = rows(printed, name)
+@pytest.mark.slow
+def test_pixels_of_ours_are_all_pillows_without_the_native_part_too(small: dict[str, Done]) -> None:
+    for name in (
+        *("Drumline, loader's threads", "Drumline, native", "Drumline, without its native part"),
+        "Pillow decode + Drumline resize",
+    ):
+        (cells,) = rows(small["pixels"].printed, name)
         assert cells[1] == cells[5] == "100 %", name
 
-    cutters = script("cutters", *FEW)
+
+def test_pixels_ends_with_1_when_a_value_of_ours_is_not_pillows(
+    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels = script("pixels", "--small")
+    monkeypatch.setattr(pixels, "without_native_part", lambda folder, view: [])  # it starts another Python
+    monkeypatch.setattr(pixels, "ways", without_empty(pixels.ways))
+    cutters = script("cutters")
+    script("pixels", "--small")
     honest = cutters.window_of
 
     def one_value_off(*arguments: Any) -> Any:
@@ -139,17 +257,14 @@ def test_the_reference_is_crop_then_resize_then_mirror(script: Any) -> None:
     )
 
 
-def test_same_answers_counts_a_network_that_sees_equal_pixels(
-    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    same_answers = script("same_answers", "--made-up", "3")
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.AvgPool2d(32), nn.Flatten(), nn.Linear(3 * 49, 10))
-    monkeypatch.setattr(same_answers, "classifier", lambda: network)
-    assert same_answers.main() == 0
-    (cells,) = rows(capsys.readouterr().out, "Drumline, CPU path")
+@pytest.mark.slow
+def test_same_answers_counts_a_network_that_sees_equal_pixels(small: dict[str, Done]) -> None:
+    (cells,) = rows(small["same_answers"].printed, "Drumline, CPU path")
     assert cells[1:4] == ["3 of 3"] * 3
 
+
+def test_same_answers_notices_pixels_that_differ(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    same_answers = script("same_answers", "--small")
     by_loader = same_answers.by_loader
     monkeypatch.setattr(
         same_answers, "by_loader", lambda *arguments: (image[:, ::-1] for image in by_loader(*arguments))
@@ -158,31 +273,12 @@ def test_same_answers_counts_a_network_that_sees_equal_pixels(
 
 
 @pytest.mark.slow
-def test_pixels_without_the_native_part_are_the_same(script: Any, capsys: Any) -> None:
-    pixels = script("pixels", *FEW)
-    assert pixels.main() == 0
-    (cells,) = rows(capsys.readouterr().out, "Drumline, without its native part")
-    assert cells[1] == cells[5] == "100 %"
-
-
-@pytest.mark.slow
-def test_feed_cpu_shows_each_loader_at_each_number_of_workers(script: Any, capsys: Any) -> None:
-    feed_cpu = script("feed_cpu", *FEW, "--rounds", "1", "--batch", "2", "--workers", "2")
-    assert feed_cpu.main() == 0
-    printed = capsys.readouterr().out
-    for kind in ("Drumline, threads", "Drumline, processes", "DataLoader + PIL transforms"):
-        assert [cells[1] for cells in rows(printed, kind)] == ["1", "2"]
-
-
-@pytest.mark.slow
 def test_feed_gpu_checks_every_sample_of_a_tiny_run(
-    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, small: dict[str, Done]
 ) -> None:
-    tiny = ("--device", "cpu", "--tiny", "--only", "resnet18", "--modes", "eager", "--rounds", "1")
-    feed_gpu = script("feed_gpu", *tiny)
-    assert feed_gpu.main() == 0
-    assert "Drumline against Pillow: 32 of 32 samples equal" in capsys.readouterr().out
+    assert "Drumline against Pillow: 32 of 32 samples equal" in small["feed_gpu"].printed
 
+    feed_gpu = script("feed_gpu", "--small")
     honest = feed_gpu.drumline
 
     def one_sample_off(*arguments: Any) -> Any:
@@ -198,16 +294,15 @@ def test_feed_gpu_checks_every_sample_of_a_tiny_run(
 
 @pytest.mark.slow
 def test_fault_outcomes_damages_a_run_and_notices_other_bits(
-    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    script: Any, capsys: Any, small: dict[str, Done]
 ) -> None:
-    faults = script("fault_outcomes", "--quick")
-    assert faults.main() == 0
-    printed = capsys.readouterr().out
+    printed = small["fault_outcomes"].printed
     for fault in ("cut to half: optimizer.safetensors", "one bit flipped: manifest.json"):
         (cells,) = rows(printed, fault)
         assert cells[1] == "warned, went on from step-14 of step-7, step-14, step-21"
         assert cells[2:] == ["0", "1 bad", "the same bits"]
 
+    faults = script("fault_outcomes")
     wrong = faults.Outcome("a fault", "said", 0, "sound", faults.words_of(False), good=False)
     assert not faults.told(lambda: wrong).good
     assert "NOT AS IT SHOULD BE" in capsys.readouterr().out
@@ -215,11 +310,9 @@ def test_fault_outcomes_damages_a_run_and_notices_other_bits(
 
 @pytest.mark.slow
 def test_distill_speed_measures_every_way_and_notices_one_that_computes_another_loss(
-    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, small: dict[str, Done]
 ) -> None:
-    distill_speed = script("distill_speed", "--device", "cpu", "--quick")
-    assert distill_speed.main() == 0
-    printed = capsys.readouterr().out
+    printed = small["distill_speed"].printed
     for name, count in (("by hand", 2), *((f"Drumline, {way}", 2) for way in ("live", "cached", "alone"))):
         found = rows(printed, name)
         assert len(found) == count
@@ -229,6 +322,7 @@ def test_distill_speed_measures_every_way_and_notices_one_that_computes_another_
     assert printed.count("filling the cache") == 2
     assert "the same" in printed
 
+    distill_speed = script("distill_speed", "--small")
     ways, honest = distill_speed.entries, distill_speed.ByHand.step
     monkeypatch.setattr(distill_speed, "entries", lambda *arguments: ways(*arguments)[:3])
     monkeypatch.setattr(distill_speed.ByHand, "step", lambda arm, batch: 1.05 * honest(arm, batch))
@@ -238,21 +332,20 @@ def test_distill_speed_measures_every_way_and_notices_one_that_computes_another_
 
 @pytest.mark.slow
 def test_distill_quality_makes_each_run_once_and_says_what_is_missing(
-    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, small: dict[str, Done]
 ) -> None:
-    out = ("--quick", "--out", str(tmp_path))
-    quality = script("distill_quality", *out)
-    assert quality.main() == 0
-    printed = capsys.readouterr().out
+    folder = small["distill_quality"].folder / "distill-quality"
+    printed = small["distill_quality"].printed
     for name, agrees in (("teacher", False), ("alone", True), ("kd", True)):
         (cells,) = rows(printed, name)
         assert cells[1] == "1"
         assert (cells[7] != "-") == agrees
     assert printed.splitlines()[-1].endswith("nothing is said: kd.")
-    runs = json.loads((tmp_path / "results.json").read_text())["runs"]
+    runs = json.loads((folder / "results.json").read_text())["runs"]
     assert [run["method"] for run in runs] == ["teacher", "alone", "kd"]
 
-    script("distill_quality", *out, "--seeds", "0,1", "--methods", "kd,dkd", "--budget", "0")
+    out = ("--small", "--out", str(folder))
+    quality = script("distill_quality", *out, "--seeds", "0,1", "--methods", "kd,dkd", "--budget", "0")
     assert quality.main() == 0
     again = capsys.readouterr().out
     assert rows(again, "kd") == rows(printed, "kd")
@@ -272,7 +365,7 @@ def test_distill_quality_makes_each_run_once_and_says_what_is_missing(
 def test_layouts_measures_no_schedule_faster_than_its_ideal_and_pipelines_faster_than_none(
     script: Any, capsys: Any
 ) -> None:
-    layouts = script("layouts", "--quick", "--no-processes")
+    layouts = script("layouts", "--small", "--no-processes")
     ideal = {"model": "192", "gpipe": "120", "1f1b": "120", "interleaved": "108"}
     best = dict.fromkeys(ideal, float("inf"))
     for _ in range(5):  # a busy machine may hold any step up, but not each time
@@ -289,22 +382,20 @@ def test_layouts_measures_no_schedule_faster_than_its_ideal_and_pipelines_faster
 
 
 @pytest.mark.slow
-def test_layouts_measures_processes_too(script: Any, capsys: Any, tmp_path: Path) -> None:
-    layouts = script("layouts", "--quick", "--log", str(tmp_path / "log"))
-    assert layouts.main() == 0
-    printed = capsys.readouterr().out
+def test_layouts_measures_processes_too(small: dict[str, Done]) -> None:
+    printed = small["layouts"].printed
     assert len(rows(printed, "1f1b")) == 3
     assert "1 replica(s) of two ranks" in printed
-    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    lines = [json.loads(line) for line in (small["layouts"].folder / "log.jsonl").read_text().splitlines()]
     assert {line["what"] for line in lines} == {"threads", "processes", "exchange"}
 
 
+@pytest.mark.slow
 def test_layout_memory_notices_a_lane_that_keeps_more_than_promised(
-    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, small: dict[str, Done]
 ) -> None:
-    memory = script("layout_memory", "--quick")
-    assert memory.main() == 0
-    printed = capsys.readouterr().out
+    memory = script("layout_memory", "--small")
+    printed = small["layout_memory"].printed
     for name in ("gpipe", "1f1b", "interleaved"):
         for cells in rows(printed, name):
             assert cells[3] == cells[4]
@@ -316,16 +407,18 @@ def test_layout_memory_notices_a_lane_that_keeps_more_than_promised(
 
 @pytest.mark.slow
 def test_copy_overlap_shows_a_gain_draws_it_and_notices_other_bits(
-    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, small: dict[str, Done]
 ) -> None:
-    overlap = script("copy_overlap", "--quick", "--out", str(tmp_path))
-    assert overlap.main() == 0
-    printed = capsys.readouterr().out
+    printed = small["copy_overlap"].printed
     (gpipe,) = rows(printed, "gpipe")
     assert float(gpipe[4]) < float(gpipe[2])
     assert [cells[4] for cells in rows(printed, "cifar/resnet8")[:3]] == ["0"] * 3
-    assert {path.suffix for path in tmp_path.iterdir()} == {".svg", ".json"}
+    assert {path.suffix for path in (small["copy_overlap"].folder / "timelines").iterdir()} == {
+        ".svg",
+        ".json",
+    }
 
+    overlap = script("copy_overlap", "--small")
     honest = overlap.ModelInStages.score
     monkeypatch.setattr(overlap, "on_cpu", lambda *arguments: 0)
     monkeypatch.setattr(overlap, "overlap_on_gpu", lambda *arguments: None)
@@ -341,7 +434,7 @@ def test_copy_overlap_shows_a_gain_draws_it_and_notices_other_bits(
 def test_distill_quality_refuses_a_method_before_anything_is_trained(
     script: Any, capsys: Any, tmp_path: Path
 ) -> None:
-    quality = script("distill_quality", "--quick", "--methods", "kdd", "--out", str(tmp_path / "out"))
+    quality = script("distill_quality", "--small", "--methods", "kdd", "--out", str(tmp_path / "out"))
     assert quality.main() == 2
     assert "distill.method = kdd" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
