@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,26 @@ def test_a_rank_that_has_ended_or_waits_elsewhere_is_waited_for_in_vain() -> Non
 )
 def test_slow_steps_are_nobodys_fault(other: Beat) -> None:
     assert judge(beats(r0=Beat(24, "step", 500, True), r1=other), 30) is None
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (Beat(2, "step", 31, True, passes=[[1, 1], [3, 2]]), "rank 1 skipped step 3: 2 forward passes"),
+        (Beat(2, "step", 31, True, passes=[[1, 1], [2, 2], [3, 1]]), "rank 1 skipped step 2"),
+        (Beat(2, "step", 31, True, passes=[[1, 1], [3, 1]]), "rank 1 waits somewhere else"),
+        (Beat(3, "step", 31, True, passes=[[1, 1]], meets=True), "rank 1 waits somewhere else"),
+    ],
+)
+def test_ranks_that_wait_for_each_other_at_different_points_are_ended(other: Beat, says: str) -> None:
+    ready = Beat(2, "step", 31, True, passes=[[1, 1], [3, 1]], meets=True)
+    verdict = judge(beats(r0=ready, r1=other), 30)
+    assert verdict is not None
+    assert verdict.hopeless
+    assert says in verdict.finding.what
+    computing = replace(other, waits=False)
+    assert judge(beats(r0=ready, r1=computing), 30) is None
+    assert judge(beats(r0=ready, r1=other, r2=replace(other, idle=5)), 30) is None
 
 
 def test_a_busy_rank_is_named_and_never_hopeless() -> None:

@@ -137,6 +137,20 @@ def test_unequal_numbers_of_steps_end_within_seconds_and_say_who_is_where(mistak
         assert "rank 1 finished after step 5" in told
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mistake", "skipped"), [("skipped-batch", 3), ("skipped-update", 2), ("skipped-late", 6)]
+)
+def test_a_rank_that_skips_a_step_is_named_and_every_rank_ends(mistake: str, skipped: int) -> None:
+    """One rank waits in the guard, the other in a collective: neither would ever go on."""
+    outcome = run_script("mistakes.py", 2, mistake, seconds=40)
+    assert all(code > 0 for code in outcome.codes), outcome.codes
+    told = outcome.told(0)
+    assert f"guard [steps]: rank 1 skipped step {skipped}: 2 forward passes in it, 1 on rank 0" in told
+    assert "on every rank" in told
+    assert "guard [steps]" in outcome.told(1)
+
+
 def test_every_mistake_of_the_script_is_tested() -> None:
     named = set(re.findall(r'mistake (?:==|!=) "([a-z0-9-]+)"', "\n".join(LINES)))
     tested = Path(__file__).read_text()

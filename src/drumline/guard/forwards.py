@@ -54,6 +54,7 @@ class Forwards:
         inner: nn.Module,
         several: bool,
         active: Callable[[], None],
+        passed: Callable[[], None],
         backward: Callable[[], None],
     ) -> None:
         self.wrapper = wrapper_of(model)
@@ -63,11 +64,12 @@ class Forwards:
         self.direct: Direct | None = None
         self._depth = 0
         self._several = several
-        self._active, self._backward = active, backward
+        self._active, self._passed, self._backward = active, passed, backward
         self._handles: list[RemovableHandle] = []
         self._part_handles: list[RemovableHandle] = []
         self._names = {module: name for name, module in inner.named_modules()}
         outermost = model if is_compiled(model) else self.wrapper
+        self._counted_outside = outermost is not None and is_compiled(model)
         if outermost is not None:
             self._handles.append(outermost.register_forward_pre_hook(self._through_wrapper))
         for name, root in [("", model)] if is_compiled(model) else list(roots(inner)):
@@ -111,6 +113,7 @@ class Forwards:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # Here, not only at the inner module: DDP waits for the other ranks' buffers in between.
             self._active()
+            self._passed()
             self.wrapped_calls += 1
             if self.wrapper is not None:
                 self.synced = bool(self.wrapper.require_backward_grad_sync)
@@ -129,10 +132,13 @@ class Forwards:
     def _enter(self, call: Call) -> None:
         self._active()
         around = DistributedDataParallel._get_active_ddp_module()
+        if around is None and self._depth == 0 and not self._counted_outside:
+            self._passed()
         if around is None and self._several and self._depth == 0 and self.direct is None:
             self._note(call.module)
         if around is not None and self.wrapper is None:
             # The script handed over the inner model; its wrapper is found when it calls.
+            self._passed()
             self.wrapper, self.wrapped_calls = around, self.wrapped_calls + 1
             self._handles.append(around.register_forward_pre_hook(self._through_wrapper))
         self._depth += 1

@@ -19,6 +19,12 @@ from drumline.errors import UserError
 
 _NUMBERS = count()
 _ABSENT_AFTER = 60.0
+_LONGEST_WAIT = 1800.0
+"""The default timeout of gloo: after that the script's own collectives would have failed too."""
+
+
+class Absent(Exception):
+    """The other ranks cannot come to a meeting any more, or have not come for half an hour."""
 
 
 class Meeting:
@@ -60,7 +66,7 @@ class Meeting:
         self, key: str, value: Any, pause: Callable[[], None], seconds: float | None = None
     ) -> list[Any]:
         """Every rank's value, in the order of `ranks`. `pause` is called while waiting and may raise. After `seconds`
-        the missing ones are None."""
+        the missing ones are None. Without `seconds`, half an hour is the longest wait: then `Absent` is raised."""
         if self._store is None:
             return [value]
         self.post(f"{key}/{self.rank}", value)
@@ -77,6 +83,8 @@ class Meeting:
                     return [self.look(name) for name in keys]
                 if now - began > _ABSENT_AFTER:
                     self._require_all_here()
+                if now - began > _LONGEST_WAIT:
+                    raise Absent
         values = [json.loads(text) for text in self._store.multi_get(keys)]
         self._forget(f"{key}/{self.rank}")
         return values

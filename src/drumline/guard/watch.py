@@ -31,7 +31,7 @@ from drumline.guard.finding import Action, Finding, Stopped, Teller
 from drumline.guard.forwards import Forwards, inner_of, wrapper_of
 from drumline.guard.gradients import outside, strangers, without_gradient
 from drumline.guard.hang import Beat, Pulse, judge
-from drumline.guard.meeting import meeting_of
+from drumline.guard.meeting import Absent, meeting_of
 from drumline.guard.modes import Modes, gradient_marks, trained_teacher
 from drumline.guard.nonfinite import finding_of, keep_batch, locate
 from drumline.guard.passes import end_passes, passes_over
@@ -106,9 +106,12 @@ class Watch:
         self.evaluations = 0
         self.finite = Finiteness(self.inner)
         self._used = False
+        self._apart = False
         self.never_reached: list[dict[int, str]] = [{} for _ in optimizers]
         self.pulse = Pulse(self.meeting, hang_seconds, self.teller.warn, self.teller.action == "stop")
-        self.forwards = Forwards(model, self.inner, self.meeting.size > 1, self._forward, self._backward)
+        self.forwards = Forwards(
+            model, self.inner, self.meeting.size > 1, self._forward, self.pulse.passed, self._backward
+        )
         self.rounds = Rounds(self.meeting, self.forwards, self.inner, teachers)
         self.modes = Modes(self.inner, teachers)
         self.teacher_marks = gradient_marks(self._taught())
@@ -215,16 +218,26 @@ class Watch:
             self._look_at_gradients(number, optimizer, step, meets)
         joined = self.forwards.wrapper is not None and self.forwards.wrapper._join_config.enable
         self.pulse.paused = joined
-        if meets and self.meeting.size > 1 and closure is None and not joined:
-            for finding in self.rounds.meet(f"{number}/{step}", step, optimizer, self.ids, self._pause):
-                self._tell_together(finding)
-        if number == 0 and step in (1, _FIRST) and not joined:
-            self._look_at_devices(step)
+        if joined or self._apart:
+            return
+        try:
+            self.pulse.meets = True
+            if meets and self.meeting.size > 1 and closure is None:
+                for finding in self.rounds.meet(f"{number}/{step}", step, optimizer, self.ids, self._pause):
+                    self._tell_together(finding)
+            if number == 0 and step in (1, _FIRST):
+                self._look_at_devices(step)
+        except Absent:
+            self._apart = True
+        finally:
+            self.pulse.meets = False
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         number = self.optimizers.index(optimizer)
         self.steps[number] += 1
-        self.pulse.steps, self.pulse.phase = self.steps[0], "between"
+        if number == 0:
+            self.pulse.stepped(self.steps[0])
+        self.pulse.phase = "between"
         self.pulse.move()
         self._used = True
         if len(self.optimizers) == 1:
@@ -364,6 +377,8 @@ class Watch:
         told = self.meeting.look("alert")
         if told is not None:
             raise Stopped(Finding(**told))
+        if self.pulse.given_up is not None:
+            raise Absent
         self._pause_if_found()
 
     def _pause_if_found(self) -> None:

@@ -120,6 +120,8 @@ for epoch in range(4):
         loss = F.cross_entropy(out * temperature if mistake == "loss-parameter" else out, y)
         if mistake == "bad-loss" and step == 5 and rank == 1:
             loss = (out - out).sqrt().sum() + loss
+        if mistake == "skipped-batch" and rank == 1 and step == 3:
+            continue
         if mistake == "no-sync":
             with model.no_sync():
                 loss.backward()
@@ -130,6 +132,9 @@ for epoch in range(4):
         if mistake == "late-drift" and step == 6 and rank == 1:
             with torch.no_grad():
                 net.head.weight[0, 0] += 1
+        if mistake in ("skipped-update", "skipped-late") and rank == 1:
+            if step == (2 if mistake == "skipped-update" else 6):
+                continue
         if mistake == "scheduler-early":
             scheduler.step()
         optimizer.step()
