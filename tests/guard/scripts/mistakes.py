@@ -132,9 +132,8 @@ for epoch in range(4):
         if mistake == "late-drift" and step == 6 and rank == 1:
             with torch.no_grad():
                 net.head.weight[0, 0] += 1
-        if mistake in ("skipped-update", "skipped-late") and rank == 1:
-            if step == (2 if mistake == "skipped-update" else 6):
-                continue
+        if rank == 1 and (mistake, step) in (("skipped-update", 2), ("skipped-late", 6)):
+            continue
         if mistake == "scheduler-early":
             scheduler.step()
         optimizer.step()
