@@ -17,11 +17,12 @@ import pytest
 
 from drumline.observe import display as display_module
 from drumline.observe.display import (
+    Part,
     PlainDisplay,
     Progress,
     RichDisplay,
     SilentDisplay,
-    bar_lines,
+    bar_line,
     describe,
     make_display,
     progress,
@@ -63,7 +64,7 @@ def test_rank_0_draws_a_bar_on_a_terminal_and_plain_lines_elsewhere(
 
 def test_a_silent_display_takes_every_call_and_writes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     display = make_display(3)
-    display.begin("title", 10, 0, 1)
+    display.begin(10, 0, 1)
     display.step(SMALL)
     display.evaluation(1, 2)
     display.result("result")
@@ -73,37 +74,51 @@ def test_a_silent_display_takes_every_call_and_writes_nothing(capfd: pytest.Capt
 
 
 def test_progress_is_written_for_people() -> None:
-    assert "  ".join(describe(SMALL, 5025)) == (
+    assert "  ".join(part.text for part in describe(SMALL, 5025)) == (
         "epoch 1.2/10  step 1,234/9,876  loss 2.3457  1,234 img/s  data wait 0.3 %  lr 0.1  1:23:45 left"
     )
-    unknown = describe(replace(SMALL, loss=None), None)
+    unknown = [part.text for part in describe(replace(SMALL, loss=None, loss_lag_s=60), None)]
     assert unknown[2] == "loss -"
     assert unknown[-1] == "-:-- left"
 
 
-@pytest.mark.parametrize("width", [30, 40, 60, 80, 100, 120, 200])
+def test_an_old_loss_is_shown_with_its_step() -> None:
+    texts = [
+        describe(replace(SMALL, loss_step=1_200, loss_lag_s=seconds), None)[2].text for seconds in (1, 10)
+    ]
+    assert texts == ["loss 2.3457", "loss 2.3457 (step 1,200)"]
+
+
+@pytest.mark.parametrize("width", [20, 30, 40, 60, 80, 100, 120, 200])
 @pytest.mark.parametrize("where", [SMALL, LARGE])
 @pytest.mark.parametrize("ascii_only", [False, True])
-def test_nothing_is_cut_or_wraps_at_any_width(width: int, where: Progress, ascii_only: bool) -> None:
+def test_the_bar_is_one_line_at_any_width_and_no_part_is_cut(
+    width: int, where: Progress, ascii_only: bool
+) -> None:
     parts = describe(where, 100_000)
-    lines = [line.plain for line in bar_lines(parts, 0.3, width, ascii_only)]
-    text = "\n".join(lines)
-    for part in parts:
-        assert text.count(part) == 1
-    for line in lines:
-        assert len(line) <= max(width - 3, len(max(parts, key=len)))
+    line = bar_line(parts, 0.3, width, ascii_only).plain
+    assert len(line) <= width - 3
+    assert parts[2].text in line, "the loss comes before all else"
+    assert set(re.sub("  [━─#-]{6,}", "", line).split("  ")) <= {part.text for part in parts}
     if ascii_only:
-        assert text.isascii()
+        assert line.isascii()
 
 
-def test_120_columns_take_one_line_80_two_and_60_three() -> None:
-    parts = describe(replace(SMALL, step=123_456, steps=1_234_567), 5025)
-    assert [len(bar_lines(parts, 0.1, width)) for width in (120, 80, 60)] == [1, 2, 3]
+def test_what_matters_most_stays_on_a_narrow_terminal() -> None:
+    parts = describe(SMALL, 5025)
+    shown = {
+        width: [part.text.split()[0] for part in parts if part.text in bar_line(parts, 0.1, width).plain]
+        for width in (120, 80, 45, 20)
+    }
+    assert shown[120] == ["epoch", "step", "loss", "1,234", "data", "lr", "1:23:45"]
+    assert shown[80] == ["epoch", "loss", "1,234", "data", "1:23:45"]
+    assert shown[45] == ["epoch", "loss", "1:23:45"]
+    assert shown[20] == ["loss"]
 
 
 def test_the_bar_shows_the_share_done_even_without_colour() -> None:
     for done, filled in [(0.0, 0), (0.5, 20), (1.0, 40), (1.7, 40)]:
-        (line,) = bar_lines(["a", "b"], done, 120)
+        line = bar_line([Part("a"), Part("b")], done, 120)
         assert line.plain.count("━") == filled
         assert line.plain.count("─") == 40 - filled
 
@@ -111,7 +126,7 @@ def test_the_bar_shows_the_share_done_even_without_colour() -> None:
 def test_plain_lines_come_at_most_every_5_seconds_without_control_characters() -> None:
     stream, now = io.StringIO(), 100.0
     display = PlainDisplay(stream, now=lambda: now)
-    display.begin("resnet18 on digits", 9_876, 0, 10)
+    display.begin(9_876, 0, 10)
     for tick in range(200):
         now = 100.0 + tick / 10
         display.step(replace(SMALL, step=1_000 + tick))
@@ -123,18 +138,17 @@ def test_plain_lines_come_at_most_every_5_seconds_without_control_characters() -
     display.result("epoch 1: 91.2 %")
     display.end()
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "resnet18 on digits"
     steps = [line for line in lines if line.startswith("epoch 1.2/10  step 1,")]
     assert len(steps) == 4
     assert steps[1].endswith("lr 0.1  14:43 left"), steps[1]
-    assert lines[5:] == ["evaluating  600/1,000", "a note", "epoch 1: 91.2 %"]
+    assert lines[4:] == ["evaluating  600/1,000", "a note", "epoch 1: 91.2 %"]
     assert re.fullmatch(r"[\n -~]*", stream.getvalue())
 
 
 def test_a_terminal_shows_bar_evaluation_notes_and_results(terminal: Terminal) -> None:
     display = make_display(0, terminal)
     display.note("before")
-    display.begin("resnet18 on digits", 9_876, 100, 10)
+    display.begin(9_876, 100, 10)
     assert "epoch 0.1/10  " in _drawn(terminal)
     assert "step 100/9,876  starting" in _drawn(terminal)
     display.step(SMALL)
@@ -147,18 +161,19 @@ def test_a_terminal_shows_bar_evaluation_notes_and_results(terminal: Terminal) -
     display.result("epoch 1: 91.2 %")
     display.end()
     drawn = _drawn(terminal)
-    assert drawn.startswith("before\nresnet18 on digits\n")
+    assert drawn.startswith("before\n")
     for text in ["loss 2.3457", "evaluating  ", "2,000/10,000", "[bold]kept as it is[/bold]\n", "91.2 %\n"]:
         assert text in drawn
-    last = drawn[drawn.rindex("epoch 1.2/10") :]
-    assert "evaluating" not in last
+    assert "evaluating" not in drawn[drawn.rindex("epoch 1.2/10") :]
+    rest = terminal.getvalue()[terminal.getvalue().rindex("data wait") :]
+    assert "\x1b[1A\x1b[2K" in rest, "the bar is gone at the end"
     assert max(len(line) for line in drawn.splitlines()) <= 80
     assert terminal.getvalue().rindex("\x1b[?25h") > terminal.getvalue().rindex("\x1b[?25l"), "cursor is back"
 
 
 def test_drawing_again_waits_for_the_refresh_so_a_step_costs_little(terminal: Terminal) -> None:
     display = make_display(0, terminal)
-    display.begin("title", 9_876, 0, 10)
+    display.begin(9_876, 0, 10)
     try:
         began = time.perf_counter()
         for _ in range(2000):
@@ -171,9 +186,9 @@ def test_drawing_again_waits_for_the_refresh_so_a_step_costs_little(terminal: Te
 def test_the_line_does_not_dance_when_a_number_gets_shorter(terminal: Terminal) -> None:
     display = RichDisplay(terminal)
     display.step(replace(SMALL, images_per_s=10_000))
-    (wide,) = display._draw(140, False)
+    wide = display._draw(140, False)
     display.step(replace(SMALL, images_per_s=9_999))
-    (narrow,) = display._draw(140, False)
+    narrow = display._draw(140, False)
     assert narrow.plain.index("data wait") == wide.plain.index("data wait")
 
 
@@ -182,7 +197,7 @@ def test_ctrl_c_leaves_a_clean_terminal_and_stdout_untouched() -> None:
         "import time\n"
         "from drumline.observe.display import Progress, make_display\n"
         "display = make_display(0)\n"
-        "display.begin('title', 100, 0, 1)\n"
+        "display.begin(100, 0, 1)\n"
         "display.step(Progress(0.5, 1, 50, 100, 1.0, 10.0, 0.1, 0.1))\n"
         "try:\n"
         "    time.sleep(60)\n"
@@ -209,7 +224,8 @@ def test_ctrl_c_leaves_a_clean_terminal_and_stdout_untouched() -> None:
     seen += os.read(ours, 65536)
     os.close(ours)
     assert seen.count(b"\x1b[?25l") == seen.count(b"\x1b[?25h") == 1
-    assert seen.rstrip().endswith(b"\x1b[?25h")
+    assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"loss 1.0000")
+    assert seen.endswith(b"\x1b[2K"), "the bar is erased"
     assert b"Traceback" not in seen
 
 

@@ -101,6 +101,20 @@ def test_each_restart_says_who_was_lost_and_when_it_trains_again(story: Story) -
     assert story.said.count("resumed from runs/folder-resnet8-1/checkpoints/step-") == 3
 
 
+def test_the_log_of_the_run_tells_the_losses_and_restarts_too(story: Story) -> None:
+    log = (story.folder / "runs/folder-resnet8-1/log.txt").read_text()
+    entries = [line.partition("  ")[2] for line in log.splitlines() if line[0].isdigit()]
+    starts = [index for index, text in enumerate(entries) if text.startswith("started: drumline train ")]
+    assert len(starts) == 4
+    for number, index in enumerate(starts[1:], 1):
+        assert entries[index - 1].startswith("failed: rank ")
+        assert entries[index - 1].endswith(f": restart {number} of 3")
+    assert "launcher: rank 1: stepping" in log
+    assert len([text for text in entries if text.startswith("launcher: training again: step ")]) == 3
+    assert entries[-1].startswith("finished: top-1 ")
+    assert "was killed (kill -9" not in log
+
+
 def test_a_stopped_rank_is_noticed_in_time_and_the_others_say_where_they_stand(story: Story) -> None:
     assert story.hang_seconds < 3 + 3
     block = story.said[story.said.index("rank 0: stepping, ") :]

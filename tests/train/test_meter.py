@@ -25,6 +25,19 @@ def test_a_reading_holds_the_sums_since_the_one_before() -> None:
     assert reader.drain() == []
 
 
+def test_a_glance_leaves_the_meter_as_it_is_and_gives_the_newest_sums() -> None:
+    meter = torch.zeros(3, dtype=torch.float64)
+    reader = MeterReader(meter, alone(tiny.CPU))
+    assert reader.glanced() is None
+    for step in (1, 2):
+        meter += torch.tensor([3.0, 1, 2])
+        reader.glance(step)
+    assert reader.glanced() == Reading(2, 6.0, 2, 4)
+    assert reader.glanced() is None
+    reader.request(2)
+    assert reader.ready() == [Reading(2, 6.0, 2, 4)]
+
+
 def test_loss_and_accuracy_are_means_over_samples() -> None:
     reading = Reading(step=1, loss_sum=6.0, correct=3, samples=4)
     assert (reading.loss, reading.accuracy) == (1.5, 0.75)

@@ -6,10 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from drumline.launch.world import alone
+from drumline.train import stop as stop_module
 from drumline.train.stop import StopSign
 from tests.train import ranks, tiny
 
@@ -37,7 +41,7 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
         "import os, signal, time, torch\n"
         "from drumline.launch.world import alone\n"
         "from drumline.train.stop import StopSign\n"
-        "with StopSign(alone(torch.device('cpu'))):\n"
+        "with StopSign(alone(torch.device('cpu')), record=lambda text: print(text, flush=True)):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"  # the same request, passed on by a wrapper too
         "    time.sleep(0.6)\n"
@@ -46,8 +50,39 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
         "    print('too long', flush=True)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "still here\n"
+    assert done.stdout == "still here\nstopped: SIGTERM again: ended at once, without saving\n"
+    assert done.stderr.startswith(
+        "SIGTERM: finishing the step, then saving; SIGTERM again ends the run at once"
+    )
     assert done.returncode == -signal.SIGTERM
+
+
+class Pair:
+    """A world of two whose other rank is never asked."""
+
+    size = 2
+
+    def maximum_later(self, message: torch.Tensor) -> Any:
+        return SimpleNamespace(wait=lambda: None)
+
+
+@pytest.mark.parametrize("world", [alone(tiny.CPU), Pair()])
+@pytest.mark.parametrize("first", [1, 1_000_001])
+def test_requests_are_looked_for_as_often_as_the_steps_of_this_process_are_long(
+    world: Any, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run did not take the steps of the processes before it in the time since it began."""
+    now = 0.0
+    monkeypatch.setattr(stop_module, "time", SimpleNamespace(perf_counter=lambda: now, monotonic=lambda: now))
+    with StopSign(world) as stop:
+        assert stop.seconds_per_step == 0
+        for step in range(first, first + 4):
+            now += 2.5
+            assert not stop.seen(step)
+        assert stop.seconds_per_step == pytest.approx(2.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert any(stop.seen(step) for step in (first + 4, first + 5))
+        assert stop.signal == "SIGTERM"
 
 
 @pytest.mark.slow

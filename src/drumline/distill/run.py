@@ -36,8 +36,8 @@ def distill(recipe: Recipe, world: World) -> Result:
             result = train(stage, world, partial(lesson, stage=Stage(name, done)))
             if not result.finished:
                 make_display(world.rank).note(
-                    f"stopped in the initial stage of {name}; go on with "
-                    f"--run.name {recipe.run.name} --checkpoint.resume auto"
+                    f"stopped in the initial stage of {name}; to resume, repeat the command with "
+                    f"run.name={recipe.run.name} checkpoint.resume=auto"
                 )
                 return replace(result, run=str(Path(result.run).parent))
             done = (*done, Path(stage.run.dir) / stage.run.name)

@@ -40,6 +40,7 @@ from drumline.launch.network import (
 )
 from drumline.launch.rendezvous import Rendezvous, parse_rendezvous, run_id, variables_missing
 from drumline.launch.watch import GRACE_SECONDS, Care, Watch, signals_end_us
+from drumline.observe.story import LauncherNotes
 from drumline.recipe import Launch, Parallel
 
 KEEP_ALIVE = 3
@@ -58,13 +59,14 @@ def launch(
     threads: int,
     care: Launch | None = None,
     grace: float = GRACE_SECONDS,
+    run_dir: str = "",
 ) -> int:
     """Runs `processes` copies of `command` here, as this machine's part of the run, and gives the exit code.
 
     `care` says how they are watched over (None: neither restarts nor a limit of silence). `threads` becomes
     OMP_NUM_THREADS unless the user has set it. `grace` is how long workers may take to save after a stop request.
-    `announce` is given each line meant for the user. Main thread only: it takes over SIGINT, SIGTERM and SIGHUP
-    until it returns.
+    `announce` is given each line meant for the user; what happens to the workers is also written to log.txt of their
+    run folder below `run_dir`. Main thread only: it takes over SIGINT, SIGTERM and SIGHUP until it returns.
     """
     rendezvous = _meeting_place(parallel)
     several = parallel.nodes > 1
@@ -82,6 +84,7 @@ def launch(
     care = care or Launch(hang=0.0)
     least = parallel.nodes if care.min_nodes == "auto" else min(care.min_nodes, parallel.nodes)
     handout = Handout()
+    record = LauncherNotes(announce, lambda: _run_folder(run_dir, handout.claim.read()))
     with _environment(variables), _quiet_torch(), contextlib.closing(handout), signals_end_us():
         try:
             handler, hosts_store = _meet(rendezvous, parallel, interface, least)
@@ -102,7 +105,7 @@ def launch(
         watch = Watch(
             spec,
             handout,
-            announce=announce,
+            announce=record,
             grace=grace,
             host=host,
             care=Care(
@@ -123,6 +126,11 @@ def launch(
             handler.shutdown()
             if watch.leave(hosts_store) and rendezvous.kind == "file":
                 Path(rendezvous.path).unlink(missing_ok=True)
+
+
+def _run_folder(run_dir: str, name: str) -> Path | None:
+    """The folder that the workers write to; None as long as they have none."""
+    return Path(run_dir) / name if run_dir and name else None
 
 
 def _meeting_place(parallel: Parallel) -> Rendezvous:

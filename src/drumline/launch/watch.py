@@ -9,7 +9,6 @@ timeout; a user's mistake and a run that was asked to stop are not restarted.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import signal
 import time
@@ -41,6 +40,7 @@ from drumline.launch.hang import Limits, Pulse, Sign, is_busy, is_hung, standing
 from drumline.launch.heartbeat import Phase
 from drumline.launch.notice import NoticeBoard, State
 from drumline.launch.stacks import is_stopped
+from drumline.observe import story
 
 GRACE_SECONDS = 300.0
 """How long workers may take to finish their step and save after a stop request."""
@@ -55,7 +55,6 @@ CAUSE_SECONDS = 0.5
 LOOK_SECONDS = 0.25
 """Between two looks at what other machines say."""
 
-SHOW_CURSOR = b"\x1b[?25h"
 SAME_REQUEST_SECONDS = 0.5
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPED = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -93,7 +92,7 @@ class Watch(LocalElasticAgent):
         spec: WorkerSpec,
         handout: Handout,
         *,
-        announce: Callable[[str], None],
+        announce: story.LauncherNotes,
         grace: float,
         host: str,
         care: Care,
@@ -143,7 +142,7 @@ class Watch(LocalElasticAgent):
         except RendezvousClosedError:
             if self._board is None:
                 raise
-            self._announce("another machine has ended the run")
+            self._announce("another machine has ended the run", story.FAILED)
             return 1
         except (DistError, RendezvousConnectionError):
             if self._board is None:
@@ -171,8 +170,9 @@ class Watch(LocalElasticAgent):
         # Becomes TORCHELASTIC_RESTART_COUNT, by which the workers keep the keys of each start apart.
         worker_group.spec.max_restarts = self._used
         _take_signals(self._on_signal)
+        ranks = [worker.global_rank for worker in worker_group.workers]
+        self._announce.writes = ranks[0] == 0
         if self._host:
-            ranks = [worker.global_rank for worker in worker_group.workers]
             self._announce(
                 f"machine {worker_group.group_rank} of {worker_group.group_world_size}: "
                 f"starting ranks {ranks[0]} to {ranks[-1]} of {worker_group.workers[0].world_size}"
@@ -228,7 +228,7 @@ class Watch(LocalElasticAgent):
             self._crew.terminate()
         elif len(self._requests) > 1 or time.monotonic() - since > self._grace:
             why = "asked again" if len(self._requests) > 1 else f"still running after {self._grace:g} s"
-            self._announce(f"{why}: killing {self._names(self._crew.running())}")
+            self._announce(f"{why}: killing {self._names(self._crew.running())}", story.STOPPED)
             self._crew.kill()
 
     # Losses.
@@ -317,22 +317,22 @@ class Watch(LocalElasticAgent):
         if not failures:
             return self._say_stopped()
         cause = first_cause(failures)
-        if os.isatty(2):
-            os.write(2, SHOW_CURSOR)  # whoever drew a bar has no longer done so
+        story.leave_bar()
         again = self._goes_on_after(cause, failures)
         self._board.post(replace(cause, ends=not again))
         if again:
             self._used += 1
             self._lost_at = time.monotonic()
             if cause.traceback and not cause.follows:
-                self._announce(render_failure(cause))
+                self._announce(render_failure(cause), story.FAILED)
             within = "" if self._hung or elsewhere else f"; noticed within {self._crew.noticed_within:.2f} s"
             meeting = ", as soon as the machines have met again" if self._host else ""
             self._announce(
-                f"{summary(cause)}{within}: restart {self._used} of {self._care.restarts}{meeting}"
+                f"{summary(cause)}{within}: restart {self._used} of {self._care.restarts}{meeting}",
+                story.FAILED,
             )
             return None
-        self._announce(render_failure(cause))
+        self._announce(render_failure(cause), story.FAILED)
         if self._used and self._used == self._care.restarts:
             self._announce(f"all {self._used} restarts of launch.restarts are used up")
         return cause.exit_code
@@ -342,7 +342,7 @@ class Watch(LocalElasticAgent):
         assert self._board is not None
         if not self._requests:
             advice = "; a file:// rendezvous needs no such machine" if self._care.restarts else ""
-            self._announce(f"lost contact with the machine that hosts the rendezvous{advice}")
+            self._announce(f"lost contact with the machine that hosts the rendezvous{advice}", story.FAILED)
             return 1
         code = max(exit_code for exit_code, _ in self._crew.ended.values())
         if self._crew.killed or code <= 0:

@@ -31,6 +31,7 @@ from drumline.launch.parent import die_with_parent
 from drumline.launch.rendezvous import parse_rendezvous, variables_missing
 from drumline.launch.stacks import answer_signal
 from drumline.launch.world import World, alone, join, pick_device, resolve_device_type
+from drumline.observe.story import say
 from drumline.recipe import Recipe
 from drumline.recipe_layouts import STAGED
 from drumline.result import print_result
@@ -73,16 +74,11 @@ def _launch(words: Sequence[str], recipe: Recipe, processes: int) -> int:
         [sys.executable, "-P", "-m", "drumline", *words],
         recipe.parallel,
         processes,
-        _say,
+        say,
         threads=threads,
         care=recipe.launch,
+        run_dir=recipe.run.dir,
     )
-
-
-def _say(text: str) -> None:
-    """A line for the user, if somebody still reads."""
-    with suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
 
 
 def _work(place: Place | None, recipe: Recipe, device_type: str, job: str) -> int:
@@ -147,7 +143,7 @@ def _heed_parallel(place: Place, recipe: Recipe) -> str:
         )
     if place.rank == 0:
         for note in (f"network interface {interface}", *notes):
-            _say(note)
+            say(note)
         return listening_address(place.master_addr, interface)
     return interface.address
 

@@ -1,7 +1,7 @@
 """What a person sees of a run while it runs: one display, drawn by rank 0, on stderr.
 
-Promises: stdout stays clean; a terminal gets a live bar that fits its width, a file or pipe gets at most a
-plain line every few seconds without control characters; Ctrl-C leaves a usable terminal.
+Promises: stdout stays clean; a terminal gets a live bar on one line of any width, gone at the end; a file or pipe
+gets at most a plain line every few seconds without control characters; Ctrl-C leaves a usable terminal.
 Refuses to cost time: `step` only keeps a value, drawing happens on rich's own thread.
 """
 
@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Sized
 from dataclasses import dataclass
-from typing import Protocol, TextIO, TypeVar
+from typing import NamedTuple, Protocol, TextIO, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -40,12 +40,20 @@ class Progress:
     images_per_s: float
     data_share: float
     lr: float
+    loss_step: int = 0
+    """The step that the loss is of."""
+    loss_lag_s: float = 0.0
+    """How long ago that step was, about."""
+
+
+LAG_SHOWN_S = 3.0
+"""From this lag on the loss is shown with its step."""
 
 
 class Display(Protocol):
     """`begin`, then any of the others, then `end`; `note` and `result` also work before and after."""
 
-    def begin(self, title: str, steps_total: int, steps_done: int, epochs: float) -> None: ...
+    def begin(self, steps_total: int, steps_done: int, epochs: float) -> None: ...
     def step(self, progress: Progress) -> None: ...
     def evaluation(self, done: int, total: int) -> None:
         """Samples evaluated; `done == total` ends it."""
@@ -83,7 +91,7 @@ def progress(
 class SilentDisplay:
     """The display of every rank but 0."""
 
-    def begin(self, title: str, steps_total: int, steps_done: int, epochs: float) -> None:
+    def begin(self, steps_total: int, steps_done: int, epochs: float) -> None:
         pass
 
     def step(self, progress: Progress) -> None:
@@ -115,14 +123,15 @@ class PlainDisplay:
         self._pace = Pace()
         self._unheard = False
 
-    def begin(self, title: str, steps_total: int, steps_done: int, epochs: float) -> None:
-        self._write(title)
+    def begin(self, steps_total: int, steps_done: int, epochs: float) -> None:
+        pass
 
     def step(self, progress: Progress) -> None:
         now = self._now()
         self._pace.update(now, progress.step)
         if self._due(now):
-            self._write("  ".join(describe(progress, self._pace.seconds_left(now, progress.steps))))
+            parts = describe(progress, self._pace.seconds_left(now, progress.steps))
+            self._write("  ".join(part.text for part in parts))
 
     def evaluation(self, done: int, total: int) -> None:
         self._pace.pause()
@@ -168,8 +177,7 @@ class RichDisplay:
         self._pace = Pace()
         self._widths: list[int] = []
 
-    def begin(self, title: str, steps_total: int, steps_done: int, epochs: float) -> None:
-        self._say(title, style="bold")
+    def begin(self, steps_total: int, steps_done: int, epochs: float) -> None:
         epoch = epochs * steps_done / max(1, steps_total)
         self._start = Progress(epoch, epochs, steps_done, steps_total, None, 0.0, 0.0, 0.0)
         self._screen.show(self._draw)
@@ -194,74 +202,77 @@ class RichDisplay:
     def _say(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style=style))
 
-    def _draw(self, width: int, ascii_only: bool) -> list[Text]:
+    def _draw(self, width: int, ascii_only: bool) -> Text:
         progress, evaluated = self._progress or self._start, self._evaluated
-        if self._progress is None:
-            parts = [*_where(progress), "starting"]
+        done = progress.step / max(1, progress.steps)
+        if evaluated is not None:
+            parts = [Part(_epoch(progress)), *_counted("evaluating", *evaluated, None)]
+            done = evaluated[0] / max(1, evaluated[1])
+        elif self._progress is None:
+            parts = [Part(_epoch(progress)), Part(_steps(progress), 1), Part("starting")]
         else:
             parts = describe(progress, self._pace.seconds_left(time.monotonic(), progress.steps))
         # Each part keeps the widest width it had, so that the line does not dance as its numbers change.
         if len(self._widths) != len(parts):
             self._widths = [0] * len(parts)
-        self._widths = [max(old, len(part)) for old, part in zip(self._widths, parts, strict=True)]
-        parts = [part.ljust(wide) for part, wide in zip(parts, self._widths, strict=True)]
-        lines = bar_lines(parts, progress.step / max(1, progress.steps), width, ascii_only)
-        if evaluated is not None:
-            lines += _counted_lines("evaluating", *evaluated, None, width, ascii_only)
-        return lines
+        self._widths = [max(old, len(part.text)) for old, part in zip(self._widths, parts, strict=True)]
+        parts = [
+            Part(part.text.ljust(wide), part.spare) for part, wide in zip(parts, self._widths, strict=True)
+        ]
+        return bar_line(parts, done, width, ascii_only)
 
 
-def describe(progress: Progress, seconds_left: float | None) -> list[str]:
+class Part(NamedTuple):
+    """A piece of a progress line. Where the line is too long, the part with the highest `spare` goes first."""
+
+    text: str
+    spare: int = 0
+
+
+def describe(progress: Progress, seconds_left: float | None) -> list[Part]:
     """The parts of a progress line, in the order they are shown. Pure."""
+    loss = "loss -" if progress.loss is None else f"loss {wording.loss(progress.loss)}"
+    if progress.loss is not None and progress.loss_lag_s >= LAG_SHOWN_S:
+        loss += f" (step {wording.count(progress.loss_step)})"
     return [
-        *_where(progress),
-        "loss -" if progress.loss is None else f"loss {wording.loss(progress.loss)}",
-        wording.rate(progress.images_per_s, "img"),
-        f"data wait {wording.share(progress.data_share)}",
-        f"lr {progress.lr:.3g}",
-        "-:-- left" if seconds_left is None else f"{wording.duration(seconds_left)} left",
+        Part(_epoch(progress), 1),
+        Part(_steps(progress), 5),
+        Part(loss),
+        Part(wording.rate(progress.images_per_s, "img"), 3),
+        Part(f"data wait {wording.share(progress.data_share)}", 4),
+        Part(f"lr {progress.lr:.3g}", 6),
+        Part("-:-- left" if seconds_left is None else f"{wording.duration(seconds_left)} left", 2),
     ]
 
 
-def bar_lines(parts: list[str], done: float, width: int, ascii_only: bool = False) -> list[Text]:
-    """A bar and `parts` on as few lines as `width` allows, a part never cut in two. Pure."""
-    first, *others = parts
+def bar_line(parts: list[Part], done: float, width: int, ascii_only: bool = False) -> Text:
+    """The first part, a bar and the other parts, as many as `width` allows, none of them cut in two. Pure."""
     # Free columns at the right: a Ctrl-C writes ^C behind the cursor, which must not start a new line.
-    width = max(20, width - 3)
-    room = width - sum(len(part) + 2 for part in others) - len(first) - 2
-    if room >= _BAR_MIN:
-        bar = _bar(done, min(room, _BAR_MAX), ascii_only)
-        return [Text.assemble(first, "  ", bar, *(f"  {part}" for part in others))]
-    # Too much for one line: the bar between the first and the last part, the rest below.
-    *others, last = others
-    room = width - len(first) - len(last) - 4
-    if room >= _BAR_MIN:
-        top = Text.assemble(first, "  ", _bar(done, min(room, _BAR_MAX), ascii_only), f"  {last}")
-    else:
-        top = Text(first)
-        others.append(last)
-    return [top, *(Text(line) for line in _filled(others, width))]
+    width -= 3
+    while (spare := max(part.spare for part in parts)) > 0:
+        bar_room = 2 + _BAR_MIN if spare > _SPARE_BEFORE_BAR else 0
+        if sum(len(part.text) + 2 for part in parts) - 2 + bar_room <= width:
+            break
+        parts = [part for part in parts if part.spare < spare]
+    first, *others = (part.text for part in parts)
+    room = width - sum(len(part.text) + 2 for part in parts)
+    if room < _BAR_MIN:
+        return Text("  ".join([first, *others]))
+    bar = _bar(done, min(room, _BAR_MAX), ascii_only)
+    return Text.assemble(first, "  ", bar, *(f"  {text}" for text in others))
 
 
-_BAR_MIN, _BAR_MAX = 10, 40
+_BAR_MIN, _BAR_MAX = 6, 40
+_SPARE_BEFORE_BAR = 2
+"""Parts with a higher `spare` go before the bar does."""
 
 
-def _where(progress: Progress) -> list[str]:
-    return [
-        f"epoch {progress.epoch:.1f}/{progress.epochs:.4g}",
-        f"step {wording.count(progress.step)}/{wording.count(progress.steps)}",
-    ]
+def _epoch(progress: Progress) -> str:
+    return f"epoch {progress.epoch:.1f}/{progress.epochs:.4g}"
 
 
-def _filled(parts: list[str], width: int) -> list[str]:
-    """Parts set into lines of at most `width`."""
-    lines: list[str] = []
-    for part in parts:
-        if lines and len(lines[-1]) + 2 + len(part) <= width:
-            lines[-1] += f"  {part}"
-        else:
-            lines.append(part)
-    return lines
+def _steps(progress: Progress) -> str:
+    return f"step {wording.count(progress.step)}/{wording.count(progress.steps)}"
 
 
 def _bar(done: float, width: int, ascii_only: bool) -> Text:
@@ -271,48 +282,40 @@ def _bar(done: float, width: int, ascii_only: bool) -> Text:
     return Text.assemble((full * filled, "cyan"), (rest * (width - filled), "dim"))
 
 
-def _counted_lines(
-    text: str, done: int, total: int | None, seconds_left: float | None, width: int, ascii_only: bool
-) -> list[Text]:
-    parts = _counted(text, done, total, seconds_left)
-    if total is None:
-        return [Text("  ".join(parts))]
-    return bar_lines(parts, done / max(1, total), width, ascii_only)
-
-
-def _counted(text: str, done: int, total: int | None, seconds_left: float | None) -> list[str]:
-    parts = [text, wording.count(done) if total is None else f"{wording.count(done)}/{wording.count(total)}"]
-    return parts if seconds_left is None else [*parts, f"{wording.duration(seconds_left)} left"]
+def _counted(text: str, done: int, total: int | None, seconds_left: float | None) -> list[Part]:
+    count = wording.count(done) if total is None else f"{wording.count(done)}/{wording.count(total)}"
+    left = [] if seconds_left is None else [Part(f"{wording.duration(seconds_left)} left", 1)]
+    return [Part(text), Part(count), *left]
 
 
 class _Drawing:
-    """A rich renderable that asks for its lines anew at each refresh."""
+    """A rich renderable that asks for its line anew at each refresh."""
 
-    def __init__(self, draw: Callable[[int, bool], list[Text]]) -> None:
+    def __init__(self, draw: Callable[[int, bool], Text]) -> None:
         self._draw = draw
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for line in self._draw(options.max_width, options.ascii_only):
-            line.no_wrap = True
-            line.overflow = "ellipsis"
-            yield line
+        line = self._draw(options.max_width, options.ascii_only)
+        line.no_wrap = True
+        line.overflow = "ellipsis"
+        yield line
 
 
 class _Screen:
-    """The live part of a terminal, given back even if nobody comes to clear it."""
+    """The live line of a terminal, erased at the end even if nobody comes to clear it. A line that another process
+    writes over it (`story.say`) leaves it intact: it is one line, and is drawn again below."""
 
-    def __init__(self, console: Console, transient: bool = False) -> None:
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._transient = transient
         self._live: Live | None = None
 
-    def show(self, draw: Callable[[int, bool], list[Text]]) -> None:
+    def show(self, draw: Callable[[int, bool], Text]) -> None:
         assert self._live is None
         self._live = Live(
             _Drawing(draw),
             console=self._console,
             refresh_per_second=_REDRAWS_PER_S,
-            transient=self._transient,
+            transient=True,
             # Prints would break the bar; but what a pipe on stdout waits for must not go to stderr.
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=self._console.file is sys.stderr,
@@ -338,14 +341,17 @@ def _can_draw(stream: TextIO) -> bool:
 def _progress_drawn(items: Iterable[Item], text: str, total: int | None, stream: TextIO) -> Generator[Item]:
     pace, done, show_from = Pace(), 0, time.monotonic() + 1.0
 
-    def draw(width: int, ascii_only: bool) -> list[Text]:
+    def draw(width: int, ascii_only: bool) -> Text:
         now = time.monotonic()
         if now < show_from:
-            return []
+            return Text()
         left = None if total is None else pace.seconds_left(now, total)
-        return _counted_lines(text, done, total, left, width, ascii_only)
+        parts = _counted(text, done, total, left)
+        if total is None:
+            return Text("  ".join(part.text for part in parts))
+        return bar_line(parts, done / max(1, total), width, ascii_only)
 
-    screen = _Screen(Console(file=stream), transient=True)
+    screen = _Screen(Console(file=stream))
     screen.show(draw)
     try:
         for item in items:
@@ -365,5 +371,5 @@ def _progress_plain(items: Iterable[Item], text: str, total: int | None, stream:
         if now >= next_line:
             next_line = now + PLAIN_EVERY_S
             left = None if total is None else pace.seconds_left(now, total)
-            stream.write("  ".join(_counted(text, done, total, left)) + "\n")
+            stream.write("  ".join(part.text for part in _counted(text, done, total, left)) + "\n")
             stream.flush()

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from drumline.observe.lines import Value, append, append_to, cannot_write, encode, repair
+from drumline.observe.story import LOG, ended_unrecorded, stamped
 from drumline.state import atomic
 from drumline.state.chain import FILE as FINGERPRINTS
 from drumline.state.chain import repair_chain
@@ -81,7 +82,7 @@ class Logbook:
         if folder is None:
             return
         self._metrics_file = append_to(folder / "metrics.jsonl")
-        self._notes_file = append_to(folder / "log.txt")
+        self._notes_file = append_to(folder / LOG)
         self._thread = threading.Thread(target=self._work, name="logbook", daemon=True)
         self._thread.start()
 
@@ -106,8 +107,13 @@ class Logbook:
         except OSError as error:
             raise cannot_write(folder / FINGERPRINTS, error) from error
         purge_step = None if keep_until_step is None else keep_until_step + 1
+        killed = ended_unrecorded(folder)
         book = cls(folder, announce, purge_step=purge_step)
         book.chain = chain
+        if killed:
+            book.note(
+                "the process before left no closing line: it was killed (kill -9, out of memory, power cut)"
+            )
         if damage:
             book.note(f"WARNING: {damage}")
         if repaired.beyond:
@@ -155,15 +161,15 @@ class Logbook:
             self._records.append(text)
             self.chain = chain
 
-    def note(self, text: str) -> None:
-        """A line with the time in log.txt, shown by the display at once."""
+    def note(self, text: str, show: bool = True) -> None:
+        """A line with the time in log.txt, shown by the display at once unless it is for the log alone."""
         if self._folder is None:
             return
-        self._announce(text)
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        if show:
+            self._announce(text)
         with self._changed:
             assert not self._closing, "note() after close()"
-            self._notes.append(f"{stamp}  " + text.replace("\n", "\n    ") + "\n")
+            self._notes.append(stamped(text))
             self._changed.notify_all()
 
     def flush(self) -> None:

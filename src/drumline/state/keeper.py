@@ -50,11 +50,12 @@ class Keeper:
         environment: dict[str, Any],
         flush: Callable[[], None],
         note: Callable[[str], None] = lambda text: None,
+        log: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`flush` puts the log on disk: a checkpoint never knows of steps that the log does not. `note` is told of
-        saves that failed (on the background thread) or were skipped."""
+        saves that failed (on the background thread) or were skipped, `log` of those that succeeded."""
         self.folder, self.keep, self.recipe, self.environment = folder, keep, recipe, environment
-        self.flush, self.note = flush, note
+        self.flush, self.note, self.log = flush, note, log
         self.skipped = 0
         """Saves left out because the one before was still being written."""
         self.failures = 0
@@ -177,11 +178,13 @@ class Keeper:
         self, write: Callable[[], Path], copied: torch.cuda.Event | None, position: Position, size: int
     ) -> UserError | None:
         """Writes, and says at once what went wrong; gives that too."""
+        began = time.monotonic()
         try:
             words = self._write(write, copied, position)
         except (OSError, Unsound, UserError) as error:
             return self._told(position.step, size, error)
         self.failures = 0
+        self.log(f"saved checkpoint step-{position.step} ({_mib(size)}, {time.monotonic() - began:.1f} s)")
         for word in words:
             self.note(word)
         return None

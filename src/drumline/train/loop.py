@@ -6,7 +6,10 @@ killed and resumed takes the same steps with the same bits; what is saved was lo
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
+import time
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,10 +19,12 @@ from typing import Any
 from torch import nn
 
 from drumline.errors import UserError
+from drumline.launch.environment import LAUNCHER
 from drumline.launch.heartbeat import Phase, beat, enter
 from drumline.launch.world import World
 from drumline.models.weights import export_tensors
-from drumline.recipe import Recipe
+from drumline.observe import story, wording
+from drumline.recipe import Distill, Recipe, Run
 from drumline.state.atomic import write_file
 from drumline.state.checkpoint import (
     Groups,
@@ -70,17 +75,20 @@ def train(recipe: Recipe, world: World, build: Builder = classification) -> Resu
         if run.folder is not None:
             # However the run ends, too many broken samples included.
             cleanup.callback(broken.record, run.sets.bad, run.folder.path)
+        began = time.monotonic()
+        cleanup.push(partial(_record_failure, run))
         guards = Guards(run)
         if run.moved_in:
             save(run, run.position, guards)
-        with StopSign(world, guards.poll) as stop:
+        with StopSign(world, guards.poll, partial(_record, run)) as stop:
             position, score = take_steps(run, stop, guards)
             if position.step == run.plan.total and score is None and run.task.evaluates:
                 score = counting(score_model(run))
+            run.reporter.display.end()
             tell_broken(run)
             export(run, position)
             result = _result(run, position, score)
-            run.note(_closing_words(result))
+            run.note(_closing_words(run, result, stop.signal, time.monotonic() - began))
         return result
 
 
@@ -94,7 +102,7 @@ def take_steps(run: Running, stop: StopSign, guards: Guards) -> tuple[Position, 
     guards.begin()
     with closing(run.batches(position.step, plan.total)) as batches:
         batch = next(batches)
-        reporter.display.begin(run.title, plan.total, position.step, plan.total / plan.per_epoch)
+        reporter.display.begin(plan.total, position.step, plan.total / plan.per_epoch)
         clock = reporter.clock
         reporter.pause(position.step)
         enter(Phase.STARTING)
@@ -116,14 +124,17 @@ def take_steps(run: Running, stop: StopSign, guards: Guards) -> tuple[Position, 
                 plan.saves_after(done, recipe.checkpoint.every_steps),
             )
             guards.after(done, batch, saving)
-            reporter.moved(done, rate)
+            epoch_ends = done % plan.per_epoch == 0
             # A line at each save, so that the log of a resumed run is the log of an uninterrupted one.
-            ticking = done % recipe.train.log_every == 0 or evaluating or saving
+            ticking = done % recipe.train.log_every == 0 or evaluating or saving or epoch_ends
             if ticking:
-                reporter.tick(done, rate)
+                reporter.tick(done, rate, unscored=epoch_ends and not evaluating)
+            else:
+                reporter.glance(done, stop.seconds_per_step)
+            reporter.moved(done, rate)
             if evaluating:
                 score, position = evaluate_run(run, position)
-            if done == run.position.step + 1 or done % plan.per_epoch == 0:
+            if done == run.position.step + 1 or epoch_ends:
                 run.task.objective.check()
             stopping = stop.seen(done) and done < plan.total
             if stop.alarm:
@@ -135,7 +146,6 @@ def take_steps(run: Running, stop: StopSign, guards: Guards) -> tuple[Position, 
             if stopping:
                 if run.keeper is not None:
                     run.keeper.wait()
-                run.note(f"stopped on request after step {done:,} of {plan.total:,}; saved")
                 break
             beat(done)
             if done < plan.total:
@@ -274,7 +284,8 @@ def export(run: Running, position: Position) -> None:
         ) from error
 
 
-def _closing_words(result: Result) -> str:
+def _closing_words(run: Running, result: Result, stopped_by: str, seconds: float) -> str:
+    """The last line of a run: what was reached, where it is, and what to do next."""
     score = "not evaluated"
     if result.top1 is not None:
         score = f"top-1 {result.top1:.2%} ({result.correct:,} of {result.samples:,})"
@@ -284,7 +295,36 @@ def _closing_words(result: Result) -> str:
         score += f"; teacher {result.teacher_top1:.2%}"
     if result.agreement is not None:
         score += f", agreement {result.agreement:.2%}"
-    return f"{'finished' if result.finished else 'stopped'}: {score}; run folder {result.run}"
+    if result.finished:
+        eval_command = f"; next: drumline eval {shlex.quote(result.run)}" if run.task.evaluates else ""
+        took = wording.duration(seconds)
+        return f"{story.FINISHED}{score}, in {took}; weights in {result.run}/weights{eval_command}"
+    resume = f"; to resume: {resume_command(run.recipe, Path(result.run))}" if run.task.evaluates else ""
+    return (
+        f"{story.STOPPED}{stopped_by or 'on request'} after step {result.step:,} of {run.plan.total:,}, {score}; "
+        f"saved in {result.run}{resume}"
+    )
+
+
+def resume_command(recipe: Recipe, folder: Path) -> str:
+    """The command line that goes on with a run, whatever its own one was."""
+    command = "train" if recipe.distill == Distill() else "distill"
+    words = [str(folder / "recipe.toml"), f"run.name={folder.name}", "checkpoint.resume=auto"]
+    if recipe.run.dir != Run().dir:
+        words.insert(1, f"run.dir={folder.parent}")
+    return f"drumline {command} {shlex.join(words)}"
+
+
+def _record(run: Running, text: str) -> None:
+    """For a signal handler: straight into the file."""
+    if run.folder is not None:
+        story.append_note(run.folder.path, text)
+
+
+def _record_failure(run: Running, kind: object, error: BaseException | None, trace: object) -> None:
+    """Our launcher records why its workers ended, also when it is another rank that failed."""
+    if error is not None and LAUNCHER not in os.environ:
+        run.reporter.failed(error)
 
 
 def _copy(source: Path, expected: dict[str, Any], target: Path) -> None:

@@ -41,12 +41,24 @@ class MeterReader:
     def __init__(self, meter: torch.Tensor, world: World) -> None:
         self.meter, self.world = meter, world
         self._waiting: deque[tuple[int, Late]] = deque()
+        self._glances: deque[tuple[int, Late]] = deque()
 
     def request(self, step: int) -> None:
         """Adds the meter up over the ranks, starts its copy to the host and sets it to zero."""
         sums = self.world.sum(self.meter.clone())
         self.meter.zero_()
         self._waiting.append((step, Late(sums)))
+
+    def glance(self, step: int) -> None:
+        """Starts a copy of the sums so far and leaves the meter as it is. Every rank calls it at the same step."""
+        self._glances.append((step, Late(self.world.sum(self.meter.clone()))))
+
+    def glanced(self) -> Reading | None:
+        """The newest glance that has arrived since the last call. Never waits."""
+        seen = None
+        while self._glances and self._glances[0][1].arrived:
+            seen = _reading(*self._glances.popleft())
+        return seen
 
     def ready(self) -> list[Reading]:
         """The readings that have arrived, oldest first. Never waits."""
@@ -60,6 +72,9 @@ class MeterReader:
         return [self._next() for _ in range(len(self._waiting))]
 
     def _next(self) -> Reading:
-        step, late = self._waiting.popleft()
-        loss, correct, samples, *terms = late.values().tolist()
-        return Reading(step, loss, int(correct), int(samples), tuple(terms))
+        return _reading(*self._waiting.popleft())
+
+
+def _reading(step: int, late: Late) -> Reading:
+    loss, correct, samples, *terms = late.values().tolist()
+    return Reading(step, loss, int(correct), int(samples), tuple(terms))

@@ -1,15 +1,19 @@
 """Tells the logbook and the display how a run is going, without holding it up.
 
 Promises: loss is the mean over the global batch since the line before; per-rank data, compute and step times
-are measured always and written once per evaluation; numbers arrive late rather than stop the device.
+are measured always and written once per evaluation; numbers arrive late rather than stop the device. The display has
+a loss from the first step on, about a second old. log.txt has a line for every epoch.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from time import perf_counter
+from traceback import format_exception
 
+from drumline.errors import UserError
 from drumline.launch.world import World
+from drumline.observe import story, wording
 from drumline.observe.clock import StepClock, Times
 from drumline.observe.display import Display, Progress
 from drumline.observe.logbook import Logbook
@@ -17,6 +21,8 @@ from drumline.train.evaluate import Score
 from drumline.train.meter import MeterReader, Reading
 
 DRAW_SECONDS = 0.2
+GLANCE_SECONDS = 1.0
+"""Between two losses that are read for the display alone."""
 
 
 class Reporter:
@@ -47,36 +53,48 @@ class Reporter:
             data_share=0.0,
             lr=0.0,
         )
+        self.step = 0
+        """Steps done, for what is said when the run ends early."""
         self._drawn_at = perf_counter()
+        self._glance_at = 0
+        self._loss_sum, self._samples = 0.0, 0
+        self._unscored: set[int] = set()
         self._tick_at = (0, perf_counter())
         self._asked: dict[int, tuple[Times, float]] = {}
         self._since_evaluation: list[Times] = []
 
     def moved(self, done: int, rate: float) -> None:
         """Moves the bar between two ticks, from what the host knows. Every step calls this."""
+        self.step = done
         now = perf_counter()
         if now - self._drawn_at < DRAW_SECONDS:
             return
         self._drawn_at = now
         since, at = self._tick_at
-        self._latest = replace(
-            self._latest,
-            step=done,
-            epoch=done / self.per_epoch,
-            images_per_s=(done - since) * self.batch / (now - at)
-            if done > since
-            else self._latest.images_per_s,
-            data_share=self.clock.data_share(),
-            lr=rate,
-        )
-        self.display.step(self._latest)
+        speed = (done - since) * self.batch / (now - at) if done > since else self._latest.images_per_s
+        seen = self.meters.glanced()
+        if seen is not None and seen.samples and seen.step > self._latest.loss_step:
+            self._latest = replace(self._latest, loss=seen.loss, loss_step=seen.step)
+        self._show(done, rate, speed, self.clock.data_share())
 
-    def tick(self, done: int, rate: float) -> None:
-        """Asks for the numbers up to here and passes on those that have arrived."""
+    def glance(self, done: int, seconds_per_step: float) -> None:
+        """Asks for the loss so far, for the display, about once a second. All ranks call it after every step that
+        has no tick, with the same arguments."""
+        if done >= self._glance_at:
+            self.meters.glance(done)
+            self._glance_at = done + (
+                max(1, int(GLANCE_SECONDS / seconds_per_step)) if seconds_per_step else 1
+            )
+
+    def tick(self, done: int, rate: float, unscored: bool = False) -> None:
+        """Asks for the numbers up to here and passes on those that have arrived. `unscored`: an epoch ends here
+        without an evaluation, and log.txt gets a line for it as soon as its loss is known."""
         times = self.clock.take()
         self._tick_at = (done, perf_counter())
         self._since_evaluation.append(times)
         self._asked[done] = (times, rate)
+        if unscored:
+            self._unscored.add(done)
         self.meters.request(done)
         self._pass_on(self.meters.ready())
 
@@ -102,12 +120,17 @@ class Reporter:
             samples=score.samples,
             **extra,
         )
-        words = f"epoch {epoch:.4g}: top-1 {score.accuracy:.2%}, top-5 {score.accuracy5:.2%}, loss {score.loss:.4f}"
+        words = (
+            f"epoch {epoch:.4g}: {self._trained()}top-1 {score.accuracy:.2%}, top-5 {score.accuracy5:.2%}, "
+            f"evaluation loss {wording.loss(score.loss)}"
+        )
         if average:
             words += f", averaged weights {average.accuracy:.2%}"
         if agreement is not None:
             words += f", agreement {agreement:.2%}"
-        self.display.result(words + (" (best)" if best else ""))
+        words += " (best)" if best else ""
+        self.display.result(words)
+        self.logbook.note(words, show=False)
         self._write_times(done)
         self.pause(done)
 
@@ -115,6 +138,30 @@ class Reporter:
         """Leaves what was not training (an evaluation, a save) out of the times."""
         self.clock.take()
         self._tick_at = (done, perf_counter())
+
+    def failed(self, error: BaseException) -> None:
+        """The last line of a log whose run ends with an error."""
+        text = str(error) if isinstance(error, UserError) else "".join(format_exception(error)).rstrip()
+        self.logbook.note(f"{story.FAILED}after step {self.step:,}: {text}", show=False)
+
+    def _trained(self) -> str:
+        """The mean loss of training since the epoch before."""
+        loss, samples = self._loss_sum, self._samples
+        self._loss_sum, self._samples = 0.0, 0
+        return f"loss {wording.loss(loss / samples)}, " if samples else ""
+
+    def _show(self, done: int, rate: float, images_per_s: float, data_share: float) -> None:
+        lag = (done - self._latest.loss_step) * self.batch / max(images_per_s, 1e-9)
+        self._latest = replace(
+            self._latest,
+            step=done,
+            epoch=done / self.per_epoch,
+            images_per_s=images_per_s,
+            data_share=data_share,
+            lr=rate,
+            loss_lag_s=lag,
+        )
+        self.display.step(self._latest)
 
     def _write_times(self, done: int) -> None:
         steps = sum(times.steps for times in self._since_evaluation)
@@ -159,13 +206,11 @@ class Reporter:
                     for name, total in zip(self.terms, reading.terms, strict=True)
                 },
             )
-            self._latest = replace(
-                self._latest,
-                epoch=epoch,
-                step=reading.step,
-                loss=reading.loss,
-                images_per_s=images_per_s,
-                data_share=times.data_s / wall,
-                lr=rate,
-            )
-            self.display.step(self._latest)
+            self._loss_sum += reading.loss_sum
+            self._samples += reading.samples
+            if reading.step in self._unscored:
+                self._unscored.remove(reading.step)
+                words = f"epoch {epoch:.4g}: {self._trained()}not evaluated"
+                self.logbook.note(words, show=False)
+            self._latest = replace(self._latest, loss=reading.loss, loss_step=reading.step)
+            self._show(reading.step, rate, images_per_s, times.data_s / wall)

@@ -7,9 +7,12 @@ resumed run has the threads it was started with and stands at the exact sample; 
 from __future__ import annotations
 
 import copy
+import os
+import shlex
 import shutil
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from drumline.data.views import Batch
 from drumline.errors import UserError
 from drumline.launch.heartbeat import Phase, enter
 from drumline.launch.world import World
+from drumline.observe import story
 from drumline.observe.display import Display, make_display
 from drumline.observe.logbook import Logbook
 from drumline.parallel.grid import Grid, make_grid
@@ -71,7 +75,6 @@ class Running:
     folder: Opened | None
     """On rank 0 only, like `keeper`."""
     keeper: Keeper | None
-    title: str
     moved_in: bool
     """Goes on from a checkpoint of another run folder."""
     holding: Holding
@@ -196,7 +199,6 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
         position=position,
         folder=folder,
         keeper=keeper,
-        title=f"{recipe.model.name} on {sets.name}",
         moved_in=moved_in,
         holding=holding,
         pieces=pieces,
@@ -281,11 +283,27 @@ def _open_books(
         ) from error
     logbook = Logbook.open(folder.path, display.note, keep_until_step=position.step)
     cleanup.callback(logbook.close)
+    logbook.note(f"{story.STARTED}{_command(environment)}", show=False)
+    logbook.note(f"run folder {folder.path}")
     keeper = Keeper(
-        folder.checkpoints, recipe.checkpoint.keep, text, environment, logbook.flush, logbook.note
+        folder.checkpoints,
+        recipe.checkpoint.keep,
+        text,
+        environment,
+        logbook.flush,
+        logbook.note,
+        partial(logbook.note, show=False),
     )
     cleanup.callback(keeper.close)
     return logbook, keeper
+
+
+def _command(environment: dict[str, Any]) -> str:
+    """What was typed, and what ran it."""
+    program, *words = environment["command"]
+    typed = "drumline" if Path(program).name in ("drumline", "__main__.py") else program
+    versions = [f"{name} {environment['packages'][name]}" for name in ("drumline", "torch")]
+    return f"{shlex.join([typed, *words])} ({', '.join(versions)}; process {os.getpid()} on {environment['host']})"
 
 
 def _strict_word(shards: int, recipe: Recipe, world: World) -> str:
@@ -308,7 +326,9 @@ def _opening_words(
 ) -> list[str]:
     parameters = sum(parameter.numel() for parameter in module.parameters())
     precision = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[step.autocast]
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else f"cpu x {threads}"
+    device = f"CPU, {threads} thread{'s' * (threads > 1)}{' each' * (world.size > 1)}"
+    if world.device.type == "cuda":
+        device = torch.cuda.get_device_name(world.device)
     left_out = len(sets.train) - plan.per_epoch * recipe.data.batch
     words = [
         f"{recipe.model.name}: {parameters:,} parameters, {precision}; {sets.name}: {len(sets.train):,} to train, "
@@ -316,8 +336,8 @@ def _opening_words(
         f"{sets.view.augment}",
         f"{world.size} process{'es' * (world.size > 1)} on {device}"
         + (f" over {world.backend}" if world.size > 1 else "")
-        + f"; global batch {recipe.data.batch}, {plan.total:,} steps of {plan.per_epoch:,} per epoch"
-        + (f" ({left_out} samples left out, others each epoch)" if left_out else ""),
+        + f"; global batch {recipe.data.batch}, {plan.total:,} steps, {plan.per_epoch:,} per epoch"
+        + (f" ({left_out} samples left out, different ones each epoch)" if left_out else ""),
     ]
     if recipe.run.strict:
         words.append(_strict_word(shard_count(recipe), recipe, world))

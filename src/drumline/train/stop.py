@@ -19,19 +19,29 @@ import torch
 
 from drumline.launch.environment import LAUNCHER
 from drumline.launch.world import World
+from drumline.observe import story
 
 CHECK_SECONDS = 0.1
 SAME_REQUEST_SECONDS = 0.5
-SHOW_CURSOR = b"\x1b[?25h"
 
 
 class StopSign:
     """Watches the signals of this process and asks the other ranks. Use as a context manager."""
 
-    def __init__(self, world: World, watch: Callable[[int], int] = lambda step: 0) -> None:
-        """`watch` is asked after each check's step; what it gives, if not 0, becomes everybody's `alarm`."""
-        self.world, self.watch = world, watch
+    def __init__(
+        self,
+        world: World,
+        watch: Callable[[int], int] = lambda step: 0,
+        record: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`watch` is asked after each check's step; what it gives, if not 0, becomes everybody's `alarm`. `record` is
+        given the last line of a process that a second signal ends, inside the signal handler."""
+        self.world, self.watch, self.record = world, watch, record
         self.asked = False
+        self.signal = ""
+        """The name of the signal that asked this process."""
+        self.seconds_per_step = 0.0
+        """As measured since the last check, the slowest rank's; 0 until known. The same on every rank."""
         self.alarm = 0
         """The highest that any rank's `watch` gave, or 0. The same on every rank after the same step."""
         self._asked_at = -math.inf
@@ -39,7 +49,7 @@ class StopSign:
         self._message = torch.zeros(3, dtype=torch.int64)
         self._on_its_way: object | None = None
         self._next_check = 0
-        self._checked_at = (0, time.perf_counter())
+        self._checked_at: tuple[int, float] | None = None
 
     def __enter__(self) -> StopSign:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -56,20 +66,24 @@ class StopSign:
         """Whether to leave the loop after `step` steps. True on every rank at the same step."""
         if self.world.size == 1:
             self.alarm = self.watch(step)
+            if step >= self._next_check:
+                self.seconds_per_step = self._measure(step)
+                self._next_check = step + self._interval()
             return self.asked
         self.alarm = 0
         if step < self._next_check:
             return False
-        interval = 1
         if self._on_its_way is not None:
             self._on_its_way.wait()  # type: ignore[attr-defined]
-            agreed, interval, self.alarm = self._message.tolist()
+            agreed, microseconds, self.alarm = self._message.tolist()
+            self.seconds_per_step = microseconds / 1e6
             if agreed:
                 self._on_its_way = None
                 return True
-        self._message = torch.tensor([int(self.asked), self._steps_between_checks(step), self.watch(step)])
+        mine = [int(self.asked), round(1e6 * self._measure(step)), self.watch(step)]
+        self._message = torch.tensor(mine)
         self._on_its_way = self.world.maximum_later(self._message)
-        self._next_check = step + interval
+        self._next_check = step + self._interval()
         return False
 
     def settle(self) -> None:
@@ -78,23 +92,33 @@ class StopSign:
             self._on_its_way.wait()  # type: ignore[attr-defined]
             self._on_its_way = None
 
-    def _steps_between_checks(self, step: int) -> int:
-        last_step, last_time = self._checked_at
-        now = time.perf_counter()
+    def _measure(self, step: int) -> float:
+        """Seconds per step since the last call."""
+        now, before = time.perf_counter(), self._checked_at
         self._checked_at = (step, now)
-        seconds_per_step = (now - last_time) / max(1, step - last_step)
-        return max(1, min(1000, int(CHECK_SECONDS / max(seconds_per_step, 1e-6))))
+        if before is None or step <= before[0]:
+            return 0.0
+        return (now - before[1]) / (step - before[0])
+
+    def _interval(self) -> int:
+        """Steps until the next check."""
+        if not self.seconds_per_step:
+            return 1
+        return max(1, min(1000, int(CHECK_SECONDS / self.seconds_per_step)))
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         again = time.monotonic() - self._asked_at > SAME_REQUEST_SECONDS
         if self.asked and not again:
             return  # one keystroke, passed on by a wrapper too
         self._asked_at = time.monotonic()
+        name = signal.Signals(number).name
         if self.asked:
-            if os.isatty(2):
-                os.write(2, SHOW_CURSOR)
+            self.record(f"{story.STOPPED}{name} again: ended at once, without saving")
+            story.leave_bar()
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self.asked = True
+        self.asked, self.signal = True, name
         if LAUNCHER not in os.environ and self.world.size == 1:  # otherwise the launcher says it
-            os.write(2, b"\nfinishing what is under way, then saving; once more ends it at once\n")
+            story.say(
+                f"{name}: finishing the step, then saving; {name} again ends the run at once, without saving"
+            )
