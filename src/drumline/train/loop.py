@@ -38,6 +38,7 @@ from drumline.state.tensor_file import verify_file
 from drumline.train import broken
 from drumline.train.evaluate import Score
 from drumline.train.guards import Guards
+from drumline.train.norms import one_value_refused
 from drumline.train.rehearse import rehearse
 from drumline.train.score import score_module
 from drumline.train.start import Running, start
@@ -70,7 +71,7 @@ class Result:
 def train(recipe: Recipe, world: World, build: Builder = classification) -> Result:
     """Runs the recipe on the task that `build` makes of it. Every rank calls it, and every rank gets the same
     result."""
-    with ExitStack() as cleanup:
+    with one_value_refused(recipe, world), ExitStack() as cleanup:
         run = start(recipe, world, build, cleanup)
         if run.folder is not None:
             # However the run ends, too many broken samples included.

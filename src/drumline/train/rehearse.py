@@ -7,6 +7,13 @@ possible, the step is recorded as a CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
 from drumline.data.views import Batch
 from drumline.errors import UserError
 from drumline.parallel.layout import Recorded, resolve_layout
@@ -22,8 +29,11 @@ def rehearse(run: Running, batch: Batch) -> None:
     if run.recipe.train.compile:
         run.note("compiling the model; the first steps take a while")
     try:
-        run.step.rehearse(batch)
+        with _sparse_gradients(run) as sparse:
+            run.step.rehearse(batch)
     except RuntimeError as error:
+        if sparse or "sparse" in str(error).lower():
+            raise _no_sparse(sparse or _sparse_layers(run.trainee.module)) from error
         if "deterministic" not in str(error):
             raise
         raise UserError(
@@ -69,6 +79,44 @@ def _recorded(run: Running, exchange: Recorded, batch: Batch) -> list[Span]:
     run.step.replay(batch, run.position.step)
     exchange.recording = False
     return exchange.spans()
+
+
+@contextmanager
+def _sparse_gradients(run: Running) -> Iterator[list[str]]:
+    """Collects the parameters whose gradients come sparse. Not of a model that this step compiles: with the hooks."""
+    found: list[str] = []
+
+    def looked(name: str, gradient: torch.Tensor) -> None:
+        if gradient.layout != torch.strided:
+            found.append(name)
+
+    handles = [
+        parameter.register_hook(partial(looked, name))
+        for name, parameter in run.trainee.module.named_parameters()
+        if parameter.requires_grad and not parameter.is_meta and not run.recipe.train.compile
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _sparse_layers(module: nn.Module) -> list[str]:
+    """What a layer says of itself, where gradients are of other tensors than its parameters (FSDP)."""
+    return [
+        f"{name}.weight"
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad
+    ]
+
+
+def _no_sparse(names: list[str]) -> UserError:
+    what = f"the gradient of {', '.join(dict.fromkeys(names))}" if names else "a gradient"
+    return UserError(
+        f"{what} is sparse: gradients are checked, clipped, exchanged and applied as dense tensors",
+        "make the layer with sparse=False, as in nn.Embedding(..., sparse=False)",
+    )
 
 
 def _check_gradients(run: Running) -> None:

@@ -48,6 +48,7 @@ from drumline.train.agreement import check_data, check_recipes
 from drumline.train.assemble import prepare_trainee
 from drumline.train.finite import Finite
 from drumline.train.meter import MeterReader
+from drumline.train.norms import few_samples
 from drumline.train.picture import Picture
 from drumline.train.reporter import Reporter
 from drumline.train.resume import cut_of, take_up, threads_of
@@ -209,7 +210,7 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
     words = _opening_words(recipe, sets, plan, task.model, step, world, threads)
     for word in (
         *words,
-        *(laid.words if laid else ()),
+        *(laid.words if laid else (few_samples(recipe, task.module, world),)),
         *task.words,
         *(folder.notes if folder else ()),
         *resume_words,

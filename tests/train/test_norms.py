@@ -1,0 +1,103 @@
+"""BatchNorm with too few samples: refused before the first step, or warned of; always with the field that decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from drumline.arguments import parse
+from drumline.errors import UserError
+from drumline.launch.world import alone
+from drumline.parallel.norm import over_everybody
+from drumline.recipe import Data, Recipe, Run, Train
+from drumline.train.loop import train
+from drumline.train.norms import few_samples, smallest
+from tests.train import tiny
+
+STAGES = (
+    "parallel.layout=pipeline parallel.virtual=true parallel.stages=2 parallel.micro_batches=4 data.batch=5"
+)
+
+
+def pooled(classes: int) -> nn.Module:
+    """BatchNorm on maps of one pixel."""
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, classes)
+    )
+
+
+@pytest.fixture
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize(
+    ("words", "named", "remedy"),
+    [
+        ("data.batch=1", "data.batch = 1:", "a larger --data.batch"),
+        ("data.batch=4 train.accumulate=4", "train.accumulate = 4", "smaller --train.accumulate"),
+        ("data.batch=4 run.strict=true run.shards=4", "run.shards = 4", "--train.sync_bn"),
+        (f"{STAGES} parallel.split=even", "parallel.micro_batches = 4", "--parallel.batchnorm frozen"),
+        (f"{STAGES} parallel.split=time", "parallel.micro_batches = 4", "--parallel.batchnorm frozen"),
+    ],
+)
+def test_one_value_per_channel_is_refused_before_training(
+    tmp_path: Path, words: str, named: str, remedy: str
+) -> None:
+    recipe = parse(
+        (
+            "data.source=tests.train.few_ranks:load",
+            "model.name=tests.train.test_norms:pooled",
+            "train.steps=2",
+            "parallel.threads=1",
+            "run.device=cpu",
+            f"run.dir={tmp_path}",
+            *words.split(),
+        ),
+        "train",
+        "",
+    ).recipe
+    with pytest.raises(UserError) as refused:
+        train(recipe, alone(tiny.CPU))
+    assert refused.value.what.startswith(named)
+    assert "BatchNorm cannot train on one value per channel" in refused.value.what
+    assert remedy in refused.value.fix
+
+
+def test_few_samples_in_a_shard_a_share_or_a_micro_batch_are_warned_of() -> None:
+    one, three = alone(tiny.CPU), replace(alone(tiny.CPU), size=3)
+    strict = Recipe(run=Run(strict=True, shards=8), data=Data(batch=16))
+    assert "run.shards = 8 makes shards of 2" in few_samples(strict, tiny.normed(), one)
+    assert "--train.sync_bn" in few_samples(strict, tiny.normed(), one)
+    assert "train.accumulate = 4" in few_samples(
+        Recipe(data=Data(batch=16), train=Train(accumulate=4)), tiny.normed(), one
+    )
+    assert "data.batch = 20 leaves 6 to one of 3 processes" in few_samples(
+        Recipe(data=Data(batch=20)), tiny.normed(), three
+    )
+
+
+def test_enough_samples_and_norms_over_all_of_them_are_not_warned_of() -> None:
+    one = alone(tiny.CPU)
+    strict = Recipe(run=Run(strict=True, shards=8), data=Data(batch=16))
+    assert not few_samples(replace(strict, data=Data(batch=64)), tiny.normed(), one)
+    assert not few_samples(strict, tiny.plain(), one)
+    assert not few_samples(strict, over_everybody(tiny.normed(), torch.Tensor.clone), one)
+    assert not few_samples(strict, tiny.normed().eval(), one)
+
+
+def test_mixed_samples_stay_in_pairs() -> None:
+    three = replace(alone(tiny.CPU), size=3)
+    assert smallest(Recipe(data=Data(batch=8)), three).samples == 2
+    assert smallest(Recipe(data=Data(batch=9)), three).samples == 3
+    assert smallest(Recipe(data=Data(batch=10, mixup=0.2)), three).samples == 2
