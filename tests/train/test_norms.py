@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,16 +30,6 @@ def pooled(classes: int) -> nn.Module:
     )
 
 
-@pytest.fixture
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-
-
-@pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize(
     ("words", "named", "remedy"),
     [

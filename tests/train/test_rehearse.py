@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,16 +14,6 @@ from drumline.errors import UserError
 from drumline.launch.world import alone
 from drumline.train.loop import train
 from tests.train import tiny
-
-
-@pytest.fixture(autouse=True)
-def _arithmetic() -> Iterator[None]:
-    """A run sets threads and kernels for its process; this one goes on."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
 class Words(nn.Module):

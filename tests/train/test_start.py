@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,17 +23,6 @@ from drumline.train.step import NotCapturable, TrainStep
 from tests.train import tiny
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _arithmetic() -> Iterator[None]:
-    """A run sets threads and kernels for its process; this one goes on."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.deterministic = torch.backends.cudnn.benchmark = False
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
 def test_a_stage_that_draws_from_elsewhere_is_told_of_where_the_log_is() -> None:

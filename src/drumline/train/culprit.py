@@ -27,6 +27,7 @@ from drumline.parallel.local import local_part
 from drumline.parallel.pipeline.pipelined import Pipelined
 from drumline.state.atomic import write_bytes
 from drumline.train.step import TrainStep
+from drumline.train.trainee import Trainee
 
 FIX = "lower optim.lr, add optim.warmup_epochs or optim.clip, or use train.precision fp32"
 _KINDS = ("parameter", "output", "loss", "gradient")
@@ -95,13 +96,15 @@ def agree(mine: Culprit | None, batch: Batch, world: World) -> tuple[int, Culpri
 
 
 def keep_batch(folder: Path, batch: Batch, step: int, rank: int) -> str:
-    """Writes the batch into the run folder; gives a word on it. A full disk must not hide what was found."""
+    """Writes the batch into the run folder; says where it is and how to come to the step again. A full disk must not
+    hide what was found."""
     path = folder / f"offending-step-{step}-rank-{rank}.safetensors"
+    again = f"the same command with --run.name {folder.name} --checkpoint.resume auto comes to it again"
     try:
         write_bytes(path, save({name: tensor.contiguous() for name, tensor in batch._asdict().items()}))
     except OSError as error:
-        return f"The batch could not be saved ({error.strerror})"
-    return f"The batch is in {path}"
+        return f"The batch could not be saved ({error.strerror}); {again}"
+    return f"The batch is in {path}; {again}"
 
 
 def not_finite(
@@ -120,8 +123,34 @@ def not_finite(
         f"the {what} of step {step:,} is NaN or infinite: {why}",
         where=f"rank {rank} of {world.size}, samples {shown}",
         since=f"step {step:,}",
-        fix=f"{FIX}. {saved}; the same command with --checkpoint.resume auto comes to it again",
+        fix=f"{FIX}. {saved}",
     )
+
+
+def parameter_findings(trainee: Trainee, step: int) -> list[Finding]:
+    """A parameter of this process that an update has left without a finite value, although the gradients were finite:
+    the next step would show it, but the state is scored or saved before. Waits for the device."""
+    named = [
+        (name, local_part(each.detach()))
+        for name, each in trainee.module.named_parameters()
+        if not each.is_meta
+    ]
+    if not named:
+        return []
+    home = named[0][1].device
+    finite = torch.stack([torch.isfinite(each).all().to(home) for _, each in named]).tolist()
+    if all(finite):
+        return []
+    name, _ = named[finite.index(False)]
+    return [
+        Finding(
+            "non-finite",
+            f"parameter {name!r} is NaN or infinite after step {step:,}: the update overflowed",
+            where=repr(name),
+            since=f"step {step:,}",
+            fix=FIX,
+        )
+    ]
 
 
 @contextmanager

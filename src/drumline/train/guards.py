@@ -2,7 +2,8 @@
 
 Promises: every finding is told on all ranks at the same step, with what, where, since when and what to do; with
 `warn` each guard speaks once and the run goes on. Before a save everything is looked at, so no checkpoint holds a
-state that a guard would have stopped. Nothing here waits for the device but after the first steps and before saves.
+state that a guard would have stopped, and before an evaluation, so none is scored. Nothing here waits for the device
+but after the first steps, before evaluations and before saves.
 """
 
 from __future__ import annotations
@@ -57,18 +58,19 @@ class Guards:
         if not self.run.trainee.module.training and "eval-mode" not in self.told:
             self.tell(self._in_eval(self.run.trainee.module, "", f"step {index + 1:,}"))
 
-    def after(self, done: int, batch: Batch, saving: bool) -> None:
+    def after(self, done: int, batch: Batch, saving: bool, evaluating: bool = False) -> None:
         """After `done` steps, the last of them on `batch`. Starts a look where it is time for one, and reads the one
-        that was started a step before."""
+        that was started a step before. Where the state is about to be saved or scored, it is read at once."""
         self._samples = batch.samples if self.run.grid.reads else batch.samples[:0]
         if self.witness.waiting:
             self._read()
         every = self.run.recipe.guard.every
         planned = done <= CLOSE_LOOKS or saving or (every > 0 and done % every == 0)
         close = done <= max(CLOSE_LOOKS, self.run.position.step + CLOSE_LOOKS)
-        if planned or close:
+        if planned or close or evaluating:
             full = is_full(done, every, saving)
-            self._look(done, ("full" if full else "short") if planned else "", wait=close)
+            now = close or saving or evaluating
+            self._look(done, ("full" if full else "short") if planned else "", wait=now)
         if done == self.run.position.step + CLOSE_LOOKS and self._one_gpu_each:
             rows = self.run.world.collect(memory_row(self.run.world))
             for finding in memory_findings(rows, f"step {done:,}"):
@@ -122,6 +124,8 @@ class Guards:
 
     def _look(self, done: int, writes: str, wait: bool) -> None:
         own = self._own_findings(f"step {done:,}")
+        if wait and "non-finite" not in self.told:
+            own += culprit.parameter_findings(self.run.trainee, done)
         self.witness.look(done, self._samples, writes, len(own))
         self._own = own
         if wait:

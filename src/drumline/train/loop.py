@@ -124,7 +124,8 @@ def take_steps(run: Running, stop: StopSign, guards: Guards) -> tuple[Position, 
                 run.task.evaluates and plan.evaluates_after(done),
                 plan.saves_after(done, recipe.checkpoint.every_steps),
             )
-            guards.after(done, batch, saving)
+            # First: what is scored, marked best or saved has passed the guards.
+            guards.after(done, batch, saving, evaluating)
             epoch_ends = done % plan.per_epoch == 0
             # A line at each save, so that the log of a resumed run is the log of an uninterrupted one.
             ticking = done % recipe.train.log_every == 0 or evaluating or saving or epoch_ends
