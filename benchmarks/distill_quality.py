@@ -32,6 +32,7 @@ from pathlib import Path
 import torch
 
 from drumline.arguments import parse
+from drumline.data.classes import Classes
 from drumline.distill.choose import choose
 from drumline.distill.load import load_teachers
 from drumline.distill.methods import METHODS
@@ -259,7 +260,7 @@ def beside_teacher(
     recipe: Recipe, sets: Sets, plan: Plan, grid: Grid, display: Display, *, teacher: Distill
 ) -> Task:
     """Plain training, told how often it agrees with a teacher that it does not learn from."""
-    (loaded,) = load_teachers(replace(recipe, distill=teacher), len(sets.train.classes), grid.world)
+    (loaded,) = load_teachers(replace(recipe, distill=teacher), Classes.of(sets.train), grid.world)
     guesses = torch.full((len(sets.eval),), -1, device=grid.world.device)
     score_module(loaded.module, sets, recipe, grid, record=guesses)
     return replace(classification(recipe, sets, plan, grid, display), rival=guesses)

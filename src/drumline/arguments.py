@@ -279,7 +279,7 @@ def _show_help(command: str, description: str) -> NoReturn:
     with suppress(SystemExit):
         tyro.cli(
             make_dataclass("Recipe", parts),
-            prog=f"drumline {command} {_FIRST[command]} [section.key=value ...]",
+            prog=f"drumline {command} [RECIPE.toml] [section.key=value ...]",
             description=f"{description}\n\n{_GRAMMAR}",
             args=["--help"],
         )
@@ -303,11 +303,6 @@ Every field has a default. To set one:
   lr = 0.2          below [optim] in RECIPE.toml
   optim.lr=0.2      on the command line, which beats the file
   --optim.lr 0.2    the same as a flag"""
-_FIRST = {
-    "train": "[RECIPE.toml]",
-    "distill": "[RECIPE.toml]",
-    "eval": "[RUN | CHECKPOINT | WEIGHTS | RECIPE.toml]",
-}
 _EXAMPLES = {
     "train": """\
 examples:
@@ -325,11 +320,4 @@ examples:
   drumline distill cifar100/crd/resnet32x4-resnet8x4 data.path=cifar100
       distill.teacher_weights=runs/resnet32x4             a published recipe
   drumline distill --presets                              list them""",
-    "eval": """\
-examples:
-  drumline eval runs/photos                           the best weights of a run
-  drumline eval runs/photos/checkpoints/step-500      one of its checkpoints
-  drumline eval runs/photos data.path=other           on other photographs
-  drumline eval resnet50.pth model.name=resnet50 data.path=photos
-  drumline eval runs/photos --parallel.processes 4    the same score, sooner""",
 }

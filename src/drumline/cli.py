@@ -43,9 +43,6 @@ DISTILL_HELP = """Teach a student by a trained teacher (a run folder, a checkpoi
 is measured first. Does all that `train` does, with the loss r x cross-entropy + a x kd + b x METHOD; weights and the
 temperature T default to each method's paper."""
 
-EVAL_HELP = """Score a trained model: every sample once, on any number of processes. Takes a run folder,
-a checkpoint or a weights file first; a run brings its own recipe, flags change it."""
-
 VERIFY_HELP = """usage: drumline verify RUN_OR_CHECKPOINT
        drumline verify DATASET [--list FILE] [--workers N] [--source NAME]
 
@@ -189,22 +186,9 @@ def distill(words: list[str]) -> int:
 
 def evaluate(words: list[str]) -> int:
     """`drumline eval`: score a model."""
-    from drumline.arguments import describe, parse
-    from drumline.state.folder import evaluation_words
+    from drumline.eval_command import evaluate as run
 
-    expanded = words
-    if words and not words[0].startswith("-") and "=" not in words[0] and not words[0].endswith(".toml"):
-        expanded = [*evaluation_words(Path(words[0])), *words[1:]]
-    invocation = parse(expanded, "eval", EVAL_HELP)
-    if invocation.dry_run:
-        print(describe(invocation.recipe, invocation.came_from), end="")
-        return 0
-    if not invocation.recipe.model.weights:
-        raise UserError("eval needs a model", "give a run folder, a checkpoint or a weights file first")
-
-    from drumline.launch.worker import run
-
-    return run(["eval", *words], invocation.recipe, "drumline.train.score:score")
+    return run(words)
 
 
 def verify(words: list[str]) -> int:

@@ -280,7 +280,7 @@ def test_a_teacher_that_was_shown_other_images_is_told_of(home: Path) -> None:
         "data.size=12",
         "train.steps=2",
     )
-    assert "data.size = 'auto' then, 12 now" in said
+    assert "was trained on other images: data.size: 8 -> 12" in said
 
 
 PRESETS: dict[tuple[str, ...], str] = {

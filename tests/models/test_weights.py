@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from drumline.data.classes import Classes
 from drumline.errors import UserError
 from drumline.models.registry import create_model
-from drumline.models.weights import export_weights, load_weights, resolve_weights
+from drumline.models.weights import export_tensors, export_weights, load_weights, resolve_weights
+from drumline.state.model_record import ModelRecord
 from tests.models.quick import on_meta
 
 State = dict[str, Tensor]
@@ -115,18 +117,19 @@ def test_a_classifier_of_another_size_is_kept_and_reported(tmp_path: Path) -> No
     save_file(state(1, classes=100), tmp_path / "w.safetensors")
     target = model(0, classes=10)
     before = target.get_submodule("fc").get_parameter("weight").clone()
-    report = load_weights(target, tmp_path / "w.safetensors")
+    report = load_weights(target, tmp_path / "w.safetensors", strict_head=False)
     assert report.reinitialised == ("fc.weight", "fc.bias")
     assert report.loaded == len(state()) - 2
+    assert "the classifier (fc.weight, fc.bias) starts anew" in report.notes[0]
     assert torch.equal(target.get_submodule("fc").get_parameter("weight"), before)
     assert torch.equal(target.state_dict()["conv1.weight"], state(1, classes=100)["conv1.weight"])
 
 
-def test_strict_head_refuses_another_number_of_classes(tmp_path: Path) -> None:
+def test_another_number_of_classes_is_refused_unless_the_classifier_may_start_anew(tmp_path: Path) -> None:
     save_file(state(1, classes=100), tmp_path / "w.safetensors")
     target = model()
     with pytest.raises(UserError, match=r"fc.weight is 100x64 in the file and 10x64 in the model") as caught:
-        load_weights(target, tmp_path / "w.safetensors", strict_head=True)
+        load_weights(target, tmp_path / "w.safetensors")
     assert "model.classes" in caught.value.fix
     assert same(target, state(0))
 
@@ -136,8 +139,54 @@ def test_another_modules_last_linear_layer_is_its_classifier(tmp_path: Path) -> 
         return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, classes))
 
     save_file(dict(small(3).state_dict()), tmp_path / "w.safetensors")
-    report = load_weights(small(2), tmp_path / "w.safetensors")
+    report = load_weights(small(2), tmp_path / "w.safetensors", strict_head=False)
     assert report.reinitialised == ("2.weight", "2.bias")
+
+
+def small_record(*names: str) -> ModelRecord:
+    return ModelRecord(
+        model="resnet8",
+        outputs=len(names),
+        classes=Classes(names, named=True),
+        size=8,
+        mean=(0.5,),
+        std=(0.25,),
+        eval_crop=0.875,
+        resize="pillow12",
+        interpolation="bilinear",
+        exif="ignore",
+    )
+
+
+def test_rows_of_the_classifier_follow_the_names_of_their_classes(tmp_path: Path) -> None:
+    source, target = model(5, classes=3), model(classes=3)
+    export_tensors(source.state_dict(), tmp_path / "w.safetensors", small_record("cat", "ant", "bee"))
+    data = Classes(("ant", "bee", "cat"), named=True)
+    report = load_weights(target, tmp_path / "w.safetensors", classes=data)
+    assert "matched by name" in report.notes[0]
+    for key in ("fc.weight", "fc.bias"):
+        assert torch.equal(target.state_dict()[key], source.state_dict()[key][[1, 2, 0]])
+
+
+def test_a_classifier_of_other_names_is_refused_or_starts_anew(tmp_path: Path) -> None:
+    source, data = model(5, classes=3), Classes(("ant", "bee", "fox"), named=True)
+    export_tensors(source.state_dict(), tmp_path / "w.safetensors", small_record("ant", "bee", "cat"))
+    with pytest.raises(UserError, match=r"does not have 'fox'; the data does not have 'cat'"):
+        load_weights(model(classes=3), tmp_path / "w.safetensors", classes=data)
+    target = model(0, classes=3)
+    report = load_weights(target, tmp_path / "w.safetensors", classes=data, strict_head=False)
+    assert torch.equal(target.state_dict()["fc.weight"], model(0, classes=3).state_dict()["fc.weight"])
+    assert torch.equal(target.state_dict()["conv1.weight"], source.state_dict()["conv1.weight"])
+    assert "starts anew" in report.notes[0]
+    assert report.reinitialised == ("fc.weight", "fc.bias")
+
+
+def test_weights_without_a_record_are_matched_by_number_and_it_is_said(tmp_path: Path) -> None:
+    save_file(state(classes=3), tmp_path / "w.safetensors")
+    data = Classes(("ant", "bee", "cat"), named=True)
+    report = load_weights(model(classes=3), tmp_path / "w.safetensors", classes=data)
+    assert report.record is None
+    assert "no record of its class names" in report.notes[0]
 
 
 def test_files_without_batch_counters_load(tmp_path: Path) -> None:

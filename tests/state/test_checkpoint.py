@@ -229,9 +229,9 @@ def test_a_full_disk_leaves_nothing_behind(
 ) -> None:
     calls, save = [], checkpoint.write_tensors
 
-    def fails(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, str]:
+    def fails(path: Path, tensors: dict[str, torch.Tensor], metadata: None) -> tuple[int, str]:
         calls.append(path)
-        written = save(path, tensors)
+        written = save(path, tensors, metadata)
         if len(calls) == call:
             raise OSError(errno.ENOSPC, "No space left on device")
         return written

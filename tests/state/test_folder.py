@@ -23,10 +23,10 @@ from drumline.state.checkpoint import Position, write_checkpoint
 from drumline.state.folder import (
     changed_environment,
     changed_settings,
-    evaluation_words,
     find_checkpoint,
     open_run,
     repeatable,
+    run_of,
     write_facts,
 )
 
@@ -269,25 +269,24 @@ def test_a_field_that_only_one_version_has_is_a_change() -> None:
     assert changed_settings("[a]\nx = 1\n", "[a]\ny = 2\n") == ["a.x: 1 -> None", "a.y: None -> 2"]
 
 
-def test_words_of_an_evaluation_bring_the_runs_recipe_but_not_its_machines(tmp_path: Path) -> None:
-    checkpoint = save(tmp_path / "a", 3)
-    write_facts(tmp_path / "a", "", {})
-    weights = tmp_path / "w.pth"
-    weights.touch()
-    for path in (tmp_path / "a", checkpoint):
-        first, *others, last = evaluation_words(path)
-        assert first == str(tmp_path / "a" / "recipe.toml")
-        assert last == f"model.weights={path}"
-        assert {word.split("=")[0] for word in others} == {
-            "parallel.nodes",
-            "parallel.node_rank",
-            "parallel.rendezvous",
-            "launch.min_nodes",
-            "launch.restarts",
-        }
-    assert evaluation_words(weights) == [f"model.weights={weights}"]
-    with pytest.raises(UserError, match="does not exist"):
-        evaluation_words(tmp_path / "nowhere")
+def test_the_run_of_a_checkpoint_and_of_weights_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, checkpoint = tmp_path / "a", save(tmp_path / "a", 3)
+    write_facts(run, "", {})
+    best = run / "weights" / "best.safetensors"
+    best.parent.mkdir()
+    best.touch()
+    link = tmp_path / "link.safetensors"
+    link.symlink_to(best)
+    for path in (run, checkpoint, checkpoint / "model.safetensors", best, best.parent, link):
+        assert run_of(path) == run
+    monkeypatch.chdir(best.parent)
+    assert run_of(Path("best.safetensors")) == run
+    monkeypatch.chdir(checkpoint)
+    assert run_of(Path()) == run
+    (tmp_path / "moved.safetensors").touch()
+    assert run_of(tmp_path / "moved.safetensors") is None
 
 
 def test_a_run_that_goes_on_from_another_folder_knows_it(tmp_path: Path) -> None:

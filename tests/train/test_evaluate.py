@@ -54,11 +54,37 @@ def test_a_single_nan_in_a_row_makes_it_wrong(classes: int, where: int) -> None:
     assert tally(logits, torch.tensor([0])).tolist()[1:3] == [0, 0]
 
 
-def test_infinite_logits_are_ranked_and_cost_a_finite_loss() -> None:
+def test_infinite_logits_are_ranked_and_left_out_of_the_sum_of_losses() -> None:
     logits = torch.tensor([[math.inf, 0.0, 0.0], [-math.inf, 0.0, 0.0], [-math.inf, -math.inf, -math.inf]])
-    samples, top1, _, loss, _ = tally(logits, torch.tensor([0, 0, 0])).tolist()
-    assert (samples, top1) == (3, 2)
-    assert 0 <= loss <= 3e4 * 2**24
+    samples, top1, _, loss, nonfinite, unsummed = tally(logits, torch.tensor([0, 0, 0])).tolist()
+    assert (samples, top1, loss, nonfinite, unsummed) == (3, 2, 0, 3, 3)
+
+
+def test_a_large_loss_is_summed_as_it_is_and_one_that_would_overflow_the_sum_is_counted() -> None:
+    logits = torch.tensor([[0.0, 3e7], [0.0, 1e20]])
+    *_, loss, nonfinite, unsummed = tally(logits, torch.tensor([0, 0])).tolist()
+    assert (loss / 2**24, nonfinite, unsummed) == (3e7, 0, 1)
+
+
+def test_a_score_with_an_output_that_is_not_finite_has_no_loss() -> None:
+    model = tiny.normed(3)
+    assert math.isfinite(score(model, [4, 4, 3]).loss)
+    with torch.no_grad():
+        next(iter(model.parameters())).fill_(NAN)
+    found = score(model, [4, 4, 3])
+    assert math.isnan(found.loss)
+    assert (found.top1, found.nonfinite) == (0, 11)
+
+
+def test_labels_are_read_as_the_outputs_they_mean() -> None:
+    turned, order = tiny.normed(3), torch.arange(tiny.CLASSES).roll(1)
+    head = [module for module in turned.modules() if isinstance(module, nn.Linear)][-1]
+    with torch.no_grad():
+        head.weight[order], head.bias[order] = head.weight.clone(), head.bias.clone()
+    plain = score(tiny.normed(3), [4, 4, 3])
+    found = evaluate(turned, batches([4, 4, 3]), 11, 4, tiny.NORMALISE, alone(tiny.CPU), None, outputs=order)
+    assert (found.top1, found.top5) == (plain.top1, plain.top5)
+    assert found.loss == pytest.approx(plain.loss, rel=1e-6)
 
 
 def test_the_loss_is_the_cross_entropy_to_the_resolution_of_fixed_point() -> None:

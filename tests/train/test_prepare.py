@@ -11,14 +11,17 @@ import pytest
 import torch
 from PIL import Image
 
+from drumline.data.classes import Classes
 from drumline.data.sources import ArraySource
 from drumline.errors import UserError
 from drumline.launch.machine import usable_cores
 from drumline.launch.world import alone
 from drumline.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Run, Train
 from drumline.train import assemble, prepare
+from drumline.train.prepare_model import prepare_model
 
 ONE = alone(torch.device("cpu"))
+FOUR = Classes(("ant", "bee", "cat", "dog"), named=True)
 GPU = replace(ONE, device=torch.device("cuda", 0))
 
 
@@ -91,8 +94,8 @@ def test_the_schedule_is_built_for_the_global_batch() -> None:
 def test_the_same_seed_builds_the_same_model_and_another_seed_another() -> None:
     def weights(seed: int) -> torch.Tensor:
         torch.rand(seed + 3)
-        module, word = prepare.prepare_model(Recipe(run=Run(seed=seed), model=Model(name="resnet8")), 4, ONE)
-        assert word == ""
+        module, words = prepare_model(Recipe(run=Run(seed=seed), model=Model(name="resnet8")), FOUR, ONE)
+        assert words == ()
         return torch.cat([parameter.flatten() for parameter in module.parameters()])
 
     assert torch.equal(weights(0), weights(0))
@@ -101,7 +104,7 @@ def test_the_same_seed_builds_the_same_model_and_another_seed_another() -> None:
 
 def test_the_classifier_fits_the_data_or_is_larger() -> None:
     def outputs(classes: Any) -> int:
-        module, _ = prepare.prepare_model(Recipe(model=Model(name="resnet8", classes=classes)), 4, ONE)
+        module, _ = prepare_model(Recipe(model=Model(name="resnet8", classes=classes)), FOUR, ONE)
         return module.head.out_features
 
     assert outputs("auto") == 4
@@ -111,7 +114,7 @@ def test_the_classifier_fits_the_data_or_is_larger() -> None:
 
 
 def test_the_trainee_has_what_the_recipe_asks_for() -> None:
-    module, _ = prepare.prepare_model(Recipe(model=Model(name="resnet8")), 4, ONE)
+    module, _ = prepare_model(Recipe(model=Model(name="resnet8")), FOUR, ONE)
     module.eval()
     made = assemble.prepare_trainee(Recipe(train=Train(ema=0.9)), module, ONE)
     assert made.forward is made.module is module
@@ -123,7 +126,7 @@ def test_the_trainee_has_what_the_recipe_asks_for() -> None:
 
 
 def test_optimizer_tensors_carry_the_names_of_their_parameters() -> None:
-    module, _ = prepare.prepare_model(Recipe(model=Model(name="resnet8")), 4, ONE)
+    module, _ = prepare_model(Recipe(model=Model(name="resnet8")), FOUR, ONE)
     tensors = assemble.prepare_trainee(Recipe(), module, ONE).tensors()["optimizer"]
     assert set(tensors) == {f"momentum_buffer/{name}" for name, _ in module.named_parameters()}
 

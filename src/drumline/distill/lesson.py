@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from drumline.data.classes import Classes
 from drumline.distill.bundle import Bundle
 from drumline.distill.choose import Chosen, choose, stage_of
 from drumline.distill.gather import Gathered, OverShards, Spread
@@ -39,6 +40,7 @@ from drumline.recipe_layouts import STAGED
 from drumline.state.checkpoint import newest_sound, read_checkpoint
 from drumline.train import prepare, spread
 from drumline.train.objective import Classification
+from drumline.train.prepare_model import prepare_model
 from drumline.train.staged import stage_words
 from drumline.train.task import Cut, Task, unchanged
 
@@ -65,13 +67,18 @@ def lesson(
     chosen = stage_of(recipe.distill, stage.name) if stage.name else choose(recipe.distill)
     world = grid.world
     _refuse_misfits(recipe, chosen, stage, world)
-    classes = len(sets.train.classes)
-    student, word = prepare.prepare_model(recipe, classes, world)
+    classes = Classes.of(sets.train)
+    student, from_weights = prepare_model(recipe, classes, world)
     stages = plan_stages(recipe, grid)
     teachers = load_teachers(recipe, classes, world, on_host=stages is not None)
     pair = _Pair.of(recipe, chosen, student, teachers, sets.view.size, world)
     bundle = pair.bundle(recipe.run.seed, runs_student=not stage.name or pair.reads_student, world=world)
-    words = [word, *pair.words, *_take_over(bundle, pair.bare, stage.before, world)]
+    words = [
+        *from_weights,
+        *(note for each in teachers for note in each.notes),
+        *pair.words,
+        *_take_over(bundle, pair.bare, stage.before, world),
+    ]
     cached = bool(recipe.distill.cache) and not stage.name
     if cached:
         refuse_uncacheable(recipe, pair.teacher_taps, sets.name)
@@ -88,7 +95,7 @@ def lesson(
     if not (stage.name and stage.before):
         predictions = torch.full((len(sets.eval),), -1, device=world.device)
         score = measured(teacher, predictions, sets, recipe, grid, speaks=grid.ends or relayed is not None)
-        told = [score_words(teachers, score, sets.eval.labels), *other_views(recipe, teachers)]
+        told = [score_words(teachers, score, sets.eval.labels), *other_views(recipe, sets, teachers)]
         words += told
         for line in told if cached else ():  # to be known before a cache is filled for hours
             display.note(line)
@@ -106,7 +113,7 @@ def lesson(
     objective = Distillation(
         parts=_parts(chosen, pair, bundle, torch.from_numpy(sets.train.labels), recipe.run.seed, grid.peers),
         r=chosen.r,
-        classification=Classification(recipe.train.label_smoothing, classes),
+        classification=Classification(recipe.train.label_smoothing, len(classes)),
         source=stored or relayed or Live(teacher),
         spread=_spread(recipe, chosen, sets.unit, grid.peers, together),
         device=world.device,

@@ -1,7 +1,7 @@
 """Teachers from their names and weights.
 
-Promises: a teacher's every tensor came from its weights; a run folder brings the model's name along. Refuses a
-teacher without weights, and one whose classes are not the data's.
+Promises: a teacher's every tensor came from its weights, which bring the model's name along; its classes are matched
+to the data's by name. Refuses a teacher without weights, and one whose classes are not the data's.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from drumline.arguments import names_code
+from drumline.data.classes import Classes
 from drumline.errors import UserError
 from drumline.launch.world import World
 from drumline.models import create_model, load_weights
-from drumline.models.weights import WeightFields, resolve_weights
+from drumline.models.weights import WeightFields, resolve_weights, weights_record
 from drumline.recipe import Distill, Recipe
 from drumline.recipe_file import load_recipe
-from drumline.state.checkpoint import is_checkpoint
+from drumline.state.folder import run_of
+from drumline.state.model_record import ModelRecord
 from drumline.train import prepare
+from drumline.train.prepare_model import model_record, refuse_nonfinite, to_device, verify_weights
 
-SHOWN = ("size", "mean", "std", "resize", "interpolation", "exif")
-"""Fields of `data` that decide what an evaluated image looks like to a network."""
 FIELDS = WeightFields("distill.teacher_weights", "distill.teacher")
 
 
@@ -34,9 +34,13 @@ class Loaded:
     name: str
     weights: str
     module: nn.Module
+    record: ModelRecord | None = None
+    """What its weights say about it."""
+    notes: tuple[str, ...] = ()
+    """How its classes were matched to the data's."""
 
 
-def load_teachers(recipe: Recipe, classes: int, world: World, on_host: bool = False) -> list[Loaded]:
+def load_teachers(recipe: Recipe, classes: Classes, world: World, on_host: bool = False) -> list[Loaded]:
     """Every teacher of the recipe, in its order; those to be cut into stages stay `on_host`."""
     return [
         _load(recipe, name, path, classes, world, on_host)
@@ -77,17 +81,11 @@ def _vouched(name: str, path: str) -> str:
     return name
 
 
-def other_views(recipe: Recipe, teachers: list[Loaded]) -> list[str]:
+def other_views(recipe: Recipe, sets: prepare.Sets, teachers: list[Loaded]) -> list[str]:
     """A warning for each teacher of a run of ours that was shown its images otherwise than they are shown here."""
     words = []
     for teacher in teachers:
-        known = _recipe_of(teacher.weights)
-        theirs = load_recipe(str(known)).recipe.data if known else recipe.data
-        odd = [
-            f"data.{name} = {getattr(theirs, name)!r} then, {getattr(recipe.data, name)!r} now"
-            for name in SHOWN
-            if getattr(theirs, name) != getattr(recipe.data, name)
-        ]
+        odd = teacher.record.other_images(model_record(recipe, sets)) if teacher.record else []
         if odd:
             words.append(
                 f"WARNING: the teacher {teacher.weights} was trained on other images: {'; '.join(odd)}"
@@ -96,32 +94,24 @@ def other_views(recipe: Recipe, teachers: list[Loaded]) -> list[str]:
 
 
 def teacher_name(path: str) -> str:
-    """The model's name, from the recipe of the run that a path belongs to."""
-    recipe = _recipe_of(path)
-    if recipe is None:
+    """The model's name, from the record in its weights, or the recipe of the run that a path belongs to."""
+    if (record := weights_record(resolve_weights(path, FIELDS))) is not None:
+        return record.model
+    run = run_of(Path(path))
+    if run is None:
         raise UserError(
             f"distill.teacher is empty, and {path} is not a run folder that could tell it",
             "give the model's name, such as --distill.teacher resnet34",
         )
-    return load_recipe(str(recipe)).recipe.model.name
+    return load_recipe(str(run / "recipe.toml")).recipe.model.name
 
 
-def _recipe_of(path: str) -> Path | None:
-    """The recipe of the run that a folder, a checkpoint or an exported file belongs to."""
-    place = Path(path)
-    inside = is_checkpoint(place) or (place.is_file() and place.parent.name == "weights")
-    recipe = (place.parent.parent if inside else place) / "recipe.toml"
-    return recipe if recipe.is_file() else None
-
-
-def _load(recipe: Recipe, name: str, path: str, classes: int, world: World, on_host: bool) -> Loaded:
-    prepare.verify_weights(Path(path), FIELDS)
-    wanted = classes if recipe.model.classes == "auto" else recipe.model.classes
+def _load(recipe: Recipe, name: str, path: str, classes: Classes, world: World, on_host: bool) -> Loaded:
+    verify_weights(Path(path), FIELDS)
+    wanted = len(classes) if recipe.model.classes == "auto" else recipe.model.classes
     module = create_model(name, classes=wanted)
-    load_weights(module, path, strict_head=True, fields=FIELDS)
-    if on_host:
-        return Loaded(name, path, module)
-    module = module.to(world.device)
-    if prepare.channels_last(recipe, world):
-        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return Loaded(name, path, module)
+    report = load_weights(module, path, classes=classes, fields=FIELDS)
+    refuse_nonfinite(module, report.file, FIELDS)
+    if not on_host:
+        module = to_device(module, recipe, world)
+    return Loaded(name, path, module, report.record, report.notes)

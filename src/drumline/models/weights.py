@@ -1,8 +1,9 @@
 """Weights in and out of files: safetensors, and PyTorch files read without running anything in them.
 
 Promises: after `load_weights` every tensor of the model came from the file, except those that the report
-names; `export_weights` leaves either the whole new file or the old one. Refuses files that hold more than
-tensors, and weights of another model, naming the model of ours that they do fit.
+names, and the classifier's rows are in the order of the classes asked for; `export_weights` leaves either the whole
+new file or the old one. Refuses files that hold more than tensors, weights of another model, naming the model of ours
+that they do fit, and a classifier of other classes, unless it may start anew.
 """
 
 from __future__ import annotations
@@ -13,17 +14,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from drumline.data.classes import Classes, OtherClasses, head_order
 from drumline.errors import UserError
 from drumline.models.registry import CIFAR, IMAGENET, create_model
 from drumline.models.taps import VisionModel
 from drumline.state.atomic import write_file
-from drumline.state.checkpoint import known_sha256, read_group
+from drumline.state.checkpoint import MANIFEST, known_sha256, read_group, read_manifest
+from drumline.state.model_record import ModelRecord, metadata_record, record_of
 from drumline.state.pieces import is_piece
-from drumline.state.tensor_file import Unsound, read_tensors, write_tensors
+from drumline.state.tensor_file import Unsound, file_metadata, read_tensors, write_tensors
 
 State = Mapping[str, Tensor]
 
@@ -36,7 +41,11 @@ class WeightReport:
     loaded: int
     """Tensors taken from the file."""
     reinitialised: tuple[str, ...]
-    """Tensors of the classifier that stayed as they were, since the file has another number of classes."""
+    """Tensors of the classifier that stayed as they were, since the file has other classes."""
+    record: ModelRecord | None = None
+    """What the file says about its model, if it is one of ours."""
+    notes: tuple[str, ...] = ()
+    """How its classes were matched, and why a classifier starts anew."""
 
 
 @dataclass(frozen=True)
@@ -51,28 +60,60 @@ def load_weights(
     model: nn.Module,
     path: str | Path,
     *,
-    strict_head: bool = False,
+    strict_head: bool = True,
+    classes: Classes | None = None,
     fields: WeightFields = WeightFields(),  # noqa: B008
 ) -> WeightReport:
     """Fill the model, in place, from a file, a checkpoint folder or a run folder (see `resolve_weights`).
 
     Takes a bare state dict or one under `state_dict`, `model` or `model_state_dict`, with or without the
     prefixes that DataParallel, DDP and torch.compile add; the model itself must not be wrapped yet.
-    BatchNorm's batch counters may be missing, as in old files. A classifier with another number of classes is
-    left as it is in the model, unless `strict_head`.
+    BatchNorm's batch counters may be missing, as in old files. The classifier must have as many classes as the
+    model and, where `classes` are given and the file has a record of its own, the same ones; rows in another order
+    are sorted by name. A classifier of other classes is refused, or with `strict_head=False` left as it is in the
+    model.
     """
     file = resolve_weights(path, fields)
+    record = weights_record(file)
     found = _unwrapped(_read(file), model)
     fit = _fit(found, model)
     if fit.missing or fit.unexpected or fit.misshapen:
         raise _misfit(file, found, model, fit, fields)
-    if fit.head and strict_head:
-        raise UserError(
-            f"{file} has another number of classes: {'; '.join(fit.head.values())}",
-            fix="set model.classes to the file's number",
-        )
+    other, order, note = "; ".join(fit.head.values()), None, ""
+    if record is not None and classes is not None:
+        try:
+            order, note = head_order(record.classes, classes)
+        except OtherClasses as difference:
+            other = str(difference)
+    head = [key for key in _head_keys(model) if key in model.state_dict()]
+    if other and strict_head:
+        raise UserError(f"{file} has other classes: {other}", fix=_other_classes_fix(record, fields))
+    if other:
+        for key in head:
+            fit.usable.pop(key, None)
+        which = f"the classifier ({', '.join(head)}) starts anew" if head else "the classifier was not found"
+        note = f"{which}: {file} has other classes: {other}"
+    elif record is None and classes is not None:
+        note = f"{file} has no record of its class names: its {len(classes):,} classes are matched by number"
+    elif order is not None:
+        _sort_head(fit.usable, head, order, file)
     model.load_state_dict(fit.usable, strict=False)
-    return WeightReport(file, len(fit.usable), tuple(fit.head))
+    return WeightReport(file, len(fit.usable), tuple(head) if other else (), record, (note,) if note else ())
+
+
+def weights_record(file: Path) -> ModelRecord | None:
+    """What a weights file says about its model; None for files of other programs and of earlier versions."""
+    if file.suffix != ".safetensors":
+        return None
+    try:
+        if (file.parent / MANIFEST).exists():
+            return record_of(read_manifest(file.parent).environment)
+        return metadata_record(file_metadata(file.resolve()))
+    except (Unsound, ValueError) as reason:
+        raise UserError(
+            f"{file} cannot be read as weights: {reason}",
+            fix="the file may be cut short or damaged: copy or export it again",
+        ) from reason
 
 
 def resolve_weights(path: str | Path, fields: WeightFields = WeightFields()) -> Path:  # noqa: B008
@@ -119,13 +160,15 @@ def export_weights(model: nn.Module, path: str | Path) -> None:
     export_tensors(_bare(model).state_dict(), path)
 
 
-def export_tensors(tensors: Mapping[str, Tensor], path: str | Path) -> None:
-    """Write a model's state as a plain safetensors file."""
+def export_tensors(
+    tensors: Mapping[str, Tensor], path: str | Path, record: ModelRecord | None = None
+) -> None:
+    """Write a model's state as a plain safetensors file, with what is known about the model in its metadata."""
     # A copy of each: safetensors refuses tensors that share memory.
     state = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
     def write(temporary: Path) -> None:
-        write_tensors(temporary, state, metadata={"format": "pt"})
+        write_tensors(temporary, state, metadata=record.metadata() if record else {"format": "pt"})
 
     write_file(Path(path), write)
 
@@ -168,6 +211,27 @@ def _head_keys(model: nn.Module) -> tuple[str, str]:
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         name = linear[-1] if linear else ""
     return f"{name}.weight", f"{name}.bias"
+
+
+def _sort_head(usable: dict[str, Tensor], head: list[str], order: NDArray[np.int64], file: Path) -> None:
+    """Puts the classifier's rows into the order of the data's classes; outputs beyond the classes stay."""
+    rows = torch.from_numpy(order)
+    if not head or any(len(usable[key]) < len(rows) for key in head):
+        raise UserError(
+            f"{file} has its classes in another order than the data, and its classifier was not found",
+            fix="give the data's classes in the order of the weights' classes",
+        )
+    for key in head:
+        usable[key] = torch.cat([usable[key][rows], usable[key][len(rows) :]])
+
+
+def _other_classes_fix(record: ModelRecord | None, fields: WeightFields) -> str:
+    if record is None:
+        return "give weights of the same classes, or set model.classes to the file's number"
+    return (
+        f"give {fields.weights} that were trained on the data's classes, or rename the data's class folders to the "
+        "names of the weights' classes"
+    )
 
 
 def _renamed(found: State, model: nn.Module, wanted: State) -> State:

@@ -7,7 +7,6 @@ plainly called not worth it where it is not. Refuses unknown flags and values be
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from drumline.errors import UserError
 from drumline.plan.split import Memory, balance, even_split, refuse_too_many, speed_up, stage_times
 from drumline.recipe_file import together
-from drumline.result import print_result
+from drumline.result import json_line, print_result
 
 if TYPE_CHECKING:
     from torch import nn
@@ -112,7 +111,7 @@ def plan(words: list[str]) -> int:
         "splits": [{**asdict(found), "flags": found.flags} for found in splits],
     }
     if options.json:
-        print(json.dumps(result))
+        print(json_line(result))
         return 0
     for line in describe(options, measured, where):
         print(line)

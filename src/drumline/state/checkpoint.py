@@ -30,6 +30,7 @@ from drumline.state.manifest import (
     manifest_text,
     read_manifest,
 )
+from drumline.state.model_record import record_of
 from drumline.state.pieces import read_pieces
 from drumline.state.tensor_file import (
     Tensors,
@@ -81,11 +82,13 @@ def write_checkpoint(
     temporary = folder / f"step-{position.step}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
+    record = record_of(environment)
     try:
         files = {}
         for group, tensors in groups.items():
             path = temporary / f"{group}.safetensors"
-            size, sha256 = write_tensors(path, tensors)
+            described = record.metadata() if record and group in ("model", "average") else None
+            size, sha256 = write_tensors(path, tensors, described)
             files[path.name] = {"bytes": size, "sha256": sha256}
         manifest = Manifest(FORMAT, position, files, state_sha256(groups), recipe, environment)
         (temporary / MANIFEST).write_text(manifest_text(manifest))

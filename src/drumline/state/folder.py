@@ -140,16 +140,15 @@ def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
     return found, complaints
 
 
-def evaluation_words(path: Path) -> list[str]:
-    """The words that stand for `drumline eval PATH`: a run brings its recipe, every path its weights."""
-    if not path.exists():
-        raise UserError(f"{path} does not exist", "give a run folder, a checkpoint or a weights file")
-    run = path.parent.parent if is_checkpoint(path) else path
-    recipe = run / "recipe.toml"
-    here = ["parallel.nodes=1", "parallel.node_rank=auto", "parallel.rendezvous=", "launch.min_nodes=auto"]
-    here.append("launch.restarts=0")  # a score is not resumed
-    words = [str(recipe), *here] if path.is_dir() and recipe.is_file() else []
-    return [*words, f"model.weights={path}"]
+def run_of(path: Path) -> Path | None:
+    """The run folder that a path belongs to: itself, one of its checkpoints, its `weights`, or a file of those."""
+    for place in dict.fromkeys((path.absolute(), path.resolve())):
+        folder = place.parent if place.is_file() else place
+        inside = folder.parent if folder.name == "weights" else folder
+        run = folder.parent.parent if is_checkpoint(folder) else inside
+        if (run / "recipe.toml").is_file():
+            return run
+    return None
 
 
 def repeatable(recipe: Recipe) -> Recipe:

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from drumline.recipe_file import MAX_LINE, MAX_RECIPE
+from drumline.state.model_record import record_of
 from drumline.state.tensor_file import Unsound, read_small
 
 FORMAT = 1
 FORMAT_PIECES = 2
 """Of checkpoints in pieces, which earlier versions cannot read."""
 MANIFEST = "manifest.json"
-MAX_MANIFEST = 4 << 20
+MAX_MANIFEST = 64 << 20
+"""Room for the names of many classes."""
 MAX_FILES = 64
 MAX_PIECES = 1 << 16
 MAX_SHAPES = 1 << 20
@@ -230,6 +232,7 @@ def _check_environment(given: Any) -> None:
         raise _Wrong(f"environment.threads = {str(threads)[:20]} cannot be")
     if not isinstance(packages, dict):
         raise _Wrong("environment.packages is not a table")
+    record_of(given)
 
 
 def _exactly(given: Any, names: set[str], what: str) -> None:

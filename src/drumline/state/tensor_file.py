@@ -140,6 +140,15 @@ def tensor_index(path: Path) -> Index:
     return Index(path, 8 + length, _entries(path, header, size - 8 - length))
 
 
+def file_metadata(path: Path) -> dict[str, str]:
+    """The texts that a file's header carries besides its tensors. Raises `Unsound`."""
+    with opened(path) as file:
+        size = _expected_size(path, file, None)
+        length = _header_length(path, _read_bytes(path, file, min(8, size)), size)
+        found = _json(path, _read_bytes(path, file, length)).get("__metadata__", {})
+    return {str(k): v for k, v in found.items() if isinstance(v, str)} if isinstance(found, dict) else {}
+
+
 def verify_file(
     path: Path, size: int, sha256: str, watch: Callable[[int], None] = lambda count: None
 ) -> None:
@@ -232,6 +241,13 @@ def _header_length(path: Path, first: bytes, size: int) -> int:
 
 
 def _header(path: Path, text: bytes) -> dict[str, Any]:
+    """What a header says of tensors."""
+    header = _json(path, text)
+    header.pop("__metadata__", None)
+    return header
+
+
+def _json(path: Path, text: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
@@ -244,7 +260,6 @@ def _header(path: Path, text: bytes) -> dict[str, Any]:
         raise Unsound(f"{path}: its header is not readable ({str(error)[:80]})") from None
     if not isinstance(header, dict):
         raise Unsound(f"{path}: its header is not a table")
-    header.pop("__metadata__", None)
     return header
 
 

@@ -22,6 +22,10 @@ from drumline.launch.world import World
 from drumline.train.step import Normalise
 
 _FIXED_POINT = 2**24
+LARGEST_SUM = 2.0**38
+"""Of the losses of a set: as fixed-point numbers they then add up within 64 bits, in any order."""
+TALLY = 6
+"""Numbers that `tally` gives."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Score:
     top1: int
     top5: int
     loss: float
-    """NaN when an output was not finite."""
+    """NaN when an output was not finite, or a sample's loss above `LARGEST_SUM` / samples: no mean is made up."""
     nonfinite: int = 0
     """Samples for which the model gave NaN or infinity."""
     agreed: int | None = None
@@ -65,13 +69,16 @@ def evaluate(
     rival: torch.Tensor | None = None,
     record: torch.Tensor | None = None,
     readers: int = 1,
+    outputs: torch.Tensor | None = None,
 ) -> Score:
     """Runs `model` (not wrapped) in eval mode over this rank's batches and adds up over the world; where it gives
     None, another rank has the output. `rival` holds another model's first guess by sample id, to count agreement;
-    `record` takes this model's, for this rank's samples. `readers` go through the set side by side."""
+    `record` takes this model's, for this rank's samples. `readers` go through the set side by side. `outputs` has the
+    model's output that each label means, where its classes have other numbers than the data's."""
     was_training = model.training
     model.eval()
-    totals = torch.zeros(6, dtype=torch.int64, device=world.device)
+    totals = torch.zeros(TALLY + 1, dtype=torch.int64, device=world.device)
+    most = LARGEST_SUM / samples
     done = 0
     enter(Phase.STARTING)
     for batch in batches:
@@ -82,23 +89,24 @@ def evaluate(
             output = model(images)
         if output is not None:
             logits = output[: len(batch.labels)].float()
-            totals[:5] += tally(logits, batch.labels)
+            labels = batch.labels if outputs is None else outputs[batch.labels]
+            totals[:TALLY] += tally(logits, labels, most)
             if rival is not None:
-                totals[5] += (logits.argmax(dim=1) == rival[batch.samples]).sum()
+                totals[TALLY] += (logits.argmax(dim=1) == rival[batch.samples]).sum()
             if record is not None:
                 record[batch.samples] = logits.argmax(dim=1)
         done += len(batch.labels)
         watch(min(samples, done * readers))
         enter(Phase.EVALUATING)
     model.train(was_training)
-    counted, top1, top5, loss, nonfinite, agreed = world.sum(totals).tolist()
+    counted, top1, top5, loss, nonfinite, unsummed, agreed = world.sum(totals).tolist()
     if counted != samples:
         raise UserError(
             f"guard [evaluation]: {counted:,} samples were scored, the evaluation set has {samples:,}: some "
             f"were {'left out' if counted < samples else 'counted twice'}, and the score would not be the model's",
             "give every process the same evaluation set, and let its source give each sample exactly once",
         )
-    mean = math.nan if nonfinite else loss / _FIXED_POINT / samples
+    mean = math.nan if nonfinite or unsummed else loss / _FIXED_POINT / samples
     return Score(
         samples=counted,
         top1=top1,
@@ -109,8 +117,9 @@ def evaluate(
     )
 
 
-def tally(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """(samples, right at the first guess, right within five, fixed-point loss, rows not finite) as int64.
+def tally(logits: torch.Tensor, labels: torch.Tensor, most: float = LARGEST_SUM) -> torch.Tensor:
+    """(samples, right at the first guess, right within five, fixed-point loss, rows not finite, losses left out of
+    the sum: those above `most` or not finite) as int64.
 
     A label's place is the number of classes ranked before it; of equal logits the lower class comes first. A
     row that holds a NaN has no place for its label, so a broken model is never right."""
@@ -118,16 +127,16 @@ def tally(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     classes = torch.arange(logits.shape[1], device=logits.device)
     before = (logits > own) | ((logits == own) & (classes < labels[:, None]))
     place = before.sum(dim=1).masked_fill(logits.isnan().any(dim=1), 5)
-    losses = (
-        F.cross_entropy(logits, labels, reduction="none").double().nan_to_num(1e4, 1e4, 1e4).clamp(max=1e4)
-    )
+    losses = F.cross_entropy(logits, labels, reduction="none").double()
+    summed = losses <= most  # false for NaN
     return torch.stack(
         [
             torch.full((), len(labels), device=logits.device),
             (place < 1).sum(),
             (place < 5).sum(),
-            losses.mul(_FIXED_POINT).round().long().sum(),
+            losses.where(summed, 0).mul(_FIXED_POINT).round().long().sum(),
             (~logits.isfinite().all(dim=1)).sum(),
+            (~summed).sum(),
         ]
     )
 

@@ -34,6 +34,7 @@ from drumline.state.checkpoint import (
     verify_checkpoint,
     write_checksums,
 )
+from drumline.state.model_record import record_of
 from drumline.state.tensor_file import verify_file
 from drumline.train import broken
 from drumline.train.evaluate import Score
@@ -263,16 +264,19 @@ def export(run: Running, position: Position) -> None:
     best = run.folder.checkpoints / f"step-{position.best_step}"
     try:
         folder.mkdir(exist_ok=True)
-        export_tensors(last, folder / "last.safetensors")
+        record = record_of(run.keeper.environment)
+        export_tensors(last, folder / "last.safetensors", record)
         if best.exists():
             group = "average" if average else "model"
             manifest = verify_checkpoint(best)
-            if expected := manifest.files.get(f"{group}.safetensors"):
+            expected = manifest.files.get(f"{group}.safetensors")
+            # A file of an earlier version has no record in it.
+            if expected and (record_of(manifest.environment) or not record):
                 write_file(
                     folder / "best.safetensors", partial(_copy, best / f"{group}.safetensors", expected)
                 )
             elif group in manifest.groups:
-                export_tensors(read_group(best, group), folder / "best.safetensors")
+                export_tensors(read_group(best, group), folder / "best.safetensors", record)
         write_checksums(folder)
     except Unsound as reason:
         run.note(

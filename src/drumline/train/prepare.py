@@ -1,7 +1,7 @@
-"""From a recipe to the things a run is made of: sets, plan, model, optimizer.
+"""From a recipe to the things a run is made of: sets, plan, arithmetic. (The model: `prepare_model.py`.)
 
-Promises: builds the same model on every rank (weights come from the seed alone), resolves each `auto` of data,
-model and arithmetic to a value, refuses what does not fit together before a single step is computed.
+Promises: resolves each `auto` of data and arithmetic to a value, refuses what does not fit together before a single
+step is computed.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch
-from torch import nn
 
 from drumline.data.augment import Augmentation, mean_colour
 from drumline.data.choose import choose_workers
+from drumline.data.classes import Classes, describe_difference
 from drumline.data.ledger import Ledger
 from drumline.data.loader import Batches, Workers, batches, blank_batches, resident_batches
 from drumline.data.order import Request, evaluation_requests, steps_per_epoch, training_requests
@@ -26,13 +25,10 @@ from drumline.data.views import Augment, View
 from drumline.errors import UserError
 from drumline.launch.machine import cores_per_process
 from drumline.launch.world import World
-from drumline.models import create_model, load_weights
-from drumline.models.weights import WeightFields, resolve_weights
 from drumline.parallel.layout import resolve_layout
 from drumline.recipe import Data, Recipe
 from drumline.recipe_checks import shard_count
 from drumline.recipe_layouts import ONE_SCALE, STAGED
-from drumline.state.checkpoint import MANIFEST, Unsound, examined, verify_checkpoint, verify_checksums
 from drumline.train.schedule import Schedule, build_schedule
 from drumline.train.spread import own_share
 from drumline.train.step import Normalise
@@ -164,6 +160,7 @@ def prepare_sets(recipe: Recipe, world: World) -> Sets:
     train_spec = SourceSpec(source=name, path=data.path, split="train", holdout=data.holdout)
     eval_spec = SourceSpec(source=name, path=data.path, split="eval", holdout=data.holdout)
     train, evaluation = open_source(train_spec), open_source(eval_spec)
+    _refuse_other_classes(train, evaluation)
     mean, std = _statistics(data, train)
     view = View(
         size=_size(data, train),
@@ -229,35 +226,6 @@ def prepare_plan(recipe: Recipe, samples: int, world: World) -> Plan:
         eval_steps=_steps(recipe.train.eval_every, per_epoch),
         save_steps=_steps(recipe.checkpoint.every_epochs, per_epoch),
     )
-
-
-def prepare_model(
-    recipe: Recipe, classes: int, world: World, strict_head: bool = False
-) -> tuple[nn.Module, str]:
-    """The bare model on this rank's device, and a word on the weights it started from. With `strict_head` a
-    classifier that does not fit is refused; to start from, it may be made anew."""
-    wanted = classes if recipe.model.classes == "auto" else recipe.model.classes
-    if wanted < classes:
-        raise UserError(
-            f"model.classes = {wanted}, but the data has {classes} classes", "give at least as many, or auto"
-        )
-    torch.manual_seed(recipe.run.seed)
-    module = create_model(recipe.model.name, classes=wanted)
-    word = ""
-    if recipe.model.weights:
-        # One choice for all ranks: the run whose folder it is may go on, and save a newer one meanwhile.
-        file: str = world.share(str(resolve_weights(recipe.model.weights)) if world.first else "")
-        verify_weights(Path(file))
-        report = load_weights(module, file, strict_head=strict_head)
-        word = f"weights from {recipe.model.weights}: {report.loaded} tensors"
-        if report.reinitialised:
-            word += f", new: {', '.join(report.reinitialised)}"
-    if recipe.parallel.layout in STAGED and not strict_head:
-        return module, word  # each process takes its stages of it to its device
-    module = module.to(world.device)
-    if channels_last(recipe, world):
-        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return module, word
 
 
 def normaliser(sets: Sets, recipe: Recipe, world: World) -> Normalise:
@@ -326,20 +294,17 @@ def threads_per_process(wanted: int | str, local_size: int, strict: bool = False
     return 1 if strict else cores_per_process(local_size)
 
 
-def verify_weights(path: Path, fields: WeightFields = WeightFields()) -> None:  # noqa: B008
-    """Weights of ours are checked against the checksums that lie beside them before they are used."""
-    folder = resolve_weights(path, fields).parent
-    try:
-        if (folder / MANIFEST).exists() and examined(folder, verify_checkpoint) is None:
-            raise UserError(
-                f"{fields.weights} = {path}: {folder} was deleted by its run just now",
-                "give the command again: it takes the newest checkpoint then",
-            )
-        verify_checksums(folder)
-    except Unsound as reason:
+def _refuse_other_classes(train: Source, evaluation: Source) -> None:
+    """A user's own source names the classes of each split by itself."""
+    known, here = Classes.of(train), Classes.of(evaluation)
+    if known.names != here.names and (len(known) != len(here) or (known.named and here.named)):
+        names = set(known.names)
+        unknown = [name for name in here.names if name not in names]
         raise UserError(
-            f"{fields.weights} = {path}: {reason}", "give a checkpoint of the run that verifies"
-        ) from reason
+            f"data.source = {train.name}: the evaluation split has different classes from the training split: "
+            f"{describe_difference(known, here, unknown, ('the training split', 'the evaluation split'))}",
+            "give both splits the same class names in the same order",
+        )
 
 
 def _steps(epochs: float, per_epoch: int) -> int:

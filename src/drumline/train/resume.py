@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from drumline.data.classes import describe_difference
 from drumline.errors import UserError
 from drumline.launch.world import World
 from drumline.parallel.holding import Holding, Parts
@@ -18,6 +19,7 @@ from drumline.recipe import Recipe
 from drumline.recipe_file import dump_recipe
 from drumline.state.checkpoint import Position, Unsound, read_checkpoint, read_manifest
 from drumline.state.folder import changed_environment, changed_settings, repeatable
+from drumline.state.model_record import ModelRecord, record_of
 from drumline.train import prepare
 from drumline.train.task import Task
 from drumline.train.trainee import Trainee
@@ -45,7 +47,10 @@ def take_up(
             raise UserError(f"cannot resume: {reason}", "give another checkpoint of the run") from reason
         memory = groups.pop("memory", {})
         position = manifest.position
-        words = [f"resumed from {checkpoint} at step {position.step:,}"]
+        words = [
+            f"resumed from {checkpoint} at step {position.step:,}",
+            *compare_records(record_of(manifest.environment), record_of(environment), checkpoint),
+        ]
         strict = recipe.run.strict
         changes = changed_settings(manifest.recipe, dump_recipe(repeatable(recipe)), strict)
         if changes:
@@ -77,6 +82,29 @@ def take_up(
     if position.scaler:
         trainee.scaler.load_state_dict(dict(position.scaler))
     return position, words
+
+
+def compare_records(then: ModelRecord | None, now: ModelRecord | None, checkpoint: Path) -> list[str]:
+    """What to say when data and image preparation differ from the checkpoint's. Refuses other classes."""
+    if then is None or now is None:
+        return [f"{checkpoint} has no record of its class names: they are taken to be the data's"]
+    (a, b), words = (then.classes, now.classes), []
+    if a.names != b.names:
+        if len(a) != len(b) or (a.named and b.named):
+            known = set(a.names)
+            unknown = [name for name in b.names if name not in known]
+            difference = describe_difference(a, b, unknown, ("the checkpoint", "the data"))
+            raise UserError(
+                f"{checkpoint} was trained on other classes: {difference}",
+                "resume with the data it was trained on (data.path), under its class names; to train these weights "
+                "on other classes, start a new run with --model.weights",
+            )
+        words.append(
+            f"the checkpoint or the data has no class names: {len(a):,} classes are matched by number"
+        )
+    if changes := then.other_images(now):
+        words.append(f"resumed on images prepared otherwise, the result may differ: {'; '.join(changes)}")
+    return words
 
 
 def cut_of(checkpoint: Path | None) -> tuple[str, ...]:

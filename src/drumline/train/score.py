@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
+from drumline.data.classes import Classes, OtherClasses, label_map, some_names
 from drumline.data.order import evaluation_starts
 from drumline.data.views import Batch
+from drumline.errors import UserError
 from drumline.launch.world import World
+from drumline.models import load_weights
+from drumline.models.weights import weights_record
 from drumline.observe.display import make_display, progress
+from drumline.observe.wording import loss
 from drumline.parallel.grid import Grid, make_grid
 from drumline.parallel.pipeline.chain import Chain
 from drumline.recipe import Recipe
+from drumline.state.model_record import ModelRecord
 from drumline.train import broken, prepare
+from drumline.train.agreement import check_data
 from drumline.train.evaluate import Score, evaluate
+from drumline.train.prepare_model import (
+    build_model,
+    model_record,
+    refuse_nonfinite,
+    shared_weights,
+    to_device,
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +48,12 @@ class ScoreResult:
     correct5: int
     top1: float
     top5: float
-    loss: float
+    loss: float | None
+    """None when an output was not finite, or a loss too large to be summed exactly."""
+    nonfinite_samples: int
+    """For which the model gave NaN or infinity; they count as wrong."""
+    classes: int
+    """Of the model's classes, those that the evaluation set has samples of."""
     broken_samples: int
 
 
@@ -44,10 +66,11 @@ def score_module(
     through: Callable[[Iterator[Batch]], Iterator[Batch]] = lambda batches: batches,
     rival: torch.Tensor | None = None,
     record: torch.Tensor | None = None,
+    outputs: torch.Tensor | None = None,
 ) -> Score:
     """The score of a (not wrapped) module on the evaluation set, or of one that gives None but where a pipeline ends.
-    `watch` is told how many samples are done; the
-    batches are drawn `through` a function that may show them; `rival` and `record` are of `evaluate`."""
+    `watch` is called with the number of samples done; the
+    batches are drawn `through` a function that may show them; `rival`, `record` and `outputs` are of `evaluate`."""
     world = grid.world
     with closing(
         sets.evaluation(recipe, grid.peers, blank=isinstance(module, Chain) and not grid.reads)
@@ -64,6 +87,7 @@ def score_module(
             rival,
             record,
             grid.replicas,
+            outputs,
         )
 
 
@@ -73,17 +97,24 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
     prepare.set_arithmetic(recipe.run.deterministic)
     torch.set_num_threads(prepare.threads_per_process(recipe.parallel.threads, world.local_size))
     sets = prepare.prepare_sets(recipe, world)
-    module, word = prepare.prepare_model(recipe, len(sets.train.classes), world, strict_head=True)
-    display.note(word)
+    check_data(sets, world)
+    module, outputs, words = model_to_score(recipe, sets, world)
+    for word in words:
+        display.note(word)
     mine = evaluation_starts(samples=len(sets.eval), batch=sets.eval_batch, rank=world.rank, world=world.size)
     bar = partial(progress, text="evaluating", total=len(mine)) if world.first else iter
-    found = score_module(module, sets, recipe, make_grid(world), through=bar)
+    found = score_module(module, sets, recipe, make_grid(world), through=bar, outputs=outputs)
     broken.agree(sets.bad, world)
     for told in broken.words(sets.bad, listed=False):
         display.note(told)
+    if found.nonfinite:
+        display.note(
+            f"WARNING: the model's output is NaN or infinite for {found.nonfinite:,} of {found.samples:,} samples, "
+            f"which count as wrong; there is no mean loss. Try train.precision=fp32"
+        )
     display.result(
         f"top-1 {found.accuracy:.2%} ({found.top1:,} of {found.samples:,}), top-5 {found.accuracy5:.2%}, "
-        f"loss {found.loss:.4f}"
+        f"loss {loss(found.loss)}"
     )
     display.end()
     return ScoreResult(
@@ -93,6 +124,49 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
         correct5=found.top5,
         top1=found.accuracy,
         top5=found.accuracy5,
-        loss=found.loss,
+        loss=found.loss if math.isfinite(found.loss) else None,
+        nonfinite_samples=found.nonfinite,
+        classes=len(np.unique(sets.eval.labels)),
         broken_samples=len(sets.bad[1].bad),
+    )
+
+
+def model_to_score(
+    recipe: Recipe, sets: prepare.Sets, world: World
+) -> tuple[nn.Module, torch.Tensor | None, list[str]]:
+    """The recipe's model with its weights, the output that each of the data's labels means (None: of the same
+    number), and what to say about them. Refuses weights of classes that the evaluation set does not have."""
+    file = shared_weights(recipe.model.weights, world)
+    record, data = weights_record(file), Classes.of(sets.eval)
+    module = build_model(recipe, record.outputs if record else len(data))
+    report = load_weights(module, file)
+    refuse_nonfinite(module, file)
+    words = [f"weights from {recipe.model.weights}: {report.loaded} tensors"]
+    labels, note = None, f"{file} has no record of its class names: its classes are matched by number"
+    if record is not None:
+        try:
+            labels, note = label_map(
+                record.classes,
+                data,
+                set(np.unique(sets.eval.labels).tolist()),
+                by_number=recipe.model.classes == record.outputs,
+            )
+        except OtherClasses as difference:
+            raise _other_classes(file, record, difference) from difference
+        if odd := record.other_images(model_record(recipe, sets)):
+            words.append(f"images are prepared otherwise than in training: {'; '.join(odd)}")
+    words += [note] if note else []
+    outputs = None if labels is None else torch.from_numpy(labels).to(world.device)
+    return to_device(module, recipe, world), outputs, words
+
+
+def _other_classes(file: Path, record: ModelRecord, difference: OtherClasses) -> UserError:
+    named = record.classes.named
+    return UserError(
+        f"the classes of the evaluation set do not match those of {file}: {difference}",
+        "rename the class folders to the names it was trained on, or leave out those it was not trained on; "
+        f"it knows {some_names(record.classes.names)}"
+        if named
+        else "give data with the same number of classes; if the labels mean the same classes and the data lacks the "
+        f"last ones, add model.classes={record.outputs}",
     )

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from drumline.data.classes import set_words
 from drumline.data.loader import Batches, Workers
 from drumline.data.sources import EncodedSource
 from drumline.data.sources.base import passed_over_words
@@ -43,6 +44,7 @@ from drumline.state.folder import (
     write_facts,
 )
 from drumline.state.keeper import Keeper, PieceWriter
+from drumline.state.model_record import ENVIRONMENT
 from drumline.train import prepare, spread
 from drumline.train.agreement import check_data, check_recipes
 from drumline.train.assemble import prepare_trainee
@@ -50,6 +52,7 @@ from drumline.train.finite import Finite
 from drumline.train.meter import MeterReader
 from drumline.train.norms import few_samples
 from drumline.train.picture import Picture
+from drumline.train.prepare_model import model_record
 from drumline.train.reporter import Reporter
 from drumline.train.resume import cut_of, take_up, threads_of
 from drumline.train.staged import Laid, lane_names, lay_in_stages, prepare_shape
@@ -161,6 +164,7 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
     environment = describe_environment(world, threads)
     if laid is not None:
         environment["cut"] = [segment.name for segment in laid.segments[1:]]
+    environment[ENVIRONMENT] = model_record(recipe, sets).as_json()
     position = Position(step=0, per_epoch=plan.per_epoch)
     resume_words: list[str] = []
     moved_in: bool = world.share(folder.resumes_elsewhere if folder else False)
@@ -348,6 +352,7 @@ def _opening_words(
         for side, source in (sides[:1] if recipe.data.holdout else sides)  # a holdout is of the same folders
         if isinstance(source, EncodedSource) and source.passed_over
     ]
+    words += set_words(sets.train, sets.eval)
     if sets.workers_why:
         words.append(sets.workers_why)
     if world.shares_gpu:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from drumline.data.classes import Classes
 from drumline.data.loader import Batches
 from drumline.data.order import Request
 from drumline.observe.display import Display
@@ -21,6 +22,7 @@ from drumline.parallel.together import Together
 from drumline.recipe import Recipe
 from drumline.train import prepare, spread
 from drumline.train.objective import Classification, Objective
+from drumline.train.prepare_model import prepare_model
 
 Feed = Callable[[Batches, Iterable[Request]], Batches]
 """Adds to this rank's batches what the objective wants beside them."""
@@ -87,9 +89,9 @@ def classification(
     recipe: Recipe, sets: prepare.Sets, plan: prepare.Plan, grid: Grid, display: Display
 ) -> Task:
     """The recipe's model on the data's labels."""
-    classes, world = len(sets.train.classes), grid.world
-    module, word = prepare.prepare_model(recipe, classes, world)
+    classes, world = Classes.of(sets.train), grid.world
+    module, words = prepare_model(recipe, classes, world)
     together = spread.prepare_shards(recipe, world)
     module = spread.span_norms(module, recipe, world, together)
-    objective = Classification(recipe.train.label_smoothing, classes)
-    return Task(module, module, objective, words=(word,), together=together)
+    objective = Classification(recipe.train.label_smoothing, len(classes))
+    return Task(module, module, objective, words=words, together=together)

@@ -1,0 +1,156 @@
+"""What a trained model needs besides its tensors: its name, its class names, how its images were prepared.
+
+Stored as `model` in environment.json and in each checkpoint's manifest, and as JSON under `drumline` in the metadata
+of safetensors files. Promises: what is read from a file is checked for type and range; fields that this version does
+not know are ignored. Files without a record, of earlier versions or of other programs, give None.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from typing import Any
+
+from drumline.data.classes import Classes, numbers
+
+KEY = "drumline"
+"""In the metadata of a safetensors file."""
+ENVIRONMENT = "model"
+"""In environment.json and in the manifest's environment."""
+MAX_CLASSES = 1_000_000
+CHOICES = {
+    "resize": ("pillow12", "pillow13"),
+    "interpolation": ("bilinear", "bicubic", "box", "lanczos"),
+    "exif": ("ignore", "apply"),
+}
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """A model as it was trained."""
+
+    model: str
+    """`model.name`"""
+    outputs: int
+    """Of the classifier; more than there are classes where `model.classes` says so."""
+    classes: Classes
+    size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    eval_crop: float
+    resize: str
+    interpolation: str
+    exif: str
+
+    def settings(self) -> dict[str, str]:
+        """The recipe's fields that evaluate the model on images prepared as they were in training."""
+        values = {name: getattr(self, name) for name in PREPARED}
+        return {f"data.{name}": _word(value) for name, value in values.items()}
+
+    def other_images(self, now: ModelRecord) -> list[str]:
+        """How images are prepared otherwise now, as `field: then -> now`."""
+        return [
+            f"data.{name}: {_word(getattr(self, name))} -> {_word(getattr(now, name))}"
+            for name in PREPARED
+            if not _alike(getattr(self, name), getattr(now, name))
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; classes without names as their number."""
+        return asdict(self) | {
+            "classes": list(self.classes.names) if self.classes.named else len(self.classes)
+        }
+
+    def metadata(self) -> dict[str, str]:
+        """For a safetensors file."""
+        return {"format": "pt", KEY: json.dumps(self.as_json())}
+
+
+PREPARED = ("size", "mean", "std", "eval_crop", "resize", "interpolation", "exif")
+"""Fields of `data` that decide what an evaluated image looks like to a network."""
+
+
+def record_of(environment: Mapping[str, Any]) -> ModelRecord | None:
+    """The record in a run's or a checkpoint's environment. Raises ValueError."""
+    stored = environment.get(ENVIRONMENT)
+    return None if stored is None else read_record(stored)
+
+
+def metadata_record(metadata: Mapping[str, str]) -> ModelRecord | None:
+    """The record in the metadata of a safetensors file. Raises ValueError."""
+    try:
+        return read_record(json.loads(metadata[KEY])) if KEY in metadata else None
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+
+
+def read_record(given: Any) -> ModelRecord:
+    """A record from plain values that anybody may have written. Raises ValueError naming the field."""
+    if not isinstance(given, dict):
+        raise ValueError("the model record is not a table")
+    checks: dict[str, Callable[[Any], bool]] = {
+        "model": _is_text,
+        "outputs": lambda value: _is_count(value, MAX_CLASSES),
+        "classes": _are_classes,
+        "size": lambda value: _is_count(value, 1 << 16),
+        "mean": _are_channels,
+        "std": lambda value: _are_channels(value) and min(value) > 0,
+        "eval_crop": lambda value: _is_number(value) and 0 < value <= 1,
+        **{name: partial(_is_one_of, known) for name, known in CHOICES.items()},
+    }
+    assert list(checks) == [item.name for item in fields(ModelRecord)]
+    for name, fine in checks.items():
+        if name not in given or not fine(given[name]):
+            raise ValueError(f"the model record's {name} = {str(given.get(name))[:40]!r} cannot be")
+    classes = given["classes"]
+    if given["outputs"] < (classes if isinstance(classes, int) else len(classes)):
+        raise ValueError("the model record has more classes than outputs")
+    known = {name: given[name] for name in checks}
+    named = Classes(numbers(classes), False) if isinstance(classes, int) else Classes(tuple(classes), True)
+    return ModelRecord(**known | {"classes": named, "mean": tuple(given["mean"]), "std": tuple(given["std"])})
+
+
+def _is_one_of(known: tuple[str, ...], value: Any) -> bool:
+    return isinstance(value, str) and value in known
+
+
+def _are_classes(value: Any) -> bool:
+    if isinstance(value, list):
+        return 0 < len(value) <= MAX_CLASSES and all(map(_is_text, value)) and len(set(value)) == len(value)
+    return _is_count(value, MAX_CLASSES)
+
+
+def _are_channels(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) in (1, 3) and all(map(_is_number, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= 1024
+
+
+def _is_count(value: Any, most: int) -> bool:
+    return type(value) is int and 0 < value <= most
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and abs(value) < 1e6
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Measured means may differ in their last digits between machines."""
+    if isinstance(one, tuple):
+        wide = max(len(one), len(other))
+        pairs = zip(_widened(one, wide), _widened(other, wide), strict=True)
+        return all(math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-7) for a, b in pairs)
+    return bool(one == other)
+
+
+def _widened(values: tuple[float, ...], count: int) -> tuple[float, ...]:
+    return values * count if len(values) == 1 else values
+
+
+def _word(value: Any) -> str:
+    return ",".join(map(repr, value)) if isinstance(value, tuple) else str(value)
