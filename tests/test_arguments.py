@@ -139,6 +139,45 @@ def test_flags_beat_the_file_wherever_they_stand(line: str, folder: Path) -> Non
     }
 
 
+@pytest.mark.parametrize(
+    ("here", "file", "runs"),
+    [
+        (".", "moved/photos/recipe.toml", "moved"),
+        ("moved", "photos/recipe.toml", "."),
+        ("moved/photos", "recipe.toml", None),
+        ("moved/photos/checkpoints", "../recipe.toml", None),
+        (".", "link/recipe.toml", "."),
+    ],
+)
+def test_the_recipe_of_a_run_folder_goes_on_where_it_lies(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, here: str, file: str, runs: str | None
+) -> None:
+    run = folder / "moved" / "photos"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "recipe.toml").write_text('[run]\ndir = "/elsewhere/runs"\nname = "old"\n')
+    (folder / "link").symlink_to(run)
+    monkeypatch.chdir(folder / here)
+    runs = str(folder / "moved") if runs is None else runs
+    name = Path(file).parent.name if file.startswith("link") else "photos"
+
+    def place(words: str) -> tuple[str, str]:
+        found = train(f"{file} {words}").recipe.run
+        return found.dir, found.name
+
+    assert place("checkpoint.resume=auto") == (runs, name)
+    assert place("") == (runs, "auto")
+    assert place("checkpoint.resume=other") == (runs, "auto")
+    assert place("checkpoint.resume=auto run.dir=new") == ("new", name)
+    assert place("checkpoint.resume=auto run.name=b") == (runs, "b")
+    assert train(f"{file} checkpoint.resume=auto").came_from["run.dir"] == f"the folder of {file}"
+
+
+def test_a_recipe_outside_of_a_run_folder_means_what_it_says(folder: Path) -> None:
+    (folder / "recipe.toml").write_text('[run]\ndir = "/elsewhere/runs"\nname = "old"\n')
+    found = train("recipe.toml checkpoint.resume=auto").recipe.run
+    assert (found.dir, found.name) == ("/elsewhere/runs", "old")
+
+
 def test_a_list_stops_before_the_recipe_file(folder: Path) -> None:
     (folder / "recipe.toml").write_text("[data]\nstd = [0.5]\n")
     assert train("--data.mean 0.5 recipe.toml").recipe.data.mean == (0.5,)

@@ -83,7 +83,7 @@ WRONG_COMMANDS = [
     WrongCommand(
         "run folder alone",
         ("runs/a",),
-        ("runs/a", "drumline train runs/a/recipe.toml", "run.name=a checkpoint.resume=auto"),
+        ("runs/a", "drumline train runs/a/recipe.toml", "recipe.toml checkpoint.resume=auto"),
         {"runs/a/recipe.toml": ""},
     ),
     WrongCommand("other file alone", ("r.yaml",), ("r.yaml", "ends in .toml"), {"r.yaml": ""}),

@@ -8,6 +8,7 @@ file names and nobody vouches for.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections import deque
@@ -62,6 +63,10 @@ def parse(argv: Sequence[str], command: str, description: str) -> Invocation:
         came_from = {name: f"{loaded.path}:{number}" for name, number in loaded.lines.items()}
     recipe = with_values(recipe, {name: setting.value for name, setting in line.settings.items()})
     came_from |= dict.fromkeys(line.settings, COMMAND_LINE)
+    if line.recipe_file and command in ("train", "distill"):
+        run = _run_of(Path(line.recipe_file), recipe, line.settings)
+        recipe = with_values(recipe, run)
+        came_from |= dict.fromkeys(run, f"the folder of {line.recipe_file}")
     if impossible := [_complaint(problem, recipe, line, came_from) for problem in problems(recipe)]:
         raise together(impossible)
     if not line.trust and not line.dry_run and (named := _code_of_files(recipe, came_from)):
@@ -76,6 +81,23 @@ def describe(recipe: Recipe, came_from: Mapping[str, str]) -> str:
         if value_of(recipe, name) != known.default:
             remarks[name] = f"{came_from.get(name, 'set')}; default {literal(known.default)}"
     return dump_recipe(recipe, remarks)
+
+
+def _run_of(file: Path, recipe: Recipe, given: Mapping[str, _Setting]) -> dict[str, Any]:
+    """What the recipe of a run folder means for `run.dir` and `run.name`, unless the command line gives them:
+    resumed, the very folder it lies in, wherever that was moved to; otherwise a new one beside it."""
+    folder = Path(
+        os.path.normpath(file.absolute().parent)
+    )  # not resolved: a link to a run has a name of its own
+    if file.name != "recipe.toml" or not any((folder / name).exists() for name in _BESIDE):
+        return {}
+    shown = file.parent.parent if file.parent.name not in ("", "..") else folder.parent
+    name = folder.name if recipe.checkpoint.resume == "auto" else "auto"
+    return {key: value for key, value in (("run.dir", str(shown)), ("run.name", name)) if key not in given}
+
+
+_BESIDE = ("environment.json", "metrics.jsonl", "checkpoints")
+"""Files of a run folder, beside its recipe."""
 
 
 @dataclass(frozen=True)
@@ -209,10 +231,10 @@ def _stray(word: str, waiting: deque[str], command: str) -> UserError:
         _take_loose(waiting)
         fix = f"write {word}=VALUE without spaces, or --{word} VALUE"
     elif (Path(word) / "recipe.toml").is_file():
-        again, run = shlex.quote(str(Path(word) / "recipe.toml")), Path(word).resolve()
+        again = shlex.quote(str(Path(word) / "recipe.toml"))
         fix = (
-            f"`drumline {command} {again}` repeats that run in a new folder; with run.name={shlex.quote(run.name)} "
-            "checkpoint.resume=auto it goes on with it"
+            f"`drumline {command} {again} checkpoint.resume=auto` goes on with that run; without checkpoint.resume "
+            "it is repeated in a new folder"
         )
     elif Path(word).is_dir():
         fix = f"did you mean data.path={quoted}?"

@@ -22,7 +22,10 @@ class Run:
     dir: str = "runs"
     """Folder that holds the run folders."""
     name: str = "auto"
-    """Name of the run folder below `dir`. `auto` takes `<source>-<model>-N` with the next free N."""
+    """Name of the run folder below `dir`. `auto` takes `<data>-<model>-N` with the next free N, where `<data>` is the
+    name of the data folder or file, or of the source where it needs none: `photos-resnet50-1`, `digits-resnet18-1`. A
+    recipe that is given from its own run folder, RUN/recipe.toml, goes on in RUN with `checkpoint.resume=auto`, and
+    makes a new run beside RUN otherwise, wherever RUN was moved to."""
     seed: int = 0
     """Seed of everything random: initial weights, sample order, augmentation, mixing."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -325,7 +328,7 @@ class Checkpoint:
     """With layout fsdp, each process writes its own pieces: faster for large models, and every process must see the
     run folder. Such a checkpoint serves like any other."""
     resume: str = "never"
-    """`auto`: go on from the newest sound checkpoint of this run folder, or start when there is none.
+    """`auto`: go on from the newest sound checkpoint of this run folder, or start where the folder holds no run.
     `never`: start, and refuse a folder that holds a run. A path: go on from that run or checkpoint."""
 
 

@@ -237,7 +237,11 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
     if optim.milestones and optim.schedule != "step":
         yield Problem("optim.milestones", f"optim.schedule = {optim.schedule} has none", "set it to step")
     if recipe.checkpoint.resume == "auto" and recipe.run.name == "auto":
-        yield Problem("checkpoint.resume", "cannot tell which run while run.name = auto", "set run.name")
+        yield Problem(
+            "checkpoint.resume",
+            "cannot tell which run while run.name = auto",
+            "set run.name, or give the recipe of the run to go on with: RUN/recipe.toml checkpoint.resume=auto",
+        )
 
 
 def _supervision(recipe: Recipe) -> Iterator[Problem]:

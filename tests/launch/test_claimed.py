@@ -13,7 +13,7 @@ from drumline.errors import UserError
 from drumline.launch.claimed import Claim, claimed, going_on, remember, resume_word
 from drumline.recipe import Checkpoint, Recipe, Run
 from drumline.state.checkpoint import Position, write_checkpoint
-from drumline.state.folder import open_run, write_facts
+from drumline.state.folder import UNSAVED, open_run, write_facts
 
 
 @pytest.fixture
@@ -68,11 +68,12 @@ def test_a_restart_lost_before_its_first_checkpoint_is_not_taken_for_another_run
     wanted = replace(recipe(tmp_path, str(tmp_path / "old")), run=Run(dir=str(tmp_path), name="x"))
     first = open_run(wanted, "digits")
     write_facts(first.path, "", {})
+    (first.path / UNSAVED).touch()
     first.leave()
     again = open_run(wanted, "digits")
     assert again.resume_from == saved
     again.leave()
-    claim.write("")
+    (first.path / UNSAVED).unlink()  # it has saved one, which is gone
     with pytest.raises(UserError, match="holds another run"):
         open_run(wanted, "digits")
 

@@ -77,11 +77,11 @@ def test_a_stop_request_after_the_result_leaves_a_finished_run_finished(tmp_path
 def test_a_run_that_loses_processes_goes_on_by_itself_to_the_same_bits(story: Story) -> None:
     assert story.code == 0, story.said
     assert story.result["finished"]
-    assert [path.name for path in (story.folder / "runs").iterdir()] == ["folder-resnet8-1"]
+    assert [path.name for path in (story.folder / "runs").iterdir()] == ["photos-resnet8-1"]
     train(story.folder, "reference", "parallel.processes=2", recipe=LONG)
-    assert sha256(story.folder, "folder-resnet8-1") == sha256(story.folder, "reference")
-    steps = [line["step"] for line in metrics(story.folder, "folder-resnet8-1", "step")]
-    assert steps == [line["step"] for line in metrics(story.folder, "reference", "step")]
+    assert sha256(story.folder, "photos-resnet8-1") == sha256(story.folder, "reference")
+    steps = [line["step"] for line in metrics(story.folder, "photos-resnet8-1", "train")]
+    assert steps == [line["step"] for line in metrics(story.folder, "reference", "train")]
 
 
 def test_each_restart_says_who_was_lost_and_when_it_trains_again(story: Story) -> None:
@@ -98,7 +98,7 @@ def test_each_restart_says_who_was_lost_and_when_it_trains_again(story: Story) -
     )
     again = re.findall(r"training again: step \d+ done \d+\.\d s after the loss", story.said)
     assert len(again) == 3, story.said
-    assert story.said.count("resumed from runs/folder-resnet8-1/checkpoints/step-") == 3
+    assert story.said.count("resumed from runs/photos-resnet8-1/checkpoints/step-") == 3
 
 
 def test_the_log_of_the_run_tells_the_losses_and_restarts_too(story: Story) -> None:

@@ -10,7 +10,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
 import pytest
 import torch
@@ -18,9 +17,10 @@ import torch
 from drumline.errors import UserError
 from drumline.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Run, Train
 from drumline.recipe_file import dump_recipe
-from drumline.state import folder
+from drumline.state import lock
 from drumline.state.checkpoint import Position, write_checkpoint
 from drumline.state.folder import (
+    auto_stem,
     changed_environment,
     changed_settings,
     find_checkpoint,
@@ -58,9 +58,38 @@ def test_auto_names_are_names_of_one_folder(tmp_path: Path) -> None:
     assert one.path == tmp_path / "my.data-timm-vit-tiny-1"
 
 
+@pytest.mark.parametrize(
+    ("path", "stem"),
+    [
+        ("", "folder"),
+        ("photos", "photos"),
+        ("/data/my photos/", "my-photos"),
+        ("sets/photos.packed", "photos"),
+        ("photos.tar", "photos"),
+        ("photos.v2", "photos.v2"),
+        (".hidden", "hidden"),
+        ("/", "folder"),
+        ("a\x1b[2Jb", "a-[2Jb"),
+        ("x" * 300, "x" * 40),
+    ],
+)
+def test_auto_names_begin_with_the_name_of_the_data(path: str, stem: str) -> None:
+    assert auto_stem("folder", path, "resnet8") == f"{stem}-resnet8"
+
+
+def test_an_auto_name_without_a_folder_of_its_own_is_that_of_the_current_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "photos").mkdir()
+    monkeypatch.chdir(tmp_path / "photos")
+    assert auto_stem("folder", ".", "resnet8") == "photos-resnet8"
+
+
 def test_a_folder_that_holds_a_run_is_not_started_over(tmp_path: Path) -> None:
     open_run(recipe(tmp_path, "a"), "digits").lock.close()
-    assert open_run(recipe(tmp_path, "a"), "digits").resume_from is None
+    again = open_run(recipe(tmp_path, "a"), "digits")
+    assert again.resume_from is None
+    again.lock.close()
     write_facts(tmp_path / "a", "x = 1\n", {"threads": 1})
     with pytest.raises(UserError, match=r"run.name = a: .* already holds a run") as caught:
         open_run(recipe(tmp_path, "a"), "digits")
@@ -189,11 +218,11 @@ def test_a_lock_that_was_taken_away_before_it_was_ours_locks_nobody_out(
     first = open_run(recipe(tmp_path, "a"), "digits")
     flock, calls = fcntl.flock, []
 
-    def just_before(lock: IO[str], how: int) -> None:
+    def just_before(descriptor: int, how: int) -> None:
         if not calls:
             calls.append(how)
             first.leave()
-        flock(lock, how)
+        flock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", just_before)
     second = open_run(recipe(tmp_path, "a"), "digits")
@@ -205,7 +234,7 @@ def test_a_lock_that_was_taken_away_before_it_was_ours_locks_nobody_out(
 
 def test_a_lock_file_that_never_stays_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a file system that gives a file another number each time it is asked."""
-    monkeypatch.setattr(folder, "_stands", lambda lock, path: False)
+    monkeypatch.setattr(lock, "_stands", lambda lock, path: False)
     with pytest.raises(UserError, match=r"cannot be locked .the lock file keeps changing"):
         open_run(recipe(tmp_path, "a"), "digits")
 
@@ -304,7 +333,6 @@ def test_a_folder_that_was_never_used_goes_away_again(tmp_path: Path) -> None:
         opened.leave()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "c"]
     assert [path.name for path in others.path.iterdir()] == ["notes.txt"]
-    assert open_run(recipe(tmp_path, "b", "auto"), "digits").resume_from is None
 
 
 def test_a_folder_is_taken_away_while_it_is_still_locked(
@@ -335,7 +363,7 @@ def test_a_saved_recipe_runs_again_from_anywhere(tmp_path: Path, monkeypatch: py
     )
     saved = repeatable(asked)
     assert saved.data.path == str(tmp_path / "images")
-    assert saved.run == replace(asked.run, name="auto", dir=str(tmp_path))
+    assert saved.run == replace(asked.run, dir=str(tmp_path))
     assert saved.model.weights == "classes=3"
     assert saved.checkpoint.resume == "never"
     assert saved.optim == asked.optim

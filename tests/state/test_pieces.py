@@ -16,10 +16,17 @@ from hypothesis import strategies as st
 
 from drumline.errors import UserError
 from drumline.state import pieces
-from drumline.state.checkpoint import Position, Unsound, checkpoints, read_checkpoint, write_checkpoint
+from drumline.state.checkpoint import (
+    Position,
+    Unsound,
+    begin_folder,
+    checkpoints,
+    read_checkpoint,
+    write_checkpoint,
+)
 from drumline.state.keeper import Keeper
 from drumline.state.manifest import MANIFEST, manifest_text, read_manifest
-from drumline.state.pieces import LocalGroups, Piece, begin_pieces, seal_pieces, share_of_rows, write_pieces
+from drumline.state.pieces import LocalGroups, Piece, seal_pieces, share_of_rows, write_pieces
 from drumline.state.tensor_file import file_sha256, write_tensors
 
 POSITION = Position(step=5, per_epoch=10)
@@ -39,7 +46,7 @@ def local(rank: int, world: int) -> LocalGroups:
 
 
 def written(folder: Path, world: int = 3, **options: Any) -> Path:
-    temporary = begin_pieces(folder, 5)
+    temporary = begin_folder(folder, 5)
     for rank in reversed(range(world)):
         write_pieces(temporary, rank, world, local(rank, world))
     memory = {"memory": {"bank": torch.ones(2)}}
@@ -72,7 +79,7 @@ def test_pieces_join_to_what_a_plain_checkpoint_holds(tmp_path: Path, world: int
 
 
 def test_nothing_stands_under_the_name_before_it_is_sealed_and_no_receipt_after(tmp_path: Path) -> None:
-    temporary = begin_pieces(tmp_path, 5)
+    temporary = begin_folder(tmp_path, 5)
     write_pieces(temporary, 0, 2, local(0, 2))
     assert checkpoints(tmp_path) == []
     write_pieces(temporary, 1, 2, local(1, 2))
@@ -84,7 +91,7 @@ def test_nothing_stands_under_the_name_before_it_is_sealed_and_no_receipt_after(
 
 
 def test_the_seal_waits_for_a_slow_process(tmp_path: Path) -> None:
-    temporary = begin_pieces(tmp_path, 5)
+    temporary = begin_folder(tmp_path, 5)
     write_pieces(temporary, 0, 2, local(0, 2))
     late = threading.Timer(0.3, write_pieces, (temporary, 1, 2, local(1, 2)))
     late.start()
@@ -94,7 +101,7 @@ def test_the_seal_waits_for_a_slow_process(tmp_path: Path) -> None:
 
 
 def test_a_process_that_never_writes_leaves_no_checkpoint(tmp_path: Path) -> None:
-    temporary = begin_pieces(tmp_path, 5)
+    temporary = begin_folder(tmp_path, 5)
     write_pieces(temporary, 0, 2, local(0, 2))
     with pytest.raises(OSError, match=r"rank\(s\) \[1\] have not written"):
         seal_pieces(temporary, 2, POSITION, RECIPE, {}, patience_s=0.2)
@@ -104,7 +111,7 @@ def test_a_process_that_never_writes_leaves_no_checkpoint(tmp_path: Path) -> Non
 def test_a_process_that_fails_says_why_and_leaves_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    temporary = begin_pieces(tmp_path, 5)
+    temporary = begin_folder(tmp_path, 5)
     write_pieces(temporary, 0, 2, local(0, 2))
 
     def full(*_: object) -> None:
@@ -120,7 +127,7 @@ def test_a_process_that_fails_says_why_and_leaves_no_checkpoint(
 
 
 def test_processes_that_hold_different_states_are_told_apart(tmp_path: Path) -> None:
-    temporary = begin_pieces(tmp_path, 5)
+    temporary = begin_folder(tmp_path, 5)
     write_pieces(temporary, 0, 2, local(0, 2))
     other = {**local(1, 2), "optimizer": {}}
     write_pieces(temporary, 1, 2, other)
@@ -155,7 +162,7 @@ def test_a_step_that_is_saved_is_not_saved_again(tmp_path: Path) -> None:
     keeper = Keeper(tmp_path, 3, RECIPE, {}, lambda: None)
     assert keeper.begin_pieces(POSITION) is None
     with pytest.raises(FileExistsError):
-        begin_pieces(tmp_path, 5)
+        begin_folder(tmp_path, 5)
     keeper.close()
 
 

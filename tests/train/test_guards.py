@@ -162,7 +162,7 @@ def test_a_gradient_that_breaks_on_its_way_back_names_the_parameter_before_it() 
 
 def test_the_batch_is_kept_whole_and_the_finding_says_where(tmp_path: Path) -> None:
     batch = tiny.make(20)
-    saved = culprit.keep_batch(tmp_path, batch, 5, 1)
+    saved = culprit.keep_batch(tmp_path, batch, 5, 1, "drumline train x")
     (file,) = tmp_path.iterdir()
     kept = load_file(file)
     assert all(torch.equal(kept[name], tensor) for name, tensor in batch._asdict().items())
@@ -173,9 +173,9 @@ def test_the_batch_is_kept_whole_and_the_finding_says_where(tmp_path: Path) -> N
 
 
 def test_a_batch_that_cannot_be_kept_does_not_hide_the_finding(tmp_path: Path) -> None:
-    saved = culprit.keep_batch(tmp_path / "gone", tiny.make(4), 5, 1)
-    assert saved.startswith(
-        "The batch could not be saved (No such file or directory); the same command with "
+    saved = culprit.keep_batch(tmp_path / "gone", tiny.make(4), 5, 1, "drumline train x")
+    assert saved == (
+        "The batch could not be saved (No such file or directory); `drumline train x` comes to it again"
     )
     found = culprit.not_finite(5, 1, None, tiny.make(4), saved, alone(tiny.CPU), "gradient")
     assert saved in found.fix

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +20,16 @@ from drumline.errors import UserError
 from drumline.launch.world import alone
 from drumline.parallel.holding import Whole
 from drumline.recipe import Checkpoint, Data, Model, Recipe, Run, Train
-from drumline.state.checkpoint import Position, read_checkpoint
+from drumline.state import lock
+from drumline.state.checkpoint import Position, newest_sound, read_checkpoint, step_of
+from drumline.state.environment import describe_environment
+from drumline.state.folder import open_run
 from drumline.state.inspect import inspect
 from drumline.state.keeper import Keeper
 from drumline.train import prepare
 from drumline.train.loop import Result, export, train
 from drumline.train.rehearse import _check_draws
+from drumline.train.start import Books
 from drumline.train.step import NotCapturable, TrainStep
 from tests.train import tiny
 
@@ -37,17 +48,171 @@ def test_a_stage_that_draws_from_elsewhere_is_told_of_where_the_log_is() -> None
     assert "which no seed of the run reaches" in said[0]
 
 
-def run(folder: Path, resume: str = "never", steps: int = 6, seed: int = 0) -> Result:
-    return train(
-        Recipe(
-            run=Run(dir=str(folder), name="one", device="cpu", seed=seed),
-            data=Data(batch=16),
-            model=Model(name="resnet8"),
-            train=Train(steps=steps, eval_every=0),
-            checkpoint=Checkpoint(every_steps=2, every_epochs=0, keep=2, resume=resume),
-        ),
-        alone(CPU),
+def recipe(
+    folder: Path, resume: str = "never", steps: int = 6, seed: int = 0, model: str = "resnet8"
+) -> Recipe:
+    return Recipe(
+        run=Run(dir=str(folder), name="one", device="cpu", seed=seed),
+        data=Data(batch=16),
+        model=Model(name=model),
+        train=Train(steps=steps, eval_every=0),
+        checkpoint=Checkpoint(every_steps=2, every_epochs=0, keep=2, resume=resume),
     )
+
+
+def run(folder: Path, **settings: Any) -> Result:
+    return train(recipe(folder, **settings), alone(CPU))
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Every file of a run but its lock, by its hash."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps that has ended, not to be changed."""
+    folder = tmp_path_factory.mktemp("finished")
+    run(folder)
+    return folder / "one"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoints", ["missing", "empty", "not mounted", "a file"])
+@pytest.mark.parametrize("recipe_there", [True, False])
+def test_resume_auto_never_starts_a_run_over(
+    finished: Path, tmp_path: Path, checkpoints: str, recipe_there: bool
+) -> None:
+    one = tmp_path / "one"
+    shutil.copytree(finished, one)
+    shutil.rmtree(one / "checkpoints")
+    if checkpoints == "empty":
+        (one / "checkpoints").mkdir()
+    elif checkpoints == "not mounted":
+        (one / "checkpoints").symlink_to(tmp_path / "disk")
+    elif checkpoints == "a file":
+        (one / "checkpoints").touch()
+    if not recipe_there:
+        (one / "recipe.toml").unlink()
+    before = contents(one)
+    with pytest.raises(UserError, match=r"one holds a run \(.*\) and no checkpoint to go on from") as caught:
+        run(tmp_path, resume="auto")
+    assert f"restore or mount {one / 'checkpoints'}" in caught.value.fix
+    assert contents(one) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["model", "rehearsal", "log", "recipe"])
+def test_a_start_that_fails_leaves_the_run_as_it_was(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    one = tmp_path / "one"
+    shutil.copytree(finished, one)
+    (one / "checkpoints" / "step-6").rename(tmp_path / "step-6")  # so that there is a log to be cut, too
+    error: type[Exception] = UserError
+    if where == "rehearsal":
+        error = RuntimeError
+        monkeypatch.setattr("drumline.train.loop.rehearse", _fail)
+    elif where == "log":
+        (one / "log.txt").unlink()
+        (one / "log.txt").mkdir()
+    elif where == "recipe":
+        monkeypatch.setattr("drumline.train.start.write_facts", _no_room)
+    before = contents(one)
+    with pytest.raises(error):
+        run(tmp_path, resume="auto", steps=8, model="resnet14" if where == "model" else "resnet8")
+    assert contents(one) == before
+
+
+def _fail(*_: object, **__: object) -> None:
+    raise RuntimeError("out of memory")
+
+
+def _no_room(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_any_write_of_its_start_loses_nothing_that_the_next_one_does_not_make_again(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes back from step 6 to step 4, and from the beginning of each write in turn nothing more happens."""
+    one, check, seen = tmp_path / "one", lock.check, []
+    wanted = recipe(tmp_path, resume=str(one / "checkpoints" / "step-4"))
+    facts = describe_environment(alone(CPU), 1)
+    for last in itertools.count(1):
+        shutil.copytree(finished, one)
+        writes = itertools.count(1)
+
+        def die(path: Path, writes: Iterator[int] = writes, last: int = last) -> None:
+            if next(writes) >= last:
+                raise RuntimeError("killed")
+            check(path)
+
+        opened, silent = open_run(wanted, "digits"), SimpleNamespace(note=lambda text: None)
+        with monkeypatch.context() as patch, suppress(RuntimeError), ExitStack() as cleanup:
+            books = Books(opened, wanted, facts, Position(4, 89), silent, cleanup)  # type: ignore[arg-type]
+            patch.setattr(lock, "check", die)
+            books.begin()
+        opened.lock.close()
+        newest, complaints = newest_sound(one / "checkpoints")
+        assert newest is not None
+        assert complaints == []
+        logged = [line["step"] for line in map(json.loads, (one / "metrics.jsonl").read_text().splitlines())]
+        assert {2, 4, step_of(newest)} <= set(logged)
+        assert any((one / name / "last.safetensors").exists() for name in ("weights", "weights.aside"))
+        seen.append(step_of(newest))
+        shutil.rmtree(one)
+        if next(writes) < last:
+            break
+    assert seen[0] == 6
+    assert seen[-1] == 4
+    assert len(seen) > 8
+
+
+@pytest.mark.slow
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again_with_the_same_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = tmp_path / "one"
+    with monkeypatch.context() as patch:
+        patch.setattr("drumline.train.loop.save", _fail)  # before the first is on disk
+        with pytest.raises(RuntimeError):
+            run(tmp_path, resume="auto")
+    assert (one / "metrics.jsonl").stat().st_size > 0
+    before = contents(one)
+    with pytest.raises(
+        UserError, match=r"before its first checkpoint: run.seed: 0 -> 1. Nothing was changed"
+    ):
+        run(tmp_path, resume="auto", seed=1)
+    assert contents(one) == before
+    assert run(tmp_path, resume="auto").finished
+    assert "no checkpoint yet: the run starts again at step 0" in (one / "log.txt").read_text()
+    assert not (one / ".unsaved").exists()
+    shutil.rmtree(one / "checkpoints")
+    with pytest.raises(UserError, match="no checkpoint to go on from"):
+        run(tmp_path, resume="auto")
+
+
+@pytest.mark.slow
+def test_weights_of_an_earlier_stop_are_kept_until_the_new_ones_are_written(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = tmp_path / "one"
+    shutil.copytree(finished, one)
+    with monkeypatch.context() as patch:
+        patch.setattr("drumline.train.loop.export", _fail)
+        with pytest.raises(RuntimeError):
+            run(tmp_path, resume="auto", steps=8)
+    assert (one / "weights.aside" / "last.safetensors").exists()
+    assert not (one / "weights").exists()
+    run(tmp_path, resume="auto", steps=8)
+    assert (one / "weights" / "last.safetensors").exists()
+    assert not (one / "weights.aside").exists()
 
 
 @pytest.mark.slow

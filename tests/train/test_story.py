@@ -17,7 +17,8 @@ from drumline.errors import UserError
 from drumline.launch.world import alone
 from drumline.observe import display
 from drumline.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Run, Train
-from drumline.train.loop import Result, resume_command, train
+from drumline.state.folder import resume_command
+from drumline.train.loop import Result, train
 from drumline.train.step import TrainStep
 from tests.train import tiny
 
@@ -89,9 +90,7 @@ def test_a_run_that_is_stopped_and_resumed_has_its_whole_story_in_the_log(
     )
     assert re.fullmatch(r"saved checkpoint step-8 \(0\.\d MiB, \d\.\d s\)", first[6])
     assert first[7].startswith("saved checkpoint step-9 ")
-    resume = (
-        f"drumline train {tmp_path}/one/recipe.toml run.dir={tmp_path} run.name=one checkpoint.resume=auto"
-    )
+    resume = f"drumline train {tmp_path}/one/recipe.toml checkpoint.resume=auto"
     assert first[-1].startswith("stopped: SIGINT after step 9 of 12, top-1 ")
     assert first[-1].endswith(f"; saved in {tmp_path}/one; to resume: {resume}")
     assert first[-1] in told
@@ -140,7 +139,7 @@ def test_an_exception_and_a_kill_are_known_from_the_log(
 
 def test_the_command_to_resume_fits_the_run() -> None:
     assert resume_command(Recipe(), Path("runs/my run")) == (
-        "drumline train 'runs/my run/recipe.toml' 'run.name=my run' checkpoint.resume=auto"
+        "drumline train 'runs/my run/recipe.toml' checkpoint.resume=auto"
     )
     taught = replace(Recipe(), distill=replace(Recipe().distill, teacher_weights=("t",)))
     assert resume_command(taught, Path("runs/x")).startswith("drumline distill runs/x/recipe.toml ")

@@ -19,7 +19,7 @@ from drumline.launch.world import World
 from drumline.observe.display import make_display
 from drumline.recipe import Recipe
 from drumline.state.checkpoint import checkpoints, is_checkpoint, newest_sound
-from drumline.state.folder import claim_name
+from drumline.state.folder import UNSAVED, claim_name, found_of_run
 from drumline.train.loop import Result, train
 
 
@@ -48,7 +48,11 @@ def _is_past(recipe: Recipe) -> bool:
     """Whether the run goes on from a checkpoint of its main stage."""
     resume = recipe.checkpoint.resume
     if resume == "auto":
-        return newest_sound(Path(recipe.run.dir) / recipe.run.name / "checkpoints")[0] is not None
+        folder = Path(recipe.run.dir) / recipe.run.name
+        if newest_sound(folder / "checkpoints")[0] is not None:
+            return True
+        # It has saved checkpoints, which are gone: opening the folder says so, and nothing is to be changed before.
+        return bool(found_of_run(folder)) and not (folder / UNSAVED).exists()
     if resume != "never" and _stopped_early(Path(resume)):
         raise UserError(
             f"checkpoint.resume = {resume}: was stopped in its initial stage",

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from drumline.observe.lines import Value, append, append_to, cannot_write, encode, repair
 from drumline.observe.story import LOG, ended_unrecorded, stamped
-from drumline.state import atomic
+from drumline.state import atomic, lock
 from drumline.state.chain import FILE as FINGERPRINTS
 from drumline.state.chain import repair_chain
 
@@ -47,7 +47,8 @@ def nobody(text: str) -> None:
 class Logbook:
     """Log of one run, kept by rank 0 in the (existing) run folder. With `folder=None` it does nothing.
 
-    `Logbook(folder)` is for a new run; `Logbook.open` for a folder that an earlier process wrote to.
+    `Logbook(folder)` is for a new run; `Logbook.open` for a folder that an earlier process wrote to;
+    `Logbook.waiting` for such a folder that is not to be changed yet.
     """
 
     def __init__(
@@ -55,11 +56,13 @@ class Logbook:
         folder: Path | None,
         announce: Callable[[str], None] = nobody,
         *,
-        purge_step: int | None = None,
+        waiting: bool = False,
     ) -> None:
         self._folder = folder
         self._announce = announce
-        self._purge_step = purge_step
+        self._purge_step: int | None = None
+        self._waiting = waiting
+        """Nothing is written yet: what is said is announced and kept in memory until `begin`."""
         self._changed = threading.Condition()
         self._lines: list[str] = []
         self._notes: list[str] = []
@@ -79,12 +82,13 @@ class Logbook:
         self._error: Exception | None = None
         self._error_raised = False
         self._tensorboard: TensorBoard | None = None
-        if folder is None:
-            return
-        self._metrics_file = append_to(folder / "metrics.jsonl")
-        self._notes_file = append_to(folder / LOG)
-        self._thread = threading.Thread(target=self._work, name="logbook", daemon=True)
-        self._thread.start()
+        if folder is not None and not waiting:
+            self._start(folder)
+
+    @classmethod
+    def waiting(cls, folder: Path | None, announce: Callable[[str], None] = nobody) -> Logbook:
+        """A log that touches no file before `begin`, and leaves none when it is closed before."""
+        return cls(folder, announce, waiting=True)
 
     @classmethod
     def open(
@@ -93,34 +97,54 @@ class Logbook:
         announce: Callable[[str], None] = nobody,
         keep_until_step: int | None = None,
     ) -> Logbook:
+        """`waiting`, begun at once."""
+        book = cls.waiting(folder, announce)
+        book.begin(keep_until_step)
+        return book
+
+    def check(self) -> None:
+        """Whether the files can be written, before anything is changed. Raises a UserError."""
+        if self._folder is not None:
+            for name in ("metrics.jsonl", LOG, FINGERPRINTS):
+                if os.path.lexists(self._folder / name):
+                    append_to(self._folder / name).close()
+
+    def begin(self, keep_until_step: int | None = None) -> None:
         """Go on with the log of a folder that may hold one, as if the run had stopped after a step.
 
         Metrics beyond `keep_until_step` go away (None keeps all steps), and so does a line that a crash tore.
         Lines of `keep_until_step` itself stay: write all of a step's lines and `flush` before saving its
         checkpoint, and do not repeat its evaluation after the resume.
         """
-        if folder is None:
-            return cls(None)
+        folder = self._folder
+        if folder is None or not self._waiting:
+            return
         repaired = repair(folder / "metrics.jsonl", keep_until_step)
         try:
             chain, damage = repair_chain(folder / FINGERPRINTS, keep_until_step)
         except OSError as error:
             raise cannot_write(folder / FINGERPRINTS, error) from error
-        purge_step = None if keep_until_step is None else keep_until_step + 1
+        self._purge_step = None if keep_until_step is None else keep_until_step + 1
         killed = ended_unrecorded(folder)
-        book = cls(folder, announce, purge_step=purge_step)
-        book.chain = chain
+        self.chain = chain
+        self._waiting = False
+        self._start(folder)
         if killed:
-            book.note(
+            self.note(
                 "the process before left no closing line: it was killed (kill -9, out of memory, power cut)"
             )
         if damage:
-            book.note(f"WARNING: {damage}")
+            self.note(f"WARNING: {damage}")
         if repaired.beyond:
-            book.note(f"metrics.jsonl: lines removed after step {keep_until_step:,}: {repaired.beyond:,}")
+            self.note(f"metrics.jsonl: lines removed after step {keep_until_step:,}: {repaired.beyond:,}")
         if repaired.torn:
-            book.note(f"metrics.jsonl: incomplete lines removed: {repaired.torn:,}")
-        return book
+            self.note(f"metrics.jsonl: incomplete lines removed: {repaired.torn:,}")
+
+    def _start(self, folder: Path) -> None:
+        self._metrics_file = append_to(folder / "metrics.jsonl")
+        self._notes_file = append_to(folder / LOG)
+        self._thread = threading.Thread(target=self._work, name="logbook", daemon=True)
+        self._thread.start()
 
     def metric(
         self, kind: str, /, *, step: int | None = None, epoch: float | None = None, **values: Value
@@ -176,6 +200,7 @@ class Logbook:
         """Wait until everything said so far is on disk."""
         if self._folder is None:
             return
+        assert not self._waiting, "flush() before begin()"
         with self._changed:
             self._flushes_asked += 1
             mine = self._flushes_asked
@@ -189,7 +214,7 @@ class Logbook:
 
     def close(self) -> None:
         """Flush and end the thread. Raises an error of the thread only if no earlier call did."""
-        if self._folder is None or self._closing:
+        if self._folder is None or self._closing or self._waiting:
             return
         if self._scalars_left_out:
             self.note(
@@ -259,6 +284,9 @@ class Logbook:
                 self._changed.notify_all()
         waiting = _Waiting(lines, notes, records)
         try:
+            if waiting or scalars is not None or closing or asked > self._flushes_done:
+                assert self._folder is not None
+                lock.check(self._folder)
             if waiting or scalars is not None:
                 self._write(waiting)
                 if scalars is not None:

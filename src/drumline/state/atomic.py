@@ -2,7 +2,8 @@
 
 Promises: under the final name stands the old content or the new, never a part, even after kill -9, a full
 disk or a power cut; a failed write leaves no temporary file (kill -9 may leave one, its name ends in `.tmp`).
-Refuses to put a folder where something already stands.
+Refuses to put a folder where something already stands, and to write into a run folder that a later start of the run
+has taken over.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
+from drumline.state import lock
+
 
 def write_file(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary file beside `path`, then put it in place, durable on return.
@@ -22,9 +25,11 @@ def write_file(path: Path, write: Callable[[Path], None]) -> None:
     """
     # A name of its own per call: two writers of one path cannot mix their bytes.
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    lock.check(path)
     try:
         write(temporary)
         _sync_file(temporary)
+        lock.check(path)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -78,6 +83,7 @@ def rename_folder(temporary: Path, final: Path) -> None:
     # Looked at only now: os.rename alone would silently replace an empty folder.
     if os.path.lexists(final):
         raise FileExistsError(errno.EEXIST, "will not replace what stands there", str(final))
+    lock.check(final)
     temporary.rename(final)
     sync_folder(final.parent)
 

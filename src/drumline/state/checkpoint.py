@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from drumline.errors import UserError
+from drumline.state import lock
 from drumline.state.atomic import rename_folder, write_text
 from drumline.state.fingerprint import state_sha256
 from drumline.state.manifest import (
@@ -48,17 +50,20 @@ __all__ = [
     "Manifest",
     "Position",
     "Unsound",
+    "begin_folder",
     "check_fit",
     "checkpoints",
     "copy_into",
     "examined",
     "is_checkpoint",
+    "is_temporary",
     "known_sha256",
     "newest_sound",
     "read_checkpoint",
     "read_group",
     "read_manifest",
     "step_of",
+    "temporary_name",
     "verify_checkpoint",
     "verify_checksums",
     "write_checkpoint",
@@ -70,18 +75,18 @@ Groups = Mapping[str, Mapping[str, torch.Tensor]]
 CHECKSUMS = "sha256.txt"
 _CHECKSUM = re.compile(r"([0-9a-f]{64}) [ *]([^/\0]{1,200})")
 _LOADABLE = (".safetensors", ".pt", ".pth", ".bin")
+_TEMPORARY = re.compile(r"step-\d+(\.[0-9a-f]{8})?\.tmp")
+_OURS = re.compile(
+    r"(manifest\.json|receipt-\d+\.json|\w+(\.shard-\d+-of-\d+)?\.safetensors)(\.[0-9a-f]{8}\.tmp)?"
+)
 
 
 def write_checkpoint(
     folder: Path, groups: Groups, position: Position, recipe: str, environment: dict[str, Any]
 ) -> Path:
     """Writes `folder/step-N` from host tensors; returns its path. Blocking: call it off the training thread."""
+    temporary = begin_folder(folder, position.step)
     final = folder / f"step-{position.step}"
-    if final.exists():
-        raise FileExistsError(final)
-    temporary = folder / f"step-{position.step}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
     record = record_of(environment)
     try:
         files = {}
@@ -97,6 +102,30 @@ def write_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return final
+
+
+def begin_folder(folder: Path, step: int) -> Path:
+    """Makes the temporary folder of a checkpoint, under a name of its own: another process that writes the same step
+    cannot mix its files with ours."""
+    final = folder / f"step-{step}"
+    if final.exists():
+        raise FileExistsError(final)
+    lock.check(folder)
+    temporary = temporary_name(final)
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def temporary_name(checkpoint: Path) -> Path:
+    """A name of its own for a checkpoint that is half written or half deleted."""
+    return checkpoint.with_name(f"{checkpoint.name}.{uuid.uuid4().hex[:8]}.tmp")
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether a folder is a checkpoint of ours that was half written or half deleted, and nothing else."""
+    if not _TEMPORARY.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
+        return False
+    return all(_OURS.fullmatch(file.name) and file.is_file() for file in path.iterdir())
 
 
 def verify_checkpoint(folder: Path, watch: Callable[[int], None] = lambda count: None) -> Manifest:

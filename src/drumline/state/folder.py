@@ -1,26 +1,30 @@
 """The run folder: its name, its lock, and where a run goes on.
 
-Promises: one process tree writes a run folder at a time; a folder that holds a run is never started over by
-accident; resuming takes the newest checkpoint that verifies and says loudly when it had to pass one over.
+Promises: one process tree writes a run folder at a time; a folder that holds a run is never started over, unless that
+run had not saved anything yet and the same settings repeat its steps; opening changes no file of an earlier run;
+resuming takes the newest checkpoint that verifies and says loudly when it had to pass one over.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
-import os
+import shlex
+import shutil
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from drumline.arguments import names_code
 from drumline.errors import UserError
 from drumline.launch.claimed import claimed, remember
-from drumline.recipe import Recipe
-from drumline.recipe_file import differing_fields
-from drumline.state.atomic import write_text
-from drumline.state.checkpoint import checkpoints, is_checkpoint, newest_sound
+from drumline.recipe import Distill, Recipe
+from drumline.recipe_file import differing_fields, dump_recipe
+from drumline.state.atomic import write_file, write_text
+from drumline.state.checkpoint import is_checkpoint, is_temporary, newest_sound
+from drumline.state.lock import FILE as LOCK
+from drumline.state.lock import Lock, Superseded, acquire
 
 IRRELEVANT_TO_BITS = (
     "run.dir",
@@ -36,10 +40,25 @@ IRRELEVANT_TO_BITS = (
     "parallel.rendezvous",
     "parallel.node_rank",
 )
-TRIES = 100
-"""How often a lock is tried for that others take away meanwhile."""
 OF_THE_WORLD = ("parallel.processes", "parallel.nodes", "parallel.layout", "parallel.backend")
 """What strict mode's bits do not depend on either."""
+APPENDED = ("metrics.jsonl", "log.txt", "fingerprints.txt", "events.out.tfevents.*")
+"""Files of a run folder that a run holds open and appends to."""
+OF_A_RUN = (
+    "recipe.toml",
+    "environment.json",
+    "metrics.jsonl",
+    "fingerprints.txt",
+    "weights",
+    "weights.aside",
+    "certificate.json",
+    "broken-samples.tsv",
+    "events.out.tfevents.*",
+    "checkpoints/step-*",
+)
+"""What makes a folder the folder of a run. log.txt alone does not: it is only ever added to."""
+UNSAVED = ".unsaved"
+"""Marks a run folder whose run has not saved a checkpoint yet."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +68,9 @@ class Opened:
     path: Path
     resume_from: Path | None
     notes: tuple[str, ...]
-    lock: IO[str]
+    lock: Lock
+    holds_run: bool
+    """An earlier start of the run has left files here: none is to be changed before everything else was opened."""
 
     @property
     def checkpoints(self) -> Path:
@@ -63,10 +84,11 @@ class Opened:
     def leave(self) -> None:
         """Unlocks; takes the folder away again when the run never came to use it."""
         # Still locked: a file that another run has locked meanwhile must not be taken away from it.
-        if not (self.path / "recipe.toml").exists():
-            (self.path / ".lock").unlink(missing_ok=True)
-            with suppress(OSError):  # somebody else's files are in it
-                self.path.rmdir()
+        with suppress(Superseded, OSError):
+            self.lock.check()
+            if not found_of_run(self.path):
+                (self.path / LOCK).unlink(missing_ok=True)
+                self.path.rmdir()  # unless somebody else's files are in it
         self.lock.close()
 
 
@@ -79,15 +101,33 @@ def open_run(recipe: Recipe, source: str) -> Opened:
     # A start of this very run that was lost before its first checkpoint.
     begun = claimed() == path.name
     try:
-        lock = _lock(path)
+        lock = acquire(path)
     except OSError as error:
         raise _unwritable(base, error) from error
+    try:
+        if lock.replaced is not None:
+            _detach(path)
+        opened = _opened(recipe, path, lock, elsewhere, begun)
+    except OSError as error:
+        lock.close()
+        raise _unwritable(base, error) from error
+    except BaseException:
+        lock.close()
+        raise
     remember(path.name)
+    return opened
+
+
+def _opened(
+    recipe: Recipe, path: Path, lock: Lock, elsewhere: tuple[Path, list[str]] | None, begun: bool
+) -> Opened:
+    """Where the run of a locked folder goes on. Changes nothing."""
+    resume = recipe.checkpoint.resume
     notes: list[str] = []
     resume_from: Path | None = None
-    holds_a_run = (path / "recipe.toml").exists() or bool(checkpoints(path / "checkpoints"))
+    found = found_of_run(path)
     if resume == "never":
-        if holds_a_run:
+        if found:
             raise UserError(
                 f"run.name = {path.name}: {path} already holds a run",
                 "go on with it by --checkpoint.resume auto, or give another --run.name",
@@ -100,27 +140,89 @@ def open_run(recipe: Recipe, source: str) -> Opened:
                 f"{path}: no checkpoint verifies. " + "; ".join(complaints),
                 "restore one from a copy, or start again under another --run.name",
             )
+        if found and resume_from is None:
+            _check_unsaved(recipe, path, found, begun)
+            notes.append(f"{path} has no checkpoint yet: the run starts again at step 0")
     else:
         assert elsewhere is not None
         resume_from, complaints = elsewhere
         notes += _passed_over(complaints, resume_from)
-        if holds_a_run and not begun and path.resolve() not in resume_from.resolve().parents:
-            raise UserError(
-                f"run.name = {path.name}: {path} holds another run than {resume_from}",
-                "give another --run.name to go on under, or the name of the run itself",
-            )
-    return Opened(path, resume_from, tuple(notes), lock)
+        if found and path.resolve() not in resume_from.resolve().parents:
+            if not (path / UNSAVED).exists():
+                raise UserError(
+                    f"run.name = {path.name}: {path} holds another run than {resume_from}",
+                    "give another --run.name to go on under, or the name of the run itself",
+                )
+            _check_unsaved(recipe, path, found, begun)
+    return Opened(path, resume_from, tuple(notes), lock, bool(found))
+
+
+def found_of_run(path: Path) -> list[str]:
+    """The files of a run that a folder holds, by name."""
+    return [str(file.relative_to(path)) for pattern in OF_A_RUN for file in sorted(path.glob(pattern))]
+
+
+def _check_unsaved(recipe: Recipe, path: Path, found: list[str], begun: bool) -> None:
+    """Refuses to begin again where a run has left something that the new one would not make again."""
+    fix = "to start over, give another --run.name, or move that folder away"
+    if not (path / UNSAVED).exists():
+        folder = path / "checkpoints"
+        state = "is empty" if folder.is_dir() else "leads nowhere" if folder.is_symlink() else "is missing"
+        held = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
+        raise UserError(
+            f"{path} holds a run ({held}) and no checkpoint to go on from: {folder} {state}. Nothing was changed",
+            f"restore or mount {folder} and try again; {fix}",
+        )
+    metrics = path / "metrics.jsonl"
+    if begun or not metrics.exists() or not metrics.stat().st_size:
+        return
+    try:
+        saved = (path / "recipe.toml").read_text()
+        changes = changed_settings(saved, dump_recipe(repeatable(recipe)), recipe.run.strict)
+    except (OSError, ValueError) as error:
+        changes = [f"recipe.toml cannot be read ({error})"]
+    if changes:
+        raise UserError(
+            f"{path} holds the metrics of a run with other settings that ended before its first checkpoint: "
+            f"{'; '.join(changes)}. Nothing was changed",
+            fix,
+        )
+
+
+def _detach(path: Path) -> None:
+    """Puts copies in place of the files that an earlier start of the run may still hold open, and takes away what it
+    was just saving: what it goes on writing, should it run again, is in no folder any more."""
+    for pattern in APPENDED:
+        for file in path.glob(pattern):
+            if file.is_file() and not file.is_symlink():
+                write_file(file, partial(shutil.copyfile, file))
+    for temporary in (path / "checkpoints").glob("step-*.tmp"):
+        if is_temporary(temporary):
+            shutil.rmtree(temporary)
 
 
 def claim_name(recipe: Recipe, source: str) -> str:
     """A free name for a run, by its source and model; its folder is made."""
     base = Path(recipe.run.dir)
-    model = recipe.model.name.replace("/", "-").replace(":", "-")
     try:
         base.mkdir(parents=True, exist_ok=True)
-        return next_free(base, f"{source.split(':')[0]}-{model}").name
+        return next_free(base, auto_stem(source, recipe.data.path, recipe.model.name)).name
     except OSError as error:
         raise _unwritable(base, error) from error
+
+
+def auto_stem(source: str, path: str, model: str) -> str:
+    """What an automatic name begins with: the name of the data folder or file, or of a source without one, and the
+    model. Pure, but for where a relative path leads."""
+    data = source.split(":")[0]
+    if path:
+        place = Path(path).expanduser().absolute()
+        data = (place.stem if place.suffix.lower() in _CONTAINERS else place.name) or data
+    stem = f"{data.lstrip('.-')[:40] or 'data'}-{model}"
+    return "".join(sign if sign.isprintable() and sign not in "/:\\ " else "-" for sign in stem)
+
+
+_CONTAINERS = (".npz", ".tar", ".packed")
 
 
 def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
@@ -152,14 +254,16 @@ def run_of(path: Path) -> Path | None:
 
 
 def repeatable(recipe: Recipe) -> Recipe:
-    """The recipe as it is saved: it starts the same run again, from any folder, in a run folder of its own."""
+    """The recipe as it is saved: it starts the same run again, from any folder. Given from its own run folder, its
+    name is not used: `drumline train RUN/recipe.toml` takes a new one, or goes on in RUN with
+    `checkpoint.resume=auto`."""
 
     def whole(path: str) -> str:
         return str(Path(path).resolve()) if path and Path(path).exists() else path
 
     return replace(
         recipe,
-        run=replace(recipe.run, name="auto", dir=whole(recipe.run.dir)),
+        run=replace(recipe.run, dir=whole(recipe.run.dir)),
         data=replace(recipe.data, path=whole(recipe.data.path)),
         model=replace(recipe.model, weights=whole(recipe.model.weights)),
         distill=replace(
@@ -169,6 +273,14 @@ def repeatable(recipe: Recipe) -> Recipe:
         ),
         checkpoint=replace(recipe.checkpoint, resume="never"),
     )
+
+
+def resume_command(recipe: Recipe, folder: Path) -> str:
+    """The command line that goes on with a run, whatever its own one was."""
+    command = "train" if recipe.distill == Distill() else "distill"
+    names = (recipe.data.source, recipe.model.name, *recipe.distill.teacher)
+    trust = ["--trust"] if any(names_code(name) for name in names) else []
+    return f"drumline {command} {shlex.join([str(folder / 'recipe.toml'), 'checkpoint.resume=auto', *trust])}"
 
 
 def write_facts(path: Path, recipe_text: str, environment: dict[str, Any]) -> None:
@@ -221,47 +333,6 @@ def next_free(base: Path, stem: str) -> Path:
             number += 1
         else:
             return base / f"{stem}-{number}"
-
-
-def _lock(path: Path) -> IO[str]:
-    """The folder's lock file, held until it is closed or the process ends, however it ends."""
-    for _ in range(TRIES):
-        path.mkdir(parents=True, exist_ok=True)
-        try:
-            handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        except FileNotFoundError:
-            continue  # a run that never came to use the folder has just taken it away
-        lock = os.fdopen(handle, "r+")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            lock.close()
-            raise _not_locked(path, error) from error
-        # What was opened before another run took it away locks nobody out.
-        if _stands(lock, path / ".lock"):
-            return lock
-        lock.close()
-    raise _not_locked(path, OSError(errno.ENOLCK, "the lock file keeps changing"))
-
-
-def _not_locked(path: Path, error: OSError) -> UserError:
-    if isinstance(error, BlockingIOError):
-        return UserError(
-            f"{path} is being written by another run", "wait for it to end, or give another --run.name"
-        )
-    return UserError(
-        f"{path} cannot be locked ({error.strerror}), so nothing would keep a second run from writing there too",
-        "give a --run.dir on a local disk, or mount the network share with locks (NFS: without nolock, with lockd "
-        "running)",
-    )
-
-
-def _stands(lock: IO[str], path: Path) -> bool:
-    """Whether an open file is still the one of this name."""
-    try:
-        return os.path.samestat(os.fstat(lock.fileno()), path.lstat())
-    except FileNotFoundError:
-        return False
 
 
 def _plain(value: object) -> str:

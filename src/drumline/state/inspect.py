@@ -23,6 +23,7 @@ from drumline.state.checkpoint import (
     checkpoints,
     examined,
     is_checkpoint,
+    is_temporary,
     read_checkpoint,
     step_of,
     verify_checksums,
@@ -138,13 +139,11 @@ def _notes(path: Path) -> tuple[str, ...]:
         return ()
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     notes = [
-        f"{left.name}: {what}"
-        for ending, what in (
-            (".tmp", "half written or half deleted; removed by the next run"),
-            (".aside", _ASIDE),
-        )
-        for left in sorted(folder.glob(f"step-*{ending}"))
+        f"{left.name}: half written or half deleted; removed by the next run"
+        for left in sorted(folder.glob("step-*.tmp"))
+        if is_temporary(left)
     ]
+    notes += [f"{left.name}: {_ASIDE}" for left in sorted(folder.glob("step-*.aside"))]
     if folder != path:
         readers: dict[str, Callable[[Path], object]] = {
             "recipe.toml": lambda file: tomllib.loads(read_small(file, MAX_RECORD).decode()),

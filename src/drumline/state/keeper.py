@@ -9,6 +9,7 @@ when as many newer ones as are to be kept verify; the best one stays.
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -21,17 +22,22 @@ from typing import Any
 import torch
 
 from drumline.errors import UserError
+from drumline.state import lock
 from drumline.state.checkpoint import (
     Groups,
     Position,
     Unsound,
+    begin_folder,
     checkpoints,
+    is_temporary,
     read_manifest,
     step_of,
+    temporary_name,
     verify_checkpoint,
     write_checkpoint,
 )
-from drumline.state.pieces import LocalGroups, Piece, begin_pieces, seal_pieces, write_pieces
+from drumline.state.lock import Superseded
+from drumline.state.pieces import LocalGroups, Piece, seal_pieces, write_pieces
 
 FAILURES = 3
 """Failed saves in a row that end a run."""
@@ -40,7 +46,7 @@ PATIENCE_S = 1.0
 
 
 class Keeper:
-    """One run's `checkpoints/` folder, on the rank that writes."""
+    """One run's `checkpoints/` folder, on the rank that writes. Nothing is touched before `begin`."""
 
     def __init__(
         self,
@@ -51,11 +57,13 @@ class Keeper:
         flush: Callable[[], None],
         note: Callable[[str], None] = lambda text: None,
         log: Callable[[str], None] = lambda text: None,
+        saved: Callable[[], None] = lambda: None,
     ) -> None:
         """`flush` puts the log on disk: a checkpoint never knows of steps that the log does not. `note` is told of
-        saves that failed (on the background thread) or were skipped, `log` of those that succeeded."""
+        saves that failed (on the background thread) or were skipped, `log` of those that succeeded. `saved` is called
+        after each save."""
         self.folder, self.keep, self.recipe, self.environment = folder, keep, recipe, environment
-        self.flush, self.note, self.log = flush, note, log
+        self.flush, self.note, self.log, self.saved = flush, note, log, saved
         self.skipped = 0
         """Saves left out because the one before was still being written."""
         self.failures = 0
@@ -64,13 +72,18 @@ class Keeper:
         self._pending: _Pending | None = None
         self._failed: UserError | None = None
         self._verified: dict[Path, _Signature] = {}
+
+    def begin(self) -> None:
+        """Makes the folder, or takes away what a killed run left half written in it."""
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for leftover in folder.glob("*.tmp"):
-                _remove(leftover)
+            lock.check(self.folder)
+            self.folder.mkdir(exist_ok=True)
+            for leftover in self.folder.glob("step-*.tmp"):
+                if is_temporary(leftover):
+                    _remove(leftover)
         except OSError as error:
             raise UserError(
-                f"cannot write {folder}: {error.strerror or error}",
+                f"cannot write {self.folder}: {error.strerror or error}",
                 "free space there, or give another --run.dir",
             ) from error
 
@@ -89,7 +102,7 @@ class Keeper:
         if not self._admits(position, must):
             return None
         try:
-            return begin_pieces(self.folder, position.step)
+            return begin_folder(self.folder, position.step)
         except OSError as error:
             self._failed = self._told(position.step, 0, error)
             return None
@@ -137,10 +150,9 @@ class Keeper:
         that is being rewritten, they would stand in the way of new ones and count as newer. Gives their names."""
         beyond = [path for path in checkpoints(self.folder) if step_of(path) > step]
         for path in beyond:
-            aside = path.with_name(f"{path.name}.aside")
             try:
-                _remove(aside)
-                path.rename(aside)
+                lock.check(path)
+                set_aside(path)
             except OSError as error:
                 raise UserError(
                     f"{path} lies beyond step {step:,}, where the run goes on, and cannot be set aside: "
@@ -181,7 +193,10 @@ class Keeper:
         began = time.monotonic()
         try:
             words = self._write(write, copied, position)
+        except Superseded:
+            raise  # the folder is no longer ours: nothing is to be tried again
         except (OSError, Unsound, UserError) as error:
+            lock.check(self.folder)  # files that are gone because a later start has taken over
             return self._told(position.step, size, error)
         self.failures = 0
         self.log(f"saved checkpoint step-{position.step} ({_mib(size)}, {time.monotonic() - began:.1f} s)")
@@ -223,10 +238,9 @@ class Keeper:
         try:
             verify_checkpoint(path)
         except Unsound:
-            # Under its name it would keep the next attempt from being written.
-            _remove(path.with_name(f"{path.name}.aside"))
-            path.rename(path.with_name(f"{path.name}.aside"))
+            set_aside(path)  # under its name it would keep the next attempt from being written
             raise
+        self.saved()
         self._verified[path] = _signature(path)
         return self._delete_old(position.best_step)
 
@@ -236,7 +250,8 @@ class Keeper:
         try:
             for path in old:
                 # Renamed first: a deletion cut short must not leave half a checkpoint under its name.
-                _remove(path.rename(f"{path}.tmp"))
+                lock.check(path)
+                _remove(path.rename(temporary_name(path)))
                 self._verified.pop(path, None)
         except OSError as error:
             return [f"WARNING: an old checkpoint cannot be deleted: {error}"]
@@ -275,6 +290,14 @@ class PieceWriter:
     def close(self) -> None:
         """Waits for the last one."""
         self._thread.shutdown()
+
+
+def set_aside(path: Path) -> Path:
+    """Renames to `NAME.aside`, or `NAME.2.aside` and so on where that is taken."""
+    aside, number = path.with_name(f"{path.name}.aside"), 2
+    while os.path.lexists(aside):
+        aside, number = path.with_name(f"{path.name}.{number}.aside"), number + 1
+    return path.rename(aside)
 
 
 def superseded(found: list[Path], keep: int, best_step: int, is_sound: Callable[[Path], bool]) -> list[Path]:

@@ -74,16 +74,6 @@ def is_piece(file: Path) -> bool:
     return PIECE.fullmatch(file.name) is not None
 
 
-def begin_pieces(folder: Path, step: int) -> Path:
-    """On rank 0, before anybody writes: an empty `step-N.tmp` below a folder."""
-    final, temporary = folder / f"step-{step}", folder / f"step-{step}.tmp"
-    if final.exists():
-        raise FileExistsError(final)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    return temporary
-
-
 def write_pieces(temporary: Path, rank: int, world: int, groups: LocalGroups) -> None:
     """On every rank: its pieces from host tensors, then its receipt. What goes wrong stands in the receipt, for
     rank 0, and is raised. Blocking: call it off the training thread."""
@@ -147,7 +137,7 @@ def seal_pieces(
         (temporary / MANIFEST).write_text(manifest_text(manifest))
         for rank in range(world):
             (temporary / _RECEIPT.format(rank=rank)).unlink()
-        final = temporary.with_suffix("")
+        final = temporary.with_name(f"step-{position.step}")
         rename_folder(temporary, final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -95,11 +95,11 @@ def agree(mine: Culprit | None, batch: Batch, world: World) -> tuple[int, Culpri
     return rank, all_of_them[rank], theirs
 
 
-def keep_batch(folder: Path, batch: Batch, step: int, rank: int) -> str:
-    """Writes the batch into the run folder; says where it is and how to come to the step again. A full disk must not
-    hide what was found."""
+def keep_batch(folder: Path, batch: Batch, step: int, rank: int, resume: str) -> str:
+    """Writes the batch into the run folder; says where it is and how to come to the step again, by the command
+    `resume`. A full disk must not hide what was found."""
     path = folder / f"offending-step-{step}-rank-{rank}.safetensors"
-    again = f"the same command with --run.name {folder.name} --checkpoint.resume auto comes to it again"
+    again = f"`{resume}` comes to it again"
     try:
         write_bytes(path, save({name: tensor.contiguous() for name, tensor in batch._asdict().items()}))
     except OSError as error:

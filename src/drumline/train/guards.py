@@ -20,6 +20,7 @@ from drumline.launch.heartbeat import Phase, enter
 from drumline.recipe import Recipe
 from drumline.recipe_layouts import STAGED
 from drumline.state.chain import CLOSE_LOOKS, is_full
+from drumline.state.folder import resume_command
 from drumline.train import culprit
 from drumline.train.placed import memory_findings, memory_row, placed_findings
 from drumline.train.start import Running
@@ -99,7 +100,9 @@ class Guards:
         rank, found, theirs = culprit.agree(mine, batch, run.world)
         saved = ""
         if run.folder is not None:
-            saved = culprit.keep_batch(run.folder.path, theirs, step, rank)
+            saved = culprit.keep_batch(
+                run.folder.path, theirs, step, rank, resume_command(run.recipe, run.folder.path)
+            )
         saved = run.world.share(saved)
         finite = run.step.finite
         what = "loss" if finite is not None and finite.scaled else "gradient"

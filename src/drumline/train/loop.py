@@ -10,7 +10,7 @@ import os
 import shlex
 import shutil
 import time
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,8 @@ from drumline.launch.heartbeat import Phase, beat, enter
 from drumline.launch.world import World
 from drumline.models.weights import export_tensors
 from drumline.observe import story, wording
-from drumline.recipe import Distill, Recipe, Run
+from drumline.recipe import Recipe
+from drumline.state import lock
 from drumline.state.atomic import write_file
 from drumline.state.checkpoint import (
     Groups,
@@ -34,6 +35,8 @@ from drumline.state.checkpoint import (
     verify_checkpoint,
     write_checksums,
 )
+from drumline.state.folder import resume_command
+from drumline.state.lock import Superseded
 from drumline.state.model_record import record_of
 from drumline.state.tensor_file import verify_file
 from drumline.train import broken
@@ -76,11 +79,12 @@ def train(recipe: Recipe, world: World, build: Builder = classification) -> Resu
         run = start(recipe, world, build, cleanup)
         if run.folder is not None:
             # However the run ends, too many broken samples included.
-            cleanup.callback(broken.record, run.sets.bad, run.folder.path)
+            cleanup.callback(_record_broken, run)
         began = time.monotonic()
         cleanup.push(partial(_record_failure, run))
         guards = Guards(run)
         if run.moved_in:
+            run.begin()
             save(run, run.position, guards)
         with StopSign(world, guards.poll, partial(_record, run)) as stop:
             position, score = take_steps(run, stop, guards)
@@ -99,8 +103,10 @@ def take_steps(run: Running, stop: StopSign, guards: Guards) -> tuple[Position, 
     recipe, plan, reporter, position = run.recipe, run.plan, run.reporter, run.position
     score: Score | None = None
     if position.step >= plan.total:
+        run.begin()
         return position, score
     rehearse(run, run.rehearsal(position.step))
+    run.begin()
     guards.begin()
     with closing(run.batches(position.step, plan.total)) as batches:
         batch = next(batches)
@@ -167,8 +173,7 @@ def evaluate_run(run: Running, position: Position) -> tuple[Score, Position]:
     run.reporter.drain()
     score, average = scores = score_model(run)
     broken.agree(run.sets.bad, run.world)
-    if run.folder is not None:
-        broken.record(run.sets.bad, run.folder.path)
+    _record_broken(run)
     counts = counting(scores)
     best = counts.accuracy > position.best_accuracy and not counts.nonfinite
     if counts.nonfinite:
@@ -252,6 +257,11 @@ def tell_broken(run: Running) -> None:
         run.note(word)
 
 
+def _record_broken(run: Running) -> None:
+    if run.books is not None and run.books.begun:
+        broken.record(run.sets.bad, run.books.folder.path)
+
+
 def export(run: Running, position: Position) -> None:
     """Plain weights of the last and of the best model (the averaged ones where there is an average)."""
     average = run.trainee.average
@@ -278,6 +288,7 @@ def export(run: Running, position: Position) -> None:
             elif group in manifest.groups:
                 export_tensors(read_group(best, group), folder / "best.safetensors", record)
         write_checksums(folder)
+        shutil.rmtree(folder.with_name("weights.aside"), ignore_errors=True)
     except Unsound as reason:
         run.note(
             f"WARNING: weights/best.safetensors is not written, its checkpoint does not verify: {reason}"
@@ -312,19 +323,12 @@ def _closing_words(run: Running, result: Result, stopped_by: str, seconds: float
     )
 
 
-def resume_command(recipe: Recipe, folder: Path) -> str:
-    """The command line that goes on with a run, whatever its own one was."""
-    command = "train" if recipe.distill == Distill() else "distill"
-    words = [str(folder / "recipe.toml"), f"run.name={folder.name}", "checkpoint.resume=auto"]
-    if recipe.run.dir != Run().dir:
-        words.insert(1, f"run.dir={folder.parent}")
-    return f"drumline {command} {shlex.join(words)}"
-
-
 def _record(run: Running, text: str) -> None:
     """For a signal handler: straight into the file."""
-    if run.folder is not None:
-        story.append_note(run.folder.path, text)
+    if run.books is not None and run.books.begun:
+        with suppress(Superseded, OSError):
+            lock.check(run.books.folder.path)
+            story.append_note(run.books.folder.path, text)
 
 
 def _record_failure(run: Running, kind: object, error: BaseException | None, trace: object) -> None:

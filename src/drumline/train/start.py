@@ -1,7 +1,8 @@
 """Brings a run to the point where its next step can be taken, fresh or resumed.
 
 Promises: rank 0 alone touches the run folder and shares what it read, so machines need no common disk; a
-resumed run has the threads it was started with and stands at the exact sample; what was chosen is said.
+resumed run has the threads it was started with and stands at the exact sample; what was chosen is said. A start that
+is refused, crashes or is killed before its first step leaves the files of an earlier start as they were.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import copy
 import os
 import shlex
-import shutil
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,15 +35,17 @@ from drumline.parallel.layout import Recorded, data_parallel_word, resolve_layou
 from drumline.recipe import Recipe
 from drumline.recipe_checks import shard_count
 from drumline.recipe_file import dump_recipe
-from drumline.state.checkpoint import Position
+from drumline.state import lock
+from drumline.state.checkpoint import Position, checkpoints
 from drumline.state.environment import describe_environment
 from drumline.state.folder import (
+    UNSAVED,
     Opened,
     open_run,
     repeatable,
     write_facts,
 )
-from drumline.state.keeper import Keeper, PieceWriter
+from drumline.state.keeper import Keeper, PieceWriter, set_aside
 from drumline.state.model_record import ENVIRONMENT
 from drumline.train import prepare, spread
 from drumline.train.agreement import check_data, check_recipes
@@ -59,6 +61,67 @@ from drumline.train.staged import Laid, lane_names, lay_in_stages, prepare_shape
 from drumline.train.step import TrainStep
 from drumline.train.task import Builder, Task
 from drumline.train.trainee import Trainee
+
+
+class Books:
+    """What rank 0 writes in the run folder: the log and the checkpoints. The folder is not changed before `begin`."""
+
+    def __init__(
+        self,
+        folder: Opened,
+        recipe: Recipe,
+        environment: dict[str, Any],
+        position: Position,
+        display: Display,
+        cleanup: ExitStack,
+    ) -> None:
+        self.folder, self.environment, self.position = folder, environment, position
+        self.text = dump_recipe(repeatable(recipe))
+        self.begun = False
+        self.logbook = Logbook.waiting(folder.path, display.note)
+        cleanup.callback(self.logbook.close)
+        self.logbook.note(f"{story.STARTED}{_command(environment)}", show=False)
+        self.logbook.note(f"run folder {folder.path}")
+        self.keeper = Keeper(
+            folder.checkpoints,
+            recipe.checkpoint.keep,
+            self.text,
+            environment,
+            self.logbook.flush,
+            self.logbook.note,
+            partial(self.logbook.note, show=False),
+            lambda: (folder.path / UNSAVED).unlink(missing_ok=True),
+        )
+        cleanup.callback(self.keeper.close)
+
+    def begin(self) -> None:
+        """From here on the run writes its folder. Each change can be the last, so they come in an order that leaves
+        a folder to go on with: checkpoints beyond the position leave before the log of their steps does."""
+        if self.begun:
+            return
+        path, step = self.folder.path, self.position.step
+        self.logbook.check()
+        self.keeper.begin()
+        try:
+            lock.check(path)
+            if checkpoints(self.folder.checkpoints):
+                (path / UNSAVED).unlink(missing_ok=True)
+            else:
+                (path / UNSAVED).write_text("No checkpoint of this run has been saved yet.\n")
+            write_facts(path, self.text, self.environment)
+            beyond = self.keeper.set_aside_after(step)
+            # Weights of an earlier stop would pass for those of this run, should it be killed.
+            if os.path.lexists(path / "weights"):
+                set_aside(path / "weights")
+        except OSError as error:
+            raise UserError(
+                f"cannot write the run folder {path}: {error.strerror or error}",
+                "free space there, or give another --run.dir",
+            ) from error
+        self.logbook.begin(keep_until_step=step)
+        self.begun = True
+        if beyond:
+            self.logbook.note(f"beyond step {step:,}, set aside as step-N.aside: {', '.join(beyond)}")
 
 
 @dataclass(frozen=True)
@@ -79,6 +142,7 @@ class Running:
     folder: Opened | None
     """On rank 0 only, like `keeper`."""
     keeper: Keeper | None
+    books: Books | None
     moved_in: bool
     """Goes on from a checkpoint of another run folder."""
     holding: Holding
@@ -94,6 +158,11 @@ class Running:
     def note(self, text: str) -> None:
         """A line for the log and the screen."""
         self.reporter.logbook.note(text)
+
+    def begin(self) -> None:
+        """Everything was opened and tried: the run may change its folder."""
+        if self.books is not None:
+            self.books.begin()
 
     def batches(self, first_step: int, last_step: int) -> Batches:
         """This rank's batches of these steps, with what the task adds to them."""
@@ -173,14 +242,10 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
         if moved_in:
             position = replace(position, best_step=-1, best_accuracy=-1.0)
 
-    logbook, keeper = Logbook(None), None
-    if folder is not None:
-        logbook, keeper = _open_books(folder, recipe, environment, position, display, cleanup)
-        beyond = keeper.set_aside_after(position.step)
-        if beyond:
-            resume_words.append(
-                f"beyond step {position.step:,}, set aside as step-N.aside: {', '.join(beyond)}"
-            )
+    books = Books(folder, recipe, environment, position, display, cleanup) if folder is not None else None
+    logbook = books.logbook if books is not None else Logbook(None)
+    if books is not None and not books.folder.holds_run:
+        books.begin()  # nothing to lose, and what the rehearsal finds has a place
     reporter = Reporter(
         logbook,
         display,
@@ -203,7 +268,8 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
         reporter=reporter,
         position=position,
         folder=folder,
-        keeper=keeper,
+        keeper=books.keeper if books is not None else None,
+        books=books,
         moved_in=moved_in,
         holding=holding,
         pieces=pieces,
@@ -265,42 +331,6 @@ def _picture(
     layout = resolve_layout(recipe.parallel.layout, world)
     title = f"{name}, {layout}, {world.size} process(es), {micro} micro-batch(es)"
     return Picture(exchange, title, [f"rank {rank}" for rank in range(world.size)], world, path, logbook.note)
-
-
-def _open_books(
-    folder: Opened,
-    recipe: Recipe,
-    environment: dict[str, Any],
-    position: Position,
-    display: Display,
-    cleanup: ExitStack,
-) -> tuple[Logbook, Keeper]:
-    """The log and the checkpoints of the run folder, closed in the right order at the end."""
-    text = dump_recipe(repeatable(recipe))
-    # Weights of an earlier stop would pass for those of this run, should it be killed.
-    shutil.rmtree(folder.path / "weights", ignore_errors=True)
-    try:
-        write_facts(folder.path, text, environment)
-    except OSError as error:
-        raise UserError(
-            f"cannot write the run folder {folder.path}: {error.strerror or error}",
-            "free space there, or give another --run.dir",
-        ) from error
-    logbook = Logbook.open(folder.path, display.note, keep_until_step=position.step)
-    cleanup.callback(logbook.close)
-    logbook.note(f"{story.STARTED}{_command(environment)}", show=False)
-    logbook.note(f"run folder {folder.path}")
-    keeper = Keeper(
-        folder.checkpoints,
-        recipe.checkpoint.keep,
-        text,
-        environment,
-        logbook.flush,
-        logbook.note,
-        partial(logbook.note, show=False),
-    )
-    cleanup.callback(keeper.close)
-    return logbook, keeper
 
 
 def _command(environment: dict[str, Any]) -> str:
