@@ -380,6 +380,10 @@ def test_another_set_up_is_named_where_it_can_change_bits() -> None:
     }
     assert changed_environment(here, here) == []
     assert changed_environment(here, there) == ["threads: 2 -> 4", "torch: 2.13 -> 2.14"]
+    limited = {**here, "arithmetic": {"ONEDNN_MAX_CPU_ISA": "AVX2", "libc": "glibc 2.36"}}
+    free = {**here, "arithmetic": {"libc": "glibc 2.36"}}
+    assert changed_environment(limited, free, strict=True) == ["ONEDNN_MAX_CPU_ISA: AVX2 -> not set"]
+    assert changed_environment(here, free, strict=True) == []  # saved by a version that did not record it
     newer = {**here, "packages": {**packages, "drumline": "0.2"}}
     assert changed_environment(here, newer) == []
     assert changed_environment(here, newer, strict=True) == ["drumline: None -> 0.2"]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +17,14 @@ import pytest
 import torch
 
 from drumline.launch.world import alone
+from drumline.state.checkpoint import newest_sound
 from drumline.train import stop as stop_module
-from drumline.train.stop import StopSign
+from drumline.train.stop import STOPS, StopSign
+from tests.runs.command import TINY, environment
 from tests.train import ranks, tiny
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", STOPS)
 def test_a_signal_is_seen_at_the_next_step(number: signal.Signals) -> None:
     with StopSign(alone(tiny.CPU)) as stop:
         assert not stop.seen(1)
@@ -29,10 +35,40 @@ def test_a_signal_is_seen_at_the_next_step(number: signal.Signals) -> None:
 
 
 def test_the_handlers_from_before_are_put_back() -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(number) for number in STOPS]
     with StopSign(alone(tiny.CPU)):
         assert signal.getsignal(signal.SIGTERM) != before[1]
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in STOPS] == before
+
+
+def test_a_hang_up_that_nohup_ignores_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSign(alone(tiny.CPU)) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.seen(1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.slow
+def test_a_run_whose_terminal_is_closed_saves_and_can_go_on(tmp_path: Path) -> None:
+    words = (*TINY, "run.name=x", "train.epochs=500", "train.log_every=1", "checkpoint.every_epochs=0")
+    child, terminal = pty.fork()
+    if not child:
+        os.chdir(tmp_path)
+        os.execve(sys.executable, [sys.executable, "-m", "drumline", "train", *words], environment())
+    deadline, log = time.monotonic() + 120, tmp_path / "runs/x/metrics.jsonl"
+    while not log.exists() or not log.stat().st_size:
+        assert time.monotonic() < deadline
+        if select.select([terminal], [], [], 0.05)[0]:
+            os.read(terminal, 1 << 16)
+    os.close(terminal)
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "stopped: SIGHUP after step " in (tmp_path / "runs/x/log.txt").read_text()
+    assert newest_sound(tmp_path / "runs/x/checkpoints")[0] is not None
 
 
 @pytest.mark.slow

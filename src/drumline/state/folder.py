@@ -42,6 +42,7 @@ IRRELEVANT_TO_BITS = (
 )
 OF_THE_WORLD = ("parallel.processes", "parallel.nodes", "parallel.layout", "parallel.backend")
 """What strict mode's bits do not depend on either."""
+UNSET = "not set"
 APPENDED = ("metrics.jsonl", "log.txt", "fingerprints.txt", "events.out.tfevents.*")
 """Files of a run folder that a run holds open and appends to."""
 OF_A_RUN = (
@@ -306,7 +307,12 @@ def changed_environment(saved: dict[str, Any], current: dict[str, Any], strict: 
     packages = ("torch", "pillow", *(("drumline", "numpy") if strict else ()))
     pairs = {name: (saved.get(name), current.get(name)) for name in names}
     pairs |= {name: (saved.get("packages", {}).get(name), current["packages"].get(name)) for name in packages}
-    return [f"{name}: {_plain(old)} -> {_plain(new)}" for name, (old, new) in pairs.items() if old != new]
+    before, now = saved.get("arithmetic"), current.get("arithmetic")
+    if isinstance(before, dict) and isinstance(now, dict):  # earlier versions did not record it
+        pairs |= {name: (before.get(name, UNSET), now.get(name, UNSET)) for name in sorted({*before, *now})}
+    return [
+        f"{_plain(name)}: {_plain(old)} -> {_plain(new)}" for name, (old, new) in pairs.items() if old != new
+    ]
 
 
 def _unwritable(base: Path, error: OSError) -> UserError:

@@ -12,6 +12,8 @@ from drumline.errors import UserError
 from drumline.launch.world import World
 from drumline.recipe import Recipe
 from drumline.recipe_file import differing_fields, dump_recipe
+from drumline.state.environment import arithmetic, device_name
+from drumline.state.folder import UNSET
 from drumline.train.prepare import Sets
 
 OF_THE_MACHINE = frozenset(
@@ -48,6 +50,27 @@ def check_recipes(recipe: Recipe, world: World) -> None:
         ],
         "another recipe",
         "start the same command on each machine",
+    )
+
+
+def check_arithmetic(recipe: Recipe, world: World) -> None:
+    """In strict mode, compares what decides the bits of a computation: each rank computes shards of its own, and the
+    result may not depend on which."""
+    if world.size == 1 or not recipe.run.strict:
+        return
+    mine = {"device": device_name(world.device), **arithmetic(world.device)}
+    first: dict[str, str] = world.share(mine)
+    odd = [
+        f"{name} = {mine.get(name, UNSET)} here, {first.get(name, UNSET)} on rank 0"
+        for name in sorted({*mine, *first})
+        if mine.get(name) != first.get(name)
+    ]
+    _refuse_if_any(
+        world,
+        odd,
+        "other arithmetic",
+        "run.strict promises the same bits on every rank: give all machines the same kind of device, software and "
+        "settings, or leave out --run.strict",
     )
 
 

@@ -48,7 +48,7 @@ from drumline.state.folder import (
 from drumline.state.keeper import Keeper, PieceWriter, set_aside
 from drumline.state.model_record import ENVIRONMENT
 from drumline.train import prepare, spread
-from drumline.train.agreement import check_data, check_recipes
+from drumline.train.agreement import check_arithmetic, check_data, check_recipes
 from drumline.train.assemble import prepare_trainee
 from drumline.train.finite import Finite
 from drumline.train.meter import MeterReader
@@ -189,6 +189,7 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
     cleanup.callback(display.end)
     prepare.set_arithmetic(recipe.run.deterministic)
     check_recipes(recipe, world)
+    check_arithmetic(recipe, world)
     sets = prepare.prepare_sets(recipe, world)
     check_data(sets, world)
     plan = prepare.prepare_plan(recipe, len(sets.train), world)

@@ -1,9 +1,9 @@
 """Ends a run between two steps, on all ranks at the same one.
 
-Promises: SIGINT and SIGTERM never tear a step; every rank leaves the loop after the same step, so the saved
-state is one state; an alarm that one rank raises reaches all of them in the same way. Agreement travels as a tiny
-message on the host, started at one check and read at the next, so no step waits for it; checks are about a tenth of a
-second apart. A second signal ends the process at once.
+Promises: SIGINT, SIGTERM and SIGHUP (a terminal that is closed) never tear a step; every rank leaves the loop after
+the same step, so the saved state is one state; an alarm that one rank raises reaches all of them in the same way.
+Agreement travels as a tiny message on the host, started at one check and read at the next, so no step waits for it;
+checks are about a tenth of a second apart. A second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from drumline.observe import story
 
 CHECK_SECONDS = 0.1
 SAME_REQUEST_SECONDS = 0.5
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSign:
@@ -52,7 +53,8 @@ class StopSign:
         self._checked_at: tuple[int, float] | None = None
 
     def __enter__(self) -> StopSign:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        self._terminals = [number for number in (1, 2) if os.isatty(number)]
+        for number in STOPS:
             # A signal ignored on purpose (nohup, a shell's background job) stays ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._ask)
@@ -107,9 +109,11 @@ class StopSign:
         return max(1, min(1000, int(CHECK_SECONDS / self.seconds_per_step)))
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            self._leave_terminal()
         again = time.monotonic() - self._asked_at > SAME_REQUEST_SECONDS
-        if self.asked and not again:
-            return  # one keystroke, passed on by a wrapper too
+        if self.asked and (not again or number == signal.SIGHUP):
+            return  # one keystroke, passed on by a wrapper too; a closing terminal signals several times
         self._asked_at = time.monotonic()
         name = signal.Signals(number).name
         if self.asked:
@@ -122,3 +126,11 @@ class StopSign:
             story.say(
                 f"{name}: finishing the step, then saving; {name} again ends the run at once, without saving"
             )
+
+    def _leave_terminal(self) -> None:
+        """What is printed on a terminal that is gone would be an error, and end the run before it has saved."""
+        for number in self._terminals:
+            if not os.isatty(number):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, number)
+                os.close(nowhere)
