@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from drumline.cli import main
 from drumline.errors import UserError
+from drumline.models import create_model
+from drumline.parallel.pipeline.cut import trace
 from drumline.plan.cuts import Options, describe, describe_split, read, split
 from drumline.plan.profile import Profile, UnitProfile
 from tests.runs.command import drumline, result
@@ -124,6 +127,17 @@ def test_a_stage_that_holds_most_of_the_time_is_not_worth_a_pipeline() -> None:
     starved = "\n".join(describe_split(split(made_up(1.0, 1.0, 1.0, 1.0), 4, 2)))
     assert "not worth it" in starved
     assert "2 micro-batches leave the stages idle" in starved
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["resnet8", "resnet18", "cifar/vgg8", "cifar/wrn_16_1", "mobilenet_v2_half", "shufflenet_v1", "shufflenet_v2"],
+)
+def test_a_model_of_ours_returns_a_tensor(name: str) -> None:
+    """What is said of models that return something else is not said of these."""
+    record = trace(create_model(name, 10).train(), sample=torch.empty(2, 3, 32, 32)).records[True]
+    assert record.returns == "Tensor"
+    assert not [line for line in describe(Options(name), made_up(1.0), {**WHERE, "returns": record.returns}) if "wrap" in line]
 
 
 def test_all_lists_places_inside_blocks_and_json_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:

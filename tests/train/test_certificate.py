@@ -19,6 +19,7 @@ from drumline.train.certificate import (
     gradients_of,
     reference,
     refuse,
+    summary,
     words,
 )
 from drumline.train.equality import Claim, compare, merge
@@ -110,6 +111,7 @@ def test_a_layout_that_computes_what_accumulation_does_is_certified(mode: str) -
         "certificate: gradients of 6 of 6 parameters equal plain accumulation over 4 micro-batches, bit for bit; "
         "the rehearsal left all 3 buffers as they were"
     )
+    assert summary(certificate) == "pipeline check passed: gradients match one process"
     stored = json.loads(as_json(certificate))
     assert stored["passes"]
     assert stored["comparisons"][0]["same_bits"] == 6

@@ -49,11 +49,18 @@ def test_a_full_disk_is_told_and_the_run_goes_on(tmp_path: Path, monkeypatch: py
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(prove, "write_text", full)
-    said: list[str] = []
-    prove._tell_unproved("layout ddp over 2 processes", tmp_path, said.append)
-    prove._tell([], 2, "layout ddp over 2 processes", alone(torch.device("cpu")), tmp_path, said.append)
+    shown: list[str] = []
+    logged: list[str] = []
+
+    def note(text: str, show: bool = True) -> None:
+        (shown if show else logged).append(text)
+
+    prove._tell_unproved("layout ddp over 2 processes", tmp_path, note)
+    prove._tell([], 2, "layout ddp over 2 processes", alone(torch.device("cpu")), tmp_path, note)
     told = f"WARNING: the certificate is not stored, No space left on device: {tmp_path / prove.FILE}"
-    assert said == [told, f"WARNING: no certificate: {prove.TOO_LARGE}", told, "certificate: "]
+    passed = "DDP check passed: gradients match one process"
+    assert shown == [told, f"WARNING: no certificate: {prove.TOO_LARGE}", told, passed]
+    assert logged == ["certificate: "]
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,18 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def summary(certificate: Certificate) -> str:
+    """A short line for the screen where all is well; nothing where there is more to say."""
+    numbers = [row for verdict in certificate.verdicts for row in verdict.rows]
+    if not certificate.passes or not all(row.finite for row in numbers):
+        return ""
+    layout = certificate.layout.removeprefix("layout ").partition(" ")[0].rstrip(":")
+    name = layout.upper() if layout in ("ddp", "fsdp") else layout
+    return f"{name} check passed: gradients match one process"
+
+
 def words(certificate: Certificate) -> str:
-    """One line for the log."""
+    """All of it, for the log."""
     parts = [_verdict_words(verdict, certificate.micro_batches) for verdict in certificate.verdicts]
     return "certificate: " + "; ".join(part for part in parts if part)
 

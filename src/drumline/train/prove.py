@@ -1,8 +1,8 @@
 """Proves a layout before training: one step of it beside plain accumulation in one process, on the run's own batch.
 
 Promises: the whole model is computed where the loss is, with the weights and random numbers of the step; each process
-compares what it holds; the run is left as it was. What was found is said, stored as certificate.json, and stops the
-run where it is more than rounding.
+compares what it holds; the run is left as it was. What was found is said in a line, logged and stored as
+certificate.json in full, and stops the run where it is more than rounding.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from drumline.train.certificate import (
     gradients_of,
     reference,
     refuse,
+    summary,
     words,
 )
 from drumline.train.equality import Claim, Values, Verdict, compare, merge
@@ -42,6 +43,14 @@ from drumline.train.staged import Laid
 from drumline.train.step import TrainStep
 
 T = TypeVar("T")
+
+
+class Note(Protocol):
+    """A line for the log, and for the screen unless it is details."""
+
+    def __call__(self, text: str, show: bool = True) -> None: ...
+
+
 FILE = "certificate.json"
 TOO_LARGE = (
     "the whole model does not fit on one device beside what the layout holds there. A smaller model of the same kind "
@@ -60,7 +69,7 @@ def prove(
     index: int,
     holding: Holding,
     folder: Path | None,
-    note: Callable[[str], None],
+    note: Note,
 ) -> list[Span]:
     """All ranks call it, with the batch of step `index`. Gives when this process did what in that step."""
     exchange, world = laid.exchange, laid.exchange.grid.world
@@ -86,7 +95,7 @@ def prove_sharded(
     accumulate: int,
     holding: Holding,
     folder: Path | None,
-    note: Callable[[str], None],
+    note: Note,
 ) -> None:
     """The same for FSDP: `whole` is a copy of the module as it was before it was sharded. All ranks call it."""
     module, world = step.trainee.module, step.world
@@ -114,7 +123,7 @@ def prove_replicated(
     index: int,
     accumulate: int,
     folder: Path | None,
-    note: Callable[[str], None],
+    note: Note,
 ) -> None:
     """The same for DDP: every process has the whole model, and computes its share without DDP too; uncompiled, for
     compiled kernels round otherwise. A model that cannot even repeat its own step is told of, and trained all the
@@ -205,7 +214,7 @@ def _tell(
     layout: str,
     world: World,
     folder: Path | None,
-    note: Callable[[str], None],
+    note: Note,
 ) -> None:
     """What all ranks found, as one certificate."""
     everybody: list[list[Verdict]] = world.collect(mine)
@@ -213,7 +222,9 @@ def _tell(
         tuple(merge(verdicts) for verdicts in zip(*everybody, strict=True)), micro_batches, layout
     )
     _store(as_json(certificate), folder, note)
-    note(words(certificate))
+    if short := summary(certificate):
+        note(short)
+    note(words(certificate), show=not short)
     if (error := refuse(certificate)) is not None:
         raise error
 
@@ -236,14 +247,12 @@ def _meets(whole: nn.Module, step: TrainStep) -> bool:
     )
 
 
-def _tell_unproved(
-    layout: str, folder: Path | None, note: Callable[[str], None], why: str = TOO_LARGE
-) -> None:
+def _tell_unproved(layout: str, folder: Path | None, note: Note, why: str = TOO_LARGE) -> None:
     _store(json.dumps({"passes": None, "layout": layout, "words": why}, indent=1) + "\n", folder, note)
     note(f"WARNING: no certificate: {why}")
 
 
-def _store(text: str, folder: Path | None, note: Callable[[str], None]) -> None:
+def _store(text: str, folder: Path | None, note: Note) -> None:
     """A full disk is no reason not to train: what was found is in the log too."""
     if folder is None:
         return

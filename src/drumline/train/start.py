@@ -155,9 +155,9 @@ class Running:
     picture: Picture | None
     """Of one of its steps."""
 
-    def note(self, text: str) -> None:
-        """A line for the log and the screen."""
-        self.reporter.logbook.note(text)
+    def note(self, text: str, show: bool = True) -> None:
+        """A line for the log, and for the screen unless it is details."""
+        self.reporter.logbook.note(text, show)
 
     def begin(self) -> None:
         """Everything was opened and tried: the run may change its folder."""

@@ -61,7 +61,8 @@ class Record:
             node: max((self.place[user] for user in node.users), default=-1) for node in (self.input, *nodes)
         }
         given = self.output.args[0]
-        kind = type(seen.values[given][0] if isinstance(given, fx.Node) else given).__name__
+        value = seen.values[given][0] if isinstance(given, fx.Node) else given
+        kind = "Tensor" if isinstance(value, Tensor) else type(value).__name__  # fakes are tensors too
         self.returns = kind.removeprefix("immutable_")
         """What the model gives: Tensor, tuple, dict, ..."""
         self.entries = tuple(_entries(seen, self.place))
