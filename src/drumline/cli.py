@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from drumline.errors import UserError
+from drumline.launch.environment import thread_defaults
 from drumline.recipe import Distill, Recipe
 from drumline.result import print_result
 
@@ -91,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     # torch's native code repeats on stderr what we report ourselves; read when torch is first imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.update(thread_defaults(os.environ))
     if (here := str(Path.cwd())) not in sys.path:
         # For `package.module:factory` of the user's own; last, so that nothing installed is shadowed.
         sys.path.append(here)

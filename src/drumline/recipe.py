@@ -286,8 +286,8 @@ class Parallel:
     timeout: float = 300.0
     """Seconds a process waits for another before it gives up."""
     threads: AutoInt = "auto"
-    """CPU threads per process for arithmetic. `auto`: cores divided by processes. Changes bits on a CPU, so a
-    resumed run keeps the number it was started with."""
+    """CPU threads per process for arithmetic. `auto`: OMP_NUM_THREADS where you set it, else cores divided by
+    processes; 1 in strict mode. Changes bits on a CPU, so a resumed run keeps the number it was started with."""
 
 
 @dataclass(frozen=True, kw_only=True)

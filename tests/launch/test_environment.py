@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from drumline.errors import UserError
-from drumline.launch.environment import Place, first_host, read_place, slurm_port, tasks_on_node, to_env
+from drumline.launch.environment import (
+    LAUNCHER,
+    Place,
+    first_host,
+    read_place,
+    slurm_port,
+    tasks_on_node,
+    thread_defaults,
+    threads_asked,
+    to_env,
+)
 
 TORCHRUN = {
     "RANK": "5",
@@ -142,3 +156,34 @@ def test_slurm_ports_stay_below_the_kernels_range_and_differ_between_neighbours(
 def test_what_is_written_is_read_back() -> None:
     place = Place(5, 8, 1, 4, 1, "10.0.0.1", 29500, "env")
     assert read_place(to_env(place)) == place
+
+
+def test_waiting_threads_give_up_their_core_unless_the_user_chose() -> None:
+    assert thread_defaults({}) == {"OMP_WAIT_POLICY": "passive"}
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        assert thread_defaults({name: "1"}) == {}
+
+
+def test_threads_that_the_user_asked_for_are_told_from_those_that_torchrun_did() -> None:
+    assert threads_asked({}) == 0
+    assert threads_asked({"OMP_NUM_THREADS": "3"}) == 3
+    assert threads_asked({"OMP_NUM_THREADS": "4,2"}) == 4
+    assert threads_asked({"OMP_NUM_THREADS": "many"}) == 0
+    elastic = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
+    assert threads_asked(elastic) == 0
+    assert threads_asked({**elastic, "OMP_NUM_THREADS": "2"}) == 2
+    assert threads_asked({**elastic, LAUNCHER: "17"}) == 1
+
+
+def test_the_command_sets_what_threads_do_before_torch_is_loaded() -> None:
+    code = (
+        "import os, sys; from drumline.cli import main; assert 'torch' not in sys.modules; main(['--version']); "
+        "assert 'torch' not in sys.modules; print(os.environ['OMP_WAIT_POLICY'])"
+    )
+    kept = {
+        name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=kept, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split()[-1] == "passive"

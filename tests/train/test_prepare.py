@@ -266,6 +266,8 @@ def test_the_memory_layout_is_a_gpu_matter() -> None:
 
 
 def test_threads_divide_the_cores_among_the_processes() -> None:
-    assert prepare.threads_per_process("auto", 1) == usable_cores()
-    assert prepare.threads_per_process("auto", 10**6) == 1
-    assert prepare.threads_per_process(5, 2) == 5
+    assert prepare.threads_per_process("auto", 1, env={}) == usable_cores()
+    assert prepare.threads_per_process("auto", 10**6, env={}) == 1
+    assert prepare.threads_per_process(5, 2, env={"OMP_NUM_THREADS": "3"}) == 5
+    assert prepare.threads_per_process("auto", 10**6, env={"OMP_NUM_THREADS": "3"}) == 3
+    assert prepare.threads_per_process("auto", 1, strict=True, env={"OMP_NUM_THREADS": "3"}) == 1

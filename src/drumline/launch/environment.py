@@ -51,6 +51,22 @@ def read_place(env: Mapping[str, str]) -> Place | None:
     return None
 
 
+def thread_defaults(env: Mapping[str, str]) -> dict[str, str]:
+    """What OpenMP is to be given before torch is imported: threads that wait for work give up their core at once.
+    They spin by default, and on a machine that does anything else steps then take many times as long (measured by
+    benchmarks/cpu_wait_policy.py). Nothing where the user has chosen."""
+    chosen = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    return {} if any(name in env for name in chosen) else {"OMP_WAIT_POLICY": "passive"}
+
+
+def threads_asked(env: Mapping[str, str]) -> int:
+    """The user's OMP_NUM_THREADS, or 0. torchrun sets 1 where the user set nothing, so a 1 under it is no wish."""
+    first = env.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    count = int(first) if first.isascii() and first.isdigit() else 0
+    by_torchrun = "TORCHELASTIC_RUN_ID" in env and LAUNCHER not in env
+    return 0 if by_torchrun and count == 1 else count
+
+
 def to_env(place: Place) -> dict[str, str]:
     """The variables that `init_process_group(init_method="env://")` and torch's tools read."""
     return {

@@ -6,7 +6,8 @@ step is computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,6 +24,7 @@ from drumline.data.sources import ArraySource, Source, SourceSpec, detect_source
 from drumline.data.sources import channel_statistics as measured_statistics
 from drumline.data.views import Augment, View
 from drumline.errors import UserError
+from drumline.launch.environment import threads_asked
 from drumline.launch.machine import cores_per_process
 from drumline.launch.world import World
 from drumline.parallel.layout import resolve_layout
@@ -286,12 +288,14 @@ def set_arithmetic(deterministic: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def threads_per_process(wanted: int | str, local_size: int, strict: bool = False) -> int:
-    """CPU threads for arithmetic. Their number decides the order of additions, so strict mode's must not follow from
-    the number of processes."""
+def threads_per_process(
+    wanted: int | str, local_size: int, strict: bool = False, env: Mapping[str, str] = os.environ
+) -> int:
+    """CPU threads for arithmetic: the recipe's, else the user's OMP_NUM_THREADS, else a share of the cores. Their
+    number decides the order of additions, so strict mode's follows from nothing but the recipe."""
     if isinstance(wanted, int):
         return wanted
-    return 1 if strict else cores_per_process(local_size)
+    return 1 if strict else threads_asked(env) or cores_per_process(local_size)
 
 
 def _refuse_other_classes(train: Source, evaluation: Source) -> None:
