@@ -1,4 +1,5 @@
-"""Runs benchmarks with `--small`, each in a process of its own that is forked from one with torch imported.
+"""Runs benchmarks with `--small`, each in a process of its own that is forked from one with torch imported, as
+are the runs that it starts by `python -m drumline`.
 
     python -m tests.small_benchmarks FOLDER NAME ...
 
@@ -17,6 +18,7 @@ import torch._dynamo  # nearly all of them import it, for seconds
 
 import drumline.cli
 import drumline.train.loop  # noqa: F401
+from tests import warm
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 EXTRA = {"copy_overlap": ("--out", "timelines"), "layouts": ("--log", "log.jsonl")}
@@ -27,6 +29,7 @@ def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     sys.path.insert(0, str(BENCHMARKS))
     torch.set_num_threads(1)
+    warm.fork_drumline()
     running: dict[int, str] = {}
     while names or running:
         while names and len(running) < 2:

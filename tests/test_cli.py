@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.data.damage import good_jpeg
-from tests.runs.command import drumline, environment
+from tests.runs.command import completed, drumline, environment
 from tests.wrong_commands import WRONG_COMMANDS
 
 COMMANDS = ("train", "distill", "eval", "pack", "verify", "plan", "doctor", "demo")
@@ -65,7 +65,7 @@ def test_demo_explains_itself_wherever_help_is_asked_for(tmp_path: Path) -> None
 
 def test_help_lists_every_command_and_is_quick(tmp_path: Path) -> None:
     begun = time.perf_counter()
-    done = drumline("--help", folder=tmp_path)
+    done = completed([sys.executable, "-m", "drumline", "--help"], tmp_path)
     assert time.perf_counter() - begun < 3
     assert all(command in done.stdout for command in COMMANDS)
 

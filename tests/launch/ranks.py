@@ -6,7 +6,6 @@ import atexit
 import fcntl
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from drumline.launch.network import free_port
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,19 +69,11 @@ def run_ranks(module: str, size: int, folder: Path | str, seconds: float = 120) 
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, str(folder)],
-            env={**os.environ, **common, "RANK": str(rank)},
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+    command = [sys.executable, "-m", module, str(folder)]
+    ranks = [warm.Started(command, ROOT, {**os.environ, **common, "RANK": str(rank)}) for rank in range(size)]
     try:
-        errors = [process.communicate(timeout=seconds)[1] for process in processes]
+        done = [rank.finish(seconds) for rank in ranks]
     finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * size, "\n".join(errors)
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in done] == [0] * size, "\n".join(rank.stderr for rank in done)

@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from tests import warm
+
 TINY = (
     "data.source=digits",
     "data.batch=48",
@@ -44,42 +46,8 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def drumline(*words: str, folder: Path, timeout: float = 240, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs to the end."""
-    return completed([sys.executable, "-m", "drumline", *words], folder, timeout, **env)
-
-
-def several(commands: Sequence[Sequence[str]], folder: Path, **env: str) -> list[dict[str, Any]]:
-    """Exit code, stdout and stderr of commands that end soon, each in a process of its own; torch is imported once
-    for all of them, which takes longer than most refusals."""
-    done = completed(
-        [sys.executable, "-c", _SEVERAL, json.dumps(list(map(list, commands)))], folder, 600, **env
-    )
-    assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = json.loads(done.stdout)
-    return found
-
-
-_SEVERAL = """
-import json, os, sys, tempfile
-import torch._dynamo
-import drumline.train.loop
-from drumline.cli import main
-
-found = []
-for words in json.loads(sys.argv[1]):
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        child = os.fork()
-        if not child:
-            os.dup2(out.fileno(), 1)
-            os.dup2(err.fileno(), 2)
-            sys.argv = ["drumline", *words]
-            sys.exit(main())
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        out.seek(0)
-        err.seek(0)
-        found.append({"code": code, "stdout": out.read(), "stderr": err.read()})
-print(json.dumps(found))
-"""
+    """Runs to the end, in a fork of a process that has torch imported."""
+    return warm.run([sys.executable, "-m", "drumline", *words], folder, environment(**env), timeout)
 
 
 def completed(
