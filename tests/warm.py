@@ -183,8 +183,10 @@ _PATH = sys.path[1:]
 
 
 def fork_drumline() -> None:
-    """From now on this process and its forks start `python -m drumline` by forking."""
-    subprocess._fork_exec = _fork_or_exec  # type: ignore[attr-defined]
+    """From now on this process and its forks start `python -m drumline` by forking. Not where there is a GPU: a
+    launcher asks CUDA how many, and CUDA does not work in forks of a process that has asked."""
+    if not Path("/dev/nvidiactl").exists():
+        subprocess._fork_exec = _fork_or_exec  # type: ignore[attr-defined]
 
 
 def _fork_or_exec(*given: Any) -> int:
