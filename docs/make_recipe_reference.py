@@ -26,7 +26,7 @@ Three ways to set a field; the command line beats the file, and the last of a re
 
 Lists are `[0.9, 0.99]` in a file, `optim.betas=0.9,0.99` or `--optim.betas 0.9 0.99` on the command line.
 `--train.compile` and `--train.no-compile` turn a switch on and off. An unknown name is an error that names
-the nearest one. `--dry-run` prints the resolved recipe with the origin of each value.
+the nearest one. `--dry-run` prints the resolved recipe with the origin of each value, and what would happen.
 
 <!-- Written by make_recipe_reference.py from src/drumline/recipe.py: change that file, not this one. -->
 """

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from drumline import arguments
-from drumline.arguments import Invocation, describe, parse
+from drumline.arguments import SOURCES, Invocation, describe, parse
 from drumline.errors import UserError
 from drumline.recipe import Recipe, value_of
 from drumline.recipe_fields import recipe_fields
@@ -275,3 +275,9 @@ def test_reading_a_line_does_not_import_torch_or_tyro() -> None:
         "sys.exit(','.join({'torch', 'tyro', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == "\n"
+
+
+def test_the_sources_known_to_the_command_line_are_those_that_can_be_opened() -> None:
+    from drumline.data import sources
+
+    assert set(SOURCES) == {*sources._MAY_HOLD_OUT, *sources._OWN_SPLIT}

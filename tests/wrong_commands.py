@@ -45,16 +45,21 @@ _PIPELINE = "parallel.layout=pipeline"
 
 WRONG_COMMANDS = [
     # Names on the command line.
-    _line("unknown flag", "--optim.le 3", "--optim.le", "did you mean --optim.lr?"),
+    _line("unknown flag", "--optim.le 3", "--optim.le", "did you mean --optim.lr 3?"),
     _line("unknown assignment", "optim.mometum=0.9", "optim.mometum", "did you mean optim.momentum=0.9?"),
-    _line("flag without its section", "--lr 0.2", "--lr", "did you mean --optim.lr?"),
+    _line("flag without its section", "--lr 0.2", "--lr", "did you mean --optim.lr 0.2?"),
     _line("assignment without its section", "epochs=3", "epochs", "did you mean train.epochs=3?"),
-    _line("flag in another section", "--train.lr 0.2", "--train.lr", "did you mean --optim.lr?"),
-    _line("wrong section", "--optimizer.lr 0.2", "--optimizer.lr", "did you mean --optim.lr?"),
+    _line("flag in another section", "--train.lr 0.2", "--train.lr", "did you mean --optim.lr 0.2?"),
+    _line("wrong section", "--optimizer.lr 0.2", "--optimizer.lr", "did you mean --optim.lr 0.2?"),
     _line("long word for a field", "--optim.learning-rate 1", "--optim.learning-rate", "--optim.lr"),
-    _line("single dash", "-optim.lr 0.2", "-optim.lr", "did you mean --optim.lr?"),
+    _line("single dash", "-optim.lr 0.2", "-optim.lr", "did you mean --optim.lr 0.2?"),
     _line("misspelt option", "--dryrun", "--dryrun", "did you mean --dry-run?"),
     _line("nothing near", "--zzz 1", "--zzz", "drumline train --help"),
+    _line("nothing near in its section", "train.freeze=3", "train.freeze", "[train] has epochs, steps, "),
+    _line("a section for its field", "model=resnet18", "model", "did you mean model.name=resnet18?"),
+    _line("a section as a flag", "--optim adamw", "--optim", "did you mean --optim.name adamw?"),
+    _line("a source for a section", "data=digits", "data", "did you mean data.source=digits?"),
+    _line("a name from elsewhere", "--batch-size 64", "--batch-size", "did you mean --data.batch 64?"),
     # Values on the command line.
     _line("text for a number", "--optim.lr fast", "--optim.lr fast", "expected a number", "fix: for example"),
     _line("text for a number, assigned", "optim.lr=fast", "optim.lr=fast", "for example optim.lr=0.1"),

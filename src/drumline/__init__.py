@@ -9,15 +9,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from drumline.data.resize import resize
     from drumline.guard.watch import guard
     from drumline.models import create_model
 
-__all__ = ["create_model", "guard", "resize"]
+__all__ = ["__version__", "create_model", "guard", "resize"]
 
 
 def __getattr__(name: str) -> Any:
     """Imports torch only when something that needs it is asked for: `drumline --help` stays quick."""
+    if name == "__version__":
+        return _version()
     if name == "create_model":
         from drumline.models import create_model
 
@@ -31,3 +34,17 @@ def __getattr__(name: str) -> Any:
 
         return resize
     raise AttributeError(f"module 'drumline' has no attribute {name!r}")
+
+
+def _version() -> str:
+    """That of pyproject.toml: from the installed package, or from the file itself in a folder of sources."""
+    import tomllib
+    from importlib.metadata import PackageNotFoundError, version
+    from pathlib import Path
+
+    try:
+        return version("drumline")
+    except PackageNotFoundError:
+        project = Path(__file__).parents[2] / "pyproject.toml"
+        found: str = tomllib.loads(project.read_text())["project"]["version"]
+        return found

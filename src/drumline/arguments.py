@@ -49,6 +49,7 @@ class Invocation:
     recipe: Recipe
     dry_run: bool
     came_from: Mapping[str, str]
+    trust: bool = False
 
 
 def parse(argv: Sequence[str], command: str, description: str) -> Invocation:
@@ -71,7 +72,7 @@ def parse(argv: Sequence[str], command: str, description: str) -> Invocation:
         raise together(impossible)
     if not line.trust and not line.dry_run and (named := _code_of_files(recipe, came_from)):
         raise together(named)
-    return Invocation(recipe, line.dry_run, MappingProxyType(came_from))
+    return Invocation(recipe, line.dry_run, MappingProxyType(came_from), line.trust)
 
 
 def describe(recipe: Recipe, came_from: Mapping[str, str]) -> str:
@@ -160,8 +161,7 @@ def _setting(word: str, waiting: deque[str], command: str) -> _Setting:
     if known is None and switch is not None and switch.hint is bool and word.startswith("--") and not equals:
         return _Setting(switch.name, False, word)
     if known is None:
-        _take_loose(waiting)
-        raise _unknown(spelled, equals + inline, command)
+        raise _unknown(spelled, equals + inline, _take_loose(waiting), command)
     if equals:
         words = [inline]
     elif get_origin(known.hint) is tuple:
@@ -208,19 +208,30 @@ def _flag(known: RecipeField) -> str:
     return "--" + known.name.replace("_", "-")
 
 
-def _unknown(spelled: str, given: str, command: str) -> UserError:
-    """The error for a name that is no field: the field meant, written as the name was, `=value` and all."""
+def _unknown(spelled: str, assigned: str, loose: list[str], command: str) -> UserError:
+    """The error for a name that is no field: the field meant, written as the name was, with the value given."""
     what = f"{spelled}: there is no such field"
     if close := get_close_matches(
         spelled.replace("_", "-"), ["--dry-run", "--trust", "--help"], n=1, cutoff=0.75
     ):
         return UserError(what, fix=f"did you mean {close[0]}?")
-    guesses = [recipe_fields()[guess] for guess in nearest(spelled.lstrip("-"))]
+    bare = spelled.lstrip("-")
+    guesses = [recipe_fields()[guess] for guess in nearest(bare)]
+    value = assigned.removeprefix("=") or " ".join(loose)
+    if bare == "data" and value in SOURCES:
+        guesses = [recipe_fields()["data.source"]]
     if not guesses:
-        return UserError(what, fix=f"`drumline {command} --help` lists every field")
+        inside = [known.key for known in recipe_fields().values() if bare.startswith(f"{known.section}.")]
+        listed = f"[{bare.partition('.')[0]}] has {', '.join(inside)}" if inside else ""
+        return UserError(what, fix=listed or f"`drumline {command} --help` lists every field")
     flag = spelled.startswith("-")
+    given = assigned or (f" {shlex.join(loose)}" if loose else "")
     meant = " or ".join((_flag(guess) if flag else guess.name) + given for guess in guesses)
     return UserError(what, fix=f"did you mean {meant}?")
+
+
+SOURCES = ("folder", "tar", "packed", "idx", "cifar10", "cifar100", "npz", "digits", "synthetic")
+"""Names that `data.source` takes, known here without importing what reads them."""
 
 
 def _stray(word: str, waiting: deque[str], command: str) -> UserError:
@@ -291,7 +302,8 @@ def _show_help(command: str, description: str) -> NoReturn:
         )
         parts.append((section, shown, field(default_factory=shown)))
     dry_run = tyro.conf.arg(
-        help="Print the resolved recipe and what would happen, then stop.", help_behavior_hint=""
+        help="Print the resolved recipe, check data, weights and run folder, say what would happen, then stop.",
+        help_behavior_hint="",
     )
     parts.insert(0, ("dry_run", Annotated[tyro.conf.FlagCreatePairsOff[bool], dry_run], field(default=False)))
     trust = tyro.conf.arg(

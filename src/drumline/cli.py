@@ -12,11 +12,15 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from drumline.errors import UserError
 from drumline.launch.environment import thread_defaults
-from drumline.recipe import Distill, Recipe
+from drumline.recipe import Distill
 from drumline.result import print_result
+
+if TYPE_CHECKING:
+    from drumline.arguments import Invocation
 
 HELP = """usage: drumline COMMAND ...
 
@@ -36,6 +40,17 @@ commands:
 
 `drumline COMMAND --help` teaches each one.
 """
+
+OTHER_COMMANDS = {
+    **dict.fromkeys(("fit", "run", "finetune", "fine-tune", "resume"), "train"),
+    **dict.fromkeys(("evaluate", "test", "validate", "val", "score"), "eval"),
+    **dict.fromkeys(("teach", "kd", "distil"), "distill"),
+    **dict.fromkeys(("check", "fsck", "validate-data"), "verify"),
+    **dict.fromkeys(("diff",), "compare"),
+    **dict.fromkeys(("info", "env", "collect_env"), "doctor"),
+    **dict.fromkeys(("version",), "--version"),
+}
+"""Commands by what other programs call them."""
 
 TRAIN_HELP = """Train a model. Everything has a default: `drumline train` alone trains on the embedded
 digits. The run folder holds the recipe, metrics, checkpoints and weights."""
@@ -110,19 +125,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0 if words else 2
-    if words[0] == "--version":
-        from importlib.metadata import version
+    if words[0] in ("--version", "-V"):
+        from drumline import __version__
 
-        print(f"drumline {version('drumline')}")
+        print(f"drumline {__version__}")
         return 0
     try:
         if words[0] not in commands:
-            from difflib import get_close_matches
+            from drumline.suggest import near
 
-            near = get_close_matches(words[0], commands, n=1)
+            meant = [OTHER_COMMANDS[words[0]]] if words[0] in OTHER_COMMANDS else near(words[0], commands)
             raise UserError(
                 f"there is no command {words[0]!r}",
-                f"did you mean `drumline {near[0]}`?" if near else f"use one of: {', '.join(commands)}",
+                f"did you mean `drumline {meant[0]}`?" if meant else f"use one of: {', '.join(commands)}",
             )
         return commands[words[0]](words[1:])
     except UserError as error:
@@ -139,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(words: list[str]) -> int:
     """`drumline train`: one run of a recipe."""
-    from drumline.arguments import describe, parse
+    from drumline.arguments import parse
 
     words = _with_preset(words)
     invocation = parse(words, "train", TRAIN_HELP)
@@ -149,9 +164,7 @@ def train(words: list[str]) -> int:
             "use drumline distill, or leave them out",
         )
     if invocation.dry_run:
-        print(describe(invocation.recipe, invocation.came_from), end="")
-        print(_what_would_happen(invocation.recipe), file=sys.stderr)
-        return 0
+        return _dry_run(invocation, distils=False)
 
     from drumline.launch.worker import run
 
@@ -160,7 +173,7 @@ def train(words: list[str]) -> int:
 
 def distill(words: list[str]) -> int:
     """`drumline distill`: one run of a recipe with a teacher."""
-    from drumline.arguments import describe, parse
+    from drumline.arguments import parse
     from drumline.distill.presets import listing
 
     if "--presets" in words:
@@ -170,17 +183,14 @@ def distill(words: list[str]) -> int:
         raise UserError(f"{words[0]} trains one network", f"use drumline train {words[0]}")
     words = _with_preset(words)
     invocation = parse(words, "distill", DISTILL_HELP)
+    if invocation.dry_run:
+        return _dry_run(invocation, distils=True)
 
     from drumline.distill.choose import choose
     from drumline.distill.load import check_teachers
 
     choose(invocation.recipe.distill)
     check_teachers(invocation.recipe.distill)
-    if invocation.dry_run:
-        print(describe(invocation.recipe, invocation.came_from), end="")
-        print(_what_would_happen(invocation.recipe, distils=True), file=sys.stderr)
-        return 0
-
     from drumline.launch.worker import run
 
     return run(["distill", *words], invocation.recipe, "drumline.distill.run:distill")
@@ -296,20 +306,12 @@ def _with_preset(words: list[str]) -> list[str]:
     return [*meant, *words[1:]]
 
 
-def _what_would_happen(recipe: Recipe, distils: bool = False) -> str:
-    """The line below a dry run's recipe. Does not look at the machine, so `auto` stays a rule."""
-    parallel = recipe.parallel
-    processes = (
-        "one process per GPU (one on a CPU)"
-        if parallel.processes == "auto"
-        else f"{parallel.processes} process(es)"
-    )
-    length = f"{recipe.train.steps:,} steps" if recipe.train.steps else f"{recipe.train.epochs:g} epochs"
-    name = "a new folder" if recipe.run.name == "auto" else recipe.run.name
-    by = ""
-    if distils:
-        by = f" by {'+'.join(recipe.distill.method)} from {', '.join(recipe.distill.teacher_weights) or 'no teacher'}"
-    return (
-        f"would train {recipe.model.name}{by} for {length} with {processes} on {parallel.nodes} machine(s) and write "
-        f"{recipe.run.dir}/ ({name}); nothing was started"
-    )
+def _dry_run(invocation: Invocation, distils: bool) -> int:
+    """The recipe on stdout, what would happen on stderr; what would not work ends like the run itself."""
+    from drumline.arguments import describe
+    from drumline.dry_run import what_would_happen
+
+    print(describe(invocation.recipe, invocation.came_from), end="", flush=True)
+    for line in what_would_happen(invocation.recipe, invocation.came_from, invocation.trust, distils):
+        print(line, file=sys.stderr)
+    return 0

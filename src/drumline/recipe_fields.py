@@ -14,12 +14,12 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from functools import cache
 from types import MappingProxyType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from drumline.recipe import Recipe
+from drumline.suggest import near
 
 
 @dataclass(frozen=True)
@@ -136,18 +136,69 @@ def nearest(name: str) -> tuple[str, ...]:
     by_key: dict[str, list[str]] = {}
     for field in recipe_fields().values():
         by_key.setdefault(field.key, []).append(field.name)
+    inside = (
+        (near(section, sections()) or [full for full in sections() if section.startswith(full)])
+        if section
+        else []
+    )
+    beside = {field.key: field.name for field in recipe_fields().values() if field.section in inside}
+    if key in beside:
+        return (beside[key],)
+    if begun := [full for known, full in beside.items() if known.startswith(f"{key}_")]:
+        return tuple(begun)
     if key in by_key:
-        homes = {full.partition(".")[0]: full for full in by_key[key]}
-        return tuple(homes[home] for home in get_close_matches(section, homes, n=1)) or tuple(by_key[key])
-    beside = [field.key for field in recipe_fields().values() if field.section == section]
-    if close := get_close_matches(key, beside, n=1):
-        return (f"{section}.{close[0]}",)
-    if close := get_close_matches(key, by_key, n=1, cutoff=0.65):
+        return tuple(by_key[key])
+    if not section and (meant := near(key, MAIN_FIELDS)):
+        return (f"{meant[0]}.{MAIN_FIELDS[meant[0]]}",)
+    if key in ELSEWHERE:
+        return (ELSEWHERE[key],)
+    if close := near(key, beside):
+        return (beside[close[0]],)
+    if len(key) >= 4 and (close := near(key, by_key)):
         return tuple(by_key[close[0]])
-    if "_" in key and (told := _described_by(key.replace("_", " "))):
-        return told
-    # Two letters with one wrong (`le` for `lr`) are only half alike.
-    return tuple(f"{section}.{key}" for key in get_close_matches(key, beside, n=1, cutoff=0.5))
+    return _described_by(key.replace("_", " ")) if "_" in key else ()
+
+
+MAIN_FIELDS = {
+    "run": "name",
+    "data": "path",
+    "model": "name",
+    "optim": "name",
+    "train": "epochs",
+    "distill": "method",
+    "parallel": "processes",
+    "launch": "restarts",
+    "guard": "action",
+    "checkpoint": "resume",
+}
+"""What a section's name alone stands for."""
+
+ELSEWHERE = {
+    **dict.fromkeys(("batch_size", "batchsize", "bs"), "data.batch"),
+    **dict.fromkeys(("dataset", "data_dir", "root"), "data.path"),
+    **dict.fromkeys(("img_size", "image_size", "input_size", "crop_size", "resolution"), "data.size"),
+    **dict.fromkeys(("num_workers", "nworkers"), "data.workers"),
+    **dict.fromkeys(("arch", "architecture", "net", "network", "backbone"), "model.name"),
+    **dict.fromkeys(("num_classes", "nclasses"), "model.classes"),
+    **dict.fromkeys(("pretrained", "finetune", "initial_checkpoint", "ckpt"), "model.weights"),
+    **dict.fromkeys(("opt", "optimizer"), "optim.name"),
+    **dict.fromkeys(("learning_rate",), "optim.lr"),
+    **dict.fromkeys(("wd", "decay"), "optim.weight_decay"),
+    **dict.fromkeys(("sched", "scheduler", "lr_scheduler"), "optim.schedule"),
+    **dict.fromkeys(("clip_grad", "grad_clip", "max_norm", "clip_grad_norm"), "optim.clip"),
+    **dict.fromkeys(("amp", "fp16", "bf16", "dtype", "half"), "train.precision"),
+    **dict.fromkeys(("grad_accum", "accumulation", "accum_iter", "grad_accum_steps"), "train.accumulate"),
+    **dict.fromkeys(("max_steps", "iterations", "iters"), "train.steps"),
+    **dict.fromkeys(("model_ema", "ema_decay"), "train.ema"),
+    **dict.fromkeys(
+        ("gpus", "nproc", "nproc_per_node", "num_gpus", "ngpus", "devices"), "parallel.processes"
+    ),
+    **dict.fromkeys(("num_nodes", "nnodes"), "parallel.nodes"),
+    **dict.fromkeys(("output", "output_dir", "out_dir", "save_dir", "logdir", "log_dir"), "run.dir"),
+    **dict.fromkeys(("experiment", "exp_name"), "run.name"),
+    **dict.fromkeys(("temperature", "tau"), "distill.T"),
+}
+"""Fields by what other programs call them."""
 
 
 _SINGULARS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}

@@ -12,7 +12,8 @@ from torch import nn
 
 import drumline.models
 from drumline.errors import UserError
-from drumline.models.registry import CIFAR, IMAGENET, create_model, model_names
+from drumline.models import registry
+from drumline.models.registry import CIFAR, IMAGENET, create_model, model_names, suggest_models
 from drumline.models.resnet import ResNet
 from drumline.models.vgg import VGG, CifarVGG
 from tests.models.quick import on_meta
@@ -240,3 +241,40 @@ def test_a_factory_that_cannot_be_used_is_explained(name: str, what: str, fix: s
     with pytest.raises(UserError, match=what) as caught:
         create_model(name)
     assert fix in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("vit_b_16", "torchvision/vit_b_16"),
+        ("ViT-B/16", "torchvision/vit_b_16"),
+        ("vit_base_patch16_224", "timm/vit_base_patch16_224"),
+        ("swin_t", "torchvision/swin_t"),
+        ("resnet-18", "resnet18"),
+        ("ResNet_50", "resnet50"),
+        ("resnet19", "resnet18"),
+        ("resnet", "resnet18"),
+        ("mobilenetv2", "mobilenet_v2"),
+        ("mobilenet_v3_large", "torchvision/mobilenet_v3_large"),
+        ("wrn-16-2", "wrn_16_2"),
+        ("convnext", "torchvision/convnext_tiny"),
+        ("timm/vit_b_16", "torchvision/vit_b_16"),
+    ],
+)
+def test_an_unknown_name_leads_to_a_model_that_exists(name: str, meant: str) -> None:
+    assert meant in suggest_models(name)
+
+
+def test_a_name_that_is_near_nothing_leads_to_the_list() -> None:
+    assert suggest_models("my_network") == ()
+    with pytest.raises(UserError, match="there is no model 'my_network'") as caught:
+        create_model("my_network")
+    assert "`drumline doctor --models`" in caught.value.fix
+    assert "torchvision/NAME" in caught.value.fix
+
+
+def test_a_suggested_package_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_installed", lambda package: False)
+    with pytest.raises(UserError) as caught:
+        create_model("vit_b_16")
+    assert caught.value.fix == "did you mean torchvision/vit_b_16 (install torchvision first)?"

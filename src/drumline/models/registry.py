@@ -10,19 +10,21 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
 
 from drumline.errors import UserError
 from drumline.models.mobilenet import CifarMobileNetV2, MobileNetV2
+from drumline.models.names import suggest
 from drumline.models.resnet import BasicBlock, Bottleneck, ResNet
 from drumline.models.shufflenet import ShuffleNetV1, ShuffleNetV2
 from drumline.models.taps import VisionModel
 from drumline.models.vgg import VGG, CifarVGG
 from drumline.models.wrn import WideResNet
+from drumline.suggest import did_you_mean, near
 
 _VGG11, _VGG13, _VGG16, _VGG19 = (1, 1, 2, 2, 2), (2, 2, 2, 2, 2), (2, 2, 3, 3, 3), (2, 2, 4, 4, 4)
 _THIN, _WIDE = (16, 16, 32, 64), (32, 64, 128, 256)
@@ -108,21 +110,42 @@ def create_model(name: str, classes: int = 1000) -> nn.Module:
         return _timm(name.removeprefix("timm/"), classes)
     if ":" in name:
         return _users_own(name, classes)
-    raise _unknown(name, model_names(), "`drumline doctor --models` lists all names")
+    raise UserError(f"there is no model {name!r}", _meant(name))
+
+
+def suggest_models(name: str) -> tuple[str, ...]:
+    """Names that a wrong one may have meant, best first."""
+    return suggest(name, model_names())
+
+
+def _meant(name: str) -> str:
+    found = suggest_models(name)
+    if not found:
+        return (
+            "`drumline doctor --models` lists the built-in models; others are torchvision/NAME, timm/NAME, or your "
+            "own as package.module:factory"
+        )
+    missing = {known.partition("/")[0] for known in found if known.startswith(("torchvision/", "timm/"))}
+    install = " and ".join(sorted(package for package in missing if not _installed(package)))
+    return f"did you mean {' or '.join(found)}{f' (install {install} first)' if install else ''}?"
+
+
+def _installed(package: str) -> bool:
+    return find_spec(package) is not None
 
 
 def _torchvision(name: str, classes: int) -> nn.Module:
     models = _optional("torchvision.models", f"torchvision/{name}")
     names = models.list_models(module=models)
     if name not in names:
-        raise _unknown(f"torchvision/{name}", [f"torchvision/{known}" for known in names], "")
+        raise _unknown("torchvision", name, names)
     return models.get_model(name, weights=None, num_classes=classes)
 
 
 def _timm(name: str, classes: int) -> nn.Module:
     timm = _optional("timm", f"timm/{name}")
     if not timm.is_model(name):
-        raise _unknown(f"timm/{name}", [f"timm/{known}" for known in timm.list_models()], "")
+        raise _unknown("timm", name, timm.list_models())
     return timm.create_model(name, pretrained=False, num_classes=classes)
 
 
@@ -179,7 +202,7 @@ def _factory(name: str, module_name: str, attribute: str) -> Callable[..., Any]:
         what = "nothing called" if factory is None else "something that cannot be called under"
         raise UserError(
             f"model {name}: {module_name} has {what} {attribute}",
-            fix=_nearest_text(attribute, callables) or f"define {attribute}(classes) in {module_name}",
+            fix=did_you_mean(attribute, callables, f"define {attribute}(classes) in {module_name}"),
         )
     return factory
 
@@ -199,12 +222,7 @@ def _class_argument(name: str, factory: Callable[..., Any]) -> str:
     )
 
 
-def _unknown(name: str, known: Iterable[str], otherwise: str) -> UserError:
-    return UserError(f"there is no model {name!r}", fix=_nearest_text(name, known) or otherwise)
-
-
-def _nearest_text(name: str, known: Iterable[str]) -> str:
-    """`did you mean ...`, or nothing when no name is close. Letter case does not count."""
-    spelt = {candidate.lower(): candidate for candidate in known}
-    near = get_close_matches(name.lower(), spelt, n=3, cutoff=0.6)
-    return f"did you mean {' or '.join(spelt[candidate] for candidate in near)}?" if near else ""
+def _unknown(package: str, name: str, known: Iterable[str]) -> UserError:
+    found = [f"{package}/{candidate}" for candidate in near(name, known, most=3)] or suggest_models(name)
+    fix = f"did you mean {' or '.join(found)}?" if found else f"see the model names of {package}"
+    return UserError(f"there is no model '{package}/{name}'", fix)

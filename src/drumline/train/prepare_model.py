@@ -47,7 +47,10 @@ def build_model(recipe: Recipe, classes: int) -> nn.Module:
             f"model.classes = {wanted}, but the data has {classes} classes", "give at least as many, or auto"
         )
     torch.manual_seed(recipe.run.seed)
-    return create_model(recipe.model.name, classes=wanted)
+    try:
+        return create_model(recipe.model.name, classes=wanted)
+    except UserError as error:
+        raise UserError(f"model.name = {recipe.model.name}: {error.what}", error.fix) from error
 
 
 def shared_weights(path: str, world: World) -> Path:
