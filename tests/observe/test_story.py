@@ -27,9 +27,14 @@ def test_a_launchers_lines_are_said_at_once_and_stand_in_the_log_of_its_run(tmp_
         book.note("started: drumline train")
     notes("rank 1 was killed by SIGKILL: restart 1 of 3", story.FAILED)
     notes("training again")
+    notes.start = ("abc", 1)
+    (tmp_path / ".lock").write_text(
+        '{"launch": "abc", "generation": 2, "host": "b", "pid": 1, "token": "0123abcd"}'
+    )
+    notes("thawed, when a later start has taken over")
     notes.writes = False
     notes("of another machine")
-    assert len(said) == 5
+    assert len(said) == 6
     assert texts(tmp_path) == [
         "started: drumline train",
         "failed: rank 1 was killed by SIGKILL: restart 1 of 3",

@@ -167,6 +167,7 @@ class Watch(LocalElasticAgent):
         if folder:
             self._handout.claim.write(folder)
         self._handout.variables = {LAUNCH_ID: self._launch_id, GENERATION: str(self._used)}
+        self._announce.start = (self._launch_id, self._used)
         # Becomes TORCHELASTIC_RESTART_COUNT, by which the workers keep the keys of each start apart.
         worker_group.spec.max_restarts = self._used
         _take_signals(self._on_signal)

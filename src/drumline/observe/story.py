@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from drumline.state import lock
+
 LOG = "log.txt"
 STARTED = "started: "
 FINISHED, STOPPED, FAILED = "finished: ", "stopped: ", "failed: "
@@ -76,16 +78,17 @@ class LauncherNotes:
     """What a launcher says: to the user at once, and to the log.txt of its run once there is one.
 
     `folder` gives the run folder, or None while no worker has one. Of the launchers of several machines the one that
-    starts rank 0 sets `writes`.
+    starts rank 0 sets `writes`, and each sets `start`, the launch and its generation: a folder that a later one has
+    taken over meanwhile, while this launcher was frozen or cut off, is left alone.
     """
 
     def __init__(self, say: Callable[[str], None], folder: Callable[[], Path | None]) -> None:
         self._say, self._folder = say, folder
-        self.writes = True
+        self.writes, self.start = True, ("", 0)
 
     def __call__(self, text: str, opening: str = "launcher: ") -> None:
         """`opening` is `FAILED` or `STOPPED` where the text says why the workers ended."""
         self._say(text)
         folder = self._folder() if self.writes else None
-        if folder is not None:
+        if folder is not None and not lock.is_past(folder, *self.start):
             append_note(folder, opening + text)

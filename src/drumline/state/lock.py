@@ -181,6 +181,15 @@ def check(path: Path) -> None:
             lock.check()
 
 
+def is_past(folder: Path, launch: str, generation: int) -> bool:
+    """For a launcher, which holds no lock: whether a later generation of its launch has taken the folder over."""
+    try:
+        owner = _parse((folder / FILE).read_bytes()[:_READ])
+    except OSError:
+        return False
+    return owner is not None and bool(launch) and owner.launch == launch and generation < owner.generation
+
+
 _held: dict[Path, Lock] = {}
 
 
