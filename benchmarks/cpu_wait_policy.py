@@ -27,14 +27,14 @@ from drumline.models import create_model
 from harness import Parser
 
 POLICIES = {"spin (default)": {}, "passive": {"OMP_WAIT_POLICY": "passive"}}
-THREADS = (1, 2)
 ARM = "DRUMLINE_BENCHMARK_ARM"
 BUSY = "while True: pass"
 Times = dict[tuple[str, str, int], float]
 
 
 def main() -> None:
-    parser = Parser(__doc__, rounds=1, steps=1, batch=4)
+    parser = Parser(__doc__, rounds=1, steps=1, batch=4, threads=[2])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=6, help="of one round of one arm")
     parser.add_argument("--batch", type=int, default=64)
@@ -48,7 +48,7 @@ def main() -> None:
         arms = {
             (policy, threads): stack.enter_context(arm(variables, threads))
             for policy, variables in POLICIES.items()
-            for threads in THREADS
+            for threads in options.threads
         }
         for _ in range(options.rounds):
             for state, busy in (("as it is", 0), ("busy", usable_cores())):
@@ -57,7 +57,7 @@ def main() -> None:
                         key = state, policy, threads
                         seconds = one_round(process, options.real_time and not busy)
                         best[key] = min(best.get(key, float("inf")), seconds)
-    show(best, options.rounds)
+    show(best, options.threads, options.rounds)
 
 
 def work(threads: int, batch: int, steps: int) -> None:
@@ -135,13 +135,13 @@ def others(count: int) -> Iterator[None]:
             process.wait()
 
 
-def show(best: Times, rounds: int) -> None:
-    unit = best["as it is", next(iter(POLICIES)), 1]
+def show(best: Times, counts: list[int], rounds: int) -> None:
+    unit = best["as it is", next(iter(POLICIES)), counts[0]]
     print(f"{usable_cores()} cores, load average {os.getloadavg()[0]:.1f}, best of {rounds} rounds\n")
     print("| machine | threads | " + " | ".join(POLICIES) + " | passive / spin |")
     print("|---|---|" + "---|" * (len(POLICIES) + 1))
     for state in ("as it is", "busy"):
-        for threads in THREADS:
+        for threads in counts:
             speeds = [unit / best[state, policy, threads] for policy in POLICIES]
             cells = " | ".join(f"{speed:.2f}" for speed in speeds)
             print(f"| {state} | {threads} | {cells} | {speeds[1] / speeds[0]:.2f} |")
