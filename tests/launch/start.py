@@ -14,7 +14,7 @@ import sys
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from drumline.errors import UserError
-from drumline.launch import agent, meeting, notice
+from drumline.launch import contact, members
 from drumline.launch.agent import launch
 from drumline.recipe import Launch, Parallel
 
@@ -22,9 +22,9 @@ from drumline.recipe import Launch, Parallel
 def main() -> int:
     wanted = json.loads(sys.argv[1])
     if wanted.get("hurry"):
-        agent.KEEP_ALIVE = agent.FILE_PACE = 1
-        meeting.LAST_CALL_SECONDS = 1.0
-        notice.SILENT_PACES = 2
+        contact.SILENT_SECONDS = contact.FILE_SILENT_SECONDS = 2.0
+        contact.FILE_PACE = 0.25
+        members.LAST_CALL_SECONDS = 1.0
     try:
         return launch(
             wanted["command"],

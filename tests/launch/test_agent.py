@@ -14,7 +14,6 @@ import pytest
 
 from drumline.errors import UserError
 from drumline.launch.network import free_port
-from drumline.launch.watch import Watch
 from tests.launch.launches import Run, hello
 
 pytestmark = pytest.mark.slow
@@ -203,16 +202,12 @@ def test_a_port_that_another_program_holds_is_named(run: Run, nodes: int) -> Non
     assert "another port" in caught.value.fix
 
 
-def test_a_file_left_by_an_earlier_run_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_where_the_machines_should_meet_is_named(run: Run) -> None:
     meeting = run.folder / "meet"
-    assert run.launch("report", processes=1, rendezvous=f"file://{meeting}") == 0
-    assert not meeting.exists()
-    with monkeypatch.context() as patch:
-        patch.setattr(Watch, "leave", lambda self, hosts_store: False)
-        assert run.launch("report", processes=1, rendezvous=f"file://{meeting}") == 0
-    with pytest.raises(UserError, match="belongs to an earlier run") as caught:
-        run.launch("report", processes=1, rendezvous=f"file://{meeting}")
-    assert str(meeting) in caught.value.fix
+    meeting.write_text("left by something else")
+    with pytest.raises(UserError, match="is a file") as caught:
+        run.launch("report", processes=1, nodes=2, rendezvous=f"file://{meeting}")
+    assert "delete it" in caught.value.fix
 
 
 def test_two_launchers_on_one_machine_count_as_two(run: Run) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import math
 import signal
+import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,13 +16,12 @@ from drumline.launch.failure import (
     Failure,
     failure_from_exit,
     first_cause,
-    from_json,
+    from_fields,
     on_host,
     read_failure,
     record_failure,
     render_failure,
     summary,
-    to_json,
 )
 
 
@@ -62,7 +63,7 @@ def test_torchrun_understands_the_file(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.delenv("DRUMLINE_LAUNCHER", raising=False)
     assert not record_failure(_error(RuntimeError("boom")), rank=3), "torchrun does not show it as we would"
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(path))
-    assert failure.timestamp == int(json.loads(path.read_text())["drumline"]["time"])
+    assert abs(failure.timestamp - time.time()) < 60
     assert "RuntimeError: boom" in str(failure.message)
 
 
@@ -115,7 +116,7 @@ def test_a_signal_is_named_with_what_usually_sends_it() -> None:
 
 def test_a_failure_travels_between_machines_with_its_host() -> None:
     failure = on_host(Failure(3, "boom", time=1.5, user=True), "gpu5 (10.0.0.2)")
-    assert from_json(to_json(failure)) == failure
+    assert from_fields(asdict(failure)) == failure
     assert render_failure(failure) == "rank 3 on gpu5 (10.0.0.2): boom"
 
 
@@ -151,6 +152,7 @@ def test_a_summary_is_one_line_without_advice() -> None:
     [
         {"rank": "3"},
         {"time": True},
+        {"time": math.nan},
         {"user": 1},
         {"message": None},
         {"host": ["gpu5"]},
@@ -159,18 +161,19 @@ def test_a_summary_is_one_line_without_advice() -> None:
     ],
 )
 def test_a_notice_of_another_shape_is_not_believed(change: dict[str, object]) -> None:
-    content = json.loads(to_json(Failure(3, "boom", time=1.5)))
-    with pytest.raises(ValueError, match="notice"):
-        from_json(json.dumps(content | change))
+    content = asdict(Failure(3, "boom", time=1.5))
+    with pytest.raises(ValueError, match="failure"):
+        from_fields(content | change)
     del content["rank"]
-    for text in (json.dumps(content), "[]", "3", '"x"', "{}"):
-        with pytest.raises(ValueError, match="notice"):
-            from_json(text)
+    others: list[object] = [content, [], 3, "x", {}, None]
+    for other in others:
+        with pytest.raises(ValueError, match="failure"):
+            from_fields(other)
 
 
 def test_a_notice_cannot_drive_the_terminal_or_flood_it() -> None:
     hostile = Failure(3, "a\x1b[2Jb\x07\r\n\u202ec" + "x" * 100_000, time=1.5, host="\x1b]0;title")
-    read = from_json(to_json(hostile))
+    read = from_fields(asdict(hostile))
     assert read.message.startswith("a[2Jb\ncx")
     assert len(read.message) <= 20_000
     assert read.host == "]0;title"

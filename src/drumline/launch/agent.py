@@ -1,8 +1,10 @@
-"""Starts this machine's worker processes on torch's elastic launcher, watches them, and says how they ended.
+"""Starts this machine's part of a run: chooses the network interface, meets the other machines' launchers, and hands
+over to `watch.py`.
 
 Promises: workers are given arguments and environment, nothing else; a stop request reaches each worker once
 and leaves it time to save; one failing rank restarts the run or ends it within seconds, on every machine, with the
-cause shown once; no worker outlives the launcher. Refuses to guess: what cannot meet is a `UserError`.
+cause shown once; no worker outlives the launcher. One machine needs neither network nor secret. Machines that cannot
+meet get a `UserError`.
 
 Exit codes: 0 when every worker ended with 0; 2 after a user's mistake, 1 after any other failure. After a
 stop request the workers' own code is passed on (0 when they saved and left with 0); workers that had to be
@@ -13,24 +15,26 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
+import secrets
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torch.distributed import DistError, FileStore, Store, TCPStore
-from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.rendezvous import RendezvousHandler
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
+from torch.distributed import DistError, TCPStore
 
 from drumline.errors import UserError
+from drumline.launch import contact as contacts
+from drumline.launch.contact import Contact, Transport
 from drumline.launch.environment import LAUNCHER
 from drumline.launch.handout import Handout
 from drumline.launch.hang import Limits
-from drumline.launch.listen import host_store, reach_store
+from drumline.launch.hub import Client, Hub, Server
+from drumline.launch.joining import NotMet
+from drumline.launch.listen import host_store
 from drumline.launch.machine import raise_descriptor_limit
-from drumline.launch.meeting import Meeting, Numbered
+from drumline.launch.members import Member, Round
 from drumline.launch.network import (
     Interface,
     choose_interface,
@@ -38,16 +42,17 @@ from drumline.launch.network import (
     listening_address,
     socket_variables,
 )
-from drumline.launch.rendezvous import Rendezvous, parse_rendezvous, run_id, variables_missing
-from drumline.launch.watch import GRACE_SECONDS, Care, Watch, signals_end_us
+from drumline.launch.rendezvous import Rendezvous, parse_rendezvous, variables_missing
+from drumline.launch.secret import VARIABLE as SECRET
+from drumline.launch.secret import shared_secret
+from drumline.launch.shared_folder import SharedFolder
+from drumline.launch.signed import not_a_launcher
+from drumline.launch.watch import GRACE_SECONDS, Care, Watch
 from drumline.observe.story import LauncherNotes
 from drumline.recipe import Launch, Parallel
 
-KEEP_ALIVE = 3
-"""Seconds between two signs of life in torch's rendezvous, which drops a machine after three that did not come."""
-
-FILE_PACE = 5
-"""The same, and between two of our own, where machines meet at a file."""
+LEAVE_SECONDS = 10.0
+"""How long the machine with the hub waits for the others to stop their workers and take leave."""
 
 
 def launch(
@@ -72,60 +77,62 @@ def launch(
     several = parallel.nodes > 1
     interface = choose_interface(parallel.interface, rendezvous.host or None, machines=parallel.nodes)
     sockets, notes = socket_variables(interface, os.environ, forced=parallel.interface != "auto")
-    # What torch's native code warns of (a peer that is gone, a name that does not resolve) comes as an error too.
-    defaults = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    defaults = {
+        "OMP_NUM_THREADS": str(threads),
+        # What torch's native code warns of (a peer that is gone, a name that does not resolve) comes as an error too.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
     variables = defaults | dict(os.environ) | sockets | {LAUNCHER: str(os.getpid())}
+    variables.pop(SECRET, None)  # workers have no use for it
     raise_descriptor_limit()
     for note in notes:
         announce(note)
     announce(f"{processes} process{'es' * (processes > 1)} here, network interface {interface}")
-    if several:
-        announce(f"waiting for {parallel.nodes} machines at {rendezvous}")
     care = care or Launch(hang=0.0)
-    least = parallel.nodes if care.min_nodes == "auto" else min(care.min_nodes, parallel.nodes)
-    handout = Handout()
-    record = LauncherNotes(announce, lambda: _run_folder(run_dir, handout.claim.read()))
-    with _environment(variables), _quiet_torch(), contextlib.closing(handout), signals_end_us():
-        try:
-            handler, hosts_store = _meet(rendezvous, parallel, interface, least)
-        except (RendezvousError, DistError, OSError) as error:
-            raise _did_not_meet(rendezvous, parallel, error) from error
-        spec = WorkerSpec(
-            role="drumline",
-            local_world_size=processes,
-            entrypoint=command[0],
-            # torch's launcher expands $-macros in arguments; ours are meant as they are.
-            args=tuple(argument.replace("$", "$$") for argument in command[1:]),
-            rdzv_handler=handler,
-            max_restarts=0,
-            monitor_interval=0.1,
-            local_addr=interface.address,
-        )
-        host = f"{socket.gethostname()} ({interface.address})" if several else ""
+    store = _workers_store(rendezvous, interface, parallel)
+    host = f"{socket.gethostname()} ({interface.address})" if several else ""
+    launch_id = secrets.token_hex(16)
+    alone = Round(1, launch_id, 0, "", (launch_id,), (processes,), interface.address, store.port)
+    contact: Contact | None = None
+    with contextlib.ExitStack() as cleanup:
+        handout = cleanup.enter_context(contextlib.closing(Handout()))
+        record = LauncherNotes(announce, lambda: _run_folder(run_dir, handout.claim.read()))
+        cleanup.callback(record.close)
+        if several:
+            announce(f"waiting for {parallel.nodes} machines at {rendezvous}")
+            transport = _transport(rendezvous, parallel, care, interface)
+            cleanup.callback(transport.close)
+            member = Member(
+                id=secrets.token_hex(16),
+                host=host,
+                address=interface.address,
+                pid=os.getpid(),
+                nodes=parallel.nodes,
+                processes=processes,
+                port=store.port,
+                number=-1 if parallel.node_rank == "auto" else parallel.node_rank,
+                launch_id=launch_id,
+            )
+            limit, pace = _silence(rendezvous, parallel.nodes)
+            contact = Contact(transport, member, place=str(rendezvous), limit=limit, pace=pace)
+            cleanup.callback(_leave, contact, transport)
         watch = Watch(
-            spec,
+            command,
+            processes,
+            variables,
             handout,
+            alone=alone,
+            contact=contact,
             announce=record,
             grace=grace,
             host=host,
-            care=Care(
-                restarts=care.restarts,
-                limits=Limits(care.hang, parallel.timeout),
-                pace=FILE_PACE if rendezvous.kind == "file" else 1.0,
-            ),
+            care=Care(restarts=care.restarts, limits=Limits(care.hang, parallel.timeout)),
         )
-        if isinstance(handler, Meeting):
-            handler.on_wait = lambda: announce(
-                "the run is under way without this machine: it joins at the next restart"
-            )
         try:
             return watch.finish()
-        except (RendezvousError, DistError) as error:
-            raise _did_not_meet(rendezvous, parallel, error) from error
-        finally:
-            handler.shutdown()
-            if watch.leave(hosts_store) and rendezvous.kind == "file":
-                Path(rendezvous.path).unlink(missing_ok=True)
+        except NotMet as error:
+            raise _did_not_meet(rendezvous, parallel, str(error)) from error
 
 
 def _run_folder(run_dir: str, name: str) -> Path | None:
@@ -146,109 +153,93 @@ def _meeting_place(parallel: Parallel) -> Rendezvous:
     return rendezvous
 
 
-def _meet(
-    rendezvous: Rendezvous, parallel: Parallel, interface: Interface, least: int
-) -> tuple[RendezvousHandler, bool]:
-    """Opens the meeting place: keeps the store where that is ours to do, reaches it otherwise. Gives which."""
-    node_rank = None if parallel.node_rank == "auto" or parallel.nodes == 1 else parallel.node_rank
-    name, timeout = run_id(rendezvous), parallel.timeout
+def _workers_store(rendezvous: Rendezvous, interface: Interface, parallel: Parallel) -> TCPStore:
+    """The store at which the workers meet, should this be the first machine. One machine that was given a port keeps
+    it there."""
+    address, port = interface.address, 0
+    if rendezvous.kind == "tcp" and parallel.nodes == 1:
+        address, port = listening_address(rendezvous.host, interface), rendezvous.port
+    try:
+        return host_store(address, port, parallel.timeout)
+    except (OSError, DistError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise _port_taken(rendezvous) from error
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(
+            f"cannot open a port on {interface} for the processes to meet ({reason[0]})",
+            "see `drumline doctor`",
+        ) from error
+
+
+def _transport(
+    rendezvous: Rendezvous, parallel: Parallel, care: Launch, interface: Interface
+) -> Server | Client | SharedFolder:
+    """Opens the meeting place: keeps the hub where that is ours to do, reaches it otherwise."""
+    least = parallel.nodes if care.min_nodes == "auto" else min(care.min_nodes, parallel.nodes)
+    limit, _ = _silence(rendezvous, parallel.nodes)
+    if rendezvous.kind == "local":
+        raise UserError(
+            f"parallel.nodes = {parallel.nodes}, but the machines have no place to meet",
+            "add --parallel.rendezvous HOST:PORT, the same on each machine",
+        )
+    secret = shared_secret(os.environ)
     if rendezvous.kind == "file":
-        if node_rank is not None:
+        if parallel.node_rank != "auto":
             raise UserError(
-                f"parallel.node_rank = {node_rank} needs HOST:PORT; a file numbers the machines by itself",
+                f"parallel.node_rank = {parallel.node_rank} needs HOST:PORT; a file numbers the machines by itself",
                 "leave parallel.node_rank at auto, or meet at HOST:PORT",
             )
-        return _meeting(FileStore(rendezvous.path), name, parallel, interface, least), False
-    if rendezvous.kind == "local":
-        return _meeting(host_store(interface.address, 0, timeout), name, parallel, interface, least), True
-    host, port = rendezvous.host, rendezvous.port
-    if node_rank is not None:
-        keeps, clients = node_rank == 0, parallel.nodes
-
-        def numbered_store() -> TCPStore:
-            if keeps:
-                return host_store(listening_address(host, interface), port, timeout, clients=clients)
-            return reach_store(host, port, timeout, clients=clients)
-
-        return Numbered(numbered_store, name, node_rank, parallel.nodes), keeps
-    try:
-        if is_this_machine(host):
-            store = host_store(listening_address(host, interface), port, timeout)
-            return _meeting(store, name, parallel, interface, least), True
-    except OSError as error:
-        # Two launchers on one machine both find the address theirs; the one that comes second joins the first.
-        if error.errno != errno.EADDRINUSE or parallel.nodes == 1:
-            raise
-    return _meeting(reach_store(host, port, timeout), name, parallel, interface, least), False
+        return SharedFolder(rendezvous.path, secret, parallel.nodes, least, limit)
+    host, port, numbered = rendezvous.host, rendezvous.port, parallel.node_rank != "auto"
+    if parallel.node_rank == 0 or (not numbered and is_this_machine(host)):
+        try:
+            address = listening_address(host, interface)
+            return Server(Hub(parallel.nodes, least, limit), secret, address, port)
+        except OSError as error:
+            # Two launchers on one machine both find the address theirs; the one that comes second joins the first.
+            if numbered or error.errno != errno.EADDRINUSE:
+                raise _port_taken(rendezvous, error) from error
+    return Client(host, port, str(rendezvous), secret)
 
 
-def _meeting(store: Store, name: str, parallel: Parallel, interface: Interface, least: int) -> Meeting:
-    return Meeting.at(
-        store,
-        name,
-        interface.address,
-        nodes=parallel.nodes,
-        least=least,
-        timeout=parallel.timeout,
-        # A file store keeps all that was ever written to it.
-        keep_alive=FILE_PACE if isinstance(store, FileStore) else KEEP_ALIVE,
+def _silence(rendezvous: Rendezvous, nodes: int) -> tuple[float, float]:
+    """The silence that counts as a loss, and the time between two exchanges: longer for many machines, whose answers
+    are longer too."""
+    if rendezvous.kind == "file":
+        return contacts.FILE_SILENT_SECONDS, contacts.FILE_PACE
+    pace = min(max(contacts.PACE, nodes / 32), 2.0)
+    return max(contacts.SILENT_SECONDS, 5 * pace), pace
+
+
+def _leave(contact: Contact, transport: Transport) -> None:
+    """Takes leave of the other machines. The one with the hub lets the others go first, so that they never find it
+    gone."""
+    contact.leave(2.0)
+    if isinstance(transport, Server):
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while transport.still_here() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def _port_taken(rendezvous: Rendezvous, error: OSError | None = None) -> UserError:
+    if error is not None and error.errno != errno.EADDRINUSE:
+        return UserError(
+            f"cannot listen at {rendezvous} ({error.strerror or error})",
+            "give an address of machine 0 in --parallel.rendezvous, the same on each machine",
+        )
+    return UserError(
+        f"another program on this machine holds the port of {rendezvous}",
+        "give another port in --parallel.rendezvous, the same on each machine",
     )
 
 
-def _did_not_meet(rendezvous: Rendezvous, parallel: Parallel, error: Exception) -> UserError:
+def _did_not_meet(rendezvous: Rendezvous, parallel: Parallel, reason: str) -> UserError:
     """A rendezvous that failed, in the user's terms."""
-    if isinstance(error, RendezvousClosedError):
-        fix = (
-            f"delete {rendezvous.path} or give another"
-            if rendezvous.kind == "file"
-            else "start all machines again"
-        )
-        return UserError(f"the rendezvous {rendezvous} belongs to an earlier run that has ended", fix)
-    inner = error.__cause__ or error
-    reason = str(inner).strip().splitlines() or [type(inner).__name__]
-    if isinstance(inner, OSError) and inner.errno == errno.EADDRINUSE:
-        return UserError(
-            f"another program on this machine holds the port of {rendezvous}",
-            "give another port in --parallel.rendezvous, the same on each machine",
-        )
-    if parallel.nodes == 1:
-        return UserError(
-            f"cannot open {rendezvous} for the processes to meet ({reason[0]})", "see `drumline doctor`"
-        )
+    mark = "the program there is not a Drumline launcher: "
+    if reason.startswith(mark):
+        return not_a_launcher(str(rendezvous), reason.removeprefix(mark))
     return UserError(
-        f"{parallel.nodes} machines did not meet at {rendezvous} within {parallel.timeout:g} s ({reason[0]})",
+        f"{parallel.nodes} machines did not meet at {rendezvous} within {parallel.timeout:g} s ({reason})",
         "start the same command on each machine, check that the port is free and open between them, "
         "or number them with --parallel.node_rank",
     )
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets the environment that workers inherit, for the duration."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    # We handle signals ourselves; torch would turn the first one into an exception.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextlib.contextmanager
-def _quiet_torch() -> Iterator[None]:
-    """Keeps the elastic launcher's log lines off the terminal: we say what happened, once. Setting LOGLEVEL
-    brings them back."""
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torchelastic-events-null")]
-    before = [logger.propagate for logger in loggers]
-    quiet = logging.NullHandler()
-    for logger in loggers:
-        logger.addHandler(quiet)
-        logger.propagate = "LOGLEVEL" in os.environ
-    try:
-        yield
-    finally:
-        for logger, propagate in zip(loggers, before, strict=True):
-            logger.propagate = propagate
-            logger.removeHandler(quiet)

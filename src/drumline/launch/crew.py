@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from subprocess import Popen
 
@@ -21,13 +21,19 @@ class Crew:
     """Processes by local rank; who has ended with which code, and how soon after that this was seen; who was asked to
     leave, and who was made to."""
 
-    processes: Mapping[int, Popen[bytes]] = field(default_factory=dict)
+    processes: dict[int, Popen[bytes]] = field(default_factory=dict)
     ended: dict[int, tuple[int, float]] = field(default_factory=dict)
     terminated: set[int] = field(default_factory=set)
     killed: set[int] = field(default_factory=set)
     noticed_within: float = 0.0
     """How long before the first end was noticed everybody was seen running."""
     _seen_whole: float = field(default_factory=time.monotonic)
+
+    def start(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
+        """One worker for each environment, the leader of a process group of its own."""
+        for local_rank, variables in enumerate(environments):
+            self.processes[local_rank] = Popen(command, env=variables, start_new_session=True)
+        self._seen_whole = time.monotonic()
 
     def running(self) -> list[int]:
         """Local ranks still running; notes code and time of those that have ended."""
@@ -36,7 +42,7 @@ class Crew:
             if local_rank not in self.ended and process.poll() is not None:
                 if not self.ended:
                     self.noticed_within = now - self._seen_whole
-                self.ended[local_rank] = (process.returncode, time.time())
+                self.ended[local_rank] = (process.returncode, now)
         if not self.ended:
             self._seen_whole = now
         return [local_rank for local_rank in self.processes if local_rank not in self.ended]

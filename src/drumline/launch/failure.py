@@ -8,6 +8,7 @@ The file is the one torch's launcher gives its workers, in its format, so torchr
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -47,6 +48,7 @@ class Failure:
     rank: int
     message: str
     time: float
+    """By the monotonic clock of the machine that holds this value."""
     traceback: str = ""
     user: bool = False
     """A `UserError`: the message says what to do, a traceback would only hide it."""
@@ -69,21 +71,23 @@ def record_failure(error: BaseException, rank: int) -> bool:
     path = os.environ.get(FILE)
     if not path:
         return False
-    now = time.time()
     user, lost = isinstance(error, UserError), isinstance(error, LostError)
     message = str(error) if user else f"{type(error).__name__}: {error}"
     stack = "" if user else "".join(traceback.format_exception(error))
     failure = Failure(
         rank=rank,
         message=message,
-        time=now,
+        time=time.monotonic(),
         traceback=stack,
         user=user,
         follows=(not user or lost) and bool(_LOST_PEER.search(message)),
         exit_code=2 if user else 1,
         lost=lost,
     )
-    torch_format = {"message": message, "extraInfo": {"py_callstack": stack, "timestamp": str(int(now))}}
+    torch_format = {
+        "message": message,
+        "extraInfo": {"py_callstack": stack, "timestamp": str(int(time.time()))},
+    }
     draft = Path(path + ".draft")
     draft.write_text(json.dumps({"message": torch_format, "drumline": asdict(failure)}))
     draft.replace(path)
@@ -127,20 +131,16 @@ def on_host(failure: Failure, host: str) -> Failure:
     return replace(failure, host=host)
 
 
-def to_json(failure: Failure) -> str:
-    """For the notice board between machines."""
-    return json.dumps(asdict(failure))
-
-
-def from_json(text: str) -> Failure:
-    """The other way, for text that came over a network: fields and types must be those of a `Failure`, else
-    `ValueError`; what a terminal would obey is taken out, and a long text is cut."""
-    content = json.loads(text)
+def from_fields(content: object) -> Failure:
+    """A failure that came over a network: fields and types must be those of a `Failure`, else `ValueError`; what a
+    terminal would obey is taken out, and a long text is cut."""
     kinds = {field.name: type(getattr(_SHAPE, field.name)) for field in fields(Failure)}
     if not isinstance(content, dict) or set(content) != set(kinds):
-        raise ValueError("not a notice")
+        raise ValueError("not a failure")
     if any(type(content[name]) is not kind for name, kind in kinds.items()):
-        raise ValueError("a notice with a field of another type")
+        raise ValueError("a failure with a field of another type")
+    if not math.isfinite(content["time"]):
+        raise ValueError("a failure at no time")
     cleaned: dict[str, Any] = {
         name: plain(value) if isinstance(value, str) else value for name, value in content.items()
     }
@@ -156,6 +156,9 @@ def render_failure(failure: Failure) -> str:
     """What the user reads: rank, machine where there are several, message, and the traceback of our own
     mistakes."""
     where = _where(failure)
+    if failure.follows and failure.host and failure.traceback:
+        # Between machines, a broken connection tells nothing but that: its traceback would name gloo or NCCL.
+        return f"{summary(failure)} ({plain(failure.message).strip().splitlines()[0][:300]})"
     if failure.traceback:
         return f"{where} failed:\n{failure.traceback.rstrip()}"
     separator = " " if failure.message.startswith(("was ", "ended ", "lost ", "is ", "has ")) else ": "

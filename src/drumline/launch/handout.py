@@ -11,41 +11,38 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-
 from drumline.launch.claimed import Claim
 from drumline.launch.failure import FILE
 from drumline.launch.heartbeat import Beats
 from drumline.launch.stacks import Stacks
 
 
-class Handout(LogsSpecs):
-    """Made anew by torch's launcher at each start of the workers; leaves their output on the terminal."""
+class Handout:
+    """The launcher's side of those places; `prepare` makes new ones for each start of the workers."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.claim = Claim()
-        self.variables: dict[str, str] = {}
-        """The same for every worker of a start."""
         self.beats: Beats | None = None
         self.stacks: Stacks | None = None
         self._folder: Path | None = None
 
-    @property
-    def root_log_dir(self) -> str:
-        return str(self._folder)
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Called by torch's launcher with the variables of each local rank, to be added to."""
+    def prepare(self, workers: int) -> list[dict[str, str]]:
+        """The variables of each worker."""
         self.take_back()
         self._folder = Path(tempfile.mkdtemp(prefix="drumline-"))
-        self.beats, self.stacks = Beats(len(envs)), Stacks(len(envs))
-        files = {local_rank: str(self._folder / f"{local_rank}.json") for local_rank in envs}
-        for local_rank, env in envs.items():
-            env |= self.claim.variable | self.beats.variable(local_rank) | self.stacks.variable(local_rank)
-            env |= self.variables
-            env[FILE] = files[local_rank]
-        return LogsDest(stdouts=dict.fromkeys(envs, ""), stderrs=dict.fromkeys(envs, ""), error_files=files)
+        self.beats, self.stacks = Beats(workers), Stacks(workers)
+        return [
+            self.claim.variable
+            | self.beats.variable(local_rank)
+            | self.stacks.variable(local_rank)
+            | {FILE: str(self.error_file(local_rank))}
+            for local_rank in range(workers)
+        ]
+
+    def error_file(self, local_rank: int) -> Path:
+        """Where this worker leaves its error."""
+        assert self._folder is not None
+        return self._folder / f"{local_rank}.json"
 
     def take_back(self) -> None:
         """Between two starts."""

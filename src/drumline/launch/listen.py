@@ -12,15 +12,25 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 
 
-def host_store(address: str, port: int, timeout: float, *, clients: int | None = None) -> TCPStore:
-    """A store kept by this process at a numeric address; port 0 takes a free one. With `clients`, waits until that
-    many processes (this one included) have come, as long as `timeout` seconds."""
+def listening_socket(address: str, port: int) -> socket.socket:
+    """A socket that listens at a numeric address; port 0 takes a free one."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
         # The port of a run that has just ended is free again at once; one that is listened on stays refused.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
         listener.listen(1024)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def host_store(address: str, port: int, timeout: float, *, clients: int | None = None) -> TCPStore:
+    """A store kept by this process at a numeric address; port 0 takes a free one. With `clients`, waits until that
+    many processes (this one included) have come, as long as `timeout` seconds."""
+    with listening_socket(address, port) as listener:
         port = int(listener.getsockname()[1])
         descriptor = listener.detach()
     return TCPStore(

@@ -6,7 +6,6 @@ names resolving when addresses are given. Refuses text that could only fail late
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -65,11 +64,6 @@ def variables_missing() -> UserError:
         "parallel.rendezvous = env://, but RANK and WORLD_SIZE are not set",
         "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process, or give HOST:PORT",
     )
-
-
-def run_id(rendezvous: Rendezvous) -> str:
-    """A name for the run that every machine derives alike from the meeting place."""
-    return "drumline-" + hashlib.sha256(str(rendezvous).encode()).hexdigest()[:12]
 
 
 def _nonsense(text: str, why: str) -> UserError:

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from drumline.errors import LostError, UserError
-from drumline.launch.environment import Place, to_env
+from drumline.launch.environment import LAUNCH_ID, Place, to_env
 from drumline.launch.listen import host_store, reach_store
+from drumline.launch.values import decode, encode
 
 FAILED = "drumline/failed"
 
@@ -200,20 +201,27 @@ class World:
         return whole
 
     def share(self, value: Any) -> Any:
-        """Rank 0's (small, picklable) value on every rank. Travels between our own processes only."""
+        """Rank 0's (small) value on every rank. It travels as JSON: `values.py` says what can."""
         if self.size == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, group=self.control, group_src=0, device=torch.device("cpu"))
-        return box[0]
+        text = encode(value) if self.first else b""
+        length = self.broadcast_host(torch.tensor([len(text)])).item()
+        content = torch.frombuffer(bytearray(text), dtype=torch.uint8) if self.first else None
+        if content is None:
+            content = torch.empty(int(length), dtype=torch.uint8)
+        return decode(self.broadcast_host(content).numpy().tobytes())
 
     def collect(self, value: Any) -> list[Any]:
-        """Every rank's (small, picklable) value, in rank order, on every rank. Travels between our own processes."""
+        """Every rank's (small) value, in rank order, on every rank. It travels as JSON: `values.py` says what can."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.control)
-        return values
+        text = encode(value)
+        lengths = self.gather_integers(torch.tensor([len(text)])).flatten().tolist()
+        mine = torch.zeros(max(lengths), dtype=torch.uint8)
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        theirs = [torch.empty_like(mine) for _ in lengths]
+        dist.all_gather(theirs, mine, group=self.control)
+        return [decode(each[:length].numpy().tobytes()) for each, length in zip(theirs, lengths, strict=True)]
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's short list of numbers, on every rank, in rank order."""
@@ -380,7 +388,9 @@ def _open_store(place: Place, timeout: float, listen: str | None) -> dist.Store:
         store = host_store(listen or place.master_addr, place.master_port, timeout)
     else:
         store = reach_store(place.master_addr, place.master_port, timeout)
-    return dist.PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    # The id of the launch is known to our own processes alone: what others may write into the store is not read.
+    start = f"{os.environ.get(LAUNCH_ID, '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return dist.PrefixStore(f"start/{start}", store)
 
 
 def _share_a_gpu(store: dist.Store, device: torch.device, rank: int, size: int) -> bool:

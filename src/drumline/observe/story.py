@@ -7,6 +7,8 @@ its launcher adds the cause, or the process that resumes the run says that there
 from __future__ import annotations
 
 import os
+import queue
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -79,16 +81,34 @@ class LauncherNotes:
 
     `folder` gives the run folder, or None while no worker has one. Of the launchers of several machines the one that
     starts rank 0 sets `writes`, and each sets `start`, the launch and its generation: a folder that a later one has
-    taken over meanwhile, while this launcher was frozen or cut off, is left alone.
+    taken over meanwhile, while this launcher was frozen or cut off, is left alone. A thread writes the file: a disk
+    that hangs cannot hold up the launcher.
     """
 
     def __init__(self, say: Callable[[str], None], folder: Callable[[], Path | None]) -> None:
         self._say, self._folder = say, folder
+        self._notes: queue.SimpleQueue[tuple[Path, str, tuple[str, int]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         self.writes, self.start = True, ("", 0)
 
     def __call__(self, text: str, opening: str = "launcher: ") -> None:
         """`opening` is `FAILED` or `STOPPED` where the text says why the workers ended."""
         self._say(text)
         folder = self._folder() if self.writes else None
-        if folder is not None and not lock.is_past(folder, *self.start):
-            append_note(folder, opening + text)
+        if folder is not None:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write, name="log.txt", daemon=True)
+                self._thread.start()
+            self._notes.put((folder, opening + text, self.start))
+
+    def close(self, seconds: float = 2.0) -> None:
+        """Waits until all is written, not longer than that."""
+        self._notes.put(None)
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def _write(self) -> None:
+        while (note := self._notes.get()) is not None:
+            folder, text, start = note
+            if not lock.is_past(folder, *start):
+                append_note(folder, text)
