@@ -277,7 +277,8 @@ class Parallel:
     """This machine's number, 0 to nodes-1. `auto` lets the rendezvous number the machines."""
     rendezvous: str = ""
     """Where the machines meet: `host:port` (TCP), `file:///shared/path`, or `env://` when RANK, WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT are set for each process. Empty: this machine alone, on a free port."""
+    MASTER_ADDR and MASTER_PORT are set for each process. Empty: this machine alone, on a free port. Several machines
+    need the same secret: DRUMLINE_SECRET, or ~/.config/drumline/secret."""
     interface: str = "auto"
     """Network interface for gloo and NCCL. `auto`: loopback for one machine, else the one that reaches the
     rendezvous."""
@@ -295,7 +296,8 @@ class Launch:
     """How the processes of a run are watched over."""
 
     restarts: int = 0
-    """How often a run that lost a process goes on by itself from its newest checkpoint. 0: it ends."""
+    """How often a run that lost a process goes on by itself from its newest checkpoint: at once, or after 1, 2, 4 ...
+    60 s when the last restart made no progress. 0: it ends."""
     hang: float = 60.0
     """Seconds without a step, or another sign of progress, before a process counts as hung: the stack of each is
     printed, and the run restarts or ends. 0: never."""

@@ -65,5 +65,15 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
+def cut(host: Host) -> None:
+    """Pulls the host's cable; it keeps its address."""
+    _ip("-n", host.prefix[-1], "link", "set", host.interface, "down")
+
+
+def mend(host: Host) -> None:
+    """Plugs it in again."""
+    _ip("-n", host.prefix[-1], "link", "set", host.interface, "up")
+
+
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)

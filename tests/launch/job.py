@@ -6,6 +6,7 @@ talks to other workers, to start quickly.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -202,6 +203,33 @@ def until_alone(folder: Path, rank: int) -> None:
         time.sleep(0.02)
         heartbeat.beat(1)
     write(folder / "alone", os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+def steps(folder: Path, rank: int) -> None:
+    """Takes steps until FOLDER/enough exists, and cannot be asked to stop, like one that waits in a collective."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    heartbeat.connect(os.environ)
+    for step in itertools.count(1):
+        heartbeat.beat(step)
+        write(folder / f"step-{os.environ['DRUMLINE_GENERATION']}-{rank}", os.environ["WORLD_SIZE"])
+        if (folder / "enough").exists():
+            return
+        time.sleep(0.05)
+
+
+def exchanges(folder: Path, rank: int) -> None:
+    """The same, with an all-reduce over gloo at each step."""
+    import torch
+
+    from drumline.launch.world import meet
+
+    place = read_place(os.environ)
+    assert place is not None
+    world = meet(place, torch.device("cpu"), "gloo", 60)
+    while True:
+        world.sum(torch.ones(1))
+        write(folder / f"step-{os.environ['DRUMLINE_GENERATION']}-{rank}", os.environ["WORLD_SIZE"])
+        time.sleep(0.02)
 
 
 def listens(folder: Path, rank: int) -> None:

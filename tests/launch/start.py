@@ -1,7 +1,8 @@
 """A launcher in a process of its own, for tests that signal or kill it: `python start.py JSON`.
 
 The JSON holds `command`, `processes`, `threads`, `grace`, and the fields of `recipe.Parallel` (`parallel`) and of
-`recipe.Launch` (`care`) to set. `hurry` shortens what a lost machine is waited for.
+`recipe.Launch` (`care`) to set. `hurry` shortens what a lost machine is waited for. `clock` sets the wall clock of
+this process forward by so many seconds.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 
 # torch reads this when it is loaded; see `drumline.launch.agent`.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -21,6 +23,9 @@ from drumline.recipe import Launch, Parallel
 
 def main() -> int:
     wanted = json.loads(sys.argv[1])
+    if skew := wanted.get("clock"):
+        right = time.time
+        time.time = lambda: right() + skew
     if wanted.get("hurry"):
         contact.SILENT_SECONDS = contact.FILE_SILENT_SECONDS = 2.0
         contact.FILE_PACE = 0.25

@@ -101,10 +101,11 @@ class Contact:
             return self._delivered >= self._said
 
     def leave(self, seconds: float) -> None:
-        """Takes leave, as well as that is possible in so many seconds."""
+        """Takes leave, within so many seconds where there is contact."""
+        lost = self.view().age > self.limit
         self.say(state="left")
         self._left.set()
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + (0.0 if lost else seconds)
         while not self.delivered() and time.monotonic() < deadline:
             time.sleep(0.02)
 

@@ -8,10 +8,11 @@ file that can be created once, so two launchers cannot begin different ones. No 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from drumline.errors import UserError
@@ -29,6 +30,8 @@ from drumline.launch.members import (
     round_from_fields,
 )
 from drumline.launch.signed import MEMBER_LIMIT, BadMessage, seal, unseal
+
+NOT_A_FILE = (errno.ELOOP, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENXIO)
 
 
 class SharedFolder:
@@ -91,8 +94,12 @@ class SharedFolder:
             heard, last, nodes=self._nodes, least=self._least, limit=self._limit, settled=settled
         )
         if proposal is not None and proposal.ids[0] == member.id:
-            self._write(self._path / f"round-{proposal.number}.json", asdict(proposal), once=True)
-            last = self._last_round([*names, f"round-{proposal.number}.json"])
+            number = proposal.number
+            while f"round-{number}.json" in names:  # not a round, or it would be the last one
+                number += 1
+            names.append(f"round-{number}.json")
+            self._write(self._path / names[-1], asdict(replace(proposal, number=number)), once=True)
+            last = self._last_round(names)
         refused = objection(member, heard) if member.round == 0 and settled > 2.0 else ""
         return Reply(last, heard, refused=refused, strangers=tuple(self._strangers))
 
@@ -154,9 +161,14 @@ class SharedFolder:
         return None
 
     def _read(self, file: Path) -> object:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as opened:
-            line = opened.read(MEMBER_LIMIT + 1)
+        try:
+            descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with os.fdopen(descriptor, "rb") as opened:
+                line = opened.read(MEMBER_LIMIT + 1)
+        except OSError as error:
+            if error.errno in NOT_A_FILE:
+                raise BadMessage("not a file of ours") from error
+            raise
         if len(line) > MEMBER_LIMIT:
             raise BadMessage("too long")
         return unseal(self._secret, self._context(file), line)
