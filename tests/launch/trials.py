@@ -1,6 +1,6 @@
 """What a user sees when machines of a run are cut off, frozen, set wrong, or met by strangers.
 
-`python tests/launch/trials.py [NAME ...]` makes two hosts of network namespaces (root only), goes through the trials
+`python -m tests.launch.trials [NAME ...]` makes two hosts of network namespaces (root only), goes through the trials
 and prints a table in Markdown; its exit code is the number of trials that did not go as they should. The launchers
 are real, the workers take empty steps. `test_trials.py` runs some of them.
 """

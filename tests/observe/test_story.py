@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ def test_a_launchers_lines_are_said_at_once_and_stand_in_the_log_of_its_run(tmp_
     notes("before there is a run folder")
     folder.append(tmp_path)
     notes("before there is a log")
+    time.sleep(0.1)  # until the thread that writes has looked for it
     assert not (tmp_path / "log.txt").exists()
     with Logbook(tmp_path) as book:
         book.note("started: drumline train")
@@ -35,6 +37,7 @@ def test_a_launchers_lines_are_said_at_once_and_stand_in_the_log_of_its_run(tmp_
     notes.writes = False
     notes("of another machine")
     assert len(said) == 6
+    notes.close()
     assert texts(tmp_path) == [
         "started: drumline train",
         "failed: rank 1 was killed by SIGKILL: restart 1 of 3",

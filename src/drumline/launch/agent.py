@@ -31,7 +31,7 @@ from drumline.launch.environment import LAUNCHER
 from drumline.launch.handout import Handout
 from drumline.launch.hang import Limits
 from drumline.launch.hub import Client, Hub, Server
-from drumline.launch.joining import NotMet
+from drumline.launch.joining import OVER, NotMet
 from drumline.launch.listen import host_store
 from drumline.launch.machine import raise_descriptor_limit
 from drumline.launch.members import Member, Round
@@ -235,6 +235,8 @@ def _port_taken(rendezvous: Rendezvous, error: OSError | None = None) -> UserErr
 
 def _did_not_meet(rendezvous: Rendezvous, parallel: Parallel, reason: str) -> UserError:
     """A rendezvous that failed, in the user's terms."""
+    if reason == OVER:
+        return UserError(f"the run at {rendezvous} has ended", "start all machines again")
     mark = "the program there is not a Drumline launcher: "
     if reason.startswith(mark):
         return not_a_launcher(str(rendezvous), reason.removeprefix(mark))

@@ -102,7 +102,8 @@ class Contact:
 
     def leave(self, seconds: float) -> None:
         """Takes leave, within so many seconds where there is contact."""
-        lost = self.view().age > self.limit
+        view = self.view()
+        lost = view.age > self.limit or view.fatal is not None
         self.say(state="left")
         self._left.set()
         deadline = time.monotonic() + (0.0 if lost else seconds)

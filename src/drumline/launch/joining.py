@@ -17,6 +17,7 @@ from drumline.launch.members import Round, is_live
 BIG_SKEW = 10.0
 """Seconds by which clocks differ that people should know of."""
 
+OVER = "the run has ended"
 UNDER_WAY = "the run is under way without this machine: it joins at the next restart"
 
 
@@ -55,7 +56,7 @@ def join(
             _end_if_others_have(contact, view, last)
         reached = view.age <= contact.limit
         if reached and view.reply.over:
-            raise NotMet("the run has ended")
+            raise NotMet(OVER)
         if reached and _under_way(contact, view, last):
             deadline = now + timeout
             if view.round is not None and contact.id not in view.round.ids and not announced:

@@ -227,6 +227,8 @@ class Watch:
         if not self._requests:
             return
         number = self._requests.first
+        self._announce(f"{number.name}: ends here, no process is running", story.STOPPED)
+        self._announce.close()
         self._handout.take_back()
         if self._contact is not None:
             words = f"was stopped by {number.name}"
