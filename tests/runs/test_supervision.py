@@ -102,13 +102,13 @@ def test_each_restart_says_who_was_lost_and_when_it_trains_again(story: Story) -
 
 
 def test_the_log_of_the_run_tells_the_losses_and_restarts_too(story: Story) -> None:
-    log = (story.folder / "runs/folder-resnet8-1/log.txt").read_text()
+    log = (story.folder / "runs/photos-resnet8-1/log.txt").read_text()
     entries = [line.partition("  ")[2] for line in log.splitlines() if line[0].isdigit()]
-    starts = [index for index, text in enumerate(entries) if text.startswith("started: drumline train ")]
-    assert len(starts) == 4
-    for number, index in enumerate(starts[1:], 1):
-        assert entries[index - 1].startswith("failed: rank ")
-        assert entries[index - 1].endswith(f": restart {number} of 3")
+    ends = [text for text in entries if text.startswith(("started: drumline train ", "failed: "))]
+    assert [text.partition(":")[0] for text in ends] == ["started", "failed"] * 3 + ["started"]
+    for number, text in enumerate(ends[1::2], 1):
+        assert text.startswith("failed: rank ")
+        assert text.endswith(f": restart {number} of 3")
     assert "launcher: rank 1: stepping" in log
     assert len([text for text in entries if text.startswith("launcher: training again: step ")]) == 3
     assert entries[-1].startswith("finished: top-1 ")
@@ -125,7 +125,7 @@ def test_a_stopped_rank_is_noticed_in_time_and_the_others_say_where_they_stand(s
 
 def test_a_restart_warns_of_nothing_that_did_not_change(story: Story) -> None:
     assert "may differ" not in story.said
-    assert "WARNING" not in story.said
+    assert story.said.count("WARNING") == story.said.count("WARNING: data.batch = 12 leaves 6 to one of 2")
     assert "Traceback" not in story.said
 
 
