@@ -377,8 +377,6 @@ class Watch:
         story.leave_bar()
         again = self._goes_on_after(cause, failures)
         self._post(replace(cause, ends=not again))
-        if cause.rank < 0 and cause.host == self._host and self._care.restarts:
-            self._announce.writes = False  # the run folder may belong to machines that go on without this one
         if again:
             self._used += 1
             self._lost_at = time.monotonic()
