@@ -6,14 +6,21 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from drumline.errors import UserError
 from drumline.launch.network import free_port
-from drumline.recipe import Recipe
+from drumline.recipe import Recipe, Run
 from drumline.recipe_file import dump_recipe
-from drumline.train.agreement import different_fields
+from drumline.state.environment import arithmetic, device_name
+from drumline.train.agreement import check_arithmetic, different_fields
 from tests.runs.command import TINY, environment
+
+CPU = torch.device("cpu")
 
 
 def test_only_fields_that_must_agree_are_compared() -> None:
@@ -26,6 +33,23 @@ def test_only_fields_that_must_agree_are_compared() -> None:
     )
     found = different_fields(dump_recipe(one), dump_recipe(other))
     assert found == [("run.seed", 5, 0), ("checkpoint.every_steps", 9, 0)]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_ranks_that_would_compute_other_bits_are_refused_in_strict_mode(
+    monkeypatch: pytest.MonkeyPatch, strict: bool
+) -> None:
+    rank_0 = {"device": device_name(CPU), **arithmetic(CPU)}
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+    world: Any = SimpleNamespace(
+        size=2, device=CPU, share=lambda mine: rank_0, gather=lambda mine: [[0], mine]
+    )
+    recipe = Recipe(run=Run(strict=strict))
+    if strict:
+        with pytest.raises(UserError, match="ONEDNN_MAX_CPU_ISA = SSE41 here, not set on rank 0"):
+            check_arithmetic(recipe, world)
+    else:
+        check_arithmetic(recipe, world)
 
 
 @pytest.mark.slow

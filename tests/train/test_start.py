@@ -210,9 +210,13 @@ def test_weights_of_an_earlier_stop_are_kept_until_the_new_ones_are_written(
             run(tmp_path, resume="auto", steps=8)
     assert (one / "weights.aside" / "last.safetensors").exists()
     assert not (one / "weights").exists()
+    shutil.copy(one / "weights.aside" / "last.safetensors", one / "weights.aside" / "other.safetensors")
     run(tmp_path, resume="auto", steps=8)
     assert (one / "weights" / "last.safetensors").exists()
-    assert not (one / "weights.aside").exists()
+    assert (one / "weights.aside" / "other.safetensors").exists(), "it has not been written again"
+    (one / "weights.aside" / "other.safetensors").unlink()
+    run(tmp_path, resume="auto", steps=8)
+    assert [path.name for path in one.glob("weights*")] == ["weights"]
 
 
 @pytest.mark.slow

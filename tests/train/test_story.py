@@ -143,3 +143,7 @@ def test_the_command_to_resume_fits_the_run() -> None:
     )
     taught = replace(Recipe(), distill=replace(Recipe().distill, teacher_weights=("t",)))
     assert resume_command(taught, Path("runs/x")).startswith("drumline distill runs/x/recipe.toml ")
+    stage = resume_command(taught, Path("runs/x/initial-fsp"))
+    assert stage == "drumline distill ... run.name=x checkpoint.resume=auto"
+    own = replace(Recipe(), model=Model(name="mine.nets:small"))
+    assert resume_command(own, Path("runs/x")).endswith(" checkpoint.resume=auto --trust")

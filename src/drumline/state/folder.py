@@ -51,7 +51,7 @@ OF_A_RUN = (
     "metrics.jsonl",
     "fingerprints.txt",
     "weights",
-    "weights.aside",
+    "weights*.aside",
     "certificate.json",
     "broken-samples.tsv",
     "events.out.tfevents.*",
@@ -279,6 +279,10 @@ def repeatable(recipe: Recipe) -> Recipe:
 def resume_command(recipe: Recipe, folder: Path) -> str:
     """The command line that goes on with a run, whatever its own one was."""
     command = "train" if recipe.distill == Distill() else "distill"
+    if folder.name.startswith("initial-"):  # a stage of a run, which has no recipe in its own folder yet
+        return (
+            f"drumline {command} ... {shlex.quote(f'run.name={folder.parent.name}')} checkpoint.resume=auto"
+        )
     names = (recipe.data.source, recipe.model.name, *recipe.distill.teacher)
     trust = ["--trust"] if any(names_code(name) for name in names) else []
     return f"drumline {command} {shlex.join([str(folder / 'recipe.toml'), 'checkpoint.resume=auto', *trust])}"

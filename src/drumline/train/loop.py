@@ -273,6 +273,7 @@ def export(run: Running, position: Position) -> None:
     folder = run.folder.path / "weights"
     best = run.folder.checkpoints / f"step-{position.best_step}"
     try:
+        lock.check(folder)
         folder.mkdir(exist_ok=True)
         record = record_of(run.keeper.environment)
         export_tensors(last, folder / "last.safetensors", record)
@@ -288,7 +289,7 @@ def export(run: Running, position: Position) -> None:
             elif group in manifest.groups:
                 export_tensors(read_group(best, group), folder / "best.safetensors", record)
         write_checksums(folder)
-        shutil.rmtree(folder.with_name("weights.aside"), ignore_errors=True)
+        _remove_replaced(folder)
     except Unsound as reason:
         run.note(
             f"WARNING: weights/best.safetensors is not written, its checkpoint does not verify: {reason}"
@@ -299,6 +300,14 @@ def export(run: Running, position: Position) -> None:
             f"cannot write the weights below {folder}: {error.strerror or error}",
             "free space or mend the disk; the same command with --checkpoint.resume auto then writes them",
         ) from error
+
+
+def _remove_replaced(weights: Path) -> None:
+    """Takes away the weights of earlier stops, unless some were not written again: their checkpoint may be gone."""
+    lock.check(weights)
+    for aside in weights.parent.glob("weights*.aside"):
+        if all((weights / file.name).exists() for file in aside.glob("*.safetensors")):
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 def _closing_words(run: Running, result: Result, stopped_by: str, seconds: float) -> str:
