@@ -18,6 +18,7 @@ from drumline.errors import UserError
 from drumline.launch.environment import thread_defaults
 from drumline.recipe import Distill
 from drumline.result import print_result
+from drumline.text import message
 
 if TYPE_CHECKING:
     from drumline.arguments import Invocation
@@ -142,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return commands[words[0]](words[1:])
     except UserError as error:
         print(f"drumline: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except BrokenPipeError:
         # Whoever read our output has seen enough; let the interpreter not stumble over it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -235,7 +236,7 @@ def verify(words: list[str]) -> int:
 
     inspection = inspect(Path(words[0]), watch)
     for line in inspection.lines:
-        print(line)
+        print(message(line))
     print_result({key: value for key, value in asdict(inspection).items() if key != "lines"})
     return 0 if inspection.sound else 1
 
@@ -262,7 +263,7 @@ def compare(words: list[str]) -> int:
 
     found = find(Path(words[0]), Path(words[1]))
     for line in found.lines:
-        print(line)
+        print(message(line))
     print_result({key: value for key, value in asdict(found).items() if key != "lines"})
     return 0 if found.equal else 1
 

@@ -34,6 +34,7 @@ from drumline.recipe_fields import (
     with_values,
 )
 from drumline.recipe_layouts import not_offered
+from drumline.text import printable
 from drumline.toml_places import Place, key_places
 
 MAX_RECIPE = 64 << 10
@@ -93,7 +94,9 @@ def dump_recipe(recipe: Recipe, remarks: Mapping[str, str] = _NO_REMARKS) -> str
         for field in recipe_fields().values():
             if field.section == section:
                 line = f"{field.key} = {literal(_checked(recipe, field))}"
-                lines.append(line + (f"  # {_plain(remarks[field.name])}" if field.name in remarks else ""))
+                lines.append(
+                    line + (f"  # {printable(remarks[field.name])}" if field.name in remarks else "")
+                )
         blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)
 
@@ -139,11 +142,6 @@ def _checked(recipe: Recipe, field: RecipeField) -> Any:
     except WrongValue:
         what = f"{field.name} = {value!r} cannot be written to a recipe file"
         raise UserError(what, fix=f"give {expected(field.hint)}") from None
-
-
-def _plain(remark: str) -> str:
-    """A remark that cannot break out of its comment line, whatever the file name in it."""
-    return "".join(sign if sign.isprintable() else "?" for sign in remark)
 
 
 def _read_text(path: Path) -> str:

@@ -148,6 +148,40 @@ def _archive(good: bytes) -> bytes:
     return file.getvalue()
 
 
+def with_scans(good: bytes, scans: int) -> bytes:
+    """A progressive JPEG whose last scan comes again and again."""
+    data = encoded(_reopened(good), progressive=True)
+    last = data[data.rindex(b"\xff\xda") : -2]
+    return data[:-2] + last * (scans - data.count(b"\xff\xda")) + data[-2:]
+
+
+def _png_of_chunks(good: bytes) -> bytes:
+    data, chunk = _png(good), b"teSt"
+    return data[:33] + (bytes(4) + chunk + struct.pack(">I", zlib.crc32(chunk))) * 100_000 + data[33:]
+
+
+def _tiff_of_shared_tags(good: bytes) -> bytes:
+    """Tags of a kind that no reader knows, each with the same 20,000 bytes of the file."""
+    directory = b"".join(struct.pack("<HHII", 40_000 + tag, 7, 20_000, 8) for tag in range(1_000))
+    start = 8 + 20_000
+    return (
+        struct.pack("<2sHI", b"II", 42, start)
+        + bytes(20_000)
+        + struct.pack("<H", 1_000)
+        + directory
+        + bytes(4)
+    )
+
+
+def _exif_in_two_segments(good: bytes) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    body = exif.tobytes()
+    segments = [body[:20], b"Exif\0\0" + body[20:]]
+    marked = (b"\xff\xe1" + (2 + len(part)).to_bytes(2, "big") + part for part in segments)
+    return good[:2] + b"".join(marked) + good[2:]
+
+
 def _half(data: bytes) -> bytes:
     return data[: len(data) // 2]
 
@@ -215,4 +249,10 @@ KINDS: dict[str, Damage] = {
     "grey": Damage(lambda good: encoded(_reopened(good).convert("L")), "good"),
     "16-bit": Damage(_png_16_bit, "good", suffix=".png"),
     "upper-case-name": Damage(lambda good: good, "good", suffix=".JPEG"),
+    "many-scans": Damage(lambda good: with_scans(good, 101), "bad", "bomb"),
+    "as-many-scans-as-allowed": Damage(lambda good: with_scans(good, 100), "good", "suspect"),
+    "many-segments": Damage(lambda good: good[:2] + b"\xff\xfe\0\2" * 100_000 + good[2:], "bad", "bomb"),
+    "many-chunks": Damage(_png_of_chunks, "bad", "bomb", suffix=".png"),
+    "tags-that-share-their-bytes": Damage(_tiff_of_shared_tags, "bad", "bomb", suffix=".tif"),
+    "exif-in-two-segments": Damage(_exif_in_two_segments, "good"),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import itertools
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -23,8 +24,8 @@ from drumline.data.batch import make_batch
 from drumline.data.ledger import Ledger
 from drumline.data.loader import RESIDENT_BATCHES, Batches, Workers, batches, resident_batches
 from drumline.data.order import Request, training_requests
-from drumline.data.processes import _say_but_for_a_lost_trainer, process_batches
-from drumline.data.sources import SourceSpec, open_source
+from drumline.data.processes import _Maker, _Refusal, _say_but_for_a_lost_trainer, process_batches
+from drumline.data.sources import EncodedSource, SourceSpec, open_source
 from drumline.data.views import Batch, View
 from drumline.data.window import Bad
 from drumline.errors import UserError
@@ -226,7 +227,8 @@ def test_too_many_broken_samples_end_the_run_and_its_workers(damaged: Path, work
 def test_what_a_process_found_broken_comes_back_as_it_was(damaged: Path) -> None:
     view = View(16, "crop-flip", on_bad="black")
     source = open_source(spec(damaged))
-    with closing(process_batches(spec(damaged), view, SEED, requests(last=4), 1)) as loaded:
+    assert isinstance(source, EncodedSource)
+    with closing(process_batches(spec(damaged), source.digest(), view, SEED, requests(last=4), 1)) as loaded:
         for made, request in zip(loaded, requests(last=4), strict=True):
             assert tuple(made.bad) == make_batch(source, view, SEED, request).bad
             assert all(isinstance(bad, Bad) for bad in made.bad)
@@ -299,18 +301,21 @@ def test_workers_open_the_source_themselves(folder: Path, expected: list[Batch])
         assert same(next(loaded), expected[0])
 
 
-@pytest.mark.slow
-def test_a_source_that_is_gone_when_a_worker_opens_it_is_a_users_error(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["gone", "another"])
+def test_a_source_that_is_gone_or_another_when_a_worker_opens_it_is_a_loss(
+    folder: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drumline.data.reading.PAUSES", (0.0,))
     source = open_source(spec(folder))
-    gone = SourceSpec("folder", str(tmp_path / "gone"), "train")
-    ledger = Ledger("training", 14, 0.0)
-    with (
-        pytest.raises(UserError, match="gone"),
-        closing(
-            batches(gone, source, VIEW, SEED, requests(), Workers("processes", 1), CPU, ledger)
-        ) as loaded,
-    ):
-        next(loaded)
+    assert isinstance(source, EncodedSource)
+    if place == "another":
+        shutil.copytree(folder, tmp_path / place)
+        (tmp_path / place / "train/cat/3.webp").unlink()
+    maker = _Maker(SourceSpec("folder", str(tmp_path / place), "train"), source.digest(), VIEW, SEED)
+    answer = maker[next(iter(requests()))]
+    assert isinstance(answer, _Refusal)
+    assert answer.lost
+    assert ("does not exist" if place == "gone" else "13 samples are there now") in answer.what
 
 
 @pytest.mark.parametrize("workers", ALL, ids=named)

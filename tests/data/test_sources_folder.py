@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from drumline.data.sources import EncodedSource, SourceSpec, holdout_mask, open_source
 from drumline.data.sources.base import passed_over_words
-from drumline.errors import UserError
+from drumline.errors import LostError, UserError
 
 
 def put(root: Path, *names: str) -> Path:
@@ -190,14 +190,15 @@ def test_refuses_an_unreadable_folder(tmp_path, monkeypatch):
     assert "chmod" in error.fix
 
 
-def test_refuses_a_sample_that_vanished_or_cannot_be_read(tmp_path):
+def test_a_sample_that_vanished_or_cannot_be_read_is_a_loss(tmp_path, monkeypatch):
+    monkeypatch.setattr("drumline.data.reading.PAUSES", (0.0,))
     source = opened(put(tmp_path, "a/1.png", "a/2.png"))
     (tmp_path / "a/1.png").unlink()
     (tmp_path / "a/2.png").unlink()
     (tmp_path / "a/2.png").mkdir()
-    with pytest.raises(UserError, match=r"a/1\.png does not exist"):
+    with pytest.raises(LostError, match=r"a/1\.png cannot be read: No such file or directory"):
         source.read(0)
-    with pytest.raises(UserError, match=r"a/2\.png cannot be read"):
+    with pytest.raises(LostError, match=r"a/2\.png is a folder, not a regular file"):
         source.read(1)
 
 
@@ -298,7 +299,7 @@ def test_refuses_images_beside_class_folders(tmp_path):
 def test_refuses_pipes_with_image_names(tmp_path):
     put(tmp_path, "a/1.png")
     os.mkfifo(tmp_path / "a/2.png")
-    assert "a/2.png is not a regular file" in refusal(tmp_path).what
+    assert "a/2.png is a pipe, not a regular file" in refusal(tmp_path).what
 
 
 def test_a_spec_travels_through_pickle_small():

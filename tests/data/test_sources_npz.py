@@ -229,11 +229,16 @@ def test_a_header_that_lies_makes_no_array(tmp_path, monkeypatch, text):
 
 
 def test_a_file_that_unfolds_to_more_than_the_memory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 22, total=1 << 30))
     data = bytes(2 << 20)
     path = npz_of(tmp_path / "set.npz", "images", header((2, 1024, 1024)), data, zipfile.ZIP_DEFLATED)
     assert path.stat().st_size < 10_000
-    assert "images says it is 0.0 GiB, unfolded from" in refused(path).what
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert "images unfolds to 0.0 GiB, from 2," in refused(path).what
+    assert "in each of 3 processes; 0.0 GiB of memory are free" in refused(path).what
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setattr("drumline.data.sources.arrays.TRUSTED_SIZE", 1 << 20)
+    assert "images do not compress like that" in refused(path).what
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -163,4 +163,4 @@ def test_the_first_cause_is_named_first() -> None:
 def test_a_name_cannot_break_out_of_its_line() -> None:
     text, _ = record_text(1, {"parameter": {"a\n9 chain 00": 1, "b c": 2}}, True, "")
     (record, _) = next(chain.parse((chain.HEADER + text).encode()))
-    assert set(record.names) == {("parameter", "a?9 chain 00"), ("parameter", "b c")}
+    assert set(record.names) == {("parameter", r"a\n9 chain 00"), ("parameter", "b c")}

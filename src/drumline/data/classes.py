@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from drumline.observe.wording import printable
+from drumline.text import printable
 
 if TYPE_CHECKING:
     from drumline.data.sources.base import Source

@@ -3,7 +3,7 @@
 Promises: for ordinary files exactly what `Image.open(...).convert("RGB")` gives, first frame of an animation,
 without Pillow's warnings. One stated difference: 16-bit grey is divided by 256, where Pillow would clip
 everything above 255 to white. Refuses, with the file's name: damaged or cut-off files, what is not an image,
-float images, and images of more than 89 million pixels, before decoding them. A damaged compressed TIFF also
+float images, and whatever is over the limits of `limits.py`, before decoding it. A damaged compressed TIFF also
 makes libtiff write a line of its own to stderr; C code does that, out of our reach.
 """
 
@@ -17,10 +17,8 @@ from typing import Literal
 import numpy as np
 from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError, WebPImagePlugin
 
+from drumline.data.limits import MAX_PIXELS, check_file, check_image, too_large
 from drumline.errors import UserError
-
-MAX_PIXELS = 89_478_485
-"""Pillow's own limit, above which it suspects a decompression bomb; there only a warning."""
 
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 """Recognised by content, not by name. Others are left out: Pillow's EPS reader, for one, starts a program."""
@@ -43,10 +41,10 @@ def decode(data: bytes, where: str, exif: Literal["ignore", "apply"] = "ignore")
     """
     if not data:
         raise UserError(f"{where} is empty (0 bytes)", fix=_RESTORE)
+    check_file(data, where)
     try:
         image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
-        if image.width * image.height > MAX_PIXELS:
-            raise Image.DecompressionBombError(f"{image.width} x {image.height} pixels")
+        check_image(image, where)
         image.load()
         if exif == "apply":
             ImageOps.exif_transpose(image, in_place=True)
@@ -55,12 +53,12 @@ def decode(data: bytes, where: str, exif: Literal["ignore", "apply"] = "ignore")
         raise
     except UnidentifiedImageError as error:
         raise UserError(f"{where} {_looks_like(data)}", fix=_RESTORE) from error
-    except Image.DecompressionBombError as error:
-        raise UserError(
-            f"{where} is too large: {str(error).partition(' exceeds')[0]} (the limit is {MAX_PIXELS:,} pixels)",
-            fix="scale it down, or remove it",
-        ) from error
+    except Image.DecompressionBombError as error:  # Pillow's own limit, twice ours
+        size = str(error).partition(" exceeds")[0].partition("(")[2].rstrip(")")
+        raise too_large(where, f"is too large: {size} (the limit is {MAX_PIXELS:,} pixels)") from error
     except Exception as error:  # a damaged file makes Pillow raise nearly anything
+        if isinstance(error, OSError) and "out of memory" in str(error):
+            raise MemoryError(where) from error  # says nothing about the file
         reason = "is cut off" if "truncated" in str(error).lower() else "is damaged"
         raise UserError(f"{where} {reason}: {error or type(error).__name__}", fix=_RESTORE) from error
 

@@ -18,6 +18,7 @@ from PIL import Image, UnidentifiedImageError
 from drumline import native
 from drumline.data.decode import FORMATS, decode
 from drumline.data.jpeg import read_header, stream_fault
+from drumline.data.limits import TooLarge
 from drumline.data.sources import ArraySource, EncodedSource, Source
 from drumline.data.sources.packed import PackedFiles
 from drumline.errors import UserError
@@ -47,6 +48,8 @@ def examine_sample(source: EncodedSource, sample: int) -> Examination:
     where = source.where(sample)
     try:
         data = source.read(sample)
+    except TooLarge as error:
+        return _refused("bomb", error.what, where)
     except UserError as error:
         changed = isinstance(source, PackedFiles) and not source.sound(np.array([sample])).all()
         return _refused("changed" if changed else "unreadable", error.what, where)
@@ -99,12 +102,12 @@ _FORMAT_OF = {
 def _kind_of(data: bytes, error: UserError) -> str:
     """The kind of what `decode` refused."""
     cause = error.__cause__
+    if isinstance(error, TooLarge):
+        return "bomb"
     if not data:
         return "empty"
     if cause is None:
         return "unsupported"
-    if isinstance(cause, Image.DecompressionBombError):
-        return "bomb"
     if isinstance(cause, UnidentifiedImageError):
         return "damaged" if " begins like a " in error.what else "not-an-image"
     return "truncated" if " is cut off: " in error.what else "damaged"

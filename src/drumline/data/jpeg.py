@@ -13,6 +13,8 @@ from typing import Literal
 
 import numpy as np
 
+from drumline.data.limits import MAX_PARTS, MAX_SCANS
+
 Chroma = Literal["grey", "444", "422", "420", "440", "other"]
 
 
@@ -62,9 +64,10 @@ def read_header(data: bytes | memoryview) -> JpegHeader | None:
     exif: memoryview | None = None
     xmp: memoryview | None = None
     exif_segments = 0
-    at = 2
+    at, parts = 2, 0
     while True:
-        if at + 4 > size or view[at] != 0xFF:
+        parts += 1
+        if at + 4 > size or view[at] != 0xFF or parts > MAX_PARTS:
             return None
         marker = view[at + 1]
         if marker == 0xFF:  # a fill byte
@@ -165,6 +168,9 @@ def stream_fault(data: bytes | memoryview, header: JpegHeader) -> str:
     codes = stream[places + 1]
     telling = (codes != 0) & (codes != 0xFF)
     single = _single_scan(header)
+    found = int(telling.sum())
+    if found > MAX_PARTS + (_restarts(header) if single else MAX_SCANS * header.width * header.height // 64):
+        return f"it has {found:,} markers, far too many"
     restarts, body_end = 0, 0
     for at, code in zip(places[telling].tolist(), codes[telling].tolist(), strict=True):
         if at < body_end:

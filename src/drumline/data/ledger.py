@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from drumline.data.window import Bad
 from drumline.errors import UserError
-from drumline.observe.wording import printable
+from drumline.text import printable
 
 SHOWN = 3
 

@@ -155,7 +155,7 @@ class _Asked:
         if workers.count == 0 or isinstance(source, ArraySource):
             yield from (make_batch(source, view, seed, request) for request in self.requests)
         elif workers.kind == "processes":
-            yield from process_batches(self.spec, view, seed, self.requests, workers.count)
+            yield from process_batches(self.spec, source.digest(), view, seed, self.requests, workers.count)
         else:
             yield from threaded_batches(source, view, seed, self.requests, workers.count, room, route)
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drumline.errors import UserError
-from drumline.observe.wording import printable
 from drumline.recipe_file import together
 from drumline.result import print_result
+from drumline.text import message
 
 if TYPE_CHECKING:
     from drumline.data.sources import PackedFiles
@@ -92,7 +92,7 @@ def pack(words: list[str]) -> int:
     if packed.bad:
         _say(f"{packed.bad:,} sample(s) cannot be read as images; they were kept as they are:")
         for line in packed.bad_samples:
-            _say(f"  {printable(line)}")
+            _say(f"  {line}")
         if packed.bad > len(packed.bad_samples):
             _say(f"  and {packed.bad - len(packed.bad_samples):,} more")
     print_result(asdict(packed))
@@ -143,7 +143,7 @@ _EXAMPLES = {"source": "folder", "holdout": "0.1", "resize_short": "256", "shard
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(message(text), file=sys.stderr, flush=True)
 
 
 def _read(words: list[str]) -> tuple[list[str], dict[str, Any]]:

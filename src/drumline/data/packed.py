@@ -33,7 +33,8 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from drumline.data.decode import MAX_PIXELS
+from drumline.data.limits import MAX_PIXELS
+from drumline.data.reading import read_whole, refused
 from drumline.errors import UserError
 from drumline.state.atomic import write_text
 
@@ -155,7 +156,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if file.stat().st_size > MAX_MANIFEST:
             raise UserError(f"{file} is too large to be a manifest ({file.stat().st_size} bytes)", fix=_AGAIN)
-        text = file.read_bytes()
+        text = read_whole(file, MAX_MANIFEST)
         content = json.loads(text)
     except FileNotFoundError:
         raise UserError(
@@ -163,9 +164,7 @@ def read_manifest(folder: Path) -> Manifest:
             fix="run the same `drumline pack` again, it goes on where it stopped",
         ) from None
     except OSError as error:
-        raise UserError(
-            f"{file} cannot be read: {error.strerror}", fix="check permissions and disk"
-        ) from error
+        raise refused(file, error) from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is damaged: it is not JSON", fix=_AGAIN) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -358,11 +357,9 @@ def _check_records(records: NDArray[np.void], manifest: Manifest, part: Split, w
 def _content(file: Path, size: int, digest: str) -> bytes:
     _check_size(file, size)
     try:
-        content = file.read_bytes()
+        content = read_whole(file, size)
     except OSError as error:
-        raise UserError(
-            f"{file} cannot be read: {error.strerror}", fix="check permissions and disk"
-        ) from error
+        raise refused(file, error) from error
     if hashlib.sha256(content).hexdigest() != digest:
         raise UserError(f"{file} has changed since it was written: its checksum is another", fix=_AGAIN)
     return content
@@ -371,8 +368,10 @@ def _content(file: Path, size: int, digest: str) -> bytes:
 def _check_size(file: Path, size: int) -> None:
     try:
         found = file.stat().st_size
-    except OSError as error:
+    except FileNotFoundError as error:
         raise UserError(f"{file} of a packed set cannot be found: {error.strerror}", fix=_AGAIN) from error
+    except OSError as error:
+        raise refused(file, error) from error
     if found != size:
         how = "is cut off" if found < size else "has grown"
         raise UserError(f"{file} {how}: {found} bytes, the set's manifest says {size}", fix=_AGAIN)

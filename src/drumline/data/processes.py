@@ -2,7 +2,7 @@
 
 Promises: the batches of `make_batch`, in the order of the requests, for any number of processes; each opens the
 source itself, so no data travels through process start; none outlives the trainer. A `UserError` in a worker
-surfaces here.
+surfaces here as it was; a worker or a fork server that is killed is a `LostError`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from drumline.data.batch import Made, make_batch
 from drumline.data.order import Request
 from drumline.data.owned import end_with_owner
-from drumline.data.sources import Source, SourceSpec, open_source
+from drumline.data.sources import Source, SourceSpec, open_same
 from drumline.data.views import View
 from drumline.errors import LostError, UserError
 
@@ -33,49 +33,51 @@ class _Refusal:
 
     what: str
     fix: str
+    lost: bool
 
 
 class _Maker(Dataset["Made | _Refusal"]):
     """Makes the batch of a request; opens the source on first use in each process."""
 
-    def __init__(self, spec: SourceSpec, view: View, seed: int) -> None:
-        self.spec, self.view, self.seed = spec, view, seed
+    def __init__(self, spec: SourceSpec, digest: str, view: View, seed: int) -> None:
+        self.spec, self.digest, self.view, self.seed = spec, digest, view, seed
         self.source: Source | None = None
 
     def __getitem__(self, request: Request) -> Made | _Refusal:
         try:
             if self.source is None:
-                self.source = open_source(self.spec)
+                self.source = open_same(self.spec, self.digest)
             return make_batch(self.source, self.view, self.seed, request)
         except UserError as error:
-            return _Refusal(error.what, error.fix)
+            return _Refusal(error.what, error.fix, isinstance(error, LostError))
 
 
 def process_batches(
-    spec: SourceSpec, view: View, seed: int, requests: Iterable[Request], workers: int
+    spec: SourceSpec, digest: str, view: View, seed: int, requests: Iterable[Request], workers: int
 ) -> Generator[Made, None, None]:
-    """The batches of the requests, in their order."""
+    """The batches of the requests, in their order. `digest` is that of the source as the trainer has opened it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["drumline.data.forkserver", "drumline.data.processes"])
-    with warnings.catch_warnings():
-        # The number of workers is the user's choice, or ours from the cores we may use.
-        warnings.filterwarnings("ignore", message="This DataLoader will create")
-        loader = DataLoader(
-            _Maker(spec, view, seed),
-            sampler=_Requests(requests),
-            batch_size=None,
-            num_workers=workers,
-            prefetch_factor=2,
-            multiprocessing_context=context,
-            worker_init_fn=_start_worker,
-            # Its own generator: the loader must not draw from the global one, whose state belongs to the model.
-            generator=torch.Generator().manual_seed(0),
-        )
-        iterator = iter(loader)
+    iterator: Iterator[Made | _Refusal] | None = None
     try:
+        with warnings.catch_warnings():
+            # The number of workers is the user's choice, or ours from the cores we may use.
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            loader = DataLoader(
+                _Maker(spec, digest, view, seed),
+                sampler=_Requests(requests),
+                batch_size=None,
+                num_workers=workers,
+                prefetch_factor=2,
+                multiprocessing_context=context,
+                worker_init_fn=_start_worker,
+                # Its own generator: the loader must not draw from the global one, whose state belongs to the model.
+                generator=torch.Generator().manual_seed(0),
+            )
+            iterator = iter(loader)
         for result in iterator:
             if isinstance(result, _Refusal):
-                raise UserError(result.what, result.fix)
+                raise (LostError if result.lost else UserError)(result.what, result.fix)
             yield result
     except (RuntimeError, OSError, EOFError) as error:
         if not _is_loss(error):
@@ -90,8 +92,9 @@ def process_batches(
 
 
 def _is_loss(error: Exception) -> bool:
-    """Whether a worker is gone: torch says so, or a batch was to be fetched from it at that moment. What a worker has
-    raised itself arrives here with the words "Caught ... in DataLoader worker"."""
+    """Whether a worker is gone: torch says so, or a batch was to be fetched from it at that moment; or the fork
+    server that was to start it. What a worker has raised itself arrives here with the words "Caught ... in DataLoader
+    worker"."""
     if isinstance(error, RuntimeError):
         return bool(re.search(r"DataLoader worker .*(killed by signal|exited unexpectedly)", str(error)))
     return isinstance(error, EOFError | ConnectionError | FileNotFoundError) and "Caught" not in str(error)

@@ -19,15 +19,16 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
-from drumline.data.decode import FORMATS, MAX_PIXELS, decode
+from drumline.data.decode import FORMATS, decode
 from drumline.data.jpeg import read_header
+from drumline.data.limits import MAX_PIXELS, TooLarge, check_file
 from drumline.data.owned import serve_owner
 from drumline.data.packed import Kind, Options, Stored
 from drumline.data.resize import resize
-from drumline.data.sources import ArraySource, Source, SourceSpec, open_source
+from drumline.data.sources import ArraySource, Source, SourceSpec, open_same
 from drumline.data.sources.base import Images
 from drumline.data.sources.packed import PackedFiles
-from drumline.errors import UserError
+from drumline.errors import LostError, UserError
 
 JPEG_QUALITY = 95
 """Of resized images, with full colour resolution (4:4:4)."""
@@ -36,7 +37,7 @@ CHUNK = 16
 
 
 def store(source: Source, sample: int, options: Options) -> Stored:
-    """A sample as it is packed. Never fails on a bad image; a file that cannot be read at all is a `UserError`."""
+    """A sample as it is packed. Never fails on a bad image; a file that cannot be read at all is a `LostError`."""
     if isinstance(source, ArraySource):
         return _raw(_shortened(source.take(np.array([sample]))[0], options.resize_short))
     if isinstance(source, PackedFiles) and source.kinds[sample] >= Kind.RGB:
@@ -61,6 +62,10 @@ def store(source: Source, sample: int, options: Options) -> Stored:
 def as_it_is(data: bytes) -> Stored:
     """An image file, not decoded: only its header is looked at. Width and height 0: it is not a readable image."""
     kind, width, height, orientation = Kind.OTHER, 0, 0, 0
+    try:
+        check_file(data, "")
+    except TooLarge:
+        return Stored(data, kind, width, height, orientation, zlib.crc32(data))
     header = read_header(data)
     if header is not None and header.precision == 8:
         kind, width, height, orientation = Kind.JPEG, header.width, header.height, header.orientation
@@ -80,9 +85,10 @@ def stored_samples(
         for sample in range(first, len(source)):
             yield store(source, sample, options)
         return
+    assert not isinstance(source, ArraySource)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["drumline.data.forkserver", "drumline.data.stored"])
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (spec, options))
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (spec, source.digest(), options))
     pending: deque[Future[list[Stored]]] = deque()
     starts = iter(range(first, len(source), CHUNK))
     try:
@@ -93,8 +99,8 @@ def stored_samples(
             if not pending:
                 return
             yield from pending.popleft().result()
-    except BrokenProcessPool as error:
-        raise UserError(
+    except (BrokenProcessPool, ConnectionError, EOFError) as error:
+        raise LostError(
             "a packing process was killed",
             fix="out of memory? Run the same command again with fewer --workers; it goes on where it stopped",
         ) from error
@@ -137,17 +143,22 @@ def _orientation(image: Image.Image) -> int | None:
     return value if value in range(2, 9) else 1
 
 
-_here: tuple[Source, Options] | None = None
-"""What this packing process works on."""
+_asked: tuple[SourceSpec, str, Options] | None = None
+_here: Source | None = None
+"""What this packing process works on: as it was told, and opened."""
 
 
-def _start_worker(spec: SourceSpec, options: Options) -> None:
+def _start_worker(spec: SourceSpec, digest: str, options: Options) -> None:
     serve_owner()
-    global _here
-    _here = (open_source(spec), options)
+    global _asked
+    _asked = spec, digest, options
 
 
 def _chunk(first: int, end: int) -> list[Stored]:
-    assert _here is not None
-    source, options = _here
+    assert _asked is not None
+    global _here
+    spec, digest, options = _asked
+    if _here is None:  # not when the process starts: what goes wrong then ends it without a word
+        _here = open_same(spec, digest)
+    source = _here
     return [store(source, sample, options) for sample in range(first, end)]

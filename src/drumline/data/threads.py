@@ -25,7 +25,7 @@ from drumline.data.sources.base import MappedFiles
 from drumline.data.sources.folder import FolderSource
 from drumline.data.views import View
 from drumline.data.window import Bad, Found, elongated, find_window, takes_natively
-from drumline.errors import UserError
+from drumline.errors import LostError, UserError
 from drumline.native import Pool, Work
 
 READ_AHEAD, MADE_AHEAD = 2, 2
@@ -180,7 +180,9 @@ class Slot:
     def _take_loads(self, readers: Pool) -> None:
         """Bytes that Python read; what could not be read is left to `find_window`, which says why."""
         for slot, load in enumerate(self.loads):
-            data = b"" if isinstance(load.exception(), UserError) else load.result()
+            error = load.exception()
+            left = isinstance(error, UserError) and not isinstance(error, LostError)
+            data = b"" if left else load.result()
             self.borrowed.append(data)
             self.arrays.data[slot] = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
             self.arrays.lengths[slot] = len(data)

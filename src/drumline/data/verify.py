@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import stat
 from collections import Counter, deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -26,15 +25,17 @@ from numpy.typing import NDArray
 from drumline.data.examine import Examination, examine_range
 from drumline.data.owned import interrupts_noted, serve_owner
 from drumline.data.packed import looks_packed
+from drumline.data.reading import patiently, read_whole
 from drumline.data.sources import EncodedSource, Source, SourceSpec, detect_source, open_source
 from drumline.data.sources.base import NoEvalSplit, passed_over_words
 from drumline.data.sources.folder import EVAL_FOLDERS, EXTENSIONS
 from drumline.data.sources.packed import PackedArrays
-from drumline.errors import UserError
+from drumline.errors import LostError, UserError
 from drumline.launch.machine import usable_cores
 from drumline.observe.display import progress
-from drumline.observe.wording import count, printable
+from drumline.observe.wording import count
 from drumline.state.atomic import write_bytes
+from drumline.text import printable
 
 BAD = (
     "unopened",  # a whole split: no run starts on it
@@ -244,15 +245,9 @@ class _LooseFiles(EncodedSource):
 
     def read(self, sample: int) -> bytes:
         path = Path(self.paths[sample])
-        try:
-            if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would wait for ever
-                raise UserError(f"{path} is not a regular file")
-            return path.read_bytes()
-        except OSError as error:
-            broken = path.is_symlink() and not path.exists()
-            raise UserError(
-                f"{path} is a broken link" if broken else f"{path} cannot be read: {error.strerror}"
-            ) from error
+        if path.is_symlink() and not path.exists():
+            raise UserError(f"{path} is a broken link")
+        return patiently(lambda: read_whole(path), str(path))
 
 
 @dataclass(frozen=True)
@@ -268,7 +263,7 @@ class _Split:
 
 
 def _open(spec: SourceSpec | _Loose) -> Source:
-    return _LooseFiles(spec.root) if isinstance(spec, _Loose) else open_source(spec)
+    return _LooseFiles(spec.root) if isinstance(spec, _Loose) else open_source(spec, again=True)
 
 
 def _open_splits(path: Path, name: str) -> tuple[list[_Split], list[Finding]]:
@@ -349,8 +344,8 @@ def _in_processes(splits: list[_Split], workers: int) -> _Results:
                 for sample, result in enumerate(future.result(), start):
                     yield split, sample, result
             raise KeyboardInterrupt
-    except BrokenProcessPool as error:
-        raise UserError(
+    except (BrokenProcessPool, ConnectionError, EOFError) as error:
+        raise LostError(
             f"a checking process was killed, at {split.where(start)} or within {4 * workers * CHUNK} samples of it",
             "out of memory? See `dmesg`; else try these files one by one",
         ) from error

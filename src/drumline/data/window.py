@@ -14,13 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drumline import native
-from drumline.data.decode import MAX_PIXELS, decode
+from drumline.data.decode import decode
 from drumline.data.draws import Purpose, bits
 from drumline.data.geometry import Column, Geometry
+from drumline.data.limits import MAX_PIXELS
+from drumline.data.reading import lost
 from drumline.data.resize import resize_by_pillow, vertical_first
 from drumline.data.sources import EncodedSource
 from drumline.data.views import View
-from drumline.errors import UserError
+from drumline.errors import LostError, UserError
 
 Window = NDArray[np.uint8]
 GeometryOf = Callable[[NDArray[np.int32]], Geometry]
@@ -30,7 +32,7 @@ SUBSTITUTES = 100
 
 
 class Bad(NamedTuple):
-    """A sample that could not be read or decoded."""
+    """A sample whose content could not be used."""
 
     sample: int
     what: str
@@ -52,6 +54,10 @@ def find_window(source: EncodedSource, view: View, seed: int, epoch: int, sample
         try:
             pixels = _window(source, view, seed, epoch, sample, candidate)
             return Found(pixels, int(source.labels[candidate]), tuple(bad))
+        except MemoryError as error:
+            raise lost(source.where(candidate), error) from error
+        except LostError:  # says nothing about the sample
+            raise
         except UserError as error:
             if view.on_bad == "raise":
                 raise

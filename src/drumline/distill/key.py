@@ -16,7 +16,7 @@ import numpy as np
 from drumline.data.sources import ArraySource, Source
 from drumline.data.views import View
 from drumline.distill.payload import Rule
-from drumline.errors import UserError
+from drumline.errors import LostError, UserError
 
 FORMAT = 1
 LOOKED_AT = 64
@@ -108,8 +108,8 @@ def content_of(source: Source, unreadable: bool = False) -> str:
                 kind, data = str(pixels.shape), pixels.tobytes()
             else:
                 kind, data = "file", source.read(sample)
-        except UserError:
-            if not unreadable:
+        except UserError as error:
+            if not unreadable or isinstance(error, LostError):
                 raise
             kind, data = "unreadable", b""
         digest.update(f"{sample} {kind} {len(data)}\n".encode() + data)

@@ -21,13 +21,14 @@ from typing import Any
 
 from drumline.errors import LostError, UserError
 from drumline.launch.environment import LAUNCHER
+from drumline.text import printable
 
 FILE = "TORCHELASTIC_ERROR_FILE"
 
 HINTS = {
     signal.SIGKILL: "out of memory? The kernel kills the largest process then: see `dmesg`, "
     "and try a smaller data.batch or fewer data.workers",
-    signal.SIGBUS: "shared memory full, or a data file cut short while it was read? See `drumline doctor`; "
+    signal.SIGBUS: "shared memory full, or a data file that was cut short or cannot be read? See `drumline doctor`; "
     "in Docker, start with --shm-size=8g",
     signal.SIGSEGV: "a crash in native code: run again with PYTHONFAULTHANDLER=1 to see where",
 }
@@ -72,8 +73,8 @@ def record_failure(error: BaseException, rank: int) -> bool:
     if not path:
         return False
     user, lost = isinstance(error, UserError), isinstance(error, LostError)
-    message = str(error) if user else f"{type(error).__name__}: {error}"
-    stack = "" if user else "".join(traceback.format_exception(error))
+    message = printable(str(error) if user else f"{type(error).__name__}: {error}", keep="\n\t")
+    stack = "" if user else printable("".join(traceback.format_exception(error)), keep="\n\t")
     failure = Failure(
         rank=rank,
         message=message,
@@ -81,7 +82,7 @@ def record_failure(error: BaseException, rank: int) -> bool:
         traceback=stack,
         user=user,
         follows=(not user or lost) and bool(_LOST_PEER.search(message)),
-        exit_code=2 if user else 1,
+        exit_code=error.exit_code if isinstance(error, UserError) else 1,
         lost=lost,
     )
     torch_format = {
@@ -149,7 +150,7 @@ def from_fields(content: object) -> Failure:
 
 def plain(text: str) -> str:
     """Text without what would move a terminal's cursor or colour it, at most 20,000 characters."""
-    return "".join(sign for sign in text[:20_000] if sign in "\n\t" or sign.isprintable())
+    return printable(text[:20_000], keep="\n\t")[:20_000]
 
 
 def render_failure(failure: Failure) -> str:

@@ -35,6 +35,7 @@ from drumline.observe.story import say
 from drumline.recipe import Recipe
 from drumline.recipe_layouts import STAGED
 from drumline.result import print_result
+from drumline.text import message
 
 
 def run(words: Sequence[str], recipe: Recipe, job: str) -> int:
@@ -151,10 +152,10 @@ def _heed_parallel(place: Place, recipe: Recipe) -> str:
 def _leave(error: BaseException, rank: int, world: World) -> int:
     """Ends a failed rank: says why unless the launcher will, and does not wait for threads that may hang."""
     error = _explained(error, world)
-    code = 2 if isinstance(error, UserError) else 1
+    code = error.exit_code if isinstance(error, UserError) else 1
     if not record_failure(error, rank) and world.claim_failure():
-        story = str(error) if code == 2 else "".join(traceback.format_exception(error))
-        print(f"drumline: rank {rank}: {story}", file=sys.stderr)
+        story = str(error) if isinstance(error, UserError) else "".join(traceback.format_exception(error))
+        print(message(f"drumline: rank {rank}: {story}"), file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -57,6 +57,9 @@ int resampler_finish(Resampler *r, uint8_t *out, int channels, int mirror);
 
 int columns_come_first(int version13, const int32_t *geometry);
 
+/* The limits of data/limits.py, which explains them: what is over one of them is left to Python, which refuses it. */
+enum { MAX_PIXELS = 89478485, MAX_PARTS = 100000, MAX_SCANS = 100, SCANNED_TIMES = 20 };
+
 /* One JPEG to one window; DONE or LEFT_TO_PILLOW. */
 int jpeg_window(const uint8_t *data, size_t length, int stored_width, int stored_height, const int32_t *geometry,
                 int size, int filter, int version13, uint8_t *out, Scratch *scratch);

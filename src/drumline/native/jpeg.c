@@ -21,6 +21,30 @@ static int runs_clean(const uint8_t *at, const uint8_t *end) {
     return 0;
 }
 
+/* Whether a file may have the scans that follow the first one, whose coded data begins at `at`. Markers are found as
+ * libjpeg finds them; segments are passed over by their lengths. */
+static int scans_are_few(const uint8_t *at, const uint8_t *end, int64_t pixels) {
+    int scans = 1;
+    for (int parts = 0; parts < MAX_PARTS; parts++) {
+        uint8_t code = 0;
+        while (code < 2 || code == 0xFF || (code >= 0xD0 && code <= 0xD7)) {
+            at = memchr(at, 0xFF, (size_t)(end - at));
+            if (!at || ++at == end) return 1;
+            code = *at;
+            if (code != 0xFF) at++;
+        }
+        if (code == 0xD8 || code == 0xD9) return 1;
+        if (code == 0xDA && (++scans > MAX_SCANS || scans * pixels > (int64_t)SCANNED_TIMES * MAX_PIXELS)) return 0;
+        if (code >= 0xC0) {
+            if (end - at < 2) return 1;
+            int segment = at[0] << 8 | at[1];
+            if (segment > end - at) return 1;
+            at += segment;
+        }
+    }
+    return 0;
+}
+
 #ifdef DRUMLINE_JPEG
 #include <setjmp.h>
 #include <stdio.h>
@@ -63,7 +87,9 @@ static int open_region(struct jpeg_decompress_struct *info, const uint8_t *data,
                  (info->jpeg_color_space == JCS_YCbCr || info->jpeg_color_space == JCS_RGB);
     if (!grey && !colour) return 0;
     int one_scan = !info->progressive_mode && info->comps_in_scan == info->num_components;
-    if (one_scan && !runs_clean(info->src->next_input_byte, data + length)) return 0;
+    const uint8_t *coded = info->src->next_input_byte;
+    if (one_scan && !runs_clean(coded, data + length)) return 0;
+    if (!one_scan && !scans_are_few(coded, data + length, (int64_t)width * height)) return 0;
     info->out_color_space = JCS_EXT_RGBX;
     jpeg_start_decompress(info);
     if (info->progressive_mode && !is_complete(info)) return 0;
@@ -208,9 +234,10 @@ static int pillow_minds(uint8_t marker, const uint8_t *body, size_t length) {
 /* By the markers alone, up to the first scan. */
 int jpeg_size(const uint8_t *data, size_t length, int32_t *stored) {
     size_t at = 2;
+    int exif = 0;
     stored[0] = stored[1] = stored[2] = 0;
     if (length < 4 || data[0] != 0xFF || data[1] != 0xD8) return 0;
-    while (at + 4 <= length) {
+    for (int parts = 0; at + 4 <= length && parts < MAX_PARTS; parts++) {
         if (data[at] != 0xFF) break;
         uint8_t marker = data[at + 1];
         if (marker == 0xFF) {
@@ -226,6 +253,8 @@ int jpeg_size(const uint8_t *data, size_t length, int32_t *stored) {
             if (stored[0] == 0 || stored[1] == 0) break;
         }
         if (marker == 0xE1) stored[2] = 1; /* EXIF or XMP: Pillow turns by either */
+        /* Pillow joins several segments of EXIF, and limits what they may hold. */
+        if (marker == 0xE1 && segment >= 8 && !memcmp(data + at + 4, "Exif\0", 6) && exif++) break;
         if (pillow_minds(marker, data + at + 4, segment - 2)) break;
         at += 2 + segment;
     }

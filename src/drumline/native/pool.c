@@ -46,7 +46,8 @@ static int take(uint8_t **data, int64_t *room, int64_t size) {
     *data = pages, *room = rounded;
     return 0;
 }
-#define LARGEST_FILE ((int64_t)1 << 30)
+/* Larger files are left to Python, which reads no more than one for each thread at a time, up to its own limit. */
+#define LARGEST_FILE ((int64_t)64 << 20)
 
 /* Mirrored by `native/__init__.py`. Arrays belong to Python and outlive the job. */
 typedef struct {
@@ -75,9 +76,10 @@ typedef struct {
     pthread_t ids[];
 } Pool;
 
-/* Status 0 or an errno. */
+/* Status 0 or an errno; with an error, Python reads the file again and decides what it means. Opening does not wait for
+ * what has become a pipe. */
 static int read_file(const char *path, uint8_t **data, int64_t *length, int64_t *room) {
-    int file = open(path, O_RDONLY | O_CLOEXEC);
+    int file = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (file < 0) return errno;
     struct stat facts;
     int problem = 0;

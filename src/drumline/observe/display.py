@@ -21,6 +21,7 @@ from rich.text import Text
 
 from drumline.observe import wording
 from drumline.observe.wording import Pace
+from drumline.text import message
 
 Item = TypeVar("Item")
 
@@ -158,7 +159,7 @@ class PlainDisplay:
             return
         try:
             # One write for the whole line, so that lines of two threads do not mix.
-            self._stream.write(text + "\n")
+            self._stream.write(message(text) + "\n")
             self._stream.flush()
         except (OSError, ValueError):
             # Whoever read this is gone (a closed pipe, a lost connection); the run goes on, log.txt has it all.
@@ -200,7 +201,7 @@ class RichDisplay:
         self._screen.clear()
 
     def _say(self, text: str, style: str = "") -> None:
-        self._console.print(Text(text, style=style))
+        self._console.print(Text(message(text), style=style))
 
     def _draw(self, width: int, ascii_only: bool) -> Text:
         progress, evaluated = self._progress or self._start, self._evaluated

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from drumline.state import lock
+from drumline.text import message
 
 LOG = "log.txt"
 STARTED = "started: "
@@ -37,12 +38,12 @@ def say(text: str) -> None:
     """A line on stderr from a process or a moment that does not draw the display; it replaces a bar that stands on
     the line of the cursor, which is drawn again below. Safe in a signal handler; lost when stderr is closed."""
     with suppress(OSError):
-        os.write(2, (ERASE_LINE if os.isatty(2) else b"") + text.encode("utf-8", "replace") + b"\n")
+        os.write(2, (ERASE_LINE if os.isatty(2) else b"") + message(text).encode() + b"\n")
 
 
 def stamped(text: str) -> str:
     """An entry of log.txt: the time, then the text, with further lines indented."""
-    return time.strftime("%Y-%m-%d %H:%M:%S  ") + text.replace("\n", "\n    ") + "\n"
+    return time.strftime("%Y-%m-%d %H:%M:%S  ") + message(text).replace("\n", "\n    ") + "\n"
 
 
 def append_note(folder: Path, text: str) -> None:
@@ -53,7 +54,7 @@ def append_note(folder: Path, text: str) -> None:
     with suppress(OSError):
         handle = os.open(_log_of(folder), os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            os.write(handle, stamped(text).encode("utf-8", "replace"))
+            os.write(handle, stamped(text).encode())
         finally:
             os.close(handle)
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from xml.sax.saxutils import escape
 
 from drumline.observe.shades import shades
-from drumline.observe.wording import printable
 from drumline.parallel.pipeline.instructions import Instruction, Kind
 from drumline.parallel.pipeline.simulate import Span, bubble
+from drumline.text import printable
 
 
 def timeline_svg(

@@ -1,7 +1,6 @@
-"""Numbers written for people: counts, speeds, shares, durations, and how long something still takes; and names.
+"""Numbers written for people: counts, speeds, shares, durations, and how long something still takes.
 
-Promises plain ASCII of a steady width for numbers; NaN and infinity are written as such, never hidden. A name comes
-out on one line, as something that any file and terminal can hold.
+Promises plain ASCII of a steady width; NaN and infinity are written as such, never hidden.
 """
 
 from __future__ import annotations
@@ -40,11 +39,6 @@ def duration(seconds: float) -> str:
         return f"{whole // 86400} d {whole % 86400 // 3600} h"
     hours, minutes, rest = whole // 3600, whole % 3600 // 60, whole % 60
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def printable(line: str) -> str:
-    """A file's name may hold anything: what a terminal obeys, line ends, bytes that are no UTF-8."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
 
 
 class Pace:

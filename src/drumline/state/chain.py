@@ -16,6 +16,7 @@ from pathlib import Path
 
 from drumline.state import atomic
 from drumline.state.tensor_file import read_small
+from drumline.text import printable
 
 FILE = "fingerprints.txt"
 HEADER = "# drumline fingerprints 1: STEP GROUP NAME VALUE; the name * is the whole group; chain covers all above\n"
@@ -66,7 +67,7 @@ def record_text(step: int, values: Values, full: bool, before: str) -> tuple[str
     for group in GROUPS:
         if group not in values:
             continue
-        each = [f"{_plain(name)} {_hex(value)}" for name, value in sorted(values[group].items())]
+        each = [f"{printable(name)} {_hex(value)}" for name, value in sorted(values[group].items())]
         whole = hashlib.sha256("\n".join(each).encode()).hexdigest()[:16]
         lines.append(f"{step} {group} {WHOLE} {whole}\n")
         if full:
@@ -176,8 +177,3 @@ def _record(text: str, step: int, chain: str) -> Record:
 
 def _hex(value: int) -> str:
     return f"{value % 2**64:016x}"
-
-
-def _plain(name: str) -> str:
-    """A name that cannot break out of its line."""
-    return "".join(sign if sign.isprintable() else "?" for sign in name)

@@ -25,6 +25,7 @@ from drumline.state.atomic import write_file, write_text
 from drumline.state.checkpoint import is_checkpoint, is_temporary, newest_sound
 from drumline.state.lock import FILE as LOCK
 from drumline.state.lock import Lock, Superseded, acquire
+from drumline.text import printable
 
 IRRELEVANT_TO_BITS = (
     "run.dir",
@@ -347,5 +348,4 @@ def next_free(base: Path, stem: str) -> Path:
 
 def _plain(value: object) -> str:
     """A value of somebody's manifest as a short text that cannot steer a terminal."""
-    text = str(value)[:100]
-    return "".join(sign if sign.isprintable() else "?" for sign in text)
+    return printable(str(value)[:100])

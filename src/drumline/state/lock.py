@@ -24,6 +24,7 @@ from pathlib import Path
 
 from drumline.errors import LostError, UserError
 from drumline.launch.environment import GENERATION, LAUNCH_ID
+from drumline.text import printable
 
 FILE = ".lock"
 TRIES = 100
@@ -247,4 +248,4 @@ def _stands(descriptor: int, path: Path) -> bool:
 
 def _plain(text: str) -> str:
     """A name out of a file, short and without what would steer a terminal."""
-    return "".join(sign if sign.isprintable() else "?" for sign in text[:64])
+    return printable(text[:64])

@@ -24,6 +24,7 @@ from drumline.data.sources import ArraySource, Source, SourceSpec, detect_source
 from drumline.data.sources import channel_statistics as measured_statistics
 from drumline.data.views import Augment, View
 from drumline.errors import UserError
+from drumline.launch.claimed import claimed
 from drumline.launch.environment import threads_asked
 from drumline.launch.machine import cores_per_process
 from drumline.launch.world import World
@@ -158,10 +159,11 @@ class Plan:
 def prepare_sets(recipe: Recipe, world: World) -> Sets:
     """Opens the data and decides how it is seen."""
     data = recipe.data
-    name = detect_source(data.source, data.path)
+    again = bool(claimed())  # a start of this very run has opened the data before
+    name = detect_source(data.source, data.path, again)
     train_spec = SourceSpec(source=name, path=data.path, split="train", holdout=data.holdout)
     eval_spec = SourceSpec(source=name, path=data.path, split="eval", holdout=data.holdout)
-    train, evaluation = open_source(train_spec), open_source(eval_spec)
+    train, evaluation = open_source(train_spec, again), open_source(eval_spec, again)
     _refuse_other_classes(train, evaluation)
     mean, std = _statistics(data, train)
     view = View(

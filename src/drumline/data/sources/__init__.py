@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from drumline.data.packed import looks_packed
+from drumline.data.reading import LONGER, patiently_opened
 from drumline.data.sources.base import (
     ArraySource,
     EncodedSource,
@@ -43,6 +44,7 @@ __all__ = [
     "channel_statistics",
     "detect_source",
     "holdout_mask",
+    "open_same",
     "open_source",
 ]
 
@@ -61,8 +63,29 @@ _OWN_SPLIT: dict[str, Callable[[SourceSpec], Source]] = {
 }
 
 
-def open_source(spec: SourceSpec) -> Source:
-    """Opens a split. Anything a user can mend is a `UserError` with path and fix."""
+def open_source(spec: SourceSpec, again: bool = False) -> Source:
+    """Opens a split. Anything a user can mend is a `UserError` with path and fix; a system that fails is waited for,
+    then it is a `LostError`. `again`: this run has opened it before, so that anything wrong now is a loss."""
+    return patiently_opened(lambda: _open(spec), spec.path, again, LONGER if again else ())
+
+
+def open_same(spec: SourceSpec, digest: str) -> Source:
+    """Opens a split that another process of this run has opened. Were a file missing at this moment, ids would mean
+    other files from then on: so it has to have the same digest, and is waited for until it has."""
+
+    def opened() -> Source:
+        source = _open(spec)
+        if isinstance(source, EncodedSource) and source.digest() != digest:
+            raise UserError(
+                f"{spec.path} has changed since the run began: {len(source):,} samples are there now",
+                fix="put back what is missing or take out what was added; then go on with --checkpoint.resume auto",
+            )
+        return source
+
+    return patiently_opened(opened, spec.path, again=True)
+
+
+def _open(spec: SourceSpec) -> Source:
     name = _known(spec.source)
     if name in _MAY_HOLD_OUT:
         return _MAY_HOLD_OUT[name](spec)
@@ -70,9 +93,13 @@ def open_source(spec: SourceSpec) -> Source:
     return _OWN_SPLIT[name](spec) if name in _OWN_SPLIT else open_custom(spec)
 
 
-def detect_source(source: str, path: str) -> str:
+def detect_source(source: str, path: str, again: bool = False) -> str:
     """The source's name, with `auto` resolved by what lies at the path: nothing given, the digits; an .npz
-    file; a tar archive; a packed set; idx or CIFAR files; else class folders."""
+    file; a tar archive; a packed set; idx or CIFAR files; else class folders. `again` as for `open_source`."""
+    return patiently_opened(lambda: _detect(source, path), path, again, LONGER if again else ())
+
+
+def _detect(source: str, path: str) -> str:
     if source != "auto":
         return _known(source)
     if not path:

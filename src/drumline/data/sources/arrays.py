@@ -6,6 +6,7 @@ types and unclear shapes with the line of NumPy that mends them, instead of gues
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -14,20 +15,35 @@ from numpy.typing import NDArray
 
 from drumline.data.sources.base import Images, Labels
 from drumline.errors import UserError
+from drumline.launch.machine import usable_memory
 
 MAX_CLASSES = 1_000_000
+TRUSTED_SIZE = 1 << 30
+IMAGES_MOST = 200
+"""How many times smaller than its pixels a large set of images may be stored: dSprites, drawn shapes of two colours,
+is 115 times smaller."""
 DEFLATE_MOST = 1100
 """More bytes than any byte compressed by deflate can unfold to (1,032)."""
 
 
 def refuse_bomb(size: int, stored: int, what: str) -> None:
-    """Refuses to unfold what cannot be in the stored bytes, or would fill the memory."""
-    free = psutil.virtual_memory().available
-    if size > DEFLATE_MOST * stored + 1024 or size > free:
+    """Refuses to unfold what cannot be in the stored bytes, what images never unfold to, and what would fill the
+    memory, of which each process of this machine takes as much."""
+    unfolded = f"{what} unfolds to {size / 2**30:,.1f} GiB, from {stored:,} bytes"
+    if size > DEFLATE_MOST * stored + 1024 or (size > TRUSTED_SIZE and size > IMAGES_MOST * stored):
         raise UserError(
-            f"{what} says it is {size / 2**30:,.1f} GiB, unfolded from {stored:,} bytes; {free / 2**30:,.1f} GiB of "
-            "memory are free",
-            fix="do not trust this file; if it is right, use a machine with more memory, or image files",
+            f"{unfolded}; images do not compress like that",
+            fix="do not trust this file; if it is right, store it uncompressed (np.savez, gunzip)",
+        )
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    processes = max(1, int(text)) if text.isdecimal() else 1
+    free = min(psutil.virtual_memory().available, usable_memory())
+    if size * processes > free:
+        each = f" in each of {processes} processes" if processes > 1 else ""
+        raise UserError(
+            f"{unfolded}{each}; {free / 2**30:,.1f} GiB of memory are free",
+            fix="use more memory or fewer processes, or pack it first (drumline pack): processes share its "
+            "memory",
         )
 
 

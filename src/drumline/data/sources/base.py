@@ -6,6 +6,7 @@ loader process needs to open the source itself; splits depend on positions alone
 
 from __future__ import annotations
 
+import hashlib
 import math
 import mmap
 from abc import ABC, abstractmethod
@@ -19,8 +20,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from drumline.data.limits import MAX_BYTES, check_bytes
+from drumline.data.reading import open_regular, refused
 from drumline.errors import UserError
-from drumline.observe.wording import printable
+from drumline.text import printable
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -102,11 +105,20 @@ class EncodedSource(ABC):
 
     @abstractmethod
     def read(self, sample: int) -> bytes:
-        """The encoded image. A file that cannot be read is a `UserError` with its path."""
+        """The encoded image. Content that cannot be used is a `UserError`; a system that fails, after some patience,
+        is a `LostError` (`reading.py`). Both name the sample."""
 
     @abstractmethod
     def where(self, sample: int) -> str:
         """The path (or another name) that tells a person which sample this is."""
+
+    def names(self) -> bytes:
+        """Whatever names the samples, in their order, for `digest`."""
+        return b""
+
+    def digest(self) -> str:
+        """Which samples these are, and in which order: equal where ids and labels mean the same files."""
+        return hashlib.blake2b(self.labels.tobytes() + self.names(), digest_size=16).hexdigest()
 
     def decoded(self, sample: int) -> Images | None:
         """The pixels of a sample that is stored as such, (H, W, C); None where `read` has to be decoded."""
@@ -151,6 +163,7 @@ class MappedFiles(EncodedSource):
         self._addresses = bases[self._parts] + self._offsets.astype(np.uint64)
 
     def read(self, sample: int) -> bytes:
+        check_bytes(int(self.lengths[sample]), self.where(sample))
         return self.view(sample).tobytes()
 
     def view(self, sample: int) -> Images:
@@ -163,8 +176,9 @@ class MappedFiles(EncodedSource):
         return self._addresses[ids], self.lengths[ids]
 
     def sound_jpegs(self, ids: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Which of these samples native code may try as JPEG files; here nothing is known against any."""
-        return np.ones(len(ids), dtype=np.bool_)
+        """Which of these samples native code may try as JPEG files: those of a size that is read at all."""
+        within: NDArray[np.bool_] = self.lengths[ids] <= MAX_BYTES
+        return within
 
     def read_ahead(self, ids: NDArray[np.integer]) -> None:
         """Has the system begin to read these samples from disk; returns at once."""
@@ -187,14 +201,12 @@ class NoEvalSplit(UserError):
 def map_file(file: Path) -> Images:
     """A whole file as read-only bytes, loaded by the system as they are touched."""
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             if stream.seek(0, 2) == 0:  # what is empty cannot be mapped
                 return np.empty(0, dtype=np.uint8)
             return np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
     except OSError as error:
-        raise UserError(
-            f"{file} cannot be read: {error.strerror}", fix="check its permissions, the disk, and `ulimit -n`"
-        ) from error
+        raise refused(file, error) from error
 
 
 def holdout_mask(labels: Labels, share: float) -> NDArray[np.bool_]:

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
+from drumline.data.reading import read_whole, refused
 from drumline.data.sources.base import ArraySource, Images, Labels, SourceSpec
 from drumline.data.sources.plain_pickle import PlainArray, read_plain_pickle, text
 from drumline.errors import UserError
 
 PIXELS = 3 * 32 * 32
+MAX_FILE = 256 << 20
+"""The largest file of the published sets has 155 MB."""
 _AGAIN = "get the file anew from the data set's authors"
 
 
@@ -162,8 +165,6 @@ def _class_names(folder: Path, edition: _Edition) -> tuple[str, ...]:
 
 def _bytes(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        return read_whole(file, MAX_FILE)
     except OSError as error:
-        raise UserError(
-            f"{file} cannot be read: {error.strerror}", fix="check its permissions and the disk"
-        ) from error
+        raise refused(file, error) from error

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from drumline.data.limits import check_bytes
+from drumline.data.reading import USERS, patiently
 from drumline.data.sources.arrays import image_array, label_array, numbered_classes, within_classes
 from drumline.data.sources.base import ArraySource, EncodedSource, Labels, Source, SourceSpec
 from drumline.errors import UserError
@@ -49,18 +51,25 @@ class CustomFiles(EncodedSource):
         self._given = given
 
     def read(self, sample: int) -> bytes:
-        try:
-            data = self._given.read(int(sample))
-        except OSError as error:
-            raise UserError(
-                f"{self.where(sample)} cannot be read: {error}", fix="check the file and disk"
-            ) from error
+        data = patiently(lambda: self._read(sample), self.where(sample))
         if not isinstance(data, bytes | bytearray | memoryview):
             raise UserError(
                 f"{self.name}: read({sample}) returned a {type(data).__name__}",
                 fix="return the encoded image as bytes",
             )
+        check_bytes(len(data), self.where(sample))
         return bytes(data)
+
+    def _read(self, sample: int) -> Any:
+        try:
+            return self._given.read(int(sample))
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            # Not the system's: Pillow's complaints about an image are of this kind too.
+            raise UserError(
+                f"{self.where(sample)} cannot be read: {error}", fix="check the file and disk"
+            ) from error
 
     def where(self, sample: int) -> str:
         where = getattr(self._given, "where", None)
@@ -88,13 +97,19 @@ def _import(name: str) -> Callable[..., Any]:
 def _call(factory: Callable[..., Any], name: str, path: str, split: str) -> Any:
     try:
         return factory(path=path, split=split)
-    except UserError:
-        raise
+    except (UserError, OSError) as error:
+        if isinstance(error, UserError) or (error.errno is not None and error.errno not in USERS):
+            raise
+        raise _raised(name, path, split, error) from error
     except Exception as error:  # a user's factory may raise anything
-        raise UserError(
-            f"{name}(path={path!r}, split={split!r}) raised {type(error).__name__}: {error}",
-            fix="mend the factory; it is called with the keywords path and split",
-        ) from error
+        raise _raised(name, path, split, error) from error
+
+
+def _raised(name: str, path: str, split: str, error: Exception) -> UserError:
+    return UserError(
+        f"{name}(path={path!r}, split={split!r}) raised {type(error).__name__}: {error}",
+        fix="mend the factory; it is called with the keywords path and split",
+    )
 
 
 def _labels(given: Any, count: int | None, name: str) -> Labels:

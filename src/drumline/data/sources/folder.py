@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from drumline.data.reading import USERS, NotRegular, not_regular, patiently, read_whole, refused
 from drumline.data.sources.base import EncodedSource, Labels, SourceSpec, holdout_ids, refuse_holdout
-from drumline.errors import UserError
+from drumline.errors import LostError, UserError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 EVAL_FOLDERS = ("val", "valid", "validation", "test")
@@ -43,13 +44,19 @@ class FolderSource(EncodedSource):
     def read(self, sample: int) -> bytes:
         path = self.where(sample)
         try:
-            with open(path, "rb") as file:  # noqa: PTH123 (a Path object for each sample costs more than the open)
-                return file.read()
-        except OSError as error:
-            raise _unreadable(path, error) from error
+            return patiently(lambda: read_whole(path), path)
+        except NotRegular as error:  # it was a file when the folders were scanned
+            raise LostError(error.what, error.fix) from error
 
     def where(self, sample: int) -> str:
         return self._files.path(int(self._rows[sample]))
+
+    def names(self) -> bytes:
+        files = self._files
+        folders = "\0".join(files.folders).encode("utf-8", "surrogateescape")
+        return b"".join(
+            (folders, files.names, files.ends.tobytes(), files.folder_of.tobytes(), self._rows.tobytes())
+        )
 
     def paths(self, samples: NDArray[np.integer]) -> list[bytes]:
         """The paths of many samples, as the system writes them."""
@@ -189,7 +196,7 @@ def _walk(top: str, unknown: Counter[str]) -> Iterator[tuple[str, list[str]]]:
             elif entry.is_file():
                 images.append(entry.name)
             else:
-                raise UserError(f"{entry.path} is not a regular file", fix="remove it from the data")
+                raise not_regular(entry.path, entry.stat().st_mode)
         yield folder, sorted(images)
 
 
@@ -204,7 +211,11 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
         with os.scandir(folder) as entries:
             return [entry for entry in entries if not entry.name.startswith(".")]
     except OSError as error:
-        raise _unreadable(folder, error) from error
+        if isinstance(error, NotADirectoryError):
+            raise UserError(
+                f"{folder} is a file, not a folder", fix="give the folder that holds the class folders"
+            ) from error
+        raise refused(folder, error) from error
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -213,23 +224,13 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         try:
             return stat.S_ISDIR(entry.stat().st_mode)
         except OSError as error:
+            if error.errno not in USERS:
+                raise
             raise UserError(
                 f"{entry.path} is a broken link to {Path(entry.path).readlink()} ({error.strerror})",
                 fix="restore the target or remove the link",
             ) from error
     return entry.is_dir()
-
-
-def _unreadable(path: str, error: OSError) -> UserError:
-    if isinstance(error, FileNotFoundError):
-        return UserError(f"{path} does not exist", fix="check data.path, and that the disk is mounted")
-    if isinstance(error, NotADirectoryError):
-        return UserError(
-            f"{path} is a file, not a folder", fix="give the folder that holds the class folders"
-        )
-    if isinstance(error, PermissionError):
-        return UserError(f"no permission to read {path}", fix=f"chmod -R u+rX {path}, or ask its owner")
-    return UserError(f"{path} cannot be read: {error.strerror}", fix="check the disk or the network share")
 
 
 def _some(names: list[str]) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from drumline.data.reading import refused
 from drumline.data.sources.arrays import refuse_bomb
 from drumline.data.sources.base import ArraySource, Images, SourceSpec
 from drumline.errors import UserError
@@ -100,6 +101,8 @@ def _read(file: Path, dims: int) -> Images:
                     data += part
                 held = len(data)
     except (OSError, EOFError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise refused(file, error) from error
         raise UserError(f"{file} cannot be read: {error}", fix=damaged) from error
     if held != size:
         raise UserError(

@@ -6,15 +6,17 @@ are the evaluation split (MedMNIST's `val` arrays are not used); without them `h
 
 from __future__ import annotations
 
+import io
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.lib import format as npy_format
 from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 
+from drumline.data.reading import open_regular, refused
 from drumline.data.sources.arrays import (
     image_array,
     label_array,
@@ -37,8 +39,24 @@ def open_npz(spec: SourceSpec) -> ArraySource:
     """The images of a split. Labels are 0 to K-1, and every class occurs in training."""
     file = Path(spec.path).expanduser()
     try:
-        arrays = np.load(file, allow_pickle=False)
+        stream = open_regular(file)
+    except OSError as error:
+        raise refused(file, error) from error
+    try:
+        with stream:
+            return _opened(spec, io.BufferedReader(stream), file)
+    except OSError as error:
+        if error.errno is None:  # about the content
+            raise _unreadable(file, error) from error
+        raise refused(file, error) from error
+
+
+def _opened(spec: SourceSpec, stream: BinaryIO, file: Path) -> ArraySource:
+    try:
+        arrays = np.load(stream, allow_pickle=False)
     except Exception as error:  # a damaged file, or one made to, gets nearly anything out of NumPy
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         raise _unreadable(file, error) from error
     if not isinstance(arrays, NpzFile):
         raise UserError(f"{file} holds one array without a name", fix=_HOW)
@@ -85,6 +103,8 @@ def _array(arrays: NpzFile, name: str, file: Path) -> NDArray[Any]:
     except UserError:
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         raise _unreadable(file, error, name) from error
     return value
 
@@ -105,7 +125,5 @@ def _check_size(arrays: NpzFile, name: str, file: Path) -> None:
 
 
 def _unreadable(file: Path, error: Exception, name: str = "") -> UserError:
-    if isinstance(error, FileNotFoundError):
-        return UserError(f"{file} does not exist", fix="check data.path")
     what = f"{file}: {name}" if name else str(file)
     return UserError(f"{what} cannot be read without unpickling, or is damaged: {str(error)[:200]}", fix=_HOW)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from drumline.data.limits import check_bytes
 from drumline.data.packed import (
     Kind,
     Manifest,
@@ -101,6 +102,7 @@ class PackedFiles(MappedFiles):
 
     def read(self, sample: int) -> bytes:
         """An image file; of raw pixels one is made, in a form that needs no decoding."""
+        check_bytes(int(self.lengths[sample]), self.where(sample))
         self.check(sample)
         data = super().read(sample)
         return data if self.kinds[sample] < Kind.RGB else self._as_file(sample, data)
@@ -137,7 +139,7 @@ class PackedFiles(MappedFiles):
 
     def sound_jpegs(self, ids: NDArray[np.integer]) -> NDArray[np.bool_]:
         """Those that are JPEG files and whose bytes still have their checksums."""
-        jpegs = self.kinds[ids] == Kind.JPEG
+        jpegs = (self.kinds[ids] == Kind.JPEG) & super().sound_jpegs(ids)
         jpegs[jpegs] = self.sound(ids[jpegs])
         return jpegs
 

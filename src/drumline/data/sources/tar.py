@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from drumline.data.reading import open_regular, refused
 from drumline.data.sources.base import Images, MappedFiles, SourceSpec, holdout_ids, map_file, refuse_holdout
 from drumline.data.sources.folder import EVAL_FOLDERS, EXTENSIONS, SPLIT_LIKE, file_ending
 from drumline.errors import UserError
@@ -57,6 +58,9 @@ class TarFiles(MappedFiles):
         encoded = [_encode(image.name) for image in kept]
         self._ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
         self._names = b"".join(encoded)
+
+    def names(self) -> bytes:
+        return self._names + self._ends.tobytes()
 
     def where(self, sample: int) -> str:
         start = int(self._ends[sample - 1]) if sample else 0
@@ -303,12 +307,10 @@ def _walk(folder: _Folder) -> Iterator[_Folder]:
 
 def _present(file: Path) -> Path:
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             start = stream.read(8)
     except OSError as error:
-        raise UserError(
-            f"{file} cannot be read: {error.strerror}", fix="check data.path and permissions"
-        ) from error
+        raise refused(file, error) from error
     for signature, (name, command) in COMPRESSED.items():
         if start.startswith(signature):
             raise UserError(

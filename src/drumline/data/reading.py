@@ -1,0 +1,148 @@
+"""Files read whole, within limits, and patience with a system that fails for a while.
+
+What is wrong with a sample is one of two kinds. Its *content* is wrong (too large, cut off, not an image): that is
+the same on every run, so it is a `UserError`, and a substitute takes its place. Or the *system* has failed (a disk, a
+network share, no free descriptor or memory, a file that is gone since the data was opened): that says nothing about
+the sample, and a substitute would change the run's bits. So it is tried again for some seconds and then is a
+`LostError`: the process ends, and the launcher restarts it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable
+from io import FileIO
+from pathlib import Path
+from typing import TypeVar
+
+from drumline.data.limits import check_bytes, too_large
+from drumline.errors import LostError, UserError
+
+PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 3.2)
+"""Seconds between two tries."""
+LONGER = (5.0,) * 10
+"""Further ones, when a restarted run waits for its data: every restart that it spares is one left for later."""
+USERS = frozenset(
+    (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)
+)
+"""What a wrong path or permission gives when data is opened for the first time."""
+_ADVICE = {
+    errno.EMFILE: "raise the limit of open files: `ulimit -n 65536`",
+    errno.ENFILE: "the whole machine has too many files open: close other programs",
+    errno.ENOMEM: "try fewer data.workers or a smaller data.batch",
+    errno.EACCES: "check its permissions, or that the share is still mounted for you",
+    errno.ENOENT: "restore the file, or check that the disk is still mounted",
+}
+
+Result = TypeVar("Result")
+
+
+class NotRegular(UserError):
+    """Something without content of its own where a file should be."""
+
+
+def not_regular(path: str | os.PathLike[str], mode: int) -> NotRegular:
+    """The refusal of a pipe, a device, or the like."""
+    kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+    kind = kinds.get(stat.S_IFMT(mode), "a device")
+    linked = "a link to " if Path(path).is_symlink() else ""
+    return NotRegular(f"{os.fspath(path)} is {linked}{kind}, not a regular file", "remove it from the data")
+
+
+def open_regular(path: str | os.PathLike[str]) -> FileIO:
+    """A file to read from. Refuses pipes, devices and folders, which `open` would wait for or read without end."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        mode = os.fstat(file).st_mode
+        if not stat.S_ISREG(mode):
+            raise not_regular(path, mode)
+        return FileIO(file, "rb")
+    except BaseException:
+        os.close(file)
+        raise
+
+
+def read_whole(path: str | os.PathLike[str], most: int | None = None) -> bytes:
+    """The bytes of a regular file, of which there may be `most` (`limits.MAX_BYTES` unless given)."""
+    with open_regular(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        _check_size(size, path, most)
+        # A byte more than it should hold: what grows, or has no size of its own, is read on in pieces.
+        parts, held = [stream.read(size + 1)], 0
+        while parts[-1]:
+            held += len(parts[-1])
+            _check_size(held, path, most)
+            parts.append(stream.read(1 << 20))
+        return parts[0] if len(parts) <= 2 else b"".join(parts)
+
+
+def patiently(act: Callable[[], Result], what: str) -> Result:
+    """What `act` gives, tried again when the system fails; in the end a `LostError` that names `what`."""
+    global _waited_in_vain
+    pauses = PAUSES[:2] if _waited_in_vain else PAUSES
+    for pause in (*pauses, None):
+        try:
+            return act()
+        except (OSError, MemoryError) as error:
+            if pause is None:
+                _waited_in_vain = True
+                raise lost(what, error, pauses) from error
+        time.sleep(pause)
+    raise AssertionError
+
+
+_waited_in_vain = False
+"""Only `drumline verify` reads on after a loss; it does not wait as long for each of many files."""
+
+
+def patiently_opened(
+    act: Callable[[], Result], path: str, again: bool, longer: tuple[float, ...] = ()
+) -> Result:
+    """Data as `act` opens it. With `again` it was there before, in this very run: whatever is wrong with it now is a
+    loss. The first time, a mistake of the user's is told at once."""
+    for pause in (*PAUSES, *longer, None):
+        try:
+            return act()
+        except OSError as error:
+            failure = refused(path, error)
+        except UserError as error:
+            failure = error
+        if not again and not isinstance(failure, LostError):
+            raise failure
+        if pause is None:
+            raise LostError(failure.what, failure.fix) from failure
+        time.sleep(pause)
+    raise AssertionError
+
+
+def refused(path: str | os.PathLike[str], error: OSError, fix: str = "") -> UserError:
+    """Why a file or folder of the data cannot be opened: a mistake in the path, or a loss."""
+    name = os.fspath(path)
+    if isinstance(error, FileNotFoundError):
+        return UserError(f"{name} does not exist", fix or "check data.path, and that the disk is mounted")
+    if isinstance(error, PermissionError):
+        return UserError(f"no permission to read {name}", fix or f"chmod -R u+rX {name}, or ask its owner")
+    if error.errno in USERS:
+        return UserError(f"{name} cannot be read: {error.strerror}", fix or "check data.path")
+    return lost(name, error)
+
+
+def lost(what: str, error: OSError | MemoryError, pauses: tuple[float, ...] = ()) -> LostError:
+    """A failure of the system, in words."""
+    code = errno.ENOMEM if isinstance(error, MemoryError) else error.errno
+    reason = os.strerror(code) if code else str(error)
+    often = f" ({len(pauses) + 1} tries in {sum(pauses):.1f} s)" if pauses else ""
+    advice = _ADVICE.get(code or 0, "check the disk or the network share")
+    return LostError(
+        f"{what} cannot be read: {reason}{often}", f"{advice}; then go on with --checkpoint.resume auto"
+    )
+
+
+def _check_size(size: int, path: str | os.PathLike[str], most: int | None) -> None:
+    if most is None:
+        check_bytes(size, os.fspath(path))
+    elif size > most:
+        raise too_large(os.fspath(path), f"is too large: {size:,} bytes (the limit is {most:,})")

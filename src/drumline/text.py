@@ -1,0 +1,19 @@
+"""Text that came from outside, made fit to be shown: names of files, classes, tensors and archive members, errors of
+libraries.
+
+Promises: nothing in what comes out moves a cursor, changes a colour, hides or reorders letters, or fails to encode.
+"""
+
+from __future__ import annotations
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""The text with whatever a terminal would obey written as in Python (`\x1b`), but for the signs in `keep`."""
+    if text.isprintable():
+        return text
+    return "".join(sign if sign.isprintable() or sign in keep else ascii(sign)[1:-1] for sign in text)
+
+
+def message(text: str) -> str:
+    """The same for a message of ours, whose lines and tabs stay."""
+    return printable(text, keep="\n\t")
