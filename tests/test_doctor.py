@@ -51,7 +51,7 @@ def test_a_healthy_machine_has_nothing_to_mend(healthy: None, capsys: pytest.Cap
     assert not any(finding.fix for finding in findings)
     assert doctor.doctor() == 0
     output = capsys.readouterr().out
-    assert output.endswith("fit to run\n")
+    assert output.endswith("no errors, no warnings: ready to train\n")
     for name in ("Python", "drumline", "torch", "GPU", "CPU cores", "memory", "shared memory", "open files"):
         assert name in output
 
@@ -108,7 +108,7 @@ def test_a_failing_line_gives_exit_code_1(
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     assert doctor.doctor() == 1
-    assert "1 to mend before a run can work" in capsys.readouterr().out
+    assert "1 error, no warnings: fix the errors before training" in capsys.readouterr().out
 
 
 def test_a_host_name_that_does_not_resolve_or_takes_long_is_a_warning(
@@ -207,7 +207,7 @@ def test_the_fix_stands_below_its_line() -> None:
         "ok   a       fine [not markup]",
         "warn longer  low",
         "             fix: raise it",
-        "fit to run; 1 to look at",
+        "no errors, 1 warning: ready to train",
     ]
 
 

@@ -57,7 +57,7 @@ def test_what_would_happen_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         "data: folder photos, 12 samples to train, 12 to evaluate, 2 classes; 6 steps of 5 samples, 2 per epoch",
         "model: resnet8, 77,522 parameters",
         "processes: 2 on the CPU",
-        "run folder: a new one, runs/folder-resnet8-N",
+        "run folder: a new one, runs/photos-resnet8-N",
         "nothing was started",
     ]
 
@@ -74,7 +74,7 @@ def test_the_recipe_that_is_printed_is_a_recipe(capsys: pytest.CaptureFixture[st
 def test_a_run_that_would_go_on_says_where(capsys: pytest.CaptureFixture[str]) -> None:
     saved("x")
     said = dry(capsys, "run.name=x", "checkpoint.resume=auto")
-    assert "run folder: runs/x, resumed from step-30\n" in said
+    assert "run folder: runs/x, resumed from runs/x/checkpoints/step-30\n" in said
     said = dry(capsys, "run.name=y", "checkpoint.resume=auto")
     assert "run folder: runs/y\n" in said
 
@@ -87,7 +87,7 @@ def test_a_run_that_would_go_on_says_where(capsys: pytest.CaptureFixture[str]) -
         (("data.batch=5000",), ("data.batch = 5000: the training set has only 1438 samples",)),
         (("model.name=resnet19",), ("model.name = resnet19: there is no model", "did you mean resnet18")),
         (("model.weights=gone.pt",), ("model.weights = gone.pt: no such file or folder",)),
-        (("run.name=x",), ("run.name = x: runs/x already holds a run", "checkpoint.resume=auto")),
+        (("run.name=x",), ("run.name = x: runs/x already holds a run", "--checkpoint.resume auto")),
         (("checkpoint.resume=runs/gone",), ("checkpoint.resume = runs/gone", "does not exist")),
         (("run.dir=file/runs",), ("run.dir = file/runs", "is not a folder")),
         (("data.path=nowhere", "model.weights=gone.pt"), ("nowhere does not exist", "gone.pt: no such file")),

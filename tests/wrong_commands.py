@@ -81,6 +81,10 @@ WRONG_COMMANDS = [
     _line("singular for a choice", "data.pool=thread", "auto, threads, processes", "did you mean threads?"),
     _line("half a choice", "--data.resize pillow", "pillow12, pillow13", "did you mean pillow1"),
     _line("misspelt filter", "data.interpolation=bicubik", "bilinear, bicubic", "did you mean bicubic?"),
+    _line("gpu for cuda", "run.device=gpu", "run.device=gpu", "did you mean cuda?"),
+    _line("torch's name of a type", "train.precision=bfloat16", "did you mean bf16?"),
+    _line("a short flag", "-b 64", "-b: there is no such field", "did you mean --data.batch 64?"),
+    _line("a recipe of another kind", "recipe.yaml", "recipe.yaml", "recipes are TOML files"),
     # Words that stand alone.
     _line("loose word", "resnet50", "resnet50", "section.key=value", "model.name=resnet50"),
     _line("spaces around the sign", "optim.lr = 0.2", "optim.lr", "write optim.lr=VALUE without spaces"),

@@ -26,12 +26,12 @@ from drumline.recipe_checks import Problem, problems
 from drumline.recipe_fields import (
     RecipeField,
     WrongValue,
-    choices,
     describe_field,
     example,
     expected,
     from_words,
     nearest,
+    nearest_choice,
     recipe_fields,
     sections,
     with_values,
@@ -178,8 +178,8 @@ def _setting(word: str, waiting: deque[str], command: str) -> _Setting:
     except WrongValue:
         if problem := not_offered(name, words[-1] if words else ""):
             raise UserError(f"{written}: {problem.what}", fix=problem.fix) from None
-        close = get_close_matches(words[-1].lower() if words else "", choices(known.hint), n=1)
-        fix = f"did you mean {close[0]}?" if close else f"for example {_spell(known, word, example(known))}"
+        close = nearest_choice(known.hint, words[-1]) if words else ""
+        fix = f"did you mean {close}?" if close else f"for example {_spell(known, word, example(known))}"
         raise UserError(f"{written}: expected {expected(known.hint)}", fix=fix) from None
 
 
@@ -216,7 +216,8 @@ def _unknown(spelled: str, assigned: str, loose: list[str], command: str) -> Use
     ):
         return UserError(what, fix=f"did you mean {close[0]}?")
     bare = spelled.lstrip("-")
-    guesses = [recipe_fields()[guess] for guess in nearest(bare)]
+    meant = (SHORT[spelled],) if spelled in SHORT else nearest(bare)
+    guesses = [recipe_fields()[guess] for guess in meant]
     value = assigned.removeprefix("=") or " ".join(loose)
     if bare == "data" and value in SOURCES:
         guesses = [recipe_fields()["data.source"]]
@@ -226,10 +227,12 @@ def _unknown(spelled: str, assigned: str, loose: list[str], command: str) -> Use
         return UserError(what, fix=listed or f"`drumline {command} --help` lists every field")
     flag = spelled.startswith("-")
     given = assigned or (f" {shlex.join(loose)}" if loose else "")
-    meant = " or ".join((_flag(guess) if flag else guess.name) + given for guess in guesses)
-    return UserError(what, fix=f"did you mean {meant}?")
+    spellings = " or ".join((_flag(guess) if flag else guess.name) + given for guess in guesses)
+    return UserError(what, fix=f"did you mean {spellings}?")
 
 
+SHORT = {"-b": "data.batch", "-j": "data.workers", "-a": "model.name"}
+"""Short flags of other programs."""
 SOURCES = ("folder", "tar", "packed", "idx", "cifar10", "cifar100", "npz", "digits", "synthetic")
 """Names that `data.source` takes, known here without importing what reads them."""
 
@@ -251,6 +254,8 @@ def _stray(word: str, waiting: deque[str], command: str) -> UserError:
         fix = f"did you mean data.path={quoted}?"
     elif Path(word).is_file():
         fix = f"a recipe file ends in .toml; did you mean data.path={quoted} or model.weights={quoted}?"
+    elif Path(word).suffix in (".yaml", ".yml", ".json", ".py"):
+        fix = f"recipes are TOML files; `drumline {command} --dry-run > recipe.toml` starts one"
     else:
         fix = f"put the field in front, for example model.name={quoted}"
     return UserError(what, fix=fix)

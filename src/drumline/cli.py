@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from drumline.errors import UserError
 from drumline.launch.environment import thread_defaults
-from drumline.recipe import Distill
+from drumline.recipe import Distill, Recipe
 from drumline.result import print_result
 from drumline.text import message
 
@@ -39,7 +39,7 @@ commands:
   doctor   examine this machine:     drumline doctor
   demo     a teacher and its student, from data to weights, on the embedded digits
 
-`drumline COMMAND --help` teaches each one.
+Start with `drumline demo`. `drumline COMMAND --help` explains each command; `drumline --version` prints the version.
 """
 
 OTHER_COMMANDS = {
@@ -72,7 +72,7 @@ decode it; truncated, damaged, bomb-sized and mislabelled files are listed, and 
   --workers N    processes that decode (default: one per core)
   --source NAME  what it is, where that cannot be told: folder, tar, packed, idx, cifar10, cifar100, npz
 
-Exit code 0: all is sound. 1: something is not; it is named.
+Exit code 0: no problems. 1: problems, each of them listed.
 
 examples:
   drumline verify runs/photos-resnet50-1
@@ -83,8 +83,8 @@ COMPARE_HELP = """usage: drumline compare RUN_A RUN_B
 
 Say whether two runs hold the same bits. Each writes fingerprints.txt while it trains: short numbers of the samples,
 gradients, buffers, parameters and optimizer state after the first three steps, every guard.every steps and at each
-checkpoint. Named are the first step that differs, in it the first tensor in the order of causes, the last step that
-agreed, and what differs in recipe and set-up; where both have a checkpoint from then on, how far apart they are.
+checkpoint. Reports the first step that differs and, within it, the first differing tensor; the last step that agrees;
+what differs in recipe and set-up; and, where both have a later checkpoint, how far apart they are.
 Takes checkpoints (RUN/checkpoints/step-N) too. Runs of different length are compared as far as both go.
 
 Exit code 0: equal. 1: different. 2: cannot be compared, such as a damaged file.
@@ -98,8 +98,8 @@ examples:
 DOCTOR_HELP = """usage: drumline doctor [--models]
 
 Examine this machine: versions, GPUs, cores, memory, limits, network interfaces, transports. Each line is ok, warn
-or fail, with what to do. --models lists the models that can be trained by name.
-Exit code 1 when anything fails.
+or fail, with what to do; the last line counts errors and warnings. Exit code 1 when anything fails.
+  --models    list the built-in models that model.name takes
 """
 
 
@@ -123,6 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "doctor": doctor,
         "demo": demo,
     }
+    if len(words) > 1 and words[0] == "help" and words[1] in commands:
+        words = [words[1], "--help"]
     if not words or words[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0 if words else 2
@@ -167,9 +169,7 @@ def train(words: list[str]) -> int:
     if invocation.dry_run:
         return _dry_run(invocation, distils=False)
 
-    from drumline.launch.worker import run
-
-    return run(["train", *words], invocation.recipe, "drumline.train.loop:train")
+    return _run(["train", *words], invocation.recipe, "drumline.train.loop:train")
 
 
 def distill(words: list[str]) -> int:
@@ -192,9 +192,7 @@ def distill(words: list[str]) -> int:
 
     choose(invocation.recipe.distill)
     check_teachers(invocation.recipe.distill)
-    from drumline.launch.worker import run
-
-    return run(["distill", *words], invocation.recipe, "drumline.distill.run:distill")
+    return _run(["distill", *words], invocation.recipe, "drumline.distill.run:distill")
 
 
 def evaluate(words: list[str]) -> int:
@@ -305,6 +303,18 @@ def _with_preset(words: list[str]) -> list[str]:
     if not any(word.lstrip("-").startswith(("data.path", "data.source")) for word in (*meant, *words[1:])):
         raise UserError(f"{words[0]} needs its images", "give --data.path FOLDER")
     return [*meant, *words[1:]]
+
+
+def _run(words: list[str], recipe: Recipe, job: str) -> int:
+    """Runs a job. A person at a terminal sees at once that something happens: importing torch takes seconds."""
+    if sys.stderr is not None and sys.stderr.isatty() and "RANK" not in os.environ:
+        from drumline import __version__
+        from drumline.observe.story import say
+
+        say(f"drumline {__version__}: {words[0]} {recipe.model.name}")
+    from drumline.launch.worker import run
+
+    return run(words, recipe, job)
 
 
 def _dry_run(invocation: Invocation, distils: bool) -> int:

@@ -21,6 +21,11 @@ HELP = """usage: drumline demo [section.key=value ...]
 On the 1,797 embedded handwritten digits, with two processes each: train a teacher (resnet8x4), train a small student
 (resnet8, a sixteenth of its size) alone, teach the same student by the teacher, verify the run, and compare. Takes
 about a minute on two CPU cores. Any recipe field may be changed, for all three runs.
+
+examples:
+  drumline demo
+  drumline demo train.epochs=3 parallel.processes=1
+  drumline demo --dry-run                               print the commands, run nothing
 """
 
 SHARED = (

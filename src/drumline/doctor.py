@@ -89,12 +89,17 @@ def render(findings: list[Finding], console: Console) -> None:
         if finding.fix:
             console.print(Text(f"{'':<{width + 7}}fix: {finding.fix}"))
     counts = {status: sum(finding.status == status for finding in findings) for status in ("warn", "fail")}
+    errors, warnings = (
+        _counted(counts[status], noun) for status, noun in (("fail", "error"), ("warn", "warning"))
+    )
     if counts["fail"]:
-        console.print(f"{counts['fail']} to mend before a run can work, {counts['warn']} to look at")
-    elif counts["warn"]:
-        console.print(f"fit to run; {counts['warn']} to look at")
+        console.print(f"{errors}, {warnings}: fix the errors before training")
     else:
-        console.print("fit to run")
+        console.print(f"{errors}, {warnings}: ready to train")
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number or 'no'} {noun}{'s' * (number != 1)}"
 
 
 def _software() -> Iterator[Finding]:

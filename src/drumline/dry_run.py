@@ -78,17 +78,13 @@ class _DryRun:
     def model(self) -> str:
         import torch
 
-        from drumline.models import create_model
+        from drumline.train.prepare_model import build_model
 
         name, classes = self.recipe.model.name, self.recipe.model.classes
         if self._is_untrusted(name, "model.name"):
             return f"model: {name}; not built: that runs its code (--trust)"
-        wanted = (self._classes or 1000) if classes == "auto" else classes
-        try:
-            with torch.device("meta"):
-                module = create_model(name, classes=wanted)
-        except UserError as mistake:
-            raise UserError(f"model.name = {name}: {mistake.what}", mistake.fix) from mistake
+        with torch.device("meta"):
+            module = build_model(self.recipe, self._classes or (1000 if classes == "auto" else classes))
         return f"model: {name}, {sum(parameter.numel() for parameter in module.parameters()):,} parameters"
 
     def weights(self) -> str:
@@ -119,32 +115,16 @@ class _DryRun:
         return f"processes: {count} on the {'GPU' if device == 'cuda' else 'CPU'}{machines}"
 
     def folder(self) -> str:
-        from drumline.state.checkpoint import checkpoints
-        from drumline.state.folder import find_checkpoint
+        from drumline.state.folder import auto_stem, resume_point
 
-        base, name, resume = (
-            Path(self.recipe.run.dir),
-            self.recipe.run.name,
-            self.recipe.checkpoint.resume,
-        )
+        base, name = Path(self.recipe.run.dir), self.recipe.run.name
         _check_writable(base)
-        from_path = (
-            f", resumed from {find_checkpoint(Path(resume))[0]}" if resume not in ("auto", "never") else ""
-        )
+        found = resume_point(self.recipe)
+        resumed = f", resumed from {found}" if found else ""
         if name == "auto":
-            source = self._source.partition(":")[0] or "SOURCE"
-            model = self.recipe.model.name.replace("/", "-").replace(":", "-")
-            return f"run folder: a new one, {base}/{source}-{model}-N{from_path}"
-        path = base / name
-        saved = checkpoints(path / "checkpoints")
-        if resume == "never" and ((path / "recipe.toml").exists() or saved):
-            raise UserError(
-                f"run.name = {name}: {path} already holds a run",
-                "resume it with checkpoint.resume=auto, or give another run.name",
-            )
-        if resume == "auto" and saved:
-            from_path = f", resumed from {saved[-1].name}"
-        return f"run folder: {path}{from_path}"
+            stem = auto_stem(self._source or "data", self.recipe.data.path, self.recipe.model.name)
+            return f"run folder: a new one, {base}/{stem}-N{resumed}"
+        return f"run folder: {base / name}{resumed}"
 
     def _is_untrusted(self, name: str, field: str) -> bool:
         return (

@@ -130,6 +130,30 @@ def choices(hint: Any) -> tuple[str, ...]:
     return ()
 
 
+def nearest_choice(hint: Any, word: str) -> str:
+    """The choice of `hint` that a wrong word may have meant; empty when none is near."""
+    known, lower = choices(hint), word.lower()
+    if VALUES.get(lower) in known:
+        return VALUES[lower]
+    begun = [choice for choice in known if lower and choice.startswith(lower)]
+    return next(iter([*begun, *near(lower, known)]), "")
+
+
+VALUES = {
+    **dict.fromkeys(("gpu", "gpus"), "cuda"),
+    **dict.fromkeys(("float16", "half", "16", "amp"), "fp16"),
+    **dict.fromkeys(("bfloat16",), "bf16"),
+    **dict.fromkeys(("float32", "float", "full", "32"), "fp32"),
+    **dict.fromkeys(("data_parallel", "dataparallel"), "dp"),
+    **dict.fromkeys(("distributed", "distributed_data_parallel"), "ddp"),
+    **dict.fromkeys(("zero", "deepspeed", "fsdp2"), "fsdp"),
+    **dict.fromkeys(("multistep", "steplr"), "step"),
+    **dict.fromkeys(("error", "raise", "abort"), "stop"),
+    **dict.fromkeys(("ignore", "off"), "warn"),
+}
+"""Choices by what other programs call them."""
+
+
 def nearest(name: str) -> tuple[str, ...]:
     """Fields that a wrong name, dotted or bare, may have meant, best first; empty when nothing is near."""
     section, _, key = name.lower().replace("-", "_").rpartition(".")

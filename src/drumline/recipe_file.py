@@ -23,12 +23,12 @@ from drumline.recipe import Recipe, value_of
 from drumline.recipe_fields import (
     RecipeField,
     WrongValue,
-    choices,
     example,
     expected,
     from_toml,
     from_words,
     nearest,
+    nearest_choice,
     recipe_fields,
     sections,
     with_values,
@@ -252,8 +252,8 @@ def _repair(field: RecipeField, raw: Any) -> str:
     if not isinstance(raw, dict | list):
         with suppress(WrongValue):
             return f"write {field.key} = {literal(from_words(field.hint, [str(raw)]))}"
-    if close := get_close_matches(str(raw), choices(field.hint), n=1):
-        return f"did you mean {literal(close[0])}?"
+    if close := nearest_choice(field.hint, str(raw)):
+        return f"did you mean {literal(close)}?"
     return f"write for example {field.key} = {literal(example(field))}"
 
 

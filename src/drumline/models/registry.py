@@ -159,7 +159,7 @@ def _optional(module: str, name: str) -> Any:
             raise
         raise UserError(
             f"model {name} needs the package {package}, which is not installed",
-            fix=f"install {package}, or take a model of ours without the prefix",
+            fix=f"install {package}, or choose a built-in model (`drumline doctor --models`)",
         ) from error
 
 

@@ -120,10 +120,28 @@ def open_run(recipe: Recipe, source: str) -> Opened:
     return opened
 
 
+def resume_point(recipe: Recipe) -> Path | None:
+    """The checkpoint that the recipe's run would go on from, if any. Refuses what `open_run` refuses, and changes
+    nothing."""
+    resume = recipe.checkpoint.resume
+    elsewhere = find_checkpoint(Path(resume)) if resume not in ("auto", "never") else None
+    if recipe.run.name == "auto":
+        return elsewhere[0] if elsewhere else None
+    return _resume_point(recipe, Path(recipe.run.dir) / recipe.run.name, elsewhere, begun=False)[0]
+
+
 def _opened(
     recipe: Recipe, path: Path, lock: Lock, elsewhere: tuple[Path, list[str]] | None, begun: bool
 ) -> Opened:
     """Where the run of a locked folder goes on. Changes nothing."""
+    resume_from, notes, found = _resume_point(recipe, path, elsewhere, begun)
+    return Opened(path, resume_from, tuple(notes), lock, bool(found))
+
+
+def _resume_point(
+    recipe: Recipe, path: Path, elsewhere: tuple[Path, list[str]] | None, begun: bool
+) -> tuple[Path | None, list[str], list[str]]:
+    """The checkpoint, what to say about it, and the files of a run that the folder holds."""
     resume = recipe.checkpoint.resume
     notes: list[str] = []
     resume_from: Path | None = None
@@ -156,7 +174,7 @@ def _opened(
                     "give another --run.name to go on under, or the name of the run itself",
                 )
             _check_unsaved(recipe, path, found, begun)
-    return Opened(path, resume_from, tuple(notes), lock, bool(found))
+    return resume_from, notes, found
 
 
 def found_of_run(path: Path) -> list[str]:

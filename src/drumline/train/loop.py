@@ -94,7 +94,8 @@ def train(recipe: Recipe, world: World, build: Builder = classification) -> Resu
             tell_broken(run)
             export(run, position)
             result = _result(run, position, score)
-            run.note(_closing_words(run, result, stop.signal, time.monotonic() - began))
+            asked_by = "" if LAUNCHER in os.environ else stop.signal  # the launcher passes on what it got
+            run.note(_closing_words(run, result, asked_by, time.monotonic() - began))
         return result
 
 

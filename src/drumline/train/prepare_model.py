@@ -47,10 +47,12 @@ def build_model(recipe: Recipe, classes: int) -> nn.Module:
             f"model.classes = {wanted}, but the data has {classes} classes", "give at least as many, or auto"
         )
     torch.manual_seed(recipe.run.seed)
+    name = recipe.model.name
     try:
-        return create_model(recipe.model.name, classes=wanted)
+        return create_model(name, classes=wanted)
     except UserError as error:
-        raise UserError(f"model.name = {recipe.model.name}: {error.what}", error.fix) from error
+        what = error.what.removeprefix(f"model {name}").lstrip(": ")
+        raise UserError(f"model.name = {name}: {what}", error.fix) from error
 
 
 def shared_weights(path: str, world: World) -> Path:

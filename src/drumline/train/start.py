@@ -331,7 +331,12 @@ def _picture(
         return None
     layout = resolve_layout(recipe.parallel.layout, world)
     title = f"{name}, {layout}, {world.size} process(es), {micro} micro-batch(es)"
-    return Picture(exchange, title, [f"rank {rank}" for rank in range(world.size)], world, path, logbook.note)
+
+    def note(text: str) -> None:
+        # Whole models side by side have no bubble that a person would wait for.
+        logbook.note(text, show=text.startswith("WARNING"))
+
+    return Picture(exchange, title, [f"rank {rank}" for rank in range(world.size)], world, path, note)
 
 
 def _command(environment: dict[str, Any]) -> str:
