@@ -9,13 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from tests.data.damage import good_jpeg
-from tests.runs.command import completed, drumline, environment, several
+from tests.runs.command import completed, drumline, environment
 from tests.wrong_commands import WRONG_COMMANDS
 
 COMMANDS = ("train", "distill", "eval", "pack", "verify", "plan", "doctor", "demo")
@@ -130,31 +129,23 @@ MISTAKES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each of the wrong commands did. torch is imported once for all of them."""
-    folder = tmp_path_factory.mktemp("mistakes")
-    found = several([words for words, _ in MISTAKES], folder)
-    left = [path for path in folder.rglob("*") if path != folder / "runs"]
-    assert not left, "nothing may be left behind"
-    return {" ".join(words): done for (words, _), done in zip(MISTAKES, found, strict=True)}
-
-
 @pytest.mark.parametrize(("words", "parts"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
 @pytest.mark.slow
 def test_mistakes_beyond_the_recipe_are_told_plainly(
-    words: tuple[str, ...], parts: tuple[str, ...], told: dict[str, dict[str, Any]]
+    words: tuple[str, ...], parts: tuple[str, ...], tmp_path: Path
 ) -> None:
     if "run.device=cuda" in words:
         import torch
 
         if torch.cuda.is_available():
             pytest.skip("this machine has the GPU whose absence is tested")
-    done = told[" ".join(words)]
-    assert done["code"] == 2, done["stderr"]
-    assert "Traceback" not in done["stderr"]
+    done = drumline(*words, folder=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
     for part in parts:
-        assert part in done["stderr"]
+        assert part in done.stderr
+    left = [path for path in tmp_path.rglob("*") if path != tmp_path / "runs"]
+    assert not left, "nothing may be left behind"
 
 
 @pytest.mark.slow
