@@ -37,6 +37,12 @@ SHARED = (
 )
 TEACHER = ("model.name=resnet8x4", "train.epochs=10", "optim.lr=0.1")
 STUDENT = ("model.name=resnet8", "train.epochs=5", "optim.lr=0.05")
+AIMS = (
+    "train a teacher",
+    "train a small student alone, for comparison",
+    "teach the same student by the teacher",
+    "verify the student's run, byte by byte",
+)
 
 
 def demo(words: list[str], run: Callable[[list[str]], int]) -> int:
@@ -59,8 +65,8 @@ def demo(words: list[str], run: Callable[[list[str]], int]) -> int:
         ["distill", *STUDENT, *common, *taught],
         ["verify", str(folder / "taught")],
     ]
-    for line in lines:
-        print(f"\n$ drumline {' '.join(line)}", file=sys.stderr, flush=True)
+    for number, (line, aim) in enumerate(zip(lines, AIMS, strict=True), 1):
+        print(f"\n[{number} of {len(lines)}] {aim}\n$ drumline {' '.join(line)}", file=sys.stderr, flush=True)
         if not dry and (code := run(line)):
             return code
     if not dry:
@@ -76,6 +82,7 @@ def _compare(folder: Path) -> None:
         agrees = f"   agrees with the teacher on {score['agreement']:.1%}" if "agreement" in score else ""
         right = f"{score['correct']} of {score['samples']}"
         print(f"  {name:<8} {score['top1']:>7.2%}   {right}{agrees}", file=sys.stderr)
+    print("\nnext: drumline train data.path=FOLDER model.name=resnet18 run.name=NAME", file=sys.stderr)
     summary: dict[str, Any] = {f"{name}_top1": score["top1"] for name, score in scores.items()}
     print_result({"folder": str(folder), **summary, "agreement": scores["taught"]["agreement"]})
 

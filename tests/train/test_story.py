@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from drumline.data.views import Batch
-from drumline.errors import UserError
+from drumline.errors import LostError, UserError
 from drumline.launch.world import alone
 from drumline.observe import display
 from drumline.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Run, Train
@@ -135,6 +135,20 @@ def test_an_exception_and_a_kill_are_known_from_the_log(
     (tmp_path / "one/log.txt").write_text(text[: text.index("failed: after")].rpartition("\n")[0] + "\n")
     assert run(tmp_path, recipe).finished
     assert sum("left no closing line: it was killed" in line for line in lines(tmp_path)) == 1
+
+
+def test_memory_that_is_not_enough_is_said_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nmore")
+
+    after_step(monkeypatch, 1, fail)
+    with pytest.raises(
+        LostError, match=r"out of memory on cpu: CUDA out of memory\. Tried to allocate 20 GiB"
+    ):
+        run(tmp_path)
+    assert "OutOfMemoryError" in (tmp_path / "one/log.txt").read_text()
 
 
 def test_the_command_to_resume_fits_the_run() -> None:

@@ -10,15 +10,17 @@ import os
 import shlex
 import shutil
 import time
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from drumline.errors import UserError
+from drumline.errors import LostError, UserError
 from drumline.launch.environment import LAUNCHER
 from drumline.launch.heartbeat import Phase, beat, enter
 from drumline.launch.world import World
@@ -75,7 +77,7 @@ class Result:
 def train(recipe: Recipe, world: World, build: Builder = classification) -> Result:
     """Runs the recipe on the task that `build` makes of it. Every rank calls it, and every rank gets the same
     result."""
-    with one_value_refused(recipe, world), ExitStack() as cleanup:
+    with _out_of_memory(world), one_value_refused(recipe, world), ExitStack() as cleanup:
         run = start(recipe, world, build, cleanup)
         if run.folder is not None:
             # However the run ends, too many broken samples included.
@@ -97,6 +99,20 @@ def train(recipe: Recipe, world: World, build: Builder = classification) -> Resu
             asked_by = "" if LAUNCHER in os.environ else stop.signal  # the launcher passes on what it got
             run.note(_closing_words(run, result, asked_by, time.monotonic() - began))
         return result
+
+
+@contextmanager
+def _out_of_memory(world: World) -> Iterator[None]:
+    """Memory that is not enough, in the user's terms. A fresh start may find more of it."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        reason = (str(error).strip().splitlines() or ["no memory left"])[0]
+        raise LostError(
+            f"out of memory on {world.device}: {reason}",
+            "give a smaller data.batch, a larger train.accumulate, train.precision bf16 or "
+            "train.gradient_checkpointing; see also that no other program uses the memory",
+        ) from error
 
 
 def take_steps(run: Running, stop: StopSign, guards: Guards) -> tuple[Position, Score | None]:
