@@ -1,19 +1,34 @@
-"""Are all processes started alike, and on the same data? (Whether they still hold the same model: `witness.py`.)
+"""Are all processes started alike, with the same code and on the same data? (Whether they still hold the same model:
+`witness.py`.)
 
-Promises: a rank that differs is named, with the fields in which it does, and nobody trains on. What may differ
-between machines (paths, workers, interfaces) is left alone.
+Promises: a rank that differs is named, with the first thing in which it does, and every rank stops with the same
+message. What may differ between machines (paths, workers, interfaces) is left alone; what may change bits only
+(processors, variables that steer libraries) is a warning, and an error where strict mode promises bits.
 """
 
 from __future__ import annotations
 
-import zlib
+from typing import Any
 
+from drumline import native
+from drumline.data.classes import Classes
+from drumline.data.identity import (
+    BLOCK,
+    UNREADABLE,
+    block_digests,
+    block_entries,
+    content_digests,
+    first_difference,
+)
+from drumline.data.sources import EncodedSource, Source
 from drumline.errors import UserError
-from drumline.launch.world import World
+from drumline.launch.world import World, host_name
+from drumline.observe.wording import printable
 from drumline.recipe import Recipe
 from drumline.recipe_file import differing_fields, dump_recipe
-from drumline.state.environment import arithmetic, device_name
-from drumline.state.folder import UNSET
+from drumline.state.environment import describe_environment
+from drumline.state.folder import changed_environment
+from drumline.state.software import software
 from drumline.train.prepare import Sets
 
 OF_THE_MACHINE = frozenset(
@@ -45,49 +60,101 @@ def check_recipes(recipe: Recipe, world: World) -> None:
     _refuse_if_any(
         world,
         [
-            f"{name} = {value!r} here, {theirs!r} on rank 0"
+            f"{name} is {value!r}, not {theirs!r}"
             for name, value, theirs in different_fields(world.share(mine), mine)
         ],
-        "another recipe",
+        "a different recipe",
         "start the same command on each machine",
     )
 
 
-def check_arithmetic(recipe: Recipe, world: World) -> None:
-    """In strict mode, compares what decides the bits of a computation: each rank computes shards of its own, and the
-    result may not depend on which."""
-    if world.size == 1 or not recipe.run.strict:
-        return
-    mine = {"device": device_name(world.device), **arithmetic(world.device)}
+def check_software(recipe: Recipe, world: World) -> list[str]:
+    """Compares the code and the libraries of every rank with rank 0's. Gives warnings about what may change bits."""
+    if world.size == 1:
+        return []
+    mine = software(recipe)
     first: dict[str, str] = world.share(mine)
     odd = [
-        f"{name} = {mine.get(name, UNSET)} here, {first.get(name, UNSET)} on rank 0"
-        for name in sorted({*mine, *first})
-        if mine.get(name) != first.get(name)
+        f"{name} is {value}, not {first.get(name)}"
+        for name, value in mine.items()
+        if value != first.get(name)
     ]
     _refuse_if_any(
-        world,
-        odd,
-        "other arithmetic",
-        "run.strict promises the same bits on every rank: give all machines the same kind of device, software and "
-        "settings, or leave out --run.strict",
+        world, odd, "different software", "install the same versions, and copy the same code, on each machine"
     )
+    here: dict[str, Any] = describe_environment(world, threads=0)
+    odd = changed_environment(world.share(here), here, recipe.run.strict)
+    if recipe.run.strict:
+        _refuse_if_any(
+            world,
+            odd,
+            "a different set-up",
+            "run.strict promises the same bits on every rank: give all machines the same kind of device, software and "
+            "settings, or leave out --run.strict",
+        )
+    ours = native.describe()
+    if (theirs := world.share(ours)) != ours:
+        odd.append(f"native part: {theirs} -> {ours}")  # the same pixels, by what we promise
+    return [
+        f"WARNING: rank {rank} on {host} has a different set-up from rank 0, so the bits depend on which machine "
+        f"computes what: {'; '.join(differences)}"
+        for rank, (host, differences) in enumerate(world.collect([host_name(), odd]))
+        if differences
+    ]
 
 
-def check_data(sets: Sets, world: World) -> None:
-    """Compares the number of samples and their labels."""
+def check_data(sets: Sets, seed: int, world: World) -> None:
+    """Compares classes, names, sizes and labels of all samples, and the contents of some."""
     if world.size == 1:
         return
-    numbers = [[len(source), zlib.crc32(source.labels.tobytes())] for source in (sets.train, sets.eval)]
-    theirs = world.share(numbers)
-    names = ("training", "evaluation")
-    odd = [
-        f"{mine[0]:,} {name} samples here, {first[0]:,} on rank 0"
-        + (" (other labels)" if mine[0] == first[0] else "")
-        for name, mine, first in zip(names, numbers, theirs, strict=True)
-        if mine != first
-    ]
-    _refuse_if_any(world, odd, "other data", "give every machine the same data (data.path)")
+    for side, source in (("training", sets.train), ("evaluation", sets.eval)):
+        for odd in (_other_samples(source, world), _other_contents(source, seed, world)):
+            _refuse_if_any(
+                world,
+                [f"{side} set: {odd}"] if odd else [],
+                "different data",
+                "give every machine the same data (data.path): copy it again, from one place",
+            )
+
+
+def _other_samples(source: Source, world: World) -> str:
+    """The first difference between this rank's list of samples and rank 0's. Every rank calls it."""
+    mine, digests = [len(source), Classes.of(source).names], block_digests(source)
+    (count, names), first = world.share(mine), world.share(digests)
+    pairs = enumerate(zip(digests, first, strict=False))
+    # Where one list is the other's beginning, they differ in what follows.
+    block = next((number for number, (a, b) in pairs if a != b), min(len(digests), len(first)))
+    alike = digests == first
+    blocks = [int(number) for (number,) in world.gather([-1 if alike else block])]
+    wanted = next((number for number in blocks if number >= 0), None)
+    if wanted is None and all(world.collect(tuple(names) == source.classes)):
+        return ""
+    theirs = world.share(_entries(source, wanted))
+    if not alike:
+        where = first_difference(_entries(source, block), theirs, block * BLOCK) if block == wanted else ""
+        counts = "" if count == len(source) else f"{len(source):,} samples, not {count:,}"
+        return "; ".join(filter(None, (counts, where))) or "other samples"
+    if tuple(names) != source.classes:
+        differ = ((a, b) for a, b in zip(source.classes, names, strict=False) if a != b)
+        here, there = next(differ, ("", ""))
+        return f"a class is '{printable(here)}', not '{printable(there)}'"
+    return ""
+
+
+def _entries(source: Source, block: int | None) -> list[Any]:
+    return [] if block is None else block_entries(source, block)
+
+
+def _other_contents(source: Source, seed: int, world: World) -> str:
+    """The first of the chosen samples whose content is not rank 0's. Every rank calls it."""
+    ids, mine = content_digests(source, seed)
+    first: list[str] = world.share(mine)
+    for sample, here, there in zip(ids, mine, first, strict=False):
+        if here != there:
+            name = printable(source.where(sample)) if isinstance(source, EncodedSource) else "its pixels"
+            how = "cannot be read here" if here == UNREADABLE else "has other content than on rank 0"
+            return f"sample {sample:,} ({name}) {how}"
+    return ""
 
 
 def different_fields(first: str, mine: str) -> list[tuple[str, object, object]]:
@@ -100,10 +167,13 @@ def different_fields(first: str, mine: str) -> list[tuple[str, object, object]]:
 
 
 def _refuse_if_any(world: World, odd: list[str], what: str, fix: str) -> None:
-    """Every rank learns whether any of them differs, so all of them stop."""
-    counts = world.gather([len(odd)])
-    ranks = [rank for rank, (count,) in enumerate(counts) if count]
+    """Every rank learns whether any of them differs, and in what, so all of them stop with the same message."""
+    everybody: list[list[Any]] = world.collect([host_name(), odd])
+    ranks = [rank for rank, (_, differences) in enumerate(everybody) if differences]
     if not ranks:
         return
-    details = f": {'; '.join(odd)}" if odd else ""
-    raise UserError(f"rank(s) {ranks} were started with {what} than rank 0{details}", fix)
+    host, differences = everybody[ranks[0]]
+    others = f" (and so do ranks {', '.join(map(str, ranks[1:]))})" if ranks[1:] else ""
+    raise UserError(
+        f"rank {ranks[0]} on {host} has {what} from rank 0{others}: {'; '.join(differences)}", fix
+    )

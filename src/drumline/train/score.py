@@ -27,7 +27,7 @@ from drumline.parallel.pipeline.chain import Chain
 from drumline.recipe import Recipe
 from drumline.state.model_record import ModelRecord
 from drumline.train import broken, prepare
-from drumline.train.agreement import check_data
+from drumline.train.agreement import check_data, check_recipes, check_software
 from drumline.train.evaluate import Score, evaluate
 from drumline.train.prepare_model import (
     build_model,
@@ -96,9 +96,12 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
     display = make_display(world.rank)
     prepare.set_arithmetic(recipe.run.deterministic)
     torch.set_num_threads(prepare.threads_per_process(recipe.parallel.threads, world.local_size))
+    check_recipes(recipe, world)
+    words = check_software(recipe, world)
     sets = prepare.prepare_sets(recipe, world)
-    check_data(sets, world)
-    module, outputs, words = model_to_score(recipe, sets, world)
+    check_data(sets, recipe.run.seed, world)
+    module, outputs, said = model_to_score(recipe, sets, world)
+    words += said
     for word in words:
         display.note(word)
     mine = evaluation_starts(samples=len(sets.eval), batch=sets.eval_batch, rank=world.rank, world=world.size)

@@ -48,7 +48,7 @@ from drumline.state.folder import (
 from drumline.state.keeper import Keeper, PieceWriter, set_aside
 from drumline.state.model_record import ENVIRONMENT
 from drumline.train import prepare, spread
-from drumline.train.agreement import check_arithmetic, check_data, check_recipes
+from drumline.train.agreement import check_data, check_recipes, check_software
 from drumline.train.assemble import prepare_trainee
 from drumline.train.finite import Finite
 from drumline.train.meter import MeterReader
@@ -189,9 +189,9 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
     cleanup.callback(display.end)
     prepare.set_arithmetic(recipe.run.deterministic)
     check_recipes(recipe, world)
-    check_arithmetic(recipe, world)
+    set_up_words = check_software(recipe, world)
     sets = prepare.prepare_sets(recipe, world)
-    check_data(sets, world)
+    check_data(sets, recipe.run.seed, world)
     plan = prepare.prepare_plan(recipe, len(sets.train), world)
     shape = prepare_shape(recipe, world)
     grid = make_grid(world, shape.places if shape else 1)
@@ -281,6 +281,7 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
     words = _opening_words(recipe, sets, plan, task.model, step, world, threads)
     for word in (
         *words,
+        *set_up_words,
         *(laid.words if laid else (few_samples(recipe, task.module, world),)),
         *task.words,
         *(folder.notes if folder else ()),

@@ -120,6 +120,14 @@ class EncodedSource(ABC):
         """Which samples these are, and in which order: equal where ids and labels mean the same files."""
         return hashlib.blake2b(self.labels.tobytes() + self.names(), digest_size=16).hexdigest()
 
+    def sample_names(self, samples: NDArray[np.integer]) -> list[str]:
+        """Which file each sample is, below the root of the set; empty texts where there are no names."""
+        return [""] * len(samples)
+
+    def sample_sizes(self, samples: NDArray[np.integer]) -> list[int]:
+        """Bytes of each sample as it is stored; -1 where that is not known."""
+        return [-1] * len(samples)
+
     def decoded(self, sample: int) -> Images | None:
         """The pixels of a sample that is stored as such, (H, W, C); None where `read` has to be decoded."""
         return None
@@ -165,6 +173,9 @@ class MappedFiles(EncodedSource):
     def read(self, sample: int) -> bytes:
         check_bytes(int(self.lengths[sample]), self.where(sample))
         return self.view(sample).tobytes()
+
+    def sample_sizes(self, samples: NDArray[np.integer]) -> list[int]:
+        return self.lengths[samples].tolist()
 
     def view(self, sample: int) -> Images:
         """The stored bytes of a sample, not copied and not checked; not to be written to."""

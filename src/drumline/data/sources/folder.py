@@ -11,6 +11,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,17 @@ class FolderSource(EncodedSource):
         return b"".join(
             (folders, files.names, files.ends.tobytes(), files.folder_of.tobytes(), self._rows.tobytes())
         )
+
+    def sample_names(self, samples: NDArray[np.integer]) -> list[str]:
+        return [self._files.path(row)[self._below :] for row in self._rows[samples].tolist()]
+
+    @cached_property
+    def _below(self) -> int:
+        """Where in a path the set's own names begin."""
+        return len(os.path.commonpath(self._files.folders)) + 1
+
+    def sample_sizes(self, samples: NDArray[np.integer]) -> list[int]:
+        return [_size(self.where(sample)) for sample in samples.tolist()]
 
     def paths(self, samples: NDArray[np.integer]) -> list[bytes]:
         """The paths of many samples, as the system writes them."""
@@ -231,6 +243,13 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
                 fix="restore the target or remove the link",
             ) from error
     return entry.is_dir()
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size  # noqa: PTH116 (a Path object for each sample costs more than the call)
+    except OSError:
+        return -1  # reading it will say why
 
 
 def _some(names: list[str]) -> str:

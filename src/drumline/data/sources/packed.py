@@ -108,10 +108,15 @@ class PackedFiles(MappedFiles):
         return data if self.kinds[sample] < Kind.RGB else self._as_file(sample, data)
 
     def where(self, sample: int) -> str:
+        return f"{self._root}:{self._name(sample) or f'sample {sample}'}"
+
+    def sample_names(self, samples: NDArray[np.integer]) -> list[str]:
+        return [self._name(sample) for sample in samples.tolist()]
+
+    def _name(self, sample: int) -> str:
         start, end = int(self._name_starts[sample]), int(self._name_ends[sample])
         # Names may be any bytes; what is not UTF-8 is shown as \xff.
-        name = self._names[start:end].decode("utf-8", "backslashreplace")
-        return f"{self._root}:{name or f'sample {sample}'}"
+        return self._names[start:end].decode("utf-8", "backslashreplace")
 
     def pixels(self, sample: int) -> Images:
         """The stored (height, width, channels) of a raw sample: not copied, not checked, not turned by EXIF."""

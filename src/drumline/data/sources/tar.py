@@ -63,8 +63,14 @@ class TarFiles(MappedFiles):
         return self._names + self._ends.tobytes()
 
     def where(self, sample: int) -> str:
+        return f"{self._file}:{self._name(sample)}"
+
+    def sample_names(self, samples: NDArray[np.integer]) -> list[str]:
+        return [self._name(sample) for sample in samples.tolist()]
+
+    def _name(self, sample: int) -> str:
         start = int(self._ends[sample - 1]) if sample else 0
-        return f"{self._file}:{_decode(self._names[start : int(self._ends[sample])])}"
+        return _decode(self._names[start : int(self._ends[sample])])
 
 
 def open_tar(spec: SourceSpec) -> TarFiles:

@@ -1,0 +1,107 @@
+"""Which samples a source has, as digests that ranks compare: names, sizes and labels of all, contents of some.
+
+Promises: depends on what the data is, not on where it lies; the same on every machine that has the same data.
+Names and labels of all samples are covered, and sizes of up to `SIZES` image files per set (all where they are known
+without asking the file system); contents of `CONTENTS` samples, chosen by the seed, or of a whole small array. So a
+file whose bytes alone differ, at the same size, is found if it is one of those chosen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+
+from drumline.data.sources.base import ArraySource, MappedFiles, Source
+from drumline.errors import UserError
+from drumline.observe.wording import printable
+
+BLOCK = 1024
+"""Samples per digest."""
+SIZES = 1 << 15
+"""Files of a set whose sizes are asked for."""
+CONTENTS = 64
+"""Samples of a set whose contents are compared."""
+ARRAY_BYTES = 32 << 20
+"""Of a set of arrays, more are compared, up to this."""
+
+UNREADABLE = "unreadable"
+"""Instead of a digest."""
+
+Entry = list[str | int]
+"""Name, size and label of a sample; the size is -1 where it is not known."""
+
+
+def block_digests(source: Source) -> list[str]:
+    """A digest of the entries of every `BLOCK` samples."""
+    blocks = range(-(-len(source) // BLOCK))
+    return [_digest(repr(_columns(source, block)).encode()) for block in blocks]
+
+
+def block_entries(source: Source, block: int) -> list[Entry]:
+    """What is compared of each sample of a block, in order."""
+    return [list(entry) for entry in zip(*_columns(source, block), strict=True)]
+
+
+def _columns(source: Source, block: int) -> tuple[list[str], list[int], list[int]]:
+    """Names, sizes and labels of a block's samples."""
+    ids = np.arange(block * BLOCK, min((block + 1) * BLOCK, len(source)))
+    labels: list[int] = source.labels[ids].tolist()
+    if isinstance(source, ArraySource):
+        return [""] * len(ids), [-1] * len(ids), labels
+    asked = len(ids)
+    if not isinstance(source, MappedFiles):
+        asked = min(len(ids), max(1, SIZES * BLOCK // len(source)))
+    return source.sample_names(ids), [*source.sample_sizes(ids[:asked]), *[-1] * (len(ids) - asked)], labels
+
+
+def content_digests(source: Source, seed: int) -> tuple[list[int], list[str]]:
+    """Ids of samples chosen by the seed, and a digest of each one's stored content."""
+    count = CONTENTS
+    if isinstance(source, ArraySource):
+        count = max(count, ARRAY_BYTES // max(1, int(np.prod(source.shape))))
+    ids = chosen(len(source), count, seed)
+    return ids, [_content(source, sample) for sample in ids]
+
+
+def chosen(samples: int, count: int, seed: int) -> list[int]:
+    """Ids of `count` samples, in order; all of them if there are no more."""
+    return sorted(Random(seed).sample(range(samples), min(samples, count)))
+
+
+def first_difference(mine: Sequence[Entry], theirs: Sequence[Entry], start: int) -> str:
+    """The first sample in which two lists of entries differ, in words; `start` is the id of their first one."""
+    for offset, (here, there) in enumerate(zip(mine, theirs, strict=False)):
+        if list(here) != list(there):
+            return f"sample {start + offset:,} is {_words(here, there)}, on rank 0 {_words(there, here)}"
+    if len(mine) == len(theirs):
+        return ""
+    longer, where = (mine, "here") if len(mine) > len(theirs) else (theirs, "on rank 0")
+    extra = longer[min(len(mine), len(theirs))]
+    return f"sample {start + min(len(mine), len(theirs)):,} is only {where}: {_words(extra, extra)}"
+
+
+def _words(entry: Entry, other: Entry) -> str:
+    """The name of a sample, and what else differs."""
+    name, size, label = entry
+    parts = [f"'{printable(str(name))}'" if name else "an image"]
+    if entry[0] == other[0] and size != other[1]:
+        parts.append(f"of {size:,} bytes")
+    if label != other[2] or entry is other:
+        parts.append(f"with label {label}")
+    return " ".join(parts)
+
+
+def _content(source: Source, sample: int) -> str:
+    if isinstance(source, ArraySource):
+        return _digest(source.take(np.array([sample])).tobytes())
+    try:
+        return _digest(source.read(sample))
+    except UserError:
+        return UNREADABLE
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
