@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from torch import nn
 from drumline.data.views import Batch
 from drumline.errors import UserError
 from drumline.launch.world import World, alone
+from drumline.state.checkpoint import Position
+from drumline.train import loop
 from drumline.train.evaluate import Score, evaluate, padded, tally
 from tests.train import ranks, tiny
 
@@ -188,3 +192,40 @@ def test_a_sample_counted_twice_on_one_rank_stops_all(size: int) -> None:
     counted, there_are = (size + 1) * ranks.EVAL_BATCH, size * ranks.EVAL_BATCH
     message = f"{counted} samples were scored, the evaluation set has {there_are}: some were counted twice"
     assert all(message in result["miscount"] for result in ranks.results(size))
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "nonfinite", "weights", "best"),
+    [(6, 0, [], True), (6, 1, [], False), (6, 0, ["conv1.weight"], False), (5, 0, [], False)],
+)
+def test_what_is_not_finite_is_never_the_best(
+    accuracy: int, nonfinite: int, weights: list[str], best: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    run: Any = SimpleNamespace(
+        reporter=SimpleNamespace(drain=lambda: None, evaluated=lambda *told: told),
+        sets=SimpleNamespace(bad=()),
+        world=alone(tiny.CPU),
+        folder=None,
+        trainee=SimpleNamespace(nonfinite=lambda: weights),
+        note=notes.append,
+    )
+    monkeypatch.setattr(loop.broken, "agree", lambda *given: None)
+    monkeypatch.setattr(
+        loop,
+        "score_model",
+        lambda run: (Score(10, accuracy, 10, 0.5, nonfinite), Score(10, accuracy, 10, 0.5)),
+    )
+    _, position = loop.evaluate_run(run, Position(7, 10, best_step=3, best_accuracy=0.5))
+    assert position.best_step == (7 if best else 3)
+    assert bool(notes) is (nonfinite > 0 or bool(weights))
+
+
+def test_weights_that_are_not_finite_are_found_even_where_the_output_is() -> None:
+    trained = tiny.trainee(tiny.normed())
+    assert trained.nonfinite() == []
+    with torch.no_grad():
+        trained.module[0].weight[0] = -math.inf
+        trained.module[1].running_var[0] = NAN
+        trained.module[1].running_mean[0] = math.inf
+    assert trained.nonfinite() == ["0.weight", "1.running_var"]

@@ -89,7 +89,7 @@ def check_software(recipe: Recipe, world: World) -> list[str]:
             world,
             odd,
             "a different set-up",
-            "run.strict promises the same bits on every rank: give all machines the same kind of device, software and "
+            "run.strict promises the same bits on every rank: give all machines the same device, software and "
             "settings, or leave out --run.strict",
         )
     ours = native.describe()

@@ -192,16 +192,29 @@ def evaluate_run(run: Running, position: Position) -> tuple[Score, Position]:
     broken.agree(run.sets.bad, run.world)
     _record_broken(run)
     counts = counting(scores)
-    best = counts.accuracy > position.best_accuracy and not counts.nonfinite
-    if counts.nonfinite:
+    nonfinite = max(each.nonfinite for each in scores if each)
+    best = counts.accuracy > position.best_accuracy and not nonfinite and not _nonfinite_weights(run)
+    if nonfinite:
         run.note(
-            f"WARNING: the model's output is not finite for {counts.nonfinite:,} of {counts.samples:,} samples: "
+            f"WARNING: the model's output is not finite for {nonfinite:,} of {counts.samples:,} samples: "
             "the run has diverged. Lower optim.lr, add optim.warmup_epochs or optim.clip, or use train.precision fp32"
         )
     if best:
         position = replace(position, best_step=position.step, best_accuracy=counts.accuracy)
     run.reporter.evaluated(position.step, score, average, best)
     return counts, position
+
+
+def _nonfinite_weights(run: Running) -> bool:
+    """Whether weights that scored well are not finite (a ReLU hides -inf, for one), which is said: they are nobody's
+    best. Every rank calls it."""
+    names = sorted({name for names in run.world.collect(run.trainee.nonfinite()) for name in names})
+    if names:
+        run.note(
+            f"WARNING: {', '.join(names[:3])}{', ...' if names[3:] else ''} hold NaN or infinity: this evaluation is "
+            "not taken for the best"
+        )
+    return bool(names)
 
 
 def counting(scores: tuple[Score, Score | None]) -> Score:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from drumline.parallel.local import local_part
 from drumline.train.ema import Average
 
 if TYPE_CHECKING:
@@ -44,6 +45,18 @@ class Trainee:
         if self.average is not None:
             groups["average"] = dict(self.average.module.state_dict())
         return {group: _here(tensors) for group, tensors in groups.items()}
+
+    def nonfinite(self) -> list[str]:
+        """Tensors of the model that would be exported, as far as they are here, that hold NaN, and parameters that
+        hold infinity. (An infinite buffer may be a mask.) Waits for the device."""
+        parameters = {name for name, _ in self.model.named_parameters()}
+        exported = self.tensors()["average" if self.average else "model"]
+        here = {name: local_part(tensor) for name, tensor in exported.items() if tensor.is_floating_point()}
+        return [
+            name
+            for name, tensor in here.items()
+            if not (tensor.isfinite() if name in parameters else ~tensor.isnan()).all()
+        ]
 
     def _helper_tensors(self) -> Tensors:
         if self.model is self.module:
