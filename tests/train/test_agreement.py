@@ -118,7 +118,7 @@ def test_other_pixels_are_found_in_every_kind_of_source(kind: str, tmp_path: Pat
             np.savez(root.with_suffix(".npz"), x_train=images, y_train=labels, x_test=images, y_test=labels)
             return opened("npz", root.with_suffix(".npz"))
         with tarfile.open(root.with_suffix(".tar"), "w") as archive:
-            archive.add(root, arcname="")
+            archive.add(root, arcname="photos")
         return opened("tar", root.with_suffix(".tar"))
 
     here = photos(tmp_path / "photos")
