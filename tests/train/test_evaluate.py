@@ -206,7 +206,7 @@ def test_what_is_not_finite_is_never_the_best(
         reporter=SimpleNamespace(drain=lambda: None, evaluated=lambda *told: told),
         sets=SimpleNamespace(bad=()),
         world=alone(tiny.CPU),
-        folder=None,
+        books=None,
         trainee=SimpleNamespace(nonfinite=lambda: weights),
         note=notes.append,
     )
