@@ -162,13 +162,15 @@ def test_other_code_and_other_versions_are_named(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_another_processor_is_a_warning_and_in_strict_mode_an_error(
+def test_another_processor_or_arithmetic_is_a_warning_and_in_strict_mode_an_error(
     strict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = agreement.describe_environment
 
     def described(world: Any, threads: int) -> dict[str, Any]:
-        return known(world, threads) | {"device": f"processor {world.rank}"}
+        found = known(world, threads) | {"device": f"processor {world.rank}"}
+        variables = {"ONEDNN_MAX_CPU_ISA": "SSE41"} if world.rank else {}
+        return found | {"arithmetic": found["arithmetic"] | variables}
 
     monkeypatch.setattr(agreement, "describe_environment", described)
     recipe = Recipe(run=Run(strict=strict))
@@ -177,6 +179,7 @@ def test_another_processor_is_a_warning_and_in_strict_mode_an_error(
         assert isinstance(found, UserError) is strict
         assert said.startswith("rank 1 on " if strict else "WARNING: rank 1 on ")
         assert "device: processor 0 -> processor 1" in said
+        assert "ONEDNN_MAX_CPU_ISA: not set -> SSE41" in said
 
 
 def test_code_is_that_of_the_users_package_and_of_ours(
