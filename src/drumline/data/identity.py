@@ -16,7 +16,7 @@ import numpy as np
 
 from drumline.data.sources.base import ArraySource, MappedFiles, Source
 from drumline.errors import UserError
-from drumline.observe.wording import printable
+from drumline.text import printable
 
 BLOCK = 1024
 """Samples per digest."""

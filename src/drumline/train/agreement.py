@@ -23,12 +23,12 @@ from drumline.data.identity import (
 from drumline.data.sources import EncodedSource, Source
 from drumline.errors import UserError
 from drumline.launch.world import World, host_name
-from drumline.observe.wording import printable
 from drumline.recipe import Recipe
 from drumline.recipe_file import differing_fields, dump_recipe
 from drumline.state.environment import describe_environment
 from drumline.state.folder import changed_environment
 from drumline.state.software import software
+from drumline.text import printable
 from drumline.train.prepare import Sets
 
 OF_THE_MACHINE = frozenset(
