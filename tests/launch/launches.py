@@ -71,7 +71,7 @@ class Run:
         assert isinstance(found, dict)
         return found
 
-    def survivors(self, seconds: float = 0.0) -> list[str]:
+    def survivors(self, seconds: float = 1.0) -> list[str]:
         """Processes of this run that are still alive, after giving them a moment."""
         deadline = time.monotonic() + seconds
         while True:

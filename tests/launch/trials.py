@@ -199,7 +199,8 @@ def frozen(trial: Trial) -> str:
     assert not is_running(worker)
     trial.enough()
     assert first.ends()[0] == 0, first.said()
-    second.ends()
+    assert second.ends()[0] == 1
+    assert second.said().endswith("the run has ended without this machine\n"), second.said()
     return f"the other goes on alone; thawed, the machine stops its worker within {seconds:.1f} s and waits"
 
 

@@ -27,7 +27,7 @@ from drumline.launch.failure import (
 from drumline.launch.handout import Handout
 from drumline.launch.hang import Limits, Pulse, Sign, is_busy, is_hung, standing, verdict
 from drumline.launch.heartbeat import Phase
-from drumline.launch.joining import Ended, NotMet, all_done, all_failed, clock_notes, join, losses
+from drumline.launch.joining import OVER, Ended, NotMet, all_done, all_failed, clock_notes, join, losses
 from drumline.launch.members import Round, ranks_of, worker_variables
 from drumline.launch.requests import Requests
 from drumline.launch.stacks import is_stopped
@@ -118,9 +118,13 @@ class Watch:
                 except NotMet as error:
                     if self._round is None:
                         raise
-                    self._announce(
-                        f"the machines did not meet again ({error}): the run ends here", story.FAILED
+                    over = str(error) == OVER
+                    words = (
+                        "has ended without this machine"
+                        if over
+                        else f"ends: the machines did not meet again ({error})"
                     )
+                    self._announce(f"the run {words}", story.FAILED)
                     return 1
                 try:
                     self._start(round)
