@@ -164,7 +164,7 @@ def test_workers_that_do_not_leave_in_time_are_killed(run: Run) -> None:
 
 def test_no_worker_outlives_a_launcher_that_was_killed(run: Run) -> None:
     launcher = run.launcher("deaf")
-    assert len(run.survivors()) == 4
+    assert len(run.survivors(0)) == 4
     launcher.kill()
     launcher.communicate(timeout=5)
     assert run.survivors(5) == []
