@@ -99,8 +99,8 @@ def as_the_server(env: Mapping[str, str]) -> bool:
     )
 
 
-_EXTRA = {"PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""Made up for where they are read, so that they may differ."""
+_EXTRA = {"PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_WAIT_POLICY": "passive"}
+"""Of the server. Programs may ask for something else: it decides how much is said, and how threads wait."""
 
 
 @cache
