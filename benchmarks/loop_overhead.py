@@ -11,6 +11,7 @@ rounds alternate, so a change of clock speed hits both. Prints a markdown table.
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import tempfile
@@ -158,7 +159,10 @@ def by_hand(recipe: Recipe, steps: int, warm: int = WARM) -> float:
         loss.backward()
         optimizer.step()
     synchronize(device)
-    return (time.perf_counter() - begun) / steps
+    seconds = (time.perf_counter() - begun) / steps
+    if not loss.item() < 2 * math.log(len(sets.train.classes)):
+        raise SystemExit(f"{recipe.model.name} diverges at a rate of {RATE}: its times mean nothing")
+    return seconds
 
 
 def device_of(recipe: Recipe) -> torch.device:
@@ -210,6 +214,7 @@ def main() -> int:
     print("|---|---|---|---|---|---|---|")
     good = True
     for name, (recipe, steps) in cases.items():
+        print(f"{name}: {warm} + {steps} steps a round", file=sys.stderr)
         plain = replace(recipe, train=replace(recipe.train, capture="off"))
         hand, eager, captured, floor, hashes = [], [], [], [], set()
         for _ in range(args.rounds):

@@ -97,7 +97,7 @@ def test_loop_overhead_trains_its_tiny_network_past_the_step_where_it_once_diver
 ) -> None:
     (cells,) = rows(small["loop_overhead"].printed, "tiny CNN")
     assert cells[-1] == "yes"
-    assert ", 42 steps of " in (small["loop_overhead"].folder / "stderr").read_text()
+    assert "deterministic: 2 + 40 steps a round" in (small["loop_overhead"].folder / "stderr").read_text()
 
 
 @pytest.mark.slow

@@ -193,7 +193,8 @@ def _fork_or_exec(*given: Any) -> int:
     """In place of `_posixsubprocess.fork_exec`: workers of drumline are forked, all else is executed."""
     words = [os.fsdecode(word) for word in given[0]]
     ours = words[0] == sys.executable and words[1:3] in (["-m", "drumline"], ["-P", "-m"])
-    if not ours or given[-2] is not None:  # a function to be called before the start
+    # Not with a function to be called before the start, nor from a thread: such forks were seen to abort.
+    if not ours or given[-2] is not None or threading.current_thread() is not threading.main_thread():
         pid: int = _FORK_EXEC(*given)
         return pid
     (_, _, close, keep, cwd, env, stdin, _, _, stdout, _, stderr, _, failed, _, new_session, *_) = given

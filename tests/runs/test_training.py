@@ -80,7 +80,7 @@ def test_a_changed_checkpoint_is_not_scored(trained: Path, tmp_path: Path) -> No
     content = bytearray((copy / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (copy / "model.safetensors").write_bytes(bytes(content))
-    done = drumline("eval", str(copy), "model.name=resnet8x4", folder=tmp_path)
+    done = drumline("eval", str(copy), "data.source=digits", "model.name=resnet8x4", folder=tmp_path)
     assert done.returncode == 2
     assert "checksum does not match" in done.stderr
 
