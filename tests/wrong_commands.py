@@ -214,6 +214,7 @@ WRONG_COMMANDS = [
     _line("magnitude off the scale", "--data.randaugment 2 31", "--data.randaugment 2 31", "0 to 30"),
     _line("limit in percent", "--data.bad-limit 5", "--data.bad-limit 5: too large", "give at most 1"),
     _line("more than certain", "data.erasing=1.5", "data.erasing=1.5: too large", "give at most 1"),
+    _line("a rate that overflows", "optim.lr=1e39", "optim.lr=1e39: too large", "give at most"),
     # Layouts that cannot be.
     _line(
         "zero bubble", "--parallel.schedule zbv", "--parallel.schedule zbv", "not offered", "backward", "1f1b"

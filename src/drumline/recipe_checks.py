@@ -97,6 +97,8 @@ def _bounds(recipe: Recipe) -> Iterator[Problem]:
         ("data.erasing", 1),
         ("data.eval_crop", 1),
         ("data.bad_limit", 1),
+        # Above 3e38 the rate does not fit into a float32 tensor.
+        ("optim.lr", 1e6),
         ("optim.final_lr", 1),
         # As in manifest.py: what a checkpoint may ask for. OpenMP crashes on a hundred thousand.
         ("parallel.threads", 4096),
