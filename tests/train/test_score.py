@@ -137,6 +137,11 @@ def test_weights_without_a_record_are_matched_by_number(weights: Path, tmp_path:
     save_file(knows_colours(5), tmp_path / "five.safetensors")
     with pytest.raises(UserError, match="has other classes"):
         score.model_to_score(recipe(three, tmp_path / "five.safetensors"), sets, alone(CPU))
+    *_, words = score.model_to_score(
+        recipe(three, tmp_path / "five.safetensors", classes=5), sets, alone(CPU)
+    )
+    assert words[-1].startswith("WARNING")
+    assert words[-1].endswith("although the model has 5 and the data 3")
 
 
 def test_weights_that_are_not_finite_are_refused_by_tensor(tmp_path: Path) -> None:

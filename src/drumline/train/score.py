@@ -146,6 +146,8 @@ def model_to_score(
     refuse_nonfinite(module, file)
     words = [f"weights from {recipe.model.weights}: {report.loaded} tensors"]
     labels, note = None, f"{file} has no record of its class names: its classes are matched by number"
+    if recipe.model.classes not in ("auto", len(data)):
+        note = f"WARNING: {note}, although the model has {recipe.model.classes:,} and the data {len(data):,}"
     if record is not None:
         try:
             labels, note = label_map(
