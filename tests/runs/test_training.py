@@ -189,7 +189,7 @@ def test_a_model_of_ones_own_that_cannot_be_trained_right_is_named(
 
 
 def test_a_diverged_run_says_so_and_is_not_called_best(tmp_path: Path) -> None:
-    words = ("model.name=resnet8", "data.batch=64", "train.steps=6", "optim.lr=1e30", "guard.action=warn")
+    words = ("model.name=resnet8", "data.batch=64", "train.steps=6", "optim.lr=1e6", "guard.action=warn")
     done = drumline("train", *words, folder=tmp_path)
     found = result(done)
     assert found["loss"] is None
