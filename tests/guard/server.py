@@ -3,6 +3,7 @@ each line on stdin is a JSON request, each line on stdout its answer."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -23,6 +24,7 @@ import drumline.guard.watch  # noqa: F401
 
 def main() -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what torch imported need not be searched by each guard
     for line in sys.stdin:
         request = json.loads(line)
         print(json.dumps(serve(request)), flush=True)

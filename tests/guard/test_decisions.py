@@ -41,9 +41,21 @@ def test_stop_raises_and_warn_prints_once_per_guard(capsys: pytest.CaptureFixtur
         teller.tell(finding)
     teller.tell(Finding("bypass", "other"))
     told = capsys.readouterr().err
-    assert told == "drumline guard [drift]: ranks differ\ndrumline guard [bypass]: other\n"
+    assert told == (
+        "drumline guard [drift]: ranks differ\n  silence: ignore=['drift']\n"
+        "drumline guard [bypass]: other\n  silence: ignore=['bypass']\n"
+    )
     with pytest.raises(UserError, match="action='shout'"):
         Teller("shout")  # type: ignore[arg-type]
+
+
+def test_an_ignored_guard_never_reports(capsys: pytest.CaptureFixture[str]) -> None:
+    teller = Teller("stop", ["drift"])
+    teller.tell(Finding("drift", "ranks differ"))
+    teller.warn(Finding("drift", "ranks differ"))
+    assert capsys.readouterr().err == ""
+    with pytest.raises(UserError, match="use 'set-epoch'"):
+        Teller("warn", ["set-epochs"])
 
 
 def test_the_majority_names_the_tensor_and_the_rank() -> None:
@@ -227,11 +239,20 @@ def test_a_rate_may_begin_and_end_at_zero_but_not_stay_there() -> None:
     assert told[-1].since == "step 6"
 
 
+def test_a_phase_at_zero_that_the_schedule_leaves_again_is_healthy() -> None:
+    watched, scheduler = rates(lambda step: 0.0 if 2 <= step < 40 else 1.0)
+    for step in range(1, 30):
+        watched.forward()
+        assert watched.look(step) is None
+        watched.optimizer.step()
+        scheduler.step()
+
+
 def test_a_schedule_that_is_never_followed_is_told_after_two_epochs_or_at_the_end() -> None:
     watched, _ = rates(lambda step: 1.0, per_epoch=3)
     assert [watched.look(step) is None for step in range(1, 9)] == [True] * 6 + [False] * 2
-    assert watched.at_close(1) is None
-    finding = watched.at_close(5)
+    assert watched.at_close(1, 0) is None
+    finding = watched.at_close(5, 0)
     assert finding is not None
     assert "never stepped in 5 steps" in finding.what
 

@@ -12,7 +12,7 @@ NAMES = re.findall(r"^@right\ndef (\w+)", (SCRIPTS / "right.py").read_text(), re
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])  # on two ranks: cases/
 def test_scripts_that_are_right_are_left_alone(size: int) -> None:
     outcome = run_script("right.py", size, seconds=100)
     assert outcome.quiet, outcome.err[0][-3000:] + outcome.err[-1][-3000:]

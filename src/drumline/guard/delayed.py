@@ -8,7 +8,7 @@ before the bad step: they are kept from each step to the next, in as much memory
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -134,6 +134,43 @@ class Delayed:
     def put(self, values: list[torch.Tensor]) -> None:
         """Writes the parameters."""
         torch._foreach_copy_(list(self._parameters.values()), values)
+
+
+class Hidden:
+    """NaN in the model's output, or in the gradient that reaches it, in a step whose gradients are all finite."""
+
+    def __init__(self) -> None:
+        self._pending: tuple[int, Late] | None = None
+        self._after: list[torch.Tensor] = []
+        self._versions = 0
+        self._changed = 0
+
+    def backward_ended(self, step: int, held: Iterable[torch.Tensor]) -> None:
+        """Gradients are complete. Those that the script changes before it steps are looked at here too."""
+        if step > AT_ONCE and not self._changed:
+            return
+        gradients = dense_gradients(held)
+        if gradients:
+            self._after = [torch.stack([norm.float() for norm in _largest(gradients)]).sum()]
+        self._versions = sum(gradient._version + id(gradient) for gradient in gradients)
+
+    def look(self, step: int, calls: Sequence[Call], held: Iterable[torch.Tensor]) -> int | None:
+        """The step with a NaN: this one, or on a GPU the one before, if it is known by now. Never waits."""
+        after, self._after = self._after, []
+        if step <= AT_ONCE:
+            now = sum(gradient._version + id(gradient) for gradient in dense_gradients(held))
+            self._changed += now != self._versions
+        values = [value for call in calls for value in (*call.outputs, *call.output_gradients)] + after
+        values = [value.float() for value in values if value.device == values[0].device]
+        if not values:
+            return None
+        late = Late(torch.stack(values))
+        if not values[0].is_cuda:
+            return step if bool(torch.isnan(late.values()).any()) else None
+        pending, self._pending = self._pending, (step, late)
+        if pending is None or not pending[1].arrived:
+            return None
+        return pending[0] if bool(torch.isnan(pending[1].values()).any()) else None
 
 
 def _largest(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

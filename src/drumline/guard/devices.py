@@ -1,20 +1,47 @@
 """Which GPU tensors and memory lie on, against which GPU each rank works on (pure over what the ranks report).
 
-Promises: never accuses a model that is spread over several GPUs on purpose, or a run of one process. `report` is the
-one function that asks CUDA.
+Promises: never accuses a model that is spread over several GPUs on purpose, or a run of one process. `check` gathers
+what the ranks report; `report` is the one function that asks CUDA; the rest is pure.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from drumline.guard.finding import Finding
+from drumline.guard.meeting import Meeting
 
 _GIB = 1 << 30
+
+
+def check(
+    model: nn.Module, teachers: Sequence[nn.Module], meeting: Meeting, step: int, pause: Callable[[], None]
+) -> Iterator[tuple[Finding, bool]]:
+    """What is wrong with the devices of all ranks, and whether it surely is."""
+    own = home(model.parameters())
+    if own is None or meeting.size == 1:
+        return
+    tensors: dict[str, torch.Tensor] = {}
+    for place, teacher in enumerate(teachers):
+        label = "teacher" if len(teachers) == 1 else f"teacher {place}"
+        tensors.update({f"{label} parameter '{name}'": p for name, p in teacher.named_parameters()})
+    tensors.update({f"buffer '{name}'": buffer for name, buffer in model.named_buffers()})
+    found = misplaced(own, tensors, meeting.rank, meeting.size)
+    if found is not None:
+        yield found, True
+    if own.type == "cuda":
+        ranks, reports = meeting.ranks, meeting.gather(f"devices/{step}", report(own), pause)
+        found = trespass(ranks, reports)
+        if found is not None:
+            yield found, True
+        for warning in (shared(ranks, reports), imbalance(ranks, reports)):
+            if warning is not None:
+                yield warning, False
 
 
 def report(device: torch.device) -> dict[str, Any]:

@@ -1,18 +1,56 @@
 """What a guard found, in words, and the two ways to tell it.
 
 Promises: a finding always says what is wrong, where, since when and what to do, each on a line of its own; `tell`
-stops with it or prints it once per guard, and does nothing else. Refuses any action but "stop" and "warn".
+stops with it or prints it once per guard, and does nothing else. A warning says how to silence it. Refuses any action
+but "stop" and "warn", and a guard in `ignore` that does not exist.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Literal
 
 from drumline.errors import UserError
 
 Action = Literal["stop", "warn"]
+
+CODES = (
+    "accumulation",
+    "buffers",
+    "bypass",
+    "clipping",
+    "device",
+    "drift",
+    "ema",
+    "eval-mode",
+    "evaluation",
+    "frozen-norms",
+    "gather",
+    "hidden-nan",
+    "labels",
+    "loss",
+    "memory",
+    "modes",
+    "non-finite",
+    "parameters",
+    "rounding",
+    "same-samples",
+    "schedule",
+    "set-epoch",
+    "setup",
+    "shared-gpu",
+    "stale-gradients",
+    "steps",
+    "teacher",
+    "train-mode",
+    "waiting",
+    "zero-grad",
+    "zero-gradients",
+)
+"""Every guard by its short name (docs/guards.md)."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +86,23 @@ class Stopped(RuntimeError):
 class Teller:
     """Tells findings: raises `Stopped`, or prints each guard's first one on stderr."""
 
-    def __init__(self, action: Action) -> None:
+    def __init__(self, action: Action, ignore: Collection[str] = ()) -> None:
         if action not in ("stop", "warn"):
             raise UserError(f"guard: action={action!r} is unknown", 'use action="stop" or action="warn"')
+        for code in ignore:
+            if code not in CODES:
+                near = get_close_matches(code, CODES, 1)
+                raise UserError(
+                    f"guard: ignore={code!r} is unknown",
+                    f"use {near[0]!r}" if near else f"use one of: {', '.join(CODES)}",
+                )
         self.action = action
+        self.ignore = frozenset(ignore)
         self.told: list[Finding] = []
 
     def tell(self, finding: Finding) -> None:
         """Stops, or warns once per guard."""
-        if self.action == "stop":
+        if self.action == "stop" and finding.guard not in self.ignore:
             self.told.append(finding)
             raise Stopped(finding)
         self.warn(finding)
@@ -65,8 +111,8 @@ class Teller:
         """Warns once per guard, whatever the action."""
         if not self.has_told(finding.guard):
             self.told.append(finding)
-            print(finding, file=sys.stderr, flush=True)
+            print(f"{finding}\n  silence: ignore=[{finding.guard!r}]", file=sys.stderr, flush=True)
 
     def has_told(self, guard: str) -> bool:
-        """Whether this guard has spoken, so that it need not look any more."""
-        return any(told.guard == guard for told in self.told)
+        """Whether this guard has reported, or is ignored, so that it need not check any more."""
+        return guard in self.ignore or any(told.guard == guard for told in self.told)

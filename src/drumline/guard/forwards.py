@@ -34,6 +34,8 @@ class Call:
     autocast: dict[str, torch.dtype]
     output_gradients: list[torch.Tensor] = field(default_factory=list)
     """The largest value of the gradient that arrived at each output."""
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    """The largest value of each output."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,10 @@ class Forwards:
         """The optimizer has stepped: a new step's calls begin."""
         self.calls.clear()
         self.wrapped_calls, self._depth, self.synced, self.direct = 0, 0, True, None
+
+    def gradient_arrived(self) -> bool:
+        """Whether a gradient that is not zero has reached an output since the last step. Waits for a GPU."""
+        return any(bool(value != 0) for call in self.calls for value in call.output_gradients)
 
     def arrived(self, found: list[torch.Tensor]) -> Callable[[torch.Tensor], None]:
         """A hook for a gradient that backward brings to an output."""
@@ -169,6 +175,8 @@ class _Keeper:
         for tensor in list(tensors_in(output))[:_WATCHED_OUTPUTS]:
             if tensor.requires_grad and tensor.is_floating_point():
                 tensor.register_hook(self.forwards.arrived(self.call.output_gradients))
+                if tensor.numel() and tensor.layout == torch.strided:
+                    self.call.outputs.append(torch.linalg.vector_norm(tensor.detach(), float("inf")))
         self.call = None
 
 

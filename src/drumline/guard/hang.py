@@ -189,6 +189,11 @@ class Pulse:
         """Something happened on this rank."""
         self._moved = time.monotonic()
 
+    @property
+    def passes(self) -> int:
+        """Forward passes of the step in progress."""
+        return self._passes[-1][1]
+
     def passed(self) -> None:
         """A forward pass of a step begins."""
         self._passes[-1][1] += 1
@@ -219,6 +224,19 @@ class Pulse:
             if told is not None:
                 found[rank] = Beat(**told)
         return found
+
+    def explain(self) -> str:
+        """After an error on this rank, such as a closed connection: which other rank's doing it was, if it was."""
+        time.sleep(1.5 * _PERIOD)
+        try:
+            told, beats = self._meeting.look("alert"), self.beats()
+        except RuntimeError:  # the store went with the process that kept it; what was last read must do
+            told, beats = None, dict(self.last)
+        if told is not None:
+            return f"another rank stopped:\n{Finding(**told)}"
+        beats[self._meeting.rank] = Beat(self.steps, self.phase, waits=True)
+        verdict = judge(beats, 0.0)
+        return str(verdict.finding) if verdict is not None and verdict.hopeless else ""
 
     def _watch(self) -> None:
         try:

@@ -1,7 +1,8 @@
 """The learning rate against its schedule: past its end, stuck at zero, never moved, moved too early.
 
-Promises: reads numbers that the scheduler holds, once per step; a warm-up from zero, a frozen group and a schedule
-that ends at zero are not accused.
+Promises: reads numbers that the scheduler holds, once per step; a warm-up from zero, a frozen group, a schedule that
+ends at zero and a phase at zero that a LambdaLR leaves again are not reported. Everything else may be meant (a cosine
+as a cycle, a scheduler for later), so it only warns.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from drumline.guard.finding import Finding
 
@@ -21,7 +22,7 @@ class Rates:
     def __init__(self, optimizer: Optimizer, scheduler: Any, steps_per_epoch: int | None) -> None:
         self.optimizer, self.scheduler, self.steps_per_epoch = optimizer, scheduler, steps_per_epoch
         self.begun_at = self._count()
-        self.moved = False
+        self.moved = self.found = False
         self.lived = False
         self.dead_since: int | None = None
         self.at_forward: int | None = None
@@ -36,8 +37,16 @@ class Rates:
         self.moved = self.moved or self._count() != self.begun_at
         return self._past_end(step) or self._dead(step) or self._too_early(step) or self._never(step)
 
-    def at_close(self, steps: int) -> Finding | None:
-        """Training is over: was the schedule followed at all?"""
+    def follow(self, scheduler: Any) -> None:
+        """A scheduler that was found, not handed over."""
+        self.scheduler, self.found = scheduler, True
+        self.begun_at = self.at_forward = self._count()
+
+    def at_close(self, steps: int, passes: int) -> Finding | None:
+        """Training is over: was the schedule followed at all? One that was found may belong to a run that was meant
+        to be longer than a part of an epoch."""
+        if self.found and passes < 2 and (passes or steps < 20):
+            return None
         if self.scheduler is None or steps < 2 or self.moved or self._count() != self.begun_at:
             return None
         return self._unmoved(steps)
@@ -74,7 +83,7 @@ class Rates:
             self.dead_since = None
             return None
         self.dead_since = self.dead_since or step
-        if step == self.dead_since:
+        if step == self.dead_since or self._lives_again():
             return None
         return Finding(
             "schedule",
@@ -83,6 +92,18 @@ class Rates:
             since=f"step {self.dead_since}",
             fix="make the schedule as long as the training: it ended before the steps did",
         )
+
+    def _lives_again(self) -> bool:
+        """Whether the schedule's own function says that the rate rises later."""
+        if not isinstance(self.scheduler, LambdaLR):
+            return False
+        later = [
+            self.scheduler.last_epoch + ahead for ahead in (*range(1, 65), *(2**n for n in range(7, 17)))
+        ]
+        try:
+            return any(scale(at) for scale in self.scheduler.lr_lambdas for at in later)
+        except (IndexError, KeyError, ValueError):  # a table that ends
+            return False
 
     def _too_early(self, step: int) -> Finding | None:
         now = self._count()

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import atexit
 import sys
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,24 +23,30 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drumline.errors import UserError
-from drumline.guard import devices
+from drumline.guard import closing, devices, taps
+from drumline.guard.beside import Beside
 from drumline.guard.counts import miscounted
-from drumline.guard.delayed import Bad, Finiteness
+from drumline.guard.delayed import Bad, Finiteness, Hidden
 from drumline.guard.finding import Action, Finding, Stopped, Teller
 from drumline.guard.forwards import Forwards, inner_of, wrapper_of
-from drumline.guard.gradients import outside, strangers, without_gradient
-from drumline.guard.hang import Beat, Pulse, judge
+from drumline.guard.hang import Pulse
+from drumline.guard.heard import Heard
+from drumline.guard.losses import Losses, hidden
 from drumline.guard.meeting import Absent, meeting_of
 from drumline.guard.modes import Modes, gradient_marks, trained_teacher
 from drumline.guard.nonfinite import finding_of, keep_batch, locate
-from drumline.guard.passes import end_passes, passes_over
+from drumline.guard.parameters import PATIENCE, Parameters
+from drumline.guard.probes import Probes
 from drumline.guard.rates import Rates
-from drumline.guard.rounds import Rounds
+from drumline.guard.reading import Reading
+from drumline.guard.rounds import Rounds, Sources
 
 _FIRST = 3
-_PATIENCE = 20
-_WARNINGS = ("buffers", "rounding")
+_EARLY = (1, 2, 3, 10, 30)
+"""Steps at which ranks compare whatever `every` is."""
 _VERDICT_SECONDS = 10.0
+OPEN: list[Watch] = []
+"""The guards that watch now, oldest first."""
 
 
 def guard(
@@ -55,13 +60,16 @@ def guard(
     every: int = 100,
     hang_seconds: float = 30.0,
     folder: str | Path = "drumline-replay",
+    ignore: Collection[str] = (),
 ) -> Watch:
     """Watches a training loop until `close`, or until the process ends.
 
     Call it on every rank, after wrapping the model and making the optimizer, before the first step. `action` is what
-    a finding does: "stop" raises `drumline.guard.Stopped` on every rank, "warn" prints it once per guard. Ranks
-    compare at steps 1 to 3 and `every` so many. When nothing moves for `hang_seconds` and a rank has left the loop,
-    the process is ended (0: do not watch for it). A batch with non-finite gradients is kept in `folder`.
+    a finding does: "stop" raises `drumline.guard.Stopped` on every rank if the mistake is certain and prints a
+    warning if it may be meant; "warn" only prints. Each guard reports once; `ignore` names guards that never report.
+    Ranks compare at steps 1, 2, 3, 10, 30, `every` so many, and when the guard closes. When nothing moves for
+    `hang_seconds` and a rank has left the loop or skipped a step, the process is ended (0: do not watch for it). A
+    batch with non-finite gradients is kept in `folder`.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     teachers = [] if teacher is None else [teacher] if isinstance(teacher, nn.Module) else list(teacher)
@@ -77,7 +85,15 @@ def guard(
                 "guards watch DDP and single processes: whole copies",
             )
     return Watch(
-        model, optimizers, teachers, scheduler, loader, Teller(action), every, hang_seconds, Path(folder)
+        model,
+        optimizers,
+        teachers,
+        scheduler,
+        loader,
+        Teller(action, ignore),
+        every,
+        hang_seconds,
+        Path(folder),
     )
 
 
@@ -104,20 +120,24 @@ class Watch:
         self.steps = [0] * len(optimizers)
         self.ids: list[int] = []
         self.evaluations = 0
-        self.finite = Finiteness(self.inner)
-        self._used = False
-        self._apart = False
-        self.never_reached: list[dict[int, str]] = [{} for _ in optimizers]
+        self.finite, self.hidden = Finiteness(self.inner), Hidden()
+        self._used = self._apart = self._joined = self._failed = self._stopped = False
+        self._version = -1
         self.pulse = Pulse(self.meeting, hang_seconds, self.teller.warn, self.teller.action == "stop")
         self.forwards = Forwards(
             model, self.inner, self.meeting.size > 1, self._forward, self.pulse.passed, self._backward
         )
-        self.rounds = Rounds(self.meeting, self.forwards, self.inner, teachers)
         self.modes = Modes(self.inner, teachers)
+        self.reading, self.probes = Reading(), Probes(len(optimizers))
+        self.losses = Losses(self.probes)
+        self._heard = Heard(self.pulse, self.reading, self.losses, self.probes, self.hidden, optimizers)
+        self.beside = Beside(self.inner, model, teachers, optimizers)
+        sources = Sources(self.forwards, self.modes, self.reading, self.losses, self.beside)
+        self.rounds = Rounds(self.meeting, sources, self.inner, teachers)
+        self.parameters = Parameters(self.inner, optimizers, self.forwards, self.beside)
         self.teacher_marks = gradient_marks(self._taught())
         length = len(loader) if hasattr(loader, "__len__") else None
         self.rates = Rates(optimizers[0], scheduler, length)
-        self.passes = passes_over(loader)
         self._handles = [
             handle
             for one in optimizers
@@ -128,8 +148,10 @@ class Watch:
         ]
         self._hook = sys.excepthook
         sys.excepthook = self._explain
-        atexit.register(self.close)
+        atexit.register(self._at_exit)
         self._open = True
+        OPEN.append(self)
+        taps.listen(self._heard)
         self.pulse.start()
 
     def batch(self, ids: torch.Tensor | Iterable[int]) -> None:
@@ -155,25 +177,54 @@ class Watch:
         if not self._open:
             return
         self._open = False
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
+        self.pulse.finish()
         try:
             if not self.teller.has_told("non-finite"):
                 for bad in self.finite.left():
                     self._non_finite(bad)
+            self._compare_last()
         finally:
             self._take_off()
 
+    def _at_exit(self) -> None:
+        try:
+            self.close()
+        except Stopped as stop:
+            print(stop, file=sys.stderr, flush=True)
+
+    def _compare_last(self) -> None:
+        """Runs that end before the next comparison are compared here; in bounded time, since a rank may be gone."""
+        if self.meeting.size == 1:
+            return
+        try:
+            if self._stopped:
+                closing.linger(self.meeting, "stopped")  # the others read why, before the store may go
+            elif self.steps[0] and not (self._failed or self._apart or self._joined):
+                self._meet_last()
+        except RuntimeError as error:
+            if isinstance(error, Stopped):
+                raise
+            # the store went with the process that kept it
+
+    def _meet_last(self) -> None:
+        untouched = closing.versions(self.inner) == self._version
+        word = closing.last_word(self.rounds, self.optimizers[0], self.steps, untouched)
+        for finding, certain in closing.compare_last(self.meeting, word, self.rounds.agreed_at):
+            self._tell_together(finding, certain)
+
     def _take_off(self) -> None:
         """Ends every hook and thread."""
-        self.pulse.finish()
-        finding = self.rates.at_close(self.steps[0])
+        OPEN.remove(self)
+        taps.unlisten(self._heard)
+        finding = self.rates.at_close(self.steps[0], self.reading.passes)
         if finding is not None:
             self.teller.warn(finding)
         self.forwards.close()
+        self.probes.close()
+        self.beside.close()
         for handle in self._handles:
             handle.remove()
-        if self.passes is not None:
-            end_passes(self.loader, self.passes)
         if sys.excepthook == self._explain:
             sys.excepthook = self._hook
 
@@ -185,12 +236,18 @@ class Watch:
     ) -> None:
         if error is not None:
             self.finite.forget()  # what went wrong is known already
+            self._failed = True
         self.close()
 
     def _forward(self) -> None:
         """A forward of the model begins."""
         self.pulse.move()
-        if torch.is_grad_enabled():
+        trains = torch.is_grad_enabled()
+        self.reading.forward(trains)
+        finding = self.modes.forward(trains, self.steps[0])
+        if finding is not None:
+            self.teller.warn(finding)
+        if trains:
             if self._used:
                 self._forget()
             self.pulse.phase, self.pulse.backward = "step", False
@@ -211,22 +268,26 @@ class Watch:
         number = self.optimizers.index(optimizer)
         step = self.steps[number] + 1
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
-        meets = step <= _FIRST or step % self.every == 0
+        meets = step in _EARLY or step % self.every == 0
+        if number == 0 and step == 1:
+            self._search()
         if number == 0:
             self._look(step)
         if closure is None:
             self._look_at_gradients(number, optimizer, step, meets)
         joined = self.forwards.wrapper is not None and self.forwards.wrapper._join_config.enable
-        self.pulse.paused = joined
+        self.pulse.paused, self._joined = joined, self._joined or joined
         if joined or self._apart:
             return
         try:
             self.pulse.meets = True
             if meets and self.meeting.size > 1 and closure is None:
-                for finding in self.rounds.meet(f"{number}/{step}", step, optimizer, self.ids, self._pause):
-                    self._tell_together(finding)
+                key = f"{number}/{step}"
+                for finding, certain in self.rounds.meet(key, step, optimizer, self.ids, self._pause):
+                    self._tell_together(finding, certain)
             if number == 0 and step in (1, _FIRST):
-                self._look_at_devices(step)
+                for found in devices.check(self.inner, self.teachers, self.meeting, step, self._pause):
+                    self._report(*found)
         except Absent:
             self._apart = True
         finally:
@@ -237,6 +298,9 @@ class Watch:
         self.steps[number] += 1
         if number == 0:
             self.pulse.stepped(self.steps[0])
+            self.losses.stepped()
+            self.reading.stepped()
+        self._version = closing.versions(self.inner)
         self.pulse.phase = "between"
         self.pulse.move()
         self._used = True
@@ -252,14 +316,27 @@ class Watch:
         self.forwards.stepped()
         self.ids.clear()
 
+    def _search(self) -> None:
+        """What the script keeps beside the model."""
+        self.beside.search()
+        if self.rates.scheduler is None and len(self.beside.schedulers) == 1:
+            self.rates.follow(self.beside.schedulers[0])
+
     def _look(self, step: int) -> None:
         """What host memory alone tells, every step."""
-        for finding in (self.modes.look(step), self.rates.look(step)):
-            if finding is not None:
-                self._tell(finding)
-        for finding in (self.modes.frozen_norms(step), self.passes.look(step) if self.passes else None):
-            if finding is not None:
-                self.teller.warn(finding)
+        self.losses.before_step(self.pulse.passes)
+        for warning in (
+            self.rates.look(step),
+            self.modes.frozen_norms(step),
+            self.reading.look(step),
+            *self.losses.findings,
+        ):
+            if warning is not None:
+                self.teller.warn(warning)
+        self.losses.findings.clear()
+        for found in (self.modes.look(step), self.beside.in_train_mode(step) if step in (2, 3) else None):
+            if found is not None:
+                self._report(*found)
 
     def _look_at_gradients(self, number: int, optimizer: Optimizer, step: int, meets: bool) -> None:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -269,49 +346,22 @@ class Watch:
         if not self.teller.has_told("non-finite"):
             for bad in self.finite.look(number, [] if scaled else held, step, self.forwards.calls, self.ids):
                 self._non_finite(bad)
-        if meets or step == _PATIENCE:
-            self._look_at_parameters(number, optimizer, step)
-        if step <= _PATIENCE:
-            reached = self.never_reached[number]
-            if step == 1:
-                names = {id(p): name for name, p in self.inner.named_parameters()}
-                reached.update({id(p): names[id(p)] for p in held if id(p) in names and p.requires_grad})
-            for parameter in held:
-                if parameter.grad is not None:
-                    reached.pop(id(parameter), None)
-            self._unreached(number, step)
-
-    def _unreached(self, number: int, step: int) -> None:
-        """DDP demands a gradient for each parameter in each step unless told otherwise; others may take time."""
-        wrapper = self.forwards.wrapper
-        names = list(self.never_reached[number].values())
-        if not names:
-            return
-        strict = wrapper is not None and not wrapper.find_unused_parameters and not wrapper.static_graph
-        if strict and len(self.optimizers) == 1 and self.forwards.wrapped_calls and step == 1:
-            self._tell(without_gradient(names, 1))
-        elif step == _PATIENCE:
-            finding = without_gradient(names, _PATIENCE)
-            unused = wrapper is not None and wrapper.find_unused_parameters
-            (self.teller.warn if unused else self._tell)(finding)
-
-    def _look_at_parameters(self, number: int, optimizer: Optimizer, step: int) -> None:
-        everything = [p for one in self.optimizers for group in one.param_groups for p in group["params"]]
-        model = dict(self.inner.named_parameters())
-        taught = self._taught()
-        finding = trained_teacher(taught, everything, self.teacher_marks, step)
-        if finding is not None:
-            self._tell(finding)
-        known = {id(p) for p in (*model.values(), *taught.values())}
-        missing = outside(model, everything, taught.values(), step)
-        for place, group in enumerate(optimizer.param_groups):
-            strange = [at for at, p in enumerate(group["params"]) if id(p) not in known and p.grad is None]
-            # Alone they may be a loss's own, used later; beside a parameter that nobody trains they were its place.
-            if strange and (missing is not None or step == _PATIENCE):
-                shapes = [tuple(group["params"][at].shape) for at in strange]
-                self._tell(strangers(place, strange, shapes, step))
-        if missing is not None:
-            self._tell(missing)
+        if number == 0 and not scaled and not self.losses.uses_scaler:
+            at = self.hidden.look(step, self.forwards.calls, held)
+            if at is not None:
+                self.teller.warn(
+                    hidden("NaN in the model's output or its gradient was replaced before the step", at)
+                )
+        found = self.probes.before_step(number, optimizer, step, self.forwards.gradient_arrived)
+        reached = self.parameters.reached(number, held, step)
+        if meets or step == PATIENCE:
+            taught = self._taught()
+            everything = [p for one in self.optimizers for group in one.param_groups for p in group["params"]]
+            trained = trained_teacher(taught, everything, self.teacher_marks, step)
+            found += [trained] if trained is not None else []
+            found += self.parameters.placed(optimizer, list(taught.values()), step)
+        for finding, certain in (*found, *([reached] if reached is not None else [])):
+            self._report(finding, certain)
 
     def _taught(self) -> dict[str, nn.Parameter]:
         """The teachers' parameters, by name."""
@@ -334,48 +384,28 @@ class Watch:
         saved = f"{finding.fix}; batch of each rank saved, here {path}"
         self._tell(Finding(finding.guard, finding.what, finding.where, finding.since, saved))
 
-    def _look_at_devices(self, step: int) -> None:
-        own = devices.home(self.inner.parameters())
-        if own is None or self.meeting.size == 1:
-            return
-        tensors: dict[str, torch.Tensor] = {}
-        for place, one in enumerate(self.teachers):
-            label = "teacher" if len(self.teachers) == 1 else f"teacher {place}"
-            tensors.update({f"{label} parameter '{name}'": p for name, p in one.named_parameters()})
-        tensors.update({f"buffer '{name}'": buffer for name, buffer in self.inner.named_buffers()})
-        finding = devices.misplaced(own, tensors, self.meeting.rank, self.meeting.size)
-        if finding is not None:
-            self._tell(finding)
-        if own.type == "cuda":
-            reports = self.meeting.gather(f"devices/{step}", devices.report(own), self._pause)
-            ranks = self.meeting.ranks
-            finding = devices.trespass(ranks, reports)
-            if finding is not None:
-                self._tell(finding)
-            for warning in (devices.shared(ranks, reports), devices.imbalance(ranks, reports)):
-                if warning is not None:
-                    self.teller.warn(warning)
-
-    def _tell_together(self, finding: Finding) -> None:
-        """What all ranks found alike: warned of by the first one alone."""
-        if self.teller.action == "stop" and finding.guard not in _WARNINGS:
+    def _tell_together(self, finding: Finding, certain: bool) -> None:
+        """What all ranks found alike: the first one alone warns."""
+        if certain and self.teller.action == "stop":
             self._tell(finding)
         elif self.meeting.rank == self.meeting.ranks[0]:
             self.teller.warn(finding)
 
-    def _tell(self, finding: Finding) -> None:
-        if self.teller.action == "stop":
-            self._publish(finding)
-        self.teller.tell(finding)
+    def _report(self, finding: Finding, certain: bool) -> None:
+        """What this rank found by itself."""
+        (self._tell if certain else self.teller.warn)(finding)
 
-    def _publish(self, finding: Finding) -> None:
-        """So that the other ranks stop with the same words."""
-        self.meeting.first("alert", vars(finding))
+    def _tell(self, finding: Finding) -> None:
+        if self.teller.action == "stop" and finding.guard not in self.teller.ignore:
+            self._stopped = True
+            self.meeting.first("alert", vars(finding))  # the other ranks stop with the same message
+        self.teller.tell(finding)
 
     def _pause(self) -> None:
         """While waiting for other ranks: has one of them stopped?"""
         told = self.meeting.look("alert")
         if told is not None:
+            self._stopped = True
             raise Stopped(Finding(**told))
         if self.pulse.given_up is not None:
             raise Absent
@@ -383,25 +413,17 @@ class Watch:
 
     def _pause_if_found(self) -> None:
         if self.pulse.found is not None:
+            self._stopped = True
             raise Stopped(self.pulse.found)
 
     def _explain(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """An error such as a closed connection is often another rank's doing: says whose."""
         self._hook(kind, error, trace)
+        self._failed = True
         if issubclass(kind, Stopped) or not issubclass(kind, Exception) or not self._open:
             return
         if self.meeting.size == 1:
             return
-        try:
-            time.sleep(1.5)
-            told = self.meeting.look("alert")
-            beats = self.pulse.beats()
-        except RuntimeError:  # the store went with the process that kept it; what was last read must do
-            told, beats = None, self.pulse.last
-        if told is not None:
-            print(f"another rank stopped:\n{Finding(**told)}", file=sys.stderr, flush=True)
-            return
-        beats[self.meeting.rank] = Beat(self.pulse.steps, self.pulse.phase, waits=True)
-        verdict = judge(beats, 0.0)
-        if verdict is not None and verdict.hopeless:
-            print(verdict.finding, file=sys.stderr, flush=True)
+        text = self.pulse.explain()
+        if text:
+            print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,119 @@
+"""Whether two ranks hold the same data set: a short number for each part of it (pure but for reading its attributes).
+
+Promises: reads some values of each attribute, never a sample through `__getitem__`; a data set whose parts cannot be
+read is never taken for another one's twin.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Subset
+
+from drumline.guard.finding import Finding
+
+_VALUES = 512
+_PLAIN = (str, int, float, bool, bytes, type(None))
+
+
+def root_of(dataset: Any) -> tuple[Any, Callable[[int], int]]:
+    """The data set under any Subset, and what an index of the outer one is in it."""
+    chain: list[Sequence[int]] = []
+    while isinstance(dataset, Subset):
+        chain.append(dataset.indices)
+        dataset = dataset.dataset
+
+    def real(index: int) -> int:
+        for indices in chain:
+            index = int(indices[index])
+        return index
+
+    return dataset, real
+
+
+def contents_of(dataset: Any) -> dict[str, str]:
+    """A hash of each attribute of a data set, and of its type and length."""
+    length = len(dataset) if hasattr(dataset, "__len__") else None
+    parts = {"type": _hash(f"{type(dataset).__name__} {length}")}
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        told = _told(value, 2)
+        if told is not None:
+            parts[name] = _hash(told)
+    if isinstance(dataset, list | tuple):
+        parts["items"] = _hash(_told(dataset, 2) or "")
+    if len(parts) == 1:
+        parts["own"] = str(id(dataset))  # nothing to compare: never the same on two ranks
+    return parts
+
+
+def unlike_parts(ranks: Sequence[int], said: Sequence[Mapping[str, Any] | None], step: int) -> Finding | None:
+    """Data sets of the same kind and length, of which one large part is the same on two ranks and another is not."""
+    known = [(rank, one["data"]) for rank, one in zip(ranks, said, strict=True) if one is not None]
+    for place, (first, mine) in enumerate(known):
+        for second, theirs in known[place + 1 :]:
+            if mine["type"] != theirs["type"] or mine.keys() != theirs.keys():
+                continue
+            large = [name for name in mine if name.endswith("[]")]
+            differ = [name for name in large if mine[name] != theirs[name]]
+            if differ and len(differ) < len(large):
+                same = next(name for name in large if name not in differ)
+                return Finding(
+                    "labels",
+                    f"the data sets of ranks {first} and {second} have the same '{same[:-2]}' and a different "
+                    f"'{differ[0][:-2]}'",
+                    f"ranks {first} and {second}",
+                    f"step {step}",
+                    "load inputs and labels on every rank in the same order: sort file names, shuffle by the sampler",
+                )
+    return None
+
+
+def parts_of(dataset: Any) -> dict[str, str]:
+    """`contents_of`, with every tensor and list that is as long as the data set named `name[]`."""
+    length = len(dataset) if hasattr(dataset, "__len__") else None
+    found = contents_of(dataset)
+    for name, value in list(getattr(dataset, "__dict__", {}).items()):
+        values = value if isinstance(value, list | tuple) and _nested(value) else [value]
+        for at, one in enumerate(values):
+            if hasattr(one, "__len__") and not isinstance(one, str) and _length(one) == length and length:
+                label = name if len(values) == 1 else f"{name}[{at}]"
+                found[f"{label}[]"] = _hash(_told(one, 1) or "")
+    return found
+
+
+def _length(value: Any) -> int | None:
+    if isinstance(value, torch.Tensor):
+        return len(value) if value.dim() else None
+    return len(value)
+
+
+def _nested(value: Sequence[Any]) -> bool:
+    return 0 < len(value) <= 16 and all(isinstance(one, torch.Tensor | np.ndarray) for one in value)
+
+
+def _told(value: Any, depth: int) -> str | None:
+    """Some values, evenly spread; None for what cannot be told."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or value.is_cuda or value.is_meta:
+            return None
+        flat = value.detach().reshape(-1)
+        return f"{tuple(value.shape)} {flat[:: max(1, len(flat) // _VALUES)].tolist()}"
+    if isinstance(value, np.ndarray):
+        values = value.reshape(-1)
+        return f"{value.shape} {values[:: max(1, len(values) // _VALUES)].tolist()}"
+    if isinstance(value, list | tuple) and depth:
+        some = value[:: max(1, len(value) // _VALUES)]
+        return f"{len(value)} {[_told(one, depth - 1) for one in some]}"
+    if isinstance(value, dict) and depth:
+        return f"{len(value)} {[(str(key), _told(one, depth - 1)) for key, one in list(value.items())[:_VALUES]]}"
+    return None
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,171 @@
+"""Functions of torch that a training loop calls, observed while a guard is open: backward, clipping, the loss scaler,
+collectives, data loaders.
+
+Promises: every call goes to torch unchanged, with the same result; what a listener sees is passed on after or before
+the call, never instead of it. The functions are put back when the last guard closes. Code that took a function by
+name before the guard opened is observed too, except for the collectives and `clip_grad_value_`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils import clip_grad
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+
+class Listener:
+    """What a guard hears; by default it ignores everything."""
+
+    def backward_begins(self, roots: Any) -> None:
+        """`torch.autograd.backward` is called on these tensors."""
+
+    def backward_ended(self) -> None:
+        """All gradients of that call are in place."""
+
+    def clipped(self, parameters: Any, limit: float) -> None:
+        """Gradients are about to be clipped."""
+
+    def unscales(self, scaler: Any, optimizer: Any) -> None:
+        """An enabled GradScaler is about to unscale an optimizer's gradients."""
+
+    def reduced(self, tensor: Any, outputs: Any) -> None:
+        """A collective without gradients was called on this tensor."""
+
+    def reads(self, loader: Any, iterator: Any) -> None:
+        """A pass over a loader begins."""
+
+    def drew(self, iterator: Any, indices: Any) -> None:
+        """The sampler gave the next batch's indices."""
+
+    def got(self, iterator: Any, batch: Any) -> None:
+        """The loop got a batch."""
+
+
+_LISTENERS: list[Listener] = []
+_ORIGINALS: list[tuple[Any, str, Any]] = []
+
+
+def listen(listener: Listener) -> None:
+    """Begins to pass calls on; the first listener puts the observers in place."""
+    if not _LISTENERS:
+        _observe()
+    _LISTENERS.append(listener)
+
+
+def unlisten(listener: Listener) -> None:
+    """Ends it; the last one puts torch's functions back."""
+    _LISTENERS.remove(listener)
+    if not _LISTENERS:
+        while _ORIGINALS:
+            owner, name, original = _ORIGINALS.pop()
+            setattr(owner, name, original)
+
+
+def _replace(owner: Any, name: str, build: Callable[[Any], Callable[..., Any]]) -> None:
+    original = getattr(owner, name)
+    _ORIGINALS.append((owner, name, original))
+    setattr(owner, name, functools.wraps(original)(build(original)))
+
+
+def _observe() -> None:
+    _replace(torch.autograd, "backward", _backward)
+    _replace(clip_grad, "_clip_grads_with_norm_", lambda original: _clip(original, "max_norm"))
+    for owner in (clip_grad, torch.nn.utils):
+        _replace(owner, "clip_grad_value_", lambda original: _clip(original, "clip_value"))
+    _replace(torch.amp.GradScaler, "unscale_", _unscale)
+    for owner in (dist, dist.distributed_c10d):
+        _replace(owner, "all_gather", lambda original: _collective(original, 1))
+        _replace(owner, "all_gather_into_tensor", lambda original: _collective(original, 1))
+        _replace(owner, "all_reduce", lambda original: _collective(original, 0))
+    _replace(DataLoader, "__iter__", _iterate)
+    _replace(_BaseDataLoaderIter, "_next_index", _next_index)
+    _replace(_BaseDataLoaderIter, "__next__", _next)
+
+
+def _backward(original: Any) -> Callable[..., Any]:
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(tensors, *args, **kwargs)
+        for listener in _LISTENERS:
+            listener.backward_begins(tensors)
+        result = original(tensors, *args, **kwargs)
+        for listener in _LISTENERS:
+            listener.backward_ended()
+        return result
+
+    return backward
+
+
+def _clip(original: Any, name: str) -> Callable[..., Any]:
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for listener in _LISTENERS:
+            listener.clipped(parameters, float(kwargs.get(name, args[0] if args else 0.0)))
+        return original(parameters, *args, **kwargs)
+
+    return clip
+
+
+def _unscale(original: Any) -> Callable[..., Any]:
+    def unscale_(self: Any, optimizer: Any) -> Any:
+        if self.is_enabled():
+            for listener in _LISTENERS:
+                listener.unscales(self, optimizer)
+        return original(self, optimizer)
+
+    return unscale_
+
+
+def _collective(original: Any, place: int) -> Callable[..., Any]:
+    """`place`: where the tensor stands among the arguments."""
+
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            tensor = args[place] if len(args) > place else next(iter(kwargs.values()), None)
+            tensor = kwargs.get("input_tensor", kwargs.get("tensor", tensor))
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                outputs = args[0] if args and place else None
+                for listener in _LISTENERS:
+                    listener.reduced(tensor, outputs)
+        return result
+
+    return collective
+
+
+def _iterate(original: Any) -> Callable[..., Any]:
+    def iterate(self: Any) -> Any:
+        for listener in _LISTENERS:
+            listener.reads(self, None)
+        iterator = original(self)
+        for listener in _LISTENERS:
+            listener.reads(self, iterator)
+        return iterator
+
+    return iterate
+
+
+def _next_index(original: Any) -> Callable[..., Any]:
+    def next_index(self: Any) -> Any:
+        indices = original(self)
+        for listener in _LISTENERS:
+            listener.drew(self, indices)
+        return indices
+
+    return next_index
+
+
+def _next(original: Any) -> Callable[..., Any]:
+    def next_batch(self: Any) -> Any:
+        batch = original(self)
+        for listener in _LISTENERS:
+            listener.got(self, batch)
+        return batch
+
+    return next_batch

@@ -1,0 +1,1 @@
+"""Training loops with one silent mistake each, and healthy loops that look unusual."""
