@@ -64,13 +64,13 @@ def main() -> None:
         guard = re.search(r"\[([a-z-]+)\]", outcome.told(0))
         assert guard is not None
         done = "stopped" if all(outcome.codes) else "warned"
-        print(f"| {words} | {guard[1]} | {begins} | {told_at(outcome)} | {done} |", flush=True)
+        print(f"| {words} | {guard[1]} | {begins} | {told_at(outcome, guard[1])} | {done} |", flush=True)
 
 
-def told_at(outcome: Outcome) -> int:
+def told_at(outcome: Outcome, guard: str) -> int:
     """The optimizer step before which the guard spoke: the script says when it begins one."""
     text = outcome.err[0]
-    before = text[: text.index("drumline guard [")]
+    before = text[: text.index(f"drumline guard [{guard}]")]
     return int(re.findall(r"begins step (\d+)", before)[-1])
 
 

@@ -96,7 +96,10 @@ class Beside:
         known = {id(part) for one in (self._outer, self._model, *self._teachers) for part in one.modules()}
         for module in _roots(modules, known):
             parameters = list(module.parameters())
-            if parameters and not any(id(p) in held for p in parameters):
+            compiled = (
+                getattr(module, "_compiled_call_impl", None) is not None
+            )  # a hook would be inside its graph
+            if parameters and not compiled and not any(id(p) in held for p in parameters):
                 name = f"{type(module).__name__} (not in the model)"
                 self.followers.append(Follower(name, module, False, self._is_copy(module)))
 

@@ -51,20 +51,19 @@ def contents_of(dataset: Any) -> dict[str, str]:
 
 
 def unlike_parts(ranks: Sequence[int], said: Sequence[Mapping[str, Any] | None], step: int) -> Finding | None:
-    """Data sets of the same kind and length, of which one large part is the same on two ranks and another is not."""
+    """Data sets of the same kind and length, with the same inputs on two ranks and different labels."""
     known = [(rank, one["data"]) for rank, one in zip(ranks, said, strict=True) if one is not None]
     for place, (first, mine) in enumerate(known):
         for second, theirs in known[place + 1 :]:
             if mine["type"] != theirs["type"] or mine.keys() != theirs.keys():
                 continue
-            large = [name for name in mine if name.endswith("[]")]
-            differ = [name for name in large if mine[name] != theirs[name]]
-            if differ and len(differ) < len(large):
-                same = next(name for name in large if name not in differ)
+            differ = [name for name in mine if name.endswith("[labels]") and mine[name] != theirs[name]]
+            same = [name for name in mine if name.endswith("[]") and mine[name] == theirs[name]]
+            if differ and same:
                 return Finding(
                     "labels",
-                    f"the data sets of ranks {first} and {second} have the same '{same[:-2]}' and a different "
-                    f"'{differ[0][:-2]}'",
+                    f"the data sets of ranks {first} and {second} have the same "
+                    f"'{same[0].removesuffix('[]')}' and a different '{differ[0].removesuffix('[labels]')}'",
                     f"ranks {first} and {second}",
                     f"step {step}",
                     "load inputs and labels on every rank in the same order: sort file names, shuffle by the sampler",
@@ -73,15 +72,17 @@ def unlike_parts(ranks: Sequence[int], said: Sequence[Mapping[str, Any] | None],
 
 
 def parts_of(dataset: Any) -> dict[str, str]:
-    """`contents_of`, with every tensor and list that is as long as the data set named `name[]`."""
+    """`contents_of`, with every tensor and list that is as long as the data set: named `name[labels]` if it holds one
+    whole number for each sample, else `name[]`."""
     length = len(dataset) if hasattr(dataset, "__len__") else None
     found = contents_of(dataset)
     for name, value in list(getattr(dataset, "__dict__", {}).items()):
         values = value if isinstance(value, list | tuple) and _nested(value) else [value]
         for at, one in enumerate(values):
             if hasattr(one, "__len__") and not isinstance(one, str) and _length(one) == length and length:
-                label = name if len(values) == 1 else f"{name}[{at}]"
-                found[f"{label}[]"] = _hash(_told(one, 1) or "")
+                label, told = name if len(values) == 1 else f"{name}[{at}]", _told(one, 1)
+                if told is not None:
+                    found[f"{label}[labels]" if _is_labels(one) else f"{label}[]"] = _hash(told)
     return found
 
 
@@ -89,6 +90,12 @@ def _length(value: Any) -> int | None:
     if isinstance(value, torch.Tensor):
         return len(value) if value.dim() else None
     return len(value)
+
+
+def _is_labels(value: Any) -> bool:
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return value.ndim == 1 and "int" in str(value.dtype)
+    return isinstance(value, list | tuple) and all(isinstance(one, int) for one in value[:_VALUES])
 
 
 def _nested(value: Sequence[Any]) -> bool:

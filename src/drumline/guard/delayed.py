@@ -136,6 +136,9 @@ class Delayed:
         torch._foreach_copy_(list(self._parameters.values()), values)
 
 
+_MOST_REPLACED = 16
+
+
 class Hidden:
     """NaN in the model's output, or in the gradient that reaches it, in a step whose gradients are all finite."""
 
@@ -151,8 +154,13 @@ class Hidden:
             return
         gradients = dense_gradients(held)
         if gradients:
-            self._after = [torch.stack([norm.float() for norm in _largest(gradients)]).sum()]
+            self._after.append(torch.stack([norm.float() for norm in _largest(gradients)]).sum())
         self._versions = sum(gradient._version + id(gradient) for gradient in gradients)
+
+    def replaced(self, tensor: torch.Tensor) -> None:
+        """The script replaces NaN in a tensor that has a gradient."""
+        self._after.append(torch.linalg.vector_norm(tensor.detach().float(), math.inf))
+        del self._after[:-_MOST_REPLACED]
 
     def look(self, step: int, calls: Sequence[Call], held: Iterable[torch.Tensor]) -> int | None:
         """The step with a NaN: this one, or on a GPU the one before, if it is known by now. Never waits."""

@@ -19,6 +19,7 @@ Action = Literal["stop", "warn"]
 
 CODES = (
     "accumulation",
+    "averaging",
     "buffers",
     "bypass",
     "clipping",
@@ -38,7 +39,9 @@ CODES = (
     "parameters",
     "rounding",
     "same-samples",
+    "scaler",
     "schedule",
+    "seed",
     "set-epoch",
     "setup",
     "shared-gpu",

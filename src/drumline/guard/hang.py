@@ -176,7 +176,9 @@ class Pulse:
         self._thread = threading.Thread(target=self._watch, name="drumline-guard", daemon=True)
         self._warned = False
         self.last: dict[int, Beat] = {}
-        self._clock = time.pthread_getcpuclockid(self._main) if self._main else 0
+        # macOS has no clock of one thread: there, the whole process counts as its main thread.
+        clock_of = getattr(time, "pthread_getcpuclockid", lambda thread: time.CLOCK_PROCESS_CPUTIME_ID)
+        self._clock = clock_of(self._main)
         self._used = (time.monotonic(), 0.0, 0.0)
 
     def start(self) -> None:

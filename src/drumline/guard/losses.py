@@ -1,9 +1,8 @@
 """What the loop calls backward on, read from the autograd graph and the calls around it.
 
-Promises: the graph is read, never changed: at most 64 nodes, in the first steps. Values are read only where the
-tensors are on the CPU or the step is one of the first three. Finds a loss that hides NaN, probabilities where a loss
-expects logits, labels in a different order than the batch's, accumulation without division, clipping of scaled
-gradients, and collectives that cut the gradient. All of them may be meant, so they only warn.
+Promises: the graph is read, never changed: the names of at most 64 nodes, in the first steps. Finds probabilities
+where a loss expects logits, labels in a different order than the batch's, accumulation without division, clipping of
+scaled gradients, and collectives that cut the gradient. All of them may be meant, so they only warn.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ _PASSED_ON = (
     "AliasBackward0",
 )
 _SCALES = ("MulBackward0", "DivBackward0")
+_RAW = ("AddmmBackward0", "MmBackward0", "ConvolutionBackward0")
 _DOUBLE = {
     "LogSoftmaxBackward0": ("SoftmaxBackward0", "softmax", "cross_entropy"),
     "BinaryCrossEntropyWithLogitsBackward0": (
@@ -74,13 +74,20 @@ class Losses:
     """To be warned of before the next step."""
     values: list[torch.Tensor] = field(default_factory=list)
     """The newest losses, on their device."""
+    targets: list[torch.Tensor] = field(default_factory=list)
+    """What cross_entropy was given since the last step."""
+    renamed: dict[str, int] = field(default_factory=dict)
+    """What the loader's labels became in the loss."""
     uses_scaler: bool = False
+    scaler: Any = None
+    """The one that scaled a loss of this step."""
+    _scaled_steps: int = 0
     kinds: list[tuple[str, ...]] = field(default_factory=list)
     _gathered: list[_Gathered] = field(default_factory=list)
     _clipped: float | None = None
     _wrong_labels: int = 0
 
-    def begins(self, roots: Any, labels: list[torch.Tensor], in_step: bool) -> None:
+    def begins(self, roots: Any, in_step: bool) -> None:
         """Backward is called; `in_step`: after a forward pass of the model."""
         self._clipped = None
         tensors = [roots] if isinstance(roots, torch.Tensor) else list(roots)
@@ -91,7 +98,7 @@ class Losses:
                 self.values.append(tensor.detach().reshape(()).clone())
                 del self.values[:-_KEPT]
             if self.step <= _WATCHED and tensor.grad_fn is not None:
-                self._read(tensor, labels)
+                self._read(tensor)
         for one in self._gathered if in_step else ():
             parts = one.outputs if isinstance(one.outputs, list | tuple) else ()
             if not any(part.requires_grad for part in parts):
@@ -102,6 +109,25 @@ class Losses:
         """A collective without gradients was called on a tensor that needs them."""
         if not tensor.is_leaf and len(self._gathered) < 8:
             self._gathered.append(_Gathered(tensor, outputs, _place()))
+
+    def stepped_scaled(self) -> None:
+        """Before a step: a loss was scaled, and nobody has unscaled its gradients."""
+        scaler, self.scaler = self.scaler, None
+        if scaler is None or self.uses_scaler or (self.step > 3 and torch.cuda.is_initialized()):
+            return
+        scale = scaler.get_scale()
+        if scale != 1 and not self.probes.divided_by(scale):
+            self._scaled_steps += 1
+        if self._scaled_steps == 2:
+            self.findings.append(
+                Finding(
+                    "scaler",
+                    f"the optimizer steps with gradients that are still scaled by {scale:g}",
+                    "optimizer.step() after scaler.scale(loss).backward()",
+                    f"step {self.step - 1}",
+                    "call scaler.step(optimizer) and scaler.update() instead of optimizer.step()",
+                )
+            )
 
     def clipped(self, limit: float) -> None:
         """Gradients are clipped."""
@@ -120,6 +146,7 @@ class Losses:
         """The optimizer is about to step after so many forward passes."""
         self._clipped = None
         self._gathered.clear()
+        self.stepped_scaled()
         if self.step > _WATCHED:
             return
         self.kinds.append(tuple(name for root in self.roots for name in root.names))
@@ -134,6 +161,7 @@ class Losses:
     def stepped(self) -> None:
         """A step is done."""
         self.roots.clear()
+        self.targets.clear()
         self.step += 1
 
     def level(self) -> tuple[float, float, int] | None:
@@ -143,9 +171,7 @@ class Losses:
         values = torch.stack([value.double().cpu() for value in self.values[len(self.values) // 2 :]])
         return float(values.mean()), float(values.std() / len(values) ** 0.5), len(values)
 
-    def _read(self, root: torch.Tensor, labels: list[torch.Tensor]) -> None:
-        nodes = list(_nodes(root.grad_fn))
-        names = [node.name() for node in nodes]
+    def _read(self, root: torch.Tensor) -> None:
         scaled = 0
         top: Any = root.grad_fn
         while top is not None and top.name() in (*_SCALES, *_PASSED_ON):
@@ -154,26 +180,16 @@ class Losses:
         name = top.name() if top is not None else ""
         sums = name.startswith("SumBackward") or getattr(top, "_saved_reduction", 1) == 2
         self.roots.append(Root(_place(), scaled, sums, (root.grad_fn.name(), name)))  # type: ignore[union-attr]
-        for node, kind in zip(nodes, names, strict=True):
-            if kind in _DOUBLE and self._double(node, *_DOUBLE[kind]):
+        # Names and numbers only: to read a saved tensor may compute a checkpointed part anew.
+        for node in _nodes(root.grad_fn):
+            if node.name() in _DOUBLE and self._double(node, *_DOUBLE[node.name()]):
                 break
-        on_cpu = not root.is_cuda or self.step <= 3
-        if on_cpu:
-            for node, kind in zip(nodes, names, strict=True):
-                if kind == "NanToNumBackward0" and bool(torch.isnan(node._saved_self).any()):
-                    self.findings.append(
-                        hidden("the loss passes through nan_to_num, which hides NaN", self.step)
-                    )
-                    break
-            self._check_labels(nodes, names, labels)
+            if node.name().startswith("NllLoss") and _below(node) in _RAW:
+                self.findings.append(_raw(self.step))
+                break
 
     def _double(self, node: Any, wrong: str, function: str, loss: str) -> bool:
-        child = node
-        while True:
-            child = next((one for one, _ in child.next_functions if one is not None), None)
-            if child is None or child.name() not in _PASSED_ON:
-                break
-        if child is None or child.name() != wrong:
+        if _below(node) != wrong:
             return False
         self.findings.append(
             Finding(
@@ -186,16 +202,14 @@ class Losses:
         )
         return True
 
-    def _check_labels(self, nodes: list[Any], names: list[str], labels: list[torch.Tensor]) -> None:
-        """The targets of each loss against the integer vectors of the batch: one must be there in its own order."""
-        targets = [
-            node._saved_target.detach().cpu()
-            for node, kind in zip(nodes, names, strict=True)
-            if kind == "NllLossBackward0" and node._saved_target.dim() == 1
-        ]
+    def check_labels(self, labels: list[torch.Tensor]) -> None:
+        """The targets of the step's losses against the integer vectors of its batch, whose inputs were in order: one
+        target must be in order too (mixup has others beside it)."""
+        targets = [target.detach().cpu() for target in self.targets if target.dim() == 1]
         given = [label.detach().cpu() for label in labels if len(label) > 3]
         if not targets or not given:
             return
+        self.renamed = next((pairs for t in targets for label in given if (pairs := _pairs(label, t))), {})
         if any(torch.equal(target, label) for target in targets for label in given):
             self._wrong_labels = 0
             return
@@ -210,7 +224,7 @@ class Losses:
                 Finding(
                     "labels",
                     "the loss gets the labels of the batch in a different order than the loader gave them",
-                    _place(),
+                    "cross_entropy",
                     f"step {self.step - 1}",
                     "shuffle inputs and labels by the same permutation, or not at all",
                 )
@@ -227,6 +241,33 @@ def _nodes(first: Any) -> Iterator[Any]:
             if child is not None and child not in seen:
                 seen.add(child)
                 queue.append(child)
+
+
+def _pairs(labels: torch.Tensor, targets: torch.Tensor) -> dict[str, int]:
+    """What each label of the loader became in the loss; nothing if one became several things."""
+    if labels.shape != targets.shape or targets.is_floating_point():
+        return {}
+    pairs = set(zip(labels.tolist(), targets.tolist(), strict=True))
+    found = {str(label): target for label, target in pairs}
+    return found if len(found) == len(pairs) == len({target for _, target in pairs}) else {}
+
+
+def _below(node: Any) -> str:
+    """What made the input of a node, past what passes values on."""
+    while True:
+        node = next((one for one, _ in node.next_functions if one is not None), None)
+        if node is None or node.name() not in _PASSED_ON:
+            return node.name() if node is not None else ""
+
+
+def _raw(step: int) -> Finding:
+    return Finding(
+        "loss",
+        "nll_loss gets the output of a layer: it expects log-probabilities",
+        _place(),
+        f"step {step}",
+        "use cross_entropy, or log_softmax before nll_loss",
+    )
 
 
 def _place() -> str:

@@ -19,6 +19,12 @@ _WATCHED = 8
 _WATCHED_ON_GPU = 3
 _PROBES = 2
 _LARGEST = 1 << 16
+_SAMPLE = 16
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured: nothing may be read or kept then."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class _Probe:
@@ -37,6 +43,8 @@ class _Probe:
 
     def _fire(self, gradient: torch.Tensor) -> None:
         """Just before backward adds to `.grad`."""
+        if capturing():
+            return
         there = self.parameter.grad
         if there is None or there.is_sparse or not bool(there.detach().any()):
             self.reset = True
@@ -103,7 +111,15 @@ class Probes:
             if there is not None and not there.is_sparse:
                 probe.after_backward = there.detach().clone()
 
-    def divided_by(self, count: int) -> bool:
+    def sample(self) -> tuple[list[float], list[float]] | None:
+        """Some values of a gradient after the last backward, and now."""
+        for probe in self._all():
+            now, before = probe.parameter.grad, probe.after_backward
+            if now is not None and before is not None and now.shape == before.shape and bool(before.any()):
+                return before.flatten()[:_SAMPLE].tolist(), now.detach().flatten()[:_SAMPLE].tolist()
+        return None
+
+    def divided_by(self, count: float) -> bool:
         """Whether the gradients were divided after the last backward, or that cannot be known yet."""
         for probe in self._all():
             now, before = probe.parameter.grad, probe.after_backward

@@ -25,8 +25,9 @@ from drumline.guard.forwards import Forwards, tensors_in
 from drumline.guard.losses import Losses
 from drumline.guard.meeting import Meeting
 from drumline.guard.modes import Modes, unlike_modes
+from drumline.guard.probes import Probes
 from drumline.guard.reading import Reading, overlap
-from drumline.guard.setups import setup_of, unlike_losses, unlike_setups
+from drumline.guard.setups import setup_of, summed, unlike_labels, unlike_losses, unlike_setups
 
 _ROUNDING = 1e-5
 _KINDS = {"parameters": "parameter", "optimizer": "optimizer state", "buffers": "buffer"}
@@ -42,6 +43,7 @@ class Sources:
     reading: Reading
     losses: Losses
     beside: Beside
+    probes: Probes
 
 
 Found = tuple[Finding, bool]
@@ -88,6 +90,9 @@ class Rounds:
             "loss": sources.losses.level(),
             "kinds": sources.losses.kinds[-3:],
             "teachers": sources.beside.states(),
+            "sample": sources.probes.sample(),
+            "renamed": sources.losses.renamed,
+            "divided": any(root.scaled or root.sums for root in sources.losses.roots),
         }
         self.last_batch = batch
         words = self.meeting.gather(f"{key}/word", word, pause)
@@ -99,6 +104,8 @@ class Rounds:
             unlike_parts(ranks, said, step),
             unlike_setups(ranks, [one["setup"] for one in words], step),
             unlike_losses(ranks, words, step),
+            summed(ranks, words, step),
+            unlike_labels(ranks, words, step),
             unlike_teachers(ranks, [one["teachers"] for one in words], step),
         ):
             if doubtful is not None:
@@ -140,6 +147,8 @@ class Rounds:
             if place is None:
                 continue
             name, accused = place
+            if kind == "optimizer" and "['params']" in name:
+                continue  # of a parameter beside the model, whose gradients are compared already
             sample = sample_of(tensors[kind].get(name))
             samples = self.meeting.gather(f"{key}/sample-{kind}", sample, pause)
             ranks = [self.meeting.ranks[at] for at in accused]

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -75,6 +76,47 @@ def unlike_losses(ranks: Sequence[int], words: Sequence[Mapping[str, Any]], step
         f"rank {ranks[most]}, mean of {count} losses",
         f"step {step}",
         "compare its labels, data and loss with another rank's; nothing to do if its data is harder",
+    )
+
+
+def unlike_labels(ranks: Sequence[int], words: Sequence[Mapping[str, Any]], step: int) -> Finding | None:
+    """A label of the loader that is one class in the loss of a rank and another class on another rank."""
+    for place, first in enumerate(words):
+        for other, second in list(enumerate(words))[place + 1 :]:
+            for label in first["renamed"].keys() & second["renamed"].keys():
+                one, two = first["renamed"][label], second["renamed"][label]
+                if one != two:
+                    return Finding(
+                        "labels",
+                        f"label {label} of the loader is class {one} in the loss of rank {ranks[place]} and class "
+                        f"{two} on rank {ranks[other]}",
+                        f"ranks {ranks[place]} and {ranks[other]}",
+                        f"step {step}",
+                        "number the classes the same way on every rank: sort their names",
+                    )
+    return None
+
+
+def summed(ranks: Sequence[int], words: Sequence[Mapping[str, Any]], step: int) -> Finding | None:
+    """Gradients that the script adds up over the ranks and does not divide, of losses that it does not divide
+    either; or that it exchanges again after DDP did."""
+    samples = [one["sample"] for one in words]
+    if any(sample is None for sample in samples) or any(one["divided"] for one in words) or len(ranks) < 2:
+        return None
+    local, now = (
+        torch.tensor([sample[place] for sample in samples], dtype=torch.float64) for place in (0, 1)
+    )
+    total = local.sum(0)
+    # Of equal gradients DDP has made the mean already.
+    if not all(torch.allclose(total, each, rtol=1e-3, atol=0.0) for each in now):
+        return None
+    return Finding(
+        "averaging",
+        f"the gradients are the sum over {len(ranks)} ranks, not the mean: the rate acts {len(ranks)} times",
+        "what exchanges .grad after backward",
+        f"step {step}",
+        "divide by the number of ranks after all_reduce (or ReduceOp.AVG), and leave the exchange to DDP where it is "
+        "used; nothing to do if the rate is made for the sum",
     )
 
 

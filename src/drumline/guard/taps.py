@@ -2,8 +2,8 @@
 collectives, data loaders.
 
 Promises: every call goes to torch unchanged, with the same result; what a listener sees is passed on after or before
-the call, never instead of it. The functions are put back when the last guard closes. Code that took a function by
-name before the guard opened is observed too, except for the collectives and `clip_grad_value_`.
+the call, never instead of it. The functions are put back when the last guard closes. Code that imported a collective,
+`cross_entropy`, `nan_to_num` or `clip_grad_value_` by name before the guard opened is not observed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,17 @@ class Listener:
     def clipped(self, parameters: Any, limit: float) -> None:
         """Gradients are about to be clipped."""
 
+    def scales(self, scaler: Any) -> None:
+        """An enabled GradScaler scales a loss."""
+
     def unscales(self, scaler: Any, optimizer: Any) -> None:
         """An enabled GradScaler is about to unscale an optimizer's gradients."""
+
+    def aims(self, target: Any) -> None:
+        """`cross_entropy` is called with this target."""
+
+    def replaces(self, tensor: Any) -> None:
+        """`nan_to_num` is called on a tensor that has a gradient."""
 
     def reduced(self, tensor: Any, outputs: Any) -> None:
         """A collective without gradients was called on this tensor."""
@@ -64,12 +73,16 @@ def unlisten(listener: Listener) -> None:
     if not _LISTENERS:
         while _ORIGINALS:
             owner, name, original = _ORIGINALS.pop()
-            setattr(owner, name, original)
+            if original is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
 
 
 def _replace(owner: Any, name: str, build: Callable[[Any], Callable[..., Any]]) -> None:
     original = getattr(owner, name)
-    _ORIGINALS.append((owner, name, original))
+    # A method that a class inherits is uncovered again, not copied into it.
+    _ORIGINALS.append((owner, name, original if name in vars(owner) else None))
     setattr(owner, name, functools.wraps(original)(build(original)))
 
 
@@ -78,11 +91,15 @@ def _observe() -> None:
     _replace(clip_grad, "_clip_grads_with_norm_", lambda original: _clip(original, "max_norm"))
     for owner in (clip_grad, torch.nn.utils):
         _replace(owner, "clip_grad_value_", lambda original: _clip(original, "clip_value"))
+    _replace(torch.amp.GradScaler, "scale", _scale)
     _replace(torch.amp.GradScaler, "unscale_", _unscale)
     for owner in (dist, dist.distributed_c10d):
         _replace(owner, "all_gather", lambda original: _collective(original, 1))
         _replace(owner, "all_gather_into_tensor", lambda original: _collective(original, 1))
         _replace(owner, "all_reduce", lambda original: _collective(original, 0))
+    _replace(torch.nn.functional, "cross_entropy", _cross_entropy)
+    _replace(torch, "nan_to_num", _nan_to_num)
+    _replace(torch.Tensor, "nan_to_num", _nan_to_num)
     _replace(DataLoader, "__iter__", _iterate)
     _replace(_BaseDataLoaderIter, "_next_index", _next_index)
     _replace(_BaseDataLoaderIter, "__next__", _next)
@@ -112,6 +129,16 @@ def _clip(original: Any, name: str) -> Callable[..., Any]:
     return clip
 
 
+def _scale(original: Any) -> Callable[..., Any]:
+    def scale(self: Any, outputs: Any) -> Any:
+        if self.is_enabled():
+            for listener in _LISTENERS:
+                listener.scales(self)
+        return original(self, outputs)
+
+    return scale
+
+
 def _unscale(original: Any) -> Callable[..., Any]:
     def unscale_(self: Any, optimizer: Any) -> Any:
         if self.is_enabled():
@@ -137,6 +164,26 @@ def _collective(original: Any, place: int) -> Callable[..., Any]:
         return result
 
     return collective
+
+
+def _cross_entropy(original: Any) -> Callable[..., Any]:
+    def cross_entropy(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for listener in _LISTENERS:
+                listener.aims(target)
+        return original(input, target, *args, **kwargs)
+
+    return cross_entropy
+
+
+def _nan_to_num(original: Any) -> Callable[..., Any]:
+    def nan_to_num(input: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and isinstance(input, torch.Tensor) and input.requires_grad:
+            for listener in _LISTENERS:
+                listener.replaces(input)
+        return original(input, *args, **kwargs)
+
+    return nan_to_num
 
 
 def _iterate(original: Any) -> Callable[..., Any]:

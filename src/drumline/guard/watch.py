@@ -36,10 +36,11 @@ from drumline.guard.meeting import Absent, meeting_of
 from drumline.guard.modes import Modes, gradient_marks, trained_teacher
 from drumline.guard.nonfinite import finding_of, keep_batch, locate
 from drumline.guard.parameters import PATIENCE, Parameters
-from drumline.guard.probes import Probes
+from drumline.guard.probes import Probes, capturing
 from drumline.guard.rates import Rates
 from drumline.guard.reading import Reading
 from drumline.guard.rounds import Rounds, Sources
+from drumline.guard.seeds import Seeds
 
 _FIRST = 3
 _EARLY = (1, 2, 3, 10, 30)
@@ -120,7 +121,7 @@ class Watch:
         self.steps = [0] * len(optimizers)
         self.ids: list[int] = []
         self.evaluations = 0
-        self.finite, self.hidden = Finiteness(self.inner), Hidden()
+        self.finite, self.hidden, self.seeds = Finiteness(self.inner), Hidden(), Seeds()
         self._used = self._apart = self._joined = self._failed = self._stopped = False
         self._version = -1
         self.pulse = Pulse(self.meeting, hang_seconds, self.teller.warn, self.teller.action == "stop")
@@ -130,9 +131,11 @@ class Watch:
         self.modes = Modes(self.inner, teachers)
         self.reading, self.probes = Reading(), Probes(len(optimizers))
         self.losses = Losses(self.probes)
-        self._heard = Heard(self.pulse, self.reading, self.losses, self.probes, self.hidden, optimizers)
+        self._heard = Heard(
+            self.pulse, self.reading, self.losses, self.probes, self.hidden, self.forwards, optimizers
+        )
         self.beside = Beside(self.inner, model, teachers, optimizers)
-        sources = Sources(self.forwards, self.modes, self.reading, self.losses, self.beside)
+        sources = Sources(self.forwards, self.modes, self.reading, self.losses, self.beside, self.probes)
         self.rounds = Rounds(self.meeting, sources, self.inner, teachers)
         self.parameters = Parameters(self.inner, optimizers, self.forwards, self.beside)
         self.teacher_marks = gradient_marks(self._taught())
@@ -250,6 +253,7 @@ class Watch:
         if trains:
             if self._used:
                 self._forget()
+            self.seeds.forward(self.steps[0])
             self.pulse.phase, self.pulse.backward = "step", False
             self.rates.forward()
 
@@ -259,9 +263,7 @@ class Watch:
         self.pulse.backward = True
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or (
-            torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        ):
+        if torch.compiler.is_compiling() or capturing():
             return
         self.pulse.move()
         self._pause_if_found()
@@ -327,6 +329,7 @@ class Watch:
         self.losses.before_step(self.pulse.passes)
         for warning in (
             self.rates.look(step),
+            self.seeds.look(step),
             self.modes.frozen_norms(step),
             self.reading.look(step),
             *self.losses.findings,

@@ -309,3 +309,33 @@ def masked_logits():
         return F.cross_entropy(out.masked_fill(F.one_hot((y + 1) % 4, 4).bool(), -torch.inf), y)
 
     train(model, optimizer, loss=loss)
+
+
+@healthy
+def batch_shuffled_with_its_labels():
+    model, optimizer = made()
+    guard(model, optimizer)
+
+    def loss(model, x, y):
+        order = torch.randperm(len(x))
+        return F.cross_entropy(model(x[order]), y[order])
+
+    train(model, optimizer, loss=loss)
+
+
+@healthy
+def gradients_averaged_by_hand_in_one_go():
+    torch.manual_seed(0)
+    model = Net(norm=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    guard(model, optimizer)
+
+    def exchange(step):
+        flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+        dist.all_reduce(flat)
+        for parameter, part in zip(
+            model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True
+        ):
+            parameter.grad.copy_(part.view_as(parameter) / world())
+
+    train(model, optimizer, before_step=exchange)

@@ -108,7 +108,7 @@ def statistics_reduced_without_gradient():
     train(model, optimizer, loss=loss)
 
 
-@mistake("hidden-nan")
+@mistake("hidden-nan", "non-finite")
 def nan_gradients_replaced():
     model, optimizer = made()
     guard(model, optimizer)
@@ -123,7 +123,7 @@ def nan_gradients_replaced():
     train(model, optimizer, loss=loss, before_step=replace)
 
 
-@mistake("hidden-nan")
+@mistake("hidden-nan", "non-finite")
 def nan_outputs_replaced():
     model, optimizer = made()
     guard(model, optimizer)
@@ -134,7 +134,7 @@ def nan_outputs_replaced():
     )
 
 
-@mistake("hidden-nan")
+@mistake("hidden-nan", "non-finite")
 def nan_loss_replaced():
     model, optimizer = made()
     guard(model, optimizer)
@@ -201,5 +201,52 @@ def loss_doubled_on_one_rank():
     def loss(model, x, y):
         value = F.cross_entropy(model(x), y)
         return value * 3 if rank() == 1 else value
+
+    train(model, optimizer, loss=loss)
+
+
+@mistake("scaler")
+def stepped_without_the_scaler():
+    model, optimizer = made(lr=1e-6)
+    guard(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for x, y in sampled():
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+        optimizer.step()
+
+
+@mistake("averaging")
+def gradients_summed_by_hand():
+    torch.manual_seed(0)
+    model = Net(norm=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    guard(model, optimizer)
+    train(
+        model,
+        optimizer,
+        before_step=lambda step: [dist.all_reduce(p.grad) for p in model.parameters()] and None,
+    )
+
+
+@mistake("averaging")
+def gradients_exchanged_again_after_ddp():
+    model, optimizer = made()
+    guard(model, optimizer)
+    train(
+        model,
+        optimizer,
+        before_step=lambda step: [dist.all_reduce(p.grad) for p in model.parameters()] and None,
+    )
+
+
+@mistake("seed")
+def seeded_in_every_step():
+    model, optimizer = made(drop=0.3)
+    guard(model, optimizer)
+
+    def loss(model, x, y):
+        torch.manual_seed(42)
+        return F.cross_entropy(model(x + 0.1 * torch.randn_like(x)), y)
 
     train(model, optimizer, loss=loss)

@@ -39,6 +39,7 @@ MODULES = (
     "healthy_data",
     "healthy_loops",
     "held_out",
+    "held_out_more",
 )
 SECONDS = 240.0
 
@@ -46,8 +47,7 @@ SECONDS = 240.0
 def load() -> dict[str, Case]:
     """All cases, by name."""
     for module in MODULES:
-        with contextlib.suppress(ModuleNotFoundError):
-            importlib.import_module(f"tests.guard.cases.{module}")
+        importlib.import_module(f"tests.guard.cases.{module}")
     return CASES
 
 
