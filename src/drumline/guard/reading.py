@@ -175,7 +175,7 @@ class Reading:
                 count = min(len(later.order), len(earlier.order))
                 if count < _ENOUGH or later.order[:count] != earlier.order[:count]:
                     continue
-                if later.order == sorted(later.order) or later.repeated:
+                if _in_order(later.order) or later.repeated:
                     continue
                 return _unshuffled(later, len(self._trained), step)
         return None
@@ -258,6 +258,12 @@ def overlap(ranks: Sequence[int], said: Sequence[Mapping[str, Any] | None], step
                 "same-samples", what, f"{where} ({mine['size']} in the data set)", f"step {step}", _SPLIT
             )
     return None
+
+
+def _in_order(ids: Sequence[int]) -> bool:
+    """Whether ids rise, but for a few steps back: padding begins anew."""
+    back = sum(second < first for first, second in zip(ids, ids[1:], strict=False))
+    return 10 * back <= len(ids)
 
 
 def _unshuffled(later: Pass, passes: int, step: int) -> Finding:
