@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -262,7 +263,7 @@ def overlap(ranks: Sequence[int], said: Sequence[Mapping[str, Any] | None], step
 
 def _in_order(ids: Sequence[int]) -> bool:
     """Whether ids rise, but for a few steps back: padding begins anew."""
-    back = sum(second < first for first, second in zip(ids, ids[1:], strict=False))
+    back = sum(second < first for first, second in pairwise(ids))
     return 10 * back <= len(ids)
 
 

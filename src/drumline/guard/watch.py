@@ -326,6 +326,8 @@ class Watch:
 
     def _look(self, step: int) -> None:
         """What host memory alone tells, every step."""
+        # A fused optimizer unscales by itself, with what the loss scaler hands it.
+        self.losses.uses_scaler |= any(hasattr(one, "found_inf") for one in self.optimizers)
         self.losses.before_step(self.pulse.passes)
         for warning in (
             self.rates.look(step),
