@@ -7,10 +7,10 @@ all of them. Weights that the script changed after its last step (to save the be
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import nn
+import torch
 from torch.optim import Optimizer
 
 from drumline.guard.beside import unlike_copies, unlike_teachers
@@ -25,9 +25,9 @@ _SECONDS = 10.0
 _LINGER = 3.0
 
 
-def versions(model: nn.Module) -> int:
+def versions(parameters: Iterable[torch.Tensor]) -> int:
     """A number that changes when a parameter is written to."""
-    return sum(parameter._version for parameter in model.parameters())
+    return sum(parameter._version for parameter in parameters)
 
 
 def last_word(rounds: Rounds, optimizer: Optimizer, steps: Sequence[int], untouched: bool) -> dict[str, Any]:

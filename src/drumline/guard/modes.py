@@ -17,6 +17,7 @@ from drumline.guard.finding import Finding
 from drumline.guard.forwards import roots
 
 _IN_A_ROW = 3
+_REFRESH = 8
 
 
 class Modes:
@@ -32,16 +33,19 @@ class Modes:
             if minds_mode(module) and id(module) not in taught
         }
         self.norms = [module for module in self.minding.values() if isinstance(module, _BatchNorm)]
+        self._parameters = list(model.parameters())
         self.norms_trained = False
         self.trained: set[int] | None = None
-        """The parameters that were trained when the model was last in train mode."""
+        """The parameters that were trained while the model was in train mode."""
         self.eval_since: int | None = None
         self._evaluations = 0
 
     def look(self, step: int) -> tuple[Finding, bool] | None:
         """A model trained in eval mode, and whether that is surely a mistake; call it just before the step."""
         if not self.minding or self._model_trains() or any(m.training for m in self.minding.values()):
-            self.eval_since, self.trained = None, self._trainable()
+            self.eval_since = None
+            if self.trained is None or step % _REFRESH == 0:
+                self.trained = self._trainable()
             return None
         self.eval_since = self.eval_since or step
         finding = Finding(
@@ -91,7 +95,7 @@ class Modes:
         return any(root.training or any(child.training for child in root.children()) for root in self.roots)
 
     def _trainable(self) -> set[int]:
-        return {id(parameter) for parameter in self.model.parameters() if parameter.requires_grad}
+        return {id(parameter) for parameter in self._parameters if parameter.requires_grad}
 
 
 def unlike_modes(ranks: Sequence[int], said: Sequence[Mapping[str, bool]], step: int) -> Finding | None:

@@ -77,9 +77,12 @@ class Probes:
     ) -> list[tuple[Finding, bool]]:
         """Findings, each with whether it is certain. `arrived`: whether a gradient that is not zero reached the
         model's output since the last step."""
+        if step > _WATCHED + 1:
+            return []
         held = [p for group in optimizer.param_groups for p in group["params"]]
         on_gpu = any(parameter.is_cuda for parameter in held)
-        if step > (_WATCHED_ON_GPU if on_gpu else _WATCHED):
+        last = _WATCHED_ON_GPU if on_gpu else _WATCHED
+        if step > last:
             self.close(number)
             return []
         gradients = [p.grad for p in held if p.grad is not None]
@@ -100,7 +103,10 @@ class Probes:
             strikes[name] = begun + struck
             if struck and strikes[name] == 2:
                 found.append(_FINDINGS[name](step))
-        if not self._probes[number]:
+        if step == last:
+            for probe in self._probes[number]:
+                probe.handle.remove()  # the next backward is not watched: nothing waits for a GPU any more
+        elif not self._probes[number]:
             self._choose(number, held)
         return found
 

@@ -123,7 +123,7 @@ class Watch:
         self.evaluations = 0
         self.finite, self.hidden, self.seeds = Finiteness(self.inner), Hidden(), Seeds()
         self._used = self._apart = self._joined = self._failed = self._stopped = False
-        self._version = -1
+        self._version, self._parameters = -1, list(self.inner.parameters())
         self.pulse = Pulse(self.meeting, hang_seconds, self.teller.warn, self.teller.action == "stop")
         self.forwards = Forwards(
             model, self.inner, self.meeting.size > 1, self._forward, self.pulse.passed, self._backward
@@ -211,7 +211,7 @@ class Watch:
             # the store went with the process that kept it
 
     def _meet_last(self) -> None:
-        untouched = closing.versions(self.inner) == self._version
+        untouched = closing.versions(self._parameters) == self._version
         word = closing.last_word(self.rounds, self.optimizers[0], self.steps, untouched)
         for finding, certain in closing.compare_last(self.meeting, word, self.rounds.agreed_at):
             self._tell_together(finding, certain)
@@ -302,7 +302,7 @@ class Watch:
             self.pulse.stepped(self.steps[0])
             self.losses.stepped()
             self.reading.stepped()
-        self._version = closing.versions(self.inner)
+        self._version = closing.versions(self._parameters)
         self.pulse.phase = "between"
         self.pulse.move()
         self._used = True
