@@ -234,7 +234,7 @@ def test_describe_is_a_recipe_file_that_gives_the_same_recipe_and_says_where_val
     (folder / "again.toml").write_text(text)
     assert load_recipe("again.toml").recipe == result.recipe
     lines = text.split("\n")
-    assert "lr = 0.2  # my?recipe.toml:2; default 0.1" in lines
+    assert "lr = 0.2  # my\\nrecipe.toml:2; default 0.1" in lines
     assert "betas = [0.8, 0.9]  # command line; default [0.9, 0.999]" in lines
     assert "epochs = 10.0" in lines
     assert sum("  # " in line for line in lines) == 3

@@ -202,7 +202,7 @@ def breaking(classes: int) -> nn.Module:
     [
         ("model.name=tests.train.test_guards:breaking", "the gradient of step 6 is NaN or infinite"),
         (
-            "model.name=tests.train.few_ranks:blocks optim.lr=1e38 optim.weight_decay=1000",
+            "model.name=tests.train.few_ranks:blocks optim.lr=1e6 optim.weight_decay=1e38",
             "is NaN or infinite after step 1: the update overflowed",
         ),
     ],
@@ -215,7 +215,7 @@ def test_what_is_not_finite_ends_a_run_before_it_is_scored_or_saved(
             "data.source=tests.train.few_ranks:load",
             "data.batch=8",
             "train.steps=6",
-            "train.eval_every=0.125" if "1e38" in words else "train.eval_every=0",
+            "train.eval_every=0.125" if "decay" in words else "train.eval_every=0",
             "parallel.threads=1",
             "run.device=cpu",
             "run.name=auto",
