@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,17 +31,6 @@ BASE = Recipe(
     optim=Optim(lr=0.01),
     parallel=Parallel(threads=1),
 )
-
-
-@pytest.fixture(autouse=True)
-def _arithmetic() -> Iterator[None]:
-    """A run sets threads and kernels for its process; this one goes on."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.deterministic = torch.backends.cudnn.benchmark = False
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
 def run(folder: Path, recipe: Recipe = BASE) -> Result:
