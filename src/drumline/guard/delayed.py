@@ -96,20 +96,22 @@ class Delayed:
     """The gradients of one optimizer."""
 
     def __init__(self, names: Mapping[str, torch.Tensor]) -> None:
-        self._parameters = dict(names)
-        self._kept = [parameter.detach().clone() for parameter in names.values()]
+        filled = {name: parameter for name, parameter in names.items() if parameter.numel()}
+        self._names, self._held = list(filled), list(filled.values())
+        self._kept = [parameter.detach().clone() for parameter in self._held]
         self._pending: _Pending | None = None
 
     @torch.no_grad()
     def look(self, step: int, calls: Sequence[Call], ids: Sequence[int]) -> None:
         """Just before the optimizer's step. Never waits."""
-        found = {name: dense_gradients([parameter]) for name, parameter in self._parameters.items()}
-        gradients = {name: each[0] for name, each in found.items() if each}
+        names, gradients = self._names, [p.grad for p in self._held if p.grad is not None]
+        if len(gradients) < len(names) or any(gradient.is_sparse for gradient in gradients):
+            found = {name: dense_gradients([p]) for name, p in zip(names, self._held, strict=True)}
+            names = [name for name, each in found.items() if each]
+            gradients = [each[0] for each in found.values() if each]
         if gradients:
-            # The largest absolute value: unlike a sum of squares it does not overflow where the values do not.
-            largest = torch.stack([norm.float() for norm in _largest(list(gradients.values()))])
-            self._pending = _Pending(step, list(calls), list(ids), list(gradients), Late(largest))
-        torch._foreach_copy_(self._kept, list(self._parameters.values()))
+            self._pending = _Pending(step, list(calls), list(ids), names, Late(_largest(gradients)))
+        torch._foreach_copy_(self._kept, self._held)
 
     def verdict(self) -> Bad | None:
         """Of the step before, if its gradients were not finite; waits for that step if the device is there still."""
@@ -126,14 +128,14 @@ class Delayed:
     @torch.no_grad()
     def put_back(self) -> list[torch.Tensor]:
         """The parameters become what they were before the step that `verdict` told of; gives those after it."""
-        after = [parameter.detach().clone() for parameter in self._parameters.values()]
+        after = [parameter.detach().clone() for parameter in self._held]
         self.put(self._kept)
         return after
 
     @torch.no_grad()
     def put(self, values: list[torch.Tensor]) -> None:
         """Writes the parameters."""
-        torch._foreach_copy_(list(self._parameters.values()), values)
+        torch._foreach_copy_(self._held, values)
 
 
 _MOST_REPLACED = 16
@@ -154,7 +156,7 @@ class Hidden:
             return
         gradients = dense_gradients(held)
         if gradients:
-            self._after.append(torch.stack([norm.float() for norm in _largest(gradients)]).sum())
+            self._after.append(_largest(gradients).sum())
         self._versions = sum(gradient._version + id(gradient) for gradient in gradients)
 
     def replaced(self, tensor: torch.Tensor) -> None:
@@ -181,15 +183,17 @@ class Hidden:
         return pending[0] if bool(torch.isnan(pending[1].values()).any()) else None
 
 
-def _largest(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """One number for each, by one fused kernel per device and type."""
+def _largest(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The largest absolute value of each, by one fused kernel per device and type. It does not overflow where the
+    values do not, as a sum of squares does."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, tensor in enumerate(tensors):
         groups.setdefault((tensor.device, tensor.dtype), []).append(place)
+    if len(groups) == 1:
+        return torch.stack(torch._foreach_norm(tensors, math.inf))
     found: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
-    home = tensors[0].device
     for places in groups.values():
         norms = torch._foreach_norm([tensors[place] for place in places], math.inf)
         for place, norm in zip(places, norms, strict=True):
-            found[place] = norm.to(home)
-    return found
+            found[place] = norm.to(tensors[0].device, torch.float64)
+    return torch.stack(found)
