@@ -6,7 +6,6 @@ measured before the first step; what does not fit together (taps, classes, proce
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from drumline.distill.stored import refuse_uncacheable, store
 from drumline.distill.teacher import Live, Teacher, weights_sha256
 from drumline.errors import UserError
 from drumline.launch.world import World
+from drumline.models.copies import copy_model
 from drumline.models.foreign import Tapped, norm_before, with_taps
 from drumline.models.taps import VisionModel
 from drumline.observe.display import Display
@@ -420,7 +420,7 @@ def _take_over(bundle: Bundle, student: nn.Module, before: tuple[Path, ...], wor
 def _freeze_idle(bundle: Bundle, teacher: Teacher, size: int) -> None:
     """Turns gradients off for what an initial stage does not train, such as the student's last layer: found by one
     backward of a copy. DDP would wait for them for ever."""
-    trial = copy.deepcopy(bundle).train()
+    trial = copy_model(bundle).train()
     images = torch.randn((4, 3, size, size), generator=torch.Generator().manual_seed(0)).to(teacher.device)
     taught = teacher(images)
     said = trial(images, {name: tap.float() for name, tap in taught.taps.items()})

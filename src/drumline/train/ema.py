@@ -6,11 +6,10 @@ the model under the same names, so it saves, loads and evaluates like one.
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 
+from drumline.models.copies import copy_model
 from drumline.parallel.local import local_part
 
 
@@ -19,7 +18,7 @@ class Average:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
-        self.module = copy.deepcopy(model).eval().requires_grad_(False)
+        self.module = copy_model(model).eval().requires_grad_(False)
         self.follow(model)
 
     def follow(self, model: nn.Module) -> None:

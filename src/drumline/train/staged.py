@@ -6,7 +6,6 @@ Promises: every process builds the same model and agrees on the cut; each keeps 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from drumline.data.order import bounds, share
 from drumline.errors import UserError
 from drumline.launch.world import World
+from drumline.models.copies import copy_model
 from drumline.models.foreign import Tapped
 from drumline.observe.display import Display
 from drumline.parallel.grid import Grid
@@ -100,7 +100,7 @@ def lay_in_stages(
         )
     mode = recipe.parallel.batchnorm
     apply_norm_mode(root, mode, world_total(grid.peers) if grid.replicas > 1 else None, shape.micro_batches)
-    twin = [copy.deepcopy(task.module)] if grid.ends else []
+    twin = [copy_model(task.module)] if grid.ends else []
     lanes = _lane_devices(shape, grid)
     settle(task.module, root, segments, shape, grid, lanes, prepare.channels_last(recipe, world))
     task.module.train()

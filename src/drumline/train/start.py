@@ -7,7 +7,6 @@ is refused, crashes or is killed before its first step leaves the files of an ea
 
 from __future__ import annotations
 
-import copy
 import os
 import shlex
 from contextlib import ExitStack, closing
@@ -26,6 +25,7 @@ from drumline.data.views import Batch
 from drumline.errors import UserError
 from drumline.launch.heartbeat import Phase, enter
 from drumline.launch.world import World
+from drumline.models.copies import copy_model
 from drumline.observe import story
 from drumline.observe.display import Display, make_display
 from drumline.observe.logbook import Logbook
@@ -295,7 +295,7 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
 def _on_host(module: torch.nn.Module) -> torch.nn.Module:
     """A copy of it, without room for two on the device."""
     device = next(module.parameters()).device
-    made = copy.deepcopy(module.cpu())
+    made = copy_model(module.cpu())
     module.to(device)
     return made
 
