@@ -169,7 +169,7 @@ def cut_for_good(trial: Trial) -> str:
 
 
 def cut_and_returned(trial: Trial) -> str:
-    """The link is cut and mended; restarts are left."""
+    """The link is cut and comes back; restarts are left."""
     first, second = trial.both(care={"restarts": 3})
     cut(trial.hosts[1])
     assert _says(second, "restart 1 of 3")
