@@ -176,7 +176,10 @@ def lost(folder: Path, rank: int) -> None:
 
 
 def hung(folder: Path, rank: int) -> None:
-    """`hung HOW`: at its first start rank 1 stops to beat after five steps; the others wait after six."""
+    """`hung HOW [deaf]`: at its first start rank 1 stops to beat after five steps; the others wait after six. `deaf`:
+    they cannot be asked to stop, like one that waits in a collective."""
+    if "deaf" in sys.argv:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     heartbeat.connect(os.environ)
     answer_signal(os.environ)
     heartbeat.enter(heartbeat.Phase.STARTING)

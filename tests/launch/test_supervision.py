@@ -91,6 +91,17 @@ def test_a_hung_rank_ends_a_run_without_restarts(run: Run) -> None:
     assert run.survivors() == []
 
 
+def test_a_rank_that_hangs_does_not_hold_up_a_stop(run: Run) -> None:
+    launcher = run.launcher("hung", "stop", "deaf", ready=2, care={"hang": 1.0, "restarts": 3})
+    os.kill(launcher.pid, signal.SIGTERM)
+    _, said = launcher.communicate(timeout=20)
+    assert launcher.returncode == 1
+    assert "SIGTERM: the processes finish their step" in said
+    assert "rank 1 has hung: no progress for" in said
+    assert "restart 1" not in said
+    assert run.survivors(1) == []
+
+
 def test_without_a_limit_nobody_counts_as_hung(run: Run) -> None:
     launcher = run.launcher("hung", "stop", care={"hang": 0.0}, parallel={"timeout": 1.0})
     time.sleep(2.0)

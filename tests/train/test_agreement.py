@@ -224,3 +224,26 @@ def test_ranks_with_other_data_end_with_one_message(tmp_path: Path) -> None:
     assert "has different data from rank 0: training set: 960 samples, not 1,000" in said
     assert "Traceback" not in said
     assert not list(tmp_path.glob("runs/*"))
+
+
+def test_code_is_also_what_the_users_module_imports_from_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "net.py").write_text("import torch\nfrom helper import act\n")
+    (tmp_path / "helper.py").write_text("import net, parts.blocks as blocks\n")  # and back, in a circle
+    (tmp_path / "parts/blocks.py").write_text("act = 1\n")
+    (tmp_path / "other.py").write_text("")
+
+    def digest() -> str:
+        return software(Recipe(model=Model(name="net:net")))["the code of net:net"]
+
+    digests = [digest()]
+    (tmp_path / "parts/blocks.py").write_text("act = 2\n")
+    digests.append(digest())
+    (tmp_path / "helper.py").write_text("import net, parts.blocks\n")
+    digests.append(digest())
+    assert len(set(digests)) == 3
+    (tmp_path / "other.py").write_text("not used by the model")
+    assert digest() == digests[-1]

@@ -442,7 +442,7 @@ class Watch:
             self._announce(f"training again: step {step:,} done {now - self._lost_at:.1f} s after the loss")
             self._lost_at = None
         busy = any(busy for _, busy in self._elsewhere())
-        if not self._requests and is_hung(self._signs, self._care.limits, busy):
+        if is_hung(self._signs, self._care.limits, busy):
             self._break_off_hung()
 
     def _break_off_hung(self) -> None:

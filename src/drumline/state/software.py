@@ -6,6 +6,7 @@ the same versions of the libraries that decode images and compute. Nothing is im
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import platform
@@ -46,22 +47,24 @@ def package_version(name: str) -> str:
 
 def code_digest(place: Path) -> str:
     """Start of the SHA-256 over the source files of a folder, their names included, or of a file."""
-    digest, files = hashlib.sha256(), [place]
-    if place.is_dir():
-        files = sorted(
-            Path(folder, name)
-            for folder, _, names in os.walk(place)
-            for name in names
-            if name.endswith(ENDINGS)
-        )[:MOST_FILES]
-    for file in files:
+    digest = hashlib.sha256()
+    for file in _sources(place):
         content = file.read_bytes()
         digest.update(f"{file.relative_to(place)} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:12]
 
 
+def _sources(place: Path) -> list[Path]:
+    """The source files of a folder, or the file."""
+    if not place.is_dir():
+        return [place]
+    return sorted(
+        Path(folder, name) for folder, _, names in os.walk(place) for name in names if name.endswith(ENDINGS)
+    )[:MOST_FILES]
+
+
 def _module_digest(module: str) -> str:
-    """Of the package that a module belongs to, or of its file; it may import others of the same package."""
+    """Of the package or file that a module belongs to, and of those beside it that it imports."""
     top = module.partition(".")[0]
     try:
         spec = PathFinder.find_spec(top)
@@ -69,6 +72,39 @@ def _module_digest(module: str) -> str:
             return "missing"
         folders = sorted(spec.submodule_search_locations or ())
         places = [Path(folder) for folder in folders] or ([Path(spec.origin)] if spec.origin else [])
-        return " ".join(map(code_digest, places))
+        return " ".join(code_digest(place) for place in _with_neighbours(places))
     except (ImportError, ValueError, OSError) as error:
         return f"unreadable ({type(error).__name__})"
+
+
+def _with_neighbours(places: list[Path]) -> list[Path]:
+    """And the files and packages in the same folders that these import, directly or not. Installed libraries have
+    versions, and the files that they import are not followed."""
+    found = list(places)
+    for place in found:  # grows while it is walked through
+        if place.parent.name in ("site-packages", "dist-packages"):
+            continue
+        for name in sorted(set().union(*map(_imports, _sources(place)))):
+            beside = (place.parent / name, place.parent / f"{name}.py")
+            found += [path for path in beside if path not in found and _is_code(path)][:1]
+    return found
+
+
+def _is_code(path: Path) -> bool:
+    return path.is_file() or (path.is_dir() and any(path.glob("*.py")))
+
+
+def _imports(file: Path) -> set[str]:
+    """The top-level names that a file imports. One that cannot be parsed fails, with its own message, when it is
+    imported."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return set()
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names
