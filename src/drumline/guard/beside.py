@@ -103,6 +103,14 @@ class Beside:
                 name = f"{type(module).__name__} (not in the model)"
                 self.followers.append(Follower(name, module, False, self._is_copy(module)))
 
+    def others_train(self) -> bool:
+        """Whether parameters of an optimizer that was not handed over have gradients."""
+        (optimizers,) = _objects(Optimizer)
+        others = [one for one in optimizers if not any(one is mine for mine in self._optimizers)]
+        return any(
+            p.grad is not None for one in others for group in one.param_groups for p in group["params"]
+        )
+
     def in_train_mode(self, step: int) -> tuple[Finding, bool] | None:
         """A teacher that stands still and is called in train mode; and whether it was handed over as a teacher."""
         for one in self.followers:
@@ -170,17 +178,15 @@ class Beside:
 def unlike_teachers(ranks: Sequence[int], said: Sequence[dict[str, str]], step: int) -> Finding | None:
     """A teacher whose parameters differ between ranks."""
     for name in said[0]:
-        values = [one.get(name) for one in said]
-        if None in values or len(set(values)) == 1:
-            continue
-        other = next(rank for rank, value in zip(ranks, values, strict=True) if value != values[0])
-        return Finding(
-            "teacher",
-            f"ranks use different teachers: the parameters of {name.rpartition(' ')[0]} differ",
-            f"ranks {ranks[0]} and {other}",
-            f"step {step}",
-            "load the teacher's weights, and update a moving average, on every rank",
-        )
+        pair = _unlike_pair(ranks, [one.get(name) for one in said])
+        if pair is not None:
+            return Finding(
+                "teacher",
+                f"ranks use different teachers: the parameters of {name.rpartition(' ')[0]} differ",
+                pair,
+                f"step {step}",
+                "load the teacher's weights, and update a moving average, on every rank",
+            )
     return None
 
 
@@ -188,20 +194,25 @@ def unlike_copies(ranks: Sequence[int], said: Sequence[dict[str, list[str]]], st
     """Copies of the model's weights, as many on each rank, that differ between ranks."""
     for kind in ("module", "dictionary"):
         values = [sorted(each[1:] for each in one[kind]) for one in said]
-        if len({len(each) for each in values}) > 1 or all(each == values[0] for each in values):
-            continue
         everywhere = set(values[0]).intersection(*values)
-        if not any(each[0] == "1" and each[1:] not in everywhere for one in said for each in one[kind]):
-            continue
-        other = next(rank for rank, value in zip(ranks, values, strict=True) if value != values[0])
-        return Finding(
-            "ema",
-            f"a copy of the model's weights (a moving average, kept as a {kind}) differs between ranks",
-            f"ranks {ranks[0]} and {other}",
-            f"seen after step {steps}",
-            "update it on every rank; nothing to do if only one rank's copy is used",
-        )
+        pair = _unlike_pair(ranks, values) if len({len(each) for each in values}) == 1 else None
+        if pair is not None and any(
+            each[0] == "1" and each[1:] not in everywhere for one in said for each in one[kind]
+        ):
+            return Finding(
+                "ema",
+                f"a copy of the model's weights (a moving average, kept as a {kind}) differs between ranks",
+                pair,
+                f"seen after step {steps}",
+                "update it on every rank; nothing to do if only one rank's copy is used",
+            )
     return None
+
+
+def _unlike_pair(ranks: Sequence[int], values: Sequence[Any]) -> str | None:
+    """The first two ranks whose values differ, unless a rank has none."""
+    other = next((rank for rank, value in zip(ranks, values, strict=True) if value != values[0]), None)
+    return None if other is None or None in values else f"ranks {ranks[0]} and {other}"
 
 
 def minds_mode(layer: nn.Module) -> bool:

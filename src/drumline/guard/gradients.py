@@ -79,6 +79,29 @@ def without_gradient(names: Sequence[str], steps: int) -> Finding:
     )
 
 
+def unconnected(steps: int) -> Finding:
+    """No parameter has ever had a gradient though backward was called."""
+    return Finding(
+        "parameters",
+        f"no parameter had a gradient in the first {steps} steps: the loss is not connected to the model",
+        where="all parameters of the model",
+        since="step 1",
+        fix="call backward() on a loss computed from the model's output; look for .item(), torch.tensor(...), "
+        "detach() or no_grad() between the output and the loss",
+    )
+
+
+def never_stepped(number: int, kind: str, backwards: int) -> Finding:
+    """Backward reaches the parameters of an optimizer that is never stepped."""
+    return Finding(
+        "parameters",
+        f"optimizer {number} ({kind}) was never stepped, though backward reached its parameters: never trained",
+        where=f"at least {backwards} backward passes",
+        since="step 1",
+        fix="call its step(), or do not pass it to drumline.guard",
+    )
+
+
 def strangers(group: int, places: Sequence[int], shapes: Sequence[tuple[int, ...]], step: int) -> Finding:
     """Parameters in the optimizer that are not in the model and have no gradient."""
     return Finding(

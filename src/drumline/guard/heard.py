@@ -12,6 +12,7 @@ from drumline.guard.delayed import AT_ONCE, Hidden
 from drumline.guard.forwards import Forwards
 from drumline.guard.hang import Pulse
 from drumline.guard.losses import Losses
+from drumline.guard.parameters import Parameters
 from drumline.guard.probes import Probes, capturing
 from drumline.guard.reading import Reading
 from drumline.guard.taps import Listener
@@ -32,8 +33,10 @@ class Heard(Listener):
         probes: Probes,
         hidden: Hidden,
         forwards: Forwards,
+        parameters: Parameters,
         optimizers: Sequence[Optimizer],
     ) -> None:
+        self._parameters = parameters
         self._pulse, self._losses, self._probes, self._optimizers = pulse, losses, probes, optimizers
         self._reading, self._hidden, self._forwards = reading, hidden, forwards
 
@@ -50,7 +53,9 @@ class Heard(Listener):
         if capturing():
             return
         self._probes.backward_ended()
-        if self._pulse.phase == "step" and not self._losses.uses_scaler:
+        in_step = self._pulse.phase == "step"
+        self._parameters.backward_ended(in_step)
+        if in_step and not self._losses.uses_scaler:
             groups = self._optimizers[0].param_groups
             self._hidden.backward_ended(self._losses.step, (p for group in groups for p in group["params"]))
 

@@ -16,9 +16,16 @@ from torch.optim import Optimizer
 from drumline.guard.beside import Beside
 from drumline.guard.finding import Finding
 from drumline.guard.forwards import Forwards
-from drumline.guard.gradients import outside, strangers, without_gradient
+from drumline.guard.gradients import never_stepped, outside, strangers, unconnected, without_gradient
 
 PATIENCE = 20
+_SHORT = 8
+"""Steps of a run that ends before `PATIENCE`, from which on a parameter without gradient is worth a warning."""
+_UNCONNECTED = 3
+_NEVER_STEPPED = 4
+"""Backward passes that reach the parameters of an optimizer before it should have stepped."""
+_MOST_CALLS = 256
+"""Calls of backward that are looked at before any optimizer has stepped."""
 Found = tuple[Finding, bool]
 
 
@@ -29,32 +36,82 @@ class Parameters:
         self, model: nn.Module, optimizers: Sequence[Optimizer], forwards: Forwards, beside: Beside
     ) -> None:
         self._model, self._optimizers, self._forwards, self._beside = model, optimizers, forwards, beside
-        self._unreached: list[dict[int, str]] = [{} for _ in optimizers]
+        self._unreached: list[dict[str, torch.Tensor]] | None = None
+        """For each optimizer, the parameters that no backward has reached yet."""
+        self._reached: list[torch.Tensor | None] = [None] * len(optimizers)
+        """For each optimizer, a parameter that has had a gradient."""
+        self._arrivals = [0] * len(optimizers)
+        """Backward passes that reached an optimizer before its first step."""
+        self._steps = [0] * len(optimizers)
+        self._backwards = self._calls = 0
+
+    def backward_ended(self, in_step: bool) -> None:
+        """Gradients are in place. One that the script removes before the step has still arrived."""
+        self._backwards += in_step
+        self._calls += 1
+        if max(self._steps) > PATIENCE or (self._calls > _MOST_CALLS and not any(self._steps)):
+            return
+        for number, steps in enumerate(self._steps):
+            self._look(number)
+            one = self._reached[number]
+            if not steps and one is not None and one.grad is not None:
+                self._arrivals[number] += 1
 
     def reached(self, number: int, held: Sequence[torch.Tensor], step: int) -> Found | None:
         """Before one of the first steps of an optimizer: parameters that backward has never reached."""
+        self._steps[number] = step
         if step > PATIENCE:
             return None
-        unreached = self._unreached[number]
-        if step == 1:
-            names = {id(p): name for name, p in self._model.named_parameters()}
-            unreached.update({id(p): names[id(p)] for p in held if id(p) in names and p.requires_grad})
-        for parameter in held:
-            if parameter.grad is not None:
-                unreached.pop(id(parameter), None)
-        names_left = list(unreached.values())
-        if not names_left or all(parameter.grad is None for parameter in held):
+        left = list(self._look(number))
+        if not left:
+            return None
+        if all(one is None for one in self._reached):
+            return self._unconnected(number, step)
+        if all(parameter.grad is None for parameter in held):
             return None  # a gradient that is missing everywhere was removed (probes.py)
         wrapper = self._forwards.wrapper
         strict = wrapper is not None and not wrapper.find_unused_parameters and not wrapper.static_graph
         through = self._forwards.wrapped_calls and self._forwards.synced and self._forwards.direct is None
         if strict and len(self._optimizers) == 1 and through and step == 1:
-            return without_gradient(names_left, 1), True
-        return (without_gradient(names_left, PATIENCE), False) if step == PATIENCE else None
+            return without_gradient(left, 1), True
+        return (without_gradient(left, PATIENCE), False) if step == PATIENCE else None
+
+    def at_close(self) -> list[Finding]:
+        """After the last step: an optimizer that never stepped, and parameters without gradient in a short run."""
+        found = []
+        for number, steps in enumerate(self._steps):
+            if not steps and self._arrivals[number] >= _NEVER_STEPPED:
+                kind = type(self._optimizers[number]).__name__
+                found.append(never_stepped(number, kind, self._arrivals[number]))
+            left = list(self._unreached[number]) if self._unreached is not None else []
+            if left and self._reached[number] is not None and _SHORT <= steps < PATIENCE:
+                found.append(without_gradient(left, steps))
+        return found
+
+    def _look(self, number: int) -> dict[str, torch.Tensor]:
+        """The parameters of an optimizer that have had no gradient so far."""
+        if self._unreached is None:
+            names = {id(p): name for name, p in self._model.named_parameters()}
+            self._unreached = [
+                {names[id(p)]: p for p in _held(one) if id(p) in names and p.requires_grad}
+                for one in self._optimizers
+            ]
+        unreached = self._unreached[number]
+        for name in [name for name, p in unreached.items() if p.grad is not None]:
+            self._reached[number] = unreached.pop(name)
+        return unreached
+
+    def _unconnected(self, number: int, step: int) -> Found | None:
+        """Backward was called in each of the first steps, and has reached no parameter at all."""
+        if step != _UNCONNECTED or number or self._backwards < step:
+            return None
+        if any(p.grad is not None for p in self._model.parameters()):
+            return None  # the optimizer holds other tensors: `placed`
+        return unconnected(step), not self._beside.others_train()
 
     def placed(self, optimizer: Optimizer, taught: Sequence[nn.Parameter], step: int) -> list[Found]:
         """At a comparison: parameters that no optimizer holds, and tensors that are in no model."""
-        everything = [p for one in self._optimizers for group in one.param_groups for p in group["params"]]
+        everything = [p for one in self._optimizers for p in _held(one)]
         model = dict(self._model.named_parameters())
         known = {id(p) for p in (*model.values(), *taught)}
         elsewhere = [p for p in model.values() if id(p) in self._beside.held_elsewhere]
@@ -75,3 +132,7 @@ class Parameters:
         if missing is not None:
             found.append((missing, False))
         return found
+
+
+def _held(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -37,7 +37,7 @@ from drumline.guard.modes import Modes, gradient_marks, trained_teacher
 from drumline.guard.nonfinite import finding_of, keep_batch, locate
 from drumline.guard.parameters import PATIENCE, Parameters
 from drumline.guard.probes import Probes, capturing
-from drumline.guard.rates import Rates
+from drumline.guard.rates import Rates, length_of
 from drumline.guard.reading import Reading
 from drumline.guard.rounds import Rounds, Sources
 from drumline.guard.seeds import Seeds
@@ -131,16 +131,22 @@ class Watch:
         self.modes = Modes(self.inner, teachers)
         self.reading, self.probes = Reading(), Probes(len(optimizers))
         self.losses = Losses(self.probes)
-        self._heard = Heard(
-            self.pulse, self.reading, self.losses, self.probes, self.hidden, self.forwards, optimizers
-        )
         self.beside = Beside(self.inner, model, teachers, optimizers)
+        self.parameters = Parameters(self.inner, optimizers, self.forwards, self.beside)
+        self._heard = Heard(
+            self.pulse,
+            self.reading,
+            self.losses,
+            self.probes,
+            self.hidden,
+            self.forwards,
+            self.parameters,
+            optimizers,
+        )
         sources = Sources(self.forwards, self.modes, self.reading, self.losses, self.beside, self.probes)
         self.rounds = Rounds(self.meeting, sources, self.inner, teachers)
-        self.parameters = Parameters(self.inner, optimizers, self.forwards, self.beside)
         self.teacher_marks = gradient_marks(self._taught())
-        length = len(loader) if hasattr(loader, "__len__") else None
-        self.rates = Rates(optimizers[0], scheduler, length)
+        self.rates = Rates(optimizers[0], scheduler, length_of(loader))
         self._handles = [
             handle
             for one in optimizers
@@ -221,8 +227,9 @@ class Watch:
         OPEN.remove(self)
         taps.unlisten(self._heard)
         finding = self.rates.at_close(self.steps[0], self.reading.passes)
-        if finding is not None:
-            self.teller.warn(finding)
+        for warning in (finding, *(() if self._failed or self._stopped else self.parameters.at_close())):
+            if warning is not None:
+                self.teller.warn(warning)
         self.forwards.close()
         self.probes.close()
         self.beside.close()

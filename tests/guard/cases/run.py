@@ -38,6 +38,7 @@ MODULES = (
     "mistakes_ranks",
     "healthy_data",
     "healthy_loops",
+    "reported",
     "held_out",
     "held_out_more",
 )
