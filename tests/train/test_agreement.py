@@ -62,8 +62,8 @@ def compared(*sets: Any) -> str:
     """What every rank says, the same on all; empty when they agree."""
     found = on_ranks(len(sets), lambda world: check_data(sets[world.rank], 0, world))
     assert len({str(each) for each in found}) == 1, found
-    assert all(each is None or isinstance(each, UserError) for each in found), found
-    return found[0].what if found[0] else ""
+    assert all(isinstance(each, dict | UserError) for each in found), found
+    return found[0].what if isinstance(found[0], UserError) else ""
 
 
 def changed(root: Path, change: Any) -> Path:

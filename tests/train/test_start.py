@@ -9,12 +9,15 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from drumline.errors import UserError
 from drumline.launch.world import alone
@@ -292,3 +295,45 @@ def test_a_model_that_cannot_be_captured_trains_without_a_graph_unless_one_was_d
     else:
         with pytest.raises(UserError, match=r"train.capture = on: the model cannot be captured"):
             train(recipe, alone(CPU))
+
+
+def _pictures(folder: Path) -> None:
+    """Two classes of eight, and some to evaluate."""
+    drawn = np.random.default_rng(0)
+    for split, count in (("train", 8), ("val", 2)):
+        for kind, number in itertools.product(("cats", "dogs"), range(count)):
+            place = folder / split / kind
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(drawn.integers(0, 255, (8, 8, 3), np.uint8)).save(place / f"{number}.png")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("split", "change", "words"),
+    [
+        ("train", lambda cats: (cats / "0.png").rename(cats / "x.png"), "other names, sizes or labels"),
+        ("train", lambda cats: (cats / "0.png").unlink(), "15 samples, 16 then"),
+        ("train", lambda cats: shutil.copy(cats / "1.png", cats / "0.png"), "other"),
+        ("val", lambda cats: (cats / "0.png").rename(cats / "x.png"), "other names, sizes or labels"),
+    ],
+)
+def test_a_resume_on_changed_data_warns_and_strict_mode_refuses_it(
+    tmp_path: Path, split: str, change: Any, words: str
+) -> None:
+    _pictures(tmp_path / "data")
+    base = recipe(tmp_path, steps=2)
+    data = Data(source="folder", path=str(tmp_path / "data"), size=8, batch=5, workers=0)
+    train(replace(base, data=data), alone(CPU))
+    again = replace(recipe(tmp_path, resume="auto", steps=3), data=data)
+    change(tmp_path / "data" / split / "cats")
+    if split == "train":
+        strict = replace(again, run=replace(again.run, strict=True, shards=1))
+        with pytest.raises(UserError, match=f"the training set is not the one of .*{words}"):
+            train(strict, alone(CPU))
+    train(again, alone(CPU))
+    side = "training" if split == "train" else "evaluation"
+    said = (tmp_path / "one/log.txt").read_text()
+    assert f"WARNING: the {side} set has changed since step-2, the result may differ: " in said
+    assert words in said
+    train(replace(again, train=replace(again.train, steps=4)), alone(CPU))
+    assert (tmp_path / "one/log.txt").read_text().count(f"the {side} set has changed") == 1

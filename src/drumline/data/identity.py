@@ -1,4 +1,5 @@
-"""Which samples a source has, as digests that ranks compare: names, sizes and labels of all, contents of some.
+"""Which samples a source has, as digests that ranks, and a run with its checkpoints, compare: names, sizes and labels
+of all, contents of some.
 
 Promises: depends on what the data is, not on where it lies; the same on every machine that has the same data.
 Names and labels of all samples are covered, and sizes of up to `SIZES` image files per set (all where they are known
@@ -9,8 +10,10 @@ file whose bytes alone differ, at the same size, is found if it is one of those 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +35,42 @@ UNREADABLE = "unreadable"
 
 Entry = list[str | int]
 """Name, size and label of a sample; the size is -1 where it is not known."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A set of samples."""
+
+    samples: int
+    blocks: list[str]
+    chosen: list[int]
+    contents: list[str]
+    """Of the chosen samples."""
+
+    def summary(self) -> dict[str, str | int]:
+        """A few plain values, to be kept with a checkpoint."""
+        return {
+            "samples": self.samples,
+            "entries": _digest("".join(self.blocks).encode()),
+            "chosen": _digest(repr(self.chosen).encode()),
+            "contents": _digest("".join(self.contents).encode()),
+        }
+
+
+def identify(source: Source, seed: int) -> Identity:
+    """Reads the chosen samples."""
+    return Identity(len(source), block_digests(source), *content_digests(source, seed))
+
+
+def changed_samples(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """In what two summaries differ, in words; nothing where they are equal."""
+    if then.get("samples") != now["samples"]:
+        return f"{now['samples']:,} samples, {printable(str(then.get('samples'))[:20])} then"
+    if then.get("entries") != now["entries"]:
+        return "other names, sizes or labels of samples, or another order"
+    if then.get("chosen") != now["chosen"]:  # by another seed
+        return ""
+    return "other contents of samples" if then.get("contents") != now["contents"] else ""
 
 
 def block_digests(source: Source) -> list[str]:

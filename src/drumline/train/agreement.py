@@ -15,10 +15,10 @@ from drumline.data.classes import Classes
 from drumline.data.identity import (
     BLOCK,
     UNREADABLE,
-    block_digests,
+    Identity,
     block_entries,
-    content_digests,
     first_difference,
+    identify,
 )
 from drumline.data.sources import EncodedSource, Source
 from drumline.errors import UserError
@@ -103,24 +103,29 @@ def check_software(recipe: Recipe, world: World) -> list[str]:
     ]
 
 
-def check_data(sets: Sets, seed: int, world: World) -> None:
-    """Compares classes, names, sizes and labels of all samples, and the contents of some."""
-    if world.size == 1:
-        return
+def check_data(sets: Sets, seed: int, world: World) -> dict[str, dict[str, str | int]]:
+    """Compares classes, names, sizes and labels of all samples, and the contents of some, between ranks. Gives what
+    identifies each set, for checkpoints."""
+    found = {}
     for side, source in (("training", sets.train), ("evaluation", sets.eval)):
-        for odd in (_other_samples(source, world), _other_contents(source, seed, world)):
+        mine = identify(source, seed)
+        found[side] = mine.summary()
+        if world.size == 1:
+            continue
+        for odd in (_other_samples(source, mine, world), _other_contents(source, mine, world)):
             _refuse_if_any(
                 world,
                 [f"{side} set: {odd}"] if odd else [],
                 "different data",
                 "give every machine the same data (data.path): copy it again, from one place",
             )
+    return found
 
 
-def _other_samples(source: Source, world: World) -> str:
+def _other_samples(source: Source, identity: Identity, world: World) -> str:
     """The first difference between this rank's list of samples and rank 0's. Every rank calls it."""
-    mine, digests = [len(source), Classes.of(source).names], block_digests(source)
-    (count, names), first = world.share(mine), world.share(digests)
+    digests = identity.blocks
+    (count, names), first = world.share([len(source), Classes.of(source).names]), world.share(digests)
     pairs = enumerate(zip(digests, first, strict=False))
     # Where one list is the other's beginning, they differ in what follows.
     block = next((number for number, (a, b) in pairs if a != b), min(len(digests), len(first)))
@@ -145,11 +150,10 @@ def _entries(source: Source, block: int | None) -> list[Any]:
     return [] if block is None else block_entries(source, block)
 
 
-def _other_contents(source: Source, seed: int, world: World) -> str:
+def _other_contents(source: Source, identity: Identity, world: World) -> str:
     """The first of the chosen samples whose content is not rank 0's. Every rank calls it."""
-    ids, mine = content_digests(source, seed)
-    first: list[str] = world.share(mine)
-    for sample, here, there in zip(ids, mine, first, strict=False):
+    first: list[str] = world.share(identity.contents)
+    for sample, here, there in zip(identity.chosen, identity.contents, first, strict=False):
         if here != there:
             name = printable(source.where(sample)) if isinstance(source, EncodedSource) else "its pixels"
             how = "cannot be read here" if here == UNREADABLE else "has other content than on rank 0"

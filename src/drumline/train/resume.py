@@ -6,12 +6,14 @@ told, and refused where the same bits were promised.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from drumline.data.classes import describe_difference
+from drumline.data.identity import changed_samples
 from drumline.errors import UserError
 from drumline.launch.world import World
 from drumline.parallel.holding import Holding, Parts
@@ -55,6 +57,7 @@ def take_up(
         changes = changed_settings(manifest.recipe, dump_recipe(repeatable(recipe)), strict)
         if changes:
             words.append(f"resumed with other settings, the result may differ: {'; '.join(changes)}")
+        words += compare_data(manifest.environment, environment, checkpoint, strict)
         changes = changed_environment(manifest.environment, environment, strict)
         if changes and strict:
             raise UserError(
@@ -104,6 +107,29 @@ def compare_records(then: ModelRecord | None, now: ModelRecord | None, checkpoin
         )
     if changes := then.other_images(now):
         words.append(f"resumed on images prepared otherwise, the result may differ: {'; '.join(changes)}")
+    return words
+
+
+def compare_data(
+    then: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path, strict: bool
+) -> list[str]:
+    """What to say when the samples are not those of the checkpoint. Strict mode refuses other training data."""
+    before, words = then.get("data"), []
+    for side, summary in now["data"].items():
+        if not isinstance(before, dict) or not isinstance(before.get(side), dict):
+            continue  # earlier versions did not record it
+        changed = changed_samples(before[side], summary)
+        if changed and strict and side == "training":
+            raise UserError(
+                f"run.strict: the {side} set is not the one of {checkpoint}, so the same bits cannot be promised: "
+                f"{changed}",
+                "resume with the data the run was started with (data.path), or go on without the promise by "
+                "--run.no-strict",
+            )
+        if changed:
+            words.append(
+                f"WARNING: the {side} set has changed since {checkpoint.name}, the result may differ: {changed}"
+            )
     return words
 
 

@@ -191,7 +191,7 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
     check_recipes(recipe, world)
     set_up_words = check_software(recipe, world)
     sets = prepare.prepare_sets(recipe, world)
-    check_data(sets, recipe.run.seed, world)
+    identity = check_data(sets, recipe.run.seed, world)
     plan = prepare.prepare_plan(recipe, len(sets.train), world)
     shape = prepare_shape(recipe, world)
     grid = make_grid(world, shape.places if shape else 1)
@@ -235,6 +235,7 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
     if laid is not None:
         environment["cut"] = [segment.name for segment in laid.segments[1:]]
     environment[ENVIRONMENT] = model_record(recipe, sets).as_json()
+    environment["data"] = identity
     position = Position(step=0, per_epoch=plan.per_epoch)
     resume_words: list[str] = []
     moved_in: bool = world.share(folder.resumes_elsewhere if folder else False)
