@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -345,3 +346,16 @@ def test_a_fork_server_that_is_gone_is_a_loss(folder: Path, monkeypatch: pytest.
     monkeypatch.setattr("multiprocessing.popen_forkserver.forkserver.connect_to_new_process", gone)
     with pytest.raises(LostError, match="a loader process was killed"):
         list(process_batches(spec, digest, VIEW, 3, REQUESTS, 1))
+
+
+def test_a_file_of_the_kernel_that_would_wait_is_refused() -> None:
+    reading_end, writing_end = os.pipe()
+    os.set_blocking(reading_end, False)
+    try:
+        with (
+            FileIO(reading_end, "rb") as stream,
+            pytest.raises(reading.NotRegular, match=r"a/kmsg\.jpg has no content"),
+        ):
+            reading._some(stream, 10, "a/kmsg.jpg")
+    finally:
+        os.close(writing_end)

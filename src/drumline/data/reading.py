@@ -71,12 +71,20 @@ def read_whole(path: str | os.PathLike[str], most: int | None = None) -> bytes:
         size = os.fstat(stream.fileno()).st_size
         _check_size(size, path, most)
         # A byte more than it should hold: what grows, or has no size of its own, is read on in pieces.
-        parts, held = [stream.read(size + 1)], 0
+        parts, held = [_some(stream, size + 1, path)], 0
         while parts[-1]:
             held += len(parts[-1])
             _check_size(held, path, most)
-            parts.append(stream.read(1 << 20))
+            parts.append(_some(stream, 1 << 20, path))
         return parts[0] if len(parts) <= 2 else b"".join(parts)
+
+
+def _some(stream: FileIO, most: int, path: str | os.PathLike[str]) -> bytes:
+    """Up to `most` bytes. A file of the kernel's that has nothing to give yet is no file of data either."""
+    part: bytes | None = stream.read(most)
+    if part is None:
+        raise NotRegular(f"{os.fspath(path)} has no content yet and would wait", "remove it from the data")
+    return part
 
 
 def patiently(act: Callable[[], Result], what: str) -> Result:

@@ -59,8 +59,9 @@ def resume_word(recipe: Recipe, name: str) -> str:
     folder = Path(recipe.run.dir) / name
     if not folder.is_dir():
         raise UserError(
-            f"run.dir = {recipe.run.dir}: this machine is to go on with the run {name}, and does not see its folder",
-            "give machines that may take over from each other a run.dir on a common disk",
+            f"run.dir = {recipe.run.dir}: the folder of the run that is to be continued, {name}, is not there",
+            "if it was renamed or moved, put it back and resume by --checkpoint.resume auto; on several machines, "
+            "give all of them a run.dir on a common disk",
         )
     resume = recipe.checkpoint.resume
     saved = any(path.suffix == "" for path in (folder / "checkpoints").glob("step-*"))

@@ -187,7 +187,15 @@ def _check_unsaved(recipe: Recipe, path: Path, found: list[str], begun: bool) ->
     fix = "to start over, give another --run.name, or move that folder away"
     if not (path / UNSAVED).exists():
         folder = path / "checkpoints"
-        state = "is empty" if folder.is_dir() else "leads nowhere" if folder.is_symlink() else "is missing"
+        state = (
+            "is empty"
+            if folder.is_dir()
+            else "is not a folder"
+            if folder.exists()
+            else "leads nowhere"
+            if folder.is_symlink()
+            else "is missing"
+        )
         held = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
         raise UserError(
             f"{path} holds a run ({held}) and no checkpoint to go on from: {folder} {state}. Nothing was changed",
