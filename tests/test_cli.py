@@ -51,7 +51,7 @@ def test_the_help_of_eval_shows_evaluations(tmp_path: Path) -> None:
     assert done.stdout.startswith("usage: drumline eval PATH [section.key=value ...]")
     assert len(done.stdout.splitlines()) < 60
     examples = done.stdout.partition("examples:\n")[2].strip().splitlines()
-    assert len(examples) == 5
+    assert len(examples) == 6
     assert max(map(len, examples)) <= 80
     assert all(example.strip().startswith("drumline eval ") for example in examples)
     assert not any("optim." in example or "train." in example for example in examples)

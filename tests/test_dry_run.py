@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from drumline.cli import main
+from drumline.data.classes import Classes
+from drumline.models import create_model
+from drumline.models.weights import export_tensors
 from drumline.state.checkpoint import Position, write_checkpoint
+from drumline.state.model_record import ModelRecord
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +82,7 @@ def test_a_run_that_would_go_on_says_where(capsys: pytest.CaptureFixture[str]) -
     said = dry(capsys, "run.name=x", "checkpoint.resume=auto")
     assert "run folder: runs/x, resumed from runs/x/checkpoints/step-30\n" in said
     said = dry(capsys, "run.name=y", "checkpoint.resume=auto")
-    assert "run folder: runs/y\n" in said
+    assert "run folder: runs/y (new)\n" in said
 
 
 @pytest.mark.parametrize(
@@ -117,3 +123,73 @@ def test_code_that_a_file_names_is_not_run(capsys: pytest.CaptureFixture[str]) -
     said = dry(capsys, "r.toml")
     assert "data: evil:load; not opened" in said
     assert "model: evil:net; not built" in said
+
+
+def weights(
+    file: str, model: str = "resnet8", classes: tuple[str, ...] = ("cat", "dog"), nan: bool = False
+) -> str:
+    module = create_model(model, classes=len(classes))
+    if nan:
+        with torch.no_grad():
+            next(module.parameters()).view(-1)[0] = torch.nan
+    record = ModelRecord(
+        model=model,
+        outputs=len(classes),
+        classes=Classes(classes, named=True),
+        size=8,
+        mean=(0.5,),
+        std=(0.25,),
+        eval_crop=1.0,
+        resize="pillow12",
+        interpolation="bilinear",
+        exif="ignore",
+    )
+    export_tensors(module.state_dict(), file, record)
+    return file
+
+
+ON_PHOTOS = ("data.path=photos", "data.batch=4", "model.name=resnet8", "run.device=cpu")
+
+
+def test_weights_and_sizes_are_checked_as_the_run_checks_them(capsys: pytest.CaptureFixture[str]) -> None:
+    photos()
+    other = weights("other.safetensors", "resnet14")
+    assert "does not fit" in dry(capsys, *ON_PHOTOS, f"model.weights={other}", code=2)
+    nan = weights("nan.safetensors", nan=True)
+    assert "NaN" in dry(capsys, *ON_PHOTOS, f"model.weights={nan}", code=2)
+    birds = weights("birds.safetensors", classes=("owl", "tit", "auk"))
+    said = dry(capsys, *ON_PHOTOS, f"model.weights={birds}")
+    assert "weights from birds.safetensors" in said
+    assert "birds.safetensors has other classes" in said
+    assert main(["train", *ON_PHOTOS, "data.size=99999", "--dry-run"]) == 2
+    assert "data.size=99999: too large" in capsys.readouterr().err
+
+
+def test_a_teacher_is_checked_as_the_run_checks_it(capsys: pytest.CaptureFixture[str]) -> None:
+    photos()
+    good, birds = weights("good.safetensors"), weights("birds.safetensors", classes=("owl", "tit", "auk"))
+    words = (*ON_PHOTOS, "data.size=8")
+    said = dry(capsys, *words, f"distill.teacher_weights={good}", command="distill")
+    assert "teacher: resnet8 (good.safetensors)" in said
+    said = dry(capsys, *words, f"distill.teacher_weights={birds}", command="distill", code=2)
+    assert "birds.safetensors has other classes" in said
+    misfit = (f"distill.teacher_weights={good}", "distill.teacher=resnet14")
+    assert "does not fit" in dry(capsys, *words, *misfit, command="distill", code=2)
+
+
+def test_warnings_about_the_data_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    photos()
+    shutil.rmtree("photos/val/dog")
+    assert "WARNING: the evaluation set has no samples of these classes" in dry(capsys, *ON_PHOTOS)
+    shutil.rmtree("photos/train/dog")
+    assert "WARNING: the training set has only one class, 'cat'" in dry(capsys, *ON_PHOTOS)
+
+
+def test_eval_checks_data_and_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    photos()
+    good, nan = weights("good.safetensors"), weights("nan.safetensors", nan=True)
+    said = dry(capsys, good, "data.path=photos", command="eval")
+    assert "12 images to score, 2 classes" in said
+    assert said.endswith("nothing was started\n")
+    assert "nope does not exist" in dry(capsys, good, "data.path=nope", command="eval", code=2)
+    assert "NaN" in dry(capsys, nan, "data.path=photos", command="eval", code=2)

@@ -11,17 +11,14 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from drumline.errors import UserError
 from drumline.launch.environment import thread_defaults
 from drumline.recipe import Distill, Recipe
 from drumline.result import print_result
 from drumline.text import message
-
-if TYPE_CHECKING:
-    from drumline.arguments import Invocation
 
 HELP = """usage: drumline COMMAND ...
 
@@ -167,7 +164,9 @@ def train(words: list[str]) -> int:
             "use drumline distill, or leave them out",
         )
     if invocation.dry_run:
-        return _dry_run(invocation, distils=False)
+        from drumline.dry_run import show, what_would_happen
+
+        return show(invocation, partial(what_would_happen, distils=False))
 
     return _run(["train", *words], invocation.recipe, "drumline.train.loop:train")
 
@@ -185,7 +184,9 @@ def distill(words: list[str]) -> int:
     words = _with_preset(words)
     invocation = parse(words, "distill", DISTILL_HELP)
     if invocation.dry_run:
-        return _dry_run(invocation, distils=True)
+        from drumline.dry_run import show, what_would_happen
+
+        return show(invocation, partial(what_would_happen, distils=True))
 
     from drumline.distill.choose import choose
     from drumline.distill.load import check_teachers
@@ -315,14 +316,3 @@ def _run(words: list[str], recipe: Recipe, job: str) -> int:
     from drumline.launch.worker import run
 
     return run(words, recipe, job)
-
-
-def _dry_run(invocation: Invocation, distils: bool) -> int:
-    """The recipe on stdout, what would happen on stderr; what would not work ends like the run itself."""
-    from drumline.arguments import describe
-    from drumline.dry_run import what_would_happen
-
-    print(describe(invocation.recipe, invocation.came_from), end="", flush=True)
-    for line in what_would_happen(invocation.recipe, invocation.came_from, invocation.trust, distils):
-        print(line, file=sys.stderr)
-    return 0

@@ -1,110 +1,173 @@
 """`--dry-run`: what a command would do, and what is wrong with it that can be seen without training.
 
-Promises: writes nothing and starts nothing; opens the data, looks for weights, checkpoints and the run folder, and
-builds the model without its memory. Code that a recipe file names is not run without `--trust`. Every mistake is
-reported at once, in the words of the run that would have met it.
+Promises: writes nothing and starts nothing; opens the data, finds checkpoints and the run folder, and loads the
+weights and teachers into their models, as the run would. Code that a recipe file names is not run without `--trust`.
+Every mistake is reported at once, in the words of the run that would have met it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from drumline.arguments import COMMAND_LINE, names_code
+from drumline.arguments import COMMAND_LINE, Invocation, describe, names_code
 from drumline.errors import UserError
 from drumline.recipe import Recipe
 from drumline.recipe_file import together
+from drumline.text import counted, message
+
+if TYPE_CHECKING:
+    from drumline.launch.world import World
+    from drumline.train.prepare import Sets
 
 
 def what_would_happen(recipe: Recipe, came_from: Mapping[str, str], trust: bool, distils: bool) -> list[str]:
     """The lines below a dry run's recipe. Raises a `UserError` with all that would end the run."""
     run = _DryRun(recipe, came_from, trust)
-    checks: tuple[Callable[[], str], ...] = (
+    return _all_of(
         run.data,
         run.model,
-        run.weights,
         *((run.teachers,) if distils else ()),
         run.processes,
         run.folder,
     )
-    lines, mistakes = [], []
+
+
+def what_would_be_scored(recipe: Recipe, came_from: Mapping[str, str], trust: bool) -> list[str]:
+    """The same for `drumline eval`."""
+    run = _DryRun(recipe, came_from, trust, to_score=True)
+    return _all_of(run.data, run.scored, run.processes)
+
+
+def show(invocation: Invocation, lines: Callable[[Recipe, Mapping[str, str], bool], list[str]]) -> int:
+    """The recipe on stdout, what would happen on stderr; what would not work ends like the run itself."""
+    print(describe(invocation.recipe, invocation.came_from), end="", flush=True)
+    for line in lines(invocation.recipe, invocation.came_from, invocation.trust):
+        print(message(line), file=sys.stderr)
+    return 0
+
+
+def _all_of(*checks: Callable[[], list[str]]) -> list[str]:
+    lines: list[str] = []
+    mistakes = []
     for check in checks:
         try:
-            lines.append(check())
+            lines += check()
         except UserError as mistake:
             mistakes.append(mistake)
     if mistakes:
         raise together(mistakes)
-    return [*(line for line in lines if line), "nothing was started"]
+    return [*lines, "nothing was started"]
 
 
 class _DryRun:
-    """Each method looks at one thing and gives a line about it."""
+    """Each method checks one thing, by the functions that the run itself calls, and gives lines about it."""
 
-    def __init__(self, recipe: Recipe, came_from: Mapping[str, str], trust: bool) -> None:
-        self.recipe, self._came_from, self._trust = recipe, came_from, trust
+    def __init__(
+        self, recipe: Recipe, came_from: Mapping[str, str], trust: bool, to_score: bool = False
+    ) -> None:
+        self.recipe, self._came_from, self._trust, self._to_score = recipe, came_from, trust, to_score
         self._source = ""
-        self._classes: int | None = None
+        self._sets: Sets | None = None
 
-    def data(self) -> str:
-        from drumline.data.order import steps_per_epoch
-        from drumline.data.sources import SourceSpec, detect_source, open_source
+    def data(self) -> list[str]:
+        from drumline.data.sources import detect_source
+        from drumline.train.prepare import prepare_plan, prepare_sets
 
-        data, train = self.recipe.data, self.recipe.train
+        data = self.recipe.data
         self._source = detect_source(data.source, data.path)
-        if self._is_untrusted(self._source, "data.source"):
-            return f"data: {self._source}; not opened: that runs its code (--trust)"
-        opened = [
-            open_source(SourceSpec(source=self._source, path=data.path, split=split, holdout=data.holdout))
-            for split in ("train", "eval")
+        if self._is_untrusted((self._source,), "data.source"):
+            return [f"data: {self._source}; not opened: that runs its code (--trust)"]
+        # Without workers, which would be measured.
+        quick = replace(self.recipe, data=replace(data, workers=0, decode="cpu"))
+        self._sets = sets = prepare_sets(quick, self._world(), self._to_score)
+        name = f"data: {self._source}{f' {data.path}' if data.path else ''}"
+        classes = counted(len(sets.train.classes), "class", "classes")
+        if self._to_score:
+            return [f"{name}, {counted(len(sets.eval), 'image')} to score, {classes}"]
+        plan = prepare_plan(self.recipe, len(sets.train), self._whole_world())
+        return [
+            f"{name}, {counted(len(sets.train), 'sample')} to train, {len(sets.eval):,} to evaluate, {classes}; "
+            f"{counted(plan.total, 'step')} of {counted(data.batch, 'sample')}, {plan.per_epoch:,} per epoch",
+            *sets.warnings,
         ]
-        samples = len(opened[0])
-        self._classes = len(opened[0].classes)
-        per_epoch = steps_per_epoch(samples, data.batch)
-        if not per_epoch:
-            raise UserError(
-                f"data.batch = {data.batch}: the training set has only {samples} samples",
-                f"give --data.batch {samples} or less",
-            )
-        total = train.steps or max(1, round(train.epochs * per_epoch))
-        return (
-            f"data: {self._source}{f' {data.path}' if data.path else ''}, {samples:,} samples to train, "
-            f"{len(opened[1]):,} to evaluate, {self._classes} classes; {total:,} steps of {data.batch} samples, "
-            f"{per_epoch:,} per epoch"
-        )
 
-    def model(self) -> str:
+    def model(self) -> list[str]:
         import torch
 
-        from drumline.train.prepare_model import build_model
-
-        name, classes = self.recipe.model.name, self.recipe.model.classes
-        if self._is_untrusted(name, "model.name"):
-            return f"model: {name}; not built: that runs its code (--trust)"
-        with torch.device("meta"):
-            module = build_model(self.recipe, self._classes or (1000 if classes == "auto" else classes))
-        return f"model: {name}, {sum(parameter.numel() for parameter in module.parameters()):,} parameters"
-
-    def weights(self) -> str:
+        from drumline.data.classes import Classes
         from drumline.models.weights import resolve_weights
+        from drumline.train.prepare_model import build_model, prepare_model
 
-        if not self.recipe.model.weights:
-            return ""
-        return f"weights: {resolve_weights(self.recipe.model.weights)}"
+        name, classes, weights = self.recipe.model.name, self.recipe.model.classes, self.recipe.model.weights
+        if weights:
+            resolve_weights(weights)
+        if self._is_untrusted((name,), "model.name"):
+            return [f"model: {name}; not built: that runs its code (--trust)"]
+        words: tuple[str, ...] = ()
+        if weights and self._sets is not None:
+            module, words = prepare_model(self.recipe, Classes.of(self._sets.train), self._world())
+        else:
+            count = len(self._sets.train.classes) if self._sets else 1000 if classes == "auto" else classes
+            with torch.device("meta"):
+                module = build_model(self.recipe, count)
+        parameters = sum(parameter.numel() for parameter in module.parameters())
+        return [f"model: {name}, {parameters:,} parameters", *words]
 
-    def teachers(self) -> str:
+    def scored(self) -> list[str]:
+        from drumline.models.weights import resolve_weights
+        from drumline.train.score import model_to_score
+
+        model = self.recipe.model
+        file = resolve_weights(model.weights)
+        if self._is_untrusted((model.name,), "model.name"):
+            return [f"model: {model.name}, weights {file}; not built: that runs its code (--trust)"]
+        if self._sets is None:
+            return [f"model: {model.name}, weights {file}; not checked without the data"]
+        *_, words = model_to_score(self.recipe, self._sets, self._world())
+        return [f"model: {model.name}", *words]
+
+    def teachers(self) -> list[str]:
+        from drumline.data.classes import Classes
         from drumline.distill.choose import choose
-        from drumline.distill.load import check_teachers
+        from drumline.distill.load import check_teachers, load_teachers, other_views
 
-        distill = self.recipe.distill
+        distill, sets = self.recipe.distill, self._sets
         choose(distill)
         names = check_teachers(distill)
         by = ", ".join(f"{name} ({path})" for name, path in zip(names, distill.teacher_weights, strict=True))
-        return f"teacher: {by}; method {'+'.join(distill.method)}"
+        words: list[str] = []
+        if self._is_untrusted(names, "distill.teacher"):
+            by += "; not built: that runs its code (--trust)"
+        elif sets is not None:
+            loaded = load_teachers(self.recipe, Classes.of(sets.train), self._world())
+            words = [note for each in loaded for note in each.notes]
+            words += other_views(self.recipe, sets, loaded)
+        return [f"teacher: {by}; method {'+'.join(distill.method)}", *words]
 
-    def processes(self) -> str:
+    def _world(self) -> World:
+        import torch
+
+        from drumline.launch.world import alone
+
+        return alone(torch.device("cpu"))
+
+    def _whole_world(self) -> World:
+        """As many processes as the run has, to count with."""
+        import torch
+
+        from drumline.launch.worker import local_processes
+
+        on_gpu = self.recipe.run.device != "cpu" and torch.cuda.is_available()
+        count = local_processes(self.recipe, "cuda" if on_gpu else "cpu")
+        return replace(self._world(), size=count * self.recipe.parallel.nodes)
+
+    def processes(self) -> list[str]:
         from drumline.launch.worker import local_processes
         from drumline.launch.world import resolve_device_type
 
@@ -112,9 +175,9 @@ class _DryRun:
         device = resolve_device_type(self.recipe.run.device)
         count = local_processes(self.recipe, device)
         machines = f", on each of {parallel.nodes} machines" if parallel.nodes > 1 else ""
-        return f"processes: {count} on the {'GPU' if device == 'cuda' else 'CPU'}{machines}"
+        return [f"processes: {count} on the {'GPU' if device == 'cuda' else 'CPU'}{machines}"]
 
-    def folder(self) -> str:
+    def folder(self) -> list[str]:
         from drumline.state.folder import auto_stem, resume_point
 
         base, name = Path(self.recipe.run.dir), self.recipe.run.name
@@ -123,13 +186,12 @@ class _DryRun:
         resumed = f", resumed from {found}" if found else ""
         if name == "auto":
             stem = auto_stem(self._source or "data", self.recipe.data.path, self.recipe.model.name)
-            return f"run folder: a new one, {base}/{stem}-N{resumed}"
-        return f"run folder: {base / name}{resumed}"
+            return [f"run folder: a new one, {base}/{stem}-N{resumed}"]
+        return [f"run folder: {base / name}{resumed or ' (new)'}"]
 
-    def _is_untrusted(self, name: str, field: str) -> bool:
-        return (
-            names_code(name) and not self._trust and self._came_from.get(field, COMMAND_LINE) != COMMAND_LINE
-        )
+    def _is_untrusted(self, names: Iterable[str], field: str) -> bool:
+        from_file = self._came_from.get(field, COMMAND_LINE) != COMMAND_LINE
+        return from_file and not self._trust and any(map(names_code, names))
 
 
 def _check_writable(base: Path) -> None:

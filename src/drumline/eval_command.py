@@ -8,9 +8,10 @@ never run unless the command line repeats or trusts it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from drumline.arguments import Invocation, describe, names_code, parse
+from drumline.arguments import COMMAND_LINE, Invocation, names_code, parse
 from drumline.errors import UserError
 
 HELP = """usage: drumline eval PATH [section.key=value ...] [--dry-run] [--trust]
@@ -32,8 +33,11 @@ Classes are matched by name. Data that has its classes in another order, or only
 correctly; a class that the model was not trained on is an error. Data without class names (idx, npz) must
 have as many classes as the model.
 
+Data needs no splits here: class folders alone, or val/ alone, are scored whole. Data with an evaluation split
+(val/) is scored on that. The data.holdout of a run applies to its own data only.
+
 useful settings:
-  data.path=FOLDER          other data (data.holdout=0.1 if it has no evaluation split)
+  data.path=FOLDER          other data: its evaluation split or, without splits, all of it
   model.name=NAME           the model of weights from elsewhere
   data.size=N               another image size
   train.precision=fp32      another precision
@@ -50,6 +54,7 @@ examples:
   drumline eval runs/photos                           the best weights of a run
   drumline eval runs/photos/checkpoints/step-500      one of its checkpoints
   drumline eval runs/photos data.path=other           on other photographs
+  drumline eval runs/photos data.path=photos/val      on a folder of classes, all of it
   drumline eval best.safetensors data.path=photos     exported weights, anywhere
   drumline eval resnet50.pth model.name=resnet50 data.path=photos
 """
@@ -70,13 +75,15 @@ def evaluate(argv: Sequence[str]) -> int:
         return 0
     path = Path(argv[0]) if argv and _is_path(argv[0]) else None
     invocation = parse([*_settings(path), *argv[1:]] if path else argv, "eval", "")
-    if path is not None and not invocation.dry_run:
+    if path is not None:
         _refuse_unknowns(path, invocation)
-    if invocation.dry_run:
-        print(describe(invocation.recipe, invocation.came_from), end="")
-        return 0
+        invocation = _without_the_runs_holdout(path, invocation)
     if not invocation.recipe.model.weights:
         raise UserError("eval needs a model", "give a run folder, a checkpoint or a weights file first")
+    if invocation.dry_run:
+        from drumline.dry_run import show, what_would_be_scored
+
+        return show(invocation, what_would_be_scored)
 
     from drumline.launch.worker import run
 
@@ -102,6 +109,20 @@ def _settings(path: Path) -> list[str]:
         if run is None and not names_code(record.model):
             words.append(f"model.name={record.model}")
     return [*words, f"model.weights={path}"]
+
+
+def _without_the_runs_holdout(path: Path, invocation: Invocation) -> Invocation:
+    """The run divided its own data. Other data is not divided, unless the command line asks for it."""
+    from drumline.recipe_file import load_recipe
+    from drumline.state.folder import run_of
+
+    recipe, given, run = invocation.recipe, invocation.came_from, run_of(path)
+    if run is None or given.get("data.path") != COMMAND_LINE or given.get("data.holdout") == COMMAND_LINE:
+        return invocation
+    own = load_recipe(str(run / "recipe.toml")).recipe.data.path
+    if Path(own).expanduser().resolve() == Path(recipe.data.path).expanduser().resolve():
+        return invocation
+    return replace(invocation, recipe=replace(recipe, data=replace(recipe.data, holdout=0.0)))
 
 
 def _refuse_unknowns(path: Path, invocation: Invocation) -> None:

@@ -15,6 +15,8 @@ from drumline.recipe import Recipe, field_names, value_of
 from drumline.recipe_layouts import STAGED, Problem, layout_problems
 
 DEFAULT_SHARDS = 8
+MAX_SIDE = 9459
+"""Of a square image within `data.limits.MAX_PIXELS`."""
 
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
@@ -91,6 +93,8 @@ def _bounds(recipe: Recipe) -> Iterator[Problem]:
         ("checkpoint.keep", 1),
     )
     at_most: tuple[tuple[str, float], ...] = (
+        # The short side before the evaluation's crop.
+        ("data.size", int(MAX_SIDE * recipe.data.eval_crop) if 0 < recipe.data.eval_crop <= 1 else MAX_SIDE),
         ("run.seed", 2**63 - 1),
         ("data.mixup", 8),
         ("data.cutmix", 8),

@@ -17,3 +17,8 @@ def printable(text: str, keep: str = "") -> str:
 def message(text: str) -> str:
     """The same for a message of ours, whose lines and tabs stay."""
     return printable(text, keep="\n\t")
+
+
+def counted(number: int, one: str, several: str = "") -> str:
+    """A number and what it counts: `1 class`, `2,000 samples`."""
+    return f"{number:,} {one if number == 1 else several or one + 's'}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 import tarfile
@@ -23,6 +24,7 @@ from drumline.data.packed import Options
 from drumline.data.sources import EncodedSource, SourceSpec, open_source
 from drumline.data.threads import threaded_batches
 from drumline.data.views import View
+from drumline.recipe_checks import MAX_SIDE
 from tests.data.damage import encoded, good_jpeg, picture, with_scans
 from tests.data.test_native import needs_jpeg
 from tests.data.test_threads import assert_equal, fresh
@@ -217,3 +219,7 @@ def test_samples_over_the_limits_are_packed_as_unreadable_and_refused_alike(tmp_
 def test_what_is_not_an_image_is_left_to_decode() -> None:
     for data in (b"", b"\xff\xd8\xff", b"II", b"MM\0*\0\0", b"GIF89a", b"P6", b"\x89PNG", b"RIFF"):
         check_file(data, "it")
+
+
+def test_the_largest_image_size_of_a_recipe_is_within_the_limit_of_pixels() -> None:
+    assert math.isqrt(MAX_PIXELS) == MAX_SIDE

@@ -200,3 +200,42 @@ def test_weights_of_a_run_bring_its_recipe(
     resolved = capfd.readouterr().out
     assert "size = 16" in resolved
     assert "nodes = 1" in resolved
+
+
+def test_a_folder_without_splits_is_scored_whole(
+    weights: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    root = photos(tmp_path / "all")
+    assert scored(root / "val", weights) == (9, 9, 3)
+    assert f"{root / 'val'} has no evaluation split: scoring all 9 images" in capfd.readouterr().err
+    shutil.make_archive(str(tmp_path / "val"), "tar", root / "val")
+    assert scored(tmp_path / "val.tar", weights) == (9, 9, 3)
+    shutil.rmtree(root / "train")  # only val/ is left
+    assert scored(root, weights) == (9, 9, 3)
+    shutil.make_archive(str(tmp_path / "only"), "tar", root)
+    assert scored(tmp_path / "only.tar", weights) == (9, 9, 3)
+    capfd.readouterr()
+    with pytest.raises(UserError, match="no folder 'train'"):
+        prepare.prepare_sets(recipe(root, weights), alone(CPU))
+    with pytest.raises(UserError, match="no evaluation split"):
+        prepare.prepare_sets(recipe(root / "val", weights), alone(CPU))
+
+
+def test_other_data_does_not_inherit_the_holdout_of_the_run(
+    weights: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    own, other = photos(tmp_path / "own") / "train", photos(tmp_path / "other")
+    (tmp_path / "run" / "weights").mkdir(parents=True)
+    shutil.move(weights, tmp_path / "run" / "weights" / "best.safetensors")
+    (tmp_path / "run" / "recipe.toml").write_text(
+        f'[data]\npath = "{own}"\nholdout = 0.5\nworkers = 0\n[model]\nname = "{RECORD.model}"\n'
+    )
+    for words, samples in (
+        ([], 3),
+        ([f"data.path={own}"], 3),
+        ([f"data.path={other}"], 9),
+        ([f"data.path={other / 'val'}"], 9),
+        ([f"data.path={other / 'val'}", "data.holdout=0.5"], 6),
+    ):
+        assert main(["eval", str(tmp_path / "run"), "--trust", *words]) == 0
+        assert json.loads(capfd.readouterr().out.splitlines()[-1])["samples"] == samples

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from drumline.data.augment import Augmentation, mean_colour
 from drumline.data.choose import choose_workers
-from drumline.data.classes import Classes, describe_difference
+from drumline.data.classes import Classes, describe_difference, set_words
 from drumline.data.ledger import Ledger
 from drumline.data.loader import Batches, Workers, batches, blank_batches, resident_batches
 from drumline.data.order import Request, evaluation_requests, steps_per_epoch, training_requests
 from drumline.data.resident import ResidentSet, fits_on_device, resident_feed
-from drumline.data.sources import ArraySource, Source, SourceSpec, detect_source, open_source
+from drumline.data.sources import ArraySource, EncodedSource, Source, SourceSpec, detect_source, open_source
 from drumline.data.sources import channel_statistics as measured_statistics
+from drumline.data.sources.base import NoEvalSplit, NoTrainSplit, passed_over_words
 from drumline.data.views import Augment, View
 from drumline.errors import UserError
 from drumline.launch.claimed import claimed
@@ -69,6 +70,18 @@ class Sets:
     def resident_eval(self) -> ResidentSet | None:
         """The evaluation set on the GPU, where it fits there whole."""
         return _resident(self.eval, self.view.for_evaluation(), self.device)
+
+    @property
+    def warnings(self) -> list[str]:
+        """About files that are not images, and classes without samples."""
+        sides = (("training", self.train), ("evaluation", self.eval))
+        return [
+            f"WARNING: the {side} set has {passed_over_words(source)}"
+            for side, source in (
+                sides[:1] if self.train_spec.holdout else sides
+            )  # a holdout has the same folders
+            if isinstance(source, EncodedSource) and source.passed_over
+        ] + set_words(self.train, self.eval)
 
     @property
     def unit(self) -> int:
@@ -156,14 +169,21 @@ class Plan:
         )
 
 
-def prepare_sets(recipe: Recipe, world: World) -> Sets:
-    """Opens the data and decides how it is seen."""
+def prepare_sets(recipe: Recipe, world: World, to_score: bool = False) -> Sets:
+    """Opens the data and decides how it is seen. Data `to_score` needs no splits: without them, all of it is the
+    evaluation set."""
     data = recipe.data
     again = bool(claimed())  # a start of this very run has opened the data before
     name = detect_source(data.source, data.path, again)
     train_spec = SourceSpec(source=name, path=data.path, split="train", holdout=data.holdout)
     eval_spec = SourceSpec(source=name, path=data.path, split="eval", holdout=data.holdout)
-    train, evaluation = open_source(train_spec, again), open_source(eval_spec, again)
+    try:
+        train, evaluation = open_source(train_spec, again), open_source(eval_spec, again)
+    except (NoEvalSplit, NoTrainSplit):
+        if not to_score:
+            raise
+        train_spec = eval_spec = replace(eval_spec, whole=True)
+        train = evaluation = open_source(eval_spec)
     _refuse_other_classes(train, evaluation)
     mean, std = _statistics(data, train)
     view = View(

@@ -98,7 +98,7 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
     torch.set_num_threads(prepare.threads_per_process(recipe.parallel.threads, world.local_size))
     check_recipes(recipe, world)
     words = check_software(recipe, world)
-    sets = prepare.prepare_sets(recipe, world)
+    sets = prepare.prepare_sets(recipe, world, to_score=True)
     if world.size > 1:
         check_data(sets, recipe.run.seed, world)
     module, outputs, said = model_to_score(recipe, sets, world)
@@ -146,6 +146,8 @@ def model_to_score(
     report = load_weights(module, file)
     refuse_nonfinite(module, file)
     words = [f"weights from {recipe.model.weights}: {report.loaded} tensors"]
+    if sets.eval_spec.whole:
+        words.append(f"{recipe.data.path} has no evaluation split: scoring all {len(sets.eval):,} images")
     labels, note = None, f"{file} has no record of its class names: its classes are matched by number"
     if recipe.model.classes not in ("auto", len(data)):
         note = f"WARNING: {note}, although the model has {recipe.model.classes:,} and the data {len(data):,}"

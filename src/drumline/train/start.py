@@ -17,10 +17,7 @@ from typing import Any
 
 import torch
 
-from drumline.data.classes import set_words
 from drumline.data.loader import Batches, Workers
-from drumline.data.sources import EncodedSource
-from drumline.data.sources.base import passed_over_words
 from drumline.data.views import Batch
 from drumline.errors import UserError
 from drumline.launch.heartbeat import Phase, enter
@@ -384,13 +381,7 @@ def _opening_words(
     ]
     if recipe.run.strict:
         words.append(_strict_word(shard_count(recipe), recipe, world))
-    sides = (("training", sets.train), ("evaluation", sets.eval))
-    words += [
-        f"WARNING: the {side} set has {passed_over_words(source)}"
-        for side, source in (sides[:1] if recipe.data.holdout else sides)  # a holdout is of the same folders
-        if isinstance(source, EncodedSource) and source.passed_over
-    ]
-    words += set_words(sets.train, sets.eval)
+    words += sets.warnings
     if sets.workers_why:
         words.append(sets.workers_why)
     if world.shares_gpu:

@@ -42,6 +42,8 @@ class SourceSpec:
     split: Literal["train", "eval"]
     holdout: float = 0.0
     """Share set aside for evaluation, for data without a split of its own."""
+    whole: bool = False
+    """Every sample of data without both splits, as `drumline eval` scores it."""
 
 
 class ArraySource:
@@ -209,6 +211,10 @@ class NoEvalSplit(UserError):
     """The data has no evaluation split, and none was asked to be made."""
 
 
+class NoTrainSplit(UserError):
+    """The data has an evaluation split and nothing to train on."""
+
+
 def map_file(file: Path) -> Images:
     """A whole file as read-only bytes, loaded by the system as they are touched."""
     try:
@@ -244,7 +250,7 @@ def holdout_mask(labels: Labels, share: float) -> NDArray[np.bool_]:
 def holdout_ids(labels: Labels, spec: SourceSpec, where: str) -> NDArray[np.int64]:
     """Positions, in rising order, that belong to the spec's split of a set that has no split of its own."""
     if spec.holdout == 0:
-        if spec.split == "train":
+        if spec.split == "train" or spec.whole:
             return np.arange(len(labels), dtype=np.int64)
         raise NoEvalSplit(
             f"{where} has no evaluation split, and data.holdout is 0",

@@ -18,7 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drumline.data.reading import USERS, NotRegular, not_regular, patiently, read_whole, refused
-from drumline.data.sources.base import EncodedSource, Labels, SourceSpec, holdout_ids, refuse_holdout
+from drumline.data.sources.base import (
+    EncodedSource,
+    Labels,
+    NoTrainSplit,
+    SourceSpec,
+    holdout_ids,
+    refuse_holdout,
+)
 from drumline.errors import LostError, UserError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -79,7 +86,7 @@ def open_folder(spec: SourceSpec) -> FolderSource:
     """The files of a split: `train/` and `val/` (or valid, validation, test) below the path, or class folders
     alone, divided by `holdout`."""
     path = str(Path(spec.path).expanduser())
-    train_root, eval_root = _layout(path)
+    train_root, eval_root = _layout(path, spec.whole)
     classes = _class_folders(train_root)
     if eval_root is None:
         files, labels, others = _scan(train_root, classes, classes)
@@ -120,8 +127,9 @@ class _Files:
         return f"{self.folders[self.folder_of[row]]}{os.sep}{name}"
 
 
-def _layout(path: str) -> tuple[str, str | None]:
-    """The folder that holds the training classes, and the one of the evaluation classes if there is one."""
+def _layout(path: str, whole: bool) -> tuple[str, str | None]:
+    """The folder that holds the training classes, and the one of the evaluation classes if there is one. `whole`:
+    an evaluation split alone is enough."""
     folders = [entry.name for entry in _entries(path) if entry.is_dir()]
     evaluation = next((name for name in EVAL_FOLDERS if name in folders), None)
     train = str(Path(path, "train"))
@@ -130,7 +138,9 @@ def _layout(path: str) -> tuple[str, str | None]:
         return train, str(Path(path, evaluation)) if evaluation else None
     for name in folders:
         if name.lower() in SPLIT_LIKE and any(entry.is_dir() for entry in _entries(str(Path(path, name)))):
-            raise UserError(
+            if whole and evaluation:
+                return str(Path(path, evaluation)), None
+            raise NoTrainSplit(
                 f"{path} has a folder {name!r} that looks like a split, but no folder 'train' with classes",
                 fix="name the two splits train and val; or, if it is a class, rename that class",
             )

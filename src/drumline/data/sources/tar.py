@@ -17,7 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drumline.data.reading import open_regular, refused
-from drumline.data.sources.base import Images, MappedFiles, SourceSpec, holdout_ids, map_file, refuse_holdout
+from drumline.data.sources.base import (
+    Images,
+    MappedFiles,
+    NoTrainSplit,
+    SourceSpec,
+    holdout_ids,
+    map_file,
+    refuse_holdout,
+)
 from drumline.data.sources.folder import EVAL_FOLDERS, EXTENSIONS, SPLIT_LIKE, file_ending
 from drumline.errors import UserError
 
@@ -79,7 +87,7 @@ def open_tar(spec: SourceSpec) -> TarFiles:
     file = Path(spec.path).expanduser()
     archive = map_file(_present(file))
     top, members = _tree(archive, file)
-    train, evaluation = _layout(top, file)
+    train, evaluation = _layout(top, file, spec.whole)
     classes = _class_folders(train, file)
     if len(classes) == 1 and (only := train.folders[classes[0]]).images and not only.folders:
         raise UserError(
@@ -251,7 +259,7 @@ def _parts(path: str, member: str, file: Path) -> list[str]:
     return parts
 
 
-def _layout(top: _Folder, file: Path) -> tuple[_Folder, _Folder | None]:
+def _layout(top: _Folder, file: Path, whole: bool) -> tuple[_Folder, _Folder | None]:
     """As the folder source decides: `train` beside an evaluation folder, `train` with classes, or classes alone."""
     evaluation = next((top.folders[name] for name in EVAL_FOLDERS if name in top.folders), None)
     train = top.folders.get("train")
@@ -259,7 +267,9 @@ def _layout(top: _Folder, file: Path) -> tuple[_Folder, _Folder | None]:
         return train, evaluation
     for name, folder in top.folders.items():
         if name.lower() in SPLIT_LIKE and folder.folders:
-            raise UserError(
+            if whole and evaluation is not None:
+                return evaluation, None
+            raise NoTrainSplit(
                 f"{file}: the folder {folder.path}/ looks like a split, but there is no 'train' with classes",
                 fix="name the two splits train and val; or, if it is a class, rename that class",
             )
