@@ -54,7 +54,7 @@ examples:
   drumline eval runs/photos                           the best weights of a run
   drumline eval runs/photos/checkpoints/step-500      one of its checkpoints
   drumline eval runs/photos data.path=other           on other photographs
-  drumline eval runs/photos data.path=photos/val      on a folder of classes, all of it
+  drumline eval runs/photos data.path=photos/val      a folder of classes, whole
   drumline eval best.safetensors data.path=photos     exported weights, anywhere
   drumline eval resnet50.pth model.name=resnet50 data.path=photos
 """
