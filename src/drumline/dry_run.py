@@ -102,11 +102,11 @@ class _DryRun:
 
         from drumline.data.classes import Classes
         from drumline.models.weights import resolve_weights
-        from drumline.train.prepare_model import build_model, prepare_model
+        from drumline.train.prepare_model import FIELDS, build_model, prepare_model
 
         name, classes, weights = self.recipe.model.name, self.recipe.model.classes, self.recipe.model.weights
         if weights:
-            resolve_weights(weights)
+            resolve_weights(weights, FIELDS)
         if self._is_untrusted((name,), "model.name"):
             return [f"model: {name}; not built: that runs its code (--trust)"]
         words: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ never run unless the command line repeats or trusts it.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ Score a trained model on the evaluation split: every sample once, on any number 
 PATH is one of
   RUN                       a run folder: its best weights, else its last, else its newest checkpoint
   RUN/checkpoints/step-N    one of its checkpoints
-  RUN/weights/FILE          weights of a run
+  RUN/weights[/FILE]        weights of a run
   WEIGHTS                   a .safetensors, .pt or .pth file of any origin
   RECIPE.toml               a recipe that sets model.weights
 
@@ -73,13 +74,21 @@ def evaluate(argv: Sequence[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(HELP, end="")
         return 0
+    from drumline.state.folder import run_of
+
     path = Path(argv[0]) if argv and _is_path(argv[0]) else None
     invocation = parse([*_settings(path), *argv[1:]] if path else argv, "eval", "")
     if path is not None:
         _refuse_unknowns(path, invocation)
         invocation = _without_the_runs_holdout(path, invocation)
     if not invocation.recipe.model.weights:
-        raise UserError("eval needs a model", "give a run folder, a checkpoint or a weights file first")
+        beside = argv and argv[0].endswith("recipe.toml") and run_of(Path(argv[0]))
+        raise UserError(
+            "eval needs a model",
+            f"did you mean `drumline eval {shlex.quote(str(Path(argv[0]).parent))}`?"
+            if beside
+            else "give a run folder, a checkpoint or a weights file first",
+        )
     if invocation.dry_run:
         from drumline.dry_run import show, what_would_be_scored
 

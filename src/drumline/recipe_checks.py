@@ -175,7 +175,9 @@ def _bounds(recipe: Recipe) -> Iterator[Problem]:
     if any(epoch <= 0 for epoch in recipe.optim.milestones):
         yield Problem("optim.milestones", "starts before the run", "give epochs above 0")
     name = recipe.run.name
-    if name in ("", ".", "..") or any(sign in name for sign in "/\\\0\r\n"):
+    if not name:
+        yield Problem("run.name", "is empty", "give a name, or auto")
+    elif name in (".", "..") or any(sign in name for sign in "/\\\0\r\n"):
         yield Problem("run.name", "not a plain folder name", "put the folder into run.dir")
     if len(name.encode(errors="replace")) > 255:
         yield Problem("run.name", "longer than a file system allows", "give at most 255 bytes")

@@ -6,6 +6,8 @@ Promises: nothing in what comes out moves a cursor, changes a colour, hides or r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def printable(text: str, keep: str = "") -> str:
     r"""The text with whatever a terminal would obey written as in Python (`\x1b`), but for the signs in `keep`."""
@@ -17,6 +19,12 @@ def printable(text: str, keep: str = "") -> str:
 def message(text: str) -> str:
     """The same for a message of ours, whose lines and tabs stay."""
     return printable(text, keep="\n\t")
+
+
+def either(names: Sequence[str]) -> str:
+    """`A`, `A or B`, `A, B or C`."""
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def counted(number: int, one: str, several: str = "") -> str:

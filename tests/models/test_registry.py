@@ -278,3 +278,10 @@ def test_a_suggested_package_that_is_not_installed_is_said(monkeypatch: pytest.M
     with pytest.raises(UserError) as caught:
         create_model("vit_b_16")
     assert caught.value.fix == "did you mean torchvision/vit_b_16 (install torchvision first)?"
+
+
+@pytest.mark.parametrize("name", ["/home/me/wn.py:net", "/home/me/wn.py", "/home/me/wn:net"])
+def test_a_file_for_a_module_is_told_apart(name: str) -> None:
+    with pytest.raises(UserError, match="names a file, not a module") as caught:
+        create_model(name + ":net" * (":" not in name))
+    assert "put the folder /home/me on PYTHONPATH and write model.name=wn:net" in caught.value.fix

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from drumline.data.classes import Classes
 from drumline.errors import UserError
 from drumline.models.registry import create_model
-from drumline.models.weights import export_tensors, export_weights, load_weights, resolve_weights
+from drumline.models.weights import (
+    WeightFields,
+    export_tensors,
+    export_weights,
+    load_weights,
+    resolve_weights,
+)
 from drumline.state.model_record import ModelRecord
 from tests.models.quick import on_meta
 
@@ -47,6 +53,8 @@ def same(left: nn.Module, right: State) -> bool:
         lambda s: {"model": {f"_orig_mod.module.{key}": value for key, value in s.items()}},
         lambda s: {f"module._orig_mod.{key}": value for key, value in s.items()},
         lambda s: {key.replace("layer1.", "layer1._orig_mod."): value for key, value in s.items()},
+        lambda s: {"state_dict": {f"model.{key}": value for key, value in s.items()}, "hyper_parameters": {}},
+        lambda s: {f"net.module.{key}": value for key, value in s.items()},
     ],
 )
 def test_every_usual_layout_of_a_pytorch_file_is_read(
@@ -120,7 +128,7 @@ def test_a_classifier_of_another_size_is_kept_and_reported(tmp_path: Path) -> No
     report = load_weights(target, tmp_path / "w.safetensors", strict_head=False)
     assert report.reinitialised == ("fc.weight", "fc.bias")
     assert report.loaded == len(state()) - 2
-    assert "the classifier (fc.weight, fc.bias) starts anew" in report.notes[0]
+    assert "the classifier (fc.weight, fc.bias) is re-initialised because" in report.notes[0]
     assert torch.equal(target.get_submodule("fc").get_parameter("weight"), before)
     assert torch.equal(target.state_dict()["conv1.weight"], state(1, classes=100)["conv1.weight"])
 
@@ -130,7 +138,7 @@ def test_another_number_of_classes_is_refused_unless_the_classifier_may_start_an
     target = model()
     with pytest.raises(UserError, match=r"fc.weight is 100x64 in the file and 10x64 in the model") as caught:
         load_weights(target, tmp_path / "w.safetensors")
-    assert "model.classes" in caught.value.fix
+    assert "classes=100" in caught.value.fix
     assert same(target, state(0))
 
 
@@ -177,7 +185,7 @@ def test_a_classifier_of_other_names_is_refused_or_starts_anew(tmp_path: Path) -
     report = load_weights(target, tmp_path / "w.safetensors", classes=data, strict_head=False)
     assert torch.equal(target.state_dict()["fc.weight"], model(0, classes=3).state_dict()["fc.weight"])
     assert torch.equal(target.state_dict()["conv1.weight"], source.state_dict()["conv1.weight"])
-    assert "starts anew" in report.notes[0]
+    assert "is re-initialised" in report.notes[0]
     assert report.reinitialised == ("fc.weight", "fc.bias")
 
 
@@ -224,7 +232,7 @@ def test_weights_of_another_model_are_refused_and_that_model_is_named(tmp_path: 
     with pytest.raises(UserError, match="does not fit this ResNet") as caught:
         load_weights(target, tmp_path / "w.safetensors")
     assert "36 tensors are unknown to the model (layer1.1." in caught.value.what
-    assert caught.value.fix == "the file fits cifar/resnet14: set model.name to that"
+    assert caught.value.fix == "the file fits cifar/resnet14: create that model"
     assert same(target, state(0))
 
 
@@ -233,7 +241,7 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
     del broken["layer2.0.conv1.weight"]
     broken["conv1.weight"] = torch.zeros(16, 3, 7, 7)
     save_file(broken, tmp_path / "w.safetensors")
-    with pytest.raises(UserError, match=r"1 tensors are missing \(layer2.0.conv1.weight\)") as caught:
+    with pytest.raises(UserError, match=r"1 tensor is missing \(layer2.0.conv1.weight\)") as caught:
         load_weights(model(), tmp_path / "w.safetensors")
     assert "conv1.weight is 16x3x7x7 in the file and 16x3x3x3 in the model" in caught.value.what
     assert caught.value.fix == "give this model's own weights"
@@ -270,7 +278,8 @@ def test_a_file_cut_short_is_called_unreadable(suffix: str, tmp_path: Path) -> N
     whole, cut = tmp_path / f"whole{suffix}", tmp_path / f"cut{suffix}"
     torch.save(state(), whole) if suffix == ".pth" else save_file(state(), whole)
     cut.write_bytes(whole.read_bytes()[:5000])
-    with pytest.raises(UserError, match=f"cut{suffix} cannot be read as weights") as caught:
+    said = "cannot be read as weights" if suffix == ".safetensors" else "is not a PyTorch weights file"
+    with pytest.raises(UserError, match=f"cut{suffix} {said}") as caught:
         load_weights(model(), cut)
     assert "damaged" in caught.value.fix
 
@@ -292,8 +301,8 @@ def test_a_file_without_a_state_dict_says_what_it_holds(content: object, held: s
 
 def test_an_unknown_kind_of_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "w.onnx").write_bytes(b"")
-    with pytest.raises(UserError, match="not a kind of weights file") as caught:
-        load_weights(model(), tmp_path / "w.onnx")
+    with pytest.raises(UserError, match=r"model.weights = .*w.onnx: unsupported weights file") as caught:
+        load_weights(model(), tmp_path / "w.onnx", fields=WeightFields())
     assert ".safetensors" in caught.value.fix
 
 
@@ -323,3 +332,35 @@ def test_a_run_folder_gives_its_best_then_its_last_then_its_newest_checkpoint(tm
 def test_a_path_to_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file or folder"):
         load_weights(model(), tmp_path / "nothing")
+
+
+def test_a_checkpoint_of_lightning_is_read_or_told_how_to_be_exported(tmp_path: Path) -> None:
+    kept = {"state_dict": {f"model.{key}": value for key, value in state().items()}, "epoch": 3}
+    torch.save(kept, tmp_path / "last.ckpt")
+    target = model()
+    load_weights(target, tmp_path / "last.ckpt")
+    assert same(target, state())
+    torch.save({**kept, "callbacks": Path("/somewhere")}, tmp_path / "code.ckpt")
+    with pytest.raises(UserError, match="besides tensors") as caught:
+        load_weights(target, tmp_path / "code.ckpt")
+    assert 'save checkpoint["state_dict"] alone' in caught.value.fix
+
+
+def test_mistakes_in_python_are_explained_in_python(tmp_path: Path) -> None:
+    save_file(state(classes=3), tmp_path / "w.safetensors")
+    with pytest.raises(UserError, match="other classes") as caught:
+        load_weights(model(), tmp_path / "w.safetensors")
+    assert "create_model(..., classes=3)" in caught.value.fix
+    assert "strict_head=False" in caught.value.fix
+    with pytest.raises(UserError) as caught:
+        load_weights(model(), tmp_path / "w.safetensors", fields=WeightFields())
+    assert "model.classes" in caught.value.fix
+    with pytest.raises(UserError, match=r"gone.pt: no such file"):
+        load_weights(model(), tmp_path / "gone.pt")
+
+
+def test_the_weights_folder_of_a_run_is_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "last.safetensors").touch()
+    assert resolve_weights(tmp_path).name == "last.safetensors"
+    (tmp_path / "best.safetensors").touch()
+    assert resolve_weights(tmp_path).name == "best.safetensors"

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from drumline.arguments import parse
 from drumline.errors import UserError
 from drumline.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Run, Train
 from drumline.recipe_file import dump_recipe
@@ -105,11 +106,32 @@ def test_checkpoints_alone_make_a_run_too(tmp_path: Path) -> None:
 def test_resume_auto_starts_when_there_is_nothing_and_goes_on_when_there_is(tmp_path: Path) -> None:
     first = open_run(recipe(tmp_path, "a", "auto"), "digits")
     assert first.resume_from is None
+    assert first.notes == (f"nothing to resume in {tmp_path / 'a'}: starting at step 0",)
     first.lock.close()
     save(first.path, 3)
     newest = save(first.path, 12)
     again = open_run(recipe(tmp_path, "a", "auto"), "digits")
     assert (again.resume_from, again.notes) == (newest, ())
+
+
+def test_a_named_run_goes_back_to_its_own_checkpoint_by_the_command_of_the_guide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier, _ = save(tmp_path / "runs" / "photos", 3), save(tmp_path / "runs" / "photos", 12)
+    (tmp_path / "runs" / "photos" / "recipe.toml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    words = ["runs/photos/recipe.toml", f"checkpoint.resume={earlier}"]
+    back = open_run(parse([*words, "run.name=photos"], "train", "").recipe, "digits")
+    assert (back.path.resolve(), back.resume_from, back.resumes_elsewhere) == (
+        tmp_path / "runs" / "photos",
+        earlier,
+        False,
+    )
+    back.lock.close()
+    new = open_run(parse(words, "train", "").recipe, "digits")
+    assert new.path.name != "photos"
+    assert new.resumes_elsewhere
+    new.lock.close()
 
 
 def test_resume_auto_passes_over_a_bad_checkpoint_loudly(tmp_path: Path) -> None:

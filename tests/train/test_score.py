@@ -148,7 +148,7 @@ def test_weights_that_are_not_finite_are_refused_by_tensor(tmp_path: Path) -> No
     broken = knows_colours()
     broken["2.bias"][1] = torch.nan
     save_file(broken, tmp_path / "nan.safetensors")
-    with pytest.raises(UserError, match=r"nan.safetensors: 2.bias hold NaN or infinity"):
+    with pytest.raises(UserError, match=r"nan.safetensors: 2.bias contains NaN or infinity"):
         scored(photos(tmp_path / "three"), tmp_path / "nan.safetensors")
 
 
@@ -239,3 +239,22 @@ def test_other_data_does_not_inherit_the_holdout_of_the_run(
     ):
         assert main(["eval", str(tmp_path / "run"), "--trust", *words]) == 0
         assert json.loads(capfd.readouterr().out.splitlines()[-1])["samples"] == samples
+
+
+def test_a_wrong_path_is_answered_with_the_command_that_is_meant(
+    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name / "weights").mkdir(parents=True)
+        (tmp_path / name / "recipe.toml").write_text("")
+        shutil.copy(weights, tmp_path / name / "weights" / "best.safetensors")
+    monkeypatch.chdir(tmp_path)
+    for words, meant in (
+        (["a", "b"], "eval scores one model: give `drumline eval b`"),
+        (["a/weights/best.safetensors", "b/weights/best.safetensors"], "`drumline eval b/weights/best"),
+        (["a/recipe.toml"], "did you mean `drumline eval a`?"),
+    ):
+        assert main(["eval", *words]) == 2
+        assert meant in capsys.readouterr().err
+    assert main(["eval", "a/weights", f"data.path={photos(tmp_path / 'all')}", "--dry-run", "--trust"]) == 2
+    assert 'weights = "a/weights"' in capsys.readouterr().out

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -25,6 +26,7 @@ from drumline.models.taps import VisionModel
 from drumline.models.vgg import VGG, CifarVGG
 from drumline.models.wrn import WideResNet
 from drumline.suggest import did_you_mean, near
+from drumline.text import either
 
 _VGG11, _VGG13, _VGG16, _VGG19 = (1, 1, 2, 2, 2), (2, 2, 2, 2, 2), (2, 2, 3, 3, 3), (2, 2, 4, 4, 4)
 _THIN, _WIDE = (16, 16, 32, 64), (32, 64, 128, 256)
@@ -127,7 +129,7 @@ def _meant(name: str) -> str:
         )
     missing = {known.partition("/")[0] for known in found if known.startswith(("torchvision/", "timm/"))}
     install = " and ".join(sorted(package for package in missing if not _installed(package)))
-    return f"did you mean {' or '.join(found)}{f' (install {install} first)' if install else ''}?"
+    return f"did you mean {either(found)}{f' (install {install} first)' if install else ''}?"
 
 
 def _installed(package: str) -> bool:
@@ -177,6 +179,12 @@ def _users_own(name: str, classes: int) -> nn.Module:
 
 
 def _factory(name: str, module_name: str, attribute: str) -> Callable[..., Any]:
+    if "/" in module_name or module_name.endswith(".py"):
+        file, called = Path(module_name), attribute or "factory"
+        raise UserError(
+            f"model {name} names a file, not a module",
+            fix=f"put the folder {file.parent} on PYTHONPATH and write model.name={file.stem}:{called}",
+        )
     if not module_name or not attribute:
         raise UserError(f"model {name!r} has no module or no factory", fix="write package.module:factory")
     try:
@@ -224,5 +232,5 @@ def _class_argument(name: str, factory: Callable[..., Any]) -> str:
 
 def _unknown(package: str, name: str, known: Iterable[str]) -> UserError:
     found = [f"{package}/{candidate}" for candidate in near(name, known, most=3)] or suggest_models(name)
-    fix = f"did you mean {' or '.join(found)}?" if found else f"see the model names of {package}"
+    fix = f"did you mean {either(found)}?" if found else f"see the model names of {package}"
     return UserError(f"there is no model '{package}/{name}'", fix)

@@ -3,7 +3,7 @@
 Promises: after `load_weights` every tensor of the model came from the file, except those that the report
 names, and the classifier's rows are in the order of the classes asked for; `export_weights` leaves either the whole
 new file or the old one. Refuses files that hold more than tensors, weights of another model, naming the model of ours
-that they do fit, and a classifier of other classes, unless it may start anew.
+that they do fit, and a classifier of other classes, unless it may be re-initialised.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from drumline.state.checkpoint import MANIFEST, known_sha256, read_group, read_m
 from drumline.state.model_record import ModelRecord, metadata_record, record_of
 from drumline.state.pieces import is_piece
 from drumline.state.tensor_file import Unsound, file_metadata, read_tensors, write_tensors
+from drumline.text import counted, either
 
 State = Mapping[str, Tensor]
 
@@ -45,12 +46,12 @@ class WeightReport:
     record: ModelRecord | None = None
     """What the file says about its model, if it is one of ours."""
     notes: tuple[str, ...] = ()
-    """How its classes were matched, and why a classifier starts anew."""
+    """How its classes were matched, and why a classifier is re-initialised."""
 
 
 @dataclass(frozen=True)
 class WeightFields:
-    """The recipe's fields that weights and their model come from, for messages."""
+    """The recipe's fields that weights and their model come from, for messages. Python has none."""
 
     weights: str = "model.weights"
     name: str = "model.name"
@@ -62,12 +63,13 @@ def load_weights(
     *,
     strict_head: bool = True,
     classes: Classes | None = None,
-    fields: WeightFields = WeightFields(),  # noqa: B008
+    fields: WeightFields | None = None,
 ) -> WeightReport:
     """Fill the model, in place, from a file, a checkpoint folder or a run folder (see `resolve_weights`).
 
-    Takes a bare state dict or one under `state_dict`, `model` or `model_state_dict`, with or without the
-    prefixes that DataParallel, DDP and torch.compile add; the model itself must not be wrapped yet.
+    Takes a bare state dict or one under `state_dict`, `model` or `model_state_dict`, with or without a prefix that
+    all keys share, such as those that DataParallel, DDP, torch.compile and Lightning add; the model itself must not
+    be wrapped yet.
     BatchNorm's batch counters may be missing, as in old files. The classifier must have as many classes as the
     model and, where `classes` are given and the file has a record of its own, the same ones; rows in another order
     are sorted by name. A classifier of other classes is refused, or with `strict_head=False` left as it is in the
@@ -75,7 +77,7 @@ def load_weights(
     """
     file = resolve_weights(path, fields)
     record = weights_record(file)
-    found = _unwrapped(_read(file), model)
+    found = _unwrapped(_read(file, fields), model)
     fit = _fit(found, model)
     if fit.missing or fit.unexpected or fit.misshapen:
         raise _misfit(file, found, model, fit, fields)
@@ -87,12 +89,16 @@ def load_weights(
             other = str(difference)
     head = [key for key in _head_keys(model) if key in model.state_dict()]
     if other and strict_head:
-        raise UserError(f"{file} has other classes: {other}", fix=_other_classes_fix(record, fields))
+        outputs = next((len(found[key]) for key in fit.head), 0)
+        raise UserError(f"{file} has other classes: {other}", fix=_other_classes_fix(record, outputs, fields))
     if other:
         for key in head:
             fit.usable.pop(key, None)
-        which = f"the classifier ({', '.join(head)}) starts anew" if head else "the classifier was not found"
-        note = f"{which}: {file} has other classes: {other}"
+        note = (
+            f"the classifier ({', '.join(head)}) is re-initialised because {file} has other classes: {other}"
+            if head
+            else f"the classifier was not found: {file} has other classes: {other}"
+        )
     elif record is None and classes is not None:
         note = f"{file} has no record of its class names: its {len(classes):,} classes are matched by number"
     elif order is not None:
@@ -116,11 +122,12 @@ def weights_record(file: Path) -> ModelRecord | None:
         ) from reason
 
 
-def resolve_weights(path: str | Path, fields: WeightFields = WeightFields()) -> Path:  # noqa: B008
+def resolve_weights(path: str | Path, fields: WeightFields | None = None) -> Path:
     """The weights file that a path means.
 
     A file is itself. A folder gives its `model.safetensors` (a checkpoint), else `weights/best.safetensors`,
-    else `weights/last.safetensors`, else the model of its newest `checkpoints/step-N` (a run). Where a checkpoint's
+    else `weights/last.safetensors`, else the model of its newest `checkpoints/step-N` (a run), else its
+    `best.safetensors` or `last.safetensors` (a run's `weights`). Where a checkpoint's
     model lies in pieces, the first of them stands for all.
     """
     path = Path(path)
@@ -128,10 +135,11 @@ def resolve_weights(path: str | Path, fields: WeightFields = WeightFields()) -> 
         return path
     if not path.exists():
         raise UserError(
-            f"{fields.weights} = {path}: no such file or folder",
+            f"{_named(path, fields)}: no such file or folder",
             fix="give a weights file, a checkpoint or a run folder",
         )
     plain = ("model.safetensors", "weights/best.safetensors", "weights/last.safetensors")
+    inside = (path / "best.safetensors", path / "last.safetensors")
     steps = [
         (int(match[1]), folder)
         for folder in path.glob("checkpoints/step-*")
@@ -142,7 +150,7 @@ def resolve_weights(path: str | Path, fields: WeightFields = WeightFields()) -> 
         for _, folder in sorted(steps, reverse=True)
         for file in (folder / "model.safetensors", *_first_piece(folder))
     ]
-    for candidate in [*_first_piece(path), *(path / name for name in plain), *newest_first]:
+    for candidate in [*_first_piece(path), *(path / name for name in plain), *newest_first, *inside]:
         if candidate.is_file():
             return candidate
     raise UserError(
@@ -225,7 +233,14 @@ def _sort_head(usable: dict[str, Tensor], head: list[str], order: NDArray[np.int
         usable[key] = torch.cat([usable[key][rows], usable[key][len(rows) :]])
 
 
-def _other_classes_fix(record: ModelRecord | None, fields: WeightFields) -> str:
+def _named(path: str | Path, fields: WeightFields | None) -> str:
+    return f"{fields.weights} = {path}" if fields else str(path)
+
+
+def _other_classes_fix(record: ModelRecord | None, outputs: int, fields: WeightFields | None) -> str:
+    if fields is None:
+        build = f"build the model with create_model(..., classes={outputs}), or " if outputs else ""
+        return f"{build}load everything but the classifier with strict_head=False"
     if record is None:
         return "give weights of the same classes, or set model.classes to the file's number"
     return (
@@ -248,11 +263,13 @@ def _renamed(found: State, model: nn.Module, wanted: State) -> State:
 
 
 def _unwrapped(state: State, model: nn.Module) -> State:
-    """The same tensors without the prefixes of torch.compile, DataParallel and DDP."""
+    """The same tensors without the prefixes of torch.compile, DataParallel, DDP and modules that held the model."""
     state = {key.replace("_orig_mod.", ""): tensor for key, tensor in state.items()}
-    own = any(key.startswith("module.") for key in model.state_dict())
-    while not own and state and all(key.startswith("module.") for key in state):
-        state = {key.removeprefix("module."): tensor for key, tensor in state.items()}
+    own = {key.partition(".")[0] for key in model.state_dict()}
+    while len(tops := {key.partition(".")[0] for key in state}) == 1 and not tops & own:
+        if not all("." in key for key in state):
+            break
+        state = {key.partition(".")[2]: tensor for key, tensor in state.items()}
     return state
 
 
@@ -264,7 +281,7 @@ def _bare(model: nn.Module) -> nn.Module:
     return model if inner is None else _bare(inner)
 
 
-def _read(file: Path) -> State:
+def _read(file: Path, fields: WeightFields | None) -> State:
     """The file's tensors by name, on the CPU."""
     if file.suffix == ".safetensors":
         try:
@@ -276,21 +293,24 @@ def _read(file: Path) -> State:
                 f"{file} cannot be read as weights: {reason}",
                 fix="the file may be cut short or damaged: copy or export it again",
             ) from reason
-    if file.suffix not in (".pt", ".pth"):
+    if file.suffix not in (".pt", ".pth", ".ckpt"):
         raise UserError(
-            f"{file} is not a kind of weights file that we read", fix="give .safetensors, .pt or .pth"
+            f"{_named(file, fields)}: unsupported weights file", fix="use .safetensors, .pt, .pth or .ckpt"
         )
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
+        if named is None:
+            raise _unreadable(file) from error
+        kept = 'checkpoint["state_dict"]' if file.suffix == ".ckpt" else "its state_dict"
         raise UserError(
-            f"{file} is refused: it holds {named[1] if named else 'something'} besides tensors, and to read "
-            "that could run code (or the file is damaged)",
-            fix="where you trust it, load it yourself and save its state_dict alone, best as .safetensors",
+            f"{file} is refused: it holds {named[1]} besides tensors, and to read that could run code",
+            fix=f"if you trust it, load it in Python with weights_only=False and save {kept} alone, best as "
+            ".safetensors",
         ) from error
     except Exception as error:
-        raise _unreadable(file, error) from error
+        raise _unreadable(file) from error
     return _state_dict(file, content)
 
 
@@ -310,30 +330,26 @@ def _state_dict(file: Path, content: object) -> State:
     )
 
 
-def _unreadable(file: Path, error: Exception) -> UserError:
-    reason = str(error).strip().partition("\n")[0]
+def _unreadable(file: Path) -> UserError:
     return UserError(
-        f"{file} cannot be read as weights: {type(error).__name__}: {reason}",
-        fix="the file may be cut short or damaged: copy or export it again",
+        f"{file} is not a PyTorch weights file",
+        fix="give a file that torch.save wrote; this one may be cut short or damaged: copy or export it again",
     )
 
 
-def _misfit(file: Path, found: State, model: nn.Module, fit: _Fit, fields: WeightFields) -> UserError:
+def _misfit(file: Path, found: State, model: nn.Module, fit: _Fit, fields: WeightFields | None) -> UserError:
     parts = [
-        f"{len(names)} tensors {what} ({_a_few(names)})"
-        for what, names in (
-            ("are missing", fit.missing),
-            ("are unknown to the model", fit.unexpected),
-            ("have another shape", list(fit.misshapen.values())),
+        f"{counted(len(names), 'tensor')} {one if len(names) == 1 else several} ({_a_few(names)})"
+        for one, several, names in (
+            ("is missing", "are missing", fit.missing),
+            ("is unknown to the model", "are unknown to the model", fit.unexpected),
+            ("has a different shape", "have different shapes", list(fit.misshapen.values())),
         )
         if names
     ]
     names = list(_fitting_names(found))
-    fix = (
-        f"the file fits {' or '.join(names)}: set {fields.name} to that"
-        if names
-        else "give this model's own weights"
-    )
+    how = f"set {fields.name} to that" if fields else "create that model"
+    fix = f"the file fits {either(names)}: {how}" if names else "give this model's own weights"
     return UserError(f"{file} does not fit this {type(model).__name__}: {'; '.join(parts)}", fix=fix)
 
 

@@ -163,6 +163,8 @@ def _resume_point(
         if found and resume_from is None:
             _check_unsaved(recipe, path, found, begun)
             notes.append(f"{path} has no checkpoint yet: the run starts again at step 0")
+        elif resume_from is None and not begun and not any(path.glob("initial-*")):
+            notes.append(f"nothing to resume in {path}: starting at step 0")
     else:
         assert elsewhere is not None
         resume_from, complaints = elsewhere

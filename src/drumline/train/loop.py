@@ -211,8 +211,8 @@ def _nonfinite_weights(run: Running) -> bool:
     names = sorted({name for names in run.world.collect(run.trainee.nonfinite()) for name in names})
     if names:
         run.note(
-            f"WARNING: {', '.join(names[:3])}{', ...' if names[3:] else ''} hold NaN or infinity: this evaluation is "
-            "not taken for the best"
+            f"WARNING: {', '.join(names[:3])}{', ...' if names[3:] else ''} contain NaN or infinity: this evaluation "
+            "is not taken for the best"
         )
     return bool(names)
 

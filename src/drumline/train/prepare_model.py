@@ -1,8 +1,8 @@
 """From a recipe to its model, with the weights to start from or to score.
 
 Promises: builds the same model on every rank (weights come from the seed alone, or from one verified file); a
-classifier of other classes starts anew in training, which is said, and is refused elsewhere; so are weights that are
-not finite.
+classifier of other classes is re-initialised in training, which is said, and is refused elsewhere; so are weights
+that are not finite.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from drumline.state.checkpoint import MANIFEST, Unsound, examined, verify_checkp
 from drumline.state.model_record import ModelRecord
 from drumline.train.prepare import Sets, channels_last
 
+FIELDS = WeightFields()
+
 
 def prepare_model(recipe: Recipe, classes: Classes, world: World) -> tuple[nn.Module, tuple[str, ...]]:
     """The bare model on this rank's device, and what to say about the weights it started from. A classifier of other
-    classes starts anew."""
+    classes is re-initialised."""
     module = build_model(recipe, len(classes))
     words: tuple[str, ...] = ()
     if recipe.model.weights:
         file = shared_weights(recipe.model.weights, world)
-        report = load_weights(module, file, strict_head=False, classes=classes)
+        report = load_weights(module, file, strict_head=False, classes=classes, fields=FIELDS)
         refuse_nonfinite(module, file)
         words = (f"weights from {recipe.model.weights}: {report.loaded} tensors", *report.notes)
     if recipe.parallel.layout in STAGED:
@@ -58,7 +60,7 @@ def build_model(recipe: Recipe, classes: int) -> nn.Module:
 def shared_weights(path: str, world: World) -> Path:
     """The verified weights file that a path means, the same one on every rank: the run whose folder it is may go on,
     and save a newer one meanwhile."""
-    file = Path(world.share(str(resolve_weights(path)) if world.first else ""))
+    file = Path(world.share(str(resolve_weights(path, FIELDS)) if world.first else ""))
     verify_weights(file)
     return file
 
@@ -66,15 +68,16 @@ def shared_weights(path: str, world: World) -> Path:
 def refuse_nonfinite(
     module: nn.Module,
     file: Path,
-    fields: WeightFields = WeightFields(),  # noqa: B008
+    fields: WeightFields = FIELDS,
 ) -> None:
     """Weights of a run that diverged teach and score nothing. (Infinite buffers may be masks.)"""
     odd = [name for name, tensor in module.named_parameters() if not tensor.isfinite().all()]
     odd += [name for name, tensor in module.named_buffers() if tensor.isnan().any()]
     if odd:
         some = ", ".join(odd[:3]) + (f" and {len(odd) - 3} more" if len(odd) > 3 else "")
+        verb = "contains" if len(odd) == 1 else "contain"
         raise UserError(
-            f"{fields.weights} = {file}: {some} hold NaN or infinity: the run they come from diverged",
+            f"{fields.weights} = {file}: {some} {verb} NaN or infinity: the run they come from diverged",
             "give an earlier checkpoint of that run, or other weights",
         )
 
@@ -104,7 +107,7 @@ def model_record(recipe: Recipe, sets: Sets) -> ModelRecord:
     )
 
 
-def verify_weights(path: Path, fields: WeightFields = WeightFields()) -> None:  # noqa: B008
+def verify_weights(path: Path, fields: WeightFields = FIELDS) -> None:
     """Weights of ours are checked against the checksums that lie beside them before they are used."""
     folder = resolve_weights(path, fields).parent
     try:

@@ -30,6 +30,7 @@ from drumline.train import broken, prepare
 from drumline.train.agreement import check_data, check_recipes, check_software
 from drumline.train.evaluate import Score, evaluate
 from drumline.train.prepare_model import (
+    FIELDS,
     build_model,
     model_record,
     refuse_nonfinite,
@@ -143,7 +144,7 @@ def model_to_score(
     file = shared_weights(recipe.model.weights, world)
     record, data = weights_record(file), Classes.of(sets.eval)
     module = build_model(recipe, record.outputs if record else len(data))
-    report = load_weights(module, file)
+    report = load_weights(module, file, fields=FIELDS)
     refuse_nonfinite(module, file)
     words = [f"weights from {recipe.model.weights}: {report.loaded} tensors"]
     if sets.eval_spec.whole:
@@ -162,7 +163,7 @@ def model_to_score(
         except OtherClasses as difference:
             raise _other_classes(file, record, difference) from difference
         if odd := record.other_images(model_record(recipe, sets)):
-            words.append(f"images are prepared otherwise than in training: {'; '.join(odd)}")
+            words.append(f"images are not prepared as in training: {'; '.join(odd)}")
     words += [note] if note else []
     outputs = None if labels is None else torch.from_numpy(labels).to(world.device)
     return to_device(module, recipe, world), outputs, words
