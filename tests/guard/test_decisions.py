@@ -9,16 +9,34 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 
 from drumline.errors import UserError
-from drumline.guard.compare import apart, difference, digest, glance, numbers, sharing, twins
+from drumline.guard.closing import unequal_steps, unlike_rates
+from drumline.guard.compare import (
+    apart,
+    difference,
+    digest,
+    far_apart,
+    glance,
+    levels,
+    numbers,
+    sharing,
+    twins,
+)
+from drumline.guard.contents import contents_of
 from drumline.guard.counts import miscounted
 from drumline.guard.devices import home, imbalance, misplaced, shared, trespass
 from drumline.guard.finding import Finding, Stopped, Teller
 from drumline.guard.gradients import all_finite
 from drumline.guard.hang import Beat, judge
+from drumline.guard.losses import Losses
+from drumline.guard.meeting import Absent, Meeting
 from drumline.guard.place import Place, line_to_change
+from drumline.guard.probes import Probes
 from drumline.guard.rates import Rates
+from drumline.guard.rounds import _unloaded
+from drumline.guard.setups import unlike_trained
 
 
 def test_a_finding_reads_as_what_where_since_fix() -> None:
@@ -212,6 +230,8 @@ def test_a_tensor_elsewhere_is_named_in_a_world_of_several() -> None:
         ([51, 51], 101, "1 sample twice"),
         ([50, 49], 101, "2 samples left out"),
         ([50, None], 100, "only 1 of 2 ranks"),
+        ([102, 102], 101, "counted 102 samples of 101: 1 sample twice"),  # all_reduced
+        ([96, 96], 101, "counted 96 samples of 101: 5 samples left out"),
     ],
 )
 def test_an_evaluation_counts_each_sample_once(counts: list[int | None], of: int, what: str | None) -> None:
@@ -274,3 +294,99 @@ def test_the_line_that_takes_the_wrapper_off_is_found_in_the_source(tmp_path: Pa
     file = tmp_path / "right.py"
     file.write_text("torch.save(model.module.state_dict())\nout = model(x)\n")
     assert line_to_change(None, [str(file)]) is None
+
+
+def test_inputs_on_different_scales_are_seen_and_other_data_is_not() -> None:
+    x = torch.randn(16, 3, 4, 4)
+    mine = levels([x, torch.arange(16)])
+    assert len(mine) == 1
+    assert far_apart([mine, levels([40 * x + 128])]) == (0, 1)
+    assert far_apart([mine, levels([x + 12])]) == (0, 1)
+    assert far_apart([mine, mine, levels([3 * x + 5])]) is None
+    assert far_apart([mine, levels([torch.ones(16, 3)])]) is None, "constant inputs have no scale"
+    assert far_apart([mine, []]) is None
+
+
+def test_a_parameter_frozen_on_one_rank_is_named() -> None:
+    assert unlike_trained([0, 1], ["11", "11"], ["a", "b"], 1) is None
+    finding = unlike_trained([0, 4, 5], ["11", "11", "10"], ["a", "b"], 1)
+    assert finding is not None
+    assert finding.what == "parameter 'b' is frozen on rank 5 and trained on rank 0"
+    finding = unlike_trained([0, 1], ["00", "11"], ["a", "b"], 1)
+    assert finding is not None
+    assert finding.what == "parameter 'a' and 1 more is frozen on rank 0 and trained on rank 1"
+
+
+def test_a_state_of_the_optimizer_on_some_ranks_is_named() -> None:
+    fresh = {"param_groups[0]['lr']": 1}
+    loaded = {**fresh, "exp_avg of fc.weight": 7}
+    assert _unloaded([0, 1], [fresh, fresh]) is None
+    assert _unloaded([0, 1], [loaded, loaded]) is None
+    finding = _unloaded([0, 1, 2], [loaded, fresh, fresh])
+    assert finding is not None
+    assert "on rank 0 and none on rank 1, 2" in finding.what
+
+
+def test_unequal_steps_and_rates_are_named_at_the_end() -> None:
+    def word(steps: int, passes: list[list[int]], rate: float) -> dict[str, Any]:
+        return {"steps": [steps], "passes": passes, "rates": {"param_groups[0]['lr']": rate}}
+
+    even, short = word(24, [[1, 1]], 0.1), word(23, [[1, 1], [12, 2], [13, 1]], 0.1)
+    assert unequal_steps([0, 1], [even, even], 10) is None
+    finding = unequal_steps([0, 1], [even, short], 10)
+    assert finding is not None
+    assert finding.what.startswith("rank 1 skipped step 12: 2 forward passes in it")
+    assert finding.where == "rank 0: 24 steps, rank 1: 23 steps"
+    finding = unequal_steps([0, 1], [even, word(23, [[1, 1]], 0.1)], 10)
+    assert finding is not None
+    assert finding.what == "ranks took unequal numbers of steps"
+    assert unlike_rates([0, 1], [even, short]) is None
+    finding = unlike_rates([0, 1], [even, word(24, [[1, 1]], 0.05)])
+    assert finding is not None
+    assert "param_groups[0]['lr'] is 0.1 on rank 0 and 0.05 on rank 1" in finding.what
+
+
+class Wrapped(Dataset[Any]):
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+def test_a_data_set_is_known_by_what_it_wraps() -> None:
+    def inner(value: float) -> TensorDataset:
+        return TensorDataset(torch.full((4, 2), value))
+
+    class Opaque(Dataset[Any]):
+        pass
+
+    for wrap in (Wrapped, lambda one: Wrapped(Wrapped(one)), lambda one: Wrapped([one, one])):
+        assert contents_of(wrap(inner(1.0))) == contents_of(wrap(inner(1.0))) != contents_of(wrap(inner(2.0)))
+    assert "own" in contents_of(Wrapped(Opaque()).inner)
+    both = contents_of(ConcatDataset([inner(1.0), inner(2.0)]))
+    assert both != contents_of(ConcatDataset([inner(1.0), inner(3.0)]))
+
+
+def test_the_level_of_losses_leaves_out_what_is_not_finite() -> None:
+    losses = Losses(Probes(1), values=[torch.tensor(1.0)] * 20)
+    assert losses.level() == (1.0, 0.0, 10)
+    losses.values[15] = torch.tensor(torch.nan)
+    assert losses.level() == (1.0, 0.0, 9)
+    losses.values = [torch.tensor(torch.inf)] * 20
+    assert losses.level() is None
+
+
+def test_a_meeting_gives_up_in_bounded_time_and_a_late_rank_still_compares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = torch.distributed.HashStore()
+    early, late = Meeting(0, (0, 1), store), Meeting(1, (0, 1), store)
+    early.patience = 0.3
+    with pytest.raises(Absent):
+        early.gather("5", "mine", lambda: None)
+    assert late.gather("5", "theirs", lambda: None) == ["mine", "theirs"]
+    absent = Meeting(0, (0, 1, 2), store)
+    monkeypatch.setattr("drumline.guard.meeting._ABSENT_AFTER", 0.1)
+    with pytest.raises(UserError, match="not called on rank 2"):
+        absent.gather("6", "mine", lambda: None)

@@ -151,6 +151,23 @@ def test_a_rank_that_skips_a_step_is_named_and_every_rank_ends(mistake: str, ski
     assert "guard [steps]" in outcome.told(1)
 
 
+@pytest.mark.slow
+def test_a_forked_child_is_compared_when_it_ends() -> None:
+    outcome = run_script("forked.py", 2)
+    assert outcome.out[0].startswith("done"), outcome.err[0]
+    assert "guard [drift]" in outcome.told(0)
+    assert "'bias'" in outcome.told(0) or "'weight'" in outcome.told(0)
+
+
+@pytest.mark.slow
+def test_without_a_watching_thread_a_skipped_step_does_not_hang_the_guard() -> None:
+    """Ranks that wait for one that is a step behind give the comparison up; that one compares and is named."""
+    outcome = run_script("mistakes.py", 2, "skipped-late", "unwatched", seconds=60)
+    assert all(code > 0 for code in outcome.codes), (outcome.codes, outcome.err)
+    assert "guard [waiting]: ranks were not compared at step 8" in outcome.err[0]
+    assert "guard [steps]: rank 1 skipped step 6" in outcome.told(1)
+
+
 def test_every_mistake_of_the_script_is_tested() -> None:
     named = set(re.findall(r'mistake (?:==|!=) "([a-z0-9-]+)"', "\n".join(LINES)))
     tested = Path(__file__).read_text()

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drumline.guard.finding import Finding
-from drumline.guard.forwards import Forwards
+from drumline.guard.forwards import Direct, Forwards
 from drumline.guard.place import line_to_change, user_places
 
 _THROUGH = (
@@ -22,10 +22,7 @@ _THROUGH = (
 def evidence(forwards: Forwards) -> dict[str, Any]:
     """What this rank saw, as JSON."""
     direct = forwards.direct
-    called, line = "", ""
-    if direct is not None:
-        name = f"{direct.kind} '{direct.name}'" if direct.name else direct.kind
-        called = f"{direct.places[0]} calls {name} itself" if direct.places else f"{name} is called itself"
+    called, line = _called(direct), ""
     if forwards.wrapped_calls == 0:
         places = (*(direct.places if direct else ()), *user_places())
         first = direct.places[0] if direct and direct.places else None
@@ -39,7 +36,32 @@ def evidence(forwards: Forwards) -> dict[str, Any]:
         "synced": forwards.synced,
         "called": called,
         "line": line,
+        "around": forwards.around,
+        "around_first": _called(forwards.around_first),
     }
+
+
+def stepped_around(seen: Sequence[Mapping[str, Any]], tensor: str, since: str) -> Finding | None:
+    """Weights that differ between ranks, where a rank has stepped after calling the model around its wrapper."""
+    one = max(seen, key=lambda each: int(each["around"]))
+    if not one["around"]:
+        return None
+    steps = f"{one['around']} step{'s' * (one['around'] > 1)}"
+    return Finding(
+        "bypass",
+        f"ranks have drifted apart: {steps} used gradients of a model called around its DDP wrapper, which are not "
+        "exchanged",
+        f"{one['around_first']}; parameter '{tensor}' differs",
+        since,
+        _THROUGH,
+    )
+
+
+def _called(direct: Direct | None) -> str:
+    if direct is None:
+        return ""
+    name = f"{direct.kind} '{direct.name}'" if direct.name else direct.kind
+    return f"{direct.places[0]} calls {name} itself" if direct.places else f"{name} is called itself"
 
 
 def local_gradients(

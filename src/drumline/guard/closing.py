@@ -7,15 +7,17 @@ all of them. Weights that the script changed after its last step (to save the be
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from drumline.guard.beside import unlike_copies, unlike_teachers
+from drumline.guard.beside import averagers, unlike_copies, unlike_teachers
+from drumline.guard.bypass import evidence, stepped_around
 from drumline.guard.compare import difference, numbers
 from drumline.guard.finding import Finding
+from drumline.guard.hang import Beat, skipped_step
 from drumline.guard.meeting import Meeting
 from drumline.guard.reading import overlap
 from drumline.guard.rounds import Found, Rounds
@@ -30,9 +32,11 @@ def versions(parameters: Iterable[torch.Tensor]) -> int:
     return sum(parameter._version for parameter in parameters)
 
 
-def last_word(rounds: Rounds, optimizer: Optimizer, steps: Sequence[int], untouched: bool) -> dict[str, Any]:
+def last_word(
+    rounds: Rounds, optimizers: Sequence[Optimizer], steps: Sequence[int], untouched: bool
+) -> dict[str, Any]:
     """What this rank says at the end."""
-    tensors = rounds._tensors(optimizer)
+    tensors = rounds._tensors(optimizers[0])
     sources = rounds.sources
     return {
         "steps": list(steps),
@@ -42,6 +46,15 @@ def last_word(rounds: Rounds, optimizer: Optimizer, steps: Sequence[int], untouc
         "data": sources.reading.summary(),
         "loss": sources.losses.level(),
         "kinds": [],
+        "passes": sources.pulse.history(),
+        "rates": {
+            f"param_groups[{place}]['lr']"
+            + (f" of optimizer {number}" if len(optimizers) > 1 else ""): float(group["lr"])
+            for number, one in enumerate(optimizers)
+            for place, group in enumerate(one.param_groups)
+            if "lr" in group
+        },
+        "seen": evidence(rounds.forwards),
     }
 
 
@@ -53,14 +66,22 @@ def compare_last(meeting: Meeting, word: dict[str, Any], agreed_at: int) -> list
         return []
     ranks, steps = meeting.ranks, word["steps"][0]
     found: list[Found] = []
-    alike = len({tuple(one["steps"]) for one in words}) == 1
     values = [one["parameters"] for one in words]
-    if alike and all(value is not None for value in values):
-        place = difference(values)
-        if place is not None:
-            name, accused = place
-            told = ", ".join(str(ranks[at]) for at in accused)
-            found.append((_drifted(name, told, steps, agreed_at), True))
+    known = all(value is not None for value in values)
+    place = difference(values) if known else None
+    unequal, rates = unequal_steps(ranks, words, agreed_at), unlike_rates(ranks, words)
+    if unequal is not None and (place is not None or not known):
+        certain = known and all(one["seen"]["wrapped"] for one in words) and not averagers()
+        found.append((unequal, certain))
+    elif place is not None and unequal is None:
+        name, accused = place
+        told = ", ".join(str(ranks[at]) for at in accused)
+        around = stepped_around(
+            [one["seen"] for one in words], name, f"between steps {agreed_at} and {steps}"
+        )
+        found.append((around or rates or _drifted(name, told, steps, agreed_at), True))
+    elif rates is not None:
+        found.append((rates, False))
     for doubtful in (
         unlike_copies(ranks, [one["copies"] for one in words], steps),
         overlap(ranks, [one["data"] for one in words], steps),
@@ -70,6 +91,40 @@ def compare_last(meeting: Meeting, word: dict[str, Any], agreed_at: int) -> list
         if doubtful is not None:
             found.append((doubtful, False))
     return found
+
+
+def unequal_steps(ranks: Sequence[int], words: Sequence[Mapping[str, Any]], agreed_at: int) -> Finding | None:
+    """Ranks that end after different numbers of steps."""
+    counts = [one["steps"] for one in words]
+    number = next((at for at in range(len(counts[0])) if len({each[at] for each in counts}) > 1), None)
+    if number is None:
+        return None
+    beats = {
+        rank: Beat(one["steps"][0], "finished", passes=one["passes"])
+        for rank, one in zip(ranks, words, strict=True)
+    }
+    what, fix = skipped_step(beats, agreed_at + 1) or (
+        "ranks took unequal numbers of steps",
+        "call optimizer.step() as often on every rank: leave a batch out on all of them or on none",
+    )
+    told = ", ".join(f"rank {rank}: {each[number]} steps" for rank, each in zip(ranks, counts, strict=True))
+    return Finding("steps", what, told, f"after step {agreed_at}", fix)
+
+
+def unlike_rates(ranks: Sequence[int], words: Sequence[Mapping[str, Any]]) -> Finding | None:
+    """Learning rates that differ between ranks at the end."""
+    first = words[0]["rates"]
+    for rank, one in zip(ranks, words, strict=True):
+        for name, value in one["rates"].items():
+            if name in first and value != first[name]:
+                return Finding(
+                    "drift",
+                    f"{name} is {first[name]:.4g} on rank {ranks[0]} and {value:.4g} on rank {rank} at the end",
+                    f"ranks {ranks[0]} and {rank}",
+                    "seen after the last step",
+                    "step the scheduler on every rank alike: all_reduce the loss that ReduceLROnPlateau reads",
+                )
+    return None
 
 
 def linger(meeting: Meeting, key: str) -> None:

@@ -15,6 +15,10 @@ from torch.nn.parameter import is_lazy
 from drumline.state.fingerprint import fingerprint, fingerprints_of, first_difference
 
 _GLANCE = 1 << 16
+_MOST_LEVELS = 4
+_SCALES = 10.0
+"""Inputs whose spread differs by such a factor, or whose means lie so many deviations apart, were prepared in another
+way. Ranks with data of their own (classes, sites, noise) stay far below."""
 
 
 def numbers(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -92,6 +96,28 @@ def sample_of(tensor: torch.Tensor | None, count: int = 1024) -> list[float]:
         return []
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, len(flat) // count)][:count].double().cpu().tolist()
+
+
+def levels(tensors: Iterable[torch.Tensor]) -> list[tuple[float, float]]:
+    """Mean and standard deviation of the first inputs of a batch that are no vectors and not constant."""
+    found = []
+    for tensor in tensors:
+        if tensor.dim() > 1 and tensor.is_floating_point() and _is_plain(tensor) and tensor.numel() > 1:
+            deviation, mean = torch.std_mean(tensor.detach().float())
+            found.append((float(mean), float(deviation)))
+    return found[:_MOST_LEVELS]
+
+
+def far_apart(said: Sequence[Sequence[Sequence[float]]]) -> tuple[int, int] | None:
+    """The places of the first two ranks whose inputs are on different scales."""
+    for place, other in enumerate(said):
+        if len(other) != len(said[0]):
+            return None
+        for (mean, deviation), (mean_too, deviation_too) in zip(said[0], other, strict=True):
+            small, large = sorted((deviation, deviation_too))
+            if small > 0 and (large > _SCALES * small or abs(mean - mean_too) > _SCALES * large):
+                return 0, place
+    return None
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

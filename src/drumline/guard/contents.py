@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Subset
+from torch.utils.data import Dataset, Subset
 
 from drumline.guard.finding import Finding
 
@@ -35,16 +35,24 @@ def root_of(dataset: Any) -> tuple[Any, Callable[[int], int]]:
     return dataset, real
 
 
-def contents_of(dataset: Any) -> dict[str, str]:
-    """A hash of each attribute of a data set, and of its type and length."""
-    length = len(dataset) if hasattr(dataset, "__len__") else None
+def length_of(sized: Any) -> int | None:
+    """The length of a loader or a data set; None where it has none, as over an IterableDataset."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def contents_of(dataset: Any, depth: int = 3) -> dict[str, str]:
+    """A hash of each attribute of a data set, and of its type and length. Data sets that it wraps are read too."""
+    length = length_of(dataset)
     parts = {"type": _hash(f"{type(dataset).__name__} {length}")}
     for name, value in getattr(dataset, "__dict__", {}).items():
-        told = _told(value, 2)
+        told = _told(value, depth)
         if told is not None:
             parts[name] = _hash(told)
     if isinstance(dataset, list | tuple):
-        parts["items"] = _hash(_told(dataset, 2) or "")
+        parts["items"] = _hash(_told(dataset, depth) or "")
     if len(parts) == 1:
         parts["own"] = str(id(dataset))  # nothing to compare: never the same on two ranks
     return parts
@@ -74,7 +82,7 @@ def unlike_parts(ranks: Sequence[int], said: Sequence[Mapping[str, Any] | None],
 def parts_of(dataset: Any) -> dict[str, str]:
     """`contents_of`, with every tensor and list that is as long as the data set: named `name[labels]` if it holds one
     whole number for each sample, else `name[]`."""
-    length = len(dataset) if hasattr(dataset, "__len__") else None
+    length = length_of(dataset)
     found = contents_of(dataset)
     for name, value in list(getattr(dataset, "__dict__", {}).items()):
         values = value if isinstance(value, list | tuple) and _nested(value) else [value]
@@ -114,6 +122,9 @@ def _told(value: Any, depth: int) -> str | None:
     if isinstance(value, np.ndarray):
         values = value.reshape(-1)
         return f"{value.shape} {values[:: max(1, len(values) // _VALUES)].tolist()}"
+    if isinstance(value, Dataset) and depth:
+        inner = contents_of(value, depth - 1)
+        return None if "own" in inner else str(inner)
     if isinstance(value, list | tuple) and depth:
         some = value[:: max(1, len(value) // _VALUES)]
         return f"{len(value)} {[_told(one, depth - 1) for one in some]}"

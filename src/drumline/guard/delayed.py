@@ -147,11 +147,15 @@ class Hidden:
     def __init__(self) -> None:
         self._pending: tuple[int, Late] | None = None
         self._after: list[torch.Tensor] = []
+        self._before: list[torch.Tensor] = []
+        """What was replaced since the last backward."""
         self._versions = 0
         self._changed = 0
 
     def backward_ended(self, step: int, held: Iterable[torch.Tensor]) -> None:
         """Gradients are complete. Those that the script changes before it steps are looked at here too."""
+        self._after += self._before
+        self._before.clear()
         if step > AT_ONCE and not self._changed:
             return
         gradients = dense_gradients(held)
@@ -161,16 +165,22 @@ class Hidden:
 
     def replaced(self, tensor: torch.Tensor) -> None:
         """The script replaces NaN in a tensor that has a gradient."""
-        self._after.append(torch.linalg.vector_norm(tensor.detach().float(), math.inf))
-        del self._after[:-_MOST_REPLACED]
+        self._before.append(torch.linalg.vector_norm(tensor.detach().float(), math.inf))
+        del self._before[:-_MOST_REPLACED]
+
+    def restart(self) -> None:
+        """Gradients were emptied since the last backward: its NaN has gone with them, nothing hides it."""
+        self._after.clear()
 
     def look(self, step: int, calls: Sequence[Call], held: Iterable[torch.Tensor]) -> int | None:
         """The step with a NaN: this one, or on a GPU the one before, if it is known by now. Never waits."""
-        after, self._after = self._after, []
+        after, self._after, self._before = self._after + self._before, [], []
         if step <= AT_ONCE:
             now = sum(gradient._version + id(gradient) for gradient in dense_gradients(held))
             self._changed += now != self._versions
-        values = [value for call in calls for value in (*call.outputs, *call.output_gradients)] + after
+        # A call that no gradient came back to was left out of the step.
+        used = [call for call in calls if call.output_gradients]
+        values = [value for call in used for value in (*call.outputs, *call.output_gradients)] + after
         values = [value.float() for value in values if value.device == values[0].device]
         if not values:
             return None

@@ -31,6 +31,7 @@ CODES = (
     "frozen-norms",
     "gather",
     "hidden-nan",
+    "inputs",
     "labels",
     "loss",
     "memory",

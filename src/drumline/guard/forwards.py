@@ -64,6 +64,9 @@ class Forwards:
         self.wrapped_calls = 0
         self.synced = True
         self.direct: Direct | None = None
+        self.around = 0
+        """Steps since ranks last agreed in which the model was called around its wrapper alone."""
+        self.around_first: Direct | None = None
         self._depth = 0
         self._several = several
         self._active, self._passed, self._backward = active, passed, backward
@@ -84,8 +87,19 @@ class Forwards:
 
     def stepped(self) -> None:
         """The optimizer has stepped: a new step's calls begin."""
+        if self.wrapper is not None and self.direct is not None and not self.wrapped_calls:
+            self.around += 1
+            self.around_first = self.around_first or self.direct
         self.calls.clear()
         self.wrapped_calls, self._depth, self.synced, self.direct = 0, 0, True, None
+
+    def agreed(self) -> None:
+        """All ranks have the same weights: steps around the wrapper did no harm so far."""
+        self.around, self.around_first = 0, None
+
+    def restart(self) -> None:
+        """Gradients were emptied: what was computed for them belongs to no step."""
+        self.calls[:] = [call for call in self.calls if not call.output_gradients]
 
     def gradient_arrived(self) -> bool:
         """Whether a gradient that is not zero has reached an output since the last step. Waits for a GPU."""

@@ -101,7 +101,7 @@ def judge(beats: Mapping[int, Beat], hang_seconds: float) -> Verdict | None:
     told = "; ".join(f"rank {rank} {beat}" for rank, beat in beats.items())
     hopeless = bool(lost) and not busy
     if hopeless:
-        what, fix = _skipped(beats) or (
+        what, fix = skipped_step(beats) or (
             "ranks take unequal numbers of steps",
             "give every rank as many batches: DistributedSampler, drop_last=True, or a count of steps agreed on "
             "before the loop",
@@ -114,7 +114,7 @@ def judge(beats: Mapping[int, Beat], hang_seconds: float) -> Verdict | None:
 
 def _crossed(beats: Mapping[int, Beat]) -> tuple[str, str] | None:
     """Every rank waits: what happened and what to do, where they wait at different points of the loop."""
-    skipped = _skipped(beats)
+    skipped = skipped_step(beats)
     if skipped is not None:
         return skipped
     meeting = [rank for rank, beat in beats.items() if beat.meets]
@@ -131,9 +131,10 @@ def _crossed(beats: Mapping[int, Beat]) -> tuple[str, str] | None:
     )
 
 
-def _skipped(beats: Mapping[int, Beat]) -> tuple[str, str] | None:
-    """The first step in which a rank made more forward passes than another: it left the update out."""
-    steps = sorted({first for beat in beats.values() for first, _ in beat.passes})
+def skipped_step(beats: Mapping[int, Beat], since: int = 1) -> tuple[str, str] | None:
+    """The first step, from `since` on, in which a rank made more forward passes than another: it left the update
+    out."""
+    steps = sorted({max(first, since) for beat in beats.values() for first, _ in beat.passes})
     for step in steps:
         counts = {rank: beat.passes_in(step) for rank, beat in beats.items()}
         known = {rank: count for rank, count in counts.items() if count}
@@ -218,6 +219,10 @@ class Pulse:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * _PERIOD)
 
+    def history(self) -> list[list[int]]:
+        """The forward passes of each step, as in `Beat.passes`."""
+        return [list(run) for run in self._passes]
+
     def beats(self) -> dict[int, Beat]:
         """All ranks' newest words."""
         found = {}
@@ -274,8 +279,7 @@ class Pulse:
         if idle > _PERIOD and frame is not None:
             places = user_places(frame)
             waits, where = self._waits(frame), str(places[0]) if places else ""
-        passes = [list(run) for run in self._passes]
-        beat = Beat(self.steps, self.phase, idle, waits, where, passes, self.meets)
+        beat = Beat(self.steps, self.phase, idle, waits, where, self.history(), self.meets)
         self._meeting.post(f"beat/{self._meeting.rank}", asdict(beat))
 
     def _measure(self) -> None:

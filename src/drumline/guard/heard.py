@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from drumline.guard.delayed import AT_ONCE, Hidden
-from drumline.guard.forwards import Forwards
-from drumline.guard.hang import Pulse
-from drumline.guard.losses import Losses
 from drumline.guard.parameters import Parameters
-from drumline.guard.probes import Probes, capturing
-from drumline.guard.reading import Reading
+from drumline.guard.probes import capturing
+from drumline.guard.rounds import Sources
 from drumline.guard.taps import Listener
 
 _WATCHED = 12
@@ -27,23 +24,22 @@ class Heard(Listener):
 
     def __init__(
         self,
-        pulse: Pulse,
-        reading: Reading,
-        losses: Losses,
-        probes: Probes,
+        sources: Sources,
         hidden: Hidden,
-        forwards: Forwards,
         parameters: Parameters,
         optimizers: Sequence[Optimizer],
     ) -> None:
-        self._parameters = parameters
-        self._pulse, self._losses, self._probes, self._optimizers = pulse, losses, probes, optimizers
-        self._reading, self._hidden, self._forwards = reading, hidden, forwards
+        self._pulse, self._reading, self._losses = sources.pulse, sources.reading, sources.losses
+        self._probes, self._forwards = sources.probes, sources.forwards
+        self._hidden, self._parameters, self._optimizers = hidden, parameters, optimizers
 
     def backward_begins(self, roots: Any) -> None:
         if capturing():
             return
         in_step = self._pulse.phase == "step"
+        if in_step and self._probes.emptied():
+            for one in (self._losses, self._hidden, self._forwards):
+                one.restart()
         self._losses.begins(roots, in_step)
         early = self._losses.step <= AT_ONCE or not torch.cuda.is_initialized()
         if in_step and early and self._losses.targets and self._reading.in_order(self._forwards.calls):
@@ -52,12 +48,14 @@ class Heard(Listener):
     def backward_ended(self) -> None:
         if capturing():
             return
-        self._probes.backward_ended()
         in_step = self._pulse.phase == "step"
+        self._probes.backward_ended(self._first_held())
         self._parameters.backward_ended(in_step)
         if in_step and not self._losses.uses_scaler:
-            groups = self._optimizers[0].param_groups
-            self._hidden.backward_ended(self._losses.step, (p for group in groups for p in group["params"]))
+            self._hidden.backward_ended(self._losses.step, self._first_held())
+
+    def _first_held(self) -> Iterator[torch.Tensor]:
+        return (p for group in self._optimizers[0].param_groups for p in group["params"])
 
     def clipped(self, parameters: Any, limit: float) -> None:
         held = {id(p) for one in self._optimizers for group in one.param_groups for p in group["params"]}

@@ -22,6 +22,8 @@ _WATCHED = 12
 """Steps in which the graph is read."""
 _NODES = 64
 _KEPT = 64
+_LEVEL = 16
+"""Losses that a level is made from, at least."""
 _PASSED_ON = (
     "ToCopyBackward0",
     "ViewBackward0",
@@ -158,6 +160,10 @@ class Losses:
         if undivided and not self.probes.divided_by(count):
             self.findings.append(_undivided(place, count, self.step))
 
+    def restart(self) -> None:
+        """Gradients were emptied since the last backward: it belongs to no step."""
+        self.roots.clear()
+
     def stepped(self) -> None:
         """A step is done."""
         self.roots.clear()
@@ -166,9 +172,12 @@ class Losses:
 
     def level(self) -> tuple[float, float, int] | None:
         """Mean, standard error and number of the newest losses."""
-        if len(self.values) < 16:
+        if len(self.values) < _LEVEL:
             return None
         values = torch.stack([value.double().cpu() for value in self.values[len(self.values) // 2 :]])
+        values = values[values.isfinite()]  # a batch with a NaN may be left out on purpose
+        if len(values) < _LEVEL // 2:
+            return None
         return float(values.mean()), float(values.std() / len(values) ** 0.5), len(values)
 
     def _read(self, root: torch.Tensor) -> None:

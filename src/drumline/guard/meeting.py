@@ -19,12 +19,12 @@ from drumline.errors import UserError
 
 _NUMBERS = count()
 _ABSENT_AFTER = 60.0
-_LONGEST_WAIT = 1800.0
-"""The default timeout of gloo: after that the script's own collectives would have failed too."""
+PATIENCE = 20.0
+"""Seconds that a comparison waits for the other ranks. One that comes later reads what the others left."""
 
 
 class Absent(Exception):
-    """The other ranks cannot come to a meeting any more, or have not come for half an hour."""
+    """The other ranks cannot come to a meeting any more, or have not come in time."""
 
 
 class Meeting:
@@ -32,6 +32,7 @@ class Meeting:
 
     def __init__(self, rank: int, ranks: Sequence[int], store: dist.Store | None) -> None:
         self.rank, self.ranks, self._store = rank, tuple(ranks), store
+        self.patience = PATIENCE
         self._old: list[str] = []
         self.post(f"here/{rank}", True)
 
@@ -66,7 +67,7 @@ class Meeting:
         self, key: str, value: Any, pause: Callable[[], None], seconds: float | None = None
     ) -> list[Any]:
         """Every rank's value, in the order of `ranks`. `pause` is called while waiting and may raise. After `seconds`
-        the missing ones are None. Without `seconds`, half an hour is the longest wait: then `Absent` is raised."""
+        the missing ones are None. Without `seconds`, `Absent` is raised after `patience`."""
         if self._store is None:
             return [value]
         self.post(f"{key}/{self.rank}", value)
@@ -83,7 +84,7 @@ class Meeting:
                     return [self.look(name) for name in keys]
                 if now - began > _ABSENT_AFTER:
                     self._require_all_here()
-                if now - began > _LONGEST_WAIT:
+                if now - began > self.patience:
                     raise Absent
         values = [json.loads(text) for text in self._store.multi_get(keys)]
         self._forget(f"{key}/{self.rank}")

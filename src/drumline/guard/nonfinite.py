@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,27 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from drumline.guard.delayed import Bad
 from drumline.guard.finding import Finding
 from drumline.guard.forwards import Call, inner_of, tensors_in
 from drumline.guard.gradients import first_bad
+from drumline.guard.meeting import Meeting
 from drumline.state.atomic import write_file, write_text
 
+_VERDICT_SECONDS = 10.0
 _ORDER = ("parameter", "batch", "forward", "loss", "backward")
+
+
+def investigate(
+    bad: Bad, model: nn.Module, meeting: Meeting, pause: Callable[[], None], folder: Path
+) -> Finding:
+    """What all ranks say of a bad step, with this rank's batch kept in `folder`."""
+    key = f"non-finite/{bad.step}"
+    verdict = locate(bad.calls, dict(model.named_parameters()), bad.parameter)
+    verdicts = meeting.gather(key, verdict, pause, seconds=_VERDICT_SECONDS)
+    finding = Finding(**meeting.first(f"{key}/said", vars(finding_of(meeting.ranks, verdicts, bad.step))))
+    path = keep_batch(folder, bad.step, meeting.rank, bad.calls, finding, bad.ids)
+    return replace(finding, fix=f"{finding.fix}; batch of each rank saved, here {path}")
 
 
 def locate(

@@ -76,10 +76,10 @@ class Parameters:
             return without_gradient(left, 1), True
         return (without_gradient(left, PATIENCE), False) if step == PATIENCE else None
 
-    def at_close(self) -> list[Finding]:
+    def at_close(self, done: Sequence[int]) -> list[Finding]:
         """After the last step: an optimizer that never stepped, and parameters without gradient in a short run."""
         found = []
-        for number, steps in enumerate(self._steps):
+        for number, steps in enumerate(done):
             if not steps and self._arrivals[number] >= _NEVER_STEPPED:
                 kind = type(self._optimizers[number]).__name__
                 found.append(never_stepped(number, kind, self._arrivals[number]))

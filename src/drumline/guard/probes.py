@@ -6,7 +6,7 @@ first steps only; on a GPU values are read in the first three steps only, where 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -46,9 +46,9 @@ class _Probe:
         if capturing():
             return
         there = self.parameter.grad
-        if there is None or there.is_sparse or not bool(there.detach().any()):
+        if _is_empty(there):
             self.reset = True
-        elif self.fired == 0 and self.used is not None:
+        elif self.fired == 0 and self.used is not None and there is not None:
             self.kept = torch.equal(there.detach(), self.used)
         self.fired += 1
 
@@ -71,6 +71,8 @@ class Probes:
     def __init__(self, count: int) -> None:
         self._probes: list[list[_Probe]] = [[] for _ in range(count)]
         self._strikes: list[dict[str, int]] = [{} for _ in range(count)]
+        self._mark: torch.Tensor | None = None
+        """A parameter that has had a gradient, for what needs no values."""
 
     def before_step(
         self, number: int, optimizer: Optimizer, step: int, arrived: Callable[[], bool]
@@ -110,8 +112,17 @@ class Probes:
             self._choose(number, held)
         return found
 
-    def backward_ended(self) -> None:
+    def emptied(self) -> bool:
+        """Whether gradients have been emptied since the last backward, as far as can be known without waiting."""
+        probes = self._all()
+        if not probes:
+            return self._mark is not None and self._mark.grad is None
+        return all(_is_empty(probe.parameter.grad) for probe in probes)
+
+    def backward_ended(self, held: Iterable[torch.Tensor]) -> None:
         """Gradients are complete."""
+        if self._mark is None:
+            self._mark = next((parameter for parameter in held if parameter.grad is not None), None)
         for probe in self._all():
             there = probe.parameter.grad
             if there is not None and not there.is_sparse:
@@ -155,6 +166,10 @@ class Probes:
         self._probes[number] = [_Probe(parameter) for parameter in able[:_PROBES]]
         for probe in self._probes[number]:
             probe.before_step()
+
+
+def _is_empty(gradient: torch.Tensor | None) -> bool:
+    return gradient is None or gradient.is_sparse or not bool(gradient.detach().any())
 
 
 def _zero(step: int) -> tuple[Finding, bool]:

@@ -16,14 +16,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 from drumline.guard.finding import Finding
 
 
-def length_of(sized: Any) -> int | None:
-    """The length of a loader or a data set; None where it has none, as over an IterableDataset."""
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 class Rates:
     """Follows one optimizer's rates, and the scheduler where one was given."""
 

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from drumline.guard.compare import glance
-from drumline.guard.contents import parts_of, root_of
+from drumline.guard.contents import length_of, parts_of, root_of
 from drumline.guard.finding import Finding
 from drumline.guard.forwards import Call, tensors_in
 
@@ -205,7 +205,7 @@ class Reading:
                 :_SEEN_KEPT
             ],
             "replaces": bool(replaces),
-            "size": None if isinstance(root, IterableDataset) or not hasattr(root, "__len__") else len(root),
+            "size": None if isinstance(root, IterableDataset) else length_of(root),
             "planned": _planned(loader),
             "shuffle": [sampler.seed, last.epoch] if distributed and sampler.shuffle else None,
             "replicas": sampler.num_replicas if distributed else None,
@@ -299,11 +299,8 @@ def _epoch_of(loader: Any) -> int | None:
 
 def _planned(loader: Any) -> int | None:
     """Samples in a pass of one rank, as far as the loader knows."""
-    try:
-        batches = len(loader)
-    except TypeError:
-        return None
-    if isinstance(loader.dataset, IterableDataset):
+    batches = length_of(loader)
+    if batches is None or isinstance(loader.dataset, IterableDataset):
         return None
     if loader.batch_size is not None:
         return int(batches * loader.batch_size)

@@ -17,21 +17,43 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drumline.guard.beside import Beside, averagers, unlike_teachers
-from drumline.guard.bypass import evidence, local_gradients
-from drumline.guard.compare import apart, difference, digest, glance, numbers, sample_of, sharing, twins
+from drumline.guard.bypass import evidence, local_gradients, stepped_around
+from drumline.guard.compare import (
+    apart,
+    difference,
+    digest,
+    far_apart,
+    glance,
+    levels,
+    numbers,
+    sample_of,
+    sharing,
+    twins,
+)
 from drumline.guard.contents import unlike_parts
 from drumline.guard.finding import Finding
 from drumline.guard.forwards import Forwards, tensors_in
+from drumline.guard.hang import Beat, Pulse, skipped_step
 from drumline.guard.losses import Losses
-from drumline.guard.meeting import Meeting
+from drumline.guard.meeting import Absent, Meeting
 from drumline.guard.modes import Modes, unlike_modes
 from drumline.guard.probes import Probes
 from drumline.guard.reading import Reading, overlap
-from drumline.guard.setups import setup_of, summed, unlike_labels, unlike_losses, unlike_setups
+from drumline.guard.setups import (
+    setup_of,
+    summed,
+    unlike_inputs,
+    unlike_labels,
+    unlike_losses,
+    unlike_setups,
+    unlike_trained,
+)
 
 _ROUNDING = 1e-5
 _KINDS = {"parameters": "parameter", "optimizer": "optimizer state", "buffers": "buffer"}
 _MOST_IDS = 4096
+_FIRST = 3
+_SAMPLE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -44,10 +66,30 @@ class Sources:
     losses: Losses
     beside: Beside
     probes: Probes
+    pulse: Pulse
 
 
 Found = tuple[Finding, bool]
 """A finding, and whether it is certain: only then a script is stopped."""
+
+
+def _unloaded(ranks: Sequence[int], values: Sequence[Mapping[str, int]]) -> Finding | None:
+    """Before the first step: ranks with a state of the optimizer and ranks without any."""
+    has = [any(" of " in name for name in each) for each in values]
+    if all(has) or not any(has):
+        return None
+    with_state, without = (
+        ", ".join(str(rank) for rank, one in zip(ranks, has, strict=True) if one is wanted)
+        for wanted in (True, False)
+    )
+    return Finding(
+        "drift",
+        f"the optimizer has a state (momentum, averages) on rank {with_state} and none on rank {without}: ranks will "
+        "take different steps",
+        f"rank {without}",
+        "step 1",
+        "call optimizer.load_state_dict on every rank",
+    )
 
 
 class Rounds:
@@ -66,6 +108,7 @@ class Rounds:
         self.last_batch: int | None = None
         self.suspect: Finding | None = None
         self.averages = False
+        self._scaled = 0
 
     def meet(
         self, key: str, step: int, optimizer: Optimizer, ids: Sequence[int], pause: Callable[[], None]
@@ -74,7 +117,8 @@ class Rounds:
         tensors = self._tensors(optimizer)
         mine = {kind: numbers(named) for kind, named in tensors.items()}
         calls = self.forwards.calls
-        batch = glance(tensors_in([(call.args, call.kwargs) for call in calls])) if calls else None
+        given = list(tensors_in([(call.args, call.kwargs) for call in calls]))
+        batch = glance(given) if calls else None
         arrived = [float(value) for call in calls for value in call.output_gradients]
         sources = self.sources
         word = {
@@ -93,9 +137,16 @@ class Rounds:
             "sample": sources.probes.sample(),
             "renamed": sources.losses.renamed,
             "divided": any(root.scaled or root.sums for root in sources.losses.roots),
+            "trained": "".join(str(int(p.requires_grad)) for p in self.model.parameters()),
+            "passes": sources.pulse.history(),
+            "inputs": levels(given) if step <= _FIRST else [],
         }
         self.last_batch = batch
-        words = self.meeting.gather(f"{key}/word", word, pause)
+        try:
+            words = self.meeting.gather(f"{key}/word", word, pause)
+        except Absent:
+            self.meeting.post(f"{key}/numbers/{self.meeting.rank}", mine)  # for a rank that comes later
+            raise
         ranks = self.meeting.ranks
         found = self._same_samples(words, step)
         said = [one["data"] for one in words]
@@ -103,6 +154,8 @@ class Rounds:
             overlap(ranks, said, step),
             unlike_parts(ranks, said, step),
             unlike_setups(ranks, [one["setup"] for one in words], step),
+            unlike_trained(ranks, [one["trained"] for one in words], self._names(), step),
+            self._unlike_inputs([one["inputs"] for one in words], step),
             unlike_losses(ranks, words, step),
             summed(ranks, words, step),
             unlike_labels(ranks, words, step),
@@ -130,7 +183,11 @@ class Rounds:
         suspect, self.suspect = self.suspect, None
         if not differing:
             self.agreed_at = step
+            self.forwards.agreed()
             return []
+        skipped = self._skipped(words, step) if "parameters" in differing else None
+        if skipped is not None:
+            return [(skipped, self.forwards.wrapper is not None and not averagers())]
         if suspect is not None and "parameters" in differing:
             return [(suspect, not averagers())]
         found: list[Found] = []
@@ -140,6 +197,11 @@ class Rounds:
             if kind not in differing:
                 continue
             values = [one.get(kind, {}) for one in everyones]
+            if kind == "optimizer" and step == 1:
+                unloaded = _unloaded(self.meeting.ranks, values)
+                if unloaded is not None:
+                    found.append((unloaded, self.forwards.wrapper is not None))
+                    continue
             if kind == "optimizer":  # a state that only some ranks have is split between them
                 common = set.intersection(*(set(each) for each in values))
                 values = [{name: each[name] for name in each if name in common} for each in values]
@@ -150,7 +212,8 @@ class Rounds:
             if kind == "optimizer" and "['params']" in name:
                 continue  # of a parameter beside the model, whose gradients are compared already
             sample = sample_of(tensors[kind].get(name))
-            samples = self.meeting.gather(f"{key}/sample-{kind}", sample, pause)
+            samples = self.meeting.gather(f"{key}/sample-{kind}", sample, pause, seconds=_SAMPLE_SECONDS)
+            samples = [each for each in samples if each is not None]
             ranks = [self.meeting.ranks[at] for at in accused]
             seen = [one["seen"] for one in words]
             finding = self._differ(kind, name, ranks, apart(samples), seen, step)
@@ -163,6 +226,30 @@ class Rounds:
             certain = finding.guard in ("bypass", "drift") and "['params']" not in name
             found.append((finding, certain and not averagers()))
         return found
+
+    def _names(self) -> list[str]:
+        return [name for name, _ in self.model.named_parameters()]
+
+    def _unlike_inputs(self, said: Sequence[Any], step: int) -> Finding | None:
+        """Inputs on different scales, in each of the first steps."""
+        pair = far_apart(said)
+        self._scaled += pair is not None
+        return (
+            unlike_inputs(self.meeting.ranks, said, pair, step) if pair and self._scaled == _FIRST else None
+        )
+
+    def _skipped(self, words: Sequence[Mapping[str, Any]], step: int) -> Finding | None:
+        """Ranks that differ since one of them left out a step, after they last agreed."""
+        beats = {
+            rank: Beat(step - 1, "step", passes=one["passes"])
+            for rank, one in zip(self.meeting.ranks, words, strict=True)
+        }
+        skipped = skipped_step(beats, self.agreed_at + 1)
+        if skipped is None or not self.agreed_at:
+            return None
+        return Finding(
+            "steps", skipped[0], f"noticed at step {step}", f"after step {self.agreed_at}", skipped[1]
+        )
 
     def _differ(
         self, kind: str, name: str, ranks: list[int], far: float, seen: list[Mapping[str, Any]], step: int
@@ -192,6 +279,9 @@ class Rounds:
                 since,
                 "wrap with broadcast_buffers=True, use SyncBatchNorm, or average them before evaluating and saving",
             )
+        around = stepped_around(seen, name, since)
+        if around is not None:
+            return around
         fix = {
             "parameters": "change weights before wrapping in DDP (it copies rank 0's to all), or on every rank alike",
             "optimizer": "load the optimizer's state and set rates on every rank alike",

@@ -47,6 +47,39 @@ def unlike_setups(ranks: Sequence[int], said: Sequence[Mapping[str, str]], step:
     return None
 
 
+def unlike_trained(
+    ranks: Sequence[int], said: Sequence[str], names: Sequence[str], step: int
+) -> Finding | None:
+    """A parameter that is frozen on one rank and trained on another; `said` has a 0 or 1 for each parameter."""
+    for rank, flags in zip(ranks, said, strict=True):
+        if flags == said[0] or not len(flags) == len(said[0]) == len(names):
+            continue
+        differ = [place for place, flag in enumerate(flags) if flag != said[0][place]]
+        frozen, trained = (rank, ranks[0]) if flags[differ[0]] == "0" else (ranks[0], rank)
+        more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
+        return Finding(
+            "setup",
+            f"parameter '{names[differ[0]]}'{more} is frozen on rank {frozen} and trained on rank {trained}",
+            f"ranks {ranks[0]} and {rank}",
+            f"step {step}",
+            "call requires_grad_ on every rank alike, before wrapping in DDP",
+        )
+    return None
+
+
+def unlike_inputs(ranks: Sequence[int], said: Sequence[Any], pair: tuple[int, int], step: int) -> Finding:
+    """Two ranks whose inputs are on different scales."""
+    shown = [", ".join(f"mean {mean:.3g} std {std:.3g}" for mean, std in said[place]) for place in pair]
+    first, second = (ranks[place] for place in pair)
+    return Finding(
+        "inputs",
+        f"the inputs of ranks {first} and {second} are on different scales: {shown[0]} and {shown[1]}",
+        f"ranks {first} and {second}, in each of {step} steps",
+        "step 1",
+        "normalise the inputs by the same lines on every rank; nothing to do if ranks have different kinds of data",
+    )
+
+
 def unlike_losses(ranks: Sequence[int], words: Sequence[Mapping[str, Any]], step: int) -> Finding | None:
     """A rank that computes a different loss, or whose loss stays far above the others'."""
     kinds = [[tuple(kind) for kind in one["kinds"]] for one in words]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Collection, Iterable, Sequence
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,27 +26,29 @@ from torch.optim import Optimizer
 from drumline.errors import UserError
 from drumline.guard import closing, devices, taps
 from drumline.guard.beside import Beside
+from drumline.guard.contents import length_of
 from drumline.guard.counts import miscounted
 from drumline.guard.delayed import Bad, Finiteness, Hidden
-from drumline.guard.finding import Action, Finding, Stopped, Teller
+from drumline.guard.finding import Action, Stopped, Teller
 from drumline.guard.forwards import Forwards, inner_of, wrapper_of
 from drumline.guard.hang import Pulse
 from drumline.guard.heard import Heard
 from drumline.guard.losses import Losses, hidden
+from drumline.guard.meeting import PATIENCE as PATIENCE_SECONDS
 from drumline.guard.meeting import Absent, meeting_of
 from drumline.guard.modes import Modes, gradient_marks, trained_teacher
-from drumline.guard.nonfinite import finding_of, keep_batch, locate
+from drumline.guard.nonfinite import investigate
 from drumline.guard.parameters import PATIENCE, Parameters
 from drumline.guard.probes import Probes, capturing
-from drumline.guard.rates import Rates, length_of
+from drumline.guard.rates import Rates
 from drumline.guard.reading import Reading
+from drumline.guard.reports import Reports
 from drumline.guard.rounds import Rounds, Sources
 from drumline.guard.seeds import Seeds
 
 _FIRST = 3
 _EARLY = (1, 2, 3, 10, 30)
 """Steps at which ranks compare whatever `every` is."""
-_VERDICT_SECONDS = 10.0
 OPEN: list[Watch] = []
 """The guards that watch now, oldest first."""
 
@@ -122,9 +125,11 @@ class Watch:
         self.ids: list[int] = []
         self.evaluations = 0
         self.finite, self.hidden, self.seeds = Finiteness(self.inner), Hidden(), Seeds()
-        self._used = self._apart = self._joined = self._failed = self._stopped = False
+        self._used = self._apart = self._joined = self._failed = False
         self._version, self._parameters = -1, list(self.inner.parameters())
         self.pulse = Pulse(self.meeting, hang_seconds, self.teller.warn, self.teller.action == "stop")
+        self.reports = Reports(teller, self.meeting, self.pulse)
+        self.meeting.patience = max(PATIENCE_SECONDS, 4 * hang_seconds)
         self.forwards = Forwards(
             model, self.inner, self.meeting.size > 1, self._forward, self.pulse.passed, self._backward
         )
@@ -133,17 +138,10 @@ class Watch:
         self.losses = Losses(self.probes)
         self.beside = Beside(self.inner, model, teachers, optimizers)
         self.parameters = Parameters(self.inner, optimizers, self.forwards, self.beside)
-        self._heard = Heard(
-            self.pulse,
-            self.reading,
-            self.losses,
-            self.probes,
-            self.hidden,
-            self.forwards,
-            self.parameters,
-            optimizers,
+        sources = Sources(
+            self.forwards, self.modes, self.reading, self.losses, self.beside, self.probes, self.pulse
         )
-        sources = Sources(self.forwards, self.modes, self.reading, self.losses, self.beside, self.probes)
+        self._heard = Heard(sources, self.hidden, self.parameters, optimizers)
         self.rounds = Rounds(self.meeting, sources, self.inner, teachers)
         self.teacher_marks = gradient_marks(self._taught())
         self.rates = Rates(optimizers[0], scheduler, length_of(loader))
@@ -158,6 +156,8 @@ class Watch:
         self._hook = sys.excepthook
         sys.excepthook = self._explain
         atexit.register(self._at_exit)
+        # A child that multiprocessing forked leaves without atexit.
+        self._finalizer = Finalize(None, self._at_exit, exitpriority=100)
         self._open = True
         OPEN.append(self)
         taps.listen(self._heard)
@@ -176,10 +176,10 @@ class Watch:
         if count == of:
             self.meeting.post(f"evaluation/{self.evaluations}/{self.meeting.rank}", count)
             return
-        counts = self.meeting.gather(f"evaluation/{self.evaluations}", count, self._pause, seconds=60)
+        counts = self.meeting.gather(f"evaluation/{self.evaluations}", count, self.reports.pause, seconds=60)
         finding = miscounted(self.meeting.ranks, counts, of, f"evaluation {self.evaluations}")
         if finding is not None:
-            self._tell(finding)
+            self.reports.tell(finding)
 
     def close(self) -> None:
         """Ends the watching; done by itself when the process ends."""
@@ -187,6 +187,7 @@ class Watch:
             return
         self._open = False
         atexit.unregister(self._at_exit)
+        self._finalizer.cancel()
         self.pulse.finish()
         try:
             if not self.teller.has_told("non-finite"):
@@ -197,6 +198,8 @@ class Watch:
             self._take_off()
 
     def _at_exit(self) -> None:
+        error = sys.exc_info()[1]  # on its way out of a child of multiprocessing
+        self._failed |= error is not None and not (isinstance(error, SystemExit) and not error.code)
         try:
             self.close()
         except Stopped as stop:
@@ -207,7 +210,7 @@ class Watch:
         if self.meeting.size == 1:
             return
         try:
-            if self._stopped:
+            if self.reports.stopped:
                 closing.linger(self.meeting, "stopped")  # the others read why, before the store may go
             elif self.steps[0] and not (self._failed or self._apart or self._joined):
                 self._meet_last()
@@ -218,16 +221,19 @@ class Watch:
 
     def _meet_last(self) -> None:
         untouched = closing.versions(self._parameters) == self._version
-        word = closing.last_word(self.rounds, self.optimizers[0], self.steps, untouched)
+        word = closing.last_word(self.rounds, self.optimizers, self.steps, untouched)
         for finding, certain in closing.compare_last(self.meeting, word, self.rounds.agreed_at):
-            self._tell_together(finding, certain)
+            self.reports.together(finding, certain)
 
     def _take_off(self) -> None:
         """Ends every hook and thread."""
         OPEN.remove(self)
         taps.unlisten(self._heard)
         finding = self.rates.at_close(self.steps[0], self.reading.passes)
-        for warning in (finding, *(() if self._failed or self._stopped else self.parameters.at_close())):
+        for warning in (
+            finding,
+            *(() if self._failed or self.reports.stopped else self.parameters.at_close(self.steps)),
+        ):
             if warning is not None:
                 self.teller.warn(warning)
         self.forwards.close()
@@ -273,7 +279,7 @@ class Watch:
         if torch.compiler.is_compiling() or capturing():
             return
         self.pulse.move()
-        self._pause_if_found()
+        self.reports.stop_if_found()
         number = self.optimizers.index(optimizer)
         step = self.steps[number] + 1
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
@@ -292,13 +298,14 @@ class Watch:
             self.pulse.meets = True
             if meets and self.meeting.size > 1 and closure is None:
                 key = f"{number}/{step}"
-                for finding, certain in self.rounds.meet(key, step, optimizer, self.ids, self._pause):
-                    self._tell_together(finding, certain)
+                for finding, certain in self.rounds.meet(key, step, optimizer, self.ids, self.reports.pause):
+                    self.reports.together(finding, certain)
             if number == 0 and step in (1, _FIRST):
-                for found in devices.check(self.inner, self.teachers, self.meeting, step, self._pause):
-                    self._report(*found)
+                for found in devices.check(self.inner, self.teachers, self.meeting, step, self.reports.pause):
+                    self.reports.alone(*found)
         except Absent:
-            self._apart = True
+            self._apart = self.pulse.given_up is not None
+            self.reports.not_compared(step)
         finally:
             self.pulse.meets = False
 
@@ -348,7 +355,7 @@ class Watch:
         self.losses.findings.clear()
         for found in (self.modes.look(step), self.beside.in_train_mode(step) if step in (2, 3) else None):
             if found is not None:
-                self._report(*found)
+                self.reports.alone(*found)
 
     def _look_at_gradients(self, number: int, optimizer: Optimizer, step: int, meets: bool) -> None:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -373,7 +380,7 @@ class Watch:
             found += [trained] if trained is not None else []
             found += self.parameters.placed(optimizer, list(taught.values()), step)
         for finding, certain in (*found, *([reached] if reached is not None else [])):
-            self._report(finding, certain)
+            self.reports.alone(finding, certain)
 
     def _taught(self) -> dict[str, nn.Parameter]:
         """The teachers' parameters, by name."""
@@ -385,48 +392,7 @@ class Watch:
         }
 
     def _non_finite(self, bad: Bad) -> None:
-        step, calls, rank = bad.step, bad.calls, self.meeting.rank
-        verdict = locate(calls, dict(self.inner.named_parameters()), bad.parameter)
-        key = f"non-finite/{step}"
-        verdicts = self.meeting.gather(key, verdict, self._pause, seconds=_VERDICT_SECONDS)
-        finding = Finding(
-            **self.meeting.first(f"{key}/said", vars(finding_of(self.meeting.ranks, verdicts, step)))
-        )
-        path = keep_batch(self.folder, step, rank, calls, finding, bad.ids)
-        saved = f"{finding.fix}; batch of each rank saved, here {path}"
-        self._tell(Finding(finding.guard, finding.what, finding.where, finding.since, saved))
-
-    def _tell_together(self, finding: Finding, certain: bool) -> None:
-        """What all ranks found alike: the first one alone warns."""
-        if certain and self.teller.action == "stop":
-            self._tell(finding)
-        elif self.meeting.rank == self.meeting.ranks[0]:
-            self.teller.warn(finding)
-
-    def _report(self, finding: Finding, certain: bool) -> None:
-        """What this rank found by itself."""
-        (self._tell if certain else self.teller.warn)(finding)
-
-    def _tell(self, finding: Finding) -> None:
-        if self.teller.action == "stop" and finding.guard not in self.teller.ignore:
-            self._stopped = True
-            self.meeting.first("alert", vars(finding))  # the other ranks stop with the same message
-        self.teller.tell(finding)
-
-    def _pause(self) -> None:
-        """While waiting for other ranks: has one of them stopped?"""
-        told = self.meeting.look("alert")
-        if told is not None:
-            self._stopped = True
-            raise Stopped(Finding(**told))
-        if self.pulse.given_up is not None:
-            raise Absent
-        self._pause_if_found()
-
-    def _pause_if_found(self) -> None:
-        if self.pulse.found is not None:
-            self._stopped = True
-            raise Stopped(self.pulse.found)
+        self.reports.tell(investigate(bad, self.inner, self.meeting, self.reports.pause, self.folder))
 
     def _explain(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """An error such as a closed connection is often another rank's doing: says whose."""

@@ -14,6 +14,7 @@ import drumline
 
 mistake = sys.argv[1]
 action = sys.argv[2] if len(sys.argv) > 2 else "stop"
+unwatched = action == "unwatched"
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 
@@ -82,10 +83,12 @@ watch = drumline.guard(
     teacher=teacher,
     scheduler=scheduler,
     loader=loader,
-    action=action,
-    hang_seconds=2,
+    action="stop" if unwatched else action,
+    hang_seconds=0 if unwatched else 2,
     every=4,
 )
+if unwatched:
+    watch.meeting.patience = 3.0
 
 step = 0
 for epoch in range(4):
