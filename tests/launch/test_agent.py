@@ -149,7 +149,7 @@ def test_a_second_request_kills_at_once(run: Run) -> None:
     output = launcher.communicate(timeout=30)[1]
     assert time.monotonic() - begin < 5
     assert launcher.returncode == 130
-    assert "asked again: killing rank 0, 1" in output
+    assert "second SIGINT: killing ranks 0 and 1 without saving" in output
     assert run.survivors(1) == []
 
 

@@ -24,7 +24,8 @@ def test_a_killed_rank_is_noticed_within_a_second_and_all_start_again(run: Run) 
     assert len(run.lines) == 2, run.lines
     for number, line in enumerate(run.lines, 1):
         found = re.fullmatch(
-            rf"rank 1 was killed by SIGKILL; noticed within (\d\.\d\d) s: restart {number} of 2"
+            r"rank 1 was killed by SIGKILL \(out of memory\? .*\); "
+            rf"noticed within (\d\.\d\d) s: restart {number} of 2"
             + " in 1 s"
             * (number - 1),  # the first restart is immediate, the others come at growing intervals
             line,

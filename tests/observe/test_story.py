@@ -23,10 +23,14 @@ def test_a_launchers_lines_are_said_at_once_and_stand_in_the_log_of_its_run(tmp_
     notes("before there is a run folder")
     folder.append(tmp_path)
     notes("before there is a log")
+    notes("rank 1 was killed during start-up", story.FAILED)
     time.sleep(0.1)  # until the thread that writes has looked for it
     assert not (tmp_path / "log.txt").exists()
     with Logbook(tmp_path) as book:
         book.note("started: drumline train")
+    deadline = time.monotonic() + 20
+    while len(texts(tmp_path)) < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
     notes("rank 1 was killed by SIGKILL: restart 1 of 3", story.FAILED)
     notes("training again")
     notes.start = ("abc", 1)
@@ -36,10 +40,13 @@ def test_a_launchers_lines_are_said_at_once_and_stand_in_the_log_of_its_run(tmp_
     notes("thawed, when a later start has taken over")
     notes.writes = False
     notes("of another machine")
-    assert len(said) == 6
+    assert len(said) == 7
     notes.close()
     assert texts(tmp_path) == [
         "started: drumline train",
+        "launcher: before there is a run folder",
+        "launcher: before there is a log",
+        "launcher: rank 1 was killed during start-up",
         "failed: rank 1 was killed by SIGKILL: restart 1 of 3",
         "launcher: training again",
     ]

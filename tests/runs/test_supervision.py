@@ -89,14 +89,16 @@ def test_each_restart_says_who_was_lost_and_when_it_trains_again(story: Story) -
     assert len(lines) == 3, story.said
     for number, line in enumerate(lines, 1):
         assert line.endswith(f": restart {number} of 3")
-    found = re.match(r"rank 0 was killed by SIGKILL; noticed within (\d\.\d\d) s", lines[0])
+    found = re.match(
+        r"rank 0 was killed by SIGKILL \(out of memory\? .*\); noticed within (\d\.\d\d) s", lines[0]
+    )
     assert found, lines[0]
     assert float(found[1]) < 1
     assert "rank 1: a loader process was killed" in lines[1]
     assert re.match(
         r"rank 1 has hung: no progress for [345]\.\d s; it is stopped \(SIGSTOP, or a debugger\)", lines[2]
     )
-    again = re.findall(r"training again: step \d+ done \d+\.\d s after the loss", story.said)
+    again = re.findall(r"training again: step \d+ finished \d+\.\d s after rank \d was lost", story.said)
     assert len(again) == 3, story.said
     assert story.said.count("resumed from runs/photos-resnet8-1/checkpoints/step-") == 3
 

@@ -156,7 +156,7 @@ def plain(text: str) -> str:
 def render_failure(failure: Failure) -> str:
     """What the user reads: rank, machine where there are several, message, and the traceback of our own
     mistakes."""
-    where = _where(failure)
+    where = who(failure)
     if failure.follows and failure.host and failure.traceback:
         # Between machines, a broken connection tells nothing but that: its traceback would name gloo or NCCL.
         return f"{summary(failure)} ({plain(failure.message).strip().splitlines()[0][:300]})"
@@ -167,16 +167,16 @@ def render_failure(failure: Failure) -> str:
 
 
 def summary(failure: Failure) -> str:
-    """The same on one line, without advice."""
+    """The same on one line."""
     if failure.follows and failure.traceback:
-        return f"{_where(failure)} lost contact with another process"
+        return f"{who(failure)} lost contact with another process"
     if failure.traceback:
-        return f"{_where(failure)} failed ({failure.message.strip().splitlines()[0]})"
-    first = render_failure(failure).partition("\n")[0]
-    return first.partition(" (")[0] if failure.message.startswith("was killed") else first
+        return f"{who(failure)} failed ({failure.message.strip().splitlines()[0]})"
+    return render_failure(failure).partition("\n")[0]
 
 
-def _where(failure: Failure) -> str:
+def who(failure: Failure) -> str:
+    """The rank, and its machine where there are several."""
     if failure.rank < 0:
         return failure.host
     return f"rank {failure.rank}" + (f" on {failure.host}" if failure.host else "")

@@ -23,6 +23,7 @@ from drumline.launch.failure import (
     read_failure,
     render_failure,
     summary,
+    who,
 )
 from drumline.launch.handout import Handout
 from drumline.launch.hang import Limits, Pulse, Sign, is_busy, is_hung, standing, verdict
@@ -101,7 +102,7 @@ class Watch:
         self._alone, self._contact, self._care = alone, contact, care
         self._used, self._pauses = 0, Pauses()
         self._round: Round | None = None
-        self._lost_at: float | None = None
+        self._lost: tuple[str, float] | None = None
         self._requests = Requests()
         self._clocks_noted: set[str] = set()
         self._begin(())
@@ -222,8 +223,9 @@ class Watch:
             )
             self._crew.terminate()
         elif len(self._requests) > 1 or self._requests.seconds > self._grace:
-            why = "asked again" if len(self._requests) > 1 else f"still running after {self._grace:g} s"
-            self._announce(f"{why}: killing {self._names(self._crew.running())}", story.STOPPED)
+            why = f"second {name}" if len(self._requests) > 1 else f"still running after {self._grace:g} s"
+            ranks = self._names(self._crew.running())
+            self._announce(f"{why}: killing {ranks} without saving", story.STOPPED)
             self._crew.kill()
 
     def _end_if_asked(self) -> None:
@@ -383,7 +385,7 @@ class Watch:
         self._post(replace(cause, ends=not again))
         if again:
             self._used += 1
-            self._lost_at = time.monotonic()
+            self._lost = who(cause), time.monotonic()
             if self._contact is not None:
                 self._contact.say(state="restarting")
             if cause.traceback and not cause.follows:
@@ -419,7 +421,8 @@ class Watch:
         return code
 
     def _names(self, local_ranks: list[int]) -> str:
-        return "rank " + ", ".join(str(self._ranks[local_rank]) for local_rank in local_ranks)
+        *first, last = (str(self._ranks[local_rank]) for local_rank in local_ranks)
+        return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
 
     # Progress.
 
@@ -438,9 +441,10 @@ class Watch:
             return
         step = min(sign.beat.step for sign in self._signs)
         self._furthest = max(self._furthest, step)
-        if self._lost_at is not None and all(sign.beat.phase is Phase.STEPPING for sign in self._signs):
-            self._announce(f"training again: step {step:,} done {now - self._lost_at:.1f} s after the loss")
-            self._lost_at = None
+        if self._lost is not None and all(sign.beat.phase is Phase.STEPPING for sign in self._signs):
+            lost, at = self._lost
+            self._announce(f"training again: step {step:,} finished {now - at:.1f} s after {lost} was lost")
+            self._lost = None
         busy = any(busy for _, busy in self._elsewhere())
         if is_hung(self._signs, self._care.limits, busy):
             self._break_off_hung()

@@ -23,6 +23,8 @@ FINISHED, STOPPED, FAILED = "finished: ", "stopped: ", "failed: "
 """How the lines begin that open and close the story of a process."""
 
 
+EARLY_SECONDS = 0.5
+"""Between two looks for a log.txt, while there are lines for it."""
 ERASE_LINE = b"\r\x1b[K"
 SHOW_CURSOR = b"\x1b[?25h"
 
@@ -51,12 +53,20 @@ def append_note(folder: Path, text: str) -> None:
 
     Writes nothing where there is no log.txt, and never fails: the terminal shows such a line too.
     """
-    with suppress(OSError):
+    _append(folder, stamped(text))
+
+
+def _append(folder: Path, entries: str) -> bool:
+    """Whether log.txt is there and took the entries."""
+    try:
         handle = os.open(_log_of(folder), os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            os.write(handle, stamped(text).encode())
+            os.write(handle, entries.encode())
         finally:
             os.close(handle)
+    except OSError:
+        return False
+    return True
 
 
 def ended_unrecorded(folder: Path) -> bool:
@@ -78,7 +88,7 @@ def _log_of(folder: Path) -> Path:
 
 
 class LauncherNotes:
-    """What a launcher says: to the user at once, and to the log.txt of its run once there is one.
+    """What a launcher says: to the user at once, and to the log.txt of its run, as soon as there is one.
 
     `folder` gives the run folder, or None while no worker has one. Of the launchers of several machines the one that
     starts rank 0 sets `writes`, and each sets `start`, the launch and its generation: a folder that a later one has
@@ -88,19 +98,20 @@ class LauncherNotes:
 
     def __init__(self, say: Callable[[str], None], folder: Callable[[], Path | None]) -> None:
         self._say, self._folder = say, folder
-        self._notes: queue.SimpleQueue[tuple[Path, str, tuple[str, int]] | None] = queue.SimpleQueue()
+        self._notes: queue.SimpleQueue[tuple[str, str, tuple[str, int]] | None] = queue.SimpleQueue()
+        self._early: list[str] = []
         self._thread: threading.Thread | None = None
         self.writes, self.start = True, ("", 0)
 
     def __call__(self, text: str, opening: str = "launcher: ") -> None:
         """`opening` is `FAILED` or `STOPPED` where the text says why the workers ended."""
         self._say(text)
-        folder = self._folder() if self.writes else None
-        if folder is not None:
+        if self.writes:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._write, name="log.txt", daemon=True)
                 self._thread.start()
-            self._notes.put((folder, opening + text, self.start))
+            # Kept for a log that comes later, it is no end of the processes that write that log.
+            self._notes.put((stamped(opening + text), stamped("launcher: " + text), self.start))
 
     def close(self, seconds: float = 2.0) -> None:
         """Waits until all is written, not longer than that."""
@@ -109,7 +120,20 @@ class LauncherNotes:
             self._thread.join(seconds)
 
     def _write(self) -> None:
-        while (note := self._notes.get()) is not None:
-            folder, text, start = note
-            if not lock.is_past(folder, *start):
-                append_note(folder, text)
+        ended = False
+        while not ended:
+            note = None
+            with suppress(queue.Empty):
+                note = self._notes.get(timeout=EARLY_SECONDS if self._early else None)
+                ended = note is None
+            if self._early and self._written("".join(self._early), self.start):
+                self._early = []
+            if note is not None:
+                now, later, start = note
+                if self._early or not self._written(now, start):
+                    self._early.append(later)
+
+    def _written(self, entries: str, start: tuple[str, int]) -> bool:
+        """Whether the entries need not be kept: log.txt has them, or belongs to a later start."""
+        folder = self._folder()
+        return folder is not None and (lock.is_past(folder, *start) or _append(folder, entries))
