@@ -182,7 +182,7 @@ WRONG_COMMANDS = [
     _line(
         "uneven shards",
         "run.strict=true run.shards=3",
-        "does not fall into 3 equal shards",
+        "cannot be divided into 3 equal shards",
         "--data.batch 129",
     ),
     _line(

@@ -168,7 +168,7 @@ def train(words: list[str]) -> int:
 
         return show(invocation, partial(what_would_happen, distils=False))
 
-    return _run(["train", *words], invocation.recipe, "drumline.train.loop:train")
+    return run_job(["train", *words], invocation.recipe, "drumline.train.loop:train")
 
 
 def distill(words: list[str]) -> int:
@@ -193,7 +193,7 @@ def distill(words: list[str]) -> int:
 
     choose(invocation.recipe.distill)
     check_teachers(invocation.recipe.distill)
-    return _run(["distill", *words], invocation.recipe, "drumline.distill.run:distill")
+    return run_job(["distill", *words], invocation.recipe, "drumline.distill.run:distill")
 
 
 def evaluate(words: list[str]) -> int:
@@ -306,7 +306,7 @@ def _with_preset(words: list[str]) -> list[str]:
     return [*meant, *words[1:]]
 
 
-def _run(words: list[str], recipe: Recipe, job: str) -> int:
+def run_job(words: Sequence[str], recipe: Recipe, job: str) -> int:
     """Runs a job. A person at a terminal sees at once that something happens: importing torch takes seconds."""
     if sys.stderr is not None and sys.stderr.isatty() and "RANK" not in os.environ:
         from drumline import __version__

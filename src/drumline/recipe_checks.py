@@ -311,7 +311,7 @@ def _strict(recipe: Recipe, world: int) -> Iterator[Problem]:
         least = -(-recipe.data.batch // (shards * unit)) * shards * unit
         yield Problem(
             "data.batch",
-            f"does not fall into {shards} equal shards" + (" of mixed pairs" if unit == 2 else ""),
+            f"cannot be divided into {shards} equal shards" + (" of mixed pairs" if unit == 2 else ""),
             f"give --data.batch {least}, or other --run.shards",
         )
 

@@ -306,3 +306,21 @@ def test_a_spec_travels_through_pickle_small():
     spec = SourceSpec("folder", "/data/set", "eval", 0.1)
     assert pickle.loads(pickle.dumps(spec)) == spec
     assert len(pickle.dumps(spec)) < 300
+
+
+@pytest.mark.parametrize("holdout", [0.0, 0.5])
+def test_a_misspelt_evaluation_split_is_named(tmp_path, holdout):
+    put(tmp_path, "train/a/1.png", "train/a/2.png", "train/b/1.png", "vall/a/1.png", "vall/b/1.png")
+    error = refusal(tmp_path, "eval", holdout)
+    assert "is 'vall' meant to be val?" in error.what
+    assert ("remove data.holdout" in error.fix) is bool(holdout)
+    (tmp_path / "vall").rename(tmp_path / "notes")
+    if holdout:
+        assert len(opened(tmp_path, "eval", holdout)) == 1
+
+
+def test_an_empty_training_split_is_not_taken_for_a_class(tmp_path):
+    (tmp_path / "train").mkdir()
+    assert refusal(tmp_path).what == f"{tmp_path}/train is empty"
+    put(tmp_path, "val/a/1.png")
+    assert refusal(tmp_path).what == f"{tmp_path}/train is empty"

@@ -17,6 +17,7 @@ from drumline.launch.world import alone
 from drumline.recipe import Distill, Parallel, Recipe
 from drumline.train import culprit
 from drumline.train.culprit import Culprit, examine
+from drumline.train.finite import advice
 from drumline.train.guards import as_error, one_gpu_each, optimizer_findings
 from drumline.train.loop import train
 from drumline.train.placed import MemoryRow, memory_findings, placed_findings
@@ -101,7 +102,7 @@ def test_a_finding_reads_as_what_where_since_and_fix() -> None:
     error = as_error(Finding("drift", "it drifts", where="rank 1", since="step 2", fix="do not"))
     assert str(error) == (
         "guard [drift]: it drifts\n  where: rank 1\n  since: step 2\n"
-        "  fix: do not (--guard.action warn goes on in spite of it)"
+        "  fix: do not; with --guard.action warn the run continues past it"
     )
 
 
@@ -166,7 +167,9 @@ def test_the_batch_is_kept_whole_and_the_finding_says_where(tmp_path: Path) -> N
     (file,) = tmp_path.iterdir()
     kept = load_file(file)
     assert all(torch.equal(kept[name], tensor) for name, tensor in batch._asdict().items())
-    found = culprit.not_finite(5, 1, None, batch, saved, alone(tiny.CPU), "gradient")
+    found = culprit.not_finite(5, 1, None, batch, saved, alone(tiny.CPU), "gradient", advice(None))
+    assert "precision" not in found.fix
+    assert advice(torch.bfloat16).endswith("or use train.precision=fp32")
     assert "gone through again, the step is finite" in found.what
     assert found.where == "rank 1 of 1, samples 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
     assert str(file) in found.fix
@@ -175,9 +178,9 @@ def test_the_batch_is_kept_whole_and_the_finding_says_where(tmp_path: Path) -> N
 def test_a_batch_that_cannot_be_kept_does_not_hide_the_finding(tmp_path: Path) -> None:
     saved = culprit.keep_batch(tmp_path / "gone", tiny.make(4), 5, 1, "drumline train x")
     assert saved == (
-        "The batch could not be saved (No such file or directory); `drumline train x` comes to it again"
+        "The batch could not be saved (No such file or directory); `drumline train x` repeats this step"
     )
-    found = culprit.not_finite(5, 1, None, tiny.make(4), saved, alone(tiny.CPU), "gradient")
+    found = culprit.not_finite(5, 1, None, tiny.make(4), saved, alone(tiny.CPU), "gradient", advice(None))
     assert saved in found.fix
 
 

@@ -71,8 +71,9 @@ def test_few_samples_in_a_shard_a_share_or_a_micro_batch_are_warned_of() -> None
     assert "train.accumulate = 4" in few_samples(
         Recipe(data=Data(batch=16), train=Train(accumulate=4)), tiny.normed(), one
     )
-    assert "data.batch = 20 leaves 6 to one of 3 processes" in few_samples(
-        Recipe(data=Data(batch=20)), tiny.normed(), three
+    assert (
+        "with data.batch = 20, one of 3 processes gets only 6 samples: BatchNorm (1 layer) computes its statistics"
+        in few_samples(Recipe(data=Data(batch=20)), tiny.normed(), three)
     )
 
 

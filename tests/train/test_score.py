@@ -164,6 +164,10 @@ def test_an_output_that_is_not_finite_gives_valid_json_and_a_warning(
     assert found["loss"] is None
     assert found["nonfinite_samples"] > 0
     assert "the model's output is NaN or infinite" in err
+    assert "precision" not in err, "it computes in fp32 already"
+    assert "top-1 " in err
+    assert "top-5" not in err, "with three classes it says nothing"
+    assert found["top5"] is not None
 
 
 def test_weights_on_their_own_bring_what_they_know(

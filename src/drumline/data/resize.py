@@ -173,8 +173,8 @@ def _check(array: Pixels, size: tuple[int, int], box: Box | None, version: Versi
     height, width = array.shape[:2]
     if size[0] * size[1] > MAX_PIXELS or max(size[0] * height, width * size[1]) > 8 * MAX_PIXELS:
         raise UserError(
-            f"resize: size = {size!r} makes {size[0] * size[1]:,} pixels of {width} x {height}",
-            fix=f"give a size of at most {MAX_PIXELS:,} pixels; after one axis there may be 8 times as many",
+            f"resize: size = {size!r} is too large for an image of {width} x {height} pixels",
+            fix=f"give a size of at most {MAX_PIXELS:,} pixels, and less for very long images",
         )
     if version not in get_args(Version):
         raise UserError(f"resize: version = {version!r}", fix=f"use one of {', '.join(get_args(Version))}")

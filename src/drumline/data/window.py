@@ -23,6 +23,7 @@ from drumline.data.resize import resize_by_pillow, vertical_first
 from drumline.data.sources import EncodedSource
 from drumline.data.views import View
 from drumline.errors import LostError, UserError
+from drumline.text import counted
 
 Window = NDArray[np.uint8]
 GeometryOf = Callable[[NDArray[np.int32]], Geometry]
@@ -67,8 +68,9 @@ def find_window(source: EncodedSource, view: View, seed: int, epoch: int, sample
                 np.zeros((view.size, view.size, 3), np.uint8), int(source.labels[sample]), tuple(bad)
             )
         candidate = substitute(seed, epoch, sample, attempt, len(source))
+    tried = counted(len({each.sample for each in bad}), "sample")
     raise UserError(
-        f"{SUBSTITUTES} samples in a row cannot be read, the last of them: {bad[-1].what}",
+        f"nothing can be shown in place of a broken sample: {tried} cannot be read, the last of them: {bad[-1].what}",
         fix="check the disk or the network share; `drumline verify` lists every broken sample",
     )
 

@@ -29,7 +29,6 @@ from drumline.state.atomic import write_bytes
 from drumline.train.step import TrainStep
 from drumline.train.trainee import Trainee
 
-FIX = "lower optim.lr, add optim.warmup_epochs or optim.clip, or use train.precision fp32"
 _KINDS = ("parameter", "output", "loss", "gradient")
 Named = tuple[str, nn.Parameter]
 Pieces = dict[int, tuple[int, Batch]]
@@ -99,7 +98,7 @@ def keep_batch(folder: Path, batch: Batch, step: int, rank: int, resume: str) ->
     """Writes the batch into the run folder; says where it is and how to come to the step again, by the command
     `resume`. A full disk must not hide what was found."""
     path = folder / f"offending-step-{step}-rank-{rank}.safetensors"
-    again = f"`{resume}` comes to it again"
+    again = f"`{resume}` repeats this step"
     try:
         write_bytes(path, save({name: tensor.contiguous() for name, tensor in batch._asdict().items()}))
     except OSError as error:
@@ -108,7 +107,7 @@ def keep_batch(folder: Path, batch: Batch, step: int, rank: int, resume: str) ->
 
 
 def not_finite(
-    step: int, rank: int, culprit: Culprit | None, batch: Batch, saved: str, world: World, what: str
+    step: int, rank: int, culprit: Culprit | None, batch: Batch, saved: str, world: World, what: str, fix: str
 ) -> Finding:
     """The finding, in words."""
     samples = culprit.samples if culprit is not None and culprit.samples else tuple(batch.samples.tolist())
@@ -123,11 +122,11 @@ def not_finite(
         f"the {what} of step {step:,} is NaN or infinite: {why}",
         where=f"rank {rank} of {world.size}, samples {shown}",
         since=f"step {step:,}",
-        fix=f"{FIX}. {saved}",
+        fix=f"{fix}. {saved}",
     )
 
 
-def parameter_findings(trainee: Trainee, step: int) -> list[Finding]:
+def parameter_findings(trainee: Trainee, step: int, fix: str) -> list[Finding]:
     """A parameter of this process that an update has left without a finite value, although the gradients were finite:
     the next step would show it, but the state is scored or saved before. Waits for the device."""
     named = [
@@ -148,7 +147,7 @@ def parameter_findings(trainee: Trainee, step: int) -> list[Finding]:
             f"parameter {name!r} is NaN or infinite after step {step:,}: the update overflowed",
             where=repr(name),
             since=f"step {step:,}",
-            fix=FIX,
+            fix=fix,
         )
     ]
 

@@ -22,6 +22,12 @@ from drumline.observe.late import Late
 POLL_SECONDS = 0.1
 
 
+def advice(autocast: torch.dtype | None) -> str:
+    """What to try in a run that diverges; one that computes in fp32 is not told to."""
+    more = ", or use train.precision=fp32" if autocast is not None else ""
+    return f"lower optim.lr, or add optim.warmup_epochs or optim.clip{more}"
+
+
 class Finite:
     """Watches the gradients of one optimizer. `holds` says whether an update is held back for ever or once."""
 

@@ -22,6 +22,7 @@ from drumline.recipe_layouts import STAGED
 from drumline.state.chain import CLOSE_LOOKS, is_full
 from drumline.state.folder import resume_command
 from drumline.train import culprit
+from drumline.train.finite import advice
 from drumline.train.placed import memory_findings, memory_row, placed_findings
 from drumline.train.start import Running
 from drumline.train.witness import Witness, state_tensors
@@ -106,7 +107,9 @@ class Guards:
         saved = run.world.share(saved)
         finite = run.step.finite
         what = "loss" if finite is not None and finite.scaled else "gradient"
-        self.tell(culprit.not_finite(step, rank, found, theirs, saved, run.world, what))
+        self.tell(
+            culprit.not_finite(step, rank, found, theirs, saved, run.world, what, advice(run.step.autocast))
+        )
 
     def end(self) -> None:
         """After the last step."""
@@ -128,7 +131,7 @@ class Guards:
     def _look(self, done: int, writes: str, wait: bool) -> None:
         own = self._own_findings(f"step {done:,}")
         if wait and "non-finite" not in self.told:
-            own += culprit.parameter_findings(self.run.trainee, done)
+            own += culprit.parameter_findings(self.run.trainee, done, advice(self.run.step.autocast))
         self.witness.look(done, self._samples, writes, len(own))
         self._own = own
         if wait:
@@ -186,7 +189,7 @@ def as_error(finding: Finding) -> UserError:
     """The finding as the message a run ends with."""
     lines = [f"guard [{finding.guard}]: {finding.what}"]
     lines += [f"  {word}: {text}" for word, text in _details(finding)]
-    return UserError("\n".join(lines), f"{finding.fix} (--guard.action warn goes on in spite of it)")
+    return UserError("\n".join(lines), f"{finding.fix}; with --guard.action warn the run continues past it")
 
 
 def one_gpu_each(recipe: Recipe) -> bool:

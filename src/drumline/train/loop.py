@@ -43,6 +43,7 @@ from drumline.state.model_record import record_of
 from drumline.state.tensor_file import verify_file
 from drumline.train import broken
 from drumline.train.evaluate import Score
+from drumline.train.finite import advice
 from drumline.train.guards import Guards
 from drumline.train.norms import one_value_refused
 from drumline.train.rehearse import rehearse
@@ -197,7 +198,7 @@ def evaluate_run(run: Running, position: Position) -> tuple[Score, Position]:
     if nonfinite:
         run.note(
             f"WARNING: the model's output is not finite for {nonfinite:,} of {counts.samples:,} samples: "
-            "the run has diverged. Lower optim.lr, add optim.warmup_epochs or optim.clip, or use train.precision fp32"
+            f"the run has diverged. To prevent it, {advice(run.step.autocast)}"
         )
     if best:
         position = replace(position, best_step=position.step, best_accuracy=counts.accuracy)

@@ -24,6 +24,7 @@ from drumline.parallel.pipeline.norm import FEW
 from drumline.recipe import Recipe
 from drumline.recipe_checks import shard_count
 from drumline.recipe_layouts import STAGED
+from drumline.text import counted
 from drumline.train.staged import prepare_shape
 
 _ONE_VALUE = "more than 1 value per channel when training"
@@ -70,10 +71,10 @@ def few_samples(recipe: Recipe, module: nn.Module, world: World) -> str:
     piece = smallest(recipe, world)
     if not norms or piece.samples >= FEW:
         return ""
-    samples = f"{piece.samples} sample{'s' if piece.samples != 1 else ''}"
+    samples = counted(piece.samples, "sample")
     return (
-        f"WARNING: {piece.why}: BatchNorm ({norms} layer{'s' if norms > 1 else ''}) normalises by {samples} at a "
-        f"time, and their statistics are noisy; {piece.fix}"
+        f"WARNING: {piece.why}: BatchNorm ({counted(norms, 'layer')}) computes its statistics from {samples}, which "
+        f"is noisy; {piece.fix}"
     )
 
 
@@ -109,7 +110,7 @@ def smallest(recipe: Recipe, world: World) -> Piece:
     if processes > 1:
         return Piece(
             samples,
-            f"data.batch = {batch} leaves {samples} to one of {processes} processes",
+            f"with data.batch = {batch}, one of {processes} processes gets only {counted(samples, 'sample')}",
             "use a larger --data.batch, fewer processes, or --train.sync_bn",
         )
     return Piece(

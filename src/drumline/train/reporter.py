@@ -38,7 +38,9 @@ class Reporter:
         per_epoch: int,
         batch: int,
         terms: tuple[str, ...] = (),
+        classes: int = 1000,
     ) -> None:
+        self.classes = classes
         self.logbook, self.display, self.meters, self.world = logbook, display, meters, world
         self.total, self.per_epoch, self.batch, self.terms = total, per_epoch, batch, terms
         self.clock = StepClock(world.device)
@@ -121,8 +123,9 @@ class Reporter:
             **extra,
         )
         words = (
-            f"epoch {epoch:.4g}: {self._trained()}top-1 {score.accuracy:.2%}, top-5 {score.accuracy5:.2%}, "
-            f"evaluation loss {wording.loss(score.loss)}"
+            f"epoch {epoch:.4g}: {self._trained()}top-1 {score.accuracy:.2%}, "
+            + (f"top-5 {score.accuracy5:.2%}, " if self.classes > 5 else "")
+            + f"evaluation loss {wording.loss(score.loss)}"
         )
         if average:
             words += f", averaged weights {average.accuracy:.2%}"

@@ -19,7 +19,7 @@ from drumline.data.views import Batch
 from drumline.errors import UserError
 from drumline.launch.world import World
 from drumline.models import load_weights
-from drumline.models.weights import weights_record
+from drumline.models.weights import resolve_weights, weights_record
 from drumline.observe.display import make_display, progress
 from drumline.observe.wording import loss
 from drumline.parallel.grid import Grid, make_grid
@@ -115,11 +115,12 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
     if found.nonfinite:
         display.note(
             f"WARNING: the model's output is NaN or infinite for {found.nonfinite:,} of {found.samples:,} samples, "
-            f"which count as wrong; there is no mean loss. Try train.precision=fp32"
+            "which count as wrong; there is no mean loss"
+            + (". Try train.precision=fp32" if prepare.precision(recipe, world) is not None else "")
         )
+    top5 = f"top-5 {found.accuracy5:.2%}, " if _classes(recipe, sets) > 5 else ""
     display.result(
-        f"top-1 {found.accuracy:.2%} ({found.top1:,} of {found.samples:,}), top-5 {found.accuracy5:.2%}, "
-        f"loss {loss(found.loss)}"
+        f"top-1 {found.accuracy:.2%} ({found.top1:,} of {found.samples:,}), {top5}loss {loss(found.loss)}"
     )
     display.end()
     return ScoreResult(
@@ -134,6 +135,14 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
         classes=len(np.unique(sets.eval.labels)),
         broken_samples=len(sets.bad[1].bad),
     )
+
+
+def _classes(recipe: Recipe, sets: prepare.Sets) -> int:
+    """Of the model."""
+    if recipe.model.classes != "auto":
+        return recipe.model.classes
+    record = weights_record(resolve_weights(recipe.model.weights, FIELDS))
+    return record.outputs if record else len(sets.eval.classes)
 
 
 def model_to_score(

@@ -44,6 +44,7 @@ from drumline.state.folder import (
 )
 from drumline.state.keeper import Keeper, PieceWriter, set_aside
 from drumline.state.model_record import ENVIRONMENT
+from drumline.text import counted
 from drumline.train import prepare, spread
 from drumline.train.agreement import check_data, check_recipes, check_software
 from drumline.train.assemble import prepare_trainee
@@ -254,6 +255,7 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
         per_epoch=plan.per_epoch,
         batch=recipe.data.batch,
         terms=task.objective.terms,
+        classes=len(sets.train.classes),
     )
     run = Running(
         recipe=recipe,
@@ -365,6 +367,7 @@ def _opening_words(
     threads: int,
 ) -> list[str]:
     parameters = sum(parameter.numel() for parameter in module.parameters())
+    classes = counted(len(sets.train.classes), "class", "classes")
     precision = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[step.autocast]
     device = f"CPU, {threads} thread{'s' * (threads > 1)}{' each' * (world.size > 1)}"
     if world.device.type == "cuda":
@@ -372,12 +375,12 @@ def _opening_words(
     left_out = len(sets.train) - plan.per_epoch * recipe.data.batch
     words = [
         f"{recipe.model.name}: {parameters:,} parameters, {precision}; {sets.name}: {len(sets.train):,} to train, "
-        f"{len(sets.eval):,} to evaluate, {len(sets.train.classes)} classes, {sets.view.size} px, "
+        f"{len(sets.eval):,} to evaluate, {classes}, {sets.view.size} px, "
         f"{sets.view.augment}",
         f"{world.size} process{'es' * (world.size > 1)} on {device}"
         + (f" over {world.backend}" if world.size > 1 else "")
-        + f"; global batch {recipe.data.batch}, {plan.total:,} steps, {plan.per_epoch:,} per epoch"
-        + (f" ({left_out} samples left out, different ones each epoch)" if left_out else ""),
+        + f"; global batch {recipe.data.batch}, {counted(plan.total, 'step')}, {plan.per_epoch:,} per epoch"
+        + (f" ({counted(left_out, 'sample')} left out, different ones each epoch)" if left_out else ""),
     ]
     if recipe.run.strict:
         words.append(_strict_word(shard_count(recipe), recipe, world))

@@ -21,12 +21,14 @@ from drumline.data.reading import USERS, NotRegular, not_regular, patiently, rea
 from drumline.data.sources.base import (
     EncodedSource,
     Labels,
+    NoEvalSplit,
     NoTrainSplit,
     SourceSpec,
     holdout_ids,
     refuse_holdout,
 )
 from drumline.errors import LostError, UserError
+from drumline.suggest import near
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 EVAL_FOLDERS = ("val", "valid", "validation", "test")
@@ -89,6 +91,8 @@ def open_folder(spec: SourceSpec) -> FolderSource:
     train_root, eval_root = _layout(path, spec.whole)
     classes = _class_folders(train_root)
     if eval_root is None:
+        if spec.split == "eval" and train_root != path and not spec.whole:
+            _refuse_misspelt(path, spec.holdout)
         files, labels, others = _scan(train_root, classes, classes)
         rows = holdout_ids(labels, spec, path)
         return FolderSource(labels[rows], tuple(classes), files, rows, others)
@@ -133,6 +137,8 @@ def _layout(path: str, whole: bool) -> tuple[str, str | None]:
     folders = [entry.name for entry in _entries(path) if entry.is_dir()]
     evaluation = next((name for name in EVAL_FOLDERS if name in folders), None)
     train = str(Path(path, "train"))
+    if "train" in folders and not _entries(train):
+        raise UserError(f"{train} is empty", fix="put the images of each class into train/CLASS/IMAGE")
     # A class may be called "train" (CIFAR-100 has one): then it holds images, and no split lies beside it.
     if "train" in folders and (evaluation or any(entry.is_dir() for entry in _entries(train))):
         return train, str(Path(path, evaluation)) if evaluation else None
@@ -145,6 +151,19 @@ def _layout(path: str, whole: bool) -> tuple[str, str | None]:
                 fix="name the two splits train and val; or, if it is a class, rename that class",
             )
     return path, None
+
+
+def _refuse_misspelt(path: str, holdout: float) -> None:
+    """A folder beside `train` whose name is nearly that of an evaluation split would be ignored."""
+    for entry in _entries(path):
+        meant = near(entry.name, EVAL_FOLDERS)
+        if meant and entry.is_dir() and any(inner.is_dir() for inner in _entries(entry.path)):
+            refusal = UserError if holdout else NoEvalSplit
+            raise refusal(
+                f"{path} has no evaluation split: is {entry.name!r} meant to be {meant[0]}?",
+                fix=f"rename it to {meant[0]}{' and remove data.holdout' if holdout else ''}, or move it elsewhere"
+                + ("" if holdout else " and add --data.holdout 0.1"),
+            )
 
 
 def _class_folders(root: str) -> list[str]:
