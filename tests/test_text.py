@@ -15,7 +15,7 @@ from drumline.errors import LostError, UserError
 from drumline.launch.failure import FILE, read_failure, record_failure, render_failure
 from drumline.observe.display import PlainDisplay
 from drumline.observe.story import append_note, say
-from drumline.text import message, printable
+from drumline.text import counted, either, message, printable, wrapped
 from tests.data.damage import good_jpeg
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202egnp.exe\ud800\r"
@@ -93,3 +93,19 @@ def test_commands_show_hostile_names_written_out(tmp_path: Path, capfd: pytest.C
     assert r"\x1b[2J" in out
     assert r"\x1b[2J" in err
     assert json.loads(out.splitlines()[-1])
+
+
+def test_long_lines_break_between_words_and_never_inside_a_command() -> None:
+    text = "drumline: this is wrong\n  fix: give another name, or continue with `drumline train x` instead"
+    lines = wrapped(text, 40).splitlines()
+    assert lines == [
+        "drumline: this is wrong",
+        "  fix: give another name, or continue",
+        "    with `drumline train x` instead",
+    ]
+    assert wrapped("a" * 50 + " `b c`", 20).splitlines() == ["a" * 50, "  `b c`"]
+
+
+def test_counts_and_choices_read_like_english() -> None:
+    assert (counted(1, "class", "classes"), counted(1200, "step")) == ("1 class", "1,200 steps")
+    assert [either(names) for names in (["a"], ["a", "b"], ["a", "b", "c"])] == ["a", "a or b", "a, b or c"]

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from shutil import get_terminal_size
 
 from drumline.errors import UserError
 from drumline.launch.environment import thread_defaults
 from drumline.recipe import Distill, Recipe
 from drumline.result import print_result
-from drumline.text import message
+from drumline.text import message, wrapped
 
 HELP = """usage: drumline COMMAND ...
 
@@ -141,7 +142,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         return commands[words[0]](words[1:])
     except UserError as error:
-        print(f"drumline: {error}", file=sys.stderr)
+        said = f"drumline: {error}"
+        at_terminal = sys.stderr is not None and sys.stderr.isatty()
+        print(wrapped(said, get_terminal_size().columns) if at_terminal else said, file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         # Whoever read our output has seen enough; let the interpreter not stumble over it at exit.
@@ -168,7 +171,7 @@ def train(words: list[str]) -> int:
 
         return show(invocation, partial(what_would_happen, distils=False))
 
-    return run_job(["train", *words], invocation.recipe, "drumline.train.loop:train")
+    return _run(["train", *words], invocation.recipe, "drumline.train.loop:train")
 
 
 def distill(words: list[str]) -> int:
@@ -193,13 +196,15 @@ def distill(words: list[str]) -> int:
 
     choose(invocation.recipe.distill)
     check_teachers(invocation.recipe.distill)
-    return run_job(["distill", *words], invocation.recipe, "drumline.distill.run:distill")
+    return _run(["distill", *words], invocation.recipe, "drumline.distill.run:distill")
 
 
 def evaluate(words: list[str]) -> int:
     """`drumline eval`: score a model."""
     from drumline.eval_command import evaluate as run
 
+    if words and not words[0].startswith("-"):
+        announce("eval", words[0])
     return run(words)
 
 
@@ -306,13 +311,18 @@ def _with_preset(words: list[str]) -> list[str]:
     return [*meant, *words[1:]]
 
 
-def run_job(words: Sequence[str], recipe: Recipe, job: str) -> int:
-    """Runs a job. A person at a terminal sees at once that something happens: importing torch takes seconds."""
+def announce(command: str, what: str) -> None:
+    """A person at a terminal sees at once that something happens: importing torch takes seconds."""
     if sys.stderr is not None and sys.stderr.isatty() and "RANK" not in os.environ:
         from drumline import __version__
         from drumline.observe.story import say
 
-        say(f"drumline {__version__}: {words[0]} {recipe.model.name}")
+        say(f"drumline {__version__}: {command} {what}")
+
+
+def _run(words: list[str], recipe: Recipe, job: str) -> int:
+    """Runs a job."""
+    announce(words[0], recipe.model.name)
     from drumline.launch.worker import run
 
     return run(words, recipe, job)

@@ -94,9 +94,9 @@ def evaluate(argv: Sequence[str]) -> int:
 
         return show(invocation, what_would_be_scored)
 
-    from drumline.cli import run_job
+    from drumline.launch.worker import run
 
-    return run_job(["eval", *argv], invocation.recipe, "drumline.train.score:score")
+    return run(["eval", *argv], invocation.recipe, "drumline.train.score:score")
 
 
 def _is_path(word: str) -> bool:

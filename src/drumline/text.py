@@ -6,6 +6,8 @@ Promises: nothing in what comes out moves a cursor, changes a colour, hides or r
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Sequence
 
 
@@ -19,6 +21,19 @@ def printable(text: str, keep: str = "") -> str:
 def message(text: str) -> str:
     """The same for a message of ours, whose lines and tabs stay."""
     return printable(text, keep="\n\t")
+
+
+def wrapped(text: str, width: int) -> str:
+    """The text in lines of at most `width` signs, broken between words and never inside `a command`. Lines that go on
+    are indented like their first one, and below `fix:` a little more."""
+    lines = []
+    for line in text.splitlines():
+        indent = line[: len(line) - len(line.lstrip())]
+        kept = re.sub("`[^`]*`", lambda command: command[0].replace(" ", "\0"), line)
+        lines += textwrap.wrap(
+            kept, width, subsequent_indent=indent + "  ", break_long_words=False, break_on_hyphens=False
+        ) or [""]
+    return "\n".join(lines).replace("\0", " ")
 
 
 def either(names: Sequence[str]) -> str:

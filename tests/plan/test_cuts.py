@@ -83,7 +83,7 @@ def test_what_cannot_be_planned_is_told_before_it_is_measured(
     assert all(part in told.err for part in parts)
 
 
-def test_the_table_fits_into_100_columns_and_long_names_stay_whole() -> None:
+def test_the_table_fits_into_80_columns_and_long_names_stay_whole() -> None:
     found = made_up(0.1, 0.2, 0.1)
     long = "a.very.long.name.of.a.module.inside.of.another.one"
     units = (*found.units[:2], UnitProfile(long, 123.4567, 200.0, 10**9, 4 * 10**9, 1 << 40, 1 << 40, 12))

@@ -156,7 +156,7 @@ def split(measured: Profile, stages: int, micro_batches: int) -> StageSplit:
 
 
 def describe(options: Options, measured: Profile, where: dict[str, Any]) -> list[str]:
-    """The table of places, at most 100 columns wide. Pure."""
+    """The table of places, 80 columns wide, and lines of at most 100. Pure."""
     total = sum(measured.times)
     lines = [
         f"{options.cuts}: {len(measured.units)} units, each of which may begin a stage",
@@ -235,8 +235,8 @@ def read(words: Sequence[str]) -> Options:
     return Options(**values)
 
 
-_WIDTH = 100
-_COLUMNS = (6, 9, 9, 7, 8, 11, 13)
+_WIDTH = 80
+_COLUMNS = (6, 7, 7, 6, 8, 11, 12)
 _LARGEST = {"batch": 65536, "micro_batches": 65536, "size": 16384, "classes": 10**7, "repeats": 1000}
 _CHOICES = {"device": ("auto", "cpu", "cuda"), "precision": ("auto", "fp32", "bf16", "fp16")}
 _EXAMPLES = {
@@ -255,7 +255,7 @@ _SWITCHES = ("all", "json")
 
 def _row(place: str, *cells: str) -> str:
     """A line of the table; a name too long for its column gets a line of its own."""
-    row = "".join(f"  {cell:>{width}}" for cell, width in zip(cells, _COLUMNS, strict=True))
+    row = "".join(f" {cell:>{width}}" for cell, width in zip(cells, _COLUMNS, strict=True))
     room = _WIDTH - len(row)
     return f"{place:<{room}}{row}" if len(place) <= room else f"{place}\n{'':<{room}}{row}"
 
