@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,6 +80,8 @@ def compare_last(meeting: Meeting, word: dict[str, Any], agreed_at: int) -> list
         around = stepped_around(
             [one["seen"] for one in words], name, f"between steps {agreed_at} and {steps}"
         )
+        if rates is not None:
+            rates = replace(rates, where=f"{rates.where}; parameter '{name}' differs too")
         found.append((around or rates or _drifted(name, told, steps, agreed_at), True))
     elif rates is not None:
         found.append((rates, False))

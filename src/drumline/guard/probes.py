@@ -71,6 +71,7 @@ class Probes:
     def __init__(self, count: int) -> None:
         self._probes: list[list[_Probe]] = [[] for _ in range(count)]
         self._strikes: list[dict[str, int]] = [{} for _ in range(count)]
+        self._ended = False
         self._mark: torch.Tensor | None = None
         """A parameter that has had a gradient, for what needs no values."""
 
@@ -106,6 +107,7 @@ class Probes:
             if struck and strikes[name] == 2:
                 found.append(_FINDINGS[name](step))
         if step == last:
+            self._ended = True
             for probe in self._probes[number]:
                 probe.handle.remove()  # the next backward is not watched: nothing waits for a GPU any more
         elif not self._probes[number]:
@@ -115,7 +117,7 @@ class Probes:
     def emptied(self) -> bool:
         """Whether gradients have been emptied since the last backward, as far as can be known without waiting."""
         probes = self._all()
-        if not probes:
+        if not probes or self._ended:
             return self._mark is not None and self._mark.grad is None
         return all(_is_empty(probe.parameter.grad) for probe in probes)
 
