@@ -34,7 +34,7 @@ from drumline.recipe_fields import (
     with_values,
 )
 from drumline.recipe_layouts import not_offered
-from drumline.text import printable
+from drumline.text import either, printable
 from drumline.toml_places import Place, key_places
 
 MAX_RECIPE = 64 << 10
@@ -243,8 +243,8 @@ def _right_place(name: str) -> str:
     if all(guess.key == key for guess in guesses):
         return f"`{key}` lives in {homes}"
     if guesses[0].section == section:
-        return f"did you mean {' or '.join(guess.key for guess in guesses)}?"
-    return f"did you mean {' or '.join(f'{guess.key} in [{guess.section}]' for guess in guesses)}?"
+        return f"did you mean {either([guess.key for guess in guesses])}?"
+    return f"did you mean {either([f'{guess.key} in [{guess.section}]' for guess in guesses])}?"
 
 
 def _repair(field: RecipeField, raw: Any) -> str:

@@ -611,9 +611,9 @@ def test_text_is_read_as_written() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("stage1=layr1", r"ResNet has no module 'layr1'\n  fix: did you mean layer1 or"),
+        ("stage1=layr1", r"ResNet has no module 'layr1'\n  fix: did you mean layer1"),
         ("stage1=layer1.1.rellu:input", r"did you mean layer1.1.relu"),
-        ("stage1=zzz", r"did you mean conv1 or bn1"),
+        ("stage1=zzz", r"did you mean conv1, bn1"),
         ("stage0=layer1", r"no tap 'stage0'\n  fix: taps are stem, stage1"),
         ("stem.pre=relu:input", "no tap 'stem.pre'"),
         ("fc=fc", "no tap 'fc'"),

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.errors import UserError
+from drumline.text import either
 
 
 def preset_words(name: str) -> list[str]:
@@ -313,7 +314,7 @@ def _fix(name: str) -> str:
         )
         or get_close_matches(told, known, n=3, cutoff=0.7)
     )
-    return f"did you mean {' or '.join(near)}?" if near else "`drumline distill --presets` lists them"
+    return f"did you mean {either(near)}?" if near else "`drumline distill --presets` lists them"
 
 
 def _model(benchmark: _Benchmark, network: str) -> str:

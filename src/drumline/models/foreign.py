@@ -33,6 +33,7 @@ from drumline.models.places import (
     tap_order,
 )
 from drumline.models.taps import Output, Taps, VisionModel
+from drumline.text import either
 
 __all__ = ["Tapped", "find_places", "norm_before", "places_from_text", "with_taps"]
 
@@ -191,5 +192,5 @@ def _check(places: Mapping[str, str], model: nn.Module | None) -> None:
             ]
             raise UserError(
                 f"taps: {tap}={place}: {type(model).__name__} has no module {name!r}",
-                fix=f"did you mean {' or '.join(near)}?",
+                fix=f"did you mean {either(near)}?",
             )

@@ -25,6 +25,7 @@ from drumline.models.foreign import Tapped
 from drumline.parallel.pipeline.boundary import Bound, TensorSpec, boundaries
 from drumline.parallel.pipeline.operations import Record
 from drumline.parallel.pipeline.trace import record
+from drumline.text import either
 
 __all__ = ["Bound", "Point", "Segment", "TensorSpec", "Traced", "boundaries", "even", "trace"]
 
@@ -122,7 +123,7 @@ class Traced:
         ]
         raise UserError(
             f"parallel.split: {self.name} calls no module {name!r} that a stage could begin with",
-            f"did you mean {' or '.join(near)}?" if near else "use another parallel.layout",
+            f"did you mean {either(near)}?" if near else "use another parallel.layout",
         )
 
     def _segment(self, number: int, first: Point, last: Point | None) -> Segment:
