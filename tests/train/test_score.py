@@ -87,6 +87,7 @@ def recipe(data: Path, weights: Path, classes: int | str = "auto", holdout: floa
 
 def scored(data: Path, weights: Path) -> tuple[int, int, int]:
     found = score.score(recipe(data, weights), alone(CPU))
+    assert found.model_classes == 3
     return found.correct, found.samples, found.classes
 
 

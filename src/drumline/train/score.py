@@ -55,6 +55,7 @@ class ScoreResult:
     """For which the model gave NaN or infinity; they count as wrong."""
     classes: int
     """Of the model's classes, those that the evaluation set has samples of."""
+    model_classes: int
     broken_samples: int
 
 
@@ -118,7 +119,8 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
             "which count as wrong; there is no mean loss"
             + (". Try train.precision=fp32" if prepare.precision(recipe, world) is not None else "")
         )
-    top5 = f"top-5 {found.accuracy5:.2%}, " if _classes(recipe, sets) > 5 else ""
+    model_classes = _classes(recipe, sets)
+    top5 = f"top-5 {found.accuracy5:.2%}, " if model_classes > 5 else ""
     display.result(
         f"top-1 {found.accuracy:.2%} ({found.top1:,} of {found.samples:,}), {top5}loss {loss(found.loss)}"
     )
@@ -133,6 +135,7 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
         loss=found.loss if math.isfinite(found.loss) else None,
         nonfinite_samples=found.nonfinite,
         classes=len(np.unique(sets.eval.labels)),
+        model_classes=model_classes,
         broken_samples=len(sets.bad[1].bad),
     )
 
