@@ -226,6 +226,19 @@ def test_a_folder_without_splits_is_scored_whole(
         prepare.prepare_sets(recipe(root / "val", weights), alone(CPU))
 
 
+def test_training_images_are_not_scored_for_want_of_others(weights: Path, tmp_path: Path) -> None:
+    root = photos(tmp_path / "all")
+    (root / "val").rename(root / "vall")
+    with pytest.raises(UserError, match="is 'vall' meant to be val"):
+        scored(root, weights)
+    shutil.rmtree(root / "vall")
+    shutil.make_archive(str(tmp_path / "train"), "tar", root)
+    for data in (root, tmp_path / "train.tar"):
+        with pytest.raises(UserError, match="has a folder 'train' and no evaluation split"):
+            scored(data, weights)
+    assert scored(root / "train", weights) == (6, 6, 3)
+
+
 def test_other_data_does_not_inherit_the_holdout_of_the_run(
     weights: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

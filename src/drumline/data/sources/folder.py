@@ -91,8 +91,13 @@ def open_folder(spec: SourceSpec) -> FolderSource:
     train_root, eval_root = _layout(path, spec.whole)
     classes = _class_folders(train_root)
     if eval_root is None:
-        if spec.split == "eval" and train_root != path and not spec.whole:
+        if spec.split == "eval" and train_root == str(Path(path, "train")):
             _refuse_misspelt(path, spec.holdout)
+            if spec.whole:
+                raise NoEvalSplit(
+                    f"{path} has a folder 'train' and no evaluation split",
+                    fix=f"give the folder to score: data.path={train_root} for its training images",
+                )
         files, labels, others = _scan(train_root, classes, classes)
         rows = holdout_ids(labels, spec, path)
         return FolderSource(labels[rows], tuple(classes), files, rows, others)

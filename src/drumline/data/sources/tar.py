@@ -20,6 +20,7 @@ from drumline.data.reading import open_regular, refused
 from drumline.data.sources.base import (
     Images,
     MappedFiles,
+    NoEvalSplit,
     NoTrainSplit,
     SourceSpec,
     holdout_ids,
@@ -88,6 +89,11 @@ def open_tar(spec: SourceSpec) -> TarFiles:
     archive = map_file(_present(file))
     top, members = _tree(archive, file)
     train, evaluation = _layout(top, file, spec.whole)
+    if spec.whole and evaluation is None and train is top.folders.get("train"):
+        raise NoEvalSplit(
+            f"{file} has a folder 'train' and no evaluation split",
+            fix="unpack it and give the folder to score, or pack a val/ beside it",
+        )
     classes = _class_folders(train, file)
     if len(classes) == 1 and (only := train.folders[classes[0]]).images and not only.folders:
         raise UserError(
