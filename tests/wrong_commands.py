@@ -64,8 +64,10 @@ WRONG_COMMANDS = [
     _line("Lightning's epochs, bare", "--max-epochs 3", "did you mean --train.epochs 3?"),
     _line("three meanings", "train.name=x", "did you mean run.name=x, model.name=x or optim.name=x?"),
     # Values on the command line.
-    _line("empty path", "data.path=", "data.path=: is empty", "shell variable", "data.source=digits"),
-    _line("empty name", "run.name=", "run.name=: is empty", "give a name, or auto"),
+    _line(
+        "empty path", "data.path=", "data.path=: the value is empty", "shell variable", "data.source=digits"
+    ),
+    _line("empty name", "run.name=", "run.name=: the value is empty", "give a name or auto"),
     _line("an example without a fraction", "train.epochs=x", "for example train.epochs=10"),
     _line("a side of thousands", "data.size=99999", "data.size=99999: too large", "give at most 8276"),
     _line("text for a number", "--optim.lr fast", "--optim.lr fast", "expected a number", "fix: for example"),

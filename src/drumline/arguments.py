@@ -72,9 +72,9 @@ def parse(argv: Sequence[str], command: str, description: str) -> Invocation:
     empty = line.settings.get("data.path")
     if empty is not None and not empty.value and recipe.data.source == "auto":
         raise UserError(
-            f"{empty.written}: is empty",
-            "give the folder or file of the data (is a shell variable unset?); for the embedded digits, "
-            "write data.source=digits",
+            f"{empty.written}: the value is empty",
+            "give the data folder or file (is a shell variable unset?); for the embedded digits, set "
+            "data.source=digits",
         )
     if impossible := [_complaint(problem, recipe, line, came_from) for problem in problems(recipe)]:
         raise together(impossible)
@@ -253,7 +253,7 @@ def _stray(word: str, waiting: deque[str], command: str) -> UserError:
         _take_loose(waiting)
         fix = f"write {word}=VALUE without spaces, or --{word} VALUE"
     elif command == "eval" and (Path(word).is_file() or (Path(word) / "recipe.toml").is_file()):
-        fix = f"eval scores one model: give `drumline eval {quoted}` as a command of its own"
+        fix = f"eval scores one model at a time: run `drumline eval {quoted}` separately"
     elif (Path(word) / "recipe.toml").is_file():
         again = shlex.quote(str(Path(word) / "recipe.toml"))
         fix = (

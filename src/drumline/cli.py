@@ -312,7 +312,7 @@ def _with_preset(words: list[str]) -> list[str]:
 
 
 def announce(command: str, what: str) -> None:
-    """A person at a terminal sees at once that something happens: importing torch takes seconds."""
+    """Prints a first line at a terminal before torch, which takes seconds, is imported."""
     if sys.stderr is not None and sys.stderr.isatty() and "RANK" not in os.environ:
         from drumline import __version__
         from drumline.observe.story import say

@@ -2,7 +2,7 @@
 
 Promises: writes nothing and starts nothing; opens the data, finds checkpoints and the run folder, and loads the
 weights and teachers into their models, as the run would. Code that a recipe file names is not run without `--trust`.
-Every mistake is reported at once, in the words of the run that would have met it.
+Every mistake is reported at once, with the message that the run would give.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def what_would_be_scored(recipe: Recipe, came_from: Mapping[str, str], trust: bo
 
 
 def show(invocation: Invocation, lines: Callable[[Recipe, Mapping[str, str], bool], list[str]]) -> int:
-    """The recipe on stdout, what would happen on stderr; what would not work ends like the run itself."""
+    """Prints the recipe on stdout and what would happen on stderr. Errors end it as they would end the run."""
     print(describe(invocation.recipe, invocation.came_from), end="", flush=True)
     for line in lines(invocation.recipe, invocation.came_from, invocation.trust):
         print(message(line), file=sys.stderr)
@@ -66,7 +66,7 @@ def _all_of(*checks: Callable[[], list[str]]) -> list[str]:
 
 
 class _DryRun:
-    """Each method checks one thing, by the functions that the run itself calls, and gives lines about it."""
+    """Each method checks one thing with the run's own functions, and returns lines about it."""
 
     def __init__(
         self, recipe: Recipe, came_from: Mapping[str, str], trust: bool, to_score: bool = False
@@ -82,8 +82,8 @@ class _DryRun:
         data = self.recipe.data
         self._source = detect_source(data.source, data.path)
         if self._is_untrusted((self._source,), "data.source"):
-            return [f"data: {self._source}; not opened: that runs its code (--trust)"]
-        # Without workers, which would be measured.
+            return [f"data: {self._source}; not opened, because that would run its code; --trust allows it"]
+        # No workers: to choose their number, the data would be timed.
         quick = replace(self.recipe, data=replace(data, workers=0, decode="cpu"))
         self._sets = sets = prepare_sets(quick, self._world(), self._to_score)
         name = f"data: {self._source}{f' {data.path}' if data.path else ''}"
@@ -108,7 +108,7 @@ class _DryRun:
         if weights:
             resolve_weights(weights, FIELDS)
         if self._is_untrusted((name,), "model.name"):
-            return [f"model: {name}; not built: that runs its code (--trust)"]
+            return [f"model: {name}; not built, because that would run its code; --trust allows it"]
         words: tuple[str, ...] = ()
         if weights and self._sets is not None:
             module, words = prepare_model(self.recipe, Classes.of(self._sets.train), self._world())
@@ -126,9 +126,11 @@ class _DryRun:
         model = self.recipe.model
         file = resolve_weights(model.weights)
         if self._is_untrusted((model.name,), "model.name"):
-            return [f"model: {model.name}, weights {file}; not built: that runs its code (--trust)"]
+            return [
+                f"model: {model.name}, weights {file}; not built, because that would run its code; --trust allows it"
+            ]
         if self._sets is None:
-            return [f"model: {model.name}, weights {file}; not checked without the data"]
+            return [f"model: {model.name}, weights {file}; not checked, because the data was not opened"]
         *_, words = model_to_score(self.recipe, self._sets, self._world())
         return [f"model: {model.name}", *words]
 
@@ -143,7 +145,7 @@ class _DryRun:
         by = ", ".join(f"{name} ({path})" for name, path in zip(names, distill.teacher_weights, strict=True))
         words: list[str] = []
         if self._is_untrusted(names, "distill.teacher"):
-            by += "; not built: that runs its code (--trust)"
+            by += "; not built, because that would run its code; --trust allows it"
         elif sets is not None:
             loaded = load_teachers(self.recipe, Classes.of(sets.train), self._world())
             words = [note for each in loaded for note in each.notes]
@@ -158,7 +160,7 @@ class _DryRun:
         return alone(torch.device("cpu"))
 
     def _whole_world(self) -> World:
-        """As many processes as the run has, to count with."""
+        """A world with as many processes as the run has, for counting."""
         import torch
 
         from drumline.launch.worker import local_processes

@@ -34,8 +34,8 @@ Classes are matched by name. Data that has its classes in another order, or only
 correctly; a class that the model was not trained on is an error. Data without class names (idx, npz) must
 have as many classes as the model.
 
-Data needs no splits here: class folders alone, or val/ alone, are scored whole. Data with an evaluation split
-(val/) is scored on that. The data.holdout of a run applies to its own data only.
+Data does not need splits: class folders alone, or val/ alone, are scored in full. If the data has both splits,
+only the evaluation split (val/) is scored. A run's data.holdout applies only to its own data.
 
 useful settings:
   data.path=FOLDER          other data: its evaluation split or, without splits, all of it
@@ -55,7 +55,7 @@ examples:
   drumline eval runs/photos                           the best weights of a run
   drumline eval runs/photos/checkpoints/step-500      one of its checkpoints
   drumline eval runs/photos data.path=other           on other photographs
-  drumline eval runs/photos data.path=photos/val      a folder of classes, whole
+  drumline eval runs/photos data.path=photos/val      all images of a folder
   drumline eval best.safetensors data.path=photos     exported weights, anywhere
   drumline eval resnet50.pth model.name=resnet50 data.path=photos
 """
@@ -87,7 +87,7 @@ def evaluate(argv: Sequence[str]) -> int:
             "eval needs a model",
             f"did you mean `drumline eval {shlex.quote(str(Path(argv[0]).parent))}`?"
             if beside
-            else "give a run folder, a checkpoint or a weights file first",
+            else "give a run folder, a checkpoint or a weights file as the first argument",
         )
     if invocation.dry_run:
         from drumline.dry_run import show, what_would_be_scored
@@ -121,7 +121,7 @@ def _settings(path: Path) -> list[str]:
 
 
 def _without_the_runs_holdout(path: Path, invocation: Invocation) -> Invocation:
-    """The run divided its own data. Other data is not divided, unless the command line asks for it."""
+    """Drops the run's data.holdout for other data, unless the command line sets it."""
     from drumline.recipe_file import load_recipe
     from drumline.state.folder import run_of
 

@@ -16,7 +16,7 @@ from drumline.recipe_layouts import STAGED, Problem, layout_problems
 
 DEFAULT_SHARDS = 8
 MAX_SIDE = 9459
-"""Of a square image within `data.limits.MAX_PIXELS`."""
+"""Side of the largest square image within `data.limits.MAX_PIXELS`."""
 
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
@@ -176,7 +176,7 @@ def _bounds(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("optim.milestones", "starts before the run", "give epochs above 0")
     name = recipe.run.name
     if not name:
-        yield Problem("run.name", "is empty", "give a name, or auto")
+        yield Problem("run.name", "the value is empty", "give a name or auto")
     elif name in (".", "..") or any(sign in name for sign in "/\\\0\r\n"):
         yield Problem("run.name", "not a plain folder name", "put the folder into run.dir")
     if len(name.encode(errors="replace")) > 255:

@@ -24,8 +24,8 @@ def message(text: str) -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    """The text in lines of at most `width` signs, broken between words and never inside `a command`. Lines that go on
-    are indented like their first one, and below `fix:` a little more."""
+    """Wraps text at `width` characters, between words and never inside `a command`. Continuation lines have two
+    more spaces of indentation than the line they continue."""
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())]
@@ -43,5 +43,5 @@ def either(names: Sequence[str]) -> str:
 
 
 def counted(number: int, one: str, several: str = "") -> str:
-    """A number and what it counts: `1 class`, `2,000 samples`."""
+    """A number and the noun it counts: `1 class`, `2,000 samples`."""
     return f"{number:,} {one if number == 1 else several or one + 's'}"

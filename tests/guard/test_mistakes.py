@@ -23,12 +23,12 @@ FOUND = {
     "module-call": (
         "bypass",
         1,
-        ["around its DDP wrapper", line_of("out = model.module(x)"), "calls Net itself"],
+        ["around its DDP wrapper", line_of("out = model.module(x)"), "calls Net directly"],
     ),
     "submodule-call": (
         "bypass",
         1,
-        [line_of("out = net.head(F.relu(net.norm(net.conv(x))).flatten(1))"), "calls Conv2d 'conv' itself"],
+        [line_of("out = net.head(F.relu(net.norm(net.conv(x))).flatten(1))"), "calls Conv2d 'conv' directly"],
     ),
     "unwrapped": (
         "bypass",

@@ -31,5 +31,5 @@ def test_one_line_of_drumline_stops_it_at_step_1_with_the_line_to_change() -> No
         told = outcome.told(rank)
         assert "[bypass]: the model was taken out of its DDP wrapper" in told
         assert f"fix: change {SCRIPTS}/story.py:{number}: `{LINE}`" in told
-        assert "`features, logits = module_list[0](x)` calls Net '0' itself" in told
+        assert "`features, logits = module_list[0](x)` calls Net '0' directly" in told
         assert "since: step 1" in told

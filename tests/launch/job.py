@@ -176,8 +176,8 @@ def lost(folder: Path, rank: int) -> None:
 
 
 def hung(folder: Path, rank: int) -> None:
-    """`hung HOW [deaf]`: at its first start rank 1 stops to beat after five steps; the others wait after six. `deaf`:
-    they cannot be asked to stop, like one that waits in a collective."""
+    """`hung HOW [deaf]`: at its first start rank 1 stops beating after five steps; the others wait after six. `deaf`:
+    they ignore requests to stop, like a process that waits in a collective."""
     if "deaf" in sys.argv:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     heartbeat.connect(os.environ)

@@ -79,8 +79,6 @@ def test_a_restart_lost_before_its_first_checkpoint_is_not_taken_for_another_run
 
 
 def test_a_machine_that_does_not_see_the_folder_does_not_begin_again(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"the folder of the run that is to be continued, .* is not there"
-    ) as caught:
+    with pytest.raises(UserError, match=r"the folder of the run to continue, .* does not exist") as caught:
         resume_word(recipe(tmp_path), "x")
-    assert "common disk" in caught.value.fix
+    assert "shared disk" in caught.value.fix

@@ -284,4 +284,4 @@ def test_a_suggested_package_that_is_not_installed_is_said(monkeypatch: pytest.M
 def test_a_file_for_a_module_is_told_apart(name: str) -> None:
     with pytest.raises(UserError, match="names a file, not a module") as caught:
         create_model(name + ":net" * (":" not in name))
-    assert "put the folder /home/me on PYTHONPATH and write model.name=wn:net" in caught.value.fix
+    assert "add the folder /home/me to PYTHONPATH and set model.name=wn:net" in caught.value.fix

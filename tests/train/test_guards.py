@@ -102,7 +102,7 @@ def test_a_finding_reads_as_what_where_since_and_fix() -> None:
     error = as_error(Finding("drift", "it drifts", where="rank 1", since="step 2", fix="do not"))
     assert str(error) == (
         "guard [drift]: it drifts\n  where: rank 1\n  since: step 2\n"
-        "  fix: do not; with --guard.action warn the run continues past it"
+        "  fix: do not; to continue anyway, use --guard.action warn"
     )
 
 

@@ -234,7 +234,7 @@ def test_training_images_are_not_scored_for_want_of_others(weights: Path, tmp_pa
     shutil.rmtree(root / "vall")
     shutil.make_archive(str(tmp_path / "train"), "tar", root)
     for data in (root, tmp_path / "train.tar"):
-        with pytest.raises(UserError, match="has a folder 'train' and no evaluation split"):
+        with pytest.raises(UserError, match="has a folder 'train' but no evaluation split"):
             scored(data, weights)
     assert scored(root / "train", weights) == (6, 6, 3)
 
@@ -268,7 +268,7 @@ def test_a_wrong_path_is_answered_with_the_command_that_is_meant(
         shutil.copy(weights, tmp_path / name / "weights" / "best.safetensors")
     monkeypatch.chdir(tmp_path)
     for words, meant in (
-        (["a", "b"], "eval scores one model: give `drumline eval b`"),
+        (["a", "b"], "eval scores one model at a time: run `drumline eval b`"),
         (["a/weights/best.safetensors", "b/weights/best.safetensors"], "`drumline eval b/weights/best"),
         (["a/recipe.toml"], "did you mean `drumline eval a`?"),
     ):

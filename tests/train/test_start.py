@@ -311,10 +311,18 @@ def _pictures(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("split", "change", "words"),
     [
-        ("train", lambda cats: (cats / "0.png").rename(cats / "x.png"), "other names, sizes or labels"),
-        ("train", lambda cats: (cats / "0.png").unlink(), "15 samples, 16 then"),
-        ("train", lambda cats: shutil.copy(cats / "1.png", cats / "0.png"), "other"),
-        ("val", lambda cats: (cats / "0.png").rename(cats / "x.png"), "other names, sizes or labels"),
+        (
+            "train",
+            lambda cats: (cats / "0.png").rename(cats / "x.png"),
+            "sample names, sizes, labels or order differ",
+        ),
+        ("train", lambda cats: (cats / "0.png").unlink(), "15 samples, previously 16"),
+        ("train", lambda cats: shutil.copy(cats / "1.png", cats / "0.png"), ": sample "),
+        (
+            "val",
+            lambda cats: (cats / "0.png").rename(cats / "x.png"),
+            "sample names, sizes, labels or order differ",
+        ),
     ],
 )
 def test_a_resume_on_changed_data_warns_and_strict_mode_refuses_it(
@@ -328,12 +336,12 @@ def test_a_resume_on_changed_data_warns_and_strict_mode_refuses_it(
     change(tmp_path / "data" / split / "cats")
     if split == "train":
         strict = replace(again, run=replace(again.run, strict=True, shards=1))
-        with pytest.raises(UserError, match=f"the training set is not the one of .*{words}"):
+        with pytest.raises(UserError, match=f"the training set differs from that of .*{words}"):
             train(strict, alone(CPU))
     train(again, alone(CPU))
     side = "training" if split == "train" else "evaluation"
     said = (tmp_path / "one/log.txt").read_text()
-    assert f"WARNING: the {side} set has changed since step-2, the result may differ: " in said
+    assert f"WARNING: the {side} set has changed since step-2, so the result may differ: " in said
     assert words in said
     train(replace(again, train=replace(again.train, steps=4)), alone(CPU))
     assert (tmp_path / "one/log.txt").read_text().count(f"the {side} set has changed") == 1

@@ -1,5 +1,5 @@
-"""Which samples a source has, as digests that ranks, and a run with its checkpoints, compare: names, sizes and labels
-of all, contents of some.
+"""Digests that identify the samples of a source: names, sizes and labels of all, contents of some. Ranks compare them
+with each other, and a resumed run compares them with its checkpoint.
 
 Promises: depends on what the data is, not on where it lies; the same on every machine that has the same data.
 Names and labels of all samples are covered, and sizes of up to `SIZES` image files per set (all where they are known
@@ -39,16 +39,16 @@ Entry = list[str | int]
 
 @dataclass(frozen=True)
 class Identity:
-    """A set of samples."""
+    """Identifies a set of samples."""
 
     samples: int
     blocks: list[str]
     chosen: list[int]
     contents: list[str]
-    """Of the chosen samples."""
+    """Digests of the contents of the chosen samples."""
 
     def summary(self) -> dict[str, str | int]:
-        """A few plain values, to be kept with a checkpoint."""
+        """A few plain values to store with a checkpoint."""
         return {
             "samples": self.samples,
             "entries": _digest("".join(self.blocks).encode()),
@@ -58,19 +58,19 @@ class Identity:
 
 
 def identify(source: Source, seed: int) -> Identity:
-    """Reads the chosen samples."""
+    """The identity of a source. Reads the chosen samples."""
     return Identity(len(source), block_digests(source), *content_digests(source, seed))
 
 
 def changed_samples(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """In what two summaries differ, in words; nothing where they are equal."""
+    """Describes how two summaries differ; empty if they are equal."""
     if then.get("samples") != now["samples"]:
-        return f"{now['samples']:,} samples, {printable(str(then.get('samples'))[:20])} then"
+        return f"{now['samples']:,} samples, previously {printable(str(then.get('samples'))[:20])}"
     if then.get("entries") != now["entries"]:
-        return "other names, sizes or labels of samples, or another order"
-    if then.get("chosen") != now["chosen"]:  # by another seed
+        return "sample names, sizes, labels or order differ"
+    if then.get("chosen") != now["chosen"]:  # with a different seed
         return ""
-    return "other contents of samples" if then.get("contents") != now["contents"] else ""
+    return "sample contents differ" if then.get("contents") != now["contents"] else ""
 
 
 def block_digests(source: Source) -> list[str]:

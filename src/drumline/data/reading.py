@@ -80,10 +80,12 @@ def read_whole(path: str | os.PathLike[str], most: int | None = None) -> bytes:
 
 
 def _some(stream: FileIO, most: int, path: str | os.PathLike[str]) -> bytes:
-    """Up to `most` bytes. A file of the kernel's that has nothing to give yet is no file of data either."""
+    """Reads up to `most` bytes. Rejects a kernel file that has no content yet, because reading it would block."""
     part: bytes | None = stream.read(most)
     if part is None:
-        raise NotRegular(f"{os.fspath(path)} has no content yet and would wait", "remove it from the data")
+        raise NotRegular(
+            f"{os.fspath(path)} has no content yet: reading it would block", "remove it from the data"
+        )
     return part
 
 

@@ -174,7 +174,7 @@ def _check(array: Pixels, size: tuple[int, int], box: Box | None, version: Versi
     if size[0] * size[1] > MAX_PIXELS or max(size[0] * height, width * size[1]) > 8 * MAX_PIXELS:
         raise UserError(
             f"resize: size = {size!r} is too large for an image of {width} x {height} pixels",
-            fix=f"give a size of at most {MAX_PIXELS:,} pixels, and less for very long images",
+            fix=f"give a size of at most {MAX_PIXELS:,} pixels; very wide or tall images need a smaller one",
         )
     if version not in get_args(Version):
         raise UserError(f"resize: version = {version!r}", fix=f"use one of {', '.join(get_args(Version))}")

@@ -70,7 +70,7 @@ def find_window(source: EncodedSource, view: View, seed: int, epoch: int, sample
         candidate = substitute(seed, epoch, sample, attempt, len(source))
     tried = counted(len({each.sample for each in bad}), "sample")
     raise UserError(
-        f"nothing can be shown in place of a broken sample: {tried} cannot be read, the last of them: {bad[-1].what}",
+        f"no readable substitute for a broken sample: {tried} cannot be read, the last of them: {bad[-1].what}",
         fix="check the disk or the network share; `drumline verify` lists every broken sample",
     )
 

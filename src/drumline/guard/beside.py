@@ -104,7 +104,7 @@ class Beside:
                 self.followers.append(Follower(name, module, False, self._is_copy(module)))
 
     def others_train(self) -> bool:
-        """Whether parameters of an optimizer that was not handed over have gradients."""
+        """Whether any parameter of an optimizer that was not passed to the guard has a gradient."""
         (optimizers,) = _objects(Optimizer)
         others = [one for one in optimizers if not any(one is mine for mine in self._optimizers)]
         return any(

@@ -42,15 +42,14 @@ def evidence(forwards: Forwards) -> dict[str, Any]:
 
 
 def stepped_around(seen: Sequence[Mapping[str, Any]], tensor: str, since: str) -> Finding | None:
-    """Weights that differ between ranks, where a rank has stepped after calling the model around its wrapper."""
+    """Weights that differ between ranks after a rank stepped with the model called around its wrapper."""
     one = max(seen, key=lambda each: int(each["around"]))
     if not one["around"]:
         return None
     steps = f"{one['around']} step{'s' * (one['around'] > 1)}"
     return Finding(
         "bypass",
-        f"ranks have drifted apart: {steps} used gradients of a model called around its DDP wrapper, which are not "
-        "exchanged",
+        f"ranks have drifted apart: {steps} called the model around its DDP wrapper, so gradients were not exchanged",
         f"{one['around_first']}; parameter '{tensor}' differs",
         since,
         _THROUGH,
@@ -61,14 +60,14 @@ def _called(direct: Direct | None) -> str:
     if direct is None:
         return ""
     name = f"{direct.kind} '{direct.name}'" if direct.name else direct.kind
-    return f"{direct.places[0]} calls {name} itself" if direct.places else f"{name} is called itself"
+    return f"{direct.places[0]} calls {name} directly" if direct.places else f"{name} is called directly"
 
 
 def local_gradients(
     tensor: str, accused: Sequence[int], seen: Sequence[Mapping[str, Any]], step: int, foreign: bool
 ) -> Finding:
     """The finding, from the tensor that differs, the ranks, and what all ranks saw."""
-    differs = f"the gradient of '{tensor}' differs on {_ranks(accused)}"
+    differs = f"the gradient of '{tensor}' differs on {rank_names(accused)}"
     first = next((one for one in seen if one["through"] == 0), seen[0])
     called = f"{first['called']}; " if first["called"] else ""
     if foreign:
@@ -104,5 +103,6 @@ def local_gradients(
     return Finding("bypass", what, where, f"step {step}", fix)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def rank_names(ranks: Sequence[int]) -> str:
+    """`rank 1`, or `ranks 1, 2`."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -17,8 +17,8 @@ from drumline.state.fingerprint import fingerprint, fingerprints_of, first_diffe
 _GLANCE = 1 << 16
 _MOST_LEVELS = 4
 _SCALES = 10.0
-"""Inputs whose spread differs by such a factor, or whose means lie so many deviations apart, were prepared in another
-way. Ranks with data of their own (classes, sites, noise) stay far below."""
+"""Inputs whose standard deviations differ by this factor, or whose means lie this many deviations apart, were
+prepared differently. Ranks with different data (classes, sites, noise) stay far below it."""
 
 
 def numbers(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -99,7 +99,7 @@ def sample_of(tensor: torch.Tensor | None, count: int = 1024) -> list[float]:
 
 
 def levels(tensors: Iterable[torch.Tensor]) -> list[tuple[float, float]]:
-    """Mean and standard deviation of the first inputs of a batch that are no vectors and not constant."""
+    """Mean and standard deviation of the first floating-point inputs of a batch with more than one dimension."""
     found = []
     for tensor in tensors:
         if tensor.dim() > 1 and tensor.is_floating_point() and _is_plain(tensor) and tensor.numel() > 1:
@@ -109,7 +109,7 @@ def levels(tensors: Iterable[torch.Tensor]) -> list[tuple[float, float]]:
 
 
 def far_apart(said: Sequence[Sequence[Sequence[float]]]) -> tuple[int, int] | None:
-    """The places of the first two ranks whose inputs are on different scales."""
+    """The indices of the first two ranks whose inputs are on different scales."""
     for place, other in enumerate(said):
         if len(other) != len(said[0]):
             return None

@@ -36,7 +36,7 @@ def root_of(dataset: Any) -> tuple[Any, Callable[[int], int]]:
 
 
 def length_of(sized: Any) -> int | None:
-    """The length of a loader or a data set; None where it has none, as over an IterableDataset."""
+    """The length of a loader or a data set; None if it has none, for example over an IterableDataset."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):
@@ -44,7 +44,7 @@ def length_of(sized: Any) -> int | None:
 
 
 def contents_of(dataset: Any, depth: int = 3) -> dict[str, str]:
-    """A hash of each attribute of a data set, and of its type and length. Data sets that it wraps are read too."""
+    """A hash of each attribute of a data set, and of its type and length. Includes the data sets that it wraps."""
     length = length_of(dataset)
     parts = {"type": _hash(f"{type(dataset).__name__} {length}")}
     for name, value in getattr(dataset, "__dict__", {}).items():

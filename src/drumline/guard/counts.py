@@ -27,7 +27,7 @@ def miscounted(ranks: Sequence[int], counts: Sequence[int | None], of: int, sinc
     if total == of or all(count == of for count in known):
         return None
     same = len(set(known)) == 1 and len(known) > 1 and 4 * known[0] > 3 * of
-    if same:  # no part of the whole: each rank gives a total
+    if same:  # too large for a share: each rank passed a total
         total = known[0]
     off = abs(total - of)
     samples = f"{off} sample{'s' if off > 1 else ''}"
@@ -43,5 +43,7 @@ def miscounted(ranks: Sequence[int], counts: Sequence[int | None], of: int, sinc
             "set drop_last=False for the evaluation's loader and sampler, and read every batch on every rank"
         )
     if same:
-        fix += ". Every rank gives the same count, a total: pass what this rank counted itself, before all_reduce"
+        fix += (
+            ". All ranks passed the same count, a total: pass each rank's own count, from before all_reduce"
+        )
     return Finding("evaluation", what, where=told, since=since, fix=fix)

@@ -169,7 +169,7 @@ class Hidden:
         del self._before[:-_MOST_REPLACED]
 
     def restart(self) -> None:
-        """Gradients were emptied since the last backward: its NaN has gone with them, nothing hides it."""
+        """The gradients were cleared after the last backward, and its NaN with them: nothing hides it."""
         self._after.clear()
 
     def look(self, step: int, calls: Sequence[Call], held: Iterable[torch.Tensor]) -> int | None:
@@ -178,7 +178,7 @@ class Hidden:
         if step <= AT_ONCE:
             now = sum(gradient._version + id(gradient) for gradient in dense_gradients(held))
             self._changed += now != self._versions
-        # A call that no gradient came back to was left out of the step.
+        # A call that received no gradient is not part of the step.
         used = [call for call in calls if call.output_gradients]
         values = [value for call in used for value in (*call.outputs, *call.output_gradients)] + after
         values = [value.float() for value in values if value.device == values[0].device]
@@ -194,8 +194,8 @@ class Hidden:
 
 
 def _largest(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The largest absolute value of each, by one fused kernel per device and type. It does not overflow where the
-    values do not, as a sum of squares does."""
+    """The largest absolute value of each, by one fused kernel per device and type. Unlike a sum
+    of squares, it overflows only if the values do."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, tensor in enumerate(tensors):
         groups.setdefault((tensor.device, tensor.dtype), []).append(place)

@@ -65,7 +65,7 @@ class Forwards:
         self.synced = True
         self.direct: Direct | None = None
         self.around = 0
-        """Steps since ranks last agreed in which the model was called around its wrapper alone."""
+        """Steps, since the ranks last agreed, in which the model was called only around its wrapper."""
         self.around_first: Direct | None = None
         self._depth = 0
         self._several = several
@@ -94,11 +94,11 @@ class Forwards:
         self.wrapped_calls, self._depth, self.synced, self.direct = 0, 0, True, None
 
     def agreed(self) -> None:
-        """All ranks have the same weights: steps around the wrapper did no harm so far."""
+        """All ranks have the same weights: steps around the wrapper have done no harm so far."""
         self.around, self.around_first = 0, None
 
     def restart(self) -> None:
-        """Gradients were emptied: what was computed for them belongs to no step."""
+        """The gradients were cleared: the calls that produced them belong to no step."""
         self.calls[:] = [call for call in self.calls if not call.output_gradients]
 
     def gradient_arrived(self) -> bool:

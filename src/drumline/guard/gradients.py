@@ -80,7 +80,7 @@ def without_gradient(names: Sequence[str], steps: int) -> Finding:
 
 
 def unconnected(steps: int) -> Finding:
-    """No parameter has ever had a gradient though backward was called."""
+    """No parameter has ever had a gradient, although backward was called."""
     return Finding(
         "parameters",
         f"no parameter had a gradient in the first {steps} steps: the loss is not connected to the model",
@@ -95,7 +95,7 @@ def never_stepped(number: int, kind: str, backwards: int) -> Finding:
     """Backward reaches the parameters of an optimizer that is never stepped."""
     return Finding(
         "parameters",
-        f"optimizer {number} ({kind}) was never stepped, though backward reached its parameters: never trained",
+        f"optimizer {number} ({kind}) was never stepped: backward reached its parameters, but they are not trained",
         where=f"at least {backwards} backward passes",
         since="step 1",
         fix="call its step(), or do not pass it to drumline.guard",

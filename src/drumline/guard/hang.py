@@ -132,8 +132,8 @@ def _crossed(beats: Mapping[int, Beat]) -> tuple[str, str] | None:
 
 
 def skipped_step(beats: Mapping[int, Beat], since: int = 1) -> tuple[str, str] | None:
-    """The first step, from `since` on, in which a rank made more forward passes than another: it left the update
-    out."""
+    """The first step, from `since` on, in which a rank made more forward passes than another: it skipped the
+    update."""
     steps = sorted({max(first, since) for beat in beats.values() for first, _ in beat.passes})
     for step in steps:
         counts = {rank: beat.passes_in(step) for rank, beat in beats.items()}

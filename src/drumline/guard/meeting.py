@@ -20,7 +20,7 @@ from drumline.errors import UserError
 _NUMBERS = count()
 _ABSENT_AFTER = 60.0
 PATIENCE = 20.0
-"""Seconds that a comparison waits for the other ranks. One that comes later reads what the others left."""
+"""Seconds that a comparison waits for the other ranks. A rank that arrives later reads what the others left."""
 
 
 class Absent(Exception):

@@ -35,13 +35,13 @@ _ORDER = ("parameter", "batch", "forward", "loss", "backward")
 def investigate(
     bad: Bad, model: nn.Module, meeting: Meeting, pause: Callable[[], None], folder: Path
 ) -> Finding:
-    """What all ranks say of a bad step, with this rank's batch kept in `folder`."""
+    """Combines the verdicts of all ranks on a bad step, and saves this rank's batch in `folder`."""
     key = f"non-finite/{bad.step}"
     verdict = locate(bad.calls, dict(model.named_parameters()), bad.parameter)
     verdicts = meeting.gather(key, verdict, pause, seconds=_VERDICT_SECONDS)
     finding = Finding(**meeting.first(f"{key}/said", vars(finding_of(meeting.ranks, verdicts, bad.step))))
     path = keep_batch(folder, bad.step, meeting.rank, bad.calls, finding, bad.ids)
-    return replace(finding, fix=f"{finding.fix}; batch of each rank saved, here {path}")
+    return replace(finding, fix=f"{finding.fix}; each rank saved its batch, this one to {path}")
 
 
 def locate(

@@ -20,12 +20,12 @@ from drumline.guard.gradients import never_stepped, outside, strangers, unconnec
 
 PATIENCE = 20
 _SHORT = 8
-"""Steps of a run that ends before `PATIENCE`, from which on a parameter without gradient is worth a warning."""
+"""A run that ends before `PATIENCE` warns about parameters without gradient if it has at least this many steps."""
 _UNCONNECTED = 3
 _NEVER_STEPPED = 4
-"""Backward passes that reach the parameters of an optimizer before it should have stepped."""
+"""Backward passes that reach the parameters of an optimizer by when it should have stepped."""
 _MOST_CALLS = 256
-"""Calls of backward that are looked at before any optimizer has stepped."""
+"""Maximum number of backward calls that are examined before any optimizer has stepped."""
 Found = tuple[Finding, bool]
 
 
@@ -46,7 +46,7 @@ class Parameters:
         self._backwards = self._calls = 0
 
     def backward_ended(self, in_step: bool) -> None:
-        """Gradients are in place. One that the script removes before the step has still arrived."""
+        """Gradients are in place. A gradient that the script removes before the step counts as arrived."""
         self._backwards += in_step
         self._calls += 1
         if max(self._steps) > PATIENCE or (self._calls > _MOST_CALLS and not any(self._steps)):
@@ -106,7 +106,7 @@ class Parameters:
         if step != _UNCONNECTED or number or self._backwards < step:
             return None
         if any(p.grad is not None for p in self._model.parameters()):
-            return None  # the optimizer holds other tensors: `placed`
+            return None  # the optimizer holds other tensors: `placed` reports it
         return unconnected(step), not self._beside.others_train()
 
     def placed(self, optimizer: Optimizer, taught: Sequence[nn.Parameter], step: int) -> list[Found]:

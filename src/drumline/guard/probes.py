@@ -73,7 +73,7 @@ class Probes:
         self._strikes: list[dict[str, int]] = [{} for _ in range(count)]
         self._ended = False
         self._mark: torch.Tensor | None = None
-        """A parameter that has had a gradient, for what needs no values."""
+        """A parameter that has had a gradient, for checks that need no values."""
 
     def before_step(
         self, number: int, optimizer: Optimizer, step: int, arrived: Callable[[], bool]
@@ -115,7 +115,7 @@ class Probes:
         return found
 
     def emptied(self) -> bool:
-        """Whether gradients have been emptied since the last backward, as far as can be known without waiting."""
+        """Whether gradients were cleared after the last backward, as far as this is known without waiting."""
         probes = self._all()
         if not probes or self._ended:
             return self._mark is not None and self._mark.grad is None

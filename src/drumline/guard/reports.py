@@ -1,7 +1,7 @@
-"""How findings leave the guards of one model: this rank alone or all ranks together, as a stop or a warning.
+"""Reports the findings of one model's guards: on this rank or on all ranks, as a stop or a warning.
 
 Promises: a rank that stops leaves its finding in the store first, and every rank that waits for others, or is about
-to step, stops with the same one. What all ranks find alike is printed by the first of them only.
+to step, stops with the same one. Only the first rank prints what all ranks find.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class Reports:
         self.stopped = False
 
     def together(self, finding: Finding, certain: bool) -> None:
-        """What all ranks found alike: the first one alone warns."""
+        """A finding that all ranks share: only the first rank warns."""
         if certain and self.teller.action == "stop":
             self.tell(finding)
         elif self._meeting.rank == self._meeting.ranks[0]:
             self.teller.warn(finding)
 
     def alone(self, finding: Finding, certain: bool) -> None:
-        """What this rank found by itself."""
+        """A finding of this rank only."""
         (self.tell if certain else self.teller.warn)(finding)
 
     def tell(self, finding: Finding) -> None:
@@ -37,19 +37,19 @@ class Reports:
         self.teller.tell(finding)
 
     def not_compared(self, step: int) -> None:
-        """The other ranks did not come to a comparison in time; one that comes later compares by itself."""
+        """Not all ranks reached a comparison in time. A rank that arrives later compares by itself."""
         self.teller.warn(
             Finding(
                 "waiting",
-                f"ranks were not compared at step {step}: not all of them came in {self._meeting.patience:.0f} s",
+                f"ranks were not compared at step {step}: not all arrived within {self._meeting.patience:.0f} s",
                 f"rank {self._meeting.rank}",
                 f"step {step}",
-                "nothing, if a rank is saving or evaluating; else look for a step that a rank leaves out",
+                "ignore this if a rank is saving or evaluating; otherwise look for a step that a rank skips",
             )
         )
 
     def pause(self) -> None:
-        """While waiting for other ranks: has one of them stopped?"""
+        """Called while waiting for other ranks: stops if one of them has stopped."""
         told = self._meeting.look("alert")
         if told is not None:
             self.stopped = True
@@ -59,7 +59,7 @@ class Reports:
         self.stop_if_found()
 
     def stop_if_found(self) -> None:
-        """Whether the watching thread has found that ranks wait in vain."""
+        """Stops if the watching thread has found a hang."""
         if self._pulse.found is not None:
             self.stopped = True
             raise Stopped(self._pulse.found)

@@ -59,9 +59,9 @@ def resume_word(recipe: Recipe, name: str) -> str:
     folder = Path(recipe.run.dir) / name
     if not folder.is_dir():
         raise UserError(
-            f"run.dir = {recipe.run.dir}: the folder of the run that is to be continued, {name}, is not there",
-            "if it was renamed or moved, put it back and resume by --checkpoint.resume auto; on several machines, "
-            "give all of them a run.dir on a common disk",
+            f"run.dir = {recipe.run.dir}: the folder of the run to continue, {name}, does not exist",
+            "if you renamed or moved it, move it back and resume with --checkpoint.resume auto; on several machines, "
+            "set run.dir to a folder on a shared disk",
         )
     resume = recipe.checkpoint.resume
     saved = any(path.suffix == "" for path in (folder / "checkpoints").glob("step-*"))

@@ -26,7 +26,7 @@ from drumline.text import printable
 FILE = "TORCHELASTIC_ERROR_FILE"
 
 HINTS = {
-    signal.SIGKILL: "out of memory? The kernel kills the largest process then: see `dmesg`, "
+    signal.SIGKILL: "out of memory? The kernel then kills the largest process: see `dmesg`, "
     "and try a smaller data.batch or fewer data.workers",
     signal.SIGBUS: "shared memory full, or a data file that was cut short or cannot be read? See `drumline doctor`; "
     "in Docker, start with --shm-size=8g",

@@ -183,7 +183,7 @@ def _factory(name: str, module_name: str, attribute: str) -> Callable[..., Any]:
         file, called = Path(module_name), attribute or "factory"
         raise UserError(
             f"model {name} names a file, not a module",
-            fix=f"put the folder {file.parent} on PYTHONPATH and write model.name={file.stem}:{called}",
+            fix=f"add the folder {file.parent} to PYTHONPATH and set model.name={file.stem}:{called}",
         )
     if not module_name or not attribute:
         raise UserError(f"model {name!r} has no module or no factory", fix="write package.module:factory")

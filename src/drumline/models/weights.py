@@ -51,7 +51,7 @@ class WeightReport:
 
 @dataclass(frozen=True)
 class WeightFields:
-    """The recipe's fields that weights and their model come from, for messages. Python has none."""
+    """The recipe fields that name weights and their model, for messages. Calls from Python have none."""
 
     weights: str = "model.weights"
     name: str = "model.name"
@@ -305,8 +305,8 @@ def _read(file: Path, fields: WeightFields | None) -> State:
             raise _unreadable(file) from error
         kept = 'checkpoint["state_dict"]' if file.suffix == ".ckpt" else "its state_dict"
         raise UserError(
-            f"{file} is refused: it holds {named[1]} besides tensors, and to read that could run code",
-            fix=f"if you trust it, load it in Python with weights_only=False and save {kept} alone, best as "
+            f"{file} is rejected: it holds {named[1]} besides tensors, and reading that could run code",
+            fix=f"if you trust it, load it in Python with weights_only=False and save only {kept}, preferably as "
             ".safetensors",
         ) from error
     except Exception as error:
@@ -333,7 +333,7 @@ def _state_dict(file: Path, content: object) -> State:
 def _unreadable(file: Path) -> UserError:
     return UserError(
         f"{file} is not a PyTorch weights file",
-        fix="give a file that torch.save wrote; this one may be cut short or damaged: copy or export it again",
+        fix="give a file written by torch.save; this one may be truncated or damaged: copy or export it again",
     )
 
 

@@ -24,7 +24,7 @@ FINISHED, STOPPED, FAILED = "finished: ", "stopped: ", "failed: "
 
 
 EARLY_SECONDS = 0.5
-"""Between two looks for a log.txt, while there are lines for it."""
+"""Seconds between two checks for log.txt while lines wait for it."""
 ERASE_LINE = b"\r\x1b[K"
 SHOW_CURSOR = b"\x1b[?25h"
 
@@ -57,7 +57,7 @@ def append_note(folder: Path, text: str) -> None:
 
 
 def _append(folder: Path, entries: str) -> bool:
-    """Whether log.txt is there and took the entries."""
+    """Appends the entries; returns whether log.txt exists and took them."""
     try:
         handle = os.open(_log_of(folder), os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -110,7 +110,7 @@ class LauncherNotes:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._write, name="log.txt", daemon=True)
                 self._thread.start()
-            # Kept for a log that comes later, it is no end of the processes that write that log.
+            # In a log that appears later, the line must not read as the end of the processes that write that log.
             self._notes.put((stamped(opening + text), stamped("launcher: " + text), self.start))
 
     def close(self, seconds: float = 2.0) -> None:
@@ -134,6 +134,6 @@ class LauncherNotes:
                     self._early.append(later)
 
     def _written(self, entries: str, start: tuple[str, int]) -> bool:
-        """Whether the entries need not be kept: log.txt has them, or belongs to a later start."""
+        """Writes the entries. Returns whether they can be dropped: log.txt has them, or belongs to a later start."""
         folder = self._folder()
         return folder is not None and (lock.is_past(folder, *start) or _append(folder, entries))

@@ -194,7 +194,7 @@ def _check_unsaved(recipe: Recipe, path: Path, found: list[str], begun: bool) ->
             if folder.is_dir()
             else "is not a folder"
             if folder.exists()
-            else "leads nowhere"
+            else "is a broken link"
             if folder.is_symlink()
             else "is missing"
         )

@@ -55,7 +55,7 @@ def code_digest(place: Path) -> str:
 
 
 def _sources(place: Path) -> list[Path]:
-    """The source files of a folder, or the file."""
+    """The source files of a folder, or the file itself."""
     if not place.is_dir():
         return [place]
     return sorted(
@@ -64,7 +64,7 @@ def _sources(place: Path) -> list[Path]:
 
 
 def _module_digest(module: str) -> str:
-    """Of the package or file that a module belongs to, and of those beside it that it imports."""
+    """Digests of the package or file that a module belongs to, and of those beside it that it imports."""
     top = module.partition(".")[0]
     try:
         spec = PathFinder.find_spec(top)
@@ -78,8 +78,8 @@ def _module_digest(module: str) -> str:
 
 
 def _with_neighbours(places: list[Path]) -> list[Path]:
-    """And the files and packages in the same folders that these import, directly or not. Installed libraries have
-    versions, and the files that they import are not followed."""
+    """Adds the files and packages in the same folders that these import, directly or indirectly. Imports of installed
+    libraries are not followed: those libraries have versions."""
     found = list(places)
     for place in found:  # grows while it is walked through
         if place.parent.name in ("site-packages", "dist-packages"):
@@ -95,8 +95,8 @@ def _is_code(path: Path) -> bool:
 
 
 def _imports(file: Path) -> set[str]:
-    """The top-level names that a file imports. One that cannot be parsed fails, with its own message, when it is
-    imported."""
+    """The top-level names that a file imports. A file that cannot be parsed fails with its own message
+    when it is imported."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):

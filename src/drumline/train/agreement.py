@@ -104,8 +104,8 @@ def check_software(recipe: Recipe, world: World) -> list[str]:
 
 
 def check_data(sets: Sets, seed: int, world: World) -> dict[str, dict[str, str | int]]:
-    """Compares classes, names, sizes and labels of all samples, and the contents of some, between ranks. Gives what
-    identifies each set, for checkpoints."""
+    """Compares classes, names, sizes and labels of all samples, and the contents of some, between ranks. Returns
+    the identity of each set, for checkpoints."""
     found = {}
     for side, source in (("training", sets.train), ("evaluation", sets.eval)):
         mine = identify(source, seed)

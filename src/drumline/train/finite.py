@@ -23,7 +23,7 @@ POLL_SECONDS = 0.1
 
 
 def advice(autocast: torch.dtype | None) -> str:
-    """What to try in a run that diverges; one that computes in fp32 is not told to."""
+    """What to try in a run that diverges. Suggests fp32 only if the run does not use it already."""
     more = ", or use train.precision=fp32" if autocast is not None else ""
     return f"lower optim.lr, or add optim.warmup_epochs or optim.clip{more}"
 

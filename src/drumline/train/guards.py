@@ -189,7 +189,7 @@ def as_error(finding: Finding) -> UserError:
     """The finding as the message a run ends with."""
     lines = [f"guard [{finding.guard}]: {finding.what}"]
     lines += [f"  {word}: {text}" for word, text in _details(finding)]
-    return UserError("\n".join(lines), f"{finding.fix}; with --guard.action warn the run continues past it")
+    return UserError("\n".join(lines), f"{finding.fix}; to continue anyway, use --guard.action warn")
 
 
 def one_gpu_each(recipe: Recipe) -> bool:

@@ -198,7 +198,7 @@ def evaluate_run(run: Running, position: Position) -> tuple[Score, Position]:
     if nonfinite:
         run.note(
             f"WARNING: the model's output is not finite for {nonfinite:,} of {counts.samples:,} samples: "
-            f"the run has diverged. To prevent it, {advice(run.step.autocast)}"
+            f"the run has diverged. To prevent this, {advice(run.step.autocast)}"
         )
     if best:
         position = replace(position, best_step=position.step, best_accuracy=counts.accuracy)
@@ -212,8 +212,8 @@ def _nonfinite_weights(run: Running) -> bool:
     names = sorted({name for names in run.world.collect(run.trainee.nonfinite()) for name in names})
     if names:
         run.note(
-            f"WARNING: {', '.join(names[:3])}{', ...' if names[3:] else ''} contain NaN or infinity: this evaluation "
-            "is not taken for the best"
+            f"WARNING: {', '.join(names[:3])}{', ...' if names[3:] else ''} contain{'s' * (len(names) == 1)} NaN or "
+            "infinity: this evaluation does not count as the best"
         )
     return bool(names)
 

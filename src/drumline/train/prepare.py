@@ -73,7 +73,7 @@ class Sets:
 
     @property
     def warnings(self) -> list[str]:
-        """About files that are not images, and classes without samples."""
+        """Warnings about files that are not images and classes without samples."""
         sides = (("training", self.train), ("evaluation", self.eval))
         return [
             f"WARNING: the {side} set has {passed_over_words(source)}"
@@ -170,8 +170,8 @@ class Plan:
 
 
 def prepare_sets(recipe: Recipe, world: World, to_score: bool = False) -> Sets:
-    """Opens the data and decides how it is seen. Data `to_score` needs no splits: without them, all of it is the
-    evaluation set."""
+    """Opens the data and decides how it is seen. With `to_score`, the data needs no splits: without them, all of
+    it is the evaluation set."""
     data = recipe.data
     again = bool(claimed())  # a start of this very run has opened the data before
     name = detect_source(data.source, data.path, again)

@@ -113,7 +113,7 @@ def compare_records(then: ModelRecord | None, now: ModelRecord | None, checkpoin
 def compare_data(
     then: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path, strict: bool
 ) -> list[str]:
-    """What to say when the samples are not those of the checkpoint. Strict mode refuses other training data."""
+    """Warnings about samples that differ from the checkpoint's. Strict mode rejects changed training data."""
     before, words = then.get("data"), []
     for side, summary in now["data"].items():
         if not isinstance(before, dict) or not isinstance(before.get(side), dict):
@@ -121,14 +121,13 @@ def compare_data(
         changed = changed_samples(before[side], summary)
         if changed and strict and side == "training":
             raise UserError(
-                f"run.strict: the {side} set is not the one of {checkpoint}, so the same bits cannot be promised: "
+                f"run.strict: the {side} set differs from that of {checkpoint}, so the same bits cannot be promised: "
                 f"{changed}",
-                "resume with the data the run was started with (data.path), or go on without the promise by "
-                "--run.no-strict",
+                "resume with the run's original data (data.path), or continue without the promise: --run.no-strict",
             )
         if changed:
             words.append(
-                f"WARNING: the {side} set has changed since {checkpoint.name}, the result may differ: {changed}"
+                f"WARNING: the {side} set has changed since {checkpoint.name}, so the result may differ: {changed}"
             )
     return words
 

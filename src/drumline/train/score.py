@@ -141,7 +141,7 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
 
 
 def _classes(recipe: Recipe, sets: prepare.Sets) -> int:
-    """Of the model."""
+    """The number of classes of the model."""
     if recipe.model.classes != "auto":
         return recipe.model.classes
     record = weights_record(resolve_weights(recipe.model.weights, FIELDS))

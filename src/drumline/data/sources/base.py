@@ -43,7 +43,7 @@ class SourceSpec:
     holdout: float = 0.0
     """Share set aside for evaluation, for data without a split of its own."""
     whole: bool = False
-    """Every sample of data without both splits, as `drumline eval` scores it."""
+    """Use every sample if the data does not have both splits, as `drumline eval` does."""
 
 
 class ArraySource:
@@ -212,7 +212,7 @@ class NoEvalSplit(UserError):
 
 
 class NoTrainSplit(UserError):
-    """The data has an evaluation split and nothing to train on."""
+    """The data has an evaluation split but no training split."""
 
 
 def map_file(file: Path) -> Images:

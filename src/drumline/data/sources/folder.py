@@ -95,8 +95,8 @@ def open_folder(spec: SourceSpec) -> FolderSource:
             _refuse_misspelt(path, spec.holdout)
             if spec.whole:
                 raise NoEvalSplit(
-                    f"{path} has a folder 'train' and no evaluation split",
-                    fix=f"give the folder to score: data.path={train_root} for its training images",
+                    f"{path} has a folder 'train' but no evaluation split",
+                    fix=f"give the folder to score, for example data.path={train_root} for the training images",
                 )
         files, labels, others = _scan(train_root, classes, classes)
         rows = holdout_ids(labels, spec, path)
@@ -137,13 +137,13 @@ class _Files:
 
 
 def _layout(path: str, whole: bool) -> tuple[str, str | None]:
-    """The folder that holds the training classes, and the one of the evaluation classes if there is one. `whole`:
-    an evaluation split alone is enough."""
+    """The folder that holds the training classes, and the one of the evaluation classes if there is one. With
+    `whole`, an evaluation split alone is enough."""
     folders = [entry.name for entry in _entries(path) if entry.is_dir()]
     evaluation = next((name for name in EVAL_FOLDERS if name in folders), None)
     train = str(Path(path, "train"))
     if "train" in folders and not _entries(train):
-        raise UserError(f"{train} is empty", fix="put the images of each class into train/CLASS/IMAGE")
+        raise UserError(f"{train} is empty", fix="store the images of each class as train/CLASS/IMAGE")
     # A class may be called "train" (CIFAR-100 has one): then it holds images, and no split lies beside it.
     if "train" in folders and (evaluation or any(entry.is_dir() for entry in _entries(train))):
         return train, str(Path(path, evaluation)) if evaluation else None
@@ -159,7 +159,7 @@ def _layout(path: str, whole: bool) -> tuple[str, str | None]:
 
 
 def _refuse_misspelt(path: str, holdout: float) -> None:
-    """A folder beside `train` whose name is nearly that of an evaluation split would be ignored."""
+    """Rejects a folder beside `train` with a misspelt name of an evaluation split, which would be ignored."""
     for entry in _entries(path):
         meant = near(entry.name, EVAL_FOLDERS)
         if meant and entry.is_dir() and any(inner.is_dir() for inner in _entries(entry.path)):

@@ -91,8 +91,8 @@ def open_tar(spec: SourceSpec) -> TarFiles:
     train, evaluation = _layout(top, file, spec.whole)
     if spec.whole and evaluation is None and train is top.folders.get("train"):
         raise NoEvalSplit(
-            f"{file} has a folder 'train' and no evaluation split",
-            fix="unpack it and give the folder to score, or pack a val/ beside it",
+            f"{file} has a folder 'train' but no evaluation split",
+            fix="unpack it and give the folder to score, or add a val/ beside train/ to the archive",
         )
     classes = _class_folders(train, file)
     if len(classes) == 1 and (only := train.folders[classes[0]]).images and not only.folders:
