@@ -14,13 +14,16 @@ from tests.guard.cases.run import load
 from tests.guard.scripts_run import ROOT
 
 MAY_BE_MEANT = {
-    # Healthy, but just as often a mistake: one warning, no stop.
-    "overfits_one_batch": "same-samples",
-    "heads_in_turn": "parameters",
-    "a_new_optimizer_for_each_phase": "parameters",
-    "cosine_as_a_cycle": "schedule",
-    "fine_tuned_in_eval_mode": "eval-mode",
-    "head_split_between_ranks": "bypass",
+    # Healthy, but just as often a mistake: warnings, no stop.
+    "overfits_one_batch": {"same-samples"},
+    "heads_in_turn": {"parameters"},
+    "a_new_optimizer_for_each_phase": {"parameters"},
+    "cosine_as_a_cycle": {"schedule"},
+    "fine_tuned_in_eval_mode": {"eval-mode"},
+    "head_split_between_ranks": {"bypass"},
+    "weights_perturbed_and_restored_by_arithmetic": {"rounding"},
+    "weights_averaged_by_hand_now_and_then": {"bypass", "drift"},
+    "torchs_own_optimizer_for_local_sgd": {"bypass", "drift"},
 }
 
 
@@ -56,12 +59,12 @@ def test_healthy_loops_are_never_stopped_and_rarely_warned(said: dict[str, Any])
         if not case.codes:
             one = said[name]
             assert (one["stopped"], one["error"]) == ([], ""), (name, one["text"], one["error"])
-            assert set(one["warned"]) <= {MAY_BE_MEANT.get(name)}, (name, one["text"])
+            assert set(one["warned"]) <= MAY_BE_MEANT.get(name, set()), (name, one["text"])
             for code in one["warned"]:
                 assert f"silence: ignore=['{code}']" in one["text"]
 
 
 def test_there_are_as_many_cases_as_the_documentation_says() -> None:
     cases = load().values()
-    assert sum(bool(case.codes) for case in cases) == 83
-    assert sum(not case.codes for case in cases) == 75
+    assert sum(bool(case.codes) for case in cases) == 85
+    assert sum(not case.codes for case in cases) == 78

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from drumline.guard.beside import averagers, unlike_copies, unlike_teachers
+from drumline.guard.beside import unlike_copies, unlike_teachers
 from drumline.guard.bypass import evidence, stepped_around
-from drumline.guard.compare import difference, numbers
+from drumline.guard.compare import apart, difference, numbers, sample_of
 from drumline.guard.finding import Finding
 from drumline.guard.hang import Beat, skipped_step
 from drumline.guard.meeting import Meeting
 from drumline.guard.reading import overlap
-from drumline.guard.rounds import Found, Rounds
+from drumline.guard.rounds import ROUNDING, Found, Rounds, rounding
 from drumline.guard.setups import unlike_losses
 
 _SECONDS = 10.0
@@ -59,30 +59,48 @@ def last_word(
     }
 
 
-def compare_last(meeting: Meeting, word: dict[str, Any], agreed_at: int) -> list[Found]:
+def compare_last(
+    rounds: Rounds, optimizers: Sequence[Optimizer], steps: Sequence[int], untouched: bool
+) -> list[Found]:
     """What the ranks find at the end; nothing when one of them does not come."""
+    meeting = rounds.meeting
+    word = last_word(rounds, optimizers, steps, untouched)
     words = meeting.gather("closing", word, lambda: None, seconds=_SECONDS)
+    found = [] if any(one is None for one in words) else _differences(rounds, optimizers[0], words)
     linger(meeting, "closing/read")
-    if any(one is None for one in words):
-        return []
-    ranks, steps = meeting.ranks, word["steps"][0]
+    return found
+
+
+def _differences(rounds: Rounds, optimizer: Optimizer, words: Sequence[Mapping[str, Any]]) -> list[Found]:
+    """All ranks decide alike, from the same words."""
+    meeting, agreed_at = rounds.meeting, rounds.agreed_at
+    ranks, steps = meeting.ranks, words[0]["steps"][0]
     found: list[Found] = []
     values = [one["parameters"] for one in words]
     known = all(value is not None for value in values)
     place = difference(values) if known else None
+    meant = rounds.averaged()
     unequal, rates = unequal_steps(ranks, words, agreed_at), unlike_rates(ranks, words)
     if unequal is not None and (place is not None or not known):
-        certain = known and all(one["seen"]["wrapped"] for one in words) and not averagers()
+        certain = known and all(one["seen"]["wrapped"] for one in words) and not meant
         found.append((unequal, certain))
     elif place is not None and unequal is None:
         name, accused = place
         told = ", ".join(str(ranks[at]) for at in accused)
+        sample = sample_of(rounds._tensors(optimizer)["parameters"].get(name))
+        samples = meeting.gather("closing/sample", sample, lambda: None, seconds=_SECONDS)
+        far = apart([one for one in samples if one is not None])
         around = stepped_around(
             [one["seen"] for one in words], name, f"between steps {agreed_at} and {steps}"
         )
         if rates is not None:
             rates = replace(rates, where=f"{rates.where}; parameter '{name}' differs too")
-        found.append((around or rates or _drifted(name, told, steps, agreed_at), True))
+        if rates is None and 0 < far < ROUNDING:
+            found.append(
+                (rounding("parameters", f"'{name}' on ranks {told}", far, "after the last step"), False)
+            )
+        else:
+            found.append((around or rates or _drifted(name, told, steps, agreed_at), not meant))
     elif rates is not None:
         found.append((rates, False))
     for doubtful in (

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from drumline.guard.delayed import AT_ONCE, Hidden
 from drumline.guard.parameters import Parameters
 from drumline.guard.probes import capturing
-from drumline.guard.rounds import Sources
+from drumline.guard.rounds import Rounds, Sources
+from drumline.guard.setups import loss_settings
 from drumline.guard.taps import Listener
 
 _WATCHED = 12
@@ -28,7 +29,9 @@ class Heard(Listener):
         hidden: Hidden,
         parameters: Parameters,
         optimizers: Sequence[Optimizer],
+        rounds: Rounds,
     ) -> None:
+        self._rounds = rounds
         self._pulse, self._reading, self._losses = sources.pulse, sources.reading, sources.losses
         self._probes, self._forwards = sources.probes, sources.forwards
         self._hidden, self._parameters, self._optimizers = hidden, parameters, optimizers
@@ -74,9 +77,20 @@ class Heard(Listener):
         if self._pulse.phase == "step" and not self._pulse.backward:
             self._losses.reduced(tensor, outputs)
 
-    def aims(self, target: Any) -> None:
+    def exchanges(self, tensor: Any) -> None:
+        if self._pulse.phase != "between" or self._rounds.exchanged or tensor.numel() < 2:
+            return
+        parameters = list(self._rounds.model.parameters())
+        # Each by itself, or all in one flat copy.
+        whole = sum(parameter.numel() for parameter in parameters)
+        mine = any(tensor.data_ptr() == parameter.data_ptr() for parameter in parameters)
+        self._rounds.exchanged = mine or tensor.numel() == whole
+
+    def aims(self, target: Any, settings: dict[str, Any]) -> None:
         if self._losses.step <= _WATCHED and len(self._losses.targets) < _MOST_TARGETS:
             self._losses.targets.append(target)
+            if self._losses.step <= AT_ONCE and not capturing():
+                self._losses.settings.add(loss_settings(settings))
 
     def replaces(self, tensor: Any) -> None:
         if self._pulse.phase == "step" and not self._losses.uses_scaler and not capturing():

@@ -78,6 +78,8 @@ class Losses:
     """The newest losses, on their device."""
     targets: list[torch.Tensor] = field(default_factory=list)
     """What cross_entropy was given since the last step."""
+    settings: set[str] = field(default_factory=set)
+    """Of the calls of cross_entropy since the last step, in the first steps."""
     renamed: dict[str, int] = field(default_factory=dict)
     """What the loader's labels became in the loss."""
     uses_scaler: bool = False
@@ -168,6 +170,7 @@ class Losses:
         """A step is done."""
         self.roots.clear()
         self.targets.clear()
+        self.settings.clear()
         self.step += 1
 
     def level(self) -> tuple[float, float, int] | None:

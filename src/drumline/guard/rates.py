@@ -15,6 +15,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from drumline.guard.finding import Finding
 
+_LONG_ENOUGH = 8
+"""Steps of a run that should have trained something."""
+
 
 class Rates:
     """Follows one optimizer's rates, and the scheduler where one was given."""
@@ -23,7 +26,7 @@ class Rates:
         self.optimizer, self.scheduler, self.steps_per_epoch = optimizer, scheduler, steps_per_epoch
         self.begun_at = self._count()
         self.moved = self.found = False
-        self.lived = False
+        self.lived = self.known = False
         self.dead_since: int | None = None
         self.at_forward: int | None = None
         self.early = 0
@@ -45,6 +48,14 @@ class Rates:
     def at_close(self, steps: int, passes: int) -> Finding | None:
         """Training is over: was the schedule followed at all? One that was found may belong to a run that was meant
         to be longer than a part of an epoch."""
+        if self.known and not self.lived and steps >= _LONG_ENOUGH:
+            return Finding(
+                "schedule",
+                f"the learning rate was 0 in all {steps} steps: nothing was trained",
+                where="every param group of the optimizer",
+                since="step 1",
+                fix="look at the schedule's function: an integer division, or a warm-up longer than the training",
+            )
         if self.found and passes < 2 and (passes or steps < 20):
             return None
         if self.scheduler is None or steps < 2 or self.moved or self._count() != self.begun_at:
@@ -77,6 +88,7 @@ class Rates:
         rates = [group["lr"] for group in self.optimizer.param_groups]
         if any(isinstance(rate, Tensor) and rate.is_cuda for rate in rates):
             return None  # to look would wait for the device, in every step
+        self.known = True
         alive = any(rate != 0.0 for rate in self._rates())
         self.lived = self.lived or alive
         if alive or not self.lived:

@@ -49,7 +49,7 @@ from drumline.guard.setups import (
     unlike_trained,
 )
 
-_ROUNDING = 1e-5
+ROUNDING = 1e-5
 _KINDS = {"parameters": "parameter", "optimizer": "optimizer state", "buffers": "buffer"}
 _MOST_IDS = 4096
 _FIRST = 3
@@ -92,6 +92,17 @@ def _unloaded(ranks: Sequence[int], values: Sequence[Mapping[str, int]]) -> Find
     )
 
 
+def rounding(kind: str, place: str, far: float, since: str) -> Finding:
+    """A difference that is no mistake."""
+    return Finding(
+        "rounding",
+        f"ranks' {kind} differ by rounding",
+        f"{place}, by {far:.1e} of its largest value",
+        since,
+        "nothing to do if machines or thread counts differ; they will not give the same bits",
+    )
+
+
 class Rounds:
     """Compares the ranks of one model."""
 
@@ -108,7 +119,13 @@ class Rounds:
         self.last_batch: int | None = None
         self.suspect: Finding | None = None
         self.averages = False
+        self.exchanged = False
+        """The script has exchanged weights itself."""
         self._scaled = 0
+
+    def averaged(self) -> bool:
+        """Whether the script averages the weights now and then: ranks differ on purpose in between."""
+        return self.averages or self.exchanged or averagers()
 
     def meet(
         self, key: str, step: int, optimizer: Optimizer, ids: Sequence[int], pause: Callable[[], None]
@@ -129,7 +146,8 @@ class Rounds:
             "ids": list(ids)[:_MOST_IDS],
             "seen": evidence(self.forwards),
             "modes": sources.modes.flags(),
-            "setup": setup_of(self.model, optimizer, calls),
+            "setup": setup_of(self.model, optimizer, calls)
+            | {"cross_entropy": "; ".join(sorted(sources.losses.settings))},
             "data": sources.reading.summary(),
             "loss": sources.losses.level(),
             "kinds": sources.losses.kinds[-3:],
@@ -187,9 +205,9 @@ class Rounds:
             return []
         skipped = self._skipped(words, step) if "parameters" in differing else None
         if skipped is not None:
-            return [(skipped, self.forwards.wrapper is not None and not averagers())]
+            return [(skipped, self.forwards.wrapper is not None and not self.averaged())]
         if suspect is not None and "parameters" in differing:
-            return [(suspect, not averagers())]
+            return [(suspect, not self.averaged())]
         found: list[Found] = []
         full = {kind: mine[kind] for kind in differing}
         everyones = self.meeting.gather(f"{key}/numbers", full, pause)
@@ -224,7 +242,7 @@ class Rounds:
                 continue
             # A parameter beside the model may be this rank's own part of a head that is split.
             certain = finding.guard in ("bypass", "drift") and "['params']" not in name
-            found.append((finding, certain and not averagers()))
+            found.append((finding, certain and not self.averaged()))
         return found
 
     def _names(self) -> list[str]:
@@ -261,14 +279,8 @@ class Rounds:
         )
         since = f"step {step}" + (f" (equal at step {self.agreed_at})" if self.agreed_at else "")
         where = f"'{name}' on {told}, by {far:.1e} of its largest value"
-        if 0 < far < _ROUNDING:
-            return Finding(
-                "rounding",
-                f"ranks' {kind} differ by rounding",
-                where,
-                since,
-                "nothing to do if machines or thread counts differ; they will not give the same bits",
-            )
+        if 0 < far < ROUNDING:
+            return rounding(kind, f"'{name}' on {told}", far, since)
         if kind == "gradients":
             return local_gradients(name, ranks, seen, step, foreign=name.startswith("param_groups"))
         if kind == "buffers":

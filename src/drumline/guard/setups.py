@@ -10,9 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from drumline.guard.compare import sample_of
 from drumline.guard.finding import Finding
 from drumline.guard.forwards import Call
 
+_MOST_WEIGHTS = 16
 _FACTOR = 1.5
 _ERRORS = 5.0
 
@@ -31,9 +33,18 @@ def setup_of(model: nn.Module, optimizer: Optimizer, calls: Sequence[Call]) -> d
     }
 
 
+def loss_settings(given: Mapping[str, Any]) -> str:
+    """The arguments of `cross_entropy` beside its input and target that are not its defaults."""
+    usual = {"reduction": "mean", "ignore_index": -100, "label_smoothing": 0.0}
+    shown = {name: given[name] for name, value in usual.items() if given.get(name, value) != value}
+    if isinstance(given.get("weight"), torch.Tensor):
+        shown["weight"] = [float(f"{value:.4g}") for value in sample_of(given["weight"], _MOST_WEIGHTS)]
+    return ", ".join(f"{name}={value}" for name, value in shown.items()) or "defaults"
+
+
 def unlike_setups(ranks: Sequence[int], said: Sequence[Mapping[str, str]], step: int) -> Finding | None:
     """The first setting that differs between ranks."""
-    for name in ("rates of dropout", "layers", "optimizer", "autocast"):
+    for name in ("rates of dropout", "layers", "optimizer", "autocast", "cross_entropy"):
         for rank, one in zip(ranks, said, strict=True):
             if one[name] != said[0][name]:
                 shown = "" if name == "layers" else f": {said[0][name]} and {one[name]}"
@@ -42,7 +53,7 @@ def unlike_setups(ranks: Sequence[int], said: Sequence[Mapping[str, str]], step:
                     f"ranks {ranks[0]} and {rank} train with different settings ({name}){shown}",
                     f"ranks {ranks[0]} and {rank}",
                     f"step {step}",
-                    "build model, optimizer and autocast from the same settings on every rank",
+                    "build model, loss, optimizer and autocast from the same settings on every rank",
                 )
     return None
 

@@ -37,8 +37,11 @@ class Listener:
     def unscales(self, scaler: Any, optimizer: Any) -> None:
         """An enabled GradScaler is about to unscale an optimizer's gradients."""
 
-    def aims(self, target: Any) -> None:
-        """`cross_entropy` is called with this target."""
+    def exchanges(self, tensor: Any) -> None:
+        """`all_reduce` is called on this tensor."""
+
+    def aims(self, target: Any, settings: dict[str, Any]) -> None:
+        """`cross_entropy` is called with this target, and with these further arguments."""
 
     def replaces(self, tensor: Any) -> None:
         """`nan_to_num` is called on a tensor that has a gradient."""
@@ -154,13 +157,17 @@ def _collective(original: Any, place: int) -> Callable[..., Any]:
 
     def collective(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            tensor = args[place] if len(args) > place else next(iter(kwargs.values()), None)
-            tensor = kwargs.get("input_tensor", kwargs.get("tensor", tensor))
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                outputs = args[0] if args and place else None
-                for listener in _LISTENERS:
-                    listener.reduced(tensor, outputs)
+        if torch.compiler.is_compiling():
+            return result
+        tensor = args[place] if len(args) > place else next(iter(kwargs.values()), None)
+        tensor = kwargs.get("input_tensor", kwargs.get("tensor", tensor))
+        if not isinstance(tensor, torch.Tensor):
+            return result
+        for listener in _LISTENERS:
+            if place == 0:
+                listener.exchanges(tensor)
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                listener.reduced(tensor, args[0] if args and place else None)
         return result
 
     return collective
@@ -169,8 +176,9 @@ def _collective(original: Any, place: int) -> Callable[..., Any]:
 def _cross_entropy(original: Any) -> Callable[..., Any]:
     def cross_entropy(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            settings = kwargs | ({"weight": args[0]} if args else {})
             for listener in _LISTENERS:
-                listener.aims(target)
+                listener.aims(target, settings)
         return original(input, target, *args, **kwargs)
 
     return cross_entropy

@@ -75,7 +75,7 @@ def guard(
     `hang_seconds` and a rank has left the loop or skipped a step, the process is ended (0: do not watch for it). A
     batch with non-finite gradients is kept in `folder`.
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers = [with_hooks(one) for one in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
     teachers = [] if teacher is None else [teacher] if isinstance(teacher, nn.Module) else list(teacher)
     if not optimizers or every < 1:
         raise UserError(
@@ -98,6 +98,19 @@ def guard(
         every,
         hang_seconds,
         Path(folder),
+    )
+
+
+def with_hooks(optimizer: Optimizer) -> Optimizer:
+    """The optimizer, or the one inside it that takes the steps: PostLocalSGDOptimizer has no hooks of its own."""
+    inner = getattr(optimizer, "optim", None)
+    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return optimizer
+    if isinstance(inner, Optimizer):
+        return with_hooks(inner)
+    raise UserError(
+        f"guard: {type(optimizer).__name__} never calls Optimizer.__init__, so it has no hooks",
+        "pass the torch optimizer inside it",
     )
 
 
@@ -141,8 +154,8 @@ class Watch:
         sources = Sources(
             self.forwards, self.modes, self.reading, self.losses, self.beside, self.probes, self.pulse
         )
-        self._heard = Heard(sources, self.hidden, self.parameters, optimizers)
         self.rounds = Rounds(self.meeting, sources, self.inner, teachers)
+        self._heard = Heard(sources, self.hidden, self.parameters, optimizers, self.rounds)
         self.teacher_marks = gradient_marks(self._taught())
         self.rates = Rates(optimizers[0], scheduler, length_of(loader))
         self._handles = [
@@ -221,8 +234,7 @@ class Watch:
 
     def _meet_last(self) -> None:
         untouched = closing.versions(self._parameters) == self._version
-        word = closing.last_word(self.rounds, self.optimizers, self.steps, untouched)
-        for finding, certain in closing.compare_last(self.meeting, word, self.rounds.agreed_at):
+        for finding, certain in closing.compare_last(self.rounds, self.optimizers, self.steps, untouched):
             self.reports.together(finding, certain)
 
     def _take_off(self) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
@@ -414,3 +421,49 @@ def two_guards_and_a_teacher_in_eval_mode():
         return F.kl_div(F.log_softmax(model(x), 1), F.softmax(goal, 1), reduction="batchmean")
 
     train(model, optimizer, loss=loss)
+
+
+@healthy
+def weights_perturbed_and_restored_by_arithmetic():
+    """SAM with each rank's own perturbation: p + e - e is not quite p."""
+    model, optimizer = made()
+    held = list(model.parameters())
+    with guard(model, optimizer):
+        for x, y in sampled():
+            optimizer.zero_grad()
+            with model.no_sync():
+                F.cross_entropy(model(x), y).backward()
+            with torch.no_grad():
+                moves = [0.05 * p.grad / (p.grad.norm() + 1e-12) for p in held]
+                torch._foreach_add_(held, moves)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            with torch.no_grad():
+                torch._foreach_sub_(held, moves)
+            optimizer.step()
+
+
+@healthy
+def weights_averaged_by_hand_now_and_then():
+    model, optimizer = made()
+    with guard(model, optimizer, every=5):
+        for step, (x, y) in enumerate(batch for _ in range(6) for batch in sampled()):
+            optimizer.zero_grad()
+            with model.no_sync() if step > 3 else contextlib.nullcontext():
+                F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if step % 3 == 0:
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.data)
+                    parameter.data /= world()
+
+
+@healthy
+def torchs_own_optimizer_for_local_sgd():
+    model, optimizer = made()
+    alone = [dist.new_group([one]) for one in range(world())][rank()]
+    model.register_comm_hook(PostLocalSGDState(None, alone, start_localSGD_iter=3), post_localSGD_hook)
+    averager = PeriodicModelAverager(period=4, warmup_steps=3)
+    optimizer = PostLocalSGDOptimizer(optimizer, averager)
+    with guard(model, optimizer):
+        train(model, optimizer)

@@ -192,3 +192,19 @@ def head_replaced_after_making_the_optimizer():
     model = DDP(net)
     guard(model, optimizer)
     train(model, optimizer)
+
+
+@mistake("setup")
+def class_weights_on_one_rank():
+    model, optimizer = made()
+    weight = torch.tensor([10.0, 0.1, 0.1, 0.1]) if rank() == 0 else None
+    with guard(model, optimizer):
+        train(model, optimizer, loss=lambda m, x, y: F.cross_entropy(m(x), y, weight=weight))
+
+
+@mistake("schedule")
+def rate_at_zero_in_every_step():
+    model, optimizer = made()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step // 100))
+    with guard(model, optimizer):
+        train(model, optimizer, scheduler=scheduler)
