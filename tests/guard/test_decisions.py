@@ -314,7 +314,7 @@ def test_a_parameter_frozen_on_one_rank_is_named() -> None:
     assert finding.what == "parameter 'b' is frozen on rank 5 and trained on rank 0"
     finding = unlike_trained([0, 1], ["00", "11"], ["a", "b"], 1)
     assert finding is not None
-    assert finding.what == "parameter 'a' and 1 more is frozen on rank 0 and trained on rank 1"
+    assert finding.what == "parameters 'a' and 1 more are frozen on rank 0 and trained on rank 1"
 
 
 def test_a_state_of_the_optimizer_on_some_ranks_is_named() -> None:
@@ -324,7 +324,7 @@ def test_a_state_of_the_optimizer_on_some_ranks_is_named() -> None:
     assert _unloaded([0, 1], [loaded, loaded]) is None
     finding = _unloaded([0, 1, 2], [loaded, fresh, fresh])
     assert finding is not None
-    assert "on rank 0 and none on rank 1, 2" in finding.what
+    assert "on rank 0 and none on ranks 1, 2" in finding.what
 
 
 def test_unequal_steps_and_rates_are_named_at_the_end() -> None:

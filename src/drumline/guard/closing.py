@@ -23,6 +23,7 @@ from drumline.guard.meeting import Meeting
 from drumline.guard.reading import overlap
 from drumline.guard.rounds import ROUNDING, Found, Rounds, rounding
 from drumline.guard.setups import unlike_losses
+from drumline.text import counted
 
 _SECONDS = 10.0
 _LINGER = 3.0
@@ -126,9 +127,11 @@ def unequal_steps(ranks: Sequence[int], words: Sequence[Mapping[str, Any]], agre
     }
     what, fix = skipped_step(beats, agreed_at + 1) or (
         "ranks took unequal numbers of steps",
-        "call optimizer.step() as often on every rank: leave a batch out on all of them or on none",
+        "call optimizer.step() equally often on every rank: skip a batch on all ranks or on none",
     )
-    told = ", ".join(f"rank {rank}: {each[number]} steps" for rank, each in zip(ranks, counts, strict=True))
+    told = ", ".join(
+        f"rank {rank}: {counted(each[number], 'step')}" for rank, each in zip(ranks, counts, strict=True)
+    )
     return Finding("steps", what, told, f"after step {agreed_at}", fix)
 
 
@@ -143,7 +146,7 @@ def unlike_rates(ranks: Sequence[int], words: Sequence[Mapping[str, Any]]) -> Fi
                     f"{name} is {first[name]:.4g} on rank {ranks[0]} and {value:.4g} on rank {rank} at the end",
                     f"ranks {ranks[0]} and {rank}",
                     "seen after the last step",
-                    "step the scheduler on every rank alike: all_reduce the loss that ReduceLROnPlateau reads",
+                    "step the scheduler alike on every rank; all_reduce the loss that ReduceLROnPlateau reads",
                 )
     return None
 

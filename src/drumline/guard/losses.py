@@ -23,7 +23,7 @@ _WATCHED = 12
 _NODES = 64
 _KEPT = 64
 _LEVEL = 16
-"""Losses that a level is made from, at least."""
+"""Minimum number of losses for a level."""
 _PASSED_ON = (
     "ToCopyBackward0",
     "ViewBackward0",
@@ -163,7 +163,7 @@ class Losses:
             self.findings.append(_undivided(place, count, self.step))
 
     def restart(self) -> None:
-        """Gradients were emptied since the last backward: it belongs to no step."""
+        """The gradients were cleared after the last backward, which belongs to no step."""
         self.roots.clear()
 
     def stepped(self) -> None:

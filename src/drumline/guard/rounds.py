@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drumline.guard.beside import Beside, averagers, unlike_teachers
-from drumline.guard.bypass import evidence, local_gradients, stepped_around
+from drumline.guard.bypass import evidence, local_gradients, rank_names, stepped_around
 from drumline.guard.compare import (
     apart,
     difference,
@@ -74,19 +74,19 @@ Found = tuple[Finding, bool]
 
 
 def _unloaded(ranks: Sequence[int], values: Sequence[Mapping[str, int]]) -> Finding | None:
-    """Before the first step: ranks with a state of the optimizer and ranks without any."""
+    """Before the first step: some ranks have optimizer state and others have none."""
     has = [any(" of " in name for name in each) for each in values]
     if all(has) or not any(has):
         return None
     with_state, without = (
-        ", ".join(str(rank) for rank, one in zip(ranks, has, strict=True) if one is wanted)
+        rank_names([rank for rank, one in zip(ranks, has, strict=True) if one is wanted])
         for wanted in (True, False)
     )
     return Finding(
         "drift",
-        f"the optimizer has a state (momentum, averages) on rank {with_state} and none on rank {without}: ranks will "
-        "take different steps",
-        f"rank {without}",
+        f"the optimizer has state (momentum, averages) on {with_state} and none on {without}: ranks will take "
+        "different steps",
+        without,
         "step 1",
         "call optimizer.load_state_dict on every rank",
     )
@@ -257,7 +257,7 @@ class Rounds:
         )
 
     def _skipped(self, words: Sequence[Mapping[str, Any]], step: int) -> Finding | None:
-        """Ranks that differ since one of them left out a step, after they last agreed."""
+        """Ranks that differ because one of them skipped a step after they last agreed."""
         beats = {
             rank: Beat(step - 1, "step", passes=one["passes"])
             for rank, one in zip(self.meeting.ranks, words, strict=True)

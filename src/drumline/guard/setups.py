@@ -67,13 +67,14 @@ def unlike_trained(
             continue
         differ = [place for place, flag in enumerate(flags) if flag != said[0][place]]
         frozen, trained = (rank, ranks[0]) if flags[differ[0]] == "0" else (ranks[0], rank)
-        more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
+        name, more = names[differ[0]], len(differ) - 1
+        which = f"parameters '{name}' and {more} more are" if more else f"parameter '{name}' is"
         return Finding(
             "setup",
-            f"parameter '{names[differ[0]]}'{more} is frozen on rank {frozen} and trained on rank {trained}",
+            f"{which} frozen on rank {frozen} and trained on rank {trained}",
             f"ranks {ranks[0]} and {rank}",
             f"step {step}",
-            "call requires_grad_ on every rank alike, before wrapping in DDP",
+            "call requires_grad_ in the same way on every rank, before wrapping in DDP",
         )
     return None
 
@@ -87,7 +88,7 @@ def unlike_inputs(ranks: Sequence[int], said: Sequence[Any], pair: tuple[int, in
         f"the inputs of ranks {first} and {second} are on different scales: {shown[0]} and {shown[1]}",
         f"ranks {first} and {second}, in each of {step} steps",
         "step 1",
-        "normalise the inputs by the same lines on every rank; nothing to do if ranks have different kinds of data",
+        "normalise the inputs in the same way on every rank; ignore this if ranks have different kinds of data",
     )
 
 

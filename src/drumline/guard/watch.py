@@ -169,7 +169,7 @@ class Watch:
         self._hook = sys.excepthook
         sys.excepthook = self._explain
         atexit.register(self._at_exit)
-        # A child that multiprocessing forked leaves without atexit.
+        # A child forked by multiprocessing exits without running atexit.
         self._finalizer = Finalize(None, self._at_exit, exitpriority=100)
         self._open = True
         OPEN.append(self)
@@ -211,7 +211,7 @@ class Watch:
             self._take_off()
 
     def _at_exit(self) -> None:
-        error = sys.exc_info()[1]  # on its way out of a child of multiprocessing
+        error = sys.exc_info()[1]  # raised in a child of multiprocessing
         self._failed |= error is not None and not (isinstance(error, SystemExit) and not error.code)
         try:
             self.close()
