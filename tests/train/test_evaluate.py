@@ -208,6 +208,7 @@ def test_what_is_not_finite_is_never_the_best(
         world=alone(tiny.CPU),
         books=None,
         trainee=SimpleNamespace(nonfinite=lambda: weights),
+        step=SimpleNamespace(autocast=None),
         note=notes.append,
     )
     monkeypatch.setattr(loop.broken, "agree", lambda *given: None)
