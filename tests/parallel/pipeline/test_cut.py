@@ -199,10 +199,7 @@ OURS = {
 @pytest.mark.parametrize("taps", [False, True])
 @pytest.mark.parametrize("name", OURS)
 def test_our_models_cut_at_every_point_compute_the_same_bits(name: str, taps: bool) -> None:
-    torch.manual_seed(0)
-    traced = assert_cut_anywhere(
-        create_model(name, classes=5), images(OURS[name]), {"taps": True} if taps else {}
-    )
+    traced = assert_cut_anywhere(ours(name), images(OURS[name]), {"taps": True} if taps else {})
     assert not traced.illegal
     assert len(traced.points) > 6
 
