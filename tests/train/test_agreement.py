@@ -247,3 +247,23 @@ def test_code_is_also_what_the_users_module_imports_from_beside_it(
     assert len(set(digests)) == 3
     (tmp_path / "other.py").write_text("not used by the model")
     assert digest() == digests[-1]
+
+
+def test_code_that_a_package_imports_from_beside_it_is_found_through_relative_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "mine/deep").mkdir(parents=True)
+    (tmp_path / "mine/__init__.py").write_text("")
+    (tmp_path / "mine/nets.py").write_text("from .deep import blocks\n")
+    (tmp_path / "mine/deep/__init__.py").write_text("from ..more import *\n")
+    (tmp_path / "mine/more.py").write_text("import common\n")
+    (tmp_path / "mine/unused.py").write_text("import other\n")
+    for name in ("common.py", "other.py"):
+        (tmp_path / name).write_text("x = 1\n")
+    recipe = Recipe(model=Model(name="mine.nets:small"))
+    digests = [software(recipe)["the code of mine.nets:small"]]
+    for name in ("other.py", "common.py"):
+        (tmp_path / name).write_text("x = 2\n")
+        digests.append(software(recipe)["the code of mine.nets:small"])
+    assert digests[0] == digests[1] != digests[2]

@@ -64,7 +64,7 @@ def _sources(place: Path) -> list[Path]:
 
 
 def _module_digest(module: str) -> str:
-    """Digests of the package or file that a module belongs to, and of those beside it that it imports."""
+    """Of the package or file that a module belongs to, and of those beside it that it imports."""
     top = module.partition(".")[0]
     try:
         spec = PathFinder.find_spec(top)
@@ -72,39 +72,53 @@ def _module_digest(module: str) -> str:
             return "missing"
         folders = sorted(spec.submodule_search_locations or ())
         places = [Path(folder) for folder in folders] or ([Path(spec.origin)] if spec.origin else [])
-        return " ".join(code_digest(place) for place in _with_neighbours(places))
+        roots = dict.fromkeys(place.parent for place in places)
+        beside = [place for root in roots for place in _beside(root, module) if place not in places]
+        return " ".join(map(code_digest, [*places, *beside]))
     except (ImportError, ValueError, OSError) as error:
         return f"unreadable ({type(error).__name__})"
 
 
-def _with_neighbours(places: list[Path]) -> list[Path]:
-    """Adds the files and packages in the same folders that these import, directly or indirectly. Imports of installed
-    libraries are not followed: those libraries have versions."""
-    found = list(places)
-    for place in found:  # grows while it is walked through
-        if place.parent.name in ("site-packages", "dist-packages"):
-            continue
-        for name in sorted(set().union(*map(_imports, _sources(place)))):
-            beside = (place.parent / name, place.parent / f"{name}.py")
-            found += [path for path in beside if path not in found and _is_code(path)][:1]
-    return found
+def _beside(root: Path, module: str) -> list[Path]:
+    """The files and packages in `root` that a module imports, directly or not. Installed libraries have versions, so
+    their imports are not followed. Only files that the module leads to are parsed."""
+    if root.name in ("site-packages", "dist-packages"):
+        return []
+    waiting, seen, tops = [module], set[Path](), set[str]()
+    while waiting and len(seen) < MOST_FILES:
+        parts = waiting.pop().split(".")
+        for end in range(1, len(parts) + 1):  # importing a.b.c runs a, a.b and a.b.c
+            file = _source(root, parts[:end])
+            if file is None:
+                break
+            if file not in seen:
+                seen.add(file)
+                tops.add(parts[0])
+                waiting += _imports(file, parts[:end] if file.name == "__init__.py" else parts[: end - 1])
+    files = {top: Path(root, f"{top}.py") for top in sorted(tops)}
+    return [file if file.is_file() else Path(root, top) for top, file in files.items()]
 
 
-def _is_code(path: Path) -> bool:
-    return path.is_file() or (path.is_dir() and any(path.glob("*.py")))
+def _source(root: Path, parts: list[str]) -> Path | None:
+    """The file of a module, or its folder if it has none."""
+    base = root.joinpath(*parts)
+    candidates = (Path(f"{base}.py"), base / "__init__.py")
+    return next((file for file in candidates if file.is_file()), base if base.is_dir() else None)
 
 
-def _imports(file: Path) -> set[str]:
-    """The top-level names that a file imports. A file that cannot be parsed fails with its own message
-    when it is imported."""
+def _imports(file: Path, package: list[str]) -> list[str]:
+    """The modules that a file of a package imports, by their full names. A file that cannot be parsed fails, with its
+    own message, when it is imported."""
     try:
-        tree = ast.parse(file.read_bytes())
+        tree = ast.parse(file.read_bytes() if file.is_file() else b"")
     except (SyntaxError, ValueError):
-        return set()
-    names: set[str] = set()
+        return []
+    names: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.add(node.module.partition(".")[0])
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            names += [f"{base}.{alias.name}" for alias in node.names]  # a module, or something in one
     return names
