@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from drumline.data.classes import Classes
 from drumline.models import create_model
 from drumline.models.weights import export_tensors
 from drumline.state.checkpoint import Position, write_checkpoint
-from drumline.state.model_record import ModelRecord
+from tests.train.test_score import RECORD
 
 
 @pytest.fixture(autouse=True)
@@ -132,18 +133,7 @@ def weights(
     if nan:
         with torch.no_grad():
             next(module.parameters()).view(-1)[0] = torch.nan
-    record = ModelRecord(
-        model=model,
-        outputs=len(classes),
-        classes=Classes(classes, named=True),
-        size=8,
-        mean=(0.5,),
-        std=(0.25,),
-        eval_crop=1.0,
-        resize="pillow12",
-        interpolation="bilinear",
-        exif="ignore",
-    )
+    record = replace(RECORD, model=model, outputs=len(classes), classes=Classes(classes, named=True))
     export_tensors(module.state_dict(), file, record)
     return file
 

@@ -1,4 +1,4 @@
-"""A launch that leaves nothing behind."""
+"""Launches that leave nothing behind, and two hosts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.hosts import Host, two_hosts
 from tests.launch.job import is_running
 from tests.launch.launches import Run
 
@@ -20,3 +21,10 @@ def run(tmp_path: Path) -> Iterator[Run]:
     for path in tmp_path.glob("pid-*"):
         if is_running(int(path.read_text())):
             os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[Host, Host]]:
+    """Two hosts with a link between them, for tests that run as root."""
+    with two_hosts() as both:
+        yield both

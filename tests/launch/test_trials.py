@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.launch import trials
-from tests.launch.hosts import Host, two_hosts, why_not
+from tests.launch.hosts import Host, why_not
 
 REASON = why_not()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[Host, Host]]:
-    with two_hosts() as both:
-        yield both
 
 
 @pytest.mark.parametrize(

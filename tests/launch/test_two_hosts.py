@@ -8,13 +8,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launch.hosts import Host, two_hosts, why_not
+from tests.launch.hosts import Host, why_not
 from tests.launch.job import is_running
 
 HERE = Path(__file__).parent
@@ -22,12 +21,6 @@ PORT = 29511
 
 REASON = why_not()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[Host, Host]]:
-    with two_hosts() as both:
-        yield both
 
 
 def start(host: Host, folder: Path, mode: list[str], parallel: dict[str, Any]) -> subprocess.Popen[str]:

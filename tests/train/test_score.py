@@ -123,7 +123,7 @@ def test_numbers_are_compared_by_count(weights: Path, tmp_path: Path) -> None:
         knows_colours(), tmp_path / "n.safetensors", replace(RECORD, classes=Classes(numbers(3), False))
     )
     sets = prepare.prepare_sets(recipe(three, weights), alone(CPU))
-    _, outputs, words = score.model_to_score(recipe(three, tmp_path / "n.safetensors"), sets, alone(CPU))
+    *_, outputs, words = score.model_to_score(recipe(three, tmp_path / "n.safetensors"), sets, alone(CPU))
     assert outputs is None
     assert any("matched by number" in word for word in words)
 
@@ -132,7 +132,7 @@ def test_weights_without_a_record_are_matched_by_number(weights: Path, tmp_path:
     save_file(knows_colours(), tmp_path / "old.safetensors")
     three = photos(tmp_path / "three")
     sets = prepare.prepare_sets(recipe(three, weights), alone(CPU))
-    _, outputs, words = score.model_to_score(recipe(three, tmp_path / "old.safetensors"), sets, alone(CPU))
+    *_, outputs, words = score.model_to_score(recipe(three, tmp_path / "old.safetensors"), sets, alone(CPU))
     assert outputs is None
     assert any("no record of its class names" in word for word in words)
     save_file(knows_colours(5), tmp_path / "five.safetensors")

@@ -12,6 +12,7 @@ from typing import Any
 from drumline.guard.finding import Finding
 from drumline.guard.forwards import Direct, Forwards
 from drumline.guard.place import line_to_change, user_places
+from drumline.text import counted
 
 _THROUGH = (
     "train through the wrapper itself, model(x): DDP exchanges gradients only for its own forward. Several parts "
@@ -46,7 +47,7 @@ def stepped_around(seen: Sequence[Mapping[str, Any]], tensor: str, since: str) -
     one = max(seen, key=lambda each: int(each["around"]))
     if not one["around"]:
         return None
-    steps = f"{one['around']} step{'s' * (one['around'] > 1)}"
+    steps = counted(one["around"], "step")
     return Finding(
         "bypass",
         f"ranks have drifted apart: {steps} called the model around its DDP wrapper, so gradients were not exchanged",

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from drumline.guard.beside import unlike_copies, unlike_teachers
-from drumline.guard.bypass import evidence, stepped_around
+from drumline.guard.bypass import evidence, rank_names, stepped_around
 from drumline.guard.compare import apart, difference, numbers, sample_of
 from drumline.guard.finding import Finding
 from drumline.guard.hang import Beat, skipped_step
@@ -80,14 +80,13 @@ def _differences(rounds: Rounds, optimizer: Optimizer, words: Sequence[Mapping[s
     values = [one["parameters"] for one in words]
     known = all(value is not None for value in values)
     place = difference(values) if known else None
-    meant = rounds.averaged()
     unequal, rates = unequal_steps(ranks, words, agreed_at), unlike_rates(ranks, words)
     if unequal is not None and (place is not None or not known):
-        certain = known and all(one["seen"]["wrapped"] for one in words) and not meant
+        certain = known and all(one["seen"]["wrapped"] for one in words) and not rounds.averaged()
         found.append((unequal, certain))
     elif place is not None and unequal is None:
         name, accused = place
-        told = ", ".join(str(ranks[at]) for at in accused)
+        told = rank_names([ranks[at] for at in accused])
         sample = sample_of(rounds._tensors(optimizer)["parameters"].get(name))
         samples = meeting.gather("closing/sample", sample, lambda: None, seconds=_SECONDS)
         far = apart([one for one in samples if one is not None])
@@ -97,11 +96,9 @@ def _differences(rounds: Rounds, optimizer: Optimizer, words: Sequence[Mapping[s
         if rates is not None:
             rates = replace(rates, where=f"{rates.where}; parameter '{name}' differs too")
         if rates is None and 0 < far < ROUNDING:
-            found.append(
-                (rounding("parameters", f"'{name}' on ranks {told}", far, "after the last step"), False)
-            )
+            found.append((rounding("parameters", f"'{name}' on {told}", far, "after the last step"), False))
         else:
-            found.append((around or rates or _drifted(name, told, steps, agreed_at), not meant))
+            found.append((around or rates or _drifted(name, told, steps, agreed_at), not rounds.averaged()))
     elif rates is not None:
         found.append((rates, False))
     for doubtful in (
@@ -164,7 +161,7 @@ def linger(meeting: Meeting, key: str) -> None:
 def _drifted(name: str, told: str, steps: int, agreed_at: int) -> Finding:
     return Finding(
         "drift",
-        f"ranks have drifted apart: parameter '{name}' differs on ranks {told} after the last step",
+        f"ranks have drifted apart: parameter '{name}' differs on {told} after the last step",
         f"'{name}'",
         f"between steps {agreed_at} and {steps}",
         "look for what changes weights or gradients on one rank only; a smaller every= finds the step",

@@ -32,6 +32,9 @@ class Heard(Listener):
         rounds: Rounds,
     ) -> None:
         self._rounds = rounds
+        sizes = [parameter.numel() for parameter in rounds.model.parameters()]
+        self._whole = sum(sizes)
+        self._sizes = {*sizes, self._whole} - {0, 1}
         self._pulse, self._reading, self._losses = sources.pulse, sources.reading, sources.losses
         self._probes, self._forwards = sources.probes, sources.forwards
         self._hidden, self._parameters, self._optimizers = hidden, parameters, optimizers
@@ -78,13 +81,13 @@ class Heard(Listener):
             self._losses.reduced(tensor, outputs)
 
     def exchanges(self, tensor: Any) -> None:
-        if self._pulse.phase != "between" or self._rounds.exchanged or tensor.numel() < 2:
+        # Each parameter by itself, or all in one flat copy. The size tells at once that most tensors are neither.
+        if self._pulse.phase != "between" or self._rounds.exchanged or tensor.numel() not in self._sizes:
             return
-        parameters = list(self._rounds.model.parameters())
-        # Each by itself, or all in one flat copy.
-        whole = sum(parameter.numel() for parameter in parameters)
-        mine = any(tensor.data_ptr() == parameter.data_ptr() for parameter in parameters)
-        self._rounds.exchanged = mine or tensor.numel() == whole
+        parameters = self._rounds.model.parameters()
+        self._rounds.exchanged = tensor.numel() == self._whole or any(
+            tensor.data_ptr() == parameter.data_ptr() for parameter in parameters
+        )
 
     def aims(self, target: Any, settings: dict[str, Any]) -> None:
         if self._losses.step <= _WATCHED and len(self._losses.targets) < _MOST_TARGETS:

@@ -272,11 +272,7 @@ class Rounds:
     def _differ(
         self, kind: str, name: str, ranks: list[int], far: float, seen: list[Mapping[str, Any]], step: int
     ) -> Finding:
-        told = (
-            "every rank"
-            if len(ranks) == self.meeting.size > 2
-            else f"rank{'s' * (len(ranks) > 1)} " + ", ".join(map(str, ranks))
-        )
+        told = "every rank" if len(ranks) == self.meeting.size > 2 else rank_names(ranks)
         since = f"step {step}" + (f" (equal at step {self.agreed_at})" if self.agreed_at else "")
         where = f"'{name}' on {told}, by {far:.1e} of its largest value"
         if 0 < far < ROUNDING:

@@ -75,7 +75,9 @@ def guard(
     `hang_seconds` and a rank has left the loop or skipped a step, the process is ended (0: do not watch for it). A
     batch with non-finite gradients is kept in `folder`.
     """
-    optimizers = [with_hooks(one) for one in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
+    optimizers = [
+        _with_hooks(one) for one in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)
+    ]
     teachers = [] if teacher is None else [teacher] if isinstance(teacher, nn.Module) else list(teacher)
     if not optimizers or every < 1:
         raise UserError(
@@ -101,13 +103,13 @@ def guard(
     )
 
 
-def with_hooks(optimizer: Optimizer) -> Optimizer:
+def _with_hooks(optimizer: Optimizer) -> Optimizer:
     """The optimizer, or the one inside it that takes the steps: PostLocalSGDOptimizer has no hooks of its own."""
     inner = getattr(optimizer, "optim", None)
     if hasattr(optimizer, "_optimizer_step_pre_hooks"):
         return optimizer
     if isinstance(inner, Optimizer):
-        return with_hooks(inner)
+        return _with_hooks(inner)
     raise UserError(
         f"guard: {type(optimizer).__name__} never calls Optimizer.__init__, so it has no hooks",
         "pass the torch optimizer inside it",

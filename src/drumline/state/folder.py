@@ -184,23 +184,24 @@ def found_of_run(path: Path) -> list[str]:
     return [str(file.relative_to(path)) for pattern in OF_A_RUN for file in sorted(path.glob(pattern))]
 
 
+def _state(folder: Path) -> str:
+    """Why a folder holds nothing."""
+    if folder.is_dir():
+        return "is empty"
+    if folder.exists():
+        return "is not a folder"
+    return "is a broken link" if folder.is_symlink() else "is missing"
+
+
 def _check_unsaved(recipe: Recipe, path: Path, found: list[str], begun: bool) -> None:
     """Refuses to begin again where a run has left something that the new one would not make again."""
     fix = "to start over, give another --run.name, or move that folder away"
     if not (path / UNSAVED).exists():
         folder = path / "checkpoints"
-        state = (
-            "is empty"
-            if folder.is_dir()
-            else "is not a folder"
-            if folder.exists()
-            else "is a broken link"
-            if folder.is_symlink()
-            else "is missing"
-        )
         held = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
         raise UserError(
-            f"{path} holds a run ({held}) and no checkpoint to go on from: {folder} {state}. Nothing was changed",
+            f"{path} holds a run ({held}) and no checkpoint to go on from: {folder} {_state(folder)}. "
+            "Nothing was changed",
             f"restore or mount {folder} and try again; {fix}",
         )
     metrics = path / "metrics.jsonl"

@@ -19,7 +19,7 @@ from drumline.data.views import Batch
 from drumline.errors import UserError
 from drumline.launch.world import World
 from drumline.models import load_weights
-from drumline.models.weights import resolve_weights, weights_record
+from drumline.models.weights import weights_record
 from drumline.observe.display import make_display, progress
 from drumline.observe.wording import loss
 from drumline.parallel.grid import Grid, make_grid
@@ -103,7 +103,7 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
     sets = prepare.prepare_sets(recipe, world, to_score=True)
     if world.size > 1:
         check_data(sets, recipe.run.seed, world)
-    module, outputs, said = model_to_score(recipe, sets, world)
+    module, model_classes, outputs, said = model_to_score(recipe, sets, world)
     words += said
     for word in words:
         display.note(word)
@@ -119,7 +119,6 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
             "which count as wrong; there is no mean loss"
             + (". Try train.precision=fp32" if prepare.precision(recipe, world) is not None else "")
         )
-    model_classes = _classes(recipe, sets)
     top5 = f"top-5 {found.accuracy5:.2%}, " if model_classes > 5 else ""
     display.result(
         f"top-1 {found.accuracy:.2%} ({found.top1:,} of {found.samples:,}), {top5}loss {loss(found.loss)}"
@@ -140,22 +139,16 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
     )
 
 
-def _classes(recipe: Recipe, sets: prepare.Sets) -> int:
-    """The number of classes of the model."""
-    if recipe.model.classes != "auto":
-        return recipe.model.classes
-    record = weights_record(resolve_weights(recipe.model.weights, FIELDS))
-    return record.outputs if record else len(sets.eval.classes)
-
-
 def model_to_score(
     recipe: Recipe, sets: prepare.Sets, world: World
-) -> tuple[nn.Module, torch.Tensor | None, list[str]]:
-    """The recipe's model with its weights, the output that each of the data's labels means (None: of the same
-    number), and what to say about them. Refuses weights of classes that the evaluation set does not have."""
+) -> tuple[nn.Module, int, torch.Tensor | None, list[str]]:
+    """The recipe's model with its weights, its number of classes, the output that each of the data's labels means
+    (None: of the same number), and what to say about them. Refuses weights of classes that the evaluation set does
+    not have."""
     file = shared_weights(recipe.model.weights, world)
     record, data = weights_record(file), Classes.of(sets.eval)
-    module = build_model(recipe, record.outputs if record else len(data))
+    count = record.outputs if record else len(data)
+    module = build_model(recipe, count)
     report = load_weights(module, file, fields=FIELDS)
     refuse_nonfinite(module, file)
     words = [f"weights from {recipe.model.weights}: {report.loaded} tensors"]
@@ -178,7 +171,8 @@ def model_to_score(
             words.append(f"images are not prepared as in training: {'; '.join(odd)}")
     words += [note] if note else []
     outputs = None if labels is None else torch.from_numpy(labels).to(world.device)
-    return to_device(module, recipe, world), outputs, words
+    classes = count if recipe.model.classes == "auto" else recipe.model.classes
+    return to_device(module, recipe, world), classes, outputs, words
 
 
 def _other_classes(file: Path, record: ModelRecord, difference: OtherClasses) -> UserError:
