@@ -31,15 +31,15 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 from drumline.models import create_model
 from drumline.observe.timeline import perfetto, timeline_svg
 from drumline.parallel.pipeline.cut import even
 from drumline.parallel.pipeline.mailbox import Mailbox, Move, Place, straight, through_host
+from drumline.parallel.pipeline.profile import choose_split
 from drumline.parallel.pipeline.record import Recorder
 from drumline.parallel.pipeline.schedule import SCHEDULES
 from drumline.parallel.pipeline.simulate import simulate, step_time
-from drumline.plan.profile import choose_split
 from harness import Parser
 from pipelines import (
     CPU,

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from drumline.launch.machine import usable_cores
+from drumline.core.machine import usable_cores
 from drumline.models import create_model
 from harness import Parser
 

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from drumline.data.decode import decode
-from drumline.data.views import View
-from drumline.data.window import cut, window_of
+from drumline.data.feed.views import View
+from drumline.data.image.decode import decode
+from drumline.data.image.window import cut, window_of
 from photographs import Pixels, Row, brief, made_up_photograph, pillow_window
 
 Cutter = Callable[[bytes, Row, int], Pixels]

@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from drumline.data.views import Batch
-from drumline.launch.world import alone
+from drumline.config.recipe import Checkpoint, Data, Distill, Model, Optim, Parallel, Recipe, Run, Train
+from drumline.data.feed.views import Batch
 from drumline.models import create_model
-from drumline.models.weights import load_weights
 from drumline.observe.display import SilentDisplay
-from drumline.recipe import Checkpoint, Data, Distill, Model, Optim, Parallel, Recipe, Run, Train
+from drumline.parallel.world import alone
+from drumline.state.weights import load_weights
 from drumline.train import prepare
 from drumline.train.rehearse import rehearse
 from drumline.train.start import Running, start

@@ -31,18 +31,18 @@ from pathlib import Path
 
 import torch
 
-from drumline.arguments import parse
+from drumline.config.arguments import parse
+from drumline.config.recipe import Distill, Recipe
+from drumline.core.errors import UserError
+from drumline.core.files import write_text
 from drumline.data.classes import Classes
 from drumline.distill.choose import choose
 from drumline.distill.load import load_teachers
 from drumline.distill.methods import METHODS
 from drumline.distill.run import distill
-from drumline.errors import UserError
-from drumline.launch.world import World, alone, pick_device, resolve_device_type
 from drumline.observe.display import Display
 from drumline.parallel.grid import Grid
-from drumline.recipe import Distill, Recipe
-from drumline.state.atomic import write_text
+from drumline.parallel.world import World, alone, pick_device, resolve_device_type
 from drumline.train.loop import Result, train
 from drumline.train.prepare import Plan, Sets
 from drumline.train.score import score_module

@@ -45,11 +45,11 @@ import torch
 from torch import nn
 
 from distill_arms import Arm, ByHand, Ours, Plan, has_torchvision, make_recipe
-from drumline.distill import stored
-from drumline.distill.lesson import lesson
-from drumline.errors import UserError
+from drumline.core.errors import UserError
+from drumline.distill.cache.format import teacher as stored
+from drumline.distill.task import lesson
 from drumline.models import create_model
-from drumline.models.weights import export_weights
+from drumline.state.weights import export_weights
 from drumline.train import prepare
 from drumline.train.task import classification
 from harness import Parser, synchronize

@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from drumline.core.errors import UserError
 from drumline.distill.presets import published
-from drumline.errors import UserError
 
 LITERATURE = 240
 """Epochs of the literature's schedule."""

@@ -39,7 +39,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from drumline.state.inspect import inspect
+from drumline.state.verify import inspect
 from faults_processes import family, is_loader, processes_of, rank_of, sigkill, soon
 from faults_report import KINDS, Kill, Run, logged, report, well
 from harness import Parser

@@ -38,12 +38,12 @@ from PIL import Image
 from torch import Tensor
 
 from cutters import PILLOW, Cutter, cutters
-from drumline.data.ledger import Ledger
-from drumline.data.loader import Workers, batches
-from drumline.data.order import training_requests
+from drumline.core.machine import usable_cores
+from drumline.data.feed.ledger import Ledger
+from drumline.data.feed.loader import Workers, batches
+from drumline.data.feed.order import training_requests
+from drumline.data.feed.views import View
 from drumline.data.sources import EncodedSource, SourceSpec
-from drumline.data.views import View
-from drumline.launch.machine import usable_cores
 from feeds import Files, torch_loader, torchvision_transform
 from harness import Parser
 from photographs import VERSION, lay_in_folders, machine, photographs

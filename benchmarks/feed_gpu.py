@@ -48,11 +48,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from drumline.data.choose import gpu_unavailable
-from drumline.data.loader import Workers
+from drumline.core.machine import raise_descriptor_limit, usable_cores
+from drumline.data.feed.choose import gpu_unavailable
+from drumline.data.feed.loader import Workers
+from drumline.data.feed.views import View
 from drumline.data.sources import EncodedSource, SourceSpec, open_source
-from drumline.data.views import View
-from drumline.launch.machine import raise_descriptor_limit, usable_cores
 from drumline.models import create_model
 from feeds import CLASSES, Feed, Plan, dali_loader, data_loader, drumline, requests, synthetic, timm_loader
 from harness import Parser, synchronize

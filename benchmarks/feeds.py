@@ -16,11 +16,11 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from drumline.data.ledger import Ledger
-from drumline.data.loader import Workers, batches
-from drumline.data.order import training_requests
+from drumline.data.feed.ledger import Ledger
+from drumline.data.feed.loader import Workers, batches
+from drumline.data.feed.order import training_requests
+from drumline.data.feed.views import View
 from drumline.data.sources import EncodedSource, SourceSpec
-from drumline.data.views import View
 
 CLASSES = 1000
 SPARE = 8

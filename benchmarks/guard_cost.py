@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import drumline
-from drumline.guard.compare import digest, numbers
+from drumline.guards.compare import digest, numbers
 from harness import Parser, name_of, pick_device, synchronize
 
 EVERY = 100

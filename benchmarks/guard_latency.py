@@ -3,7 +3,7 @@
     python benchmarks/guard_latency.py
     python benchmarks/guard_latency.py --small      # the first mistake and a late one, to see that it works
 
-Runs `tests/guard/scripts/mistakes.py` once per mistake and prints the table of docs/guards.md: the step from which on
+Runs `tests/guards/scripts/mistakes.py` once per mistake and prints the table of docs/guards.md: the step from which
 the mistake is in effect, the optimizer step before which it was told, and whether the script was stopped. CPU only,
 a minute or two.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.guard.scripts_run import Outcome, run_script
+from tests.guards.scripts_run import Outcome, run_script
 
 from harness import Parser
 

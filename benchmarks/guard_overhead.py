@@ -23,9 +23,9 @@ from pathlib import Path
 
 import torch
 
-from drumline.data.views import Batch
-from drumline.launch.world import alone
-from drumline.recipe import Checkpoint, Data, Guard, Model, Optim, Parallel, Recipe, Run, Train
+from drumline.config.recipe import Checkpoint, Data, Guard, Model, Optim, Parallel, Recipe, Run, Train
+from drumline.data.feed.views import Batch
+from drumline.parallel.world import alone
 from drumline.train.guards import Guards
 from drumline.train.rehearse import rehearse
 from drumline.train.start import Running, start

@@ -2,7 +2,7 @@
 
     python benchmarks/guard_recall.py [--small]
 
-Runs every loop of `tests/guard/cases` on two processes over gloo and prints the tables of docs/guards.md. A mistake
+Runs every loop of `tests/guards/cases` on two processes over gloo and prints the tables of docs/guards.md. A mistake
 is found when a guard that the case names stops the loop or warns; a healthy loop is disturbed when it is stopped, and
 the ones that only get a warning are listed. The held-out cases were written before their guards were tried on them.
 CPU only, about a minute. `--small`: three cases.
@@ -19,8 +19,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from tests.guard.cases.common import Case
-from tests.guard.cases.run import load, run_cases
+from tests.guards.cases.common import Case
+from tests.guards.cases.run import load, run_cases
 
 
 def main() -> None:

@@ -26,11 +26,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from drumline.data.choose import gpu_unavailable
+from drumline.data.feed.choose import gpu_unavailable
 from drumline.data.gpu import Layout, Places, place
 from drumline.data.gpu.nvjpeg import PlaneDecoder
 from drumline.data.gpu.rule import decodes_equal, layout_of, layout_of_file
-from drumline.data.jpeg import JpegHeader, chroma, read_header
+from drumline.data.image.jpeg import JpegHeader, chroma, read_header
 from harness import Parser
 from jpeg_kinds import jpeg, unusual_samplings, usual_kinds
 from photographs import Pixels, machine, photographs

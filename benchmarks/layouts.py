@@ -36,16 +36,16 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from drumline.launch.environment import read_place
+from drumline.config.recipe import Parallel, Recipe
+from drumline.core.environment import read_place
 from drumline.launch.network import free_port
 from drumline.launch.worker import cuda_settings
-from drumline.launch.world import World, join
 from drumline.parallel.grid import Grid, make_grid
 from drumline.parallel.pipeline.mailbox import Mailbox, Place
 from drumline.parallel.pipeline.pipelined import GradientSum
 from drumline.parallel.pipeline.schedule import SCHEDULES
 from drumline.parallel.pipeline.wire import Wire
-from drumline.recipe import Parallel, Recipe
+from drumline.parallel.world import World, join
 from harness import Parser
 from pipelines import CPU, Asleep, Case, Log, machine, median_ms, turns
 

@@ -28,12 +28,12 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from drumline.data.batch import make_batch
-from drumline.data.order import training_requests
-from drumline.data.views import Batch
-from drumline.launch.world import alone
+from drumline.config.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Run, Train
+from drumline.data.feed.batch import make_batch
+from drumline.data.feed.order import training_requests
+from drumline.data.feed.views import Batch
 from drumline.models import create_model
-from drumline.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Run, Train
+from drumline.parallel.world import alone
 from drumline.state.fingerprint import state_sha256
 from drumline.train import prepare
 from drumline.train.guards import Guards

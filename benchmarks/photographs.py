@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from drumline import native
-from drumline.data.resize import Filter, Version
+from drumline.core.machine import usable_cores
+from drumline.data.image.resize import Filter, Version
 from drumline.data.sources import EncodedSource, SourceSpec, open_source
 from drumline.data.sources.folder import EXTENSIONS
-from drumline.launch.machine import usable_cores
 
 Pixels = NDArray[np.uint8]
 Row = NDArray[np.int32]

@@ -35,14 +35,14 @@ from PIL import Image
 
 from cutters import cutters, turned
 from drumline import native
-from drumline.data.choose import gpu_unavailable
+from drumline.core.machine import usable_cores
+from drumline.data.feed.choose import gpu_unavailable
+from drumline.data.feed.ledger import Ledger
+from drumline.data.feed.loader import Workers, batches
+from drumline.data.feed.order import evaluation_requests
+from drumline.data.feed.views import View
 from drumline.data.gpu.rule import layout_of_file
-from drumline.data.ledger import Ledger
-from drumline.data.loader import Workers, batches
-from drumline.data.order import evaluation_requests
 from drumline.data.sources import EncodedSource, SourceSpec, open_source
-from drumline.data.views import View
-from drumline.launch.machine import usable_cores
 from harness import Parser, pick_device
 from photographs import VERSION, Photos, Pixels, brief, lay_in_folders, machine, photographs, pillow_window
 

@@ -33,10 +33,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from drumline.data.choose import gpu_unavailable
-from drumline.data.loader import Workers
-from drumline.data.views import View
-from drumline.launch.machine import usable_cores
+from drumline.core.machine import usable_cores
+from drumline.data.feed.choose import gpu_unavailable
+from drumline.data.feed.loader import Workers
+from drumline.data.feed.views import View
 from harness import Parser, pick_device
 from photographs import VERSION, Photos, lay_in_folders, machine, photographs, pillow_window
 from pixels import by_loader

@@ -24,12 +24,12 @@ import psutil
 import torch
 
 from drumline import native
-from drumline.data.ledger import Ledger
-from drumline.data.loader import Workers, batches
-from drumline.data.order import evaluation_requests, training_requests
+from drumline.core.machine import usable_cores
+from drumline.data.feed.ledger import Ledger
+from drumline.data.feed.loader import Workers, batches
+from drumline.data.feed.order import evaluation_requests, training_requests
+from drumline.data.feed.views import View
 from drumline.data.sources import SourceSpec, detect_source, open_source
-from drumline.data.views import View
-from drumline.launch.machine import usable_cores
 from harness import Parser
 from photographs import lay_in_folders, photographs
 

@@ -3,7 +3,7 @@
     python benchmarks/story_module_list.py [--seeds 3]
     python benchmarks/story_module_list.py --small      # one setting, few steps, to see that it works
 
-Runs `tests/guard/scripts/story.py` over gloo, wrong and mended, per seed, and prints the table of
+Runs `tests/guards/scripts/story.py` over gloo, wrong and mended, per seed, and prints the table of
 docs/story-module-list.md, then what `drumline.guard` says of the wrong one. CPU only, some minutes.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.guard.scripts_run import run_script
+from tests.guards.scripts_run import run_script
 
 from harness import Parser
 

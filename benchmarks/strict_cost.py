@@ -27,10 +27,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from drumline.launch.environment import read_place
+from drumline.config.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Run, Train
+from drumline.core.environment import read_place
 from drumline.launch.network import free_port
-from drumline.launch.world import World, join
-from drumline.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Run, Train
+from drumline.parallel.world import World, join
 from drumline.train.rehearse import rehearse
 from drumline.train.start import Running, start
 from drumline.train.task import classification

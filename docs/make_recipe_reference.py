@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from drumline.recipe_fields import RecipeField, describe_field, expected, recipe_fields, sections
-from drumline.recipe_file import literal
+from drumline.config.fields import RecipeField, describe_field, expected, recipe_fields, sections
+from drumline.config.toml import literal
 
 PAGE = Path(__file__).with_name("recipe.md")
 

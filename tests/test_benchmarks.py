@@ -20,7 +20,7 @@ import pytest
 import torch
 from PIL import Image
 
-from drumline.arguments import parse
+from drumline.config.arguments import parse
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if "\ndef main(" in path.read_text())

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from drumline.cli import main
-from drumline.errors import UserError
+from drumline.config.recipe import Distill
+from drumline.core.errors import UserError
 from drumline.models import create_model
-from drumline.models.weights import export_weights, load_weights
-from drumline.recipe import Distill
 from drumline.state import manifest as manifest_module
 from drumline.state.checkpoint import Position, Unsound, known_sha256, write_checkpoint, write_checksums
-from drumline.state.tensor_file import write_tensors
+from drumline.state.tensors import write_tensors
+from drumline.state.weights import export_weights, load_weights
 
 SOURCE = Path(__file__).parents[1] / "src" / "drumline"
 EVIL = "import pathlib\npathlib.Path('owned').touch()\n\ndef boom(**words):\n    raise SystemExit\n"

@@ -133,7 +133,7 @@ def main() -> None:
 
     import drumline.cli
     import drumline.distill.run
-    import drumline.launch.agent
+    import drumline.launch.launcher
     import drumline.parallel.fsdp
     import drumline.train.loop
     import drumline.train.prove  # noqa: F401

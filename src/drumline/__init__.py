@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
-    from drumline.data.resize import resize
-    from drumline.guard.watch import guard
+    from drumline.data.image.resize import resize
+    from drumline.guards.watch import guard
     from drumline.models import create_model
 
 __all__ = ["__version__", "create_model", "guard", "resize"]
@@ -26,11 +26,11 @@ def __getattr__(name: str) -> Any:
 
         return create_model
     if name == "guard":
-        import importlib
+        from drumline.guards.watch import guard
 
-        return importlib.import_module("drumline.guard")
+        return guard
     if name == "resize":
-        from drumline.data.resize import resize
+        from drumline.data.image.resize import resize
 
         return resize
     raise AttributeError(f"module 'drumline' has no attribute {name!r}")

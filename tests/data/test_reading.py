@@ -20,18 +20,18 @@ import pytest
 import torch
 
 from drumline.cli import main
+from drumline.config.recipe import Data, Recipe
+from drumline.core.errors import LostError, UserError
 from drumline.data import reading
-from drumline.data.ledger import Ledger
-from drumline.data.loader import Workers, batches
-from drumline.data.order import Request
-from drumline.data.processes import process_batches
+from drumline.data.feed.ledger import Ledger
+from drumline.data.feed.loader import Workers, batches
+from drumline.data.feed.order import Request
+from drumline.data.feed.processes import process_batches
+from drumline.data.feed.views import View
+from drumline.data.image.window import find_window
 from drumline.data.sources import EncodedSource, SourceSpec, detect_source, open_same, open_source
-from drumline.data.views import View
-from drumline.data.window import find_window
-from drumline.errors import LostError, UserError
-from drumline.launch.claimed import VARIABLE
-from drumline.launch.world import alone
-from drumline.recipe import Data, Recipe
+from drumline.parallel.world import alone
+from drumline.state.claim import VARIABLE
 from drumline.train.prepare import prepare_sets
 from tests.data.damage import good_jpeg, with_scans
 from tests.data.test_native import needs_jpeg

@@ -18,9 +18,12 @@ import psutil
 import pytest
 
 from drumline import native
-from drumline.data import packed, verify
-from drumline.data.decode import decode
+from drumline.cli.verify import is_dataset
+from drumline.core.errors import UserError
+from drumline.data import verify
 from drumline.data.examine import examine
+from drumline.data.image.decode import decode
+from drumline.data.packed.format import format as packed
 from drumline.data.sources import EncodedSource, SourceSpec, open_source
 from drumline.data.verify import (
     BAD,
@@ -28,12 +31,10 @@ from drumline.data.verify import (
     DatasetReport,
     Finding,
     describe,
-    is_dataset,
     summary,
     verify_dataset,
     write_list,
 )
-from drumline.errors import UserError
 from tests.data.damage import KINDS, build_damaged_set, encoded, flipped, good_jpeg, picture
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:::PIL\.")

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drumline.core.environment import read_place
 from drumline.distill.bank import ContrastBank
 from drumline.distill.method import Anatomy, Seen
 from drumline.distill.methods.contrast import Crd
-from drumline.launch.environment import read_place
-from drumline.launch.world import World, join
+from drumline.parallel.world import World, join
 from tests.launch.ranks import results_of
 
 SAMPLES, BATCH, STEPS, CLASSES, SEED = 37, 10, 6, 4, 11

@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.data.batch import make_batch
-from drumline.data.order import Request
+from drumline.core.environment import read_place
+from drumline.core.errors import UserError
+from drumline.data.feed.batch import make_batch
+from drumline.data.feed.order import Request
+from drumline.data.feed.views import Batch, View
 from drumline.data.sources import ArraySource, SourceSpec, open_source
-from drumline.data.views import Batch, View
-from drumline.distill import cache as cache_module
-from drumline.distill import fill as fill_module
-from drumline.distill.cache import Cache, open_cache, sole_filler
-from drumline.distill.fill import Teacher, fill, spot_check
-from drumline.distill.key import Key, make_key
-from drumline.distill.payload import Rule
-from drumline.errors import UserError
-from drumline.launch.environment import read_place
-from drumline.launch.world import World, join
+from drumline.distill.cache.fill import Teacher, fill, spot_check
+from drumline.distill.cache.format import Cache, open_cache, sole_filler
+from drumline.distill.cache.format import fill as fill_module
+from drumline.distill.cache.format import format as cache_module
+from drumline.distill.cache.key import Key, make_key
+from drumline.distill.cache.payload import Rule
+from drumline.parallel.world import World, join
 from tests.launch.ranks import run_ranks
 
 SEED, CLASSES, WIDTH = 7, 10, 6

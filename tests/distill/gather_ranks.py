@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drumline.core.environment import read_place
 from drumline.distill.gather import Gathered
-from drumline.launch.environment import read_place
-from drumline.launch.world import World, join
 from drumline.parallel.norm import over_everybody, world_total
+from drumline.parallel.world import World, join
 from tests.launch.ranks import results_of
 
 COUNTS = {2: (5, 3), 3: (4, 1, 3)}

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from drumline.distill.lesson import lesson
+from drumline.config.recipe import Checkpoint, Data, Distill, Model, Parallel, Recipe, Run, Train
+from drumline.core.environment import read_place
+from drumline.core.errors import UserError
 from drumline.distill.objective import Distillation
 from drumline.distill.stages import Relayed
+from drumline.distill.task import lesson
 from drumline.distill.teacher import Live, Teacher
-from drumline.errors import UserError
-from drumline.launch.environment import read_place
-from drumline.launch.world import World, join
 from drumline.models import create_model
-from drumline.recipe import Checkpoint, Data, Distill, Model, Parallel, Recipe, Run, Train
+from drumline.parallel.world import World, join
 from drumline.train.loop import train
 from drumline.train.task import Task
 from tests.distill.nets import wakened

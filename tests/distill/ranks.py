@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from drumline.distill.lesson import Stage, lesson
+from drumline.config.recipe import Data, Distill, Model, Optim, Recipe, Run, Train
+from drumline.core.environment import read_place
 from drumline.distill.methods import METHODS
-from drumline.launch.environment import read_place
-from drumline.launch.world import World, join
+from drumline.distill.task import Stage, lesson
 from drumline.models import create_model
 from drumline.observe.display import make_display
-from drumline.observe.logbook import Logbook
+from drumline.observe.run_log import Logbook
 from drumline.parallel.grid import make_grid
-from drumline.recipe import Data, Distill, Model, Optim, Recipe, Run, Train
+from drumline.parallel.world import World, join
 from drumline.train import assemble, prepare
 from drumline.train.spread import prepare_exchange
 from drumline.train.step import TrainStep

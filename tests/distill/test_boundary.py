@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from drumline.core.errors import UserError
 from drumline.distill.method import Anatomy, Needs, Seen
 from drumline.distill.methods.boundary import Abound, Ofd, abound, by_depth, margins, ofd
-from drumline.errors import UserError
 
 SHAPES = [(3, 4, 5, 5), (1, 1, 1, 1), (2, 7, 3, 2)]
 

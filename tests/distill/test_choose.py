@@ -6,6 +6,8 @@ import dataclasses
 
 import pytest
 
+from drumline.config.recipe import Distill
+from drumline.core.errors import UserError
 from drumline.distill.choose import Chosen, choose, stage_of
 from drumline.distill.methods import METHODS
 from drumline.distill.methods.boundary import Abound
@@ -14,8 +16,6 @@ from drumline.distill.methods.factor import Factor, Paraphrase
 from drumline.distill.methods.logits import Dkd, Kd
 from drumline.distill.methods.maps import Attention, Hint
 from drumline.distill.methods.statistics import Fsp
-from drumline.errors import UserError
-from drumline.recipe import Distill
 
 PAPERS: dict[str, tuple[float, float, float, float]] = {
     # r, a, b, T

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from drumline.core.errors import UserError
 from drumline.distill import bank as bank_module
 from drumline.distill.bank import STUDENT, TEACHER, ContrastBank, first_rows
 from drumline.distill.method import Anatomy, Memory, Method, Needs, Seen
 from drumline.distill.methods.contrast import Crd, log_partition, nce, scores
-from drumline.errors import UserError
-from drumline.launch.world import alone
+from drumline.parallel.world import alone
 from tests.distill import bank_ranks
 from tests.launch.ranks import one_thread
 

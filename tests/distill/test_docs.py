@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from drumline.config.fields import recipe_fields
 from drumline.distill.methods import METHODS
-from drumline.recipe_fields import recipe_fields
 
 PAGE = (Path(__file__).parents[2] / "docs" / "distillation.md").read_text()
 ROWS = {cells[1].strip("` "): cells for line in PAGE.splitlines() if len(cells := line.split("|")) == 7}

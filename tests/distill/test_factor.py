@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from drumline.core.errors import UserError
 from drumline.distill.method import Anatomy, Needs, Seen
 from drumline.distill.methods.factor import Factor, Paraphrase, Paraphraser, factor, paraphrase
-from drumline.errors import UserError
 
 STUDENT = Anatomy("small", {"stage1": (3, 8, 8), "stage2": (5, 4, 4), "pooled": (5,)}, 10)
 TEACHER = Anatomy(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from drumline.distill.gather import Gathered
-from drumline.launch.world import World, alone
 from drumline.parallel.norm import WorldNorm, over_everybody, world_total
+from drumline.parallel.world import World, alone
 from tests.distill import gather_ranks
 from tests.distill.gather_ranks import COUNTS, GLOBAL, NORMS
 

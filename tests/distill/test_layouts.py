@@ -11,19 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from drumline.data.views import Batch
+from drumline.config.recipe import Data, Distill, Model, Parallel, Recipe, Run, Train
+from drumline.config.rules import problems
+from drumline.core.errors import UserError
+from drumline.data.feed.views import Batch
 from drumline.distill import stages
 from drumline.distill.run import distill
 from drumline.distill.stages import Relayed, Stages, cut_teacher, lay_teacher, plan_stages, stage_devices
 from drumline.distill.teacher import Teacher
-from drumline.errors import UserError
-from drumline.launch.world import alone
 from drumline.models import create_model
 from drumline.observe.display import make_display
 from drumline.parallel.grid import make_grid
 from drumline.parallel.pipeline.shape import Shape
-from drumline.recipe import Data, Distill, Model, Parallel, Recipe, Run, Train
-from drumline.recipe_checks import problems
+from drumline.parallel.world import alone
 from drumline.state.checkpoint import newest_sound, read_checkpoint
 from drumline.state.fingerprint import state_sha256
 from tests.distill import layout_ranks as ranks

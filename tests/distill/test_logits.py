@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from drumline.core.errors import UserError
 from drumline.distill.method import Anatomy, Method, Needs, Seen
 from drumline.distill.methods.logits import Dist, Dkd, Kd, dist, dkd, kd, standardised
-from drumline.errors import UserError
 
 SHAPES = [(1, 2), (5, 3), (7, 20)]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from drumline.core.errors import UserError
 from drumline.distill.method import Anatomy, Method, Seen
 from drumline.distill.methods.maps import (
     Attention,
@@ -19,7 +20,6 @@ from drumline.distill.methods.maps import (
     vid,
 )
 from drumline.distill.methods.pairing import at_common_size, paired_stages
-from drumline.errors import UserError
 
 THREE = Anatomy(
     "three",

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drumline.data.views import Batch
+from drumline.config.recipe import Distill, Recipe
+from drumline.core.errors import UserError
+from drumline.data.feed.views import Batch
 from drumline.distill.bundle import Bundle, Said
 from drumline.distill.choose import choose
 from drumline.distill.gather import Gathered, Spread
@@ -22,10 +24,8 @@ from drumline.distill.methods.logits import Dkd, Kd
 from drumline.distill.methods.relations import Similarity
 from drumline.distill.objective import Distillation, Part, ramp
 from drumline.distill.teacher import Live, Taught, Teacher
-from drumline.errors import UserError
-from drumline.launch.world import alone
 from drumline.parallel.layout import Averaged
-from drumline.recipe import Distill, Recipe
+from drumline.parallel.world import alone
 from drumline.train.assemble import prepare_trainee
 from drumline.train.objective import Classification, Outcome
 from drumline.train.step import TrainStep

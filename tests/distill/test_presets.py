@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from drumline.config.fields import from_words, recipe_fields, with_values
+from drumline.config.recipe import Recipe
+from drumline.core.errors import UserError
 from drumline.distill.presets import is_preset, listing, preset_names, preset_words, published
-from drumline.errors import UserError
 from drumline.models.registry import create_model
-from drumline.recipe import Recipe
-from drumline.recipe_fields import from_words, recipe_fields, with_values
 
 PARAMETERS = {
     "resnet20": 278_324,

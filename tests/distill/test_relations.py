@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from drumline.core.errors import UserError
 from drumline.distill.method import Anatomy, Method, Needs, Seen
 from drumline.distill.methods import relations
 from drumline.distill.methods.relations import (
@@ -25,7 +26,6 @@ from drumline.distill.methods.relations import (
     rkd_distance,
     similarity,
 )
-from drumline.errors import UserError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from drumline.core.errors import UserError
 from drumline.distill.method import Anatomy
 from drumline.distill.methods.review import ReviewKd, hierarchical
-from drumline.errors import UserError
 from tests.distill.test_maps import FOUR, THREE, close, doubles, pooled, seen, works
 
 SMALL = Anatomy(

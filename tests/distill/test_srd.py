@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from drumline.core.errors import UserError
 from drumline.distill.method import Anatomy, Needs, Seen
 from drumline.distill.methods.srd import Srd, srd
-from drumline.errors import UserError
 
 STUDENT = Anatomy("small", {"pooled": (5,)}, 10)
 TEACHER = Anatomy("large", {"pooled": (7,)}, 10)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from drumline.core.errors import UserError
 from drumline.distill.method import Anatomy, Method, Seen
 from drumline.distill.methods import statistics
 from drumline.distill.methods.statistics import Fsp, Kdsvd, Nst, flow, fsp, kdsvd, nst, singular_vectors
-from drumline.errors import UserError
 from tests.distill.test_maps import FOUR, THREE, close, doubles, meet, seen, works
 
 TWIN = Anatomy(

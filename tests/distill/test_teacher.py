@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drumline.core.errors import UserError
 from drumline.distill.teacher import Rule, Teacher, ensemble, weights_sha256
-from drumline.errors import UserError
-from drumline.launch.world import alone
 from drumline.models import create_model
+from drumline.parallel.world import alone
 from tests.distill.nets import wakened
 
 CPU = torch.device("cpu")

@@ -14,23 +14,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drumline.config.recipe import Distill, Recipe
+from drumline.core.errors import UserError
 from drumline.distill.bank import ContrastBank
 from drumline.distill.bundle import Bundle, Said
 from drumline.distill.choose import choose
 from drumline.distill.gather import Gathered
-from drumline.distill.lesson import anatomy
 from drumline.distill.method import Anatomy, Method, Needs, Taps
 from drumline.distill.methods import METHODS
 from drumline.distill.methods.logits import Kd, dist
 from drumline.distill.methods.relations import correlation, pkt, rkd, similarity
 from drumline.distill.objective import Distillation, Part
+from drumline.distill.task import anatomy
 from drumline.distill.teacher import Live, Taught, Teacher
-from drumline.errors import UserError
-from drumline.launch.world import World, alone
 from drumline.models import create_model
 from drumline.models.foreign import with_taps
 from drumline.parallel.layout import Averaged
-from drumline.recipe import Distill, Recipe
+from drumline.parallel.world import World, alone
 from drumline.train.assemble import prepare_trainee
 from drumline.train.objective import Classification
 from drumline.train.step import TrainStep

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from drumline.data import pixels
-from drumline.data.augment import Augmentation, apply, plan
-from drumline.data.order import Request
+from drumline.data.feed.order import Request
+from drumline.data.image import pixels
+from drumline.data.image.augment import Augmentation, apply, plan
 from tests.data.test_pixels import SHAPES, coefficients, every_kind
 
 pytestmark = [

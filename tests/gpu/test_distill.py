@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from drumline.config.recipe import Checkpoint, Data, Distill, Model, Optim, Recipe, Run, Train
 from drumline.distill.methods import METHODS
 from drumline.distill.run import distill
-from drumline.launch.world import alone
 from drumline.models import create_model
-from drumline.recipe import Checkpoint, Data, Distill, Model, Optim, Recipe, Run, Train
+from drumline.parallel.world import alone
 from drumline.state.checkpoint import checkpoints
-from drumline.state.inspect import inspect
+from drumline.state.verify import inspect
 from tests.distill.nets import wakened
 
 pytestmark = [

@@ -12,19 +12,19 @@ import pytest
 import torch
 from PIL import Image
 
-from drumline.data import loader
-from drumline.data.augment import Augmentation
-from drumline.data.batch import make_batch
-from drumline.data.choose import choose_workers, gpu_unavailable
+from drumline.config.recipe import Checkpoint, Data, Model, Optim, Recipe, Run, Train
+from drumline.data.feed import loader
+from drumline.data.feed.batch import make_batch
+from drumline.data.feed.choose import choose_workers, gpu_unavailable
+from drumline.data.feed.ledger import Ledger
+from drumline.data.feed.loader import Workers, batches
+from drumline.data.feed.order import Request, evaluation_requests, training_requests
+from drumline.data.feed.views import NOTHING, View
 from drumline.data.gpu import share
-from drumline.data.ledger import Ledger
-from drumline.data.loader import Workers, batches
-from drumline.data.order import Request, evaluation_requests, training_requests
+from drumline.data.image.augment import Augmentation
 from drumline.data.sources import Source, SourceSpec, open_source
-from drumline.data.views import NOTHING, View
-from drumline.launch.world import alone
-from drumline.recipe import Checkpoint, Data, Model, Optim, Recipe, Run, Train
-from drumline.state.inspect import inspect
+from drumline.parallel.world import alone
+from drumline.state.verify import inspect
 from drumline.train.loop import train
 from tests.data.damage import KINDS, good_jpeg
 
@@ -123,7 +123,7 @@ def test_batches_on_the_gpu_are_those_of_make_batch(
         for got, request in zip(feed, asked, strict=True):
             made = make_batch(source, replace(view, augmentation=Augmentation()), 5, request).batch
             if view.augmentation.active:
-                from drumline.data.augment import apply, plan
+                from drumline.data.image.augment import apply, plan
 
                 made = made._replace(
                     images=apply(made.images, plan(view.augmentation, 5, request, view.size))
@@ -138,9 +138,9 @@ def test_batches_on_the_gpu_are_those_of_make_batch(
 
 @needs_engine
 def test_most_jpegs_really_are_decoded_on_the_gpu(files: Path) -> None:
+    from drumline.data.feed.loader import PinnedRing
+    from drumline.data.feed.threads import threaded_batches
     from drumline.data.gpu.feed import DeviceDecoder
-    from drumline.data.loader import PinnedRing
-    from drumline.data.threads import threaded_batches
 
     _, source = opened(files)
     view = View(64, "crop-flip", on_bad="substitute")

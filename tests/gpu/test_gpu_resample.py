@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from drumline.data.gpu import Layout, Places, chroma_size, place
-from drumline.data.resize import Version, coefficients, vertical_first
+from drumline.data.image.resize import Version, coefficients, vertical_first
 
 pytest.importorskip("triton", reason="needs Triton")
 pytestmark = [

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import drumline
-from drumline.guard import Stopped
+from drumline.guards import Stopped
 
 pytestmark = [
     pytest.mark.gpu,

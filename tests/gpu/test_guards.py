@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.compare import compare
 from drumline.state import chain
+from drumline.state.compare import compare
 from tests.runs.command import drumline, result
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from drumline.models.pool import pool_to
 from drumline.models.registry import IMAGENET, create_model
-from drumline.models.weights import export_weights, load_weights
+from drumline.state.weights import export_weights, load_weights
 
 # cuBLAS reads this when its first handle is made; without it deterministic algorithms refuse matrix products.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drumline.launch.environment import Place
+from drumline.core.environment import Place
 from drumline.launch.network import free_port
-from drumline.launch.world import meet, pick_device
 from drumline.parallel.layout import lay_out
+from drumline.parallel.world import meet, pick_device
 
 pytestmark = [
     pytest.mark.gpu,

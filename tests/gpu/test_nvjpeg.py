@@ -15,7 +15,7 @@ from PIL import Image, ImageFile
 from drumline.data.gpu import Layout, place
 from drumline.data.gpu.nvjpeg import PlaneDecoder, describe, unavailable
 from drumline.data.gpu.rule import layout_of
-from drumline.data.jpeg import read_header
+from drumline.data.image.jpeg import read_header
 
 pytest.importorskip("triton", reason="needs Triton")
 pytestmark = [

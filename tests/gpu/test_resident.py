@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from drumline.data.augment import Augmentation
-from drumline.data.resident import ResidentSet, resident_feed
-from drumline.data.views import Batch, View
+from drumline.data.feed.resident import ResidentSet, resident_feed
+from drumline.data.feed.views import Batch, View
+from drumline.data.image.augment import Augmentation
 from tests.data.test_resident import SEED, array_source, assert_same, expected, training
 
 pytestmark = [

@@ -10,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
-from drumline.launch.world import alone
-from drumline.recipe import Checkpoint, Data, Model, Optim, Recipe, Run, Train
+from drumline.config.recipe import Checkpoint, Data, Model, Optim, Recipe, Run, Train
+from drumline.parallel.world import alone
 from drumline.state.checkpoint import checkpoints
-from drumline.state.inspect import inspect
+from drumline.state.verify import inspect
 from drumline.train.loop import train
 
 pytestmark = [

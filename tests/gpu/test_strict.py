@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.launch.world import alone
-from drumline.recipe import Model, Optim, Recipe, Train
+from drumline.config.recipe import Model, Optim, Recipe, Train
+from drumline.parallel.world import alone
 from tests.distill.ranks import write_teacher
 from tests.launch.ranks import run_ranks
 from tests.parallel import strict_ranks

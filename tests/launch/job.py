@@ -16,11 +16,11 @@ import sys
 import time
 from pathlib import Path
 
-from drumline.errors import UserError
-from drumline.launch import heartbeat
-from drumline.launch.environment import LAUNCHER, read_place, to_env
+from drumline.core import heartbeat
+from drumline.core.environment import LAUNCHER, read_place, to_env
+from drumline.core.errors import UserError
+from drumline.core.parent import die_with_parent
 from drumline.launch.failure import record_failure
-from drumline.launch.parent import die_with_parent
 from drumline.launch.stacks import answer_signal
 
 
@@ -121,9 +121,7 @@ def saves_or_fails(folder: Path, rank: int) -> None:
 def deaf(folder: Path, rank: int) -> None:
     """Ignores stop requests, and has a data loader of its own."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    code = (
-        "import time; from drumline.launch.parent import die_with_parent; die_with_parent(); time.sleep(600)"
-    )
+    code = "import time; from drumline.core.parent import die_with_parent; die_with_parent(); time.sleep(600)"
     loader = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {LAUNCHER: str(os.getpid())})
     write(folder / f"pid-{rank}-loader", str(loader.pid))
     ready(folder, rank)
@@ -224,7 +222,7 @@ def exchanges(folder: Path, rank: int) -> None:
     """The same, with an all-reduce over gloo at each step."""
     import torch
 
-    from drumline.launch.world import meet
+    from drumline.parallel.world import meet
 
     place = read_place(os.environ)
     assert place is not None
@@ -240,7 +238,7 @@ def listens(folder: Path, rank: int) -> None:
     import psutil
     import torch
 
-    from drumline.launch.world import meet
+    from drumline.parallel.world import meet
 
     place = read_place(os.environ)
     assert place is not None

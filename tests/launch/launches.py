@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from drumline.launch.agent import launch
+from drumline.config.recipe import Launch, Parallel
+from drumline.launch.launcher import launch
 from drumline.launch.network import free_port
-from drumline.recipe import Launch, Parallel
 from tests.launch.job import is_running, wait_for
 
 HERE = Path(__file__).parent

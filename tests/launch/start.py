@@ -12,13 +12,14 @@ import os
 import sys
 import time
 
-# torch reads this when it is loaded; see `drumline.launch.agent`.
+# torch reads this when it is loaded; see `drumline.launch.launcher`.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from drumline.errors import UserError
-from drumline.launch import contact, members
-from drumline.launch.agent import launch
-from drumline.recipe import Launch, Parallel
+from drumline.config.recipe import Launch, Parallel
+from drumline.core.errors import UserError
+from drumline.launch import contact
+from drumline.launch import nodes as members
+from drumline.launch.launcher import launch
 
 
 def main() -> int:

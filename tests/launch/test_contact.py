@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 from drumline.launch import contact as contacts
 from drumline.launch import hub as hubs
 from drumline.launch import joining
@@ -21,8 +21,8 @@ from drumline.launch.contact import Contact, Transport
 from drumline.launch.failure import Failure
 from drumline.launch.hub import Client, Hub, Reply, Server, Unreachable
 from drumline.launch.joining import NotMet, clock_notes, join, losses
-from drumline.launch.members import Heard, Member, Round
 from drumline.launch.network import free_port
+from drumline.launch.nodes import Heard, Member, Round
 from drumline.launch.shared_folder import SharedFolder
 from drumline.launch.signed import GREETING, BadMessage, Channel, seal, unseal
 

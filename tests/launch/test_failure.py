@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from drumline.errors import LostError, UserError
+from drumline.core.errors import LostError, UserError
 from drumline.launch.failure import (
     FILE,
     Failure,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from drumline.core.heartbeat import Beat, Phase
 from drumline.launch.hang import Limits, Pulse, Sign, culprit, is_busy, is_hung, standing, verdict
-from drumline.launch.heartbeat import Beat, Phase
 
 LIMITS = Limits(hang=3.0, starting=60.0)
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 from drumline.launch import network
 from drumline.launch.network import (
     Interface,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 from drumline.launch.secret import secret_file, shared_secret
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from drumline.config.fields import with_values
+from drumline.config.recipe import Recipe
 from drumline.launch.worker import cuda_settings
-from drumline.recipe import Recipe
-from drumline.recipe_fields import with_values
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 

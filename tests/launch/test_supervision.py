@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from drumline.config.recipe import Launch
 from drumline.launch.network import free_port
-from drumline.recipe import Launch
 from tests.launch.job import wait_for
 from tests.launch.launches import Run
 

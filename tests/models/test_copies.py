@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 from drumline.models.copies import copy_model
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 from drumline.models.foreign import Tapped, find_places, norm_before, places_from_text, with_taps
 from tests.models.quick import quick_model
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import drumline.models
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 from drumline.models import registry
 from drumline.models.registry import CIFAR, IMAGENET, create_model, model_names, suggest_models
 from drumline.models.resnet import ResNet

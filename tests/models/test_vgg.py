@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 from drumline.models.registry import create_model
 from tests.models.quick import on_meta
 

@@ -15,17 +15,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from drumline.observe import display as display_module
+from drumline.core import progress as progress_module
+from drumline.core.progress import Part, bar_line, progress
 from drumline.observe.display import (
-    Part,
     PlainDisplay,
     Progress,
     RichDisplay,
     SilentDisplay,
-    bar_line,
     describe,
     make_display,
-    progress,
 )
 
 SMALL = Progress(1.25, 10, 1_234, 9_876, 2.34567, 1_234.4, 0.0031, 0.1)
@@ -233,7 +231,7 @@ def test_items_pass_through_progress_with_a_plain_line_every_5_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(display_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: now))
     stream, seen = io.StringIO(), []
     for item in progress(range(1_200), "hashing", stream=stream):
         seen.append(item)
@@ -247,7 +245,7 @@ def test_items_pass_through_progress_with_a_plain_line_every_5_seconds(
 
 def test_progress_without_a_length_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(display_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: now))
     stream = io.StringIO()
     for _ in progress(iter("abc"), "reading", stream=stream):
         now += 4.0
@@ -257,7 +255,7 @@ def test_progress_without_a_length_counts(monkeypatch: pytest.MonkeyPatch) -> No
 def test_progress_draws_on_a_terminal_only_after_a_second_and_clears_it(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(display_module, "_REDRAWS_PER_S", 50)
+    monkeypatch.setattr(progress_module, "_REDRAWS_PER_S", 50)
     began = time.monotonic()
     for _ in progress(range(20), "hashing", stream=terminal):
         if time.monotonic() - began < 0.9:

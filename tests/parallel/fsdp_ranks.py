@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.data.order import share
-from drumline.data.views import Batch
-from drumline.launch.environment import read_place
-from drumline.launch.world import World, alone, join
+from drumline.config.recipe import Optim
+from drumline.core.environment import read_place
+from drumline.data.feed.order import share
+from drumline.data.feed.views import Batch
 from drumline.models import create_model
-from drumline.observe.logbook import Logbook
+from drumline.observe.run_log import Logbook
 from drumline.parallel.fsdp import (
     Held,
     Sharded,
@@ -33,16 +33,16 @@ from drumline.parallel.fsdp import (
 )
 from drumline.parallel.layout import Averaged, lay_out
 from drumline.parallel.local import local_part
-from drumline.recipe import Optim
+from drumline.parallel.world import World, alone, join
 from drumline.state.checkpoint import Position, read_checkpoint, write_checkpoint
-from drumline.state.keeper import Keeper, PieceWriter
+from drumline.state.manager import Keeper, PieceWriter
 from drumline.train.ema import Average
 from drumline.train.finite import Finite
 from drumline.train.objective import Classification
-from drumline.train.optim import build_optimizer
+from drumline.train.optim import DeviceRate, build_optimizer
 from drumline.train.recompute import recompute_blocks
+from drumline.train.state import Trainee
 from drumline.train.step import TrainStep
-from drumline.train.trainee import Trainee
 from drumline.train.witness import Witness, state_tensors
 from tests.launch.ranks import one_thread, results_of
 from tests.train import tiny
@@ -144,7 +144,9 @@ def sharded_step(
     optimizer = build_optimizer(optim, model, lr, held.parameters.values())
     scaler = torch.amp.GradScaler("cuda", enabled=False)
     trainee = Trainee(model, model, model, optimizer, lr, scaler, average, held)
-    exchange = ShardedExchange(model, held, optimizer, world, accumulate)
+    exchange = ShardedExchange(model, held, world, accumulate)
+    if isinstance(optimizer, DeviceRate):
+        optimizer.norms = exchange.norms
     return mean_step(trainee, world, exchange, clip, precision)
 
 

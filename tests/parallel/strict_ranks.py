@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from drumline.config.recipe import Checkpoint, Data, Distill, Model, Optim, Parallel, Recipe, Run, Train
+from drumline.core.environment import read_place
 from drumline.distill.run import distill
-from drumline.launch.environment import read_place
-from drumline.launch.world import Pending, World, join
-from drumline.parallel.ordered import OrderedSum
-from drumline.parallel.tree import owned
-from drumline.recipe import Checkpoint, Data, Distill, Model, Optim, Parallel, Recipe, Run, Train
-from drumline.state.inspect import inspect
+from drumline.parallel.strict.ordered import OrderedSum
+from drumline.parallel.strict.tree import owned
+from drumline.parallel.world import Pending, World, join
+from drumline.state.verify import inspect
 from drumline.train.loop import train
 from tests.distill.ranks import write_teacher
 from tests.launch.ranks import results_of

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from drumline.errors import UserError
-from drumline.launch.world import alone
-from drumline.models.weights import load_weights, resolve_weights
+from drumline.core.errors import UserError
 from drumline.parallel.fsdp import kept_whole, shard
+from drumline.parallel.world import alone
 from drumline.state.checkpoint import Unsound, copy_into, read_checkpoint, verify_checkpoint, write_checkpoint
 from drumline.state.fingerprint import fingerprint
-from drumline.state.inspect import inspect
-from drumline.state.pieces import share_of_rows
+from drumline.state.shards import share_of_rows
+from drumline.state.verify import inspect
+from drumline.state.weights import load_weights, resolve_weights
 from tests.launch.ranks import one_thread
 from tests.parallel import fsdp_ranks as ranks
 from tests.train import tiny

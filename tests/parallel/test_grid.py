@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from drumline.launch.world import World, alone
 from drumline.parallel.grid import make_grid
+from drumline.parallel.world import World, alone
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])

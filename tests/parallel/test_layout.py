@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from drumline.errors import UserError
-from drumline.launch.world import World, alone
+from drumline.core.errors import UserError
 from drumline.parallel.layout import BufferMean, lay_out, resolve_layout, without_sync
+from drumline.parallel.world import World, alone
 from tests.train import ranks, tiny
 
 ONE = alone(tiny.CPU)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.errors import UserError
-from drumline.launch.world import alone
+from drumline.config.recipe import Model, Recipe, Run
+from drumline.core.errors import UserError
 from drumline.models import create_model
-from drumline.parallel.ordered import OrderedSum, bucketed
-from drumline.recipe import Model, Recipe, Run
+from drumline.parallel.strict.ordered import OrderedSum, bucketed
+from drumline.parallel.world import alone
 from drumline.state.checkpoint import read_checkpoint
-from drumline.state.inspect import inspect
+from drumline.state.verify import inspect
 from drumline.train.loop import train
 from tests.launch.ranks import one_thread
 from tests.parallel import strict_ranks

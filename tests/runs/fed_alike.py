@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from drumline.errors import UserError
-from drumline.launch.environment import read_place
-from drumline.launch.world import join
+from drumline.config.recipe import Data, Model, Parallel, Recipe, Run, Train
+from drumline.core.environment import read_place
+from drumline.core.errors import UserError
 from drumline.observe.display import Display
 from drumline.parallel.grid import Grid
-from drumline.recipe import Data, Model, Parallel, Recipe, Run, Train
+from drumline.parallel.world import join
 from drumline.train.loop import train
 from drumline.train.prepare import Plan, Sets
 from drumline.train.task import Task, classification

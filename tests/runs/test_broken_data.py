@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from drumline.data.decode import decode
+from drumline.core.errors import UserError
+from drumline.core.text import printable
+from drumline.data.image.decode import decode
 from drumline.data.verify import BAD
-from drumline.errors import UserError
-from drumline.state.inspect import inspect
-from drumline.text import printable
+from drumline.state.verify import inspect
 from tests.data.damage import KINDS, build_damaged_set, encoded, good_jpeg, picture
 from tests.runs.command import begin, drumline, metrics, result
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drumline.arguments import parse
-from drumline.errors import UserError
-from drumline.launch.world import alone
-from drumline.state.inspect import inspect
+from drumline.config.arguments import parse
+from drumline.core.errors import UserError
+from drumline.parallel.world import alone
+from drumline.state.verify import inspect
 from drumline.train.loop import train as train_here
 from tests.runs.command import begin, drumline, kill_when, metrics, result
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from drumline.launch.heartbeat import SLOT, VARIABLE, Phase
+from drumline.core.heartbeat import SLOT, VARIABLE, Phase
 from tests.data.damage import build_damaged_set
 from tests.runs.command import LOADED, TINY, begin, metrics, sha256, train
 

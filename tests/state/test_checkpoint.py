@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 from drumline.state import checkpoint
 from drumline.state.checkpoint import (
     Position,

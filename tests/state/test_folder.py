@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.arguments import parse
-from drumline.errors import UserError
-from drumline.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Run, Train
-from drumline.recipe_file import dump_recipe
-from drumline.state import lock
+from drumline.config.arguments import parse
+from drumline.config.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Run, Train
+from drumline.config.toml import dump_recipe
+from drumline.core import lock
+from drumline.core.errors import UserError
 from drumline.state.checkpoint import Position, write_checkpoint
 from drumline.state.folder import (
     auto_stem,
@@ -202,7 +202,7 @@ def test_a_second_opener_is_refused_until_the_first_is_done(tmp_path: Path) -> N
 def test_another_process_is_refused_too_and_a_killed_one_holds_nothing(tmp_path: Path) -> None:
     code = (
         "import sys\n"
-        "from drumline.recipe import Recipe, Run\n"
+        "from drumline.config.recipe import Recipe, Run\n"
         "from drumline.state.folder import open_run\n"
         f"opened = open_run(Recipe(run=Run(dir={str(tmp_path)!r}, name='a')), 'digits')\n"
         "print('open', flush=True)\n"

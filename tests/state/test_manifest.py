@@ -24,7 +24,7 @@ from drumline.state.checkpoint import (
     verify_checkpoint,
     write_checkpoint,
 )
-from drumline.state.inspect import inspect
+from drumline.state.verify import inspect
 
 GROUPS = {
     "model": {"w": torch.ones(3)},

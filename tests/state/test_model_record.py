@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from drumline.core.errors import UserError
 from drumline.data.classes import Classes, numbers
-from drumline.errors import UserError
 from drumline.state.checkpoint import Position, Unsound, read_manifest, write_checkpoint
 from drumline.state.model_record import ENVIRONMENT, KEY, ModelRecord, metadata_record, read_record, record_of
-from drumline.state.tensor_file import file_metadata
+from drumline.state.tensors import file_metadata
 from drumline.train.resume import compare_records
 
 RECORD = ModelRecord(

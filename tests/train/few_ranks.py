@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from drumline.arguments import parse
+from drumline.config.arguments import parse
+from drumline.config.recipe import Recipe
+from drumline.core.environment import read_place
 from drumline.distill.run import distill
-from drumline.launch.environment import read_place
-from drumline.launch.world import join
-from drumline.recipe import Recipe
+from drumline.parallel.world import join
 from drumline.state.checkpoint import read_checkpoint
 from drumline.train.loop import train
 from drumline.train.score import score

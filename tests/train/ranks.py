@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.data.order import evaluation_requests, share
-from drumline.errors import UserError
-from drumline.launch.environment import read_place
-from drumline.launch.world import World, join
-from drumline.observe.logbook import Logbook
+from drumline.config.recipe import Train
+from drumline.core.environment import read_place
+from drumline.core.errors import UserError
+from drumline.data.feed.order import evaluation_requests, share
+from drumline.observe.run_log import Logbook
 from drumline.parallel.layout import BufferMean
-from drumline.recipe import Train
+from drumline.parallel.world import World, join
 from drumline.train.evaluate import evaluate
 from drumline.train.meter import MeterReader
 from drumline.train.stop import StopSign

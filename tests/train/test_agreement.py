@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from drumline.config.recipe import Model, Recipe, Run
+from drumline.config.toml import dump_recipe
+from drumline.core.errors import UserError
 from drumline.data import identity
-from drumline.data.pack import pack_set
-from drumline.data.packed import Options
+from drumline.data.packed.format import Options
+from drumline.data.packed.write import pack_set
 from drumline.data.sources import Source, SourceSpec, open_source
-from drumline.errors import UserError
 from drumline.launch.network import free_port
-from drumline.recipe import Model, Recipe, Run
-from drumline.recipe_file import dump_recipe
 from drumline.state.software import code_digest, software
 from drumline.train import agreement
 from drumline.train.agreement import check_data, check_recipes, check_software, different_fields

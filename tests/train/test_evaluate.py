@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from drumline.data.views import Batch
-from drumline.errors import UserError
-from drumline.launch.world import World, alone
+from drumline.core.errors import UserError
+from drumline.data.feed.views import Batch
+from drumline.parallel.world import World, alone
 from drumline.state.checkpoint import Position
 from drumline.train import loop
 from drumline.train.evaluate import Score, evaluate, padded, tally

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.recipe import Optim, Train
+from drumline.config.recipe import Optim, Train
 from drumline.train import finite as finite_module
 from drumline.train.finite import Finite
+from drumline.train.state import Trainee
 from drumline.train.step import TrainStep
-from drumline.train.trainee import Trainee
 from tests.train import tiny
 from tests.train.test_step import everything, same_bits
 

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from drumline.arguments import parse
-from drumline.errors import UserError
-from drumline.guard.finding import Finding
-from drumline.launch.world import alone
-from drumline.recipe import Distill, Parallel, Recipe
+from drumline.config.arguments import parse
+from drumline.config.recipe import Distill, Parallel, Recipe
+from drumline.core.errors import UserError
+from drumline.guards.finding import Finding
+from drumline.parallel.world import alone
 from drumline.train import culprit
 from drumline.train.culprit import Culprit, examine
 from drumline.train.finite import advice

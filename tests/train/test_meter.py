@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from drumline.launch.world import alone
-from drumline.observe.late import Late
+from drumline.core.late import Late
+from drumline.parallel.world import alone
 from drumline.train.meter import MeterReader, Reading
 from tests.train import ranks, tiny
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from drumline.arguments import parse
-from drumline.errors import UserError
-from drumline.launch.world import alone
+from drumline.config.arguments import parse
+from drumline.config.recipe import Data, Recipe, Run, Train
+from drumline.core.errors import UserError
 from drumline.parallel.norm import over_everybody
-from drumline.recipe import Data, Recipe, Run, Train
+from drumline.parallel.world import alone
 from drumline.train.loop import train
 from drumline.train.norms import few_samples, smallest
 from tests.train import tiny

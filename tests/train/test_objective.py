@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from drumline.data.order import Request
-from drumline.data.views import View, mixing_plan
+from drumline.data.feed.order import Request
+from drumline.data.feed.views import View, mixing_plan
 from drumline.train.objective import Classification, mixed, partner
 from tests.train import tiny
 

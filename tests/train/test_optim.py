@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from drumline.recipe import Optim
+from drumline.config.recipe import Optim
 from drumline.train.optim import build_optimizer, by_device, parameter_groups, set_rate
 
 NAMES = ("sgd", "adamw", "lars", "lamb")

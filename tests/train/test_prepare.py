@@ -11,12 +11,12 @@ import pytest
 import torch
 from PIL import Image
 
+from drumline.config.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Run, Train
+from drumline.core.errors import UserError
+from drumline.core.machine import usable_cores
 from drumline.data.classes import Classes
 from drumline.data.sources import ArraySource
-from drumline.errors import UserError
-from drumline.launch.machine import usable_cores
-from drumline.launch.world import alone
-from drumline.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Run, Train
+from drumline.parallel.world import alone
 from drumline.train import assemble, prepare
 from drumline.train.prepare_model import prepare_model
 

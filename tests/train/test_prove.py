@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from drumline.launch.world import alone
+from drumline.config.recipe import Checkpoint, Data, Model, Parallel, Recipe, Run, Train
 from drumline.parallel.norm import WorldNorm
-from drumline.recipe import Checkpoint, Data, Model, Parallel, Recipe, Run, Train
+from drumline.parallel.world import alone
 from drumline.train import prove
 from drumline.train.loop import train
 

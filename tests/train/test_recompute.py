@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from drumline.errors import UserError
+from drumline.config.recipe import Train
+from drumline.core.errors import UserError
 from drumline.models import create_model
 from drumline.models.blocks import repeated_blocks
-from drumline.recipe import Train
 from drumline.train.recompute import recompute_blocks
 from tests.train import tiny
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from drumline.arguments import parse
-from drumline.errors import UserError
-from drumline.launch.world import alone
+from drumline.config.arguments import parse
+from drumline.core.errors import UserError
+from drumline.parallel.world import alone
 from drumline.train.loop import train
 from tests.train import tiny
 

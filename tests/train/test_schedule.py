@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from drumline.recipe import Optim
+from drumline.config.recipe import Optim
 from drumline.train.schedule import build_schedule, scaled_rate
 
 

@@ -15,14 +15,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from drumline.cli import main
+from drumline.config.recipe import Data, Model, Recipe
+from drumline.core.errors import UserError
 from drumline.data.classes import Classes, numbers
-from drumline.data.pack import pack_set
-from drumline.data.packed import Options
-from drumline.errors import UserError
-from drumline.launch.world import alone
-from drumline.models.weights import export_tensors
-from drumline.recipe import Data, Model, Recipe
+from drumline.data.packed.format import Options
+from drumline.data.packed.write import pack_set
+from drumline.parallel.world import alone
 from drumline.state.model_record import ModelRecord
+from drumline.state.weights import export_tensors
 from drumline.train import prepare, score
 
 COLOURS = {"blue": (30, 30, 220), "green": (30, 220, 30), "red": (220, 30, 30)}

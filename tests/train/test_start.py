@@ -19,16 +19,16 @@ import pytest
 import torch
 from PIL import Image
 
-from drumline.errors import UserError
-from drumline.launch.world import alone
+from drumline.config.recipe import Checkpoint, Data, Model, Recipe, Run, Train
+from drumline.core import lock
+from drumline.core.errors import UserError
 from drumline.parallel.holding import Whole
-from drumline.recipe import Checkpoint, Data, Model, Recipe, Run, Train
-from drumline.state import lock
+from drumline.parallel.world import alone
 from drumline.state.checkpoint import Position, newest_sound, read_checkpoint, step_of
-from drumline.state.environment import describe_environment
 from drumline.state.folder import open_run
-from drumline.state.inspect import inspect
-from drumline.state.keeper import Keeper
+from drumline.state.manager import Keeper
+from drumline.state.provenance import describe_environment
+from drumline.state.verify import inspect
 from drumline.train import prepare
 from drumline.train.loop import Result, export, train
 from drumline.train.rehearse import _check_draws
@@ -146,7 +146,7 @@ def test_a_run_killed_at_any_write_of_its_start_loses_nothing_that_the_next_one_
     """It goes back from step 6 to step 4, and from the beginning of each write in turn nothing more happens."""
     one, check, seen = tmp_path / "one", lock.check, []
     wanted = recipe(tmp_path, resume=str(one / "checkpoints" / "step-4"))
-    facts = describe_environment(alone(CPU), 1)
+    facts = describe_environment(CPU, 1, "", 1)
     for last in itertools.count(1):
         shutil.copytree(finished, one)
         writes = itertools.count(1)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from drumline.data.order import bounds
-from drumline.data.views import Batch
-from drumline.recipe import Optim, Train
+from drumline.config.recipe import Optim, Train
+from drumline.data.feed.order import bounds
+from drumline.data.feed.views import Batch
+from drumline.train.state import Trainee
 from drumline.train.step import Normalise
-from drumline.train.trainee import Trainee
 from tests.train import ranks, tiny
 
 RATES = [0.1, 0.05, 0.2]

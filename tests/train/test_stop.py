@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.launch.world import alone
+from drumline.parallel.world import alone
 from drumline.state.checkpoint import newest_sound
 from drumline.train import stop as stop_module
 from drumline.train.stop import STOPS, StopSign
@@ -75,7 +75,7 @@ def test_a_run_whose_terminal_is_closed_saves_and_can_go_on(tmp_path: Path) -> N
 def test_a_second_signal_ends_the_process_at_once() -> None:
     code = (
         "import os, signal, time, torch\n"
-        "from drumline.launch.world import alone\n"
+        "from drumline.parallel.world import alone\n"
         "from drumline.train.stop import StopSign\n"
         "with StopSign(alone(torch.device('cpu')), record=lambda text: print(text, flush=True)):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.data.views import Batch
-from drumline.errors import LostError, UserError
-from drumline.launch.world import alone
+from drumline.config.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Run, Train
+from drumline.core.errors import LostError, UserError
+from drumline.data.feed.views import Batch
 from drumline.observe import display
-from drumline.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Run, Train
+from drumline.parallel.world import alone
 from drumline.state.folder import resume_command
 from drumline.train.loop import Result, train
 from drumline.train.step import TrainStep

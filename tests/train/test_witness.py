@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.launch.world import alone
-from drumline.observe.logbook import Logbook
-from drumline.recipe import Optim, Train
+from drumline.config.recipe import Optim, Train
+from drumline.observe.run_log import Logbook
+from drumline.parallel.world import alone
 from drumline.state import chain
 from drumline.train.witness import Witness, state_tensors
 from tests.train import ranks, tiny

@@ -6,14 +6,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from drumline.data.views import Batch
-from drumline.launch.world import World, alone
+from drumline.config.recipe import Optim, Recipe, Train
+from drumline.data.feed.views import Batch
 from drumline.parallel.layout import Averaged
-from drumline.recipe import Optim, Recipe, Train
+from drumline.parallel.world import World, alone
 from drumline.train.assemble import prepare_trainee
 from drumline.train.objective import Classification
+from drumline.train.state import Trainee
 from drumline.train.step import Normalise, TrainStep
-from drumline.train.trainee import Trainee
 
 CPU = torch.device("cpu")
 CLASSES = 4

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from drumline.text import printable
+from drumline.core.text import printable
 
 if TYPE_CHECKING:
     from drumline.data.sources.base import Source

@@ -16,12 +16,12 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from drumline import native
-from drumline.data.decode import FORMATS, decode
-from drumline.data.jpeg import read_header, stream_fault
-from drumline.data.limits import TooLarge
+from drumline.core.errors import UserError
+from drumline.data.image.decode import FORMATS, decode
+from drumline.data.image.jpeg import read_header, stream_fault
+from drumline.data.image.limits import TooLarge
 from drumline.data.sources import ArraySource, EncodedSource, Source
 from drumline.data.sources.packed import PackedFiles
-from drumline.errors import UserError
 
 
 @dataclass(frozen=True)

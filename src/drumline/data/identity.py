@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from drumline.core.errors import UserError
+from drumline.core.text import printable
 from drumline.data.sources.base import ArraySource, MappedFiles, Source
-from drumline.errors import UserError
-from drumline.text import printable
 
 BLOCK = 1024
 """Samples per digest."""

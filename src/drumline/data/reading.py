@@ -18,8 +18,8 @@ from io import FileIO
 from pathlib import Path
 from typing import TypeVar
 
-from drumline.data.limits import check_bytes, too_large
-from drumline.errors import LostError, UserError
+from drumline.core.errors import LostError, UserError
+from drumline.data.image.limits import check_bytes, too_large
 
 PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 3.2)
 """Seconds between two tries."""

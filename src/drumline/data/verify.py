@@ -22,20 +22,19 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from drumline.core.errors import LostError, UserError
+from drumline.core.files import write_bytes
+from drumline.core.machine import usable_cores
+from drumline.core.processes import interrupts_noted, serve_owner
+from drumline.core.progress import progress
+from drumline.core.text import printable
+from drumline.core.wording import count
 from drumline.data.examine import Examination, examine_range
-from drumline.data.owned import interrupts_noted, serve_owner
-from drumline.data.packed import looks_packed
 from drumline.data.reading import patiently, read_whole
 from drumline.data.sources import EncodedSource, Source, SourceSpec, detect_source, open_source
 from drumline.data.sources.base import NoEvalSplit, passed_over_words
 from drumline.data.sources.folder import EVAL_FOLDERS, EXTENSIONS
 from drumline.data.sources.packed import PackedArrays
-from drumline.errors import LostError, UserError
-from drumline.launch.machine import usable_cores
-from drumline.observe.display import progress
-from drumline.observe.wording import count
-from drumline.state.atomic import write_bytes
-from drumline.text import printable
 
 BAD = (
     "unopened",  # a whole split: no run starts on it
@@ -110,19 +109,6 @@ class DatasetReport:
     def sound(self) -> bool:
         """Nothing that a run would refuse; warnings may remain."""
         return self.bad == 0
-
-
-def is_dataset(path: Path) -> bool:
-    """Whether `drumline verify PATH` means data rather than a run or one of its checkpoints."""
-    # Here, because it imports torch, which the checking processes can do without.
-    from drumline.state.checkpoint import checkpoints, is_checkpoint
-
-    if path.is_file() or looks_packed(path):  # a packed set has a manifest, as checkpoints do
-        return True
-    # A distillation that was stopped in its initial stage has nothing of its own yet.
-    recipes = [path / "recipe.toml", *path.glob("initial-*/recipe.toml")] if path.is_dir() else []
-    run = any(file.exists() for file in recipes) or checkpoints(path / "checkpoints") or checkpoints(path)
-    return path.is_dir() and not run and not is_checkpoint(path)
 
 
 def verify_dataset(path: Path, source: str = "auto", workers: int | None = None) -> DatasetReport:
@@ -328,7 +314,7 @@ def _in_this_process(splits: list[_Split]) -> _Results:
 def _in_processes(splits: list[_Split], workers: int) -> _Results:
     """The same, by processes that open the data themselves; results come in order, a few ranges ahead at most."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["drumline.data.forkserver", "drumline.data.verify"])
+    context.set_forkserver_preload(["drumline.core.forkserver", "drumline.data.verify"])
     pool = ProcessPoolExecutor(workers, context, serve_owner)
     ahead: deque[tuple[_Split, int, Future[list[Examination]]]] = deque()
     ranges = _ranges(splits)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drumline.data.draws import Purpose, uniform
-from drumline.launch.world import World
+from drumline.data.feed.draws import Purpose, uniform
+from drumline.parallel.world import World
 
 STUDENT, TEACHER = 0, 1
 """Where the two networks' rows lie in what `fetch` gives."""

@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any, get_type_hints
 
+from drumline.config.recipe import Distill
+from drumline.core.errors import UserError
 from drumline.distill.method import Method
 from drumline.distill.methods import METHODS, STAGES
-from drumline.errors import UserError
-from drumline.recipe import Distill
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from drumline.distill.method import Seen
-from drumline.launch.world import World
-from drumline.parallel.together import Together
+from drumline.parallel.strict.lockstep import Together
+from drumline.parallel.world import World
 
 Loss = Callable[[Seen], Tensor]
 

@@ -11,16 +11,16 @@ from pathlib import Path
 
 from torch import nn
 
-from drumline.arguments import names_code
+from drumline.config.arguments import names_code
+from drumline.config.recipe import Distill, Recipe
+from drumline.config.toml import load_recipe
+from drumline.core.errors import UserError
 from drumline.data.classes import Classes
-from drumline.errors import UserError
-from drumline.launch.world import World
-from drumline.models import create_model, load_weights
-from drumline.models.weights import WeightFields, resolve_weights, weights_record
-from drumline.recipe import Distill, Recipe
-from drumline.recipe_file import load_recipe
+from drumline.models import create_model
+from drumline.parallel.world import World
 from drumline.state.folder import run_of
 from drumline.state.model_record import ModelRecord
+from drumline.state.weights import WeightFields, load_weights, resolve_weights, weights_record
 from drumline.train import prepare
 from drumline.train.prepare_model import model_record, refuse_nonfinite, to_device, verify_weights
 

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from drumline.data.order import evaluation_starts
+from drumline.config.recipe import Recipe
+from drumline.core.progress import progress
+from drumline.data.feed.order import evaluation_starts
 from drumline.distill.load import Loaded
 from drumline.distill.teacher import Teacher
-from drumline.observe.display import progress
 from drumline.parallel.grid import Grid
-from drumline.recipe import Recipe
 from drumline.train import prepare
 from drumline.train.evaluate import Score
 from drumline.train.score import score_module

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, Protocol
 
 from torch import Tensor, nn
 
-from drumline.launch.world import World
+from drumline.parallel.world import World
 
 Taps = Mapping[str, Tensor]
 Scope = Literal["sample", "global_batch"]

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from drumline.data.views import Batch
+from drumline.core.errors import UserError
+from drumline.data.feed.views import Batch
 from drumline.distill.bundle import Said
 from drumline.distill.gather import Spread
 from drumline.distill.method import Memory, Method, Needs, Seen
 from drumline.distill.methods.logits import standardised
 from drumline.distill.teacher import Taught, Teacher
-from drumline.errors import UserError
 from drumline.train.objective import Classification, Objective, Outcome, check_logits
 
 Source = Callable[[Tensor, Batch], Taught]

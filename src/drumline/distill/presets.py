@@ -19,8 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from drumline.errors import UserError
-from drumline.text import either
+from drumline.core.errors import UserError
+from drumline.core.text import either
 
 
 def preset_words(name: str) -> list[str]:

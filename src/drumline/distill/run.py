@@ -10,15 +10,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from drumline.config.recipe import Recipe
+from drumline.core.errors import UserError
 from drumline.data.sources import detect_source
 from drumline.distill.choose import choose
-from drumline.distill.lesson import Stage, lesson
-from drumline.errors import UserError
-from drumline.launch.claimed import remember
-from drumline.launch.world import World
+from drumline.distill.task import Stage, lesson
 from drumline.observe.display import make_display
-from drumline.recipe import Recipe
+from drumline.parallel.world import World
 from drumline.state.checkpoint import checkpoints, is_checkpoint, newest_sound
+from drumline.state.claim import remember
 from drumline.state.folder import UNSAVED, claim_name, found_of_run
 from drumline.train.loop import Result, train
 

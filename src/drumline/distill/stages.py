@@ -14,19 +14,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from drumline.data.views import Batch
+from drumline.config.recipe import Recipe
+from drumline.core.errors import UserError
+from drumline.data.feed.views import Batch
 from drumline.distill.teacher import Taught, Teacher
-from drumline.errors import UserError
-from drumline.launch.world import World
 from drumline.observe.display import Display
 from drumline.parallel.grid import Grid
 from drumline.parallel.pipeline.chain import Chain
 from drumline.parallel.pipeline.cut import Segment, Traced, even, trace
+from drumline.parallel.pipeline.profile import places, profile
 from drumline.parallel.pipeline.settle import settle
 from drumline.parallel.pipeline.shape import Shape
-from drumline.plan.profile import places, profile
-from drumline.plan.split import min_max_split
-from drumline.recipe import Recipe
+from drumline.parallel.pipeline.split import min_max_split
+from drumline.parallel.world import World
 from drumline.train import prepare
 from drumline.train.staged import prepare_shape
 

@@ -17,9 +17,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drumline.data.views import Batch
-from drumline.errors import UserError
-from drumline.launch.world import World
+from drumline.core.errors import UserError
+from drumline.data.feed.views import Batch
+from drumline.parallel.world import World
 from drumline.state.fingerprint import fingerprints_of, state_sha256
 
 Way = Callable[[Sequence[tuple[int, ...]], Callable[[int], Tensor]], Sequence[Any]]

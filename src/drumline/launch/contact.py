@@ -12,9 +12,9 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 from drumline.launch.hub import AwakeClock, Reply, Unreachable
-from drumline.launch.members import Heard, Member, Round
+from drumline.launch.nodes import Heard, Member, Round
 
 SILENT_SECONDS = 5.0
 """Without a sign of life, after which a launcher counts as gone, and the contact with the hub as lost."""

@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from drumline.errors import LostError, UserError
-from drumline.launch.environment import LAUNCHER
-from drumline.text import printable
+from drumline.core.environment import LAUNCHER
+from drumline.core.errors import LostError, UserError
+from drumline.core.text import printable
 
 FILE = "TORCHELASTIC_ERROR_FILE"
 

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from drumline.core.heartbeat import Beat, Phase
 from drumline.launch.failure import Failure
-from drumline.launch.heartbeat import Beat, Phase
 from drumline.launch.stacks import innermost, tidy
 
 PATIENCE = 3.0

@@ -15,9 +15,10 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 
-from drumline.launch import members, signed
-from drumline.launch.listen import listening_socket
-from drumline.launch.members import Heard, Member, Round, candidates, next_round, objection
+from drumline.core.listen import listening_socket
+from drumline.launch import nodes as members
+from drumline.launch import signed
+from drumline.launch.nodes import Heard, Member, Round, candidates, next_round, objection
 from drumline.launch.secret import different_secret
 from drumline.launch.signed import BadMessage, Channel, DifferentSecret, NotOurs
 

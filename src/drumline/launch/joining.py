@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 from drumline.launch.contact import Contact, View
 from drumline.launch.failure import Failure
-from drumline.launch.members import Round, is_live
+from drumline.launch.nodes import Round, is_live
 
 BIG_SKEW = 10.0
 """Seconds by which clocks differ that people should know of."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 
 ELSEWHERE = "192.0.2.1"
 """An address reserved for documentation: asking for the route to it finds the default route."""

@@ -14,7 +14,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 
 VARIABLE = "DRUMLINE_SECRET"
 SHORTEST = 16

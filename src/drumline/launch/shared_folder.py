@@ -15,9 +15,9 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 from drumline.launch.hub import AwakeClock, Reply, Unreachable
-from drumline.launch.members import (
+from drumline.launch.nodes import (
     Heard,
     Member,
     Round,

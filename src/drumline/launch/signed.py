@@ -16,7 +16,7 @@ import socket
 import time
 from typing import Any
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 
 GREETING = b"drumline 1 "
 OTHER_SECRET = b"drumline: a different secret\n"

@@ -20,22 +20,22 @@ from typing import NoReturn
 
 import torch
 
-from drumline.errors import LostError, UserError
-from drumline.launch import heartbeat
-from drumline.launch.claimed import claimed, going_on, resume_word
-from drumline.launch.environment import Place, read_place
+from drumline.config.layouts import STAGED
+from drumline.config.recipe import Recipe
+from drumline.config.rendezvous import parse_rendezvous, variables_missing
+from drumline.core import heartbeat
+from drumline.core.environment import Place, read_place
+from drumline.core.errors import LostError, UserError
+from drumline.core.machine import raise_descriptor_limit, usable_cores
+from drumline.core.parent import die_with_parent
+from drumline.core.result import print_result
+from drumline.core.text import message
 from drumline.launch.failure import record_failure
-from drumline.launch.machine import raise_descriptor_limit, usable_cores
 from drumline.launch.network import choose_interface, listening_address, socket_variables
-from drumline.launch.parent import die_with_parent
-from drumline.launch.rendezvous import parse_rendezvous, variables_missing
 from drumline.launch.stacks import answer_signal
-from drumline.launch.world import World, alone, join, pick_device, resolve_device_type
-from drumline.observe.story import say
-from drumline.recipe import Recipe
-from drumline.recipe_layouts import STAGED
-from drumline.result import print_result
-from drumline.text import message
+from drumline.observe.text_log import say
+from drumline.parallel.world import World, alone, join, pick_device, resolve_device_type
+from drumline.state.claim import claimed, going_on, resume_word
 
 
 def run(words: Sequence[str], recipe: Recipe, job: str) -> int:
@@ -67,7 +67,7 @@ def local_processes(recipe: Recipe, device_type: str) -> int:
 
 
 def _launch(words: Sequence[str], recipe: Recipe, processes: int) -> int:
-    from drumline.launch.agent import launch
+    from drumline.launch.launcher import launch
 
     wanted = recipe.parallel.threads
     threads = max(1, usable_cores() // processes) if wanted == "auto" else wanted

@@ -1,6 +1,5 @@
-"""Vision models by name, with named taps, and their weights in and out of files."""
+"""Vision models by name, with named taps."""
 
 from drumline.models.registry import create_model, model_names
-from drumline.models.weights import load_weights
 
-__all__ = ["create_model", "load_weights", "model_names"]
+__all__ = ["create_model", "model_names"]

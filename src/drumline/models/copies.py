@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 

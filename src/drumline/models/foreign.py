@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.errors import UserError
-from drumline.models.places import (
+from drumline.core.errors import UserError
+from drumline.core.text import either
+from drumline.models.find_taps import (
     INPUT,
     find_places,
     first_tensor,
@@ -33,7 +34,6 @@ from drumline.models.places import (
     tap_order,
 )
 from drumline.models.taps import Output, Taps, VisionModel
-from drumline.text import either
 
 __all__ = ["Tapped", "find_places", "norm_before", "places_from_text", "with_taps"]
 

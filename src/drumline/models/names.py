@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from drumline.suggest import near
+from drumline.core.suggest import near
 
 
 def _spelled(*patterns: str) -> tuple[str, ...]:

@@ -17,7 +17,9 @@ from typing import Any
 
 from torch import nn
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
+from drumline.core.suggest import did_you_mean, near
+from drumline.core.text import either
 from drumline.models.mobilenet import CifarMobileNetV2, MobileNetV2
 from drumline.models.names import suggest
 from drumline.models.resnet import BasicBlock, Bottleneck, ResNet
@@ -25,8 +27,6 @@ from drumline.models.shufflenet import ShuffleNetV1, ShuffleNetV2
 from drumline.models.taps import VisionModel
 from drumline.models.vgg import VGG, CifarVGG
 from drumline.models.wrn import WideResNet
-from drumline.suggest import did_you_mean, near
-from drumline.text import either
 
 _VGG11, _VGG13, _VGG16, _VGG19 = (1, 1, 2, 2, 2), (2, 2, 2, 2, 2), (2, 2, 3, 3, 3), (2, 2, 4, 4, 4)
 _THIN, _WIDE = (16, 16, 32, 64), (32, 64, 128, 256)

@@ -12,7 +12,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 from drumline.models.pool import pool_to
 from drumline.models.taps import (
     Output,

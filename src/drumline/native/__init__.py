@@ -86,7 +86,7 @@ def window(
     filter: str,
     columns_first: bool,
 ) -> NDArray[np.uint8]:
-    """The window of `size` that a geometry row asks for (`data/geometry.py`)."""
+    """The window of `size` that a geometry row asks for (`data/image/geometry.py`)."""
     channels = 1 if image.ndim == 2 else image.shape[2]
     if image.strides[1] != channels or image.strides[-1] != 1 or image.strides[0] < 0:
         image = np.ascontiguousarray(image)

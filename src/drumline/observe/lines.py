@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from drumline.errors import UserError
-from drumline.state import atomic
+from drumline.core import files as atomic
+from drumline.core.errors import UserError
 
 Scalar = float | int | str | bool | None
 Value = Scalar | Sequence[Scalar]

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from xml.sax.saxutils import escape
 
+from drumline.core.text import printable
 from drumline.observe.shades import shades
 from drumline.parallel.pipeline.instructions import Instruction, Kind
 from drumline.parallel.pipeline.simulate import Span, bubble
-from drumline.text import printable
 
 
 def timeline_svg(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from drumline.launch.world import World
+from drumline.parallel.world import World
 
 
 class _ByHost:

@@ -22,9 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from drumline.data.views import Batch
-from drumline.errors import UserError
-from drumline.launch.world import World
+from drumline.core.errors import UserError
+from drumline.data.feed.views import Batch
 from drumline.models.blocks import repeated_blocks
 from drumline.parallel.by_host import GatherByHost, ReduceScatterByHost
 from drumline.parallel.layout import (
@@ -37,9 +36,9 @@ from drumline.parallel.layout import (
     used_somewhere,
 )
 from drumline.parallel.local import local_part
+from drumline.parallel.world import World
 from drumline.state.checkpoint import Groups, check_fit
-from drumline.state.pieces import LocalGroups, Piece, share_of_rows
-from drumline.train.optim import DeviceRate
+from drumline.state.shards import LocalGroups, Piece, share_of_rows
 
 _CAST_BY_AUTOCAST = (nn.modules.conv._ConvNd, nn.Linear, nn.Bilinear, nn.MultiheadAttention)
 
@@ -166,11 +165,9 @@ class ShardedExchange(Recorded):
         self,
         module: nn.Module,
         held: Held,
-        optimizer: torch.optim.Optimizer,
         world: World,
         accumulate: int = 1,
     ) -> None:
-        """`optimizer` updates what is held; where it goes by lengths of tensors, it is given those of whole ones."""
         super().__init__(world)
         assert isinstance(module, FSDPModule)
         # FSDP divides by the number of ranks, as DDP does.
@@ -182,8 +179,6 @@ class ShardedExchange(Recorded):
         self._is_part = {id(each): name in held.sharded for name, each in held.parameters.items()}
         self._masks: dict[tuple[int, ...], torch.Tensor] = {}
         self._used: list[bool] | None = None
-        if isinstance(optimizer, DeviceRate):
-            optimizer.norms = self.norms
 
     def gradients(self, batch: Batch, passes: Passes, draws: Draws) -> None:
         """One micro-batch after the other; FSDP exchanges with the last."""

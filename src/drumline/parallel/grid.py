@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from drumline.launch.world import World, alone
+from drumline.parallel.world import World, alone
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
-from drumline.launch.world import World
 from drumline.parallel.grid import Grid
+from drumline.parallel.world import World
 from drumline.state.checkpoint import Groups, check_fit, copy_into
 
 Collected = dict[str, dict[str, torch.Tensor]]

@@ -18,13 +18,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from drumline.data.order import bounds
-from drumline.data.views import Batch
-from drumline.errors import UserError
-from drumline.launch.world import World
+from drumline.core.errors import UserError
+from drumline.data.feed.order import bounds
+from drumline.data.feed.views import Batch
 from drumline.parallel.pipeline.instructions import Kind
 from drumline.parallel.pipeline.record import Recorder, timed
 from drumline.parallel.pipeline.simulate import Span
+from drumline.parallel.world import World
 
 # torch 2.13 renames the option; `BufferMean` does what it would do, with every rank's statistics.
 _BUFFER_OPTION = (

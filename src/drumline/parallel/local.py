@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from drumline.launch.world import World
+from drumline.parallel.world import World
 from drumline.state.fingerprint import Rows
-from drumline.state.pieces import share_of_rows
+from drumline.state.shards import share_of_rows
 
 
 def is_part(tensor: torch.Tensor) -> bool:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from drumline.errors import UserError
-from drumline.launch.world import World
+from drumline.core.errors import UserError
+from drumline.parallel.world import World
 
 Total = Callable[[Tensor], Tensor]
 """The element-wise sum over everybody who computes, as a new tensor."""

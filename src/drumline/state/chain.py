@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from drumline.state import atomic
-from drumline.state.tensor_file import read_small
-from drumline.text import printable
+from drumline.core import files as atomic
+from drumline.core.text import printable
+from drumline.state.tensors import read_small
 
 FILE = "fingerprints.txt"
 HEADER = "# drumline fingerprints 1: STEP GROUP NAME VALUE; the name * is the whole group; chain covers all above\n"

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder `step-N` with `model.safetensors` (plain names: any tool loads it), `optimizer.safetensors`,
 `average.safetensors` when there is a moving average, and `manifest.json` with every file's size and SHA-256, the
-hash of the whole state, the recipe and the environment. Each group may lie in pieces instead (`state/pieces.py`);
+hash of the whole state, the recipe and the environment. Each group may lie in pieces instead (`state/shards.py`);
 whoever reads it gets the same tensors. Promises: a folder under its final name is whole; no byte
 is used but those that were hashed and found right; no pickle. Refuses to overwrite a step, and a folder that holds
 tensors its manifest does not name.
@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from drumline.errors import UserError
-from drumline.state import lock
-from drumline.state.atomic import rename_folder, write_text
+from drumline.core import lock
+from drumline.core.errors import UserError
+from drumline.core.files import rename_folder, write_text
 from drumline.state.fingerprint import state_sha256
 from drumline.state.manifest import (
     FORMAT,
@@ -33,8 +33,8 @@ from drumline.state.manifest import (
     read_manifest,
 )
 from drumline.state.model_record import record_of
-from drumline.state.pieces import read_pieces
-from drumline.state.tensor_file import (
+from drumline.state.shards import read_pieces
+from drumline.state.tensors import (
     Tensors,
     Unsound,
     file_sha256,

@@ -16,16 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from drumline.arguments import names_code
-from drumline.errors import UserError
-from drumline.launch.claimed import claimed, remember
-from drumline.recipe import Distill, Recipe
-from drumline.recipe_file import differing_fields, dump_recipe
-from drumline.state.atomic import write_file, write_text
+from drumline.config.arguments import names_code
+from drumline.config.recipe import Distill, Recipe
+from drumline.config.toml import differing_fields, dump_recipe
+from drumline.core.errors import UserError
+from drumline.core.files import write_file, write_text
+from drumline.core.lock import FILE as LOCK
+from drumline.core.lock import Lock, Superseded, acquire
+from drumline.core.text import printable
 from drumline.state.checkpoint import is_checkpoint, is_temporary, newest_sound
-from drumline.state.lock import FILE as LOCK
-from drumline.state.lock import Lock, Superseded, acquire
-from drumline.text import printable
+from drumline.state.claim import claimed, remember
 
 IRRELEVANT_TO_BITS = (
     "run.dir",

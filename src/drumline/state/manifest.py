@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from drumline.recipe_file import MAX_LINE, MAX_RECIPE
+from drumline.config.toml import MAX_LINE, MAX_RECIPE
 from drumline.state.model_record import record_of
-from drumline.state.tensor_file import Unsound, read_small
+from drumline.state.tensors import Unsound, read_small
 
 FORMAT = 1
 FORMAT_PIECES = 2
@@ -51,7 +51,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the pieces of a sharded checkpoint are put together: see `state/pieces.py`."""
+    """How the pieces of a sharded checkpoint are put together: see `state/shards.py`."""
 
     count: int
     """Pieces of each group."""

@@ -14,8 +14,8 @@ from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from drumline.arguments import names_code
-from drumline.recipe import Recipe
+from drumline.config.arguments import names_code
+from drumline.config.recipe import Recipe
 
 PACKAGES = ("drumline", "torch", "numpy", "pillow", "simplejpeg")
 ENDINGS = (".py", ".c", ".h")

@@ -11,6 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 from drumline import native
+from drumline.config.recipe import Recipe
+from drumline.config.toml import differing_fields, dump_recipe
+from drumline.core.errors import UserError
+from drumline.core.machine import host_name
+from drumline.core.text import printable
 from drumline.data.classes import Classes
 from drumline.data.identity import (
     BLOCK,
@@ -21,14 +26,10 @@ from drumline.data.identity import (
     identify,
 )
 from drumline.data.sources import EncodedSource, Source
-from drumline.errors import UserError
-from drumline.launch.world import World, host_name
-from drumline.recipe import Recipe
-from drumline.recipe_file import differing_fields, dump_recipe
-from drumline.state.environment import describe_environment
+from drumline.parallel.world import World
 from drumline.state.folder import changed_environment
+from drumline.state.provenance import describe_environment
 from drumline.state.software import software
-from drumline.text import printable
 from drumline.train.prepare import Sets
 
 OF_THE_MACHINE = frozenset(
@@ -82,7 +83,7 @@ def check_software(recipe: Recipe, world: World) -> list[str]:
     _refuse_if_any(
         world, odd, "different software", "install the same versions, and copy the same code, on each machine"
     )
-    here: dict[str, Any] = describe_environment(world, threads=0)
+    here: dict[str, Any] = describe_environment(world.device, world.size, world.backend, threads=0)
     odd = changed_environment(world.share(here), here, recipe.run.strict)
     if recipe.run.strict:
         _refuse_if_any(

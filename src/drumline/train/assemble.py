@@ -8,15 +8,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from drumline.errors import UserError
-from drumline.launch.world import World
+from drumline.config.recipe import Recipe
+from drumline.core.errors import UserError
 from drumline.parallel.layout import lay_out, resolve_layout
-from drumline.recipe import Recipe
+from drumline.parallel.world import World
 from drumline.train.ema import Average
 from drumline.train.optim import build_optimizer
 from drumline.train.prepare import precision
 from drumline.train.recompute import recompute_blocks
-from drumline.train.trainee import Trainee
+from drumline.train.state import Trainee
 
 
 def prepare_trainee(

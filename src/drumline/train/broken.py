@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from drumline.data.ledger import Ledger
-from drumline.launch.world import World
-from drumline.state.atomic import write_bytes
+from drumline.core.files import write_bytes
+from drumline.data.feed.ledger import Ledger
+from drumline.parallel.world import World
 
 FILE = "broken-samples.tsv"
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 from drumline.parallel.pipeline.norm import commit_statistics, forget_statistics
 from drumline.train.equality import Claim, Row, Verdict
 

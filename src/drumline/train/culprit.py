@@ -19,15 +19,15 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from drumline.data.views import Batch
-from drumline.guard.finding import Finding
-from drumline.guard.forwards import tensors_in
-from drumline.launch.world import World
+from drumline.core.files import write_bytes
+from drumline.data.feed.views import Batch
+from drumline.guards.finding import Finding
+from drumline.guards.forwards import tensors_in
 from drumline.parallel.local import local_part
 from drumline.parallel.pipeline.pipelined import Pipelined
-from drumline.state.atomic import write_bytes
+from drumline.parallel.world import World
+from drumline.train.state import Trainee
 from drumline.train.step import TrainStep
-from drumline.train.trainee import Trainee
 
 _KINDS = ("parameter", "output", "loss", "gradient")
 Named = tuple[str, nn.Parameter]

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from drumline.data.views import Batch
-from drumline.errors import UserError
-from drumline.launch.heartbeat import Phase, enter
-from drumline.launch.world import World
+from drumline.core.errors import UserError
+from drumline.core.heartbeat import Phase, enter
+from drumline.data.feed.views import Batch
+from drumline.parallel.world import World
 from drumline.train.step import Normalise
 
 _FIXED_POINT = 2**24

@@ -17,7 +17,7 @@ from itertools import groupby
 import torch
 from torch import nn
 
-from drumline.observe.late import Late
+from drumline.core.late import Late
 
 POLL_SECONDS = 0.1
 

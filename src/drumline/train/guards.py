@@ -13,12 +13,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from drumline.data.views import Batch
-from drumline.errors import UserError
-from drumline.guard.finding import Finding
-from drumline.launch.heartbeat import Phase, enter
-from drumline.recipe import Recipe
-from drumline.recipe_layouts import STAGED
+from drumline.config.layouts import STAGED
+from drumline.config.recipe import Recipe
+from drumline.core.errors import UserError
+from drumline.core.heartbeat import Phase, enter
+from drumline.data.feed.views import Batch
+from drumline.guards.finding import Finding
 from drumline.state.chain import CLOSE_LOOKS, is_full
 from drumline.state.folder import resume_command
 from drumline.train import culprit

@@ -20,15 +20,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.errors import LostError, UserError
-from drumline.launch.environment import LAUNCHER
-from drumline.launch.heartbeat import Phase, beat, enter
-from drumline.launch.world import World
-from drumline.models.weights import export_tensors
-from drumline.observe import story, wording
-from drumline.recipe import Recipe
-from drumline.state import lock
-from drumline.state.atomic import write_file
+from drumline.config.recipe import Recipe
+from drumline.core import lock, wording
+from drumline.core.environment import LAUNCHER
+from drumline.core.errors import LostError, UserError
+from drumline.core.files import write_file
+from drumline.core.heartbeat import Phase, beat, enter
+from drumline.core.lock import Superseded
+from drumline.observe import text_log as story
+from drumline.parallel.world import World
 from drumline.state.checkpoint import (
     Groups,
     Position,
@@ -38,9 +38,9 @@ from drumline.state.checkpoint import (
     write_checksums,
 )
 from drumline.state.folder import resume_command
-from drumline.state.lock import Superseded
 from drumline.state.model_record import record_of
-from drumline.state.tensor_file import verify_file
+from drumline.state.tensors import verify_file
+from drumline.state.weights import export_tensors
 from drumline.train import broken
 from drumline.train.evaluate import Score
 from drumline.train.finite import advice

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from drumline.launch.world import World
-from drumline.observe.late import Late
+from drumline.core.late import Late
+from drumline.parallel.world import World
 
 
 @dataclass(frozen=True)

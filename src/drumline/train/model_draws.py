@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from drumline.data.draws import Purpose, bits
+from drumline.data.feed.draws import Purpose, bits
 
 
 class ModelDraws:

@@ -16,15 +16,15 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from drumline.data.order import bounds, share
-from drumline.errors import UserError
-from drumline.launch.world import World
+from drumline.config.layouts import STAGED
+from drumline.config.recipe import Recipe
+from drumline.config.rules import shard_count
+from drumline.core.errors import UserError
+from drumline.core.text import counted
+from drumline.data.feed.order import bounds, share
 from drumline.parallel.norm import WorldNorm
 from drumline.parallel.pipeline.norm import FEW
-from drumline.recipe import Recipe
-from drumline.recipe_checks import shard_count
-from drumline.recipe_layouts import STAGED
-from drumline.text import counted
+from drumline.parallel.world import World
 from drumline.train.staged import prepare_shape
 
 _ONE_VALUE = "more than 1 value per channel when training"

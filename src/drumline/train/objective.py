@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from drumline.data.views import Batch
-from drumline.errors import UserError
+from drumline.core.errors import UserError
+from drumline.data.feed.views import Batch
 
 
 class Outcome(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.recipe import Optim
+from drumline.config.recipe import Optim
 
 
 def build_optimizer(

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from drumline.guard.finding import Finding
-from drumline.launch.world import World, host_name
+from drumline.core.machine import host_name
+from drumline.guards.finding import Finding
+from drumline.parallel.world import World
 
 UNEVEN = 1.5
 """A rank that holds this many times the memory of the middle one has something that the others have not ..."""

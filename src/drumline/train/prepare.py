@@ -13,26 +13,26 @@ from functools import cached_property
 
 import torch
 
-from drumline.data.augment import Augmentation, mean_colour
-from drumline.data.choose import choose_workers
+from drumline.config.layouts import ONE_SCALE, STAGED
+from drumline.config.recipe import Data, Recipe
+from drumline.config.rules import shard_count
+from drumline.core.environment import threads_asked
+from drumline.core.errors import UserError
+from drumline.core.machine import cores_per_process
 from drumline.data.classes import Classes, describe_difference, set_words
-from drumline.data.ledger import Ledger
-from drumline.data.loader import Batches, Workers, batches, blank_batches, resident_batches
-from drumline.data.order import Request, evaluation_requests, steps_per_epoch, training_requests
-from drumline.data.resident import ResidentSet, fits_on_device, resident_feed
+from drumline.data.feed.choose import choose_workers
+from drumline.data.feed.ledger import Ledger
+from drumline.data.feed.loader import Batches, Workers, batches, blank_batches, resident_batches
+from drumline.data.feed.order import Request, evaluation_requests, steps_per_epoch, training_requests
+from drumline.data.feed.resident import ResidentSet, fits_on_device, resident_feed
+from drumline.data.feed.views import Augment, View
+from drumline.data.image.augment import Augmentation, mean_colour
 from drumline.data.sources import ArraySource, EncodedSource, Source, SourceSpec, detect_source, open_source
 from drumline.data.sources import channel_statistics as measured_statistics
 from drumline.data.sources.base import NoEvalSplit, NoTrainSplit, passed_over_words
-from drumline.data.views import Augment, View
-from drumline.errors import UserError
-from drumline.launch.claimed import claimed
-from drumline.launch.environment import threads_asked
-from drumline.launch.machine import cores_per_process
-from drumline.launch.world import World
 from drumline.parallel.layout import resolve_layout
-from drumline.recipe import Data, Recipe
-from drumline.recipe_checks import shard_count
-from drumline.recipe_layouts import ONE_SCALE, STAGED
+from drumline.parallel.world import World
+from drumline.state.claim import claimed
 from drumline.train.schedule import Schedule, build_schedule
 from drumline.train.spread import own_share
 from drumline.train.step import Normalise

@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from drumline.config.layouts import STAGED
+from drumline.config.recipe import Recipe
+from drumline.core.errors import UserError
 from drumline.data.classes import Classes
-from drumline.errors import UserError
-from drumline.launch.world import World
-from drumline.models import create_model, load_weights
-from drumline.models.weights import WeightFields, resolve_weights
-from drumline.recipe import Recipe
-from drumline.recipe_layouts import STAGED
+from drumline.models import create_model
+from drumline.parallel.world import World
 from drumline.state.checkpoint import MANIFEST, Unsound, examined, verify_checkpoint, verify_checksums
 from drumline.state.model_record import ModelRecord
+from drumline.state.weights import WeightFields, load_weights, resolve_weights
 from drumline.train.prepare import Sets, channels_last
 
 FIELDS = WeightFields()

@@ -17,15 +17,15 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from drumline.data.views import Batch
-from drumline.launch.world import World
+from drumline.core.files import write_text
+from drumline.data.feed.views import Batch
 from drumline.models.foreign import Tapped
 from drumline.parallel.holding import Holding, Whole
 from drumline.parallel.layout import micro_batches_of
 from drumline.parallel.local import joined
 from drumline.parallel.norm import WorldNorm
 from drumline.parallel.pipeline.simulate import Span
-from drumline.state.atomic import write_text
+from drumline.parallel.world import World
 from drumline.train.certificate import (
     Certificate,
     Reference,

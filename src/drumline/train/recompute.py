@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 from drumline.models.blocks import repeated_blocks
 
 

@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from drumline.data.views import Batch
-from drumline.errors import UserError
+from drumline.core.errors import UserError
+from drumline.data.feed.views import Batch
 from drumline.parallel.layout import Recorded, resolve_layout
 from drumline.parallel.pipeline.simulate import Span
 from drumline.train import prepare

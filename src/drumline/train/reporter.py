@@ -11,12 +11,13 @@ from dataclasses import replace
 from time import perf_counter
 from traceback import format_exception
 
-from drumline.errors import UserError
-from drumline.launch.world import World
-from drumline.observe import story, wording
+from drumline.core import wording
+from drumline.core.errors import UserError
+from drumline.observe import text_log as story
 from drumline.observe.clock import StepClock, Times
 from drumline.observe.display import Display, Progress
-from drumline.observe.logbook import Logbook
+from drumline.observe.run_log import Logbook
+from drumline.parallel.world import World
 from drumline.train.evaluate import Score
 from drumline.train.meter import MeterReader, Reading
 

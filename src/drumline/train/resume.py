@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 
+from drumline.config.recipe import Recipe
+from drumline.config.toml import dump_recipe
+from drumline.core.errors import UserError
 from drumline.data.classes import describe_difference
 from drumline.data.identity import changed_samples
-from drumline.errors import UserError
-from drumline.launch.world import World
 from drumline.parallel.holding import Holding, Parts
-from drumline.recipe import Recipe
-from drumline.recipe_file import dump_recipe
+from drumline.parallel.world import World
 from drumline.state.checkpoint import Position, Unsound, read_checkpoint, read_manifest
 from drumline.state.folder import changed_environment, changed_settings, repeatable
 from drumline.state.model_record import ModelRecord, record_of
 from drumline.train import prepare
+from drumline.train.state import Trainee
 from drumline.train.task import Task
-from drumline.train.trainee import Trainee
 
 
 def take_up(

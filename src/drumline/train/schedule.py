@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from drumline.recipe import Optim
+from drumline.config.recipe import Optim
 
 
 @dataclass(frozen=True)

@@ -13,19 +13,19 @@ import numpy as np
 import torch
 from torch import nn
 
+from drumline.config.recipe import Recipe
+from drumline.core.errors import UserError
+from drumline.core.progress import progress
+from drumline.core.wording import loss
 from drumline.data.classes import Classes, OtherClasses, label_map, some_names
-from drumline.data.order import evaluation_starts
-from drumline.data.views import Batch
-from drumline.errors import UserError
-from drumline.launch.world import World
-from drumline.models import load_weights
-from drumline.models.weights import weights_record
-from drumline.observe.display import make_display, progress
-from drumline.observe.wording import loss
+from drumline.data.feed.order import evaluation_starts
+from drumline.data.feed.views import Batch
+from drumline.observe.display import make_display
 from drumline.parallel.grid import Grid, make_grid
 from drumline.parallel.pipeline.chain import Chain
-from drumline.recipe import Recipe
+from drumline.parallel.world import World
 from drumline.state.model_record import ModelRecord
+from drumline.state.weights import load_weights, weights_record
 from drumline.train import broken, prepare
 from drumline.train.agreement import check_data, check_recipes, check_software
 from drumline.train.evaluate import Score, evaluate

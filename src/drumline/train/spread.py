@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from torch import nn
 
-from drumline.data.order import share
-from drumline.launch.world import World
+from drumline.config.recipe import Recipe
+from drumline.config.rules import shard_count
+from drumline.data.feed.order import share
 from drumline.parallel.layout import Averaged, Exchange
 from drumline.parallel.norm import PLAIN, WorldNorm, over_everybody, world_total
-from drumline.parallel.shards import Shards
-from drumline.parallel.together import Together
-from drumline.parallel.tree import owned
-from drumline.recipe import Recipe
-from drumline.recipe_checks import shard_count
-from drumline.train.trainee import Trainee
+from drumline.parallel.strict.lockstep import Together
+from drumline.parallel.strict.shards import Shards
+from drumline.parallel.strict.tree import owned
+from drumline.parallel.world import World
+from drumline.train.optim import DeviceRate
+from drumline.train.state import Trainee
 
 
 def own_share(recipe: Recipe, rank: int, processes: int, unit: int) -> slice:
@@ -65,7 +66,10 @@ def prepare_exchange(recipe: Recipe, trainee: Trainee, world: World, together: T
     if trainee.held is not None:
         from drumline.parallel.fsdp import ShardedExchange
 
-        return ShardedExchange(
-            trainee.module, trainee.held, trainee.optimizer, world, recipe.train.accumulate
-        )
+        exchange = ShardedExchange(trainee.module, trainee.held, world, recipe.train.accumulate)
+        if isinstance(trainee.optimizer, DeviceRate):
+            trainee.optimizer.norms = (
+                exchange.norms
+            )  # the lengths of whole tensors, not of the shards held here
+        return exchange
     return Averaged(trainee.module, trainee.forward, world, recipe.train.accumulate)

@@ -14,9 +14,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from drumline.data.order import bounds, share
-from drumline.errors import UserError
-from drumline.launch.world import World
+from drumline.config.layouts import STAGED
+from drumline.config.recipe import Recipe
+from drumline.core.errors import UserError
+from drumline.data.feed.order import bounds, share
 from drumline.models.copies import copy_model
 from drumline.models.foreign import Tapped
 from drumline.observe.display import Display
@@ -29,11 +30,10 @@ from drumline.parallel.pipeline.cut import Segment, Traced, even, trace, with_so
 from drumline.parallel.pipeline.norm import apply_norm_mode, norm_count
 from drumline.parallel.pipeline.norm import words as norm_words
 from drumline.parallel.pipeline.pipelined import Pipelined, Staged, Tail
+from drumline.parallel.pipeline.profile import choose_split, places
 from drumline.parallel.pipeline.settle import settle
 from drumline.parallel.pipeline.shape import Shape, pipeline_shape
-from drumline.plan.profile import choose_split, places
-from drumline.recipe import Recipe
-from drumline.recipe_layouts import STAGED
+from drumline.parallel.world import World
 from drumline.train import prepare
 from drumline.train.recompute import recompute_blocks, repeated_blocks
 from drumline.train.task import Cut, Task

@@ -17,24 +17,24 @@ from typing import Any
 
 import torch
 
-from drumline.data.loader import Batches, Workers
-from drumline.data.views import Batch
-from drumline.errors import UserError
-from drumline.launch.heartbeat import Phase, enter
-from drumline.launch.world import World
+from drumline.config.recipe import Recipe
+from drumline.config.rules import shard_count
+from drumline.config.toml import dump_recipe
+from drumline.core import lock
+from drumline.core.errors import UserError
+from drumline.core.heartbeat import Phase, enter
+from drumline.core.text import counted
+from drumline.data.feed.loader import Batches, Workers
+from drumline.data.feed.views import Batch
 from drumline.models.copies import copy_model
-from drumline.observe import story
+from drumline.observe import text_log as story
 from drumline.observe.display import Display, make_display
-from drumline.observe.logbook import Logbook
+from drumline.observe.run_log import Logbook
 from drumline.parallel.grid import Grid, make_grid
 from drumline.parallel.holding import Holding, Parts, Whole
 from drumline.parallel.layout import Recorded, data_parallel_word, resolve_layout
-from drumline.recipe import Recipe
-from drumline.recipe_checks import shard_count
-from drumline.recipe_file import dump_recipe
-from drumline.state import lock
+from drumline.parallel.world import World
 from drumline.state.checkpoint import Position, checkpoints
-from drumline.state.environment import describe_environment
 from drumline.state.folder import (
     UNSAVED,
     Opened,
@@ -42,23 +42,23 @@ from drumline.state.folder import (
     repeatable,
     write_facts,
 )
-from drumline.state.keeper import Keeper, PieceWriter, set_aside
+from drumline.state.manager import Keeper, PieceWriter, set_aside
 from drumline.state.model_record import ENVIRONMENT
-from drumline.text import counted
+from drumline.state.provenance import describe_environment
 from drumline.train import prepare, spread
 from drumline.train.agreement import check_data, check_recipes, check_software
 from drumline.train.assemble import prepare_trainee
 from drumline.train.finite import Finite
 from drumline.train.meter import MeterReader
 from drumline.train.norms import few_samples
-from drumline.train.picture import Picture
 from drumline.train.prepare_model import model_record
 from drumline.train.reporter import Reporter
 from drumline.train.resume import cut_of, take_up, threads_of
 from drumline.train.staged import Laid, lane_names, lay_in_stages, prepare_shape
+from drumline.train.state import Trainee
 from drumline.train.step import TrainStep
 from drumline.train.task import Builder, Task
-from drumline.train.trainee import Trainee
+from drumline.train.timeline import Picture
 
 
 class Books:
@@ -229,7 +229,7 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
             scaled=trainee.scaler.is_enabled(),
         ),
     )
-    environment = describe_environment(world, threads)
+    environment = describe_environment(world.device, world.size, world.backend, threads)
     if laid is not None:
         environment["cut"] = [segment.name for segment in laid.segments[1:]]
     environment[ENVIRONMENT] = model_record(recipe, sets).as_json()

@@ -18,15 +18,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from drumline.data.views import Batch
-from drumline.launch.world import World
+from drumline.data.feed.views import Batch
 from drumline.parallel.layout import Exchange, Passes
 from drumline.parallel.local import local_part
+from drumline.parallel.world import World
 from drumline.train.finite import Finite
 from drumline.train.model_draws import ModelDraws
 from drumline.train.objective import Objective, Outcome, mixed
 from drumline.train.optim import set_rate
-from drumline.train.trainee import Trainee
+from drumline.train.state import Trainee
 
 METERS = ("loss", "correct", "samples")
 REHEARSALS = 3

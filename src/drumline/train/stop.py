@@ -17,9 +17,9 @@ from types import FrameType
 
 import torch
 
-from drumline.launch.environment import LAUNCHER
-from drumline.launch.world import World
-from drumline.observe import story
+from drumline.core.environment import LAUNCHER
+from drumline.observe import text_log as story
+from drumline.parallel.world import World
 
 CHECK_SECONDS = 0.1
 SAME_REQUEST_SECONDS = 0.5

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from drumline.config.recipe import Recipe
 from drumline.data.classes import Classes
-from drumline.data.loader import Batches
-from drumline.data.order import Request
+from drumline.data.feed.loader import Batches
+from drumline.data.feed.order import Request
 from drumline.observe.display import Display
 from drumline.parallel.grid import Grid
 from drumline.parallel.pipeline.pipelined import Ahead
-from drumline.parallel.together import Together
-from drumline.recipe import Recipe
+from drumline.parallel.strict.lockstep import Together
 from drumline.train import prepare, spread
 from drumline.train.objective import Classification, Objective
 from drumline.train.prepare_model import prepare_model

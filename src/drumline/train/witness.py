@@ -14,15 +14,15 @@ from dataclasses import dataclass
 
 import torch
 
-from drumline.guard.finding import Finding
-from drumline.launch.world import World
-from drumline.observe.late import Late
-from drumline.observe.logbook import Logbook
+from drumline.core.late import Late
+from drumline.guards.finding import Finding
+from drumline.observe.run_log import Logbook
 from drumline.parallel.local import is_part, local_part, rows_held
+from drumline.parallel.world import World
 from drumline.state.chain import GROUPS, record_text
 from drumline.state.fingerprint import fingerprint, fingerprints_of, first_difference
 from drumline.train.finite import Finite
-from drumline.train.trainee import Trainee
+from drumline.train.state import Trainee
 
 Named = dict[tuple[str, str], torch.Tensor]
 """(group, name) to tensor."""

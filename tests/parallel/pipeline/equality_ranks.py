@@ -21,10 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from drumline.data.order import bounds, share
-from drumline.data.views import Batch
-from drumline.launch.environment import read_place
-from drumline.launch.world import World, alone, join
+from drumline.core.environment import read_place
+from drumline.data.feed.order import bounds, share
+from drumline.data.feed.views import Batch
 from drumline.models.registry import create_model
 from drumline.models.resnet import BasicBlock, ResNet
 from drumline.parallel.grid import Grid, make_grid
@@ -35,6 +34,7 @@ from drumline.parallel.pipeline.norm import MODES, Mode, apply_norm_mode, commit
 from drumline.parallel.pipeline.pipelined import Pipelined, Staged, Tail
 from drumline.parallel.pipeline.schedule import SCHEDULES, promised_in_flight
 from drumline.parallel.pipeline.shape import Shape
+from drumline.parallel.world import World, alone, join
 
 RANKS = 8
 CPU = torch.device("cpu")

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from drumline.launch.environment import read_place
-from drumline.launch.world import World, join
+from drumline.core.environment import read_place
 from drumline.parallel.pipeline import schedule as schedules
 from drumline.parallel.pipeline.carriers import Carrier
 from drumline.parallel.pipeline.execute import Lane
 from drumline.parallel.pipeline.record import Recorder
 from drumline.parallel.pipeline.wire import Wire
+from drumline.parallel.world import World, join
 from tests.parallel.pipeline import lanes
 
 Case = tuple[str, int, bool]

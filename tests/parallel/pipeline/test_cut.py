@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 from drumline.models import create_model
 from drumline.models.foreign import Tapped, with_taps
 from drumline.parallel.pipeline.cut import Bound, Traced, boundaries, even, trace, with_something_to_train

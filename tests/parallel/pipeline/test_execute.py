@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drumline.launch.world import Pending, alone
 from drumline.parallel.pipeline import schedule as schedules
 from drumline.parallel.pipeline.boundary import TensorSpec
 from drumline.parallel.pipeline.carriers import Carrier, dense, flat
@@ -23,6 +22,7 @@ from drumline.parallel.pipeline.instructions import Kind
 from drumline.parallel.pipeline.mailbox import Mailbox, Place, straight
 from drumline.parallel.pipeline.record import Recorder
 from drumline.parallel.pipeline.wire import Wire
+from drumline.parallel.world import Pending, alone
 from tests.launch.ranks import one_thread, results_of
 from tests.parallel.pipeline import lanes
 from tests.parallel.pipeline.lanes import CPU

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 from drumline.parallel.norm import WorldNorm
 from drumline.parallel.pipeline.norm import (
     MODES,

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drumline.errors import UserError
-from drumline.launch.world import Pending
+from drumline.core.errors import UserError
 from drumline.parallel.pipeline.pipelined import GradientSum
+from drumline.parallel.world import Pending
 
 
 class Other:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 from drumline.parallel.pipeline.instructions import Instruction, Kind, Lists
 from drumline.parallel.pipeline.schedule import (
     SCHEDULES,

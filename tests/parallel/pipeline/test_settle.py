@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drumline.errors import UserError
-from drumline.launch.world import alone
+from drumline.core.errors import UserError
 from drumline.parallel.grid import make_grid
 from drumline.parallel.pipeline.settle import device_of
 from drumline.parallel.pipeline.shape import Shape
+from drumline.parallel.world import alone
 
 HERE, THERE = torch.device("cpu"), torch.device("meta")
 """The meta device stands for a second GPU."""

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from drumline.data.batch import Coded
+from drumline.core.errors import UserError
+from drumline.data.feed.batch import Coded
+from drumline.data.feed.views import View
 from drumline.data.gpu import PITCH_MULTIPLE, place
 from drumline.data.gpu.nvjpeg import NvJpegError, PlaneDecoder
 from drumline.data.gpu.resample import Resampler
 from drumline.data.gpu.rule import layout_of_file
 from drumline.data.gpu.share import Share
-from drumline.data.views import View
-from drumline.errors import UserError
 
 ARENA_BYTES = 1 << 30
 """Decoded planes of one batch; samples beyond are decoded on the CPU."""

@@ -1,6 +1,6 @@
 """Crop, Pillow-exact resize, mirror and normalise for a ragged batch on the GPU: one Triton kernel, one launch.
 
-Promises: the pixels of `drumline.data.resize` to the bit, and for Y, Cb, Cr planes those of libjpeg's fancy
+Promises: the pixels of `drumline.data.image.resize` to the bit, and for Y, Cb, Cr planes those of libjpeg's fancy
 upsampling and integer colour conversion before it; normalised output equals `drumline.train.step.Normalise`, cast.
 Refuses nothing at run time: places and boxes are checked on the host before a kernel sees them.
 
@@ -21,7 +21,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from drumline.data.gpu import Layout, Places, chroma_size, halved
-from drumline.data.resize import FRACTION_BITS, Smooth, Version, coefficients, vertical_first
+from drumline.data.image.resize import FRACTION_BITS, Smooth, Version, coefficients, vertical_first
 
 TABLE_BYTES = 64 << 20
 """What the weights of all pairs of sizes seen so far may take on the device before they are forgotten."""

@@ -10,14 +10,13 @@ grey and RGB; qualities 1 to 100; fixed and optimised Huffman tables; restart ma
 and Adobe markers; 16-bit quantisation tables. What is left to the CPU, forced through the engine: progressive files
 and 4:1:1 are refused there, grey with sampling factors other than 1 x 1 comes out wrong. SOF1 frames came out right
 when they were baseline files under another marker, and wrong (58 of 60) with quantisation tables above 255. The
-engine reports success for files that are cut off or damaged inside, so `drumline.data.jpeg.clean_end` has to be asked
-too.
+engine reports success for files that are cut off or damaged inside, so `data.image.jpeg.clean_end` is asked too.
 """
 
 from __future__ import annotations
 
 from drumline.data.gpu import Layout
-from drumline.data.jpeg import JpegHeader, clean_end, read_header
+from drumline.data.image.jpeg import JpegHeader, clean_end, read_header
 
 MAX_SIDE = 16_384
 MAX_PIXELS = 24_000_000

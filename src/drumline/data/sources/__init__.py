@@ -9,7 +9,8 @@ import difflib
 from collections.abc import Callable
 from pathlib import Path
 
-from drumline.data.packed import looks_packed
+from drumline.core.errors import UserError
+from drumline.data.packed.format import looks_packed
 from drumline.data.reading import LONGER, patiently_opened
 from drumline.data.sources.base import (
     ArraySource,
@@ -31,7 +32,6 @@ from drumline.data.sources.npz import open_npz
 from drumline.data.sources.packed import PackedFiles, open_packed
 from drumline.data.sources.synthetic import open_synthetic
 from drumline.data.sources.tar import ENDINGS, open_tar
-from drumline.errors import UserError
 
 __all__ = [
     "ArraySource",

@@ -13,9 +13,9 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from drumline.core.errors import UserError
+from drumline.core.machine import usable_memory
 from drumline.data.sources.base import Images, Labels
-from drumline.errors import UserError
-from drumline.launch.machine import usable_memory
 
 MAX_CLASSES = 1_000_000
 TRUSTED_SIZE = 1 << 30

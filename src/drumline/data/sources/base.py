@@ -20,10 +20,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from drumline.data.limits import MAX_BYTES, check_bytes
+from drumline.core.errors import UserError
+from drumline.core.text import printable
+from drumline.data.image.limits import MAX_BYTES, check_bytes
 from drumline.data.reading import open_regular, refused
-from drumline.errors import UserError
-from drumline.text import printable
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
+from drumline.core.errors import UserError
 from drumline.data.reading import read_whole, refused
 from drumline.data.sources.base import ArraySource, Images, Labels, SourceSpec
 from drumline.data.sources.plain_pickle import PlainArray, read_plain_pickle, text
-from drumline.errors import UserError
 
 PIXELS = 3 * 32 * 32
 MAX_FILE = 256 << 20

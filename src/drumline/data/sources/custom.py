@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from drumline.data.limits import check_bytes
+from drumline.core.errors import UserError
+from drumline.data.image.limits import check_bytes
 from drumline.data.reading import USERS, patiently
 from drumline.data.sources.arrays import image_array, label_array, numbered_classes, within_classes
 from drumline.data.sources.base import ArraySource, EncodedSource, Labels, Source, SourceSpec
-from drumline.errors import UserError
 
 
 def open_custom(spec: SourceSpec) -> Source:

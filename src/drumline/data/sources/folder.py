@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from drumline.core.errors import LostError, UserError
+from drumline.core.suggest import near
 from drumline.data.reading import USERS, NotRegular, not_regular, patiently, read_whole, refused
 from drumline.data.sources.base import (
     EncodedSource,
@@ -27,8 +29,6 @@ from drumline.data.sources.base import (
     holdout_ids,
     refuse_holdout,
 )
-from drumline.errors import LostError, UserError
-from drumline.suggest import near
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 EVAL_FOLDERS = ("val", "valid", "validation", "test")

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
+from drumline.core.errors import UserError
 from drumline.data.reading import refused
 from drumline.data.sources.arrays import refuse_bomb
 from drumline.data.sources.base import ArraySource, Images, SourceSpec
-from drumline.errors import UserError
 
 _PREFIX = {"train": "train", "eval": "t10k"}
 

@@ -16,6 +16,7 @@ from numpy.lib import format as npy_format
 from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 
+from drumline.core.errors import UserError
 from drumline.data.reading import open_regular, refused
 from drumline.data.sources.arrays import (
     image_array,
@@ -25,7 +26,6 @@ from drumline.data.sources.arrays import (
     within_classes,
 )
 from drumline.data.sources.base import ArraySource, SourceSpec, holdout_ids, refuse_holdout
-from drumline.errors import UserError
 
 STYLES = (
     (("x_train", "y_train"), ("x_test", "y_test")),

@@ -18,8 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from drumline.data.limits import check_bytes
-from drumline.data.packed import (
+from drumline.core.errors import UserError
+from drumline.core.machine import raise_descriptor_limit
+from drumline.data.image.limits import check_bytes
+from drumline.data.packed.format import (
     Kind,
     Manifest,
     read_index,
@@ -36,8 +38,6 @@ from drumline.data.sources.base import (
     map_file,
     refuse_holdout,
 )
-from drumline.errors import UserError
-from drumline.launch.machine import raise_descriptor_limit
 
 SplitName = Literal["train", "eval"]
 CHECKED_ON_OPENING = 1 << 30

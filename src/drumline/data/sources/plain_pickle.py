@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 
 MAX_SIDES, MAX_SIDE = 8, 1 << 40
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from drumline.core.errors import UserError
 from drumline.data.sources.base import Images, PooledSource, SourceSpec
-from drumline.errors import UserError
 
 POOL_BYTES = 64 << 20
 GRID = 4

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from drumline.core.errors import UserError
 from drumline.data.reading import open_regular, refused
 from drumline.data.sources.base import (
     Images,
@@ -28,7 +29,6 @@ from drumline.data.sources.base import (
     refuse_holdout,
 )
 from drumline.data.sources.folder import EVAL_FOLDERS, EXTENSIONS, SPLIT_LIKE, file_ending
-from drumline.errors import UserError
 
 COMPRESSED = {
     b"\x1f\x8b": ("gzip", "gunzip"),

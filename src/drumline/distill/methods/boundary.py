@@ -15,9 +15,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from drumline.core.errors import UserError
 from drumline.distill.method import Anatomy, Method, Needs, Seen, Taps, Weights
 from drumline.distill.methods.pairing import Pair, at_common_size, needs_of
-from drumline.errors import UserError
 
 _RARE = 1e-3
 """Below this share of negative values ofd takes three standard deviations for the margin."""

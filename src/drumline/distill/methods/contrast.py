@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drumline.core.errors import UserError
 from drumline.distill.bank import STUDENT, TEACHER, ContrastBank
 from drumline.distill.method import Anatomy, Method, Needs, Scope, Seen, Weights
 from drumline.distill.methods.pooled import Embeddings, require_pooled
-from drumline.errors import UserError
-from drumline.launch.world import World
+from drumline.parallel.world import World
 
 
 def scores(anchors: Tensor, positives: Tensor, negatives: Tensor, tau: float) -> tuple[Tensor, Tensor]:

@@ -13,10 +13,10 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from drumline.core.errors import UserError
 from drumline.distill.method import Anatomy, Method, Needs, Seen, Taps, Weights
 from drumline.distill.methods.pairing import common_grid, last_stage
 from drumline.distill.methods.vectors import unit
-from drumline.errors import UserError
 from drumline.models.pool import pool_to
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from drumline.core.errors import UserError
 from drumline.distill.method import Anatomy, Method, Needs, Scope, Seen, Weights
-from drumline.errors import UserError
 
 PEARSON_EPS = 1e-8
 """Added to the product of the two norms in `dist`, as its authors do: classes of tiny probability in the whole

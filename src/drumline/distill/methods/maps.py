@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drumline.core.errors import UserError
 from drumline.distill.method import Anatomy, Method, Needs, Seen, Taps, Weights
 from drumline.distill.methods.pairing import (
     Pair,
@@ -26,7 +27,6 @@ from drumline.distill.methods.pairing import (
     stages_among,
     sum_of,
 )
-from drumline.errors import UserError
 from drumline.models.pool import pool_to
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from drumline.core.errors import UserError
 from drumline.distill.method import Anatomy, Needs
-from drumline.errors import UserError
 from drumline.models.pool import pool_to
 
 Pair = tuple[str, str]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drumline.core.errors import UserError
 from drumline.distill.method import Anatomy, Method, Needs, Seen, Taps, Weights
 from drumline.distill.methods.pairing import Pair, needs_of, require_pairs, sum_of
-from drumline.errors import UserError
 from drumline.models.pool import pool_to
 
 PYRAMID = (4, 2, 1)

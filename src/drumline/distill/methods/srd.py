@@ -12,10 +12,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from drumline.core.errors import UserError
 from drumline.distill.method import Anatomy, Method, Needs, Scope, Seen, Taps, Weights
 from drumline.distill.methods.logits import kd
 from drumline.distill.methods.pooled import require_pooled
-from drumline.errors import UserError
 
 
 def srd(student: Tensor, teacher: Tensor, exponent: float) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from drumline.core.errors import UserError
 from drumline.distill.method import Anatomy, Method, Needs, Seen, Weights
 from drumline.distill.methods.pairing import (
     at_common_size,
@@ -25,7 +26,6 @@ from drumline.distill.methods.pairing import (
     require_pairs,
     sum_of,
 )
-from drumline.errors import UserError
 from drumline.models.pool import pool_to
 
 

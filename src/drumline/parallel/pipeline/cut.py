@@ -19,13 +19,13 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
+from drumline.core.text import either
 from drumline.models.blocks import repeated_blocks
 from drumline.models.foreign import Tapped
 from drumline.parallel.pipeline.boundary import Bound, TensorSpec, boundaries
 from drumline.parallel.pipeline.operations import Record
 from drumline.parallel.pipeline.trace import record
-from drumline.text import either
 
 __all__ = ["Bound", "Point", "Segment", "TensorSpec", "Traced", "boundaries", "even", "trace"]
 

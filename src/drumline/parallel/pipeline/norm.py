@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 from drumline.parallel.norm import PLAIN, Total, WorldNorm, over_everybody
 
 Mode = Literal["micro", "deferred", "sync", "frozen"]

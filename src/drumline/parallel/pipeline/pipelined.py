@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.data.views import Batch
-from drumline.errors import UserError
-from drumline.launch.world import Pending, World
+from drumline.core.errors import UserError
+from drumline.data.feed.views import Batch
 from drumline.parallel.grid import Grid
 from drumline.parallel.layout import BufferMean, Draws, Everything, Passes, micro_batches_of, used_somewhere
 from drumline.parallel.pipeline.boundary import Bound, TensorSpec
@@ -31,6 +30,7 @@ from drumline.parallel.pipeline.schedule import instruction_lists
 from drumline.parallel.pipeline.shape import Shape
 from drumline.parallel.pipeline.simulate import Span
 from drumline.parallel.pipeline.wire import Wire
+from drumline.parallel.world import Pending, World
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients that go to the other replicas in one message."""

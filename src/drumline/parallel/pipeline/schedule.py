@@ -20,7 +20,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import chain
 
-from drumline.errors import UserError
+from drumline.config.layouts import INSTEAD_OF_SPLIT, WHY_NOT_SPLIT, splits_backward
+from drumline.core.errors import UserError
 from drumline.parallel.pipeline.instructions import Instruction, Kind, Lists
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
@@ -29,12 +30,6 @@ RECEIVE_AHEAD = 2
 """How many computings before its own a tensor may begin to arrive: a forward and a backward to hide the copy under.
 Of 1500 simulated uneven steps, 1 made some up to 23 % longer and more than 2 made none shorter; a receive that waits
 holds memory (and, on a GPU, multiprocessors)."""
-
-WHY_NOT_SPLIT = (
-    "is not offered: it splits each backward pass in two, which passes by the gradient hooks of the parameters, so "
-    "gradients averaged over replicas would silently be wrong"
-)
-INSTEAD_OF_SPLIT = "use 1f1b, or interleaved for a smaller bubble"
 
 Channel = tuple[int, int, Kind]
 """From rank, to rank, and SEND_OUTPUT or SEND_GRADIENT: two ranks may send each other both."""
@@ -48,11 +43,6 @@ def instruction_lists(
     _refuse(schedule, ranks, chunks, micro_batches)
     orders = (_order(schedule, ranks, chunks, micro_batches, rank) for rank in range(ranks))
     return tuple(_with_transfers(order, ranks * chunks, reduces) for order in orders)
-
-
-def splits_backward(schedule: str) -> bool:
-    """Whether the name is that of a zero-bubble schedule."""
-    return any(part in schedule.lower() for part in ("zero", "zb", "dualpipe"))
 
 
 def forwards(ranks: int, chunks: int, micro_batches: int) -> tuple[tuple[Instruction, ...], ...]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 from drumline.parallel.grid import Grid
 from drumline.parallel.pipeline.cut import Segment
 from drumline.parallel.pipeline.shape import Shape

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from drumline.errors import UserError
-from drumline.recipe import Recipe
+from drumline.config.recipe import Recipe
+from drumline.core.errors import UserError
 
 PER_STAGE = 4
 """Micro-batches for each stage, by default: the stages then work at least four fifths of the time."""

@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.proxy import TraceError
 
-from drumline.errors import UserError
+from drumline.core.errors import UserError
 from drumline.models.foreign import TapHook
 from drumline.parallel.pipeline.boundary import Fakes, untouched
 from drumline.parallel.pipeline.operations import Entry, Record, Seen, storage, tensors

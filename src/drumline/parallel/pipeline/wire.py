@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drumline.launch.world import Pending, World
 from drumline.parallel.pipeline.boundary import TensorSpec
 from drumline.parallel.pipeline.carriers import DIRECTIONS, Hand, Ways, dense, flat
 from drumline.parallel.pipeline.instructions import Kind
+from drumline.parallel.world import Pending, World
 
 
 class Wire(Ways):

@@ -1,0 +1,207 @@
+"""`--dry-run`: what a command would do, and what is wrong with it that can be seen without training.
+
+Promises: writes nothing and starts nothing; opens the data, finds checkpoints and the run folder, and loads the
+weights and teachers into their models, as the run would. Code that a recipe file names is not run without `--trust`.
+Every mistake is reported at once, with the message that the run would give.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from drumline.config.arguments import COMMAND_LINE, Invocation, describe, names_code
+from drumline.config.recipe import Recipe
+from drumline.config.toml import together
+from drumline.core.errors import UserError
+from drumline.core.text import counted, message
+
+if TYPE_CHECKING:
+    from drumline.parallel.world import World
+    from drumline.train.prepare import Sets
+
+
+def what_would_happen(recipe: Recipe, came_from: Mapping[str, str], trust: bool, distils: bool) -> list[str]:
+    """The lines below a dry run's recipe. Raises a `UserError` with all that would end the run."""
+    run = _DryRun(recipe, came_from, trust)
+    return _all_of(
+        run.data,
+        run.model,
+        *((run.teachers,) if distils else ()),
+        run.processes,
+        run.folder,
+    )
+
+
+def what_would_be_scored(recipe: Recipe, came_from: Mapping[str, str], trust: bool) -> list[str]:
+    """The same for `drumline eval`."""
+    run = _DryRun(recipe, came_from, trust, to_score=True)
+    return _all_of(run.data, run.scored, run.processes)
+
+
+def show(invocation: Invocation, lines: Callable[[Recipe, Mapping[str, str], bool], list[str]]) -> int:
+    """Prints the recipe on stdout and what would happen on stderr. Errors end it as they would end the run."""
+    print(describe(invocation.recipe, invocation.came_from), end="", flush=True)
+    for line in lines(invocation.recipe, invocation.came_from, invocation.trust):
+        print(message(line), file=sys.stderr)
+    return 0
+
+
+def _all_of(*checks: Callable[[], list[str]]) -> list[str]:
+    lines: list[str] = []
+    mistakes = []
+    for check in checks:
+        try:
+            lines += check()
+        except UserError as mistake:
+            mistakes.append(mistake)
+    if mistakes:
+        raise together(mistakes)
+    return [*lines, "nothing was started"]
+
+
+class _DryRun:
+    """Each method checks one thing with the run's own functions, and returns lines about it."""
+
+    def __init__(
+        self, recipe: Recipe, came_from: Mapping[str, str], trust: bool, to_score: bool = False
+    ) -> None:
+        self.recipe, self._came_from, self._trust, self._to_score = recipe, came_from, trust, to_score
+        self._source = ""
+        self._sets: Sets | None = None
+
+    def data(self) -> list[str]:
+        from drumline.data.sources import detect_source
+        from drumline.train.prepare import prepare_plan, prepare_sets
+
+        data = self.recipe.data
+        self._source = detect_source(data.source, data.path)
+        if self._is_untrusted((self._source,), "data.source"):
+            return [f"data: {self._source}; not opened, because that would run its code; --trust allows it"]
+        # No workers: to choose their number, the data would be timed.
+        quick = replace(self.recipe, data=replace(data, workers=0, decode="cpu"))
+        self._sets = sets = prepare_sets(quick, self._world(), self._to_score)
+        name = f"data: {self._source}{f' {data.path}' if data.path else ''}"
+        classes = counted(len(sets.train.classes), "class", "classes")
+        if self._to_score:
+            return [f"{name}, {counted(len(sets.eval), 'image')} to score, {classes}"]
+        plan = prepare_plan(self.recipe, len(sets.train), self._whole_world())
+        return [
+            f"{name}, {counted(len(sets.train), 'sample')} to train, {len(sets.eval):,} to evaluate, {classes}; "
+            f"{counted(plan.total, 'step')} of {counted(data.batch, 'sample')}, {plan.per_epoch:,} per epoch",
+            *sets.warnings,
+        ]
+
+    def model(self) -> list[str]:
+        import torch
+
+        from drumline.data.classes import Classes
+        from drumline.state.weights import resolve_weights
+        from drumline.train.prepare_model import FIELDS, build_model, prepare_model
+
+        name, classes, weights = self.recipe.model.name, self.recipe.model.classes, self.recipe.model.weights
+        if weights:
+            resolve_weights(weights, FIELDS)
+        if self._is_untrusted((name,), "model.name"):
+            return [f"model: {name}; not built, because that would run its code; --trust allows it"]
+        words: tuple[str, ...] = ()
+        if weights and self._sets is not None:
+            module, words = prepare_model(self.recipe, Classes.of(self._sets.train), self._world())
+        else:
+            count = len(self._sets.train.classes) if self._sets else 1000 if classes == "auto" else classes
+            with torch.device("meta"):
+                module = build_model(self.recipe, count)
+        parameters = sum(parameter.numel() for parameter in module.parameters())
+        return [f"model: {name}, {parameters:,} parameters", *words]
+
+    def scored(self) -> list[str]:
+        from drumline.state.weights import resolve_weights
+        from drumline.train.score import model_to_score
+
+        model = self.recipe.model
+        file = resolve_weights(model.weights)
+        if self._is_untrusted((model.name,), "model.name"):
+            return [
+                f"model: {model.name}, weights {file}; not built, because that would run its code; --trust allows it"
+            ]
+        if self._sets is None:
+            return [f"model: {model.name}, weights {file}; not checked, because the data was not opened"]
+        *_, words = model_to_score(self.recipe, self._sets, self._world())
+        return [f"model: {model.name}", *words]
+
+    def teachers(self) -> list[str]:
+        from drumline.data.classes import Classes
+        from drumline.distill.choose import choose
+        from drumline.distill.load import check_teachers, load_teachers, other_views
+
+        distill, sets = self.recipe.distill, self._sets
+        choose(distill)
+        names = check_teachers(distill)
+        by = ", ".join(f"{name} ({path})" for name, path in zip(names, distill.teacher_weights, strict=True))
+        words: list[str] = []
+        if self._is_untrusted(names, "distill.teacher"):
+            by += "; not built, because that would run its code; --trust allows it"
+        elif sets is not None:
+            loaded = load_teachers(self.recipe, Classes.of(sets.train), self._world())
+            words = [note for each in loaded for note in each.notes]
+            words += other_views(self.recipe, sets, loaded)
+        return [f"teacher: {by}; method {'+'.join(distill.method)}", *words]
+
+    def _world(self) -> World:
+        import torch
+
+        from drumline.parallel.world import alone
+
+        return alone(torch.device("cpu"))
+
+    def _whole_world(self) -> World:
+        """A world with as many processes as the run has, for counting."""
+        import torch
+
+        from drumline.launch.worker import local_processes
+
+        on_gpu = self.recipe.run.device != "cpu" and torch.cuda.is_available()
+        count = local_processes(self.recipe, "cuda" if on_gpu else "cpu")
+        return replace(self._world(), size=count * self.recipe.parallel.nodes)
+
+    def processes(self) -> list[str]:
+        from drumline.launch.worker import local_processes
+        from drumline.parallel.world import resolve_device_type
+
+        parallel = self.recipe.parallel
+        device = resolve_device_type(self.recipe.run.device)
+        count = local_processes(self.recipe, device)
+        machines = f", on each of {parallel.nodes} machines" if parallel.nodes > 1 else ""
+        return [f"processes: {count} on the {'GPU' if device == 'cuda' else 'CPU'}{machines}"]
+
+    def folder(self) -> list[str]:
+        from drumline.state.folder import auto_stem, resume_point
+
+        base, name = Path(self.recipe.run.dir), self.recipe.run.name
+        _check_writable(base)
+        found = resume_point(self.recipe)
+        resumed = f", resumed from {found}" if found else ""
+        if name == "auto":
+            stem = auto_stem(self._source or "data", self.recipe.data.path, self.recipe.model.name)
+            return [f"run folder: a new one, {base}/{stem}-N{resumed}"]
+        return [f"run folder: {base / name}{resumed or ' (new)'}"]
+
+    def _is_untrusted(self, names: Iterable[str], field: str) -> bool:
+        from_file = self._came_from.get(field, COMMAND_LINE) != COMMAND_LINE
+        return from_file and not self._trust and any(map(names_code, names))
+
+
+def _check_writable(base: Path) -> None:
+    """The folder, or the nearest one above it that exists."""
+    place = base.absolute()
+    with suppress(OSError):
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+            reason = "is not a folder" if not place.is_dir() else "is not writable"
+            raise UserError(f"run.dir = {base}: {place} {reason}", "give another run.dir")

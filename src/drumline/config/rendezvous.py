@@ -1,0 +1,70 @@
+"""Where the machines of a run meet: the text of `parallel.rendezvous`.
+
+Promises: every accepted form means one meeting place, the same on each machine; nothing depends on host
+names resolving when addresses are given. Refuses text that could only fail later: no port, a relative path.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Literal
+
+from drumline.core.errors import UserError
+
+FORMS = "HOST:PORT, tcp://HOST:PORT, [IPv6]:PORT, file:///shared/path or env://"
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """A meeting place. `local`: this machine alone. `env`: each process is told by its environment."""
+
+    kind: Literal["local", "tcp", "file", "env"]
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    def __str__(self) -> str:
+        if self.kind == "tcp":
+            return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return {"local": "this machine", "file": f"file://{self.path}", "env": "env://"}[self.kind]
+
+
+def parse_rendezvous(text: str) -> Rendezvous:
+    """Reads `parallel.rendezvous`; empty means this machine alone."""
+    text = text.strip()
+    if not text:
+        return Rendezvous("local")
+    scheme, separator, rest = text.rpartition("://")
+    scheme = scheme if separator else "tcp"
+    if scheme == "env":
+        if rest:
+            raise _nonsense(text, "env:// takes nothing after it")
+        return Rendezvous("env")
+    if scheme == "file":
+        if not PurePosixPath(rest).is_absolute():
+            raise _nonsense(text, "the path must be absolute, so that it is the same file on every machine")
+        return Rendezvous("file", path=rest)
+    if scheme != "tcp":
+        raise _nonsense(text, f"{scheme}:// is not known")
+    match = re.fullmatch(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[^\s:/\[\]]+))(?::(?P<port>\d+))?", rest)
+    if match is None:
+        raise _nonsense(text, "it is not a host and a port")
+    if match["port"] is None:
+        raise _nonsense(text, "the port is missing")
+    if not 0 < int(match["port"]) < 65536:
+        raise _nonsense(text, f"{match['port']} is not a port between 1 and 65535")
+    return Rendezvous("tcp", host=(match["v6"] or match["name"]).lower(), port=int(match["port"]))
+
+
+def variables_missing() -> UserError:
+    """The refusal of `env://` in a process that nobody gave a rank."""
+    return UserError(
+        "parallel.rendezvous = env://, but RANK and WORLD_SIZE are not set",
+        "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process, or give HOST:PORT",
+    )
+
+
+def _nonsense(text: str, why: str) -> UserError:
+    return UserError(f"parallel.rendezvous = {text!r}: {why}", f"use {FORMS}")

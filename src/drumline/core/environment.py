@@ -1,0 +1,192 @@
+"""Who started this process, and which one of how many it is, read from environment variables.
+
+Promises: the same program runs alone, under our own launcher, torchrun, Slurm's srun, or with torch's
+variables set by hand. Pure: looks at the mapping it is given and nothing else. Refuses half a set of
+variables, naming the one that is missing, instead of running alone by accident.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from drumline.core.errors import UserError
+
+LAUNCHER = "DRUMLINE_LAUNCHER"
+"""Set by our launcher for its workers; holds the launcher's process id."""
+
+LAUNCH_ID = "DRUMLINE_LAUNCH_ID"
+"""Set by our launcher for its workers: random hexadecimal digits, one value per launch, the same on every machine."""
+
+GENERATION = "DRUMLINE_GENERATION"
+"""Set by our launcher for its workers: how many times they have been restarted, the same on every machine."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process's place in the run, and where the processes meet."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    started_by: Literal["drumline", "torchrun", "slurm", "env"]
+
+
+def read_place(env: Mapping[str, str]) -> Place | None:
+    """The place somebody gave this process, or None when nobody started it as a worker.
+
+    Torch's own variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) come before Slurm's, so torchrun
+    inside a Slurm job is torchrun.
+    """
+    if "RANK" in env or "WORLD_SIZE" in env:
+        return _torch_place(env)
+    if "SLURM_PROCID" in env:
+        return _slurm_place(env)
+    return None
+
+
+def thread_defaults(env: Mapping[str, str]) -> dict[str, str]:
+    """What OpenMP is to be given before torch is imported: threads that wait for work give up their core at once.
+    They spin by default, and on a machine that does anything else steps then take many times as long (measured by
+    benchmarks/cpu_wait_policy.py). Nothing where the user has chosen."""
+    chosen = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    return {} if any(name in env for name in chosen) else {"OMP_WAIT_POLICY": "passive"}
+
+
+def threads_asked(env: Mapping[str, str]) -> int:
+    """The user's OMP_NUM_THREADS, or 0. torchrun sets 1 where the user set nothing, so a 1 under it is no wish."""
+    first = env.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    count = int(first) if first.isascii() and first.isdigit() else 0
+    by_torchrun = "TORCHELASTIC_RUN_ID" in env and LAUNCHER not in env
+    return 0 if by_torchrun and count == 1 else count
+
+
+def to_env(place: Place) -> dict[str, str]:
+    """The variables that `init_process_group(init_method="env://")` and torch's tools read."""
+    return {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+        "GROUP_RANK": str(place.node_rank),
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": str(place.master_port),
+    }
+
+
+def first_host(node_list: str) -> str:
+    """The first host of a Slurm node list: `node01` of `node[01-03,07],gpu5`."""
+    head = re.match(r"(?:[^,\[\]]|\[[^\[\]]+\])+(?=,|$)", node_list.strip())
+    if head is None:
+        raise UserError(
+            f"cannot read the Slurm node list {node_list!r}", "set MASTER_ADDR to the first host's name"
+        )
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", head.group())
+
+
+def slurm_port(job: int, step: int) -> int:
+    """10000 + (31 * job + step) mod 20000: the same on every task, below the range the kernel hands out, and
+    different for neighbouring jobs and for steps that share a machine."""
+    return 10000 + (31 * job + step) % 20000
+
+
+def tasks_on_node(layout: str, node: int) -> int:
+    """Tasks on one node of Slurm's `2(x3),1`: two on each of the first three nodes, one on the next."""
+    first = 0
+    for part in layout.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise UserError(f"cannot read the Slurm task layout {layout!r}", "start the tasks with srun")
+        first += int(match[2] or 1)
+        if node < first:
+            return int(match[1])
+    raise UserError(f"the Slurm task layout {layout!r} has no node {node}", "start the tasks with srun")
+
+
+def _torch_place(env: Mapping[str, str]) -> Place:
+    """Variables as torchrun and our launcher set them, or four of them set by hand.
+
+    By hand, LOCAL_RANK may be left out: on a loopback address all ranks are on this machine, otherwise each
+    machine is taken to run one process.
+    """
+    rank, world = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
+    if not 0 <= rank < world:
+        raise UserError(
+            f"RANK = {rank} does not fit WORLD_SIZE = {world}",
+            f"number the processes 0 to {max(world, 1) - 1}",
+        )
+    address, port = _text(env, "MASTER_ADDR"), _integer(env, "MASTER_PORT")
+    together = address == "localhost" or address == "::1" or address.startswith("127.")
+    local_rank = _integer(env, "LOCAL_RANK", rank if together else 0)
+    local_size = _integer(env, "LOCAL_WORLD_SIZE", world if together else local_rank + 1)
+    node = _integer(env, "GROUP_RANK", _integer(env, "NODE_RANK", 0 if together else rank // local_size))
+    started_by: Literal["drumline", "torchrun", "env"] = "env"
+    if LAUNCHER in env:
+        started_by = "drumline"
+    elif "TORCHELASTIC_RUN_ID" in env:
+        started_by = "torchrun"
+    return Place(rank, world, local_rank, local_size, node, address, port, started_by)
+
+
+def _slurm_place(env: Mapping[str, str]) -> Place | None:
+    """A task of an srun step; None for a single task and for the batch script itself.
+
+    sbatch gives its script SLURM_PROCID=0 and the job's SLURM_NTASKS although no other task exists yet; only
+    srun sets SLURM_STEP_ID. MASTER_ADDR and MASTER_PORT, where a job script sets them, are kept.
+    """
+    if env.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in env:
+        return None
+    counter = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    world = _integer(env, counter)
+    if world == 1:
+        return None
+    node = _integer(env, "SLURM_NODEID")
+    layout = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE")
+    if "MASTER_ADDR" in env:
+        address = env["MASTER_ADDR"]
+    else:
+        step_list = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in env else "SLURM_JOB_NODELIST"
+        address = first_host(_text(env, step_list if step_list in env else "SLURM_NODELIST"))
+    derived = (
+        0
+        if "MASTER_PORT" in env
+        else slurm_port(_integer(env, "SLURM_JOB_ID"), _integer(env, "SLURM_STEP_ID", 0))
+    )
+    local_rank = _integer(env, "SLURM_LOCALID")
+    return Place(
+        rank=_integer(env, "SLURM_PROCID"),
+        world_size=world,
+        local_rank=local_rank,
+        local_size=tasks_on_node(layout, node) if layout else local_rank + 1,
+        node_rank=node,
+        master_addr=address,
+        master_port=_integer(env, "MASTER_PORT", derived),
+        started_by="slurm",
+    )
+
+
+def _text(env: Mapping[str, str], name: str) -> str:
+    if not env.get(name):
+        present = ", ".join(
+            f"{key}={env[key]}" for key in ("RANK", "WORLD_SIZE", "SLURM_PROCID") if key in env
+        )
+        raise UserError(
+            f"this process was started as a worker ({present}), but {name} is not set",
+            f"set {name}, or unset RANK and WORLD_SIZE to run alone",
+        )
+    return env[name]
+
+
+def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    if default is not None and not env.get(name):
+        return default
+    text = _text(env, name)
+    if not re.fullmatch(r"\d+", text):
+        raise UserError(f"{name} = {text!r} is not a whole number", f"set {name} to a number, 0 or above")
+    return int(text)

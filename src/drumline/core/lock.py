@@ -1,0 +1,251 @@
+"""The lock of a run folder, and the check before each write that the folder is still ours.
+
+The kernel's lock (flock on `.lock`) ends with its process, however that ends. A process that is frozen, or whose
+machine is cut off, keeps it. So the file names its owner: the launch, and its generation, which rises with restarts.
+Promises: a later generation of the same launch takes the folder over at once, by putting a lock file of its own in
+place; the earlier one, when it runs again, finds that out before its next write and ends, having changed nothing. A
+folder that was renamed or deleted under a run ends that run; nothing is written under the old name. Refuses everybody
+else while the owner lives.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from drumline.core.environment import GENERATION, LAUNCH_ID
+from drumline.core.errors import LostError, UserError
+from drumline.core.text import printable
+
+FILE = ".lock"
+TRIES = 100
+"""How often a lock is tried for that others take away meanwhile."""
+_READ = 4096
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Superseded(LostError):
+    """The run folder belongs to a later start of the run, or is no longer where it was."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who writes a run folder."""
+
+    launch: str
+    """Empty for a run that our launcher did not start: it is never taken over."""
+    generation: int
+    host: str
+    pid: int
+    token: str
+    """Differs between two owners of one process."""
+
+    def precedes(self, other: Owner) -> bool:
+        """Whether it is an earlier start of the same launch."""
+        return bool(self.launch) and self.launch == other.launch and self.generation < other.generation
+
+
+class Lock:
+    """Held until it is closed or the process ends."""
+
+    def __init__(self, folder: Path, owner: Owner, descriptor: int) -> None:
+        self.folder, self.owner = folder, owner
+        self.replaced: Owner | None = None
+        """The earlier start whose place this one took."""
+        self._descriptor = descriptor
+        self._busy = threading.RLock()  # a signal handler may check while its thread does
+        _held[folder] = self
+
+    @property
+    def closed(self) -> bool:
+        return self._descriptor < 0
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def check(self) -> None:
+        """Raises `Superseded` unless the folder is still this owner's. Costs one open and one read."""
+        with self._busy:
+            if self.closed:
+                return
+            try:
+                # Opened anew each time: that is what makes a network file system look.
+                found = _parse((self.folder / FILE).read_bytes()[:_READ])
+            except (FileNotFoundError, NotADirectoryError):
+                raise self._displaced() from None
+            if found == self.owner:
+                return
+            if found is not None and found.precedes(self.owner):
+                self._put()  # frozen while it took over from a still earlier start
+                return
+            raise _superseded(self.folder, found)
+
+    def close(self) -> None:
+        """Unlocks."""
+        with self._busy:
+            if not self.closed:
+                os.close(self._descriptor)
+                self._descriptor = -1
+            if _held.get(self.folder) is self:
+                del _held[self.folder]
+
+    def _put(self) -> None:
+        """Puts a locked file with this owner's name in place of whatever stands there."""
+        draft = self.folder / f"{FILE}.{self.owner.token}.tmp"
+        descriptor = os.open(draft, _FLAGS | os.O_EXCL, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _write(descriptor, self.owner)
+            draft.rename(self.folder / FILE)
+        except BaseException:
+            os.close(descriptor)
+            draft.unlink(missing_ok=True)
+            raise
+        if not self.closed:
+            os.close(self._descriptor)
+        self._descriptor = descriptor
+
+    def _displaced(self) -> Superseded:
+        """What became of the folder, as far as the kernel knows."""
+        now = ""
+        with suppress(OSError):
+            now = str(Path(f"/proc/self/fd/{self._descriptor}").readlink().parent)
+        if now and Path(now, FILE).exists():
+            return Superseded(
+                f"{self.folder} was moved to {now} while the run was writing there; nothing was written since",
+                f"go on with `drumline train {now}/recipe.toml checkpoint.resume=auto`",
+            )
+        if self.folder.is_dir():
+            return Superseded(
+                f"{self.folder / FILE} was deleted while the run was writing there; nothing was written since",
+                "go on with --checkpoint.resume auto, and leave that file to the run",
+            )
+        return Superseded(
+            f"{self.folder} was deleted while the run was writing there", "start the run again, or restore it"
+        )
+
+
+def acquire(folder: Path) -> Lock:
+    """Locks a folder, which is made where it is missing. Raises a `UserError`, or OSError."""
+    owner = _owner(os.environ)
+    for _ in range(TRIES):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(folder / FILE, _FLAGS, 0o666)
+        except FileNotFoundError:
+            continue  # a run that never came to use the folder has just taken it away
+        before = _parse(os.pread(descriptor, _READ, 0))
+        if before is not None and owner.precedes(before):
+            os.close(descriptor)
+            raise _superseded(folder, before)
+        if before is not None and before.precedes(owner):
+            os.close(descriptor)
+            lock = Lock(folder, owner, -1)
+            try:
+                lock._put()
+            except BaseException:
+                lock.close()
+                raise
+            lock.replaced = before
+            return lock
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            raise _not_locked(folder, error, before) from error
+        # What was opened before another run took it away locks nobody out.
+        if _stands(descriptor, folder / FILE):
+            try:
+                _write(descriptor, owner)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            return Lock(folder, owner, descriptor)
+        os.close(descriptor)
+    raise _not_locked(folder, OSError(errno.ENOLCK, "the lock file keeps changing"), None)
+
+
+def check(path: Path) -> None:
+    """Before something is written, renamed or deleted at a path: whether the run folder it lies in, if this process
+    holds one, is still ours. Raises `Superseded`."""
+    for folder, lock in tuple(_held.items()):
+        if folder == path or folder in path.parents:
+            lock.check()
+
+
+def is_past(folder: Path, launch: str, generation: int) -> bool:
+    """For a launcher, which holds no lock: whether a later generation of its launch has taken the folder over."""
+    try:
+        owner = _parse((folder / FILE).read_bytes()[:_READ])
+    except OSError:
+        return False
+    return owner is not None and bool(launch) and owner.launch == launch and generation < owner.generation
+
+
+_held: dict[Path, Lock] = {}
+
+
+def _owner(variables: Mapping[str, str]) -> Owner:
+    launch, generation = variables.get(LAUNCH_ID, ""), variables.get(GENERATION, "0")
+    number = int(generation) if generation.isdecimal() else 0
+    return Owner(launch, number, socket.gethostname(), os.getpid(), uuid.uuid4().hex[:8])
+
+
+def _write(descriptor: int, owner: Owner) -> None:
+    content = json.dumps(asdict(owner)).encode()
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, content, 0)
+
+
+def _parse(content: bytes) -> Owner | None:
+    """The owner a lock file names; None for a file of an older version, and while it is being written."""
+    try:
+        found = Owner(**json.loads(content))
+    except (ValueError, TypeError):
+        return None
+    kinds = (str, int, str, int, str)
+    fits = all(type(value) is kind for value, kind in zip(asdict(found).values(), kinds, strict=True))
+    return found if fits else None
+
+
+def _superseded(folder: Path, by: Owner | None) -> Superseded:
+    start = f"restart {by.generation} on {_plain(by.host)}" if by is not None and by.launch else "another run"
+    return Superseded(
+        f"{folder} was taken over by {start}; this process ends and has changed nothing since",
+        "nothing has to be done: the run goes on there, from its newest checkpoint",
+    )
+
+
+def _not_locked(folder: Path, error: OSError, owner: Owner | None) -> UserError:
+    if isinstance(error, BlockingIOError):
+        by = f" (process {owner.pid} on {_plain(owner.host)})" if owner is not None else ""
+        return UserError(
+            f"{folder} is being written by another run{by}", "wait for it to end, or give another --run.name"
+        )
+    return UserError(
+        f"{folder} cannot be locked ({error.strerror}), so nothing would keep a second run from writing there too",
+        "give a --run.dir on a local disk, or mount the network share with locks (NFS: without nolock, with lockd "
+        "running)",
+    )
+
+
+def _stands(descriptor: int, path: Path) -> bool:
+    """Whether an open file is still the one of this name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _plain(text: str) -> str:
+    """A name out of a file, short and without what would steer a terminal."""
+    return printable(text[:64])

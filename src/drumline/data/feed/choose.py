@@ -1,0 +1,158 @@
+"""Who decodes: threads or processes, CPU or GPU. Measured on the user's own files where there is a choice.
+
+Promises: the choice changes speed only, never a pixel of a sound file; it is told in words, with the figures it rests
+on. Nothing is measured without image files, or when the recipe leaves no choice. Refuses what cannot work here, with
+the reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from drumline import native
+from drumline.core.errors import UserError
+from drumline.data.feed.batch import make_batch
+from drumline.data.feed.ledger import Ledger
+from drumline.data.feed.loader import READY, Workers, batches
+from drumline.data.feed.order import Request, epoch_order
+from drumline.data.feed.threads import MADE_AHEAD, READ_AHEAD
+from drumline.data.feed.views import View
+from drumline.data.image.augment import Augmentation
+from drumline.data.sources import ArraySource, EncodedSource, Source, SourceSpec
+
+MEASURE_S = 0.4
+TRIAL_BATCH = 64
+GPU_HELPS = 0.1
+"""A GPU that decodes less than this part of what the CPU does is not worth its memory."""
+PROCESS_GAIN = 2.0
+"""Sixteen processes have made half of sixteen times what one makes alone, so they must promise this much more than
+threads."""
+
+
+def choose_workers(
+    spec: SourceSpec,
+    source: Source,
+    view: View,
+    seed: int,
+    device: torch.device,
+    *,
+    count: int,
+    pool: Literal["auto", "threads", "processes"],
+    decode: Literal["auto", "cpu", "gpu"],
+) -> tuple[Workers, str]:
+    """The workers for this source on this machine, and why. `count` is how many there may be."""
+    if isinstance(source, ArraySource):
+        return Workers("threads", 0), ""
+    _refuse_impossible(pool, decode, device, count)
+    if count == 0:
+        return Workers("threads", 0), ""
+    if not native.decodes_jpeg():
+        return (
+            Workers("processes", count),
+            f"decoding by {Workers('processes', count)}: native part {native.describe()}",
+        )
+    if decode == "gpu":
+        return (
+            Workers("threads", count, decode="gpu"),
+            "decoding on the GPU where that is bit-equal, as asked",
+        )
+
+    # Pixels are augmented on the device, whoever decodes.
+    view = replace(view, augmentation=Augmentation())
+
+    def rate(workers: Workers) -> float:
+        with closing(
+            batches(
+                spec, source, view, seed, _trial(source), workers, device, Ledger("trial", len(source), 1)
+            )
+        ) as feed:
+            return _rate(lambda: len(next(feed).labels), ahead=READ_AHEAD + MADE_AHEAD + READY)
+
+    workers, told = Workers("threads", count), ""
+    if pool == "processes":
+        workers = Workers("processes", count)
+    elif pool == "auto":
+        workers, told = _threads_or_processes(source, view, seed, workers, rate(workers))
+    if (
+        decode == "auto"
+        and device.type == "cuda"
+        and workers.kind == "threads"
+        and not gpu_unavailable(device)
+    ):
+        # The CPU once more, if it was measured: by now the files are in the page cache, as they will be for the GPU.
+        on_cpu, on_gpu = rate(workers), rate(replace(workers, decode="gpu"))
+        told = f"CPU {on_cpu:,.0f} img/s, GPU {on_gpu:,.0f} img/s alone"
+        if on_gpu > GPU_HELPS * on_cpu:
+            return (
+                replace(workers, decode="both"),
+                f"decoding by {workers}, and on the GPU what the step would wait for: {told}",
+            )
+        return workers, f"decoding by {workers}: {told}"
+    return workers, f"decoding by {workers}" + (f": {told}" if told else "")
+
+
+def gpu_unavailable(device: torch.device) -> str:
+    """Why JPEGs cannot be decoded on the device, or nothing."""
+    if device.type != "cuda":
+        return "there is no GPU in this run"
+    if not native.decodes_jpeg():
+        return f"the native part is {native.describe()}"
+    from drumline.data.gpu import nvjpeg
+
+    return nvjpeg.unavailable(device)
+
+
+def _refuse_impossible(pool: str, decode: str, device: torch.device, count: int) -> None:
+    if pool == "threads" and not native.decodes_jpeg():
+        raise UserError(
+            f"data.pool = threads needs the native part, which is {native.describe()}",
+            "use auto or processes, or install a C compiler and libjpeg-turbo's headers and install drumline again",
+        )
+    if decode != "gpu":
+        return
+    if count == 0:
+        raise UserError("data.decode = gpu needs workers, and data.workers = 0", "use data.workers auto")
+    if pool == "processes":
+        raise UserError(
+            "data.decode = gpu works with threads, and data.pool = processes", "use data.pool auto"
+        )
+    if reason := gpu_unavailable(device):
+        raise UserError(f"data.decode = gpu is not possible: {reason}", "use auto or cpu")
+
+
+def _threads_or_processes(
+    source: EncodedSource, view: View, seed: int, threads: Workers, by_threads: float
+) -> tuple[Workers, str]:
+    """Threads, unless so much is left to Python (other formats than JPEG) that they wait for each other."""
+    requests = _trial(source)
+    alone = _rate(lambda: len(make_batch(source, view, seed, next(requests)).batch.labels))
+    processes = Workers("processes", threads.count)
+    figures = f"{by_threads:,.0f} img/s by {threads}, about {alone * threads.count:,.0f} by {processes}"
+    return (processes if alone * threads.count > PROCESS_GAIN * by_threads else threads), figures
+
+
+def _trial(source: Source) -> Iterator[Request]:
+    """Small batches of the set, again and again."""
+    batch = min(TRIAL_BATCH, len(source))
+    order = epoch_order(0, 0, len(source))
+    while True:
+        for first in range(0, len(source) - batch + 1, batch):
+            yield Request(0, order[first : first + batch])
+
+
+def _rate(make: Callable[[], Any], ahead: int = 0) -> float:
+    """Images a second, without the first batch, in which everything starts, and those that were made meanwhile."""
+    for _ in range(1 + ahead):
+        make()
+    begin, made = time.perf_counter(), 0
+    while True:
+        made += make()
+        took = time.perf_counter() - begin
+        if took >= MEASURE_S:
+            return made / took

@@ -1,0 +1,53 @@
+"""Which samples of a run were broken: counted, listed, and too many of them end the run.
+
+Promises: a sample counts once however often it is met; what is listed depends on the data and the recipe, not on the
+number of processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+
+from drumline.core.errors import UserError
+from drumline.core.text import printable
+from drumline.data.image.window import Bad
+
+SHOWN = 3
+
+
+class Ledger:
+    """The broken samples of one set. `limit` is how many there may be."""
+
+    def __init__(self, what: str, samples: int, share: float) -> None:
+        self.what, self.samples = what, samples
+        # By the decimal number that was written: 0.29 of 100 is 29, though a float is a little less.
+        self.limit = math.ceil(Fraction(repr(float(share))) * samples)
+        self.bad: dict[int, str] = {}
+
+    def add(self, bad: Iterable[Bad]) -> None:
+        """Notes broken samples; refuses to go on when there are too many."""
+        for sample, why in bad:
+            self.bad.setdefault(sample, printable(why))
+        if len(self.bad) > self.limit:
+            raise UserError(
+                f"{len(self.bad):,} of {self.samples:,} {self.what} samples are broken, data.bad_limit allows "
+                f"{self.limit:,}: {self.some()}",
+                fix="`drumline verify` lists all of them; mend or remove them, or raise data.bad_limit",
+            )
+
+    def merge(self, others: Sequence[dict[int, str]]) -> None:
+        """Takes in what other processes noted."""
+        for other in others:
+            self.add(Bad(sample, why) for sample, why in other.items())
+
+    def lines(self) -> list[str]:
+        """Every broken sample, one a line, by sample id."""
+        return [f"{self.what}\t{sample}\t{why}" for sample, why in sorted(self.bad.items())]
+
+    def some(self) -> str:
+        """The first of them, for a message."""
+        shown = [why for _, why in sorted(self.bad.items())[:SHOWN]]
+        rest = len(self.bad) - len(shown)
+        return "; ".join(shown) + (f"; and {rest:,} more" if rest else "")

@@ -1,0 +1,259 @@
+"""Batches made by native threads: files are read ahead in the order they are wanted, then cut where they lie.
+
+Promises: the batches of `make_batch`, bit for bit, whatever the number of threads. On the usual way (a JPEG that the
+native part takes) Python does no more for a sample than find its path; the rest goes through `find_window` in Python
+threads. Memory is bounded: a fixed number of batches is under way, and their buffers are used again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from drumline import native
+from drumline.core.errors import LostError, UserError
+from drumline.data.feed.batch import Coded, Made, finished
+from drumline.data.feed.order import Request
+from drumline.data.feed.views import View
+from drumline.data.image.geometry import COLUMNS
+from drumline.data.image.window import Bad, Found, elongated, find_window, takes_natively
+from drumline.data.sources import EncodedSource
+from drumline.data.sources.base import MappedFiles
+from drumline.data.sources.folder import FolderSource
+from drumline.native import Pool, Work
+
+READ_AHEAD, MADE_AHEAD = 2, 2
+"""Batches whose files are being read, and batches whose windows are being made, beside the one waited for."""
+READERS = 8
+"""Threads that read files: they wait for the disk, not for a core."""
+CODED_ALIGNMENT, CODED_LEAST = 16, 4 << 20
+"""Bytes sent to the device: each sample's begin at a multiple of the first; the whole takes a power of two, at least
+the second, so that buffers fit again."""
+Room = Callable[..., torch.Tensor]
+"""Called with a shape, gives room for bytes; the room leaves with the batch."""
+Route = Callable[
+    [NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64], NDArray[np.int32], NDArray[np.bool_]],
+    NDArray[np.int8],
+]
+"""(samples, addresses, lengths, stored sizes, candidates) to how the device decodes each, or -1 where it does not."""
+
+
+def threaded_batches(
+    source: EncodedSource,
+    view: View,
+    seed: int,
+    requests: Iterable[Request],
+    threads: int,
+    room: Room,
+    route: Route | None = None,
+) -> Generator[Made, None, None]:
+    """The batches of the requests, in their order. What `route` sends to the device is passed on as it is stored.
+    Close the generator to end the threads."""
+    makers, readers = Pool(threads), Pool(READERS)
+    rest = ThreadPoolExecutor(threads, thread_name_prefix="drumline-sample")
+    free: list[Slot] = []
+    reading: deque[Slot] = deque()
+    making: deque[Slot] = deque()
+
+    def move(reads: int, makes: int) -> Generator[Made, None, None]:
+        """Passes batches on until no more than these are under way."""
+        while len(reading) > reads:
+            reading[0].make(readers, makers, rest)
+            making.append(reading.popleft())
+        while len(making) > makes:
+            yield making[0].finish(rest)
+            free.append(making.popleft())
+
+    try:
+        for request in requests:
+            slot = free.pop() if free else Slot(source, view, seed, room, route)
+            reading.append(slot)
+            slot.read(request, readers, rest)
+            yield from move(READ_AHEAD, MADE_AHEAD)
+        yield from move(0, 0)
+    finally:
+        rest.shutdown(wait=True, cancel_futures=True)
+        for slot in (*reading, *making):
+            slot.settle()
+        readers.close()
+        makers.close()
+        for slot in (*free, *reading, *making):
+            slot.arrays.free_files()
+
+
+class Slot:
+    """One batch under way, and the arrays it shares with the native threads."""
+
+    def __init__(self, source: EncodedSource, view: View, seed: int, room: Room, route: Route | None) -> None:
+        self.source, self.view, self.seed, self.room, self.route = source, view, seed, room, route
+        self.request = Request(0, np.empty(0, np.int64))
+        self.images = torch.empty(0, dtype=torch.uint8)
+        self.arrays = Arrays(0)
+        self.borrowed: list[object] = []
+        """What native threads read from and Python must keep alive: paths, or bytes that Python read."""
+        self.sound: Future[NDArray[np.bool_]] | None = None
+        self.loads: list[Future[bytes]] = []
+        self.by_python: dict[int, Future[Found]] = {}
+        self.coded: Coded | None = None
+        self.under_way: list[tuple[Pool, int]] = []
+
+    def read(self, request: Request, readers: Pool, rest: ThreadPoolExecutor) -> None:
+        """Begins to fetch the encoded samples."""
+        count, samples = len(request.samples), request.samples
+        self.request = request
+        self.images = self.room(count, self.view.size, self.view.size, 3)
+        if len(self.arrays.lengths) != count:
+            self.arrays.free_files()
+            self.arrays = Arrays(count)
+        if isinstance(self.source, MappedFiles):
+            self.arrays.data[:], self.arrays.lengths[:] = self.source.pointers(samples)
+            self.source.read_ahead(samples)
+            self.sound = rest.submit(self.source.sound_jpegs, samples)
+            self._submit(readers, native.READ_SIZES)
+        elif isinstance(self.source, FolderSource):
+            paths = (ctypes.c_char_p * count)(*self.source.paths(samples))
+            self.borrowed = [paths]
+            self._submit(readers, native.READ_FILES, paths)
+        else:
+            self.loads = [rest.submit(self.source.read, sample) for sample in samples.tolist()]
+
+    def make(self, readers: Pool, makers: Pool, rest: ThreadPoolExecutor) -> None:
+        """Decides what is cut, once the stored sizes are known, and begins to cut it."""
+        if self.loads:
+            self._take_loads(readers)
+        self.settle()
+        arrays, epoch, samples = self.arrays, self.request.epoch, self.request.samples
+        natively = (arrays.status == 0) & takes_natively(arrays.stored, self.view)
+        if self.sound is not None:
+            natively &= self.sound.result()
+        sizes = np.where(natively[:, None], arrays.stored[:, :2], 1)
+        arrays.geometry[:] = self.view.geometry(self.seed, epoch, samples, sizes)
+        natively &= ~elongated(arrays.geometry)
+        for slot in np.flatnonzero(~natively).tolist():
+            self._leave_to_python(slot, rest)
+        if self.route is not None:
+            layouts = self.route(samples, arrays.data, arrays.lengths, arrays.stored[:, :2], natively)
+            self._gather(np.flatnonzero(layouts >= 0), layouts, readers)
+            natively &= layouts < 0
+        arrays.stored[~natively] = 0
+        self._submit(makers, native.MAKE_WINDOWS)
+
+    def finish(self, rest: ThreadPoolExecutor) -> Made:
+        """The batch, once it is whole."""
+        self.settle()
+        undone = self.arrays.status != native.DONE
+        if self.coded is not None:
+            undone[self.coded.slots] = False
+        for slot in np.flatnonzero(undone).tolist():
+            if slot not in self.by_python:
+                self._leave_to_python(slot, rest)
+        labels, bad = self.source.labels[self.request.samples], list[Bad]()
+        for slot in sorted(self.by_python):
+            found = self.by_python[slot].result()
+            self.images[slot] = torch.from_numpy(found.pixels)
+            labels[slot] = found.label
+            bad += found.bad
+        made = finished(self.images, labels, tuple(bad), self.view, self.seed, self.request)
+        made = made._replace(coded=self.coded)
+        self.by_python, self.borrowed, self.sound, self.coded = {}, [], None, None
+        return made
+
+    def settle(self) -> None:
+        """Waits for the native threads to be done with the arrays."""
+        while self.under_way:
+            pool, job = self.under_way[-1]
+            pool.wait(job)
+            self.under_way.pop()
+
+    def _leave_to_python(self, slot: int, rest: ThreadPoolExecutor) -> None:
+        sample = int(self.request.samples[slot])
+        self.by_python[slot] = rest.submit(
+            find_window, self.source, self.view, self.seed, self.request.epoch, sample
+        )
+
+    def _take_loads(self, readers: Pool) -> None:
+        """Bytes that Python read; what could not be read is left to `find_window`, which says why."""
+        for slot, load in enumerate(self.loads):
+            error = load.exception()
+            left = isinstance(error, UserError) and not isinstance(error, LostError)
+            data = b"" if left else load.result()
+            self.borrowed.append(data)
+            self.arrays.data[slot] = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+            self.arrays.lengths[slot] = len(data)
+        self.loads = []
+        self._submit(readers, native.READ_SIZES)
+
+    def _gather(self, slots: NDArray[np.int64], layouts: NDArray[np.int8], readers: Pool) -> None:
+        """Begins to copy the bytes of these samples together, for the device."""
+        if len(slots) == 0:
+            return
+        arrays = self.arrays
+        data, lengths = arrays.data[slots], arrays.lengths[slots]
+        ends = np.cumsum(lengths + -lengths % CODED_ALIGNMENT)
+        offsets = np.concatenate([[0], ends[:-1]])
+        target = self.room(max(CODED_LEAST, 1 << int(ends[-1] - 1).bit_length()))
+        self.coded = Coded(
+            slots,
+            self.request.samples[slots],
+            target,
+            offsets,
+            lengths,
+            arrays.stored[slots, :2].copy(),
+            layouts[slots],
+            arrays.geometry[slots].copy(),
+            np.zeros(len(slots), np.int32),
+        )
+        self.borrowed.append(data)
+        work = Work(
+            kind=native.GATHER,
+            count=len(slots),
+            data=data.ctypes.data,
+            lengths=lengths.ctypes.data,
+            out=target.data_ptr(),
+            offsets=offsets.ctypes.data,
+            status=self.coded.status.ctypes.data,
+        )
+        self.under_way.append((readers, readers.submit(work)))
+
+    def _submit(self, pool: Pool, kind: int, paths: ctypes.Array[ctypes.c_char_p] | None = None) -> None:
+        view, arrays = self.view, self.arrays
+        work = Work(
+            kind=kind,
+            count=len(arrays.lengths),
+            size=view.size,
+            filter=native.FILTERS[view.interpolation],
+            version13=view.resize == "pillow13",
+            paths=ctypes.addressof(paths) if paths is not None else None,
+            data=arrays.data.ctypes.data,
+            lengths=arrays.lengths.ctypes.data,
+            rooms=arrays.rooms.ctypes.data,
+            stored=arrays.stored.ctypes.data,
+            geometry=arrays.geometry.ctypes.data,
+            out=self.images.data_ptr(),
+            status=arrays.status.ctypes.data,
+        )
+        self.under_way.append((pool, pool.submit(work)))
+
+
+class Arrays:
+    """What a batch of n samples shares with the native threads, a row each."""
+
+    def __init__(self, count: int) -> None:
+        self.data = np.zeros(count, np.uint64)
+        self.lengths = np.zeros(count, np.int64)
+        self.rooms = np.zeros(count, np.int64)
+        """Bytes allocated at `data` by native threads; 0 where the data is somebody else's."""
+        self.stored = np.zeros((count, native.STORED), np.int32)
+        self.geometry = np.zeros((count, COLUMNS), np.int32)
+        self.status = np.zeros(count, np.int32)
+
+    def free_files(self) -> None:
+        """Gives back what native threads allocated."""
+        if self.rooms.any():
+            native.free_files(self.data, self.rooms)

@@ -1,0 +1,138 @@
+"""How samples are looked at, and the uint8 batch that comes of it.
+
+Promises: a batch is a pure function of (source, view, seed, request); which worker, thread or rank makes it changes
+nothing. What is random is decided here and in `geometry.py` from draws; pixels of image files come from `window.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from drumline.data.feed.draws import Purpose, symmetric_beta, uniform
+from drumline.data.feed.order import Request
+from drumline.data.image.augment import Augmentation
+from drumline.data.image.geometry import Geometry, evaluation_geometry, mirrored, training_geometry
+from drumline.data.image.resize import Smooth, Version, resize
+
+Augment = Literal["none", "shift", "shift-flip", "crop-flip"]
+MIX_COLUMNS = 6
+"""Per sample: pixel share, label share, and the box (x0, y0, x1, y1) that takes the partner's pixels."""
+
+
+NOTHING = torch.empty((0, 0), dtype=torch.uint8)
+
+
+class Batch(NamedTuple):
+    """What travels from the loader to the step."""
+
+    images: torch.Tensor
+    """(n, height, width, channels) uint8."""
+    labels: torch.Tensor
+    """(n,) int64."""
+    samples: torch.Tensor
+    """(n,) int64, the sample ids asked for (a broken one's id stays, though a substitute is shown)."""
+    mix: torch.Tensor
+    """(n, MIX_COLUMNS) float32, or (n, 0) when nothing is mixed."""
+    extra: torch.Tensor = NOTHING
+    """(n, k) uint8: what an objective stored for each sample, such as its teacher's outputs; `NOTHING` without."""
+
+
+@dataclass(frozen=True)
+class View:
+    """How samples are looked at."""
+
+    size: int
+    augment: Augment
+    eval_crop: float = 0.875
+    exif: Literal["ignore", "apply"] = "ignore"
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    resize: Version = "pillow12"
+    interpolation: Smooth = "bilinear"
+    augmentation: Augmentation = field(default_factory=Augmentation)
+    on_bad: Literal["raise", "substitute", "black"] = "raise"
+    """What stands for a sample that cannot be read: nothing (the run stops), another sample, a black image."""
+
+    @property
+    def pad(self) -> int:
+        """Black pixels on each side of an image before `shift` cuts it back."""
+        return max(1, self.size // 8) if self.augment.startswith("shift") else 0
+
+    @property
+    def mixes(self) -> bool:
+        return self.mixup > 0 or self.cutmix > 0
+
+    def for_evaluation(self) -> View:
+        """The same look without anything random. A substitute would be counted twice, so a broken image is black."""
+        return replace(
+            self,
+            augment="none",
+            mixup=0.0,
+            cutmix=0.0,
+            augmentation=Augmentation(),
+            on_bad="raise" if self.on_bad == "raise" else "black",
+        )
+
+    def geometry(
+        self,
+        seed: int,
+        epoch: int,
+        samples: NDArray[np.integer] | Sequence[int],
+        sizes: NDArray[np.integer],
+    ) -> Geometry:
+        """What is cut from each image of these stored sizes, (n, 2) of width and height."""
+        if self.augment == "crop-flip":
+            return training_geometry(sizes, self.size, seed, epoch, np.asarray(samples))
+        return evaluation_geometry(sizes, self.size, self.eval_crop)
+
+
+def shift_offsets(seed: int, request: Request, pad: int) -> NDArray[np.int64]:
+    """Where the crop starts in the padded image: (n, 2) of x, y in 0..2*pad."""
+    draws = uniform(seed, request.epoch, request.samples, Purpose.SHIFT, 2)
+    return (draws * (2 * pad + 1)).astype(np.int64)
+
+
+def flips(seed: int, request: Request) -> NDArray[np.bool_]:
+    """Which samples of a request are mirrored."""
+    return mirrored(seed, request.epoch, request.samples)
+
+
+def mixing_plan(view: View, seed: int, request: Request) -> NDArray[np.float32]:
+    """How each sample is mixed with its neighbour in the batch (slot 2i with 2i + 1). Each sample's share and
+    box come from its own id; pairs never straddle two processes, so the plan is the same on any world."""
+    epoch, samples, size = request.epoch, request.samples, view.size
+    if not view.mixes:
+        return np.empty((len(samples), 0), np.float32)
+    plan = np.zeros((len(samples), MIX_COLUMNS), np.float32)
+    plan[:, :2] = 1.0
+    if view.mixup and view.cutmix:
+        cut = uniform(seed, epoch, samples, Purpose.MIX_CHOICE, 1)[:, 0] < 0.5
+    else:
+        cut = np.full(len(samples), view.cutmix > 0)
+    if view.mixup:
+        plan[~cut, :2] = symmetric_beta(seed, epoch, samples[~cut], Purpose.MIX_SHARE, view.mixup)[:, None]
+    if view.cutmix and cut.any():
+        share = symmetric_beta(seed, epoch, samples[cut], Purpose.MIX_SHARE, view.cutmix)
+        half = np.sqrt(1.0 - share) * size / 2
+        centre = uniform(seed, epoch, samples[cut], Purpose.MIX_BOX, 2) * size
+        low = np.clip(np.rint(centre - half[:, None]), 0, size)
+        high = np.clip(np.rint(centre + half[:, None]), 0, size)
+        plan[cut, 1] = 1.0 - (high - low).prod(axis=1) / size**2
+        plan[cut, 2:4], plan[cut, 4:6] = low, high
+    return plan
+
+
+def resize_array(images: NDArray[np.uint8], view: View) -> NDArray[np.uint8]:
+    """A whole array set at the view's side length."""
+    size = view.size
+    if images.shape[1:3] == (size, size):
+        return images
+    return np.stack(
+        [resize(image, (size, size), version=view.resize, filter=view.interpolation) for image in images]
+    )

@@ -1,0 +1,164 @@
+"""A sample as it is packed: the file as it is, or its pixels, whole or with the shorter side resized.
+
+Promises: what comes out depends on the sample and the options alone, not on how many processes made it. A bad image
+never fails: it is kept as it is, with width and height 0.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import zlib
+from collections import deque
+from collections.abc import Generator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+from PIL import Image
+
+from drumline.core.errors import LostError, UserError
+from drumline.core.processes import serve_owner
+from drumline.data.image.decode import FORMATS, decode
+from drumline.data.image.jpeg import read_header
+from drumline.data.image.limits import MAX_PIXELS, TooLarge, check_file
+from drumline.data.image.resize import resize
+from drumline.data.packed.format import Kind, Options, Stored
+from drumline.data.sources import ArraySource, Source, SourceSpec, open_same
+from drumline.data.sources.base import Images
+from drumline.data.sources.packed import PackedFiles
+
+JPEG_QUALITY = 95
+"""Of resized images, with full colour resolution (4:4:4)."""
+CHUNK = 16
+"""Samples handed to a process at a time."""
+
+
+def store(source: Source, sample: int, options: Options) -> Stored:
+    """A sample as it is packed. Never fails on a bad image; a file that cannot be read at all is a `LostError`."""
+    if isinstance(source, ArraySource):
+        return _raw(_shortened(source.take(np.array([sample]))[0], options.resize_short))
+    if isinstance(source, PackedFiles) and source.kinds[sample] >= Kind.RGB:
+        source.check(sample)
+        return _raw(_shortened(source.pixels(sample), options.resize_short), int(source.orientations[sample]))
+    data = source.read(sample)
+    kept = as_it_is(data)
+    shrinks = 0 < options.resize_short < min(kept.width, kept.height)
+    if kept.width == 0 or not (options.raw or shrinks):
+        return kept
+    try:
+        image = decode(data, source.where(sample))
+    except UserError:
+        return replace(kept, kind=Kind.OTHER, width=0, height=0, orientation=0)
+    orientation = _orientation(image)
+    if orientation is None:
+        return kept
+    pixels = _shortened(np.asarray(image), options.resize_short)
+    return _raw(pixels, orientation) if options.raw else _jpeg(pixels, orientation)
+
+
+def as_it_is(data: bytes) -> Stored:
+    """An image file, not decoded: only its header is looked at. Width and height 0: it is not a readable image."""
+    kind, width, height, orientation = Kind.OTHER, 0, 0, 0
+    try:
+        check_file(data, "")
+    except TooLarge:
+        return Stored(data, kind, width, height, orientation, zlib.crc32(data))
+    header = read_header(data)
+    if header is not None and header.precision == 8:
+        kind, width, height, orientation = Kind.JPEG, header.width, header.height, header.orientation
+    else:
+        with suppress(Exception):  # a damaged file makes Pillow raise nearly anything
+            width, height = Image.open(io.BytesIO(data), formats=FORMATS).size
+    if width * height > MAX_PIXELS:
+        kind, width, height, orientation = Kind.OTHER, 0, 0, 0
+    return Stored(data, kind, width, height, orientation, zlib.crc32(data))
+
+
+def stored_samples(
+    source: Source, spec: SourceSpec, options: Options, first: int, workers: int
+) -> Generator[Stored]:
+    """The samples from `first` on, in order, made by this process or by `workers` others, which open `spec`."""
+    if workers == 1:
+        for sample in range(first, len(source)):
+            yield store(source, sample, options)
+        return
+    assert not isinstance(source, ArraySource)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["drumline.core.forkserver", "drumline.data.packed.stored"])
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (spec, source.digest(), options))
+    pending: deque[Future[list[Stored]]] = deque()
+    starts = iter(range(first, len(source), CHUNK))
+    try:
+        while True:
+            # Two chunks for each process: enough to keep it busy, and a bound on memory.
+            while len(pending) < 2 * workers and (start := next(starts, None)) is not None:
+                pending.append(pool.submit(_chunk, start, min(start + CHUNK, len(source))))
+            if not pending:
+                return
+            yield from pending.popleft().result()
+    except (BrokenProcessPool, ConnectionError, EOFError) as error:
+        raise LostError(
+            "a packing process was killed",
+            fix="out of memory? Run the same command again with fewer --workers; it goes on where it stopped",
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _raw(pixels: Images, orientation: int = 1) -> Stored:
+    height, width, channels = pixels.shape
+    data = pixels.tobytes()
+    return Stored(
+        data, Kind.RGB if channels == 3 else Kind.GREY, width, height, orientation, zlib.crc32(data)
+    )
+
+
+def _jpeg(pixels: Images, orientation: int) -> Stored:
+    image, file = Image.fromarray(pixels), io.BytesIO()
+    exif = Image.Exif()
+    if orientation != 1:
+        exif[0x0112] = orientation
+    image.save(file, "JPEG", quality=JPEG_QUALITY, subsampling=0, exif=exif)
+    return as_it_is(file.getvalue())
+
+
+def _shortened(pixels: Images, short: int) -> Images:
+    """The shorter side at `short` pixels, where it is longer: the sizes that evaluation would resize to."""
+    height, width, _ = pixels.shape
+    if not 0 < short < min(width, height):
+        return pixels
+    size = (short, int(short * height / width)) if width <= height else (int(short * width / height), short)
+    return resize(pixels, size)
+
+
+def _orientation(image: Image.Image) -> int | None:
+    """What `decode` with exif="apply" would go by; None where it would fail."""
+    try:
+        value = image.getexif().get(0x0112, 1)
+    except Exception:  # damaged EXIF data makes Pillow raise nearly anything
+        return None
+    return value if value in range(2, 9) else 1
+
+
+_asked: tuple[SourceSpec, str, Options] | None = None
+_here: Source | None = None
+"""What this packing process works on: as it was told, and opened."""
+
+
+def _start_worker(spec: SourceSpec, digest: str, options: Options) -> None:
+    serve_owner()
+    global _asked
+    _asked = spec, digest, options
+
+
+def _chunk(first: int, end: int) -> list[Stored]:
+    assert _asked is not None
+    global _here
+    spec, digest, options = _asked
+    if _here is None:  # not when the process starts: what goes wrong then ends it without a word
+        _here = open_same(spec, digest)
+    source = _here
+    return [store(source, sample, options) for sample in range(first, end)]

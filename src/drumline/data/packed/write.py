@@ -1,0 +1,350 @@
+"""The work of `drumline pack`: every sample of a source, in order, into a packed set.
+
+Promises: what comes out depends on source and options alone, not on the number of processes or on interruptions; work
+goes on in OUT.partial, which gets its final name when it is whole and on disk. Samples that cannot be read as images
+are kept as they are and listed, so that ids do not shift. Refuses to touch what it did not make.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from drumline.core.errors import UserError
+from drumline.core.files import rename_folder, sync_folder, write_text
+from drumline.core.processes import interrupts_noted
+from drumline.core.progress import progress
+from drumline.data.packed.format import (
+    MANIFEST,
+    RECORD,
+    SPLITS,
+    VERSION,
+    Manifest,
+    Options,
+    Split,
+    SplitWriter,
+    index_file,
+    looks_packed,
+    read_manifest,
+    sealed,
+    write_manifest,
+)
+from drumline.data.packed.stored import JPEG_QUALITY, store, stored_samples
+from drumline.data.sources import ArraySource, Source, SourceSpec, detect_source, open_source
+from drumline.data.sources.base import NoEvalSplit
+
+PROGRESS = "progress.json"
+COMMIT_SECONDS = 5.0
+COMMIT_BYTES = 256 << 20
+LOOKED_AT = 128
+"""Samples of a split by which its packed size is estimated."""
+ESTIMATE_MARGIN = 1.5
+"""One huge image among them, or missing from them, can make the estimate that much too large or too small."""
+
+
+def pack_set(
+    source: str, path: str, out: Path, options: Options, workers: int, force: bool, say: Callable[[str], None]
+) -> Path:
+    """Packs both splits of a source into the folder `out`; goes on with an interrupted pack of the same."""
+    name = detect_source(source, path)
+    out = Path(os.path.abspath(out.expanduser()))  # noqa: PTH100 (resolve() would follow a link at `out`)
+    _refuse_overlap(name, path, out)
+    _refuse_existing(out, force)
+    job = _job(name, path, options)
+    partial = out.with_name(f"{out.name}.partial")
+    with _writing(out), _locked(partial):
+        for leftover in partial.glob("*.tmp"):
+            leftover.unlink()
+        if force:
+            _forget_other(partial, job)
+        done = _progress(partial, job)
+        if done is not None:
+            _announce(job, out, done, say)
+            # Before any other file: from now on the folder is known as the beginning of this pack.
+            _note(partial, job, done)
+            splits = {split: _pack_split(job, partial, split, done, workers) for split in job.sources}
+            write_manifest(partial, _manifest(job, partial, splits))
+            (partial / PROGRESS).unlink()
+        _put_in_place(partial, out, force)
+    return out
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is to be packed, and all that decides the outcome."""
+
+    name: str
+    path: str
+    options: Options
+    specs: dict[str, SourceSpec]
+    sources: dict[str, Source]
+    names: dict[str, list[bytes]]
+    digest: str
+
+
+def _job(name: str, path: str, options: Options) -> _Job:
+    specs: dict[str, SourceSpec] = {split: SourceSpec(name, path, split, options.holdout) for split in SPLITS}
+    sources = {"train": open_source(specs["train"])}
+    with suppress(NoEvalSplit):
+        sources["eval"] = open_source(specs["eval"])
+    names = {split: _names(source, path) for split, source in sources.items()}
+    digest = hashlib.sha256(json.dumps([VERSION, JPEG_QUALITY, name, asdict(options)]).encode())
+    for split, source in sources.items():
+        digest.update(json.dumps([split, len(source), source.classes]).encode())
+        digest.update(source.labels.tobytes())
+        for sample_name in names[split]:
+            digest.update(sample_name + b"\0")
+    return _Job(name, path, options, specs, sources, names, digest.hexdigest())
+
+
+def _names(source: Source, path: str) -> list[bytes]:
+    """Each sample's name within the source; arrays have none."""
+    if isinstance(source, ArraySource):
+        return [b""] * len(source)
+    root = str(Path(path).expanduser())
+    names = []
+    for sample in range(len(source)):
+        where = source.where(sample)
+        inside = where.startswith((root + os.sep, root + ":"))
+        names.append((where[len(root) + 1 :] if inside else where).encode("utf-8", "surrogateescape"))
+    return names
+
+
+def _refuse_overlap(name: str, path: str, out: Path) -> None:
+    place = Path(path).expanduser().resolve()
+    if not path or not place.exists():
+        return
+    target = out.resolve()
+    if target == place or target in place.parents:
+        raise UserError(
+            f"{path} lies inside {out}, which is to be written", fix="choose another place for OUT"
+        )
+    if name == "folder" and place in target.parents:
+        raise UserError(
+            f"{out} lies inside {path} and would become one of its class folders",
+            fix=f"choose a place outside, such as {place}.packed",
+        )
+
+
+def _refuse_existing(out: Path, force: bool) -> None:
+    if not os.path.lexists(out):
+        return
+    if not force:
+        raise UserError(f"{out} exists", fix="choose another name, or replace it with --force")
+    if not looks_packed(out):
+        raise UserError(
+            f"{out} is not a packed set, so --force does not replace it",
+            fix="choose another name, or remove it yourself",
+        )
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """The disk's errors as a user's. Sources report their own, so any here is from writing."""
+    again = "then run the same command again; it goes on where it stopped"
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(f"no space left on the disk of {out}", fix=f"make room, {again}") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise UserError(
+                f"no permission to write {error.filename or out} ({error.strerror})",
+                fix="choose a folder you may write to",
+            ) from error
+        raise UserError(f"{out} cannot be written: {error}", fix=f"check the disk, {again}") from error
+
+
+@contextmanager
+def _locked(partial: Path) -> Iterator[None]:
+    """Makes the working folder, for one process at a time."""
+    partial.mkdir(parents=True, exist_ok=True)
+    handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"another process is packing into {partial}", fix="wait until it has finished"
+            ) from error
+        except OSError as error:
+            # Some network file systems cannot lock a folder; that alone is no reason to refuse.
+            if error.errno not in (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+        yield
+    finally:
+        os.close(handle)
+        with suppress(OSError):  # not empty: something to go on from; not there: it has its final name
+            partial.rmdir()
+
+
+def _forget_other(partial: Path, job: _Job) -> None:
+    """With --force, the leftover of another pack makes way; nothing that is not of a pack does."""
+    try:
+        _progress(partial, job)
+    except UserError:
+        if not looks_packed(partial) and not (partial / PROGRESS).is_file():
+            raise
+        for file in partial.iterdir():
+            file.unlink()
+        sync_folder(partial)
+
+
+def _progress(partial: Path, job: _Job) -> dict[str, Split] | None:
+    """How far each split is; None when all is done but the renaming."""
+    nothing = {split: Split(0, (), 0) for split in job.sources}
+    file, splits = partial / PROGRESS, None
+    if file.is_file():
+        try:
+            kept = json.loads(file.read_bytes())
+            digest = kept["job"]
+            splits = {
+                split: Split(**{**state, "shards": tuple(state["shards"])})
+                for split, state in kept["splits"].items()
+            }
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(f"{file} is damaged", fix="begin anew with --force") from error
+    elif (partial / MANIFEST).is_file():
+        digest = read_manifest(partial).job
+    elif any(partial.iterdir()):
+        raise UserError(
+            f"{partial} is in the way: it is not the beginning of a packed set", fix="move it away"
+        )
+    else:
+        return nothing
+    if digest != job.digest:
+        raise UserError(
+            f"{partial} is the beginning of a pack of other data or with other options",
+            fix="repeat the command that began it to go on with it, or give --force to begin anew",
+        )
+    return None if splits is None else {**nothing, **splits}
+
+
+def _announce(job: _Job, out: Path, done: dict[str, Split], say: Callable[[str], None]) -> None:
+    """Says what will be written and how large it will be; refuses a disk that is too small."""
+    needed = sum(_estimate(source, job.options) for source in job.sources.values())
+    written = sum(sum(state.shards) for state in done.values())
+    free = shutil.disk_usage(out.parent).free
+    counts = " + ".join(f"{len(source):,} {split}" for split, source in job.sources.items())
+    say(
+        f"{job.path or job.name}: {counts} samples, {len(job.sources['train'].classes):,} classes ({job.name})"
+    )
+    arrays = isinstance(job.sources["train"], ArraySource)
+    if arrays:
+        how = "pixels as they are"
+    elif job.options.raw:
+        how = "decoded pixels"
+    else:
+        how = "image files as they are"
+    if job.options.resize_short:
+        how = f"shorter sides above {job.options.resize_short} resized to it"
+        if not arrays:
+            how += ", as pixels" if job.options.raw else f", as JPEG of quality {JPEG_QUALITY}, 4:4:4"
+        how += "; NOT pixel-equal to the originals"
+    say(f"{out}: about {size_text(needed)} ({how}); {size_text(free)} are free")
+    if "eval" not in job.sources:
+        say("the source has no evaluation split: --data.holdout makes one when training, or --holdout here")
+    if started := sum(state.samples for state in done.values()):
+        say(f"going on after {started:,} samples")
+    if needed - written > ESTIMATE_MARGIN * free:
+        raise UserError(
+            f"{out} needs about {size_text(needed - written)}, but its disk has only {size_text(free)} free",
+            fix="make room, choose another disk, or pack smaller images with --resize-short N",
+        )
+    if ESTIMATE_MARGIN * (needed - written) > free:
+        say(
+            "WARNING: the disk may be too small. If it is, make room then; the same command goes on where it stopped"
+        )
+
+
+def _estimate(source: Source, options: Options) -> int:
+    """About how many bytes a split takes: exact for arrays and small sets."""
+    looked_at = 1 if isinstance(source, ArraySource) else LOOKED_AT
+    samples = np.unique(np.linspace(0, len(source) - 1, looked_at).astype(np.int64)).tolist()
+    stored = sum(len(store(source, sample, options).data) for sample in samples)
+    return stored * len(source) // len(samples) + RECORD.itemsize * len(source)
+
+
+def size_text(count: int) -> str:
+    """1234567890 -> `1.2 GB`."""
+    for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.{0 if count >= 100 * unit else 1}f} {name}"
+    return f"{count} bytes"
+
+
+def _pack_split(job: _Job, partial: Path, split: str, done: dict[str, Split], workers: int) -> Split:
+    """Appends the samples that are still missing, and notes every few seconds how far it is."""
+    source, names, state = job.sources[split], job.names[split], done[split]
+    labels = source.labels.tolist()
+    arrays = isinstance(source, ArraySource)
+    with SplitWriter(partial, split, None if arrays else job.options.shard_mb << 20, state) as writer:
+        next_commit, waiting = time.monotonic() + COMMIT_SECONDS, 0
+        with (
+            closing(
+                stored_samples(source, job.specs[split], job.options, state.samples, 1 if arrays else workers)
+            ) as made,
+            closing(progress(made, f"packing {split}", len(source) - state.samples)) as shown,
+            interrupts_noted() as interrupted,
+        ):
+            for sample, stored in enumerate(shown, start=state.samples):
+                writer.add(stored, labels[sample], names[sample])
+                waiting += len(stored.data)
+                if waiting >= COMMIT_BYTES or time.monotonic() >= next_commit or interrupted():
+                    done[split] = writer.commit()
+                    _note(partial, job, done)
+                    next_commit, waiting = time.monotonic() + COMMIT_SECONDS, 0
+                if interrupted():
+                    raise KeyboardInterrupt
+        done[split] = writer.commit()
+        _note(partial, job, done)
+    return done[split]
+
+
+def _note(partial: Path, job: _Job, done: dict[str, Split]) -> None:
+    splits = {split: asdict(state) for split, state in done.items()}
+    write_text(partial / PROGRESS, json.dumps({"job": job.digest, "splits": splits}))
+
+
+def _manifest(job: _Job, partial: Path, splits: dict[str, Split]) -> Manifest:
+    train = job.sources["train"]
+    return Manifest(
+        source=train.name,
+        holds="arrays" if isinstance(train, ArraySource) else "files",
+        classes=train.classes,
+        options=job.options,
+        job=job.digest,
+        train=sealed(partial, "train", splits["train"]),
+        eval=sealed(partial, "eval", splits["eval"]) if "eval" in splits else None,
+    )
+
+
+def _put_in_place(partial: Path, out: Path, force: bool) -> None:
+    """The old set, if any, is moved aside first and removed last: one of the two is always there, whole."""
+    old = out.with_name(f"{out.name}.replaced")
+    if force and looks_packed(out):
+        _remove(old)
+        out.rename(old)
+    rename_folder(partial, out)
+    if force:
+        _remove(old)
+
+
+def _remove(old: Path) -> None:
+    """A packed set, or what is left of one whose removal was interrupted: the file it is known by goes last."""
+    if old.is_dir() and (looks_packed(old) or not any(old.iterdir())):
+        known_by = index_file(old, "train")
+        for file in sorted(old.iterdir(), key=lambda file: file == known_by):
+            file.unlink()
+        old.rmdir()

@@ -1,0 +1,350 @@
+"""Measures the units of a model, each by itself: time forward and backward, what it keeps, what crosses into it.
+
+Promises: the model given is not touched (parameters, gradients, buffers, modes, and the random generators); a copy is
+measured on real tensors, in rounds that take every unit in turn, so that a disturbance falls on all of them; with
+the times comes how far the rounds differ.
+Refuses images that the model cannot take.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from drumline.core.errors import UserError
+from drumline.parallel.pipeline.cut import Point, Traced
+from drumline.parallel.pipeline.split import min_max_split, refuse_too_many
+
+NOISY = 0.05
+"""From this spread of the rounds on, a profile is called noisy."""
+
+Watch = Callable[[Sequence[int]], Iterable[int]]
+"""Passes the numbers of the rounds on, and may show how far they are."""
+
+
+@dataclass(frozen=True)
+class UnitProfile:
+    """The smallest part of a model that can be a stage."""
+
+    name: str
+    """Where it begins, as `Traced.split` takes it; the first may have none."""
+    forward_s: float
+    backward_s: float
+    parameters: int
+    parameter_bytes: int
+    activation_bytes: int
+    """Kept for the backward of one micro-batch; what the unit before keeps already is counted there."""
+    crossing_bytes: int
+    """What a stage that begins here receives for each micro-batch; 0 for the first."""
+    crossing_tensors: int
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The units in order, measured together."""
+
+    units: tuple[UnitProfile, ...]
+    noise: float
+    """Spread of the rounds: median distance of a round's total from their median, as a share of it."""
+
+    @property
+    def times(self) -> list[float]:
+        return [unit.seconds for unit in self.units]
+
+    @property
+    def crossings(self) -> list[int]:
+        """Bytes in front of each unit but the first."""
+        return [unit.crossing_bytes for unit in self.units[1:]]
+
+    @property
+    def noisy(self) -> str:
+        """A word of warning, or nothing."""
+        if self.noise < NOISY:
+            return ""
+        return (
+            f"noisy: the rounds differ by {100 * self.noise:.0f} %, so something else uses this machine; "
+            "times closer than that mean nothing"
+        )
+
+
+def profile(
+    traced: Traced,
+    root: nn.Module,
+    shape: Sequence[int],
+    device: torch.device,
+    autocast: torch.dtype | None = None,
+    repeats: int = 9,
+    watch: Watch = iter,
+    channels_last: bool = False,
+    points: Sequence[Point] | None = None,
+) -> Profile:
+    """Measures `root`, whose trace is `traced`, on images of `shape` (N x C x H x W), from one of `points` to the
+    next: `places(traced)` unless given.
+
+    `repeats` rounds are measured, after two that warm up. Modes are `root`'s: a model in training is measured so.
+    """
+    assert repeats >= 1
+    with _own_random_numbers(device):
+        units = _units(traced, places(traced) if points is None else points, root, device)
+        images = torch.randn(*shape, device=device)
+        if channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        rounds: list[list[tuple[float, float]]] = []
+        kept: list[_Kept] = []
+        for number in watch(range(2 + repeats)):
+            taken = _Round(images, device, autocast, counts=number == 0)
+            times = [taken.through(unit) for unit in units]
+            if number == 0:
+                kept = taken.kept
+            if number >= 2:
+                rounds.append([(forward(), backward()) for forward, backward in times])
+    totals = [sum(forward + backward for forward, backward in taken) for taken in rounds]
+    middle = median(totals)
+    parameters = dict(root.named_parameters(remove_duplicate=False))
+    profiles = []
+    for place, (unit, held) in enumerate(zip(units, kept, strict=True)):
+        used = [parameters[name] for name in unit.parameters]
+        profiles.append(
+            UnitProfile(
+                name=unit.name,
+                forward_s=median(taken[place][0] for taken in rounds),
+                backward_s=median(taken[place][1] for taken in rounds),
+                parameters=sum(parameter.numel() for parameter in used),
+                parameter_bytes=sum(parameter.nbytes for parameter in used),
+                activation_bytes=held.activation_bytes,
+                crossing_bytes=held.crossing_bytes if place else 0,
+                crossing_tensors=held.crossing_tensors if place else 0,
+            )
+        )
+    noise = median(abs(total - middle) for total in totals) / middle if middle else 0.0
+    return Profile(tuple(profiles), noise)
+
+
+def choose_split(
+    traced: Traced,
+    root: nn.Module,
+    stages: int,
+    shape: Sequence[int],
+    device: torch.device,
+    autocast: torch.dtype | None = None,
+    repeats: int = 9,
+    watch: Watch = iter,
+    channels_last: bool = False,
+    points: Sequence[Point] | None = None,
+) -> tuple[tuple[str, ...], Profile]:
+    """Where `stages` stages begin (all but the first) so that the slowest is as fast as it can be, and the profile it
+    was decided by. `shape` is a micro-batch's, `points` are where stages may begin: `places(traced)` unless given."""
+    points = places(traced) if points is None else points
+    refuse_too_many(traced.name, len(points), stages)
+    measured = profile(traced, root, shape, device, autocast, repeats, watch, channels_last, points)
+    return time_split(measured, stages), measured
+
+
+def places(traced: Traced, inside_blocks: bool = False) -> tuple[Point, ...]:
+    """Where stages may begin, the beginning of the model first: between blocks, or wherever the model can be cut. No
+    two uses of one parameter lie on both sides of such a place."""
+    points = traced.points if inside_blocks else traced.units
+    try:
+        traced.split([point.name for point in points[1:]])
+    except UserError:
+        return (points[0], *(point for point in points[1:] if _parts(traced, point)))
+    return points
+
+
+def time_split(measured: Profile, stages: int) -> tuple[str, ...]:
+    """The names of the exact min-max split; a difference of 1 % in time, which no measurement repeats, yields to the
+    smaller crossing."""
+    split = min_max_split(measured.times, stages, crossing=measured.crossings, slack=0.01)
+    return tuple(measured.units[first].name for first in split)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    name: str
+    module: nn.Module
+    parameters: tuple[str, ...]
+    lasting: frozenset[int]
+    """Storages of parameters and buffers: there anyway, not kept for the backward."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    activation_bytes: int
+    crossing_bytes: int
+    crossing_tensors: int
+
+
+_Timer = Callable[[], float]
+"""Seconds of something measured; on a GPU waits until they are known."""
+
+
+def _parts(traced: Traced, point: Point) -> bool:
+    """Whether the model falls apart here. What two stages refuse to share, more stages refuse too."""
+    try:
+        traced.split([point.name])
+    except UserError:
+        return False
+    return True
+
+
+def _units(traced: Traced, points: Sequence[Point], root: nn.Module, device: torch.device) -> list[_Unit]:
+    """The units, bound to a copy of the model on the device."""
+    own = copy.deepcopy(root).to(device)
+    for parameter in own.parameters():
+        parameter.grad = None
+    lasting = frozenset(_storage(tensor) for tensor in (*own.parameters(), *own.buffers()))
+    segments = traced.split([point.name for point in points[1:]])
+    return [_Unit(segment.name, segment.bind(own), segment.parameters, lasting) for segment in segments]
+
+
+class _Round:
+    """One micro-batch through all units; each unit's backward follows its forward, with a gradient made up."""
+
+    def __init__(
+        self, images: Tensor, device: torch.device, autocast: torch.dtype | None, counts: bool
+    ) -> None:
+        self.kept: list[_Kept] = []
+        self._inputs = [images]
+        self._device, self._autocast, self._counts = device, autocast, counts
+        self._counted: set[int] = set()
+        """Storages among the inputs that the units before keep."""
+
+    def through(self, unit: _Unit) -> tuple[_Timer, _Timer]:
+        """Runs one unit; times of its forward and its backward."""
+        inputs, received = [_as_received(tensor) for tensor in self._inputs], self._inputs
+        saved: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            if _storage(tensor) not in unit.lasting:
+                saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
+            # Not the tensor itself: an output that its own graph holds would never be freed.
+            return tensor.detach()
+
+        try:
+            if self._counts:
+                with saved_tensors_hooks(note, lambda tensor: tensor):
+                    forward, outputs = self._forward(unit, inputs)
+            else:
+                forward, outputs = self._forward(unit, inputs)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            shape = " x ".join(str(side) for side in inputs[0].shape)
+            raise UserError(
+                f"the model cannot take these images: at {unit.name or 'its beginning'}, given {shape}, "
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                "give the size it was made for, and at least 2 images where it has BatchNorm",
+            ) from error
+        if self._counts:
+            self._count(received, inputs, outputs, saved)
+        backward = self._backward(outputs)
+        self._inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs]
+        return forward, backward
+
+    def _forward(self, unit: _Unit, inputs: Sequence[Tensor]) -> tuple[_Timer, list[Tensor]]:
+        with (
+            torch.autocast(
+                self._device.type,
+                dtype=self._autocast or torch.bfloat16,
+                enabled=self._autocast is not None,
+            ),
+            _timed(self._device) as timer,
+        ):
+            outputs = unit.module(*inputs)
+        return timer, list(_tensors(outputs))
+
+    def _backward(self, outputs: Sequence[Tensor]) -> _Timer:
+        ends = [tensor for tensor in outputs if tensor.requires_grad]
+        if not ends:
+            return lambda: 0.0
+        gradients = [torch.randn_like(tensor) for tensor in ends]
+        with _timed(self._device) as timer:
+            torch.autograd.backward(ends, gradients)
+        return timer
+
+    def _count(
+        self,
+        received: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        saved: dict[int, int],
+    ) -> None:
+        # A stage gets its inputs as fresh tensors; inside a stage they are what the unit before made.
+        before = {
+            _storage(own)
+            for theirs, own in zip(received, inputs, strict=True)
+            if _storage(theirs) in self._counted
+        }
+        self.kept.append(
+            _Kept(
+                activation_bytes=sum(size for storage, size in saved.items() if storage not in before),
+                crossing_bytes=sum(tensor.numel() * tensor.element_size() for tensor in received),
+                crossing_tensors=len(received),
+            )
+        )
+        # `before`: a skip connection that passes through this unit stays counted where it was.
+        self._counted = {
+            found for tensor in outputs if (found := _storage(tensor)) in saved or found in before
+        }
+
+
+def _as_received(tensor: Tensor) -> Tensor:
+    """As a stage finds it: of its own, and not a leaf, since a unit may write into what it is given."""
+    if not tensor.requires_grad:
+        return tensor.clone()
+    return tensor.detach().requires_grad_().clone()
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """Those of a module's output, in its order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@contextmanager
+def _timed(device: torch.device) -> Iterator[_Timer]:
+    """Times what is done within. On a GPU by events on its stream: the host does not wait."""
+    if device.type == "cuda":
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+
+        def seconds() -> float:
+            last.synchronize()
+            return first.elapsed_time(last) / 1000
+
+        yield seconds
+        last.record()
+        return
+    begun = time.perf_counter()
+    ended = begun
+    yield lambda: ended - begun
+    ended = time.perf_counter()
+
+
+@contextmanager
+def _own_random_numbers(device: torch.device) -> Iterator[None]:
+    """Dropout and made-up images draw from generators that are put back afterwards."""
+    devices = [device] if device.type != "cpu" else []
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.enable_grad():
+        yield

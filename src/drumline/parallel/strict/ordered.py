@@ -1,0 +1,236 @@
+"""Gradients of all shards, added in the order of the tree: by our own additions, the backend only moves bytes.
+
+Promises: the same bits of the sum for any number of processes up to the number of shards, and in any timing. Each
+process folds the nodes that it holds, sends every other process a piece of them (all-to-all), adds the pieces of all
+nodes in the tree's order, and gathers the sums: 2 P (W-1)/W numbers out of each process, as in a ring all-reduce,
+where it holds one node. Gradients travel in buckets while backward still computes the earlier layers. Sums are fp32
+(wider for wider parameters). The result lies in memory of the same alignment on any world: norms of it are equal too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from drumline.parallel.strict.tree import Fold, Node, owned, whole_nodes
+from drumline.parallel.world import Pending, World
+
+BUCKET_BYTES = 25 * 2**20
+_ALIGN = 128
+"""Numbers between the starts of two gradients: a multiple of any vector width."""
+Tensors = list[Tensor]
+
+
+class OrderedSum:
+    """In a step: `begin()`; for each own shard `shard_begin`, backward, `shard_end`; then `finish()`. Afterwards
+    every parameter's `.grad` is the sum over all shards."""
+
+    def __init__(
+        self, parameters: Sequence[Tensor], world: World, shards: int, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        self.world, self.shards = world, shards
+        self.held = owned(shards, world.size)
+        self.nodes = [whole_nodes(held, shards) for held in self.held]
+        self.last = self.held[world.rank][1] - 1
+        self.unused: set[int] = set()
+        """Places of parameters that no shard of the last step gave a gradient."""
+        self._parameters = list(parameters)
+        self._buckets = [
+            _Bucket.of(each, parameters, self.nodes, world) for each in bucketed(parameters, bucket_bytes)
+        ]
+        self._bucket_of = {place: bucket for bucket in self._buckets for place in bucket.places}
+        self._side = (
+            torch.cuda.Stream(world.device) if world.device.type == "cuda" and world.size > 1 else None
+        )
+        self._armed = False
+        self._launched = 0
+        if world.size > 1:
+            for place, parameter in enumerate(parameters):
+                parameter.register_post_accumulate_grad_hook(lambda _, place=place: self._ready(place))
+
+    def begin(self) -> None:
+        """Forgets the step before."""
+        self.unused = set(range(len(self._parameters)))
+        self._launched = 0
+        for bucket in self._buckets:
+            bucket.fold = Fold(self.shards, _added)
+            bucket.sent = bucket.gathered = None
+            bucket.kept = []
+
+    def shard_begin(self, shard: int) -> None:
+        """Before the backward of a shard, in their order."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._armed = self.world.size > 1 and shard == self.last
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.places)
+
+    def shard_end(self, shard: int) -> None:
+        """After it. Sends what backward itself has not sent yet, if this was the last one."""
+        if self._armed:
+            self._armed = False
+            for bucket in self._buckets[self._launched :]:
+                self._launch(bucket)
+            return
+        for bucket in self._buckets:
+            self._push(bucket, shard)
+
+    def finish(self) -> None:
+        """Waits for the other processes, and puts the sums into `.grad`."""
+        for place, bucket in enumerate(self._buckets):
+            if self.world.size > 1:
+                self._reduce_up_to(place)
+                assert bucket.gathered is not None
+                bucket.total = bucket.gathered.wait()
+            else:
+                ((_, values),) = bucket.fold.take()
+                torch._foreach_copy_(bucket.views(bucket.total), values)
+            for parameter, view in zip(
+                (self._parameters[place] for place in bucket.places), bucket.views(bucket.total), strict=True
+            ):
+                parameter.grad = view if view.dtype == parameter.dtype else view.to(parameter.dtype)
+        if self._side is not None:
+            torch.cuda.current_stream(self.world.device).wait_stream(self._side)
+
+    def leave_out(self, places: set[int]) -> None:
+        """Takes the gradients of these parameters away again: nobody gives them any, ever."""
+        for place in places:
+            self._parameters[place].grad = None
+
+    def _ready(self, place: int) -> None:
+        """A gradient of the last own shard is complete. Buckets leave in their order, the same on every process."""
+        if not self._armed:
+            return
+        self._bucket_of[place].missing -= 1
+        while self._launched < len(self._buckets) and not self._buckets[self._launched].missing:
+            self._launch(self._buckets[self._launched])
+
+    def _push(self, bucket: _Bucket, shard: int) -> None:
+        values = []
+        for place, view in zip(bucket.places, bucket.shapes, strict=True):
+            gradient = self._parameters[place].grad
+            if gradient is None:
+                values.append(torch.zeros_like(view, dtype=bucket.dtype, device=bucket.total.device))
+                continue
+            self.unused.discard(place)
+            values.append(gradient.to(bucket.dtype))
+        bucket.fold.push((shard, shard + 1), values)
+
+    def _launch(self, bucket: _Bucket) -> None:
+        """Folds the last shard's part of a bucket, sends it, and passes on what has come in of earlier ones."""
+        self._push(bucket, self.last)
+        with self._beside():
+            bucket.sent = self.world.exchange_later(
+                bucket.packed(self.world.size), len(self.nodes[self.world.rank]), [len(n) for n in self.nodes]
+            )
+            self._launched += 1
+            # Two behind: by now it is there, mostly, and the order of messages is the same on every process.
+            if self._launched > 2:
+                self._reduce(self._buckets[self._launched - 3])
+
+    def _reduce_up_to(self, place: int) -> None:
+        with self._beside():
+            for bucket in self._buckets[: place + 3]:
+                self._reduce(bucket)
+
+    def _reduce(self, bucket: _Bucket) -> None:
+        """Adds this process's piece of all nodes, and begins to gather the pieces."""
+        if bucket.gathered is not None:
+            return
+        assert bucket.sent is not None
+        pieces = bucket.sent.wait().view(-1, bucket.piece)
+        fold: Fold[Tensors] = Fold(self.shards, _added)
+        for node, piece in zip((node for each in self.nodes for node in each), pieces, strict=True):
+            fold.push(node, [piece])
+        ((_, (total,)),) = fold.take()
+        bucket.gathered = self.world.gather_later(total, bucket.total)
+
+    def _beside(self) -> AbstractContextManager[object]:
+        """On a GPU, a stream of its own: backward must not wait for messages."""
+        if self._side is None:
+            return nullcontext()
+        self._side.wait_stream(torch.cuda.current_stream(self.world.device))
+        return torch.cuda.stream(self._side)
+
+
+@dataclass
+class _Bucket:
+    """Parameters whose gradients travel together."""
+
+    places: list[int]
+    shapes: Tensors
+    """Of the shapes and strides that the gradients have; without values."""
+    offsets: list[int]
+    dtype: torch.dtype
+    piece: int
+    """Numbers that each process adds."""
+    total: Tensor
+    nodes: list[Node]
+    fold: Fold[Tensors] = field(default_factory=lambda: Fold(1, _added))
+    missing: int = 0
+    sent: Pending | None = None
+    gathered: Pending | None = None
+    kept: list[tuple[Node, Tensors]] = field(default_factory=list)
+    """What was packed, until the step ends: another stream may still be reading it."""
+    _packed: Tensor | None = None
+
+    @staticmethod
+    def of(places: list[int], parameters: Sequence[Tensor], nodes: list[list[Node]], world: World) -> _Bucket:
+        offsets, length = [], 0
+        for place in places:
+            offsets.append(length)
+            length += -(-parameters[place].numel() // _ALIGN) * _ALIGN
+        piece = -(-length // world.size)
+        dtype = _sum_dtype(parameters[places[0]])
+        total = torch.zeros(piece * world.size, dtype=dtype, device=parameters[places[0]].device)
+        # On no device: only shapes, and strides without gaps.
+        shapes = [torch.empty_like(parameters[place], device="meta") for place in places]
+        return _Bucket(places, shapes, offsets, dtype, piece, total, nodes[world.rank])
+
+    def views(self, flat: Tensor) -> Tensors:
+        """The gradients within a flat vector, in their shapes and memory layouts."""
+        return [
+            torch.as_strided(flat, shape.shape, shape.stride(), flat.storage_offset() + offset)
+            for shape, offset in zip(self.shapes, self.offsets, strict=True)
+        ]
+
+    def packed(self, processes: int) -> Tensor:
+        """This process's nodes, cut into a piece for each process: (processes, nodes, piece)."""
+        held = self.kept = self.fold.take()
+        assert [node for node, _ in held] == self.nodes, (self.nodes, [node for node, _ in held])
+        if self._packed is None:
+            self._packed = torch.zeros(
+                (len(held), len(self.total)), dtype=self.dtype, device=self.total.device
+            )
+        for row, (_, values) in zip(self._packed, held, strict=True):
+            torch._foreach_copy_(self.views(row), values)
+        return self._packed.view(len(held), processes, self.piece).transpose(0, 1).contiguous()
+
+
+def bucketed(parameters: Sequence[Tensor], bucket_bytes: int) -> list[list[int]]:
+    """Places of the parameters, last first, as backward completes them, in runs of one type and about this size."""
+    buckets: list[list[int]] = []
+    backwards = range(len(parameters) - 1, -1, -1)
+    for _, places in groupby(backwards, key=lambda place: _sum_dtype(parameters[place])):
+        size = bucket_bytes
+        for place in places:
+            if size >= bucket_bytes:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(place)
+            size += parameters[place].numel() * parameters[place].element_size()
+    return buckets
+
+
+def _sum_dtype(parameter: Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _added(left: Tensors, right: Tensors, n: int, m: int) -> Tensors:
+    """In a place of its own: a gradient may be somebody else's memory."""
+    return list(torch._foreach_add(left, right))

@@ -1,0 +1,304 @@
+"""`drumline compare`: do two runs hold the same bits, and if not, since when and where?
+
+Promises: names the first step that both recorded and on which they differ, the group in the order of causes (samples,
+gradients, buffers, parameters, optimizer) and the tensor; the last step that agreed; and what of recipe and set-up
+could be the cause. Fingerprints come first, checkpoints where these do not reach. Refuses files that are damaged.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drumline.core.errors import UserError
+from drumline.state import chain
+from drumline.state.chain import Record
+from drumline.state.checkpoint import (
+    Unsound,
+    checkpoints,
+    is_checkpoint,
+    read_checkpoint,
+    read_manifest,
+    step_of,
+    verify_checkpoint,
+)
+from drumline.state.folder import changed_environment, changed_settings
+from drumline.state.tensors import read_small
+from drumline.state.verify import MAX_RECORD
+
+GROUP_WORDS = {"ids": "samples of the global batch"}
+_NAMED = 3
+"""Tensors of a checkpoint that are shown."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two: a run folder or a checkpoint."""
+
+    path: Path
+    records: Mapping[int, Record]
+    checkpoints: Mapping[int, Path]
+    recipe: str
+    environment: Mapping[str, Any]
+    torn: str = ""
+    """A word where the last record of the fingerprints is not whole, and left out."""
+
+    @property
+    def last(self) -> int:
+        return max((*self.records, *self.checkpoints))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was found. `step`, `group` and `tensor` are of the first difference; 0 and empty when there is none."""
+
+    equal: bool
+    a: str
+    b: str
+    steps: int
+    """How many steps both have something of."""
+    agreed: int
+    """The last of them at which everything was equal, before the first difference; 0 when there is none."""
+    step: int
+    group: str
+    tensor: str
+    settings: tuple[str, ...]
+    environment: tuple[str, ...]
+    lines: tuple[str, ...]
+
+
+def compare(a: Path, b: Path) -> Comparison:
+    """Compares two runs, two checkpoints, or a checkpoint with the run's own of its step."""
+    one, other = _open(a), _open(b)
+    recorded = sorted(one.records.keys() & other.records.keys())
+    saved = sorted(one.checkpoints.keys() & other.checkpoints.keys())
+    steps = sorted({*recorded, *saved})
+    if not steps:
+        raise UserError(
+            f"nothing to compare: {a} has {_extent(one)}, {b} has {_extent(other)}",
+            "compare runs that recorded or saved a step in common (guard.every, checkpoint.every_steps)",
+        )
+    settings: tuple[str, ...] = ()
+    environment: tuple[str, ...] = ()
+    strict = _is_strict(one) and _is_strict(other)
+    if one.recipe and other.recipe:
+        settings = tuple(changed_settings(one.recipe, other.recipe, strict))
+    if one.environment and other.environment:
+        environment = tuple(changed_environment(dict(one.environment), dict(other.environment), strict))
+
+    agreed = 0
+    for step in steps:
+        group, tensor, words = _difference(one, other, step)
+        if not group:
+            agreed = step
+            continue
+        lines = [f"different: first at step {step:,}, in the {GROUP_WORDS.get(group, group)}{words}"]
+        lines.append(f"equal up to step {agreed:,}" if agreed else "no earlier step that both have")
+        lines += [f"recipe: {change}" for change in settings]
+        lines += [f"set-up: {change}" for change in environment]
+        if not settings and not environment:
+            lines.append("recipe and set-up are the same, as far as they decide bits")
+        lines += _by_tensor(one, other, step)
+        lines += [f"note: {side.torn}" for side in (one, other) if side.torn]
+        return Comparison(
+            False,
+            str(a),
+            str(b),
+            len(steps),
+            agreed,
+            step,
+            group,
+            tensor,
+            settings,
+            environment,
+            tuple(lines),
+        )
+    many = f"all {len(steps)} steps that both have" if len(steps) > 1 else "the one step that both have"
+    lines = [f"equal: the same bits at {many}, up to step {agreed:,}"]
+    lines += [f"{side.path} goes on to step {side.last:,}" for side in (one, other) if side.last > agreed]
+    if one.path.resolve() == other.path.resolve():
+        lines.append("note: both are the same folder")
+    lines += [f"note: {side.torn}" for side in (one, other) if side.torn]
+    lines += [f"in spite of another recipe: {change}" for change in settings]
+    lines += [f"in spite of another set-up: {change}" for change in environment]
+    return Comparison(
+        True, str(a), str(b), len(steps), agreed, 0, "", "", settings, environment, tuple(lines)
+    )
+
+
+def _open(path: Path) -> Side:
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise UserError(f"{path} {what}", "give a run folder or one of its checkpoints/step-N")
+    if is_checkpoint(path):
+        manifest = _manifest(path)
+        return Side(path, {}, {manifest.position.step: path}, manifest.recipe, manifest.environment)
+    file = path / chain.FILE
+    records: list[Record] = []
+    torn = ""
+    try:
+        records, torn = chain.read_whole(file)
+    except FileNotFoundError:
+        pass  # an older run: its checkpoints are compared
+    except (chain.Damaged, Unsound) as reason:
+        what = str(reason) if isinstance(reason, Unsound) else f"{file}: {reason}"
+        raise UserError(
+            what, "restore it from a copy; or delete it, and the checkpoints are compared alone"
+        ) from None
+    saved = {step_of(each): each for each in checkpoints(path / "checkpoints") or checkpoints(path)}
+    if not records and not saved:
+        raise UserError(
+            f"{path} holds no run: neither {chain.FILE} nor checkpoints",
+            "give a run folder or one of its checkpoints/step-N",
+        )
+    word = f"{file}: {torn}, and is left out" if torn else ""
+    return Side(path, {record.step: record for record in records}, saved, *_facts(path), word)
+
+
+def _facts(run: Path) -> tuple[str, Mapping[str, Any]]:
+    """The recipe and the environment of a run folder; empty where it has none."""
+    try:
+        recipe = _text(run / "recipe.toml")
+        environment = json.loads(_text(run / "environment.json") or "{}")
+        if not all(isinstance(table, dict) for table in tomllib.loads(recipe).values()):
+            raise ValueError("recipe.toml holds more than sections")
+    except (Unsound, ValueError, RecursionError) as error:
+        raise UserError(
+            f"{run}: recipe.toml or environment.json cannot be read: {error}", "restore it"
+        ) from None
+    if environment and not (isinstance(environment, dict) and isinstance(environment.get("packages"), dict)):
+        raise UserError(f"{run}/environment.json is not what a run writes", "restore it, or delete it")
+    return recipe, environment
+
+
+def _text(file: Path) -> str:
+    """Of a file of a run; empty where there is none."""
+    try:
+        return read_small(file, MAX_RECORD).decode()
+    except FileNotFoundError:
+        return ""
+
+
+def _is_strict(side: Side) -> bool:
+    return bool(tomllib.loads(side.recipe).get("run", {}).get("strict", False))
+
+
+def _difference(a: Side, b: Side, step: int) -> tuple[str, str, str]:
+    """The first group and tensor in which a step differs, and words; empty when it does not."""
+    if step in a.records and step in b.records:
+        one, other = a.records[step], b.records[step]
+        if one.groups != other.groups:
+            group = chain.first_group(one, other)
+            return (group, *_named(a, b, step, group))
+    if step in a.checkpoints and step in b.checkpoints:
+        folders = a.checkpoints[step], b.checkpoints[step]
+        # Files, not only the hash of the state: that one leaves out the moving average.
+        if _verified(folders[0]) != _verified(folders[1]) and (apart := _differing_tensors(*folders)):
+            group, name = apart[0][:2]
+            return group, name, f": {name!r} (of the checkpoints)"
+    return "", "", ""
+
+
+def _named(a: Side, b: Side, step: int, group: str) -> tuple[str, str]:
+    """The first tensor of the group, where the records of this step name tensors, or else of the next that do."""
+    for at in sorted(each for each in a.records.keys() & b.records.keys() if each >= step):
+        one, other = a.records[at], b.records[at]
+        if one.names and other.names and (names := chain.differing_names(one, other, group)):
+            if group == "ids":
+                return "batch", ""
+            total = len({name for each, name in (*one.names, *other.names) if each == group})
+            later = "" if at == step else f" at step {at:,}, the next that names tensors"
+            only = [
+                side.path for side, record in ((a, one), (b, other)) if (group, names[0]) not in record.names
+            ]
+            missing = f", which {only[0]} has not" if only else ""
+            return names[0], f": {names[0]!r}{missing} ({len(names)} of its {total} tensors differ{later})"
+    return "", ""
+
+
+def _by_tensor(a: Side, b: Side, step: int) -> list[str]:
+    """How far apart the first checkpoints are that both have from this step on."""
+    both = sorted(each for each in a.checkpoints.keys() & b.checkpoints.keys() if each >= step)
+    if not both:
+        return ["no checkpoint of a later step is in both, to measure how far apart they are"]
+    apart = _differing_tensors(a.checkpoints[both[0]], b.checkpoints[both[0]])
+    if not apart:
+        return [f"the checkpoints of step {both[0]:,} are equal"]
+    largest = sorted(apart, key=lambda each: -each[4])[:_NAMED]
+    lines = [f"checkpoint step-{both[0]}: {len(apart)} tensors differ; the furthest apart:"]
+    for group, name, count, total, distance in largest:
+        how = (
+            f"{count:,} of {total:,} values, by up to {distance:.3g}"
+            if total
+            else "of another shape, or in one only"
+        )
+        lines.append(f"  {group} {name}: {how}")
+    return lines
+
+
+def _differing_tensors(a: Path, b: Path) -> list[tuple[str, str, int, int, float]]:
+    """(group, name, values that differ, values, largest difference) of each tensor whose bits differ."""
+    one, other = _groups(a), _groups(b)
+    order = [
+        group for group in ("model", "helpers", "optimizer", "average", "memory") if group in {**one, **other}
+    ]
+    found: list[tuple[str, str, int, int, float]] = []
+    for group in order:
+        mine, theirs = one.get(group, {}), other.get(group, {})
+        for name in sorted(mine.keys() | theirs.keys()):
+            x, y = mine.get(name), theirs.get(name)
+            if x is None or y is None or x.shape != y.shape or x.dtype != y.dtype:
+                found.append((group, name, 0, 0, float("inf")))
+                continue
+            unequal = _bits(x) != _bits(y)
+            if unequal.any():
+                rows = unequal.reshape(max(1, x.numel()), -1).any(dim=1)
+                distance = (x.double() - y.double()).abs().nan_to_num(float("inf"), float("inf")).max().item()
+                found.append((group, name, int(rows.sum()), x.numel(), distance))
+    return found
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _groups(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    try:
+        return read_checkpoint(folder)[1]
+    except Unsound as reason:
+        raise _unsound(reason) from None
+
+
+def _manifest(folder: Path) -> Any:
+    try:
+        return read_manifest(folder)
+    except Unsound as reason:
+        raise _unsound(reason) from None
+
+
+def _verified(folder: Path) -> Any:
+    """The checksums of a checkpoint's files, all of which are read: a manifest alone does not know of damage."""
+    try:
+        return verify_checkpoint(folder).files
+    except Unsound as reason:
+        raise _unsound(reason) from None
+
+
+def _unsound(reason: Unsound) -> UserError:
+    return UserError(
+        f"cannot compare: {reason}", "see `drumline verify`; delete it or restore it from a copy"
+    )
+
+
+def _extent(side: Side) -> str:
+    recorded = (
+        f"fingerprints of steps {min(side.records):,} to {max(side.records):,}" if side.records else "none"
+    )
+    saved = ", ".join(f"step-{step}" for step in sorted(side.checkpoints)) or "no checkpoint"
+    return f"{recorded} and {saved}" if side.records else saved

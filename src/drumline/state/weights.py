@@ -1,0 +1,372 @@
+"""Weights in and out of files: safetensors, and PyTorch files read without running anything in them.
+
+Promises: after `load_weights` every tensor of the model came from the file, except those that the report
+names, and the classifier's rows are in the order of the classes asked for; `export_weights` leaves either the whole
+new file or the old one. Refuses files that hold more than tensors, weights of another model, naming the model of ours
+that they do fit, and a classifier of other classes, unless it may be re-initialised.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from drumline.core.errors import UserError
+from drumline.core.files import write_file
+from drumline.core.text import counted, either
+from drumline.data.classes import Classes, OtherClasses, head_order
+from drumline.models.registry import CIFAR, IMAGENET, create_model
+from drumline.models.taps import VisionModel
+from drumline.state.checkpoint import MANIFEST, known_sha256, read_group, read_manifest
+from drumline.state.model_record import ModelRecord, metadata_record, record_of
+from drumline.state.shards import is_piece
+from drumline.state.tensors import Unsound, file_metadata, read_tensors, write_tensors
+
+State = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class WeightReport:
+    """What `load_weights` did."""
+
+    file: Path
+    loaded: int
+    """Tensors taken from the file."""
+    reinitialised: tuple[str, ...]
+    """Tensors of the classifier that stayed as they were, since the file has other classes."""
+    record: ModelRecord | None = None
+    """What the file says about its model, if it is one of ours."""
+    notes: tuple[str, ...] = ()
+    """How its classes were matched, and why a classifier is re-initialised."""
+
+
+@dataclass(frozen=True)
+class WeightFields:
+    """The recipe fields that name weights and their model, for messages. Calls from Python have none."""
+
+    weights: str = "model.weights"
+    name: str = "model.name"
+
+
+def load_weights(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    strict_head: bool = True,
+    classes: Classes | None = None,
+    fields: WeightFields | None = None,
+) -> WeightReport:
+    """Fill the model, in place, from a file, a checkpoint folder or a run folder (see `resolve_weights`).
+
+    Takes a bare state dict or one under `state_dict`, `model` or `model_state_dict`, with or without a prefix that
+    all keys share, such as those that DataParallel, DDP, torch.compile and Lightning add; the model itself must not
+    be wrapped yet.
+    BatchNorm's batch counters may be missing, as in old files. The classifier must have as many classes as the
+    model and, where `classes` are given and the file has a record of its own, the same ones; rows in another order
+    are sorted by name. A classifier of other classes is refused, or with `strict_head=False` left as it is in the
+    model.
+    """
+    file = resolve_weights(path, fields)
+    record = weights_record(file)
+    found = _unwrapped(_read(file, fields), model)
+    fit = _fit(found, model)
+    if fit.missing or fit.unexpected or fit.misshapen:
+        raise _misfit(file, found, model, fit, fields)
+    other, order, note = "; ".join(fit.head.values()), None, ""
+    if record is not None and classes is not None:
+        try:
+            order, note = head_order(record.classes, classes)
+        except OtherClasses as difference:
+            other = str(difference)
+    head = [key for key in _head_keys(model) if key in model.state_dict()]
+    if other and strict_head:
+        outputs = next((len(found[key]) for key in fit.head), 0)
+        raise UserError(f"{file} has other classes: {other}", fix=_other_classes_fix(record, outputs, fields))
+    if other:
+        for key in head:
+            fit.usable.pop(key, None)
+        note = (
+            f"the classifier ({', '.join(head)}) is re-initialised because {file} has other classes: {other}"
+            if head
+            else f"the classifier was not found: {file} has other classes: {other}"
+        )
+    elif record is None and classes is not None:
+        note = f"{file} has no record of its class names: its {len(classes):,} classes are matched by number"
+    elif order is not None:
+        _sort_head(fit.usable, head, order, file)
+    model.load_state_dict(fit.usable, strict=False)
+    return WeightReport(file, len(fit.usable), tuple(head) if other else (), record, (note,) if note else ())
+
+
+def weights_record(file: Path) -> ModelRecord | None:
+    """What a weights file says about its model; None for files of other programs and of earlier versions."""
+    if file.suffix != ".safetensors":
+        return None
+    try:
+        if (file.parent / MANIFEST).exists():
+            return record_of(read_manifest(file.parent).environment)
+        return metadata_record(file_metadata(file.resolve()))
+    except (Unsound, ValueError) as reason:
+        raise UserError(
+            f"{file} cannot be read as weights: {reason}",
+            fix="the file may be cut short or damaged: copy or export it again",
+        ) from reason
+
+
+def resolve_weights(path: str | Path, fields: WeightFields | None = None) -> Path:
+    """The weights file that a path means.
+
+    A file is itself. A folder gives its `model.safetensors` (a checkpoint), else `weights/best.safetensors`,
+    else `weights/last.safetensors`, else the model of its newest `checkpoints/step-N` (a run), else its
+    `best.safetensors` or `last.safetensors` (a run's `weights`). Where a checkpoint's
+    model lies in pieces, the first of them stands for all.
+    """
+    path = Path(path)
+    if path.is_file():
+        return path
+    if not path.exists():
+        raise UserError(
+            f"{_named(path, fields)}: no such file or folder",
+            fix="give a weights file, a checkpoint or a run folder",
+        )
+    plain = ("model.safetensors", "weights/best.safetensors", "weights/last.safetensors")
+    inside = (path / "best.safetensors", path / "last.safetensors")
+    steps = [
+        (int(match[1]), folder)
+        for folder in path.glob("checkpoints/step-*")
+        if (match := re.fullmatch(r"step-(\d+)", folder.name))
+    ]
+    newest_first = [
+        file
+        for _, folder in sorted(steps, reverse=True)
+        for file in (folder / "model.safetensors", *_first_piece(folder))
+    ]
+    for candidate in [*_first_piece(path), *(path / name for name in plain), *newest_first, *inside]:
+        if candidate.is_file():
+            return candidate
+    raise UserError(
+        f"{path} holds no weights: no model.safetensors, no weights folder, no checkpoints/step-N",
+        fix="give a weights file, a checkpoint folder or a run folder",
+    )
+
+
+def _first_piece(checkpoint: Path) -> list[Path]:
+    return sorted(checkpoint.glob("model.shard-0-of-*.safetensors"))[:1]
+
+
+def export_weights(model: nn.Module, path: str | Path) -> None:
+    """Write parameters and buffers as a plain safetensors file, under the bare model's key names."""
+    export_tensors(_bare(model).state_dict(), path)
+
+
+def export_tensors(
+    tensors: Mapping[str, Tensor], path: str | Path, record: ModelRecord | None = None
+) -> None:
+    """Write a model's state as a plain safetensors file, with what is known about the model in its metadata."""
+    # A copy of each: safetensors refuses tensors that share memory.
+    state = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+    def write(temporary: Path) -> None:
+        write_tensors(temporary, state, metadata=record.metadata() if record else {"format": "pt"})
+
+    write_file(Path(path), write)
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """How a file's tensors lie over a model's. The dicts map a key to what differs."""
+
+    usable: dict[str, Tensor]
+    head: dict[str, str]
+    misshapen: dict[str, str]
+    missing: list[str]
+    unexpected: list[str]
+
+
+def _fit(found: State, model: nn.Module) -> _Fit:
+    wanted = model.state_dict()
+    found = _renamed(found, model, wanted)
+    head_keys = _head_keys(model)
+    fit = _Fit({}, {}, {}, [], [key for key in found if key not in wanted])
+    for key, ours in wanted.items():
+        theirs = found.get(key)
+        if theirs is None:
+            if not key.endswith("num_batches_tracked"):
+                fit.missing.append(key)
+        elif theirs.shape == ours.shape:
+            fit.usable[key] = theirs
+        else:
+            only_classes = key in head_keys and theirs.shape[1:] == ours.shape[1:]
+            difference = f"{key} is {_shape(theirs)} in the file and {_shape(ours)} in the model"
+            (fit.head if only_classes else fit.misshapen)[key] = difference
+    return fit
+
+
+def _head_keys(model: nn.Module) -> tuple[str, str]:
+    """Keys of the classifier: our models name it, for others it is the last linear layer."""
+    if isinstance(model, VisionModel):
+        name = model.head_name
+    else:
+        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        name = linear[-1] if linear else ""
+    return f"{name}.weight", f"{name}.bias"
+
+
+def _sort_head(usable: dict[str, Tensor], head: list[str], order: NDArray[np.int64], file: Path) -> None:
+    """Puts the classifier's rows into the order of the data's classes; outputs beyond the classes stay."""
+    rows = torch.from_numpy(order)
+    if not head or any(len(usable[key]) < len(rows) for key in head):
+        raise UserError(
+            f"{file} has its classes in another order than the data, and its classifier was not found",
+            fix="give the data's classes in the order of the weights' classes",
+        )
+    for key in head:
+        usable[key] = torch.cat([usable[key][rows], usable[key][len(rows) :]])
+
+
+def _named(path: str | Path, fields: WeightFields | None) -> str:
+    return f"{fields.weights} = {path}" if fields else str(path)
+
+
+def _other_classes_fix(record: ModelRecord | None, outputs: int, fields: WeightFields | None) -> str:
+    if fields is None:
+        build = f"build the model with create_model(..., classes={outputs}), or " if outputs else ""
+        return f"{build}load everything but the classifier with strict_head=False"
+    if record is None:
+        return "give weights of the same classes, or set model.classes to the file's number"
+    return (
+        f"give {fields.weights} that were trained on the data's classes, or rename the data's class folders to the "
+        "names of the weights' classes"
+    )
+
+
+def _renamed(found: State, model: nn.Module, wanted: State) -> State:
+    """The same tensors under our spelling, where published weights of this model spell a key otherwise."""
+    if not isinstance(model, VisionModel):
+        return found
+    result = {}
+    for key, tensor in found.items():
+        ours = key
+        for theirs, spelling in model.published_names:
+            ours = ours.replace(theirs, spelling)
+        result[ours if ours in wanted and key not in wanted else key] = tensor
+    return result
+
+
+def _unwrapped(state: State, model: nn.Module) -> State:
+    """The same tensors without the prefixes of torch.compile, DataParallel, DDP and modules that held the model."""
+    state = {key.replace("_orig_mod.", ""): tensor for key, tensor in state.items()}
+    own = {key.partition(".")[0] for key in model.state_dict()}
+    while len(tops := {key.partition(".")[0] for key in state}) == 1 and not tops & own:
+        if not all("." in key for key in state):
+            break
+        state = {key.partition(".")[2]: tensor for key, tensor in state.items()}
+    return state
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile's, DataParallel's and DDP's wrappers."""
+    inner = getattr(model, "_orig_mod", None)
+    if isinstance(model, nn.DataParallel | DistributedDataParallel):
+        inner = model.module
+    return model if inner is None else _bare(inner)
+
+
+def _read(file: Path, fields: WeightFields | None) -> State:
+    """The file's tensors by name, on the CPU."""
+    if file.suffix == ".safetensors":
+        try:
+            if is_piece(file):
+                return read_group(file.parent, "model")
+            return read_tensors(file.resolve(), sha256=known_sha256(file))
+        except Unsound as reason:
+            raise UserError(
+                f"{file} cannot be read as weights: {reason}",
+                fix="the file may be cut short or damaged: copy or export it again",
+            ) from reason
+    if file.suffix not in (".pt", ".pth", ".ckpt"):
+        raise UserError(
+            f"{_named(file, fields)}: unsupported weights file", fix="use .safetensors, .pt, .pth or .ckpt"
+        )
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        if named is None:
+            raise _unreadable(file) from error
+        kept = 'checkpoint["state_dict"]' if file.suffix == ".ckpt" else "its state_dict"
+        raise UserError(
+            f"{file} is rejected: it holds {named[1]} besides tensors, and reading that could run code",
+            fix=f"if you trust it, load it in Python with weights_only=False and save only {kept}, preferably as "
+            ".safetensors",
+        ) from error
+    except Exception as error:
+        raise _unreadable(file) from error
+    return _state_dict(file, content)
+
+
+def _state_dict(file: Path, content: object) -> State:
+    """The state dict in what a PyTorch file held."""
+    if isinstance(content, Mapping):
+        nested = (content.get(key) for key in ("state_dict", "model", "model_state_dict"))
+        state = next((value for value in nested if isinstance(value, Mapping)), content)
+        if state and all(isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items()):
+            return state
+        held = f"the entries {', '.join(map(str, list(state)[:5]))}" if state else "nothing"
+    else:
+        held = f"a {type(content).__name__}"
+    raise UserError(
+        f"{file} has no state dict: it holds {held}",
+        fix="save model.state_dict() alone, or under the key state_dict, model or model_state_dict",
+    )
+
+
+def _unreadable(file: Path) -> UserError:
+    return UserError(
+        f"{file} is not a PyTorch weights file",
+        fix="give a file written by torch.save; this one may be truncated or damaged: copy or export it again",
+    )
+
+
+def _misfit(file: Path, found: State, model: nn.Module, fit: _Fit, fields: WeightFields | None) -> UserError:
+    parts = [
+        f"{counted(len(names), 'tensor')} {one if len(names) == 1 else several} ({_a_few(names)})"
+        for one, several, names in (
+            ("is missing", "are missing", fit.missing),
+            ("is unknown to the model", "are unknown to the model", fit.unexpected),
+            ("has a different shape", "have different shapes", list(fit.misshapen.values())),
+        )
+        if names
+    ]
+    names = list(_fitting_names(found))
+    how = f"set {fields.name} to that" if fields else "create that model"
+    fix = f"the file fits {either(names)}: {how}" if names else "give this model's own weights"
+    return UserError(f"{file} does not fit this {type(model).__name__}: {'; '.join(parts)}", fix=fix)
+
+
+def _fitting_names(found: State) -> Iterator[str]:
+    """Models of ours that the tensors do fit, whatever the number of classes."""
+    for name in (*IMAGENET, *(f"cifar/{name}" for name in CIFAR)):
+        with torch.device("meta"):
+            candidate = create_model(name)
+        fit = _fit(found, candidate)
+        if not (fit.missing or fit.unexpected or fit.misshapen):
+            yield name
+
+
+def _a_few(names: list[str]) -> str:
+    names = sorted(names, key=lambda name: name.endswith("num_batches_tracked"))
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _shape(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "a single number"

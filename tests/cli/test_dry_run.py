@@ -1,0 +1,185 @@
+"""A dry run finds what would end the run, says what would happen, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from drumline.cli import main
+from drumline.data.classes import Classes
+from drumline.models import create_model
+from drumline.state.checkpoint import Position, write_checkpoint
+from drumline.state.weights import export_tensors
+from tests.train.test_score import RECORD
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def dry(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0, command: str = "train") -> str:
+    """What a dry run says on stderr."""
+    before = sorted(Path().rglob("*"))
+    assert main([command, *words, "--dry-run"]) == code
+    assert sorted(Path().rglob("*")) == before, "nothing is written"
+    said = capsys.readouterr()
+    assert said.out.startswith(("[run]", "# "))
+    return said.err
+
+
+def photos() -> None:
+    for split in ("train", "val"):
+        for name in ("cat", "dog"):
+            folder = Path("photos", split, name)
+            folder.mkdir(parents=True)
+            for number in range(6):
+                Image.fromarray(np.full((8, 8, 3), number, np.uint8)).save(folder / f"{number}.png")
+
+
+def saved(name: str) -> None:
+    folder = Path("runs", name)
+    write_checkpoint(
+        folder / "checkpoints", {"model": {}, "optimizer": {}}, Position(30, 10), "", {"threads": 1}
+    )
+    (folder / "recipe.toml").write_text('[model]\nname = "resnet8"\n')
+
+
+def test_what_would_happen_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    photos()
+    words = (
+        "data.path=photos",
+        "data.batch=5",
+        "train.epochs=3",
+        "model.name=resnet8",
+        "parallel.processes=2",
+    )
+    assert dry(capsys, *words, "run.device=cpu").splitlines() == [
+        "data: folder photos, 12 samples to train, 12 to evaluate, 2 classes; 6 steps of 5 samples, 2 per epoch",
+        "model: resnet8, 77,522 parameters",
+        "processes: 2 on the CPU",
+        "run folder: a new one, runs/photos-resnet8-N",
+        "nothing was started",
+    ]
+
+
+def test_the_recipe_that_is_printed_is_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("r.toml").write_text("[optim]\nlr = 0.5\n")
+    for words in (["r.toml", "optim.lr=0.25"], ["again.toml"]):
+        assert main(["train", *words, "--dry-run"]) == 0
+        printed = capsys.readouterr().out
+        assert "lr = 0.25" in printed
+        Path("again.toml").write_text(printed)
+
+
+def test_a_run_that_would_go_on_says_where(capsys: pytest.CaptureFixture[str]) -> None:
+    saved("x")
+    said = dry(capsys, "run.name=x", "checkpoint.resume=auto")
+    assert "run folder: runs/x, resumed from runs/x/checkpoints/step-30\n" in said
+    said = dry(capsys, "run.name=y", "checkpoint.resume=auto")
+    assert "run folder: runs/y (new)\n" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (("data.path=nowhere",), ("data.path nowhere does not exist",)),
+        (("data.path=empty",), ("empty has no class folders",)),
+        (("data.batch=5000",), ("data.batch = 5000: the training set has only 1438 samples",)),
+        (("model.name=resnet19",), ("model.name = resnet19: there is no model", "did you mean resnet18")),
+        (("model.weights=gone.pt",), ("model.weights = gone.pt: no such file or folder",)),
+        (("run.name=x",), ("run.name = x: runs/x already holds a run", "--checkpoint.resume auto")),
+        (("checkpoint.resume=runs/gone",), ("checkpoint.resume = runs/gone", "does not exist")),
+        (("run.dir=file/runs",), ("run.dir = file/runs", "is not a folder")),
+        (("data.path=nowhere", "model.weights=gone.pt"), ("nowhere does not exist", "gone.pt: no such file")),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_what_would_end_the_run_ends_the_dry_run(
+    words: tuple[str, ...], parts: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved("x")
+    Path("empty").mkdir()
+    Path("file").touch()
+    said = dry(capsys, *words, code=2)
+    for part in parts:
+        assert part in said
+    assert "Traceback" not in said
+
+
+def test_a_teacher_that_is_not_there_ends_the_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    said = dry(capsys, "distill.teacher_weights=gone", code=2, command="distill")
+    assert "distill.teacher_weights = gone: no such file or folder" in said
+
+
+def test_code_that_a_file_names_is_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("evil.py").write_text("raise SystemExit('owned')\n")
+    Path("r.toml").write_text('[model]\nname = "evil:net"\n[data]\nsource = "evil:load"\n')
+    said = dry(capsys, "r.toml")
+    assert "data: evil:load; not opened" in said
+    assert "model: evil:net; not built" in said
+
+
+def weights(
+    file: str, model: str = "resnet8", classes: tuple[str, ...] = ("cat", "dog"), nan: bool = False
+) -> str:
+    module = create_model(model, classes=len(classes))
+    if nan:
+        with torch.no_grad():
+            next(module.parameters()).view(-1)[0] = torch.nan
+    record = replace(RECORD, model=model, outputs=len(classes), classes=Classes(classes, named=True))
+    export_tensors(module.state_dict(), file, record)
+    return file
+
+
+ON_PHOTOS = ("data.path=photos", "data.batch=4", "model.name=resnet8", "run.device=cpu")
+
+
+def test_weights_and_sizes_are_checked_as_the_run_checks_them(capsys: pytest.CaptureFixture[str]) -> None:
+    photos()
+    other = weights("other.safetensors", "resnet14")
+    assert "does not fit" in dry(capsys, *ON_PHOTOS, f"model.weights={other}", code=2)
+    nan = weights("nan.safetensors", nan=True)
+    assert "NaN" in dry(capsys, *ON_PHOTOS, f"model.weights={nan}", code=2)
+    birds = weights("birds.safetensors", classes=("owl", "tit", "auk"))
+    said = dry(capsys, *ON_PHOTOS, f"model.weights={birds}")
+    assert "weights from birds.safetensors" in said
+    assert "birds.safetensors has other classes" in said
+    assert main(["train", *ON_PHOTOS, "data.size=99999", "--dry-run"]) == 2
+    assert "data.size=99999: too large" in capsys.readouterr().err
+
+
+def test_a_teacher_is_checked_as_the_run_checks_it(capsys: pytest.CaptureFixture[str]) -> None:
+    photos()
+    good, birds = weights("good.safetensors"), weights("birds.safetensors", classes=("owl", "tit", "auk"))
+    words = (*ON_PHOTOS, "data.size=8")
+    said = dry(capsys, *words, f"distill.teacher_weights={good}", command="distill")
+    assert "teacher: resnet8 (good.safetensors)" in said
+    said = dry(capsys, *words, f"distill.teacher_weights={birds}", command="distill", code=2)
+    assert "birds.safetensors has other classes" in said
+    misfit = (f"distill.teacher_weights={good}", "distill.teacher=resnet14")
+    assert "does not fit" in dry(capsys, *words, *misfit, command="distill", code=2)
+
+
+def test_warnings_about_the_data_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    photos()
+    shutil.rmtree("photos/val/dog")
+    assert "WARNING: the evaluation set has no samples of these classes" in dry(capsys, *ON_PHOTOS)
+    shutil.rmtree("photos/train/dog")
+    assert "WARNING: the training set has only one class, 'cat'" in dry(capsys, *ON_PHOTOS)
+
+
+def test_eval_checks_data_and_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    photos()
+    good, nan = weights("good.safetensors"), weights("nan.safetensors", nan=True)
+    said = dry(capsys, good, "data.path=photos", command="eval")
+    assert "12 images to score, 2 classes" in said
+    assert said.endswith("nothing was started\n")
+    assert "nope does not exist" in dry(capsys, good, "data.path=nope", command="eval", code=2)
+    assert "NaN" in dry(capsys, nan, "data.path=photos", command="eval", code=2)

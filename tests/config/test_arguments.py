@@ -1,0 +1,283 @@
+"""The command line: what it understands, what it refuses and in which words, and how quickly it starts."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from drumline.config import arguments
+from drumline.config.arguments import SOURCES, Invocation, describe, parse
+from drumline.config.fields import recipe_fields
+from drumline.config.recipe import Recipe, value_of
+from drumline.config.toml import load_recipe
+from drumline.core.errors import UserError
+from tests.wrong_commands import WRONG_COMMANDS, WrongCommand
+
+
+def train(line: str) -> Invocation:
+    return parse(shlex.split(line), "train", "Train a model.")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("wrong", WRONG_COMMANDS, ids=lambda wrong: wrong.name)
+def test_a_wrong_line_is_refused_with_place_reason_and_fix(wrong: WrongCommand, folder: Path) -> None:
+    wrong.write_files(folder)
+    with pytest.raises(UserError) as refused:
+        parse(wrong.argv, "train", "Train a model.")
+    message = str(refused.value)
+    for part in wrong.must_contain:
+        assert part in message
+    # Each mistake has a line of its own and a fix below it.
+    lines = message.split("\n")
+    assert len(lines) == 2 * wrong.mistakes
+    assert all(line.startswith("  fix: ") for line in lines[1::2])
+    assert not any(line.startswith(" ") for line in lines[::2])
+
+
+def test_the_table_of_wrong_lines_names_each_case_once() -> None:
+    names = [wrong.name for wrong in WRONG_COMMANDS]
+    assert len(set(names)) == len(names) >= 25
+
+
+def test_an_empty_line_gives_the_defaults() -> None:
+    assert train("") == Invocation(Recipe(), False, {})
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("--optim.lr 0.2", "optim.lr", 0.2),
+        ("--optim.lr=0.2", "optim.lr", 0.2),
+        ("optim.lr=0.2", "optim.lr", 0.2),
+        ("optim.lr=1", "optim.lr", 1.0),
+        ("--optim.lr 1e-10", "optim.lr", 1e-10),
+        ("--data.eval-crop 1", "data.eval_crop", 1.0),
+        ("--data.eval_crop 1", "data.eval_crop", 1.0),
+        ("data.eval-crop=1", "data.eval_crop", 1.0),
+        ("data.workers=auto", "data.workers", "auto"),
+        ("data.workers=3", "data.workers", 3),
+        ("--train.compile", "train.compile", True),
+        ("--train.compile true", "train.compile", True),
+        ("--train.compile=True", "train.compile", True),
+        ("train.compile=true", "train.compile", True),
+        ("--train.no-channels-last", "train.channels_last", False),
+        ("--train.no_channels_last", "train.channels_last", False),
+        ("train.channels_last=false", "train.channels_last", False),
+        ("--optim.betas 0.8 0.99", "optim.betas", (0.8, 0.99)),
+        ("--optim.betas 0.8,0.99", "optim.betas", (0.8, 0.99)),
+        ("--optim.betas=0.8,0.99", "optim.betas", (0.8, 0.99)),
+        ("optim.betas=0.8,0.99", "optim.betas", (0.8, 0.99)),
+        ("--data.mean 0.1 0.2 0.3 data.std=1,1,1", "data.mean", (0.1, 0.2, 0.3)),
+        ("--data.mean --data.std", "data.mean", ()),
+        ("data.mean=", "data.mean", ()),
+        ("--data.jitter 0.4,0.4,0.4,0.1", "data.jitter", (0.4, 0.4, 0.4, 0.1)),
+        ("--data.jitter 0.4 0.4 0.4 0.1", "data.jitter", (0.4, 0.4, 0.4, 0.1)),
+        ("data.jitter=0.4,0.4,0.4,0.1", "data.jitter", (0.4, 0.4, 0.4, 0.1)),
+        ("data.jitter=", "data.jitter", ()),
+        ("--data.randaugment 2,9", "data.randaugment", (2, 9)),
+        ("--data.randaugment 2 9", "data.randaugment", (2, 9)),
+        ("--data.randaugment=2,9", "data.randaugment", (2, 9)),
+        ("--data.strict", "data.strict", True),
+        ("--data.no-strict", "data.strict", False),
+        ("--data.bad-limit 0", "data.bad_limit", 0.0),
+        ("data.pool=processes", "data.pool", "processes"),
+        ("--data.decode gpu", "data.decode", "gpu"),
+        ("data.resize=pillow13", "data.resize", "pillow13"),
+        ("--data.interpolation bicubic", "data.interpolation", "bicubic"),
+        ("data.path='my photos,2 = x.toml'", "data.path", "my photos,2 = x.toml"),
+        ("--data.path a=b.toml", "data.path", "a=b.toml"),
+        ("--run.name=--odd", "run.name", "--odd"),
+        ("model.name=package.module:factory", "model.name", "package.module:factory"),
+        ("--optim.lr 1 optim.lr=2 --optim.lr 3", "optim.lr", 3.0),
+        ("--optim.lr 1 optim.lr=2", "optim.lr", 2.0),
+    ],
+)
+def test_a_field_is_set_in_any_of_its_spellings(line: str, name: str, value: object) -> None:
+    result = train(line)
+    given = value_of(result.recipe, name)
+    assert given == value
+    assert type(given) is type(value)
+    assert result.came_from[name] == "command line"
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_fields() if name != "data.path"])
+def test_every_field_takes_its_default_from_the_line_as_help_shows_it(name: str) -> None:
+    field = recipe_fields()[name]
+    assert train(arguments._spell(field, "--", field.default)).recipe == Recipe()
+    assert train(arguments._spell(field, "", field.default)).recipe == Recipe()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "recipe.toml optim.lr=0.3 --train.compile",
+        "optim.lr=0.3 recipe.toml --train.compile",
+        "--train.compile --optim.lr 0.3 recipe.toml",
+        "--optim.lr 0.3 --train.compile recipe.toml",
+    ],
+)
+def test_flags_beat_the_file_wherever_they_stand(line: str, folder: Path) -> None:
+    (folder / "recipe.toml").write_text("[optim]\nlr = 0.2\nmomentum = 0.8\n[train]\ncompile = false\n")
+    result = train(line)
+    assert result.recipe.optim.lr == 0.3
+    assert result.recipe.optim.momentum == 0.8
+    assert result.recipe.train.compile
+    assert result.came_from == {
+        "optim.lr": "command line",
+        "optim.momentum": "recipe.toml:3",
+        "train.compile": "command line",
+    }
+
+
+@pytest.mark.parametrize(
+    ("here", "file", "runs"),
+    [
+        (".", "moved/photos/recipe.toml", "moved"),
+        ("moved", "photos/recipe.toml", "."),
+        ("moved/photos", "recipe.toml", None),
+        ("moved/photos/checkpoints", "../recipe.toml", None),
+        (".", "link/recipe.toml", "."),
+    ],
+)
+def test_the_recipe_of_a_run_folder_goes_on_where_it_lies(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, here: str, file: str, runs: str | None
+) -> None:
+    run = folder / "moved" / "photos"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "recipe.toml").write_text('[run]\ndir = "/elsewhere/runs"\nname = "old"\n')
+    (folder / "link").symlink_to(run)
+    monkeypatch.chdir(folder / here)
+    runs = str(folder / "moved") if runs is None else runs
+    name = Path(file).parent.name if file.startswith("link") else "photos"
+
+    def place(words: str) -> tuple[str, str]:
+        found = train(f"{file} {words}").recipe.run
+        return found.dir, found.name
+
+    assert place("checkpoint.resume=auto") == (runs, name)
+    assert place("") == (runs, "auto")
+    assert place("checkpoint.resume=other") == (runs, "auto")
+    assert place("checkpoint.resume=auto run.dir=new") == ("new", name)
+    assert place("checkpoint.resume=auto run.name=b") == (runs, "b")
+    assert train(f"{file} checkpoint.resume=auto").came_from["run.dir"] == f"the folder of {file}"
+
+
+def test_a_recipe_outside_of_a_run_folder_means_what_it_says(folder: Path) -> None:
+    (folder / "recipe.toml").write_text('[run]\ndir = "/elsewhere/runs"\nname = "old"\n')
+    found = train("recipe.toml checkpoint.resume=auto").recipe.run
+    assert (found.dir, found.name) == ("/elsewhere/runs", "old")
+
+
+def test_a_list_stops_before_the_recipe_file(folder: Path) -> None:
+    (folder / "recipe.toml").write_text("[data]\nstd = [0.5]\n")
+    assert train("--data.mean 0.5 recipe.toml").recipe.data.mean == (0.5,)
+
+
+CODE = {
+    "model.name": '[model]\nname = "mine.nets:tiny"\n',
+    "data.source": '[data]\nsource = "mine.nets:tiny"\n',
+    "distill.teacher": '[distill]\nteacher = ["resnet18", "mine.nets:tiny"]\n',
+}
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_code_that_a_recipe_file_names_needs_somebody_who_vouches_for_it(name: str, tmp_path: Path) -> None:
+    """A recipe of a stranger must not run what it likes; what stands on the command line is the user's own."""
+    file = tmp_path / "r.toml"
+    file.write_text(CODE[name])
+    with pytest.raises(UserError, match=rf"r\.toml:2: {name} = .*: runs the code of mine\.nets\n") as caught:
+        train(str(file))
+    value = "resnet18,mine.nets:tiny" if name == "distill.teacher" else "mine.nets:tiny"
+    assert f"add --trust, or repeat {name}={value} on the command line" in str(caught.value)
+    trusted = train(f"{file} --trust")
+    assert train(f"{file} {name}={value}").recipe == trusted.recipe
+    assert train(f"{name}={value}").recipe == trusted.recipe
+    assert train(f"{file} --dry-run").dry_run, "shows, and runs nothing"
+
+
+def test_names_of_known_packages_and_of_ours_need_no_trust(tmp_path: Path) -> None:
+    file = tmp_path / "r.toml"
+    for known in ("resnet18", "timm/vit:tiny", "torchvision/resnet18"):
+        file.write_text(f'[model]\nname = "{known}"\n')
+        assert train(str(file)).recipe.model.name == known
+
+
+@pytest.mark.parametrize("flag", ["--dry-run", "--dry_run"])
+def test_dry_run_is_no_part_of_the_recipe(flag: str) -> None:
+    assert train(f"optim.lr=1 {flag}").dry_run
+    assert train(f"optim.lr=1 {flag}").recipe == train("optim.lr=1").recipe
+    assert not train("optim.lr=1").dry_run
+
+
+def test_a_name_that_is_not_utf8_is_refused_before_a_run_needs_to_save_it() -> None:
+    with pytest.raises(UserError, match=r"data\.path=.*not valid UTF-8"):
+        parse(["data.path=ph\udcffoto"], "train", "")
+
+
+def test_describe_is_a_recipe_file_that_gives_the_same_recipe_and_says_where_values_came_from(
+    folder: Path,
+) -> None:
+    odd = folder / "my\nrecipe.toml"
+    odd.write_text('[optim]\nlr = 0.2\n[run]\nname = "quo\\"te # x"\n[train]\nepochs = 10\n')
+    result = parse([odd.name, "optim.betas=0.8,0.9"], "train", "")
+    text = describe(result.recipe, result.came_from)
+    (folder / "again.toml").write_text(text)
+    assert load_recipe("again.toml").recipe == result.recipe
+    lines = text.split("\n")
+    assert "lr = 0.2  # my\\nrecipe.toml:2; default 0.1" in lines
+    assert "betas = [0.8, 0.9]  # command line; default [0.9, 0.999]" in lines
+    assert "epochs = 10.0" in lines
+    assert sum("  # " in line for line in lines) == 3
+
+
+@pytest.fixture
+def help_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as left:
+        train("optim.lr=nonsense --help")
+    assert left.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_shows_every_field_with_its_docstring_in_80_columns(help_text: str) -> None:
+    assert max(map(len, help_text.split("\n"))) <= 80
+    assert help_text.startswith("usage: drumline train [RECIPE.toml] [section.key=value ...]")
+    assert "Train a model." in help_text
+    flat = " ".join(re.sub("[│─╭╮╰╯]", " ", help_text).split())
+    assert "--dry-run Print the resolved recipe" in flat
+    for field in recipe_fields().values():
+        assert f"--{field.name.replace('_', '-')}" in flat
+        assert arguments.describe_field(field) in flat
+
+
+def test_the_examples_in_the_help_can_be_run(help_text: str, folder: Path) -> None:
+    (folder / "recipe.toml").write_text("")
+    examples = help_text.partition("examples:\n")[2].strip().split("\n")
+    assert len(examples) == 5
+    for example in examples:
+        line = re.split(r"\s{3,}| > ", example.strip())[0]
+        assert train(line.removeprefix("drumline train")).recipe
+
+
+def test_reading_a_line_does_not_import_torch_or_tyro() -> None:
+    code = (
+        "import sys; from drumline.config.arguments import parse; parse(['optim.lr=0.2'], 'train', '');"
+        "sys.exit(','.join({'torch', 'tyro', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == "\n"
+
+
+def test_the_sources_known_to_the_command_line_are_those_that_can_be_opened() -> None:
+    from drumline.data import sources
+
+    assert set(SOURCES) == {*sources._MAY_HOLD_OUT, *sources._OWN_SPLIT}

@@ -1,0 +1,443 @@
+"""The same batches in the same order, whoever makes them; and nobody stays behind."""
+
+from __future__ import annotations
+
+import gc
+import io
+import itertools
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from PIL import Image
+
+from drumline import native
+from drumline.core.errors import UserError
+from drumline.data.feed.batch import make_batch
+from drumline.data.feed.ledger import Ledger
+from drumline.data.feed.loader import RESIDENT_BATCHES, Batches, Workers, batches, resident_batches
+from drumline.data.feed.order import Request, training_requests
+from drumline.data.feed.processes import _Maker, _Refusal, _say_but_for_a_lost_trainer, process_batches
+from drumline.data.feed.views import Batch, View
+from drumline.data.image.augment import Augmentation, apply
+from drumline.data.image.window import Bad
+from drumline.data.sources import EncodedSource, SourceSpec, open_source
+from tests.data.test_native import needs_jpeg
+
+CPU = torch.device("cpu")
+SEED = 3
+VIEW = View(16, "crop-flip", mixup=0.3)
+NONE = Workers("threads", 0)
+BOTH = [
+    pytest.param(Workers("threads", 3), marks=needs_jpeg),
+    pytest.param(Workers("processes", 2), marks=pytest.mark.slow),
+]
+ALL = [NONE, *BOTH]
+
+
+def named(workers: object) -> str:
+    return str(workers).replace(" ", "-")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("images")
+    draw = np.random.default_rng(0)
+    for split, label, number in itertools.product(("train", "val"), ("cat", "dog"), range(7)):
+        place = root / split / label
+        place.mkdir(parents=True, exist_ok=True)
+        pixels = draw.integers(0, 256, (20 + number, 30 - number, 3), dtype=np.uint8)
+        image = Image.fromarray(pixels[..., 0] if number == 5 else pixels)
+        image.save(place / f"{number}.{('jpg', 'png', 'jpg', 'webp')[number % 4]}")
+    return root
+
+
+@pytest.fixture(scope="module")
+def damaged(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with two broken files, samples 6 and 11."""
+    root = tmp_path_factory.mktemp("damaged")
+    for label in ("cat", "dog"):
+        (root / "train" / label).mkdir(parents=True)
+        for path in (folder / "train" / label).iterdir():
+            (root / "train" / label / path.name).write_bytes(path.read_bytes())
+    (root / "val").symlink_to(folder / "val")
+    for bad in (root / "train" / "cat" / "6.jpg", root / "train" / "dog" / "4.jpg"):
+        bad.write_bytes(bad.read_bytes()[:300])
+    return root
+
+
+def spec(folder: Path) -> SourceSpec:
+    return SourceSpec("folder", str(folder), "train")
+
+
+def requests(first: int = 0, last: int = 9) -> Iterator[Request]:
+    return training_requests(
+        seed=SEED, samples=14, batch=4, first_step=first, last_step=last, part=slice(0, 4)
+    )
+
+
+def load(
+    folder: Path,
+    workers: Workers,
+    first: int = 0,
+    last: int = 9,
+    view: View = VIEW,
+    ledger: Ledger | None = None,
+) -> Batches:
+    source = open_source(spec(folder))
+    ledger = ledger or Ledger("training", len(source), 0.0)
+    return batches(spec(folder), source, view, SEED, requests(first, last), workers, CPU, ledger)
+
+
+def same(a: Batch, b: Batch) -> bool:
+    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def workers_of(before: set[int]) -> list[psutil.Process]:
+    """Processes below this one that were not there before."""
+    return [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+
+
+def feeds() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("drumline")]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[Batch]:
+    """Made directly, one request after the other."""
+    source = open_source(spec(folder))
+    return [make_batch(source, VIEW, SEED, request).batch for request in requests()]
+
+
+def assert_loads(folder: Path, workers: Workers, expected: list[Batch], first: int = 0) -> None:
+    """The batches from `first` on, copied: a buffer may be used again."""
+    found = [Batch(*(tensor.clone() for tensor in batch)) for batch in load(folder, workers, first)]
+    assert len(found) == 9 - first
+    assert all(same(a, b) for a, b in zip(found, expected[first:], strict=True))
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [
+        NONE,
+        Workers("processes", 0),
+        *(pytest.param(Workers("threads", count), marks=needs_jpeg) for count in (1, 2, 5)),
+        pytest.param(Workers("processes", 1), marks=pytest.mark.slow),
+        pytest.param(Workers("processes", 2), marks=pytest.mark.slow),
+    ],
+    ids=named,
+)
+def test_batches_are_bit_by_bit_the_same_for_any_kind_and_number_of_workers(
+    folder: Path, expected: list[Batch], workers: Workers
+) -> None:
+    assert_loads(folder, workers, expected)
+
+
+def test_without_the_native_part_the_batches_are_the_same(
+    folder: Path, expected: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "decodes_jpeg", lambda: False)
+    assert_loads(folder, NONE, expected)
+
+
+@pytest.mark.parametrize("workers", ALL, ids=named)
+@pytest.mark.parametrize("first", [1, 5, 8])
+def test_resuming_needs_only_the_requests_still_to_come(
+    folder: Path, expected: list[Batch], workers: Workers, first: int
+) -> None:
+    assert_loads(folder, workers, expected, first)
+
+
+@pytest.mark.parametrize("workers", ALL, ids=named)
+def test_pixels_are_augmented_after_whoever_made_them(folder: Path, workers: Workers) -> None:
+    view = View(16, "crop-flip", augmentation=Augmentation((0.4, 0.4, 0.4, 0.1), (2, 9), 0.5))
+    source = open_source(spec(folder))
+    with closing(load(folder, workers, last=4, view=view)) as loaded:
+        for batch, request in zip(loaded, requests(last=4), strict=True):
+            made = make_batch(source, view, SEED, request)
+            assert made.plan is not None
+            images = apply(made.batch.images, made.plan)
+            assert same(batch, made.batch._replace(images=images))
+            assert not torch.equal(images, made.batch.images)
+
+
+@pytest.mark.parametrize("workers", ALL, ids=named)
+def test_a_broken_file_surfaces_as_the_users_error_with_its_name(damaged: Path, workers: Workers) -> None:
+    before = children()
+    with (
+        pytest.raises(UserError, match=r"(cat/6|dog/4)\.jpg") as caught,
+        closing(load(damaged, workers)) as loaded,
+    ):
+        list(loaded)
+    assert "Traceback" not in str(caught.value)
+    assert caught.value.fix
+    assert feeds() == []
+    _gone(workers_of(before))
+
+
+@pytest.mark.parametrize("workers", ALL, ids=named)
+@pytest.mark.parametrize("on_bad", ["substitute", "black"])
+def test_broken_samples_are_replaced_alike_and_noted_alike(
+    damaged: Path, workers: Workers, on_bad: str
+) -> None:
+    view = View(16, "crop-flip", on_bad=on_bad)  # type: ignore[arg-type]
+    source, ledger = open_source(spec(damaged)), Ledger("training", 14, 0.2)
+    plain = Ledger("training", 14, 0.2)
+    with closing(load(damaged, workers, view=view, ledger=ledger)) as loaded:
+        for batch, request in zip(loaded, requests(), strict=True):
+            made = make_batch(source, view, SEED, request)
+            plain.add(made.bad)
+            assert same(batch, made.batch)
+            for slot in np.flatnonzero(np.isin(request.samples, (6, 11))):
+                assert batch.images[slot].any() == (on_bad == "substitute")
+                if on_bad == "black":
+                    assert batch.labels[slot] == source.labels[request.samples[slot]]
+    assert set(ledger.bad) == {6, 11}
+    assert ledger.lines() == plain.lines()
+
+
+@pytest.mark.parametrize("workers", ALL, ids=named)
+def test_too_many_broken_samples_end_the_run_and_its_workers(damaged: Path, workers: Workers) -> None:
+    before = children()
+    view, ledger = View(16, "crop-flip", on_bad="substitute"), Ledger("training", 14, 0.07)
+    with (
+        pytest.raises(UserError, match=r"2 of 14 training samples .* allows 1") as caught,
+        closing(load(damaged, workers, view=view, ledger=ledger)) as loaded,
+    ):
+        list(loaded)
+    assert "cat/6.jpg" in caught.value.what
+    assert "dog/4.jpg" in caught.value.what
+    assert feeds() == []
+    _gone(workers_of(before))
+
+
+@pytest.mark.slow
+def test_what_a_process_found_broken_comes_back_as_it_was(damaged: Path) -> None:
+    view = View(16, "crop-flip", on_bad="black")
+    source = open_source(spec(damaged))
+    assert isinstance(source, EncodedSource)
+    with closing(process_batches(spec(damaged), source.digest(), view, SEED, requests(last=4), 1)) as loaded:
+        for made, request in zip(loaded, requests(last=4), strict=True):
+            assert tuple(made.bad) == make_batch(source, view, SEED, request).bad
+            assert all(isinstance(bad, Bad) for bad in made.bad)
+            assert made.epoch == request.epoch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("taken", [0, 1, 4])
+def test_closing_ends_the_processes(folder: Path, taken: int) -> None:
+    with closing(load(folder, Workers("processes", 1))) as warm:
+        next(warm)
+    before = children()
+    loaded = load(folder, Workers("processes", 2))
+    for _ in range(taken):
+        next(loaded)
+    started = workers_of(before)
+    assert len(started) == (2 if taken else 0)
+    loaded.close()
+    _gone(started)
+    assert workers_of(before) == []
+
+
+@needs_jpeg
+@pytest.mark.parametrize("taken", [0, 1, 4, 9])
+def test_closing_ends_the_threads_and_gives_back_what_they_held(folder: Path, taken: int) -> None:
+    with closing(load(folder, Workers("threads", 2))) as warm:
+        next(warm)
+    tasks, descriptors = _count("task"), _count("fd")
+    loaded = load(folder, Workers("threads", 2))
+    for _ in range(taken):
+        next(loaded)
+    loaded.close()
+    assert feeds() == []
+    deadline = time.monotonic() + 3
+    while _count("task") > tasks and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert _count("task") <= tasks
+    assert _count("fd") <= descriptors
+
+
+@pytest.mark.slow
+def test_workers_end_by_themselves_after_the_last_batch(folder: Path) -> None:
+    with closing(load(folder, Workers("processes", 1))) as warm:
+        next(warm)
+    before = children()
+    list(load(folder, Workers("processes", 2)))
+    _gone(workers_of(before))
+    assert feeds() == []
+
+
+@pytest.mark.parametrize("workers", ALL, ids=named)
+def test_loading_leaves_the_global_generators_alone(folder: Path, workers: Workers) -> None:
+    """Their state belongs to the model."""
+    torch.manual_seed(5)
+    before, numpys = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index]
+    list(load(folder, workers))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert np.array_equal(np.random.get_state()[1], numpys)  # type: ignore[index]
+
+
+@pytest.mark.slow
+def test_workers_open_the_source_themselves(folder: Path, expected: list[Batch]) -> None:
+    """A source that cannot be sent to another process is no hindrance."""
+    source = open_source(spec(folder))
+    source.unsendable = lambda: None  # type: ignore[union-attr]
+    ledger = Ledger("training", 14, 0.0)
+    with closing(
+        batches(spec(folder), source, VIEW, SEED, requests(), Workers("processes", 1), CPU, ledger)
+    ) as loaded:
+        assert same(next(loaded), expected[0])
+
+
+@pytest.mark.parametrize("place", ["gone", "another"])
+def test_a_source_that_is_gone_or_another_when_a_worker_opens_it_is_a_loss(
+    folder: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drumline.data.reading.PAUSES", (0.0,))
+    source = open_source(spec(folder))
+    assert isinstance(source, EncodedSource)
+    if place == "another":
+        shutil.copytree(folder, tmp_path / place)
+        (tmp_path / place / "train/cat/3.webp").unlink()
+    maker = _Maker(SourceSpec("folder", str(tmp_path / place), "train"), source.digest(), VIEW, SEED)
+    answer = maker[next(iter(requests()))]
+    assert isinstance(answer, _Refusal)
+    assert answer.lost
+    assert ("does not exist" if place == "gone" else "13 samples are there now") in answer.what
+
+
+@pytest.mark.parametrize("workers", ALL, ids=named)
+def test_an_error_among_the_requests_surfaces_after_the_batches_before_it(
+    folder: Path, expected: list[Batch], workers: Workers
+) -> None:
+    def ending() -> Iterator[Request]:
+        yield from requests(last=3)
+        raise UserError("the order ended", "mend it")
+
+    source, ledger, before = open_source(spec(folder)), Ledger("training", 14, 0.0), children()
+    loaded = batches(spec(folder), source, VIEW, SEED, ending(), workers, CPU, ledger)
+
+    def consume() -> None:
+        for number, batch in enumerate(loaded):
+            assert same(batch, expected[number])
+
+    with pytest.raises(UserError, match="the order ended") as caught:
+        consume()
+    assert feeds() == []
+    # torch's iterator ends its processes when it is forgotten, and the error remembers it.
+    caught.value.__traceback__ = None
+    del caught
+    gc.collect()
+    _gone(workers_of(before))
+
+
+def test_arrays_are_made_in_the_callers_thread_whatever_the_workers() -> None:
+    source = open_source(SourceSpec("digits", "", "train"))
+    view, wanted = View(8, "shift"), [Request(0, np.arange(5)), Request(1, np.arange(7))]
+    ledger, before = Ledger("training", len(source), 0.0), children()
+    for workers in (NONE, Workers("threads", 3), Workers("processes", 3)):
+        loaded = batches(SourceSpec("digits", "", "train"), source, view, SEED, wanted, workers, CPU, ledger)
+        for batch, request in zip(loaded, wanted, strict=True):
+            assert feeds() == []
+            assert same(batch, make_batch(source, view, SEED, request).batch)
+    assert workers_of(before) == []
+
+
+@pytest.mark.parametrize("first", [0, 3, 8, 29])
+def test_resident_batches_repeat_and_a_step_always_gets_the_same_one(first: int) -> None:
+    source = open_source(SourceSpec("synthetic", "classes=3,size=8,samples=640", "train"))
+    view = View(8, "none")
+
+    def asked() -> Iterator[Request]:
+        return training_requests(seed=0, samples=640, batch=4, first_step=0, last_step=50, part=slice(0, 4))
+
+    made = [
+        make_batch(source, view, 0, request).batch for request in itertools.islice(asked(), RESIDENT_BATCHES)
+    ]
+    with closing(resident_batches(source, view, 0, asked(), first, CPU)) as loaded:
+        for step, batch in zip(range(first, first + 20), loaded, strict=False):
+            assert same(batch, made[step % RESIDENT_BATCHES])
+
+
+@pytest.mark.parametrize(
+    ("workers", "text"),
+    [
+        (Workers("threads", 0), "no workers"),
+        (Workers("threads", 1), "1 thread"),
+        (Workers("threads", 4), "4 threads"),
+        (Workers("processes", 1), "1 process"),
+        (Workers("processes", 2), "2 processes"),
+    ],
+)
+def test_workers_are_told_in_words(workers: Workers, text: str) -> None:
+    assert str(workers).startswith(text)
+
+
+@needs_jpeg
+def test_memory_stays_flat_over_hundreds_of_batches(tmp_path: Path) -> None:
+    for split, number in itertools.product(("train", "val"), range(8)):
+        place = tmp_path / split / f"class{number % 2}"
+        place.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 256, (60, 80, 3), dtype=np.uint8)
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, "JPEG")
+        (place / f"{number}.jpg").write_bytes(file.getvalue())
+    source, ledger = open_source(spec(tmp_path)), Ledger("training", 8, 0.0)
+    wanted = (Request(epoch, np.arange(8)) for epoch in itertools.count())
+    workers = Workers("threads", 2)
+    process = psutil.Process()
+    view = View(32, "crop-flip")
+    with closing(batches(spec(tmp_path), source, view, SEED, wanted, workers, CPU, ledger)) as loaded:
+        for _ in itertools.islice(loaded, 100):
+            pass
+        before, descriptors = process.memory_info().rss, _count("fd")
+        for _ in itertools.islice(loaded, 500):
+            pass
+        assert process.memory_info().rss - before < 4 << 20
+        assert _count("fd") <= descriptors + 1
+
+
+def _count(what: str) -> int:
+    """Threads (`task`) or descriptors (`fd`) of this process, ours and the system's."""
+    return len(list(Path("/proc/self", what).iterdir()))
+
+
+def _gone(processes: list[psutil.Process]) -> None:
+    """Within a few seconds; a process that is slow to leave is not one that stays. The fork server stays."""
+    deadline = time.monotonic() + 5
+    processes = [process for process in processes if not _is_server(process)]
+    while time.monotonic() < deadline and any(process.is_running() for process in processes):
+        time.sleep(0.02)
+    assert [process.pid for process in processes if process.is_running()] == []
+
+
+def _is_server(process: psutil.Process) -> bool:
+    """Python's own fork server and its tracker, which live until this process ends."""
+    try:
+        command = " ".join(process.cmdline())
+        return process.ppid() == psutil.Process().pid and ("forkserver" in command or "tracker" in command)
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(ConnectionResetError("gone"), False), (EOFError(), False), (ValueError("a mistake"), True)],
+)
+def test_a_worker_says_nothing_of_a_trainer_that_was_killed(
+    error: Exception, told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _say_but_for_a_lost_trainer(type(error), error, None)
+    assert ("a mistake" in capsys.readouterr().err) == told

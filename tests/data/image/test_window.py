@@ -1,0 +1,367 @@
+"""One sample's window: the same with and without the native part, for sound files and for damaged ones."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from drumline import native
+from drumline.core.errors import UserError
+from drumline.data.feed.draws import Purpose, bits
+from drumline.data.feed.views import View
+from drumline.data.image.geometry import Geometry, evaluation_geometry, training_geometry
+from drumline.data.image.window import SUBSTITUTES, Found, find_window, substitute, window_of
+from drumline.data.sources import EncodedSource
+from tests.data.damage import KINDS, flipped, good_jpeg
+from tests.data.test_native import FILTERS, frame, in_three_scans, jpeg, kinds, needs_jpeg, photo
+
+SEED = 5
+Rule = Callable[[NDArray[np.int32]], Geometry]
+
+
+class Memory(EncodedSource):
+    """Files in memory; None cannot be read."""
+
+    def __init__(self, *files: bytes | None) -> None:
+        super().__init__("memory", np.arange(len(files)) % 4, tuple("abcd"))
+        self.files = files
+        self.asked: list[int] = []
+
+    def read(self, sample: int) -> bytes:
+        self.asked.append(sample)
+        data = self.files[sample]
+        if data is None:
+            raise UserError(f"file {sample} cannot be read", fix="check the disk")
+        return data
+
+    def where(self, sample: int) -> str:
+        return f"file {sample}"
+
+
+@pytest.fixture
+def plainly(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes, View, Rule], bytes | str]:
+    """What becomes of a file where there is no native part: its pixels, or why it is refused."""
+
+    def run(data: bytes, view: View, rule: Rule) -> bytes | str:
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "available", lambda: False)
+            patch.setattr(native, "decodes_jpeg", lambda: False)
+            return outcome(data, view, rule)
+
+    return run
+
+
+def outcome(data: bytes, view: View, rule: Rule) -> bytes | str:
+    try:
+        return window_of(data, "it", view, rule).tobytes()
+    except UserError as error:
+        return error.what
+
+
+def top_only(sizes: NDArray[np.int32]) -> Geometry:
+    """The upper left: what lies below is never decoded natively."""
+    wide, high = sizes[0].tolist()
+    box = 0, 0, -(-wide // 2), -(-high // 4)
+    return np.array([[*box, 8, 8, 0, 0, 0]], np.int32)
+
+
+def lower_right(sizes: NDArray[np.int32]) -> Geometry:
+    """Rows above are skipped."""
+    wide, high = sizes[0].tolist()
+    return np.array([[wide // 2, 2 * high // 3, wide, high, 8, 8, 0, 0, 1]], np.int32)
+
+
+def everything(sizes: NDArray[np.int32]) -> Geometry:
+    return evaluation_geometry(sizes, 8, 0.875)
+
+
+RULES: tuple[Rule, ...] = (top_only, lower_right, everything)
+Plainly = Callable[[bytes, View, Rule], bytes | str]
+VIEW = View(8, "none")
+
+
+def assert_same(data: bytes, plainly: Plainly, what: object, view: View = VIEW) -> bool:
+    """Both ways end alike under every rule. Says whether the file is good."""
+    ends = [plainly(data, view, rule) for rule in RULES]
+    for rule, expected in zip(RULES, ends, strict=True):
+        assert outcome(data, view, rule) == expected, (what, rule.__name__)
+    return not isinstance(ends[0], str)
+
+
+HIT = kinds(2, 75, 62)
+"""A file of each kind, to be damaged."""
+
+
+@pytest.mark.parametrize("kind", HIT)
+def test_one_changed_bit_ends_alike_with_and_without_the_native_part(kind: str, plainly: Plainly) -> None:
+    data = HIT[kind]
+    draw = np.random.default_rng(3)
+    scan = data.index(b"\xff\xda")
+    header, coded = draw.integers(2, scan + 14, 90), draw.integers(scan + 14, len(data), 110)
+    good = sum(
+        assert_same(flipped(data, at, bit), plainly, (kind, at, bit))
+        for at in (*header.tolist(), *coded.tolist())
+        for bit in [int(draw.integers(8))]
+    )
+    # Some damage passes and some does not, so that both ends are compared.
+    assert 10 < good < 200
+
+
+@pytest.mark.parametrize("kind", HIT)
+def test_a_file_cut_anywhere_ends_alike(kind: str, plainly: Plainly) -> None:
+    data = HIT[kind]
+    places = sorted(
+        {*range(0, len(data), max(1, len(data) // 70)), *range(max(0, len(data) - 12), len(data))}
+    )
+    for length in places:
+        assert_same(data[:length], plainly, (kind, length))
+
+
+@needs_jpeg
+@pytest.mark.parametrize("kind", HIT)
+def test_a_file_cut_and_ended_anew_ends_alike(kind: str, plainly: Plainly) -> None:
+    """A proxy that closes what it could not fetch."""
+    data = HIT[kind]
+    scan = data.index(b"\xff\xda")
+    for length in range(scan, len(data), max(1, (len(data) - scan) // 60)):
+        ended = data[:length] + b"\xff\xd9"
+        if native.jpeg_warnings(ended):
+            assert_same(ended, plainly, (kind, length))
+
+
+@needs_jpeg
+@pytest.mark.parametrize("kind", ["progressive", "progressive 4:4:4", "progressive grey"])
+def test_a_progressive_file_without_its_last_scans_ends_alike(kind: str, plainly: Plainly) -> None:
+    data = HIT[kind]
+    at = data.index(b"\xff\xda")
+    while (at := data.find(b"\xff\xda", at + 1)) > 0:
+        assert native.jpeg_warnings(data[:at] + b"\xff\xd9") == 0
+        assert_same(data[:at] + b"\xff\xd9", plainly, (kind, at))
+
+
+@pytest.mark.parametrize("kind", HIT)
+def test_inserted_markers_and_lost_or_doubled_bytes_end_alike(kind: str, plainly: Plainly) -> None:
+    data = HIT[kind]
+    draw = np.random.default_rng(4)
+    scan = data.index(b"\xff\xda") + 14
+    for number in range(120):
+        at = int(draw.integers(scan, len(data) - 2))
+        if number % 3 == 0:
+            # Markers of every kind; 0xFFD9 ends the file early, which has a test of its own.
+            marker = int(draw.choice([*range(0xC0, 0xD9), *range(0xDA, 0x100), 0, 1]))
+            damaged = data[:at] + bytes([0xFF, marker]) + data[at:]
+        elif number % 3 == 1:
+            damaged = data[:at] + data[at + int(draw.integers(1, 9)) :]
+        else:
+            damaged = data[: at + int(draw.integers(1, 40))] + data[at:]
+        assert_same(damaged, plainly, (kind, number, at))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_known_kinds_of_damage_end_alike_and_as_they_must(name: str, plainly: Plainly) -> None:
+    good = assert_same(KINDS[name](good_jpeg(3)), plainly, name)
+    if KINDS[name].outcome != "either":
+        assert good == (KINDS[name].outcome == "good")
+
+
+def test_damage_below_the_crop_is_found_when_pillow_would_refuse_the_file(plainly: Plainly) -> None:
+    """Coded data is looked at to its end, though rows below the crop are not decoded."""
+    data = jpeg(photo(1, 80, 160), quality=90)
+    assert isinstance(outcome(data, VIEW, top_only), bytes)
+    for broken in (
+        data[: 3 * len(data) // 4],
+        data[:-2],
+        data[: len(data) // 2] + b"\xff\xc4" + data[len(data) // 2 :],
+    ):
+        assert isinstance(plainly(broken, VIEW, top_only), str)
+        assert isinstance(outcome(broken, VIEW, top_only), str)
+
+
+def with_segment(data: bytes, marker: int, body: bytes, before_frame: bool = True) -> bytes:
+    at = 2 if before_frame else data.index(b"\xff\xda")
+    return data[:at] + bytes([0xFF, marker]) + (len(body) + 2).to_bytes(2, "big") + body + data[at:]
+
+
+def exif_block(orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return b"Exif\0\0" + exif.tobytes().removeprefix(b"Exif\0\0")
+
+
+def multi_picture() -> bytes:
+    file = io.BytesIO()
+    first, second = Image.fromarray(photo(1, 60, 50)), Image.fromarray(photo(2, 60, 50))
+    first.save(file, "MPO", save_all=True, append_images=[second])
+    return file.getvalue()
+
+
+def turned(exif_after_frame: bool) -> bytes:
+    return with_segment(jpeg(photo(1, 60, 50)), 0xE1, exif_block(6), before_frame=not exif_after_frame)
+
+
+@pytest.mark.parametrize("apply", ["ignore", "apply"])
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_images_are_turned_as_exif_or_xmp_says_or_left(
+    orientation: int, apply: str, plainly: Plainly
+) -> None:
+    pixels = photo(1, 60, 50)
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf tiff:Orientation="%d"/></x:xmpmeta>' % orientation
+    view = View(8, "none", exif=apply)  # type: ignore[arg-type]
+    untouched = outcome(jpeg(pixels), view, everything)
+    for data in (with_segment(jpeg(pixels), 0xE1, exif_block(orientation)), jpeg(pixels, xmp=xmp)):
+        assert_same(data, plainly, orientation, view)
+        same = outcome(data, view, everything) == untouched
+        assert same == (apply == "ignore" or orientation == 1)
+
+
+@needs_jpeg
+def test_exif_behind_the_frame_header_turns_the_image_too(plainly: Plainly) -> None:
+    assert_same(turned(exif_after_frame=True), plainly, "EXIF behind SOF", View(8, "none", exif="apply"))
+
+
+REFUSED = {
+    "JFIF too short": with_segment(jpeg(photo(1, 60, 50)), 0xE0, b"JFIF"),
+    "Adobe too short": with_segment(jpeg(photo(1, 60, 50)), 0xEE, b"Adobe"),
+    "profile without a number": with_segment(jpeg(photo(1, 60, 50)), 0xE2, b"ICC_PROFILE\0"),
+    "Photoshop block cut": with_segment(jpeg(photo(1, 60, 50)), 0xED, b"Photoshop 3.0\x008BIM\x04\x04"),
+    "several pictures, index cut": flipped(multi_picture(), multi_picture().index(b"MPF\0") + 34),
+    "TEM behind the frame header": jpeg(photo(1, 60, 50)).replace(b"\xff\xda", b"\xff\x01\xff\xda", 1),
+    "resolution empty in EXIF": with_segment(
+        jpeg(photo(1, 60, 50)),
+        0xE1,
+        b"Exif\0\0MM\0*\0\0\0\x08\0\x02\x01\x1a\0\x02\0\0\0\x01\0\0\0\0\x01\x28\0\x03\0\0\0\x01\0\x02\0\0\0\0\0\0",
+    ),
+}
+"""What Pillow's own reader of headers refuses and libjpeg does not look at."""
+
+
+EMPTY_RESOLUTION = pytest.mark.xfail(
+    strict=True,
+    reason="Pillow fails over an empty resolution in EXIF; to look into EXIF for that would leave every camera's "
+    "file to it",
+)
+
+
+@needs_jpeg
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=EMPTY_RESOLUTION if "resolution" in name else ()) for name in REFUSED],
+)
+def test_what_pillow_refuses_for_its_header_is_refused(name: str, plainly: Plainly) -> None:
+    assert isinstance(plainly(REFUSED[name], VIEW, everything), str)
+    assert_same(REFUSED[name], plainly, name)
+
+
+def test_several_pictures_in_a_file_show_the_first(plainly: Plainly) -> None:
+    assert assert_same(multi_picture(), plainly, "MPO")
+    assert outcome(multi_picture(), VIEW, everything) == outcome(jpeg(photo(1, 60, 50)), VIEW, everything)
+
+
+@pytest.mark.parametrize("filter", FILTERS)
+@pytest.mark.parametrize("version", ["pillow12", "pillow13"])
+def test_every_filter_and_version_is_the_same_both_ways(filter: str, version: str, plainly: Plainly) -> None:
+    view = View(9, "none", interpolation=filter, resize=version)  # type: ignore[arg-type]
+    png = io.BytesIO()
+    Image.fromarray(photo(1, 60, 50)).save(png, "PNG")
+    for data in (*HIT.values(), png.getvalue()):
+        for sample in range(4):
+
+            def rule(sizes: NDArray[np.int32], sample: int = sample) -> Geometry:
+                return training_geometry(sizes, 9, SEED, 0, np.array([sample]))
+
+            assert outcome(data, view, rule) == plainly(data, view, rule)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_an_image_too_elongated_for_its_short_side_is_refused_with_its_size(
+    plain: bool, plainly: Plainly
+) -> None:
+    data = jpeg(np.zeros((1, 60_000, 3), np.uint8))
+
+    def rule(sizes: NDArray[np.int32]) -> Geometry:
+        return evaluation_geometry(sizes, 224, 0.875)
+
+    end = (plainly if plain else outcome)(data, View(224, "none"), rule)
+    assert isinstance(end, str)
+    assert "60000 x 1" in end
+
+
+GOOD = jpeg(photo(1, 40, 30))
+
+
+def sources() -> Iterator[Memory]:
+    yield Memory(*[jpeg(photo(seed, 30 + seed, 40)) if seed % 3 else None for seed in range(12)])
+    yield Memory(*[jpeg(photo(seed, 30 + seed, 40)) if seed % 3 else GOOD[:300] for seed in range(12)])
+
+
+@pytest.mark.parametrize("source", [*sources()])
+@pytest.mark.parametrize("epoch", [0, 7])
+def test_a_broken_sample_is_replaced_by_the_first_sound_one_its_draws_name(
+    source: Memory, epoch: int
+) -> None:
+    view = View(16, "crop-flip", on_bad="substitute")
+    for sample in range(12):
+        found = find_window(source, view, SEED, epoch, sample)
+        candidates = [sample]
+        while candidates[-1] % 3 == 0:
+            number = len(candidates) - 1
+            words = bits(SEED, epoch, np.array([sample]), Purpose.SUBSTITUTE, number)[0]
+            candidates.append(int((int(words[0]) << 32 | int(words[1])) % 12))
+            assert candidates[-1] == substitute(SEED, epoch, sample, number, 12)
+        assert [one.sample for one in found.bad] == candidates[:-1]
+        assert all(f"file {one.sample} " in one.what for one in found.bad)
+        assert found.label == source.labels[candidates[-1]]
+        data = source.files[candidates[-1]]
+        assert data is not None
+        # With the crop draws of the sample that was asked for.
+        seen = window_of(data, "", view, lambda sizes, s=sample: view.geometry(SEED, epoch, [s], sizes))
+        assert np.array_equal(found.pixels, seen)
+
+
+def test_substitutes_vary_with_epoch_and_sample_and_reach_all() -> None:
+    taken = {
+        (epoch, sample): substitute(SEED, epoch, sample, 0, 50) for epoch in range(20) for sample in range(20)
+    }
+    assert set(taken.values()) == set(range(50))
+    assert len({taken[epoch, 3] for epoch in range(20)}) > 10
+
+
+def test_black_keeps_the_label_and_notes_the_sample() -> None:
+    source = Memory(GOOD, None, GOOD)
+    found = find_window(source, View(16, "none", on_bad="black"), SEED, 0, 1)
+    assert not found.pixels.any()
+    assert found.pixels.shape == (16, 16, 3)
+    assert found.label == 1
+    assert [one.sample for one in found.bad] == [1]
+    sound = find_window(source, View(16, "none", on_bad="black"), SEED, 0, 2)
+    assert sound.pixels.any()
+    assert sound == Found(sound.pixels, 2, ())
+
+
+def test_raise_gives_the_error_as_it_was() -> None:
+    with pytest.raises(UserError, match="file 1 cannot be read") as caught:
+        find_window(Memory(GOOD, None), View(16, "none"), SEED, 0, 1)
+    assert caught.value.fix == "check the disk"
+
+
+def test_a_set_in_which_nothing_can_be_read_ends_instead_of_searching_for_ever() -> None:
+    source = Memory(None, None, None)
+    with pytest.raises(UserError, match="3 samples cannot be read, the last of them") as caught:
+        find_window(source, View(16, "none", on_bad="substitute"), SEED, 0, 1)
+    assert "verify" in caught.value.fix
+    assert len(source.asked) == SUBSTITUTES
+
+
+def test_files_built_for_these_tests_are_sound() -> None:
+    """So that what is compared above are pictures, not refusals."""
+    for kind, data in HIT.items():
+        assert isinstance(outcome(data, VIEW, everything), bytes), kind
+        assert frame(data) < data.index(b"\xff\xda")
+    if native.decodes_jpeg():
+        assert native.jpeg_warnings(in_three_scans(50, 40, halved=True)) == 0
+        assert all(native.jpeg_warnings(data) == 0 for data in HIT.values())

@@ -1,0 +1,252 @@
+""".npz files: the known names, shapes and types, and no unpickling."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from drumline.core.errors import UserError
+from drumline.data.sources import ArraySource, SourceSpec, detect_source, open_source
+
+RNG = np.random.default_rng(2)
+GREY = RNG.integers(0, 256, (12, 6, 5), np.uint8)
+RGB = RNG.integers(0, 256, (12, 6, 5, 3), np.uint8)
+LABELS = np.arange(12) % 3
+
+
+def opened(path: Path, split: str = "train", holdout: float = 0.0) -> ArraySource:
+    assert detect_source("auto", str(path)) == "npz"
+    source = open_source(SourceSpec("npz", str(path), split, holdout))  # type: ignore[arg-type]
+    assert isinstance(source, ArraySource)
+    return source
+
+
+def save(folder: Path, **arrays: np.ndarray) -> Path:
+    np.savez(folder / "set.npz", **arrays)
+    return folder / "set.npz"
+
+
+def refused(path: Path, split: str = "train", holdout: float = 0.0) -> UserError:
+    with pytest.raises(UserError) as caught:
+        opened(path, split, holdout)
+    assert str(path) in caught.value.what
+    assert caught.value.fix
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("x_train", "y_train", "x_test", "y_test"),
+        ("train_images", "train_labels", "test_images", "test_labels"),
+    ],
+)
+@pytest.mark.parametrize("label_shape", [(-1,), (-1, 1)])
+def test_reads_both_styles_of_names(tmp_path, names, label_shape):
+    labels = LABELS.astype(np.uint8).reshape(label_shape)
+    path = save(tmp_path, **dict(zip(names, (RGB, labels, RGB[:4] ^ 255, labels[:4]), strict=True)))
+    train, evaluation = opened(path), opened(path, "eval")
+    assert np.array_equal(train.images, RGB)
+    assert np.array_equal(evaluation.images, RGB[:4] ^ 255)
+    assert train.labels.tolist() == LABELS.tolist()
+    assert train.labels.dtype == np.int64
+    assert evaluation.classes == train.classes == ("0", "1", "2")
+
+
+def test_medmnist_val_arrays_are_left_alone(tmp_path):
+    pair = {"train_images": GREY, "train_labels": LABELS, "test_images": GREY[:3], "test_labels": LABELS[:3]}
+    path = save(tmp_path, **pair, val_images=GREY[:5], val_labels=LABELS[:5])
+    assert len(opened(path, "eval")) == 3
+
+
+def test_holdout_divides_images_and_labels_together(tmp_path):
+    path = save(tmp_path, images=GREY, labels=LABELS)
+    train, evaluation = opened(path, "train", 0.25), opened(path, "eval", 0.25)
+    rows = {image.tobytes(): int(label) for image, label in zip(GREY, LABELS, strict=True)}
+    together = [
+        *zip(train.images, train.labels, strict=True),
+        *zip(evaluation.images, evaluation.labels, strict=True),
+    ]
+    assert len(together) == len({image.tobytes() for image, _ in together}) == 12
+    assert all(rows[image.tobytes()] == label for image, label in together)
+    assert np.bincount(evaluation.labels).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("images", "expected"),
+    [
+        (GREY, GREY[..., None]),
+        (GREY[..., None], GREY[..., None]),
+        (GREY[:, None], GREY[..., None]),
+        (RGB, RGB),
+        (RGB.transpose(0, 3, 1, 2), RGB),
+    ],
+    ids=["NHW", "NHW1", "N1HW", "NHWC", "NCHW"],
+)
+def test_takes_each_clear_shape(tmp_path, images, expected):
+    source = opened(save(tmp_path, images=images, labels=LABELS))
+    assert np.array_equal(source.images, expected)
+    assert source.images.flags.c_contiguous
+
+
+@pytest.mark.parametrize(
+    ("images", "words", "fix"),
+    [
+        (RGB / 255, "is float64, but images must be uint8", "x * 255"),
+        (RGB.astype(np.int64), "is int64", "astype(np.uint8)"),
+        (RGB.reshape(12, -1), "not a stack of images", "reshape"),
+        (np.zeros((12, 3, 8, 3), np.uint8), "may be NHWC or NCHW", "pad"),
+        (np.zeros((12, 8, 8, 4), np.uint8), "no axis of 1 or 3 channels", "RGB"),
+        (RGB[:0], "is empty", "at least one"),
+    ],
+)
+def test_refuses_other_images_and_says_how_to_convert(tmp_path, images, words, fix):
+    error = refused(save(tmp_path, images=images, labels=LABELS[: len(images)]))
+    assert words in error.what
+    assert fix in error.fix
+
+
+@pytest.mark.parametrize(
+    ("labels", "words", "fix"),
+    [
+        (LABELS.astype(float), "is float64, but labels must be integers", "return_inverse"),
+        (np.array(list("abcabcabcabc")), "must be integers", "return_inverse"),
+        (np.eye(3)[LABELS], "one row of numbers for each image", "argmax"),
+        (LABELS[:11], "has 11 labels for 12 images", "equally long"),
+        (LABELS - 1, "contains the label -1", "0 to K-1"),
+        (LABELS + 1, "no sample has the label 0", "return_inverse"),
+        (LABELS * 2, "goes up to 4, but no sample has the label 1", "return_inverse"),
+        (LABELS * 2**60, "contains the label", "0 to K-1"),
+        (LABELS.reshape(12, 1, 1), "not one label for each image", "reshape"),
+        (np.array(3), "not one label for each image", "reshape"),
+    ],
+)
+def test_refuses_other_labels(tmp_path, labels, words, fix):
+    error = refused(save(tmp_path, images=GREY, labels=labels))
+    assert words in error.what
+    assert fix in error.fix
+
+
+def test_refuses_eval_labels_that_training_lacks(tmp_path):
+    path = save(tmp_path, x_train=GREY, y_train=LABELS, x_test=GREY, y_test=LABELS + 1)
+    assert "label 3, but there are 3 classes (0 to 2)" in refused(path, "eval").what
+
+
+def test_refuses_objects_without_unpickling_them(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return (tmp_path / "owned").touch, ()
+
+    path = save(tmp_path, images=GREY, labels=np.array([Trap()] * 12, dtype=object))
+    assert "without unpickling" in refused(path).what
+    assert not (tmp_path / "owned").exists()
+
+
+def test_refuses_unknown_names_and_lists_them(tmp_path):
+    assert "holds X, y" in refused(save(tmp_path, X=GREY, y=LABELS)).what
+
+
+@pytest.mark.parametrize("size", [0, 10, 100, 400])
+def test_refuses_damaged_files(tmp_path, size):
+    path = save(tmp_path, images=GREY, labels=LABELS)
+    path.write_bytes(path.read_bytes()[:size])
+    refused(path)
+
+
+def test_refuses_a_pickle_or_a_lone_array_under_the_name_npz(tmp_path):
+    path = tmp_path / "set.npz"
+    path.write_bytes(pickle.dumps({"images": 1}))
+    assert "without unpickling" in refused(path).what
+    with path.open("wb") as file:
+        np.save(file, GREY)
+    assert "one array without a name" in refused(path).what
+
+
+def test_refuses_a_flipped_bit(tmp_path):
+    path = save(tmp_path, images=GREY, labels=LABELS)
+    data = bytearray(path.read_bytes())
+    data[250] ^= 1
+    path.write_bytes(data)
+    assert "CRC" in refused(path).what
+
+
+def test_refuses_eval_without_split_or_holdout_and_holdout_beside_a_split(tmp_path):
+    assert "has no evaluation split" in refused(save(tmp_path, images=GREY, labels=LABELS), "eval").what
+    path = save(tmp_path, x_train=GREY, y_train=LABELS, x_test=GREY, y_test=LABELS)
+    assert "evaluation split of its own" in refused(path, "train", 0.1).what
+
+
+def test_refuses_a_missing_file(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        open_source(SourceSpec("npz", str(tmp_path / "no.npz"), "train"))
+
+
+def npz_of(path, name, header, data=b"", compression=zipfile.ZIP_STORED):
+    """An .npz whose one array has this header, whatever it says."""
+    body = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + data
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr(f"{name}.npy", body)
+        labels = io.BytesIO()
+        np.save(labels, LABELS)
+        archive.writestr("labels.npy", labels.getvalue())
+    return path
+
+
+def header(shape, dtype="|u1"):
+    return f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}}}".ljust(100).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        header((10**12, 8, 8)),
+        header((10**30, 8, 8)),
+        header((-1, 8, 8)),
+        header("'x'"),
+        header((12, 8, 8), "|O"),
+        header((12, 8, 8), "<U100000000"),
+        b"(" * 5000,
+        b"[" * 60000,
+        b"__import__('os').system('touch owned')\n",
+        b"\xff" * 100,
+    ],
+)
+def test_a_header_that_lies_makes_no_array(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    path = npz_of(tmp_path / "set.npz", "images", text, bytes(12 * 64))
+    assert "images cannot be read" in refused(path).what
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_file_that_unfolds_to_more_than_the_memory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 22, total=1 << 30))
+    data = bytes(2 << 20)
+    path = npz_of(tmp_path / "set.npz", "images", header((2, 1024, 1024)), data, zipfile.ZIP_DEFLATED)
+    assert path.stat().st_size < 10_000
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert "images unfolds to 0.0 GiB, from 2," in refused(path).what
+    assert "in each of 3 processes; 0.0 GiB of memory are free" in refused(path).what
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setattr("drumline.data.sources.arrays.TRUSTED_SIZE", 1 << 20)
+    assert "images do not compress like that" in refused(path).what
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.integers(0, 10**6), value=st.integers(0, 255), cut=st.integers(0, 30))
+def test_a_damaged_npz_is_read_or_refused_but_never_breaks(tmp_path, place, value, cut):
+    path = save(tmp_path, images=GREY, labels=LABELS)
+    broken = bytearray(path.read_bytes())
+    broken[place % len(broken)] = value
+    path.write_bytes(broken[: len(broken) - cut])
+    with suppress(UserError):
+        open_source(SourceSpec("npz", str(path), "train"))

@@ -1,0 +1,151 @@
+"""Runs cases on some ranks over gloo, many in one process each, and prints one JSON line: name -> what was said.
+
+python -m tests.guards.cases.run WORLD [NAME... | held-out]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import io
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # DDP imports it, for seconds
+import torch.distributed as dist
+import torch.distributed.optim
+import torch.nn.parallel
+
+import drumline.guards.watch
+from drumline.guards import Stopped
+from drumline.launch.network import free_port
+from tests.guards.cases.common import CASES, Case
+
+MODULES = (
+    "mistakes_data",
+    "mistakes_gradients",
+    "mistakes_ranks",
+    "healthy_data",
+    "healthy_loops",
+    "reported",
+    "held_out",
+    "held_out_more",
+)
+SECONDS = 240.0
+
+
+def load() -> dict[str, Case]:
+    """All cases, by name."""
+    for module in MODULES:
+        importlib.import_module(f"tests.guards.cases.{module}")
+    return CASES
+
+
+def run_cases(size: int, names: list[str]) -> dict[str, Any]:
+    """For each case: `stopped` and `warned` (guard codes, on any rank), `error`, `seconds`."""
+    with tempfile.TemporaryDirectory() as folder:
+        gc.collect()
+        gc.freeze()  # what torch imported need not be searched by each guard
+        port = free_port("127.0.0.1")
+        children = [_fork(rank, size, names, Path(folder), port) for rank in range(size)]
+        until = time.monotonic() + SECONDS
+        while children and time.monotonic() < until:
+            children = [pid for pid in children if os.waitpid(pid, os.WNOHANG)[0] == 0]
+            time.sleep(0.02)
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        said = [_read(Path(folder, str(rank))) for rank in range(size)]
+    return {name: _joined([one.get(name) for one in said]) for name in names}
+
+
+def _joined(said: list[dict[str, Any] | None]) -> dict[str, Any]:
+    got = [one for one in said if one is not None]
+    return {
+        "stopped": sorted({code for one in got for code in one["stopped"]}),
+        "warned": sorted({code for one in got for code in one["warned"]}),
+        "error": "".join(one["error"] for one in got) or ("" if len(got) == len(said) else "did not end"),
+        "text": "".join(dict.fromkeys(one["text"] for one in got)),
+        "seconds": max((one["seconds"] for one in got), default=0.0),
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {one["name"]: one for one in map(json.loads, lines)}
+
+
+def _fork(rank: int, size: int, names: list[str], folder: Path, port: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        with (folder / f"{rank}.err").open("w") as errors:
+            os.dup2(errors.fileno(), 2)
+        os.chdir(folder)
+        torch.set_num_threads(1)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30)
+        )
+        with (folder / str(rank)).open("w") as out:
+            for number, name in enumerate(names):
+                print(json.dumps({"name": name, **_one(CASES[name])}), file=out, flush=True)
+                store.set(f"done/{number}/{rank}", "")
+                store.wait([f"done/{number}/{other}" for other in range(size)], timedelta(seconds=30))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _one(case: Case) -> dict[str, Any]:
+    began, error, stopped = time.monotonic(), "", []
+    text = io.StringIO()
+    torch.manual_seed(0)
+    with contextlib.redirect_stderr(text):
+        try:
+            case.run()
+        except Stopped as stop:
+            stopped = [stop.finding.guard]
+            print(stop, file=text)
+        except Exception:
+            error = traceback.format_exc()
+        for watch in list(drumline.guards.watch.OPEN):
+            try:
+                watch.close()
+            except Stopped as stop:
+                stopped = [*stopped, stop.finding.guard]
+                print(stop, file=text)
+            except Exception:
+                error += traceback.format_exc()
+    gc.collect()
+    said = re.findall(r"drumline guard \[([a-z-]+)\]", text.getvalue())
+    return {
+        "stopped": stopped,
+        "warned": [code for code in said if code not in stopped],
+        "error": error,
+        "text": text.getvalue(),
+        "seconds": time.monotonic() - began,
+    }
+
+
+if __name__ == "__main__":
+    cases = load()
+    asked = sys.argv[2:]
+    chosen = asked or [name for name, case in cases.items() if not case.held_out]
+    if asked == ["held-out"]:
+        chosen = [name for name, case in cases.items() if case.held_out]
+    print(json.dumps(run_cases(int(sys.argv[1]), chosen)))

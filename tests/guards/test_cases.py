@@ -1,0 +1,70 @@
+"""Loops with silent mistakes are found, and healthy ones are not stopped: all of `cases`, in one process per rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.guards.cases.run import load
+from tests.guards.scripts_run import ROOT
+
+MAY_BE_MEANT = {
+    # Healthy, but just as often a mistake: warnings, no stop.
+    "overfits_one_batch": {"same-samples"},
+    "heads_in_turn": {"parameters"},
+    "a_new_optimizer_for_each_phase": {"parameters"},
+    "cosine_as_a_cycle": {"schedule"},
+    "fine_tuned_in_eval_mode": {"eval-mode"},
+    "head_split_between_ranks": {"bypass"},
+    "weights_perturbed_and_restored_by_arithmetic": {"rounding"},
+    "weights_averaged_by_hand_now_and_then": {"bypass", "drift"},
+    "torchs_own_optimizer_for_local_sgd": {"bypass", "drift"},
+}
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, Any]:
+    """What the guards said about each case on two ranks."""
+    names = list(load())
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.guards.cases.run", "2", *names],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=300,
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+def test_silent_mistakes_are_found_by_the_guard_that_names_them(said: dict[str, Any]) -> None:
+    missed = {
+        name: said[name]
+        for name, case in load().items()
+        if case.codes and not set(case.codes) & {*said[name]["stopped"], *said[name]["warned"]}
+    }
+    assert not missed, missed
+
+
+@pytest.mark.slow
+def test_healthy_loops_are_never_stopped_and_rarely_warned(said: dict[str, Any]) -> None:
+    for name, case in load().items():
+        if not case.codes:
+            one = said[name]
+            assert (one["stopped"], one["error"]) == ([], ""), (name, one["text"], one["error"])
+            assert set(one["warned"]) <= MAY_BE_MEANT.get(name, set()), (name, one["text"])
+            for code in one["warned"]:
+                assert f"silence: ignore=['{code}']" in one["text"]
+
+
+def test_there_are_as_many_cases_as_the_documentation_says() -> None:
+    cases = load().values()
+    assert sum(bool(case.codes) for case in cases) == 85
+    assert sum(not case.codes for case in cases) == 78

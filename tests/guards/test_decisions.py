@@ -1,0 +1,392 @@
+"""What the guards decide, from numbers alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import ConcatDataset, Dataset, TensorDataset
+
+from drumline.core.errors import UserError
+from drumline.guards.closing import unequal_steps, unlike_rates
+from drumline.guards.compare import (
+    apart,
+    difference,
+    digest,
+    far_apart,
+    glance,
+    levels,
+    numbers,
+    sharing,
+    twins,
+)
+from drumline.guards.contents import contents_of
+from drumline.guards.counts import miscounted
+from drumline.guards.devices import home, imbalance, misplaced, shared, trespass
+from drumline.guards.finding import Finding, Stopped, Teller
+from drumline.guards.gradients import all_finite
+from drumline.guards.hang import Beat, judge
+from drumline.guards.losses import Losses
+from drumline.guards.meeting import Absent, Meeting
+from drumline.guards.place import Place, line_to_change
+from drumline.guards.probes import Probes
+from drumline.guards.rates import Rates
+from drumline.guards.rounds import _unloaded
+from drumline.guards.setups import unlike_trained
+
+
+def test_a_finding_reads_as_what_where_since_fix() -> None:
+    finding = Finding("drift", "ranks differ", "'fc.weight' on rank 1", "step 3", "load it on every rank")
+    assert str(finding).splitlines() == [
+        "drumline guard [drift]: ranks differ",
+        "  where: 'fc.weight' on rank 1",
+        "  since: step 3",
+        "  fix: load it on every rank",
+    ]
+
+
+def test_stop_raises_and_warn_prints_once_per_guard(capsys: pytest.CaptureFixture[str]) -> None:
+    finding = Finding("drift", "ranks differ")
+    with pytest.raises(Stopped) as stopped:
+        Teller("stop").tell(finding)
+    assert stopped.value.finding == finding
+    teller = Teller("warn")
+    for _ in range(3):
+        teller.tell(finding)
+    teller.tell(Finding("bypass", "other"))
+    told = capsys.readouterr().err
+    assert told == (
+        "drumline guard [drift]: ranks differ\n  silence: ignore=['drift']\n"
+        "drumline guard [bypass]: other\n  silence: ignore=['bypass']\n"
+    )
+    with pytest.raises(UserError, match="action='shout'"):
+        Teller("shout")  # type: ignore[arg-type]
+
+
+def test_an_ignored_guard_never_reports(capsys: pytest.CaptureFixture[str]) -> None:
+    teller = Teller("stop", ["drift"])
+    teller.tell(Finding("drift", "ranks differ"))
+    teller.warn(Finding("drift", "ranks differ"))
+    assert capsys.readouterr().err == ""
+    with pytest.raises(UserError, match="use 'set-epoch'"):
+        Teller("warn", ["set-epochs"])
+
+
+def test_the_majority_names_the_tensor_and_the_rank() -> None:
+    right = {"a": 1, "b": 2}
+    assert difference([right, right, right]) is None
+    assert difference([right, {"a": 1, "b": 3}, right]) == ("b", [1])
+    assert difference([right, {"a": 1, "b": 3}]) == ("b", [0, 1])
+    assert difference([right, right, {"a": 1}]) == ("b", [2])
+
+
+def test_numbers_see_a_swap_a_sign_and_an_ulp_in_any_layout() -> None:
+    tensor = torch.arange(1.0, 9.0).reshape(1, 2, 2, 2)
+    same = {"t": tensor.clone().to(memory_format=torch.channels_last)}
+    assert digest(numbers({"t": tensor})) == digest(numbers(same))
+    for change in (lambda t: t.flip(0, 1), lambda t: -t, lambda t: torch.nextafter(t, t + 1)):
+        assert digest(numbers({"t": tensor})) != digest(numbers({"t": change(tensor)}))
+    sparse = torch.eye(3).to_sparse()
+    assert numbers({"s": sparse}) == {}
+
+
+def test_equal_batches_are_seen_and_a_few_shared_ids_are_normal() -> None:
+    x = torch.randn(4, 3, 70, 70)
+    assert glance([x]) == glance([x.clone()]) != glance([x + 1])
+    assert twins([5, 7, 5]) == [0, 2]
+    assert twins([None, None]) == []
+    assert sharing([[1, 2, 3, 4], [5, 6, 7, 1]]) is None
+    assert sharing([[1, 2, 3, 4], [5, 6, 7, 8], [4, 3, 2, 9]]) == (0, 2, 3)
+    assert apart([[1.0, 2.0], [1.0, 2.0]]) == 0
+    assert apart([[1.0, 2.0], [1.0, 1.0]]) == 0.5
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_one_bad_value_is_seen_and_large_ones_are_not_taken_for_it(bad: float) -> None:
+    gradients = [torch.ones(3), torch.full((4,), 1e30), torch.ones(2, dtype=torch.bfloat16)]
+    assert all_finite(gradients)
+    gradients[2][1] = bad
+    assert not all_finite(gradients)
+
+
+def beats(**ranks: Beat) -> dict[int, Beat]:
+    return {int(name[1:]): beat for name, beat in ranks.items()}
+
+
+def test_a_rank_that_has_ended_or_waits_elsewhere_is_waited_for_in_vain() -> None:
+    waiting = Beat(24, "step", 31, True)
+    verdict = judge(beats(r0=waiting, r1=Beat(24, "finished", 40)), 30)
+    assert verdict is not None
+    assert verdict.hopeless
+    assert verdict.finding.where == "rank 0 waits in step 25; rank 1 finished after step 24"
+    verdict = judge(beats(r0=waiting, r1=Beat(24, "between", 31, True, "train.py:9")), 30)
+    assert verdict is not None
+    assert verdict.hopeless
+    assert "rank 1 is past step 24 at train.py:9" in verdict.finding.where
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Beat(24, "step", 500, True),  # both are slow
+        Beat(25, "between", 500, True),  # is ahead: waits for the slow one itself
+        Beat(25, "finished"),
+    ],
+)
+def test_slow_steps_are_nobodys_fault(other: Beat) -> None:
+    assert judge(beats(r0=Beat(24, "step", 500, True), r1=other), 30) is None
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (Beat(2, "step", 31, True, passes=[[1, 1], [3, 2]]), "rank 1 skipped step 3: 2 forward passes"),
+        (Beat(2, "step", 31, True, passes=[[1, 1], [2, 2], [3, 1]]), "rank 1 skipped step 2"),
+        (Beat(2, "step", 31, True, passes=[[1, 1], [3, 1]]), "rank 1 waits somewhere else"),
+        (Beat(3, "step", 31, True, passes=[[1, 1]], meets=True), "rank 1 waits somewhere else"),
+    ],
+)
+def test_ranks_that_wait_for_each_other_at_different_points_are_ended(other: Beat, says: str) -> None:
+    ready = Beat(2, "step", 31, True, passes=[[1, 1], [3, 1]], meets=True)
+    verdict = judge(beats(r0=ready, r1=other), 30)
+    assert verdict is not None
+    assert verdict.hopeless
+    assert says in verdict.finding.what
+    computing = replace(other, waits=False)
+    assert judge(beats(r0=ready, r1=computing), 30) is None
+    assert judge(beats(r0=ready, r1=other, r2=replace(other, idle=5)), 30) is None
+
+
+def test_a_busy_rank_is_named_and_never_hopeless() -> None:
+    verdict = judge(beats(r0=Beat(24, "step", 31, True), r1=Beat(24, "between", 31, False, "save.py:3")), 30)
+    assert verdict is not None
+    assert not verdict.hopeless
+    assert "rank 1 keeps the others waiting" in verdict.finding.what
+    several = beats(r0=Beat(24, "step", 31, True), r1=Beat(24, "finished"), r2=Beat(24, "between", 31, False))
+    verdict = judge(several, 30)
+    assert verdict is not None
+    assert not verdict.hopeless
+    assert judge(beats(r0=Beat(24, "step", 5, True), r1=Beat(24, "finished")), 30) is None
+
+
+def test_a_rank_that_computes_waits_for_nobody() -> None:
+    evaluates = Beat(24, "step", 500, False, "evaluate.py:7")  # a forward without no_grad(), after the loop
+    assert judge(beats(r0=evaluates, r1=Beat(24, "between", 500, True, "train.py:9")), 30) is None
+
+
+def report(
+    gpu: str, used: float = 10, elsewhere: dict[str, int] | None = None, host: str = "a"
+) -> dict[str, Any]:
+    return {
+        "host": host,
+        "device": "cuda:0",
+        "gpu": gpu,
+        "used": int(used * 2**30),
+        "elsewhere": elsewhere or {},
+    }
+
+
+def test_memory_on_another_ranks_gpu_is_named() -> None:
+    finding = trespass([0, 1], [report("A"), report("B", elsewhere={"A": 2**30})])
+    assert finding is not None
+    assert finding.what == "rank 1 holds 1.00 GiB on the GPU of rank 0"
+    assert trespass([0, 1], [report("A"), report("B", elsewhere={"C": 2**30})]) is None
+    assert trespass([0, 1], [report("A"), report("B", elsewhere={"A": 2**30}, host="b")]) is None
+
+
+def test_two_ranks_on_one_gpu_and_unequal_memory_are_told() -> None:
+    finding = shared([0, 1], [report("A"), report("A")])
+    assert finding is not None
+    assert "ranks 0 and 1 work on the same GPU" in finding.what
+    assert shared([0, 1], [report("A"), report("A", host="b")]) is None
+    assert shared([0, 1], [report(""), report("")]) is None
+    finding = imbalance([0, 1, 2, 3], [report("A", 25), report("B"), report("C"), report("D")])
+    assert finding is not None
+    assert finding.what == "25.0 GiB in use on the GPU of rank 0, 10.0 on others"
+    assert imbalance([0, 1], [report("A", 11), report("B")]) is None
+    assert imbalance([0, 1], [report("A", 1.9), report("B", 0.5)]) is None
+    assert imbalance([0, 1], [report("", 0), report("", 0)]) is None
+
+
+def test_a_tensor_elsewhere_is_named_in_a_world_of_several() -> None:
+    here, there = torch.device("cpu"), torch.empty(2, device="meta")
+    finding = misplaced(here, {"teacher parameter 'fc.weight'": there}, 1, 2)
+    assert finding is not None
+    assert finding.what == "teacher parameter 'fc.weight' lies on meta, but rank 1 works on cpu"
+    assert misplaced(here, {"teacher parameter 'fc.weight'": there}, 0, 1) is None
+    assert home([torch.ones(1), there]) is None
+    assert home([torch.ones(1)]) == here
+
+
+@pytest.mark.parametrize(
+    ("counts", "of", "what"),
+    [
+        ([50, 50], 100, None),
+        ([100, 100], 100, None),
+        ([51, 51], 101, "1 sample twice"),
+        ([50, 49], 101, "2 samples left out"),
+        ([50, None], 100, "only 1 of 2 ranks"),
+        ([102, 102], 101, "counted 102 samples of 101: 1 sample twice"),  # all_reduced
+        ([96, 96], 101, "counted 96 samples of 101: 5 samples left out"),
+    ],
+)
+def test_an_evaluation_counts_each_sample_once(counts: list[int | None], of: int, what: str | None) -> None:
+    finding = miscounted([0, 1], counts, of, "evaluation 1")
+    assert (finding is None) == (what is None)
+    assert finding is None or (what is not None and what in finding.what)
+
+
+def rates(factor: Any, per_epoch: int | None = None) -> tuple[Rates, torch.optim.lr_scheduler.LambdaLR]:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return Rates(optimizer, scheduler, per_epoch), scheduler
+
+
+@pytest.mark.filterwarnings("ignore:Detected call")
+def test_a_rate_may_begin_and_end_at_zero_but_not_stay_there() -> None:
+    watched, scheduler = rates(lambda step: [0, 0, 0, 1, 1, 0, 0, 0][step])
+    told = []
+    for step in range(1, 8):
+        watched.forward()
+        told.append(watched.look(step))
+        scheduler.step()
+    assert [finding is None for finding in told] == [True] * 6 + [False]
+    assert told[-1] is not None
+    assert told[-1].since == "step 6"
+
+
+def test_a_phase_at_zero_that_the_schedule_leaves_again_is_healthy() -> None:
+    watched, scheduler = rates(lambda step: 0.0 if 2 <= step < 40 else 1.0)
+    for step in range(1, 30):
+        watched.forward()
+        assert watched.look(step) is None
+        watched.optimizer.step()
+        scheduler.step()
+
+
+def test_a_schedule_that_is_never_followed_is_told_after_two_epochs_or_at_the_end() -> None:
+    watched, _ = rates(lambda step: 1.0, per_epoch=3)
+    assert [watched.look(step) is None for step in range(1, 9)] == [True] * 6 + [False] * 2
+    assert watched.at_close(1, 0) is None
+    finding = watched.at_close(5, 0)
+    assert finding is not None
+    assert "never stepped in 5 steps" in finding.what
+
+
+def test_the_line_that_takes_the_wrapper_off_is_found_in_the_source(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(
+        "torch.save(model.module.state_dict())\nout = model.module(x)\nhead = model.module.head\n"
+        "raw = model.module\nmodel = model.module\n"
+    )
+    found = line_to_change(None, [str(file)])
+    assert found == Place(str(file), 5)
+    assert str(found) == f"{file}:5: `model = model.module`"
+    file = tmp_path / "other.py"
+    file.write_text("torch.save(model.module.state_dict())\nmodel.module.encode(x)\nout = model.module(x)\n")
+    assert line_to_change(None, [str(file)]) == Place(str(file), 3)
+    called = Place(str(file), 2)
+    assert line_to_change(called, [str(file)]) == called
+    file = tmp_path / "right.py"
+    file.write_text("torch.save(model.module.state_dict())\nout = model(x)\n")
+    assert line_to_change(None, [str(file)]) is None
+
+
+def test_inputs_on_different_scales_are_seen_and_other_data_is_not() -> None:
+    x = torch.randn(16, 3, 4, 4)
+    mine = levels([x, torch.arange(16)])
+    assert len(mine) == 1
+    assert far_apart([mine, levels([40 * x + 128])]) == (0, 1)
+    assert far_apart([mine, levels([x + 12])]) == (0, 1)
+    assert far_apart([mine, mine, levels([3 * x + 5])]) is None
+    assert far_apart([mine, levels([torch.ones(16, 3)])]) is None, "constant inputs have no scale"
+    assert far_apart([mine, []]) is None
+
+
+def test_a_parameter_frozen_on_one_rank_is_named() -> None:
+    assert unlike_trained([0, 1], ["11", "11"], ["a", "b"], 1) is None
+    finding = unlike_trained([0, 4, 5], ["11", "11", "10"], ["a", "b"], 1)
+    assert finding is not None
+    assert finding.what == "parameter 'b' is frozen on rank 5 and trained on rank 0"
+    finding = unlike_trained([0, 1], ["00", "11"], ["a", "b"], 1)
+    assert finding is not None
+    assert finding.what == "parameters 'a' and 1 more are frozen on rank 0 and trained on rank 1"
+
+
+def test_a_state_of_the_optimizer_on_some_ranks_is_named() -> None:
+    fresh = {"param_groups[0]['lr']": 1}
+    loaded = {**fresh, "exp_avg of fc.weight": 7}
+    assert _unloaded([0, 1], [fresh, fresh]) is None
+    assert _unloaded([0, 1], [loaded, loaded]) is None
+    finding = _unloaded([0, 1, 2], [loaded, fresh, fresh])
+    assert finding is not None
+    assert "on rank 0 and none on ranks 1, 2" in finding.what
+
+
+def test_unequal_steps_and_rates_are_named_at_the_end() -> None:
+    def word(steps: int, passes: list[list[int]], rate: float) -> dict[str, Any]:
+        return {"steps": [steps], "passes": passes, "rates": {"param_groups[0]['lr']": rate}}
+
+    even, short = word(24, [[1, 1]], 0.1), word(23, [[1, 1], [12, 2], [13, 1]], 0.1)
+    assert unequal_steps([0, 1], [even, even], 10) is None
+    finding = unequal_steps([0, 1], [even, short], 10)
+    assert finding is not None
+    assert finding.what.startswith("rank 1 skipped step 12: 2 forward passes in it")
+    assert finding.where == "rank 0: 24 steps, rank 1: 23 steps"
+    finding = unequal_steps([0, 1], [even, word(23, [[1, 1]], 0.1)], 10)
+    assert finding is not None
+    assert finding.what == "ranks took unequal numbers of steps"
+    assert unlike_rates([0, 1], [even, short]) is None
+    finding = unlike_rates([0, 1], [even, word(24, [[1, 1]], 0.05)])
+    assert finding is not None
+    assert "param_groups[0]['lr'] is 0.1 on rank 0 and 0.05 on rank 1" in finding.what
+
+
+class Wrapped(Dataset[Any]):
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+def test_a_data_set_is_known_by_what_it_wraps() -> None:
+    def inner(value: float) -> TensorDataset:
+        return TensorDataset(torch.full((4, 2), value))
+
+    class Opaque(Dataset[Any]):
+        pass
+
+    for wrap in (Wrapped, lambda one: Wrapped(Wrapped(one)), lambda one: Wrapped([one, one])):
+        assert contents_of(wrap(inner(1.0))) == contents_of(wrap(inner(1.0))) != contents_of(wrap(inner(2.0)))
+    assert "own" in contents_of(Wrapped(Opaque()).inner)
+    both = contents_of(ConcatDataset([inner(1.0), inner(2.0)]))
+    assert both != contents_of(ConcatDataset([inner(1.0), inner(3.0)]))
+
+
+def test_the_level_of_losses_leaves_out_what_is_not_finite() -> None:
+    losses = Losses(Probes(1), values=[torch.tensor(1.0)] * 20)
+    assert losses.level() == (1.0, 0.0, 10)
+    losses.values[15] = torch.tensor(torch.nan)
+    assert losses.level() == (1.0, 0.0, 9)
+    losses.values = [torch.tensor(torch.inf)] * 20
+    assert losses.level() is None
+
+
+def test_a_meeting_gives_up_in_bounded_time_and_a_late_rank_still_compares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = torch.distributed.HashStore()
+    early, late = Meeting(0, (0, 1), store), Meeting(1, (0, 1), store)
+    early.patience = 0.3
+    with pytest.raises(Absent):
+        early.gather("5", "mine", lambda: None)
+    assert late.gather("5", "theirs", lambda: None) == ["mine", "theirs"]
+    absent = Meeting(0, (0, 1, 2), store)
+    monkeypatch.setattr("drumline.guards.meeting._ABSENT_AFTER", 0.1)
+    with pytest.raises(UserError, match="not called on rank 2"):
+        absent.gather("6", "mine", lambda: None)

@@ -1,0 +1,155 @@
+"""A world of one works like any other, and every way of talking says what it should on real processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from drumline.core.environment import Place, to_env
+from drumline.core.errors import UserError
+from drumline.launch.network import free_port
+from drumline.parallel.world import Pending, World, alone, choose_backend, join, resolve_device_type
+from tests.train import ranks
+
+CPU = torch.device("cpu")
+SIZES = pytest.mark.parametrize("size", [2, 3])
+
+
+def column(size: int, name: str) -> list[object]:
+    return [result[name] for result in ranks.results(size)]
+
+
+def test_every_method_works_on_a_world_of_one() -> None:
+    world = alone(CPU)
+    values = torch.tensor([1.0, 2.0])
+    assert world.first
+    assert world.sum(values) is values
+    assert world.broadcast(values) is values
+    assert values.tolist() == [1, 2]
+    assert world.share("x") == "x"
+    assert world.gather([1, 2.5]) == [[1, 2.5]]
+    assert world.gather_integers(torch.tensor([7, 2**60])).tolist() == [[7, 2**60]]
+    assert world.maximum_later(values) is None
+    world.barrier()
+    assert world.claim_failure()
+    world.close()
+
+
+@pytest.mark.slow
+@SIZES
+def test_sum_and_broadcast_reach_every_rank(size: int) -> None:
+    total = [sum(range(1, size + 1)), 10.0 * sum(range(size))]
+    assert column(size, "sum") == [total] * size
+    assert column(size, "broadcast") == [[1.0, 0.0]] * size
+    assert column(size, "backend") == ["gloo"] * size
+
+
+@pytest.mark.slow
+@SIZES
+def test_share_gives_rank_0s_value_to_all(size: int) -> None:
+    assert column(size, "share") == [{"path": "from 0"}] * size
+
+
+@pytest.mark.slow
+@SIZES
+def test_gather_is_in_rank_order_and_exact_for_64_bit_integers(size: int) -> None:
+    assert column(size, "gather") == [[[rank, 0.1] for rank in range(size)]] * size
+    integers = [[2**53 + rank, -rank] for rank in range(size)]
+    assert column(size, "integers") == [integers] * size
+
+
+@pytest.mark.slow
+@SIZES
+def test_the_maximum_arrives_later_on_every_rank(size: int) -> None:
+    assert column(size, "maximum") == [[size - 1, 0]] * size
+
+
+@pytest.mark.slow
+@SIZES
+def test_only_the_first_rank_that_fails_may_say_so(size: int) -> None:
+    assert column(size, "failed_first") == [False] * (size - 1) + [True]
+
+
+@pytest.mark.slow
+@SIZES
+def test_a_rank_that_fails_because_rank_0_is_gone_was_not_first(size: int) -> None:
+    """Rank 0 holds the meeting place when the variables are set by hand."""
+    found = [result["failed_first_after_rank_0"] for result in ranks.results(size)[1:]]
+    assert found == [False] * (size - 1)
+
+
+def test_cpu_processes_talk_over_gloo() -> None:
+    assert choose_backend("auto", CPU, shared=False) == "gloo"
+    assert choose_backend("gloo", CPU, shared=False) == "gloo"
+
+
+def test_a_backend_that_torch_was_built_without_is_refused() -> None:
+    if torch.distributed.is_mpi_available():
+        pytest.skip("this torch has MPI")
+    with pytest.raises(UserError, match=r"parallel.backend = mpi: this torch was built without it"):
+        choose_backend("mpi", CPU, shared=False)
+
+
+def test_more_processes_than_gpus_share_them_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    gpu = torch.device("cuda", 0)
+    assert choose_backend("auto", gpu, shared=False) == "nccl"
+    assert choose_backend("auto", gpu, shared=True) == "gloo"
+    with pytest.raises(UserError, match="several processes share a GPU"):
+        choose_backend("nccl", gpu, shared=True)
+
+
+def test_one_process_needs_nobody_to_meet() -> None:
+    place = Place(0, 1, 0, 1, 0, "127.0.0.1", 1, "env")
+    assert join(None, "cpu", "auto", 1) == join(place, "cpu", "auto", 1) == alone(CPU)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_world_that_does_not_meet_says_where_and_for_how_long(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    place = Place(rank, 2, rank, 2, 0, "127.0.0.1", free_port("127.0.0.1"), "env")
+    for name in to_env(place):
+        monkeypatch.setenv(name, "")
+    where = f"127.0.0.1:{place.master_port}"
+    with pytest.raises(UserError, match=f"rank {rank} of 2 could not meet the others at {where} within 1 s"):
+        join(place, "cpu", "gloo", 1)
+
+
+def test_cuda_without_a_gpu_is_refused_and_auto_takes_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device_type("auto") == "cpu"
+    assert resolve_device_type("cpu") == "cpu"
+    with pytest.raises(UserError, match="torch sees no GPU"):
+        resolve_device_type("cuda")
+
+
+def test_every_link_of_a_part_has_carried_a_message_before_it_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL holds both hosts at the first: in the same order everywhere, none waits for another."""
+    said: dict[int, list[str]] = {}
+    monkeypatch.setattr(torch.distributed, "new_group", lambda *_, **__: None)
+
+    def send_later(self: World, tensor: torch.Tensor, to: int) -> Pending:
+        said[self.rank].append(f"to {to}")
+        return Pending(tensor)
+
+    def receive_later(self: World, into: torch.Tensor, source: int) -> Pending:
+        said[self.rank].append(f"from {source}")
+        return Pending(into)
+
+    monkeypatch.setattr(World, "send_later", send_later)
+    monkeypatch.setattr(World, "receive_later", receive_later)
+    for rank in range(3):
+        said[rank] = []
+        world = replace(alone(CPU), rank=rank, size=3, backend="nccl")
+        world.part([[0, 1, 2]], [(0, 1), (1, 2), (2, 0)])
+    assert said == {0: ["to 1", "from 2"], 1: ["from 0", "to 2"], 2: ["from 1", "to 0"]}
+
+
+def test_rank_0_is_the_one_that_writes() -> None:
+    assert not replace(alone(CPU), rank=1, size=2).first
+    assert isinstance(alone(CPU), World)

@@ -1,0 +1,84 @@
+"""A restart goes on in the folder of the first start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from drumline.config.recipe import Checkpoint, Recipe, Run
+from drumline.core.errors import UserError
+from drumline.state.checkpoint import Position, write_checkpoint
+from drumline.state.claim import Claim, claimed, going_on, remember, resume_word
+from drumline.state.folder import UNSAVED, open_run, write_facts
+
+
+@pytest.fixture
+def claim(monkeypatch: pytest.MonkeyPatch) -> Iterator[Claim]:
+    found = Claim()
+    for name, value in found.variable.items():
+        monkeypatch.setenv(name, value)
+    yield found
+    found.close()
+
+
+def recipe(folder: Path, resume: str = "never") -> Recipe:
+    return Recipe(run=Run(dir=str(folder)), checkpoint=Checkpoint(resume=resume))
+
+
+def test_the_first_folder_is_remembered_and_those_inside_it_are_not(claim: Claim) -> None:
+    assert claimed() == claim.read() == ""
+    remember("photos-1")
+    remember("initial-fsp")
+    assert claimed() == claim.read() == "photos-1"
+    claim.write("other")
+    assert claimed() == "other"
+
+
+def test_without_a_launcher_nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DRUMLINE_CLAIMED", raising=False)
+    remember("photos-1")
+    assert claimed() == ""
+
+
+def test_a_restart_resumes_under_the_name_that_was_claimed(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    assert resume_word(recipe(tmp_path), "x") == "auto"
+    again = going_on(recipe(tmp_path), "x", "auto")
+    assert (again.run.name, again.checkpoint.resume) == ("x", "auto")
+    assert again == replace(recipe(tmp_path), run=again.run, checkpoint=again.checkpoint)
+
+
+def test_a_run_that_goes_on_from_another_does_so_again_until_it_has_saved(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    assert resume_word(recipe(tmp_path, "runs/old"), "x") == "runs/old"
+    (tmp_path / "x/checkpoints/step-3").mkdir(parents=True)
+    assert resume_word(recipe(tmp_path, "runs/old"), "x") == "auto"
+
+
+def test_a_restart_lost_before_its_first_checkpoint_is_not_taken_for_another_run(
+    tmp_path: Path, claim: Claim
+) -> None:
+    groups = {"model": {"w": torch.ones(3)}, "optimizer": {}}
+    (tmp_path / "old/checkpoints").mkdir(parents=True)
+    saved = write_checkpoint(tmp_path / "old/checkpoints", groups, Position(3, 10), "", {})
+    wanted = replace(recipe(tmp_path, str(tmp_path / "old")), run=Run(dir=str(tmp_path), name="x"))
+    first = open_run(wanted, "digits")
+    write_facts(first.path, "", {})
+    (first.path / UNSAVED).touch()
+    first.leave()
+    again = open_run(wanted, "digits")
+    assert again.resume_from == saved
+    again.leave()
+    (first.path / UNSAVED).unlink()  # it has saved one, which is gone
+    with pytest.raises(UserError, match="holds another run"):
+        open_run(wanted, "digits")
+
+
+def test_a_machine_that_does_not_see_the_folder_does_not_begin_again(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"the folder of the run to continue, .* does not exist") as caught:
+        resume_word(recipe(tmp_path), "x")
+    assert "shared disk" in caught.value.fix

@@ -1,0 +1,224 @@
+"""Many write, one seals, and what they wrote is one checkpoint or none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drumline.core.errors import UserError
+from drumline.state import shards as pieces
+from drumline.state.checkpoint import (
+    Position,
+    Unsound,
+    begin_folder,
+    checkpoints,
+    read_checkpoint,
+    write_checkpoint,
+)
+from drumline.state.manager import Keeper
+from drumline.state.manifest import MANIFEST, manifest_text, read_manifest
+from drumline.state.shards import LocalGroups, Piece, seal_pieces, share_of_rows, write_pieces
+from drumline.state.tensors import file_sha256, write_tensors
+
+POSITION = Position(step=5, per_epoch=10)
+RECIPE = "[run]\nseed = 1\n"
+WEIGHT, BIAS = torch.arange(15.0).reshape(5, 3), torch.tensor([1.5])
+
+
+def local(rank: int, world: int) -> LocalGroups:
+    first, last = share_of_rows(5, rank, world)
+    parts = {"weight": Piece(WEIGHT[first:last], (5, 3))}
+    whole = {"bias": Piece(BIAS, None), "count": Piece(torch.tensor(3), None)}
+    steps = {"step/weight": Piece(torch.tensor(2.0), None)} if not rank else {}
+    return {
+        "model": parts | (whole if not rank else {}),
+        "optimizer": {"slot/weight": Piece(-WEIGHT[first:last], (5, 3))} | steps,
+    }
+
+
+def written(folder: Path, world: int = 3, **options: Any) -> Path:
+    temporary = begin_folder(folder, 5)
+    for rank in reversed(range(world)):
+        write_pieces(temporary, rank, world, local(rank, world))
+    memory = {"memory": {"bank": torch.ones(2)}}
+    return seal_pieces(temporary, world, POSITION, RECIPE, {}, whole=memory, **options)
+
+
+@given(rows=st.integers(0, 40), world=st.integers(1, 12))
+def test_the_shares_of_rows_cover_them_in_order(rows: int, world: int) -> None:
+    shares = [share_of_rows(rows, rank, world) for rank in range(world)]
+    assert [row for first, last in shares for row in range(first, last)] == list(range(rows))
+    chunks = [len(chunk) for chunk in torch.arange(rows).chunk(world)] if rows else []
+    assert [last - first for first, last in shares][: len(chunks)] == chunks
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+def test_pieces_join_to_what_a_plain_checkpoint_holds(tmp_path: Path, world: int) -> None:
+    manifest, groups = read_checkpoint(written(tmp_path / "pieces", world))
+    plain = {
+        "model": {"weight": WEIGHT, "bias": BIAS, "count": torch.tensor(3)},
+        "optimizer": {"slot/weight": -WEIGHT, "step/weight": torch.tensor(2.0)},
+        "memory": {"bank": torch.ones(2)},
+    }
+    assert {group: set(tensors) for group, tensors in groups.items()} == {g: set(t) for g, t in plain.items()}
+    for group, tensors in plain.items():
+        assert all(torch.equal(groups[group][name], tensor) for name, tensor in tensors.items())
+    other = read_checkpoint(write_checkpoint(tmp_path / "plain", plain, POSITION, RECIPE, {}))[0]
+    assert manifest.state_sha256 == other.state_sha256
+    assert other.format == 1
+    assert '"pieces"' not in (tmp_path / "plain" / "step-5" / MANIFEST).read_text()
+
+
+def test_nothing_stands_under_the_name_before_it_is_sealed_and_no_receipt_after(tmp_path: Path) -> None:
+    temporary = begin_folder(tmp_path, 5)
+    write_pieces(temporary, 0, 2, local(0, 2))
+    assert checkpoints(tmp_path) == []
+    write_pieces(temporary, 1, 2, local(1, 2))
+    assert checkpoints(tmp_path) == []
+    path = seal_pieces(temporary, 2, POSITION, RECIPE, {})
+    assert not temporary.exists()
+    assert {each.suffix for each in path.iterdir()} == {".safetensors", ".json"}
+    assert not list(path.glob("receipt*"))
+
+
+def test_the_seal_waits_for_a_slow_process(tmp_path: Path) -> None:
+    temporary = begin_folder(tmp_path, 5)
+    write_pieces(temporary, 0, 2, local(0, 2))
+    late = threading.Timer(0.3, write_pieces, (temporary, 1, 2, local(1, 2)))
+    late.start()
+    path = seal_pieces(temporary, 2, POSITION, RECIPE, {}, patience_s=20)
+    late.join()
+    read_checkpoint(path)
+
+
+def test_a_process_that_never_writes_leaves_no_checkpoint(tmp_path: Path) -> None:
+    temporary = begin_folder(tmp_path, 5)
+    write_pieces(temporary, 0, 2, local(0, 2))
+    with pytest.raises(OSError, match=r"rank\(s\) \[1\] have not written"):
+        seal_pieces(temporary, 2, POSITION, RECIPE, {}, patience_s=0.2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_fails_says_why_and_leaves_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = begin_folder(tmp_path, 5)
+    write_pieces(temporary, 0, 2, local(0, 2))
+
+    def full(*_: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(pieces, "write_tensors", full)
+    with pytest.raises(OSError, match="no room"):
+        write_pieces(temporary, 1, 2, local(1, 2))
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="rank 1: no room"):
+        seal_pieces(temporary, 2, POSITION, RECIPE, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_that_hold_different_states_are_told_apart(tmp_path: Path) -> None:
+    temporary = begin_folder(tmp_path, 5)
+    write_pieces(temporary, 0, 2, local(0, 2))
+    other = {**local(1, 2), "optimizer": {}}
+    write_pieces(temporary, 1, 2, other)
+    with pytest.raises(OSError, match="different states"):
+        seal_pieces(temporary, 2, POSITION, RECIPE, {})
+
+
+def test_a_failed_save_in_pieces_counts_and_the_next_one_succeeds(tmp_path: Path) -> None:
+    notes: list[str] = []
+    keeper = Keeper(tmp_path / "checkpoints", 1, RECIPE, {}, lambda: None, notes.append)
+    temporary = keeper.begin_pieces(POSITION)
+    assert temporary is not None
+    (temporary / "receipt-1.json").write_text('{"failed": "rank 1: no room"}')
+    keeper.save_pieces(temporary, local(0, 2), 2, POSITION, {})
+    with pytest.raises(UserError, match="no room"):
+        keeper.wait()
+    assert keeper.failures == 1
+    for step in (6, 7):
+        at = replace(POSITION, step=step)
+        temporary = keeper.begin_pieces(at, must=True)
+        assert temporary is not None
+        keeper.save_pieces(temporary, local(0, 2), 2, at, {})
+        write_pieces(temporary, 1, 2, local(1, 2))
+    keeper.close()
+    assert keeper.failures == 0
+    assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-7"]
+    assert "no room" in notes[0]
+
+
+def test_a_step_that_is_saved_is_not_saved_again(tmp_path: Path) -> None:
+    written(tmp_path)
+    keeper = Keeper(tmp_path, 3, RECIPE, {}, lambda: None)
+    assert keeper.begin_pieces(POSITION) is None
+    with pytest.raises(FileExistsError):
+        begin_folder(tmp_path, 5)
+    keeper.close()
+
+
+def resealed(path: Path, change: Any) -> None:
+    """A manifest with a right seal and wrong content."""
+    content = json.loads((path / MANIFEST).read_text())
+    manifest = read_manifest(path)
+    assert manifest.pieces is not None
+    change(content)
+    layout = replace(manifest.pieces, **content["pieces"])
+    (path / MANIFEST).write_text(
+        manifest_text(replace(manifest, pieces=layout, files=content["files"], format=content["format"]))
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: c["pieces"].update(count=2), "does not name model.shard-0-of-2"),
+        (lambda c: c["pieces"].update(count=0), "count"),
+        (lambda c: c["pieces"].update(count=10**9), "count"),
+        (lambda c: c["pieces"].update(shapes={}), "shapes"),
+        (lambda c: c["pieces"]["shapes"]["model"].update(weight=[-1, 3]), "no readable shape"),
+        (lambda c: c["pieces"]["shapes"]["model"].update(weight=[5, 4]), "shape"),
+        (lambda c: c["pieces"]["shapes"]["model"].update(bias=[1]), "'bias' is missing|has shape"),
+        (lambda c: c["pieces"]["shapes"]["model"].pop("weight"), "not sharded"),
+        (lambda c: c["files"].pop("model.shard-1-of-3.safetensors"), "does not name model.shard-1-of-3"),
+        (lambda c: c["files"].update({"model.safetensors": c["files"]["memory.safetensors"]}), "no file of"),
+        (lambda c: c["files"].update({"other.shard-0-of-3.safetensors": {}}), "no file of a checkpoint"),
+        (lambda c: c.update(format=1), "other fields"),
+        (lambda c: c.update(format=3), "format 3"),
+    ],
+)
+def test_a_table_that_does_not_fit_its_pieces_is_refused(tmp_path: Path, change: Any, words: str) -> None:
+    path = written(tmp_path)
+    resealed(path, change)
+    with pytest.raises(Unsound, match=words):
+        read_checkpoint(path)
+
+
+def test_a_piece_with_other_rows_is_refused_whatever_its_checksum(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    name = "model.shard-1-of-3.safetensors"
+    (path / name).unlink()
+    write_tensors(path / name, {"weight": WEIGHT[:1]})
+    size, sha256 = file_sha256(path / name)
+    resealed(path, lambda content: content["files"].update({name: {"bytes": size, "sha256": sha256}}))
+    with pytest.raises(Unsound, match="its piece of 'weight' has shape"):
+        read_checkpoint(path)
+
+
+def test_pieces_that_changed_places_are_refused(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    one, two = (path / f"model.shard-{rank}-of-3.safetensors" for rank in (1, 2))
+    shutil.move(one, path / "kept")
+    shutil.move(two, one)
+    shutil.move(path / "kept", two)
+    with pytest.raises(Unsound):
+        read_checkpoint(path)
