@@ -46,7 +46,7 @@ from torch import nn
 
 from distill_arms import Arm, ByHand, Ours, Plan, has_torchvision, make_recipe
 from drumline.core.errors import UserError
-from drumline.distill.cache.format import teacher as stored
+from drumline.distill.cache import teacher as stored
 from drumline.distill.task import lesson
 from drumline.models import create_model
 from drumline.state.weights import export_weights

@@ -106,7 +106,7 @@ def test_kill_9_in_the_middle_of_a_write_leaves_the_old_content(tmp_path: Path) 
     atomic.write_bytes(path, b"old")
     program = (
         "import sys, time, pathlib\n"
-        "from drumline.state import atomic\n"
+        "from drumline.core import files as atomic\n"
         "def write(temporary):\n"
         "    temporary.write_bytes(b'half')\n"
         "    print('writing', flush=True)\n"

@@ -37,7 +37,7 @@ def test_the_launcher_sees_each_workers_beats(beats: Beats) -> None:
 
 
 def test_beats_cross_processes(beats: Beats) -> None:
-    code = "import os; from drumline.launch import heartbeat as h; h.connect(os.environ); h.beat(5)"
+    code = "import os; from drumline.core import heartbeat as h; h.connect(os.environ); h.beat(5)"
     subprocess.run([sys.executable, "-c", code], env=os.environ | beats.variable(2), check=True)
     assert beats.read(2) == Beat(1, 5, Phase.STEPPING)
 

@@ -23,7 +23,7 @@ from drumline.core.errors import UserError
 from drumline.data import verify
 from drumline.data.examine import examine
 from drumline.data.image.decode import decode
-from drumline.data.packed.format import format as packed
+from drumline.data.packed import format as packed
 from drumline.data.sources import EncodedSource, SourceSpec, open_source
 from drumline.data.verify import (
     BAD,

@@ -22,10 +22,10 @@ from drumline.data.feed.batch import make_batch
 from drumline.data.feed.order import Request
 from drumline.data.feed.views import Batch, View
 from drumline.data.sources import ArraySource, SourceSpec, open_source
+from drumline.distill.cache import fill as fill_module
+from drumline.distill.cache import format as cache_module
 from drumline.distill.cache.fill import Teacher, fill, spot_check
 from drumline.distill.cache.format import Cache, open_cache, sole_filler
-from drumline.distill.cache.format import fill as fill_module
-from drumline.distill.cache.format import format as cache_module
 from drumline.distill.cache.key import Key, make_key
 from drumline.distill.cache.payload import Rule
 from drumline.parallel.world import World, join

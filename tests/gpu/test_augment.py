@@ -12,7 +12,7 @@ from torch import Tensor
 from drumline.data.feed.order import Request
 from drumline.data.image import pixels
 from drumline.data.image.augment import Augmentation, apply, plan
-from tests.data.test_pixels import SHAPES, coefficients, every_kind
+from tests.data.image.test_pixels import SHAPES, coefficients, every_kind
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ import torch
 from drumline.data.feed.resident import ResidentSet, resident_feed
 from drumline.data.feed.views import Batch, View
 from drumline.data.image.augment import Augmentation
-from tests.data.test_resident import SEED, array_source, assert_same, expected, training
+from tests.data.feed.test_resident import SEED, array_source, assert_same, expected, training
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from drumline.data.packed.format import Options
 from drumline.data.packed.write import pack_set
 from drumline.data.sources import Source, SourceSpec, open_source
 from drumline.launch.network import free_port
+from drumline.parallel.world import World
 from drumline.state.software import code_digest, software
 from drumline.train import agreement
 from drumline.train.agreement import check_data, check_recipes, check_software, different_fields
@@ -165,16 +167,20 @@ def test_other_code_and_other_versions_are_named(monkeypatch: pytest.MonkeyPatch
 def test_another_processor_or_arithmetic_is_a_warning_and_in_strict_mode_an_error(
     strict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = agreement.describe_environment
+    known, here = agreement.describe_environment, threading.local()
 
-    def described(world: Any, threads: int) -> dict[str, Any]:
-        found = known(world, threads) | {"device": f"processor {world.rank}"}
-        variables = {"ONEDNN_MAX_CPU_ISA": "SSE41"} if world.rank else {}
+    def described(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = known(*args, **kwargs) | {"device": f"processor {here.rank}"}
+        variables = {"ONEDNN_MAX_CPU_ISA": "SSE41"} if here.rank else {}
         return found | {"arithmetic": found["arithmetic"] | variables}
+
+    def check(world: World) -> list[str]:
+        here.rank = world.rank
+        return check_software(recipe, world)
 
     monkeypatch.setattr(agreement, "describe_environment", described)
     recipe = Recipe(run=Run(strict=strict))
-    for found in on_ranks(2, lambda world: check_software(recipe, world)):
+    for found in on_ranks(2, check):
         said = found.what if strict else found[0]
         assert isinstance(found, UserError) is strict
         assert said.startswith("rank 1 on " if strict else "WARNING: rank 1 on ")

@@ -111,15 +111,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         # For `package.module:factory` of the user's own; last, so that nothing installed is shadowed.
         sys.path.append(here)
     commands: dict[str, Callable[[list[str]], int]] = {
-        "train": train,
-        "distill": distill,
-        "eval": evaluate,
-        "pack": pack,
-        "verify": verify,
-        "compare": compare,
-        "plan": plan,
-        "doctor": doctor,
-        "demo": demo,
+        "train": _train,
+        "distill": _distill,
+        "eval": _evaluate,
+        "pack": _pack,
+        "verify": _verify,
+        "compare": _compare,
+        "plan": _plan,
+        "doctor": _doctor,
+        "demo": _demo,
     }
     if len(words) > 1 and words[0] == "help" and words[1] in commands:
         words = [words[1], "--help"]
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def train(words: list[str]) -> int:
+def _train(words: list[str]) -> int:
     """`drumline train`: one run of a recipe."""
     from drumline.config.arguments import parse
 
@@ -174,7 +174,7 @@ def train(words: list[str]) -> int:
     return _run(["train", *words], invocation.recipe, "drumline.train.loop:train")
 
 
-def distill(words: list[str]) -> int:
+def _distill(words: list[str]) -> int:
     """`drumline distill`: one run of a recipe with a teacher."""
     from drumline.config.arguments import parse
     from drumline.distill.presets import listing
@@ -199,7 +199,7 @@ def distill(words: list[str]) -> int:
     return _run(["distill", *words], invocation.recipe, "drumline.distill.run:distill")
 
 
-def evaluate(words: list[str]) -> int:
+def _evaluate(words: list[str]) -> int:
     """`drumline eval`: score a model."""
     from drumline.cli.eval import evaluate as run
 
@@ -208,7 +208,7 @@ def evaluate(words: list[str]) -> int:
     return run(words)
 
 
-def verify(words: list[str]) -> int:
+def _verify(words: list[str]) -> int:
     """`drumline verify`: check a run, a checkpoint or a data set."""
     if "-h" in words or "--help" in words:
         print(VERIFY_HELP, end="")
@@ -243,14 +243,14 @@ def verify(words: list[str]) -> int:
     return 0 if inspection.sound else 1
 
 
-def pack(words: list[str]) -> int:
+def _pack(words: list[str]) -> int:
     """`drumline pack`: a data set in a few large files."""
     from drumline.cli.pack import pack as run
 
     return run(words)
 
 
-def compare(words: list[str]) -> int:
+def _compare(words: list[str]) -> int:
     """`drumline compare`: two runs, bit by bit."""
     if "-h" in words or "--help" in words:
         print(COMPARE_HELP, end="")
@@ -270,14 +270,14 @@ def compare(words: list[str]) -> int:
     return 0 if found.equal else 1
 
 
-def plan(words: list[str]) -> int:
+def _plan(words: list[str]) -> int:
     """`drumline plan`: where a model can be cut into stages."""
     from drumline.cli.plan import plan as show
 
     return show(words)
 
 
-def doctor(words: list[str]) -> int:
+def _doctor(words: list[str]) -> int:
     """`drumline doctor`: examine this machine."""
     if words and words[0] in ("-h", "--help"):
         print(DOCTOR_HELP, end="")
@@ -290,7 +290,7 @@ def doctor(words: list[str]) -> int:
     return examine(models=bool(words))
 
 
-def demo(words: list[str]) -> int:
+def _demo(words: list[str]) -> int:
     """`drumline demo`: the main job on embedded data."""
     from drumline.cli.demo import demo as show
 

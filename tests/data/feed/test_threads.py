@@ -102,7 +102,9 @@ def specs(tmp_path_factory: pytest.TempPathFactory, broken: bool) -> dict[str, S
         "folder": SourceSpec("folder", str(folder), "train"),
         "tar": SourceSpec("tar", str(place / "photos.tar"), "train"),
         "packed": SourceSpec("packed", str(place / "packed"), "train"),
-        "custom": SourceSpec("tests.data.test_threads:in_memory", "broken" if broken else "sound", "train"),
+        "custom": SourceSpec(
+            "tests.data.feed.test_threads:in_memory", "broken" if broken else "sound", "train"
+        ),
     }
 
 

@@ -30,7 +30,7 @@ from drumline.data.image.augment import (
     randaugment,
     random_erasing,
 )
-from tests.data.test_pixels import Images, hue_by_pillow, noise, photographs, transformed
+from tests.data.image.test_pixels import Images, hue_by_pillow, noise, photographs, transformed
 
 SEED, EPOCH = 5, 7
 EVERYTHING = Augmentation(jitter=(0.4, 0.4, 0.4, 0.1), randaugment=(2, 9), erasing=0.5, fill=(124, 116, 104))

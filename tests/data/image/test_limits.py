@@ -26,8 +26,8 @@ from drumline.data.packed.format import Options
 from drumline.data.packed.write import pack_set
 from drumline.data.sources import EncodedSource, SourceSpec, open_source
 from tests.data.damage import encoded, good_jpeg, picture, with_scans
+from tests.data.feed.test_threads import assert_equal, fresh
 from tests.data.test_native import needs_jpeg
-from tests.data.test_threads import assert_equal, fresh
 
 
 def refused(data: bytes, exif: str = "apply") -> str:

@@ -278,7 +278,7 @@ def test_without_the_native_part_the_pixels_are_the_same() -> None:
 import hashlib, numpy as np
 from drumline import native
 from drumline.data.image.resize import resize
-from tests.data.test_resize import FILTERS, PILLOW_13, patterned, random_case
+from tests.data.image.test_resize import FILTERS, PILLOW_13, patterned, random_case
 assert not native.available() and not native.decodes_jpeg(), native.describe()
 for width, height, channels, size, box, filter, digest, _ in PILLOW_13:
     found = resize(patterned(width, height, channels), size, box, "pillow13", filter)

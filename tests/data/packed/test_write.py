@@ -24,9 +24,10 @@ from drumline.cli.pack import HELP, pack, summary
 from drumline.core.errors import UserError
 from drumline.data.image.decode import decode
 from drumline.data.image.resize import resize
-from drumline.data.packed.format import Kind, Options, read_manifest, stored
-from drumline.data.packed.format import format as packed_format
-from drumline.data.packed.format import write as work
+from drumline.data.packed import format as packed_format
+from drumline.data.packed import stored
+from drumline.data.packed import write as work
+from drumline.data.packed.format import Kind, Options, read_manifest
 from drumline.data.packed.write import pack_set
 from drumline.data.sources import ArraySource, EncodedSource, PackedFiles, SourceSpec, open_source
 
@@ -358,8 +359,8 @@ import time
 from pathlib import Path
 
 if __name__ == "__main__":
-    from drumline.data import pack as work
-    from drumline.data import stored
+    from drumline.data.packed import write as work
+    from drumline.data.packed import stored
     from drumline.data.packed.format import Options
 
     def slowly(self, *args, add=work.SplitWriter.add):

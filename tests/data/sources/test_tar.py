@@ -18,7 +18,7 @@ from drumline.core.errors import UserError
 from drumline.data.sources import SourceSpec, detect_source, open_source
 from drumline.data.sources.base import MappedFiles, holdout_mask
 from drumline.data.sources.tar import members, open_tar
-from tests.data.test_sources_folder import FILES
+from tests.data.sources.test_folder import FILES
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 

@@ -21,10 +21,10 @@ import pytest
 import torch
 
 from drumline.core.errors import UserError
+from drumline.distill.cache import fill as fill_module
+from drumline.distill.cache import format as cache_module
 from drumline.distill.cache.fill import chosen_chunks, fill, spot_check
 from drumline.distill.cache.format import Cache, open_cache
-from drumline.distill.cache.format import fill as fill_module
-from drumline.distill.cache.format import format as cache_module
 from drumline.distill.cache.payload import Rule
 from drumline.parallel.world import alone
 from tests.distill import cache_ranks

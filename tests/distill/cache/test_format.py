@@ -23,8 +23,8 @@ from drumline.data.feed.order import Request, share, training_requests
 from drumline.data.feed.views import View
 from drumline.data.image.augment import Augmentation
 from drumline.data.sources import ArraySource, Source, SourceSpec, open_source
+from drumline.distill.cache import format as cache_module
 from drumline.distill.cache.format import Cache, open_cache
-from drumline.distill.cache.format import format as cache_module
 from drumline.distill.cache.key import LOOKED_AT, Key, content_of, describe_view
 from drumline.distill.cache.payload import Rule, decode, differences, encode
 from drumline.distill.cache.rows import CachedRows, with_rows
