@@ -192,12 +192,6 @@ def sha256(run: Path) -> str:
     return found.state_sha256
 
 
-def test_processes_virtual_devices_and_plain_accumulation_end_with_the_same_bits(run: Runs) -> None:
-    plain = sha256(run("accumulate", "train.accumulate=4"))
-    assert sha256(run("two", *OVER_TWO)) == plain
-    assert sha256(run("virtual", *IN_ONE, "parallel.stages=3", "parallel.schedule=gpipe")) == plain
-
-
 def test_a_killed_pipeline_resumes_with_the_bits_of_an_uninterrupted_one(run: Runs) -> None:
     whole = run("two", *OVER_TWO)
     folder = whole.parents[1]

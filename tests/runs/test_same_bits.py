@@ -48,19 +48,6 @@ def test_two_runs_and_any_number_of_workers_give_the_same_bits(tmp_path: Path) -
     assert len(hashes) == 1
 
 
-def test_dropout_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    small = (
-        "model.name=mobilenet_v2",
-        "data.size=32",
-        "train.steps=9",
-        "train.eval_every=0",
-        "checkpoint.keep=9",
-    )
-    train(tmp_path, "whole", *small, "checkpoint.every_steps=4")
-    train(tmp_path, "resumed", *small, "checkpoint.resume=runs/whole/checkpoints/step-4")
-    assert sha256(tmp_path, "resumed") == sha256(tmp_path, "whole")
-
-
 def test_the_saved_recipe_repeats_the_run(tmp_path: Path) -> None:
     train(tmp_path, "first", "train.epochs=1", "optim.name=adamw", "optim.lr=0.002", "data.workers=1")
     again = result(drumline("train", "runs/first/recipe.toml", folder=tmp_path))
