@@ -1,8 +1,8 @@
-"""The one error type meant for the person at the keyboard.
+"""The error type for mistakes that the user can fix.
 
-Anything a user can mend (a flag, a file, a folder, a machine setting) raises `UserError`; the command line
-prints it without a traceback and exits with code 2. Our own broken invariants stay `AssertionError`s. As text, an
-error holds nothing that steers a terminal, whatever names it quotes.
+Anything a user can fix (a flag, a file, a folder, a machine setting) raises `UserError`. The command line prints it
+without a traceback and exits with code 2. A broken invariant of our own code is an `AssertionError`. The text of an
+error contains no terminal control characters, whatever names it quotes.
 """
 
 from __future__ import annotations
@@ -11,20 +11,24 @@ from drumline.core.text import message
 
 
 class UserError(ValueError):
-    """What was wrong, where, and what to do about it, in one message."""
+    """What is wrong and where (`what`), what to do about it (`fix`), and a stable name for programs (`code`).
+
+    Code that needs to know which error it caught compares `code`, a short kebab-case word such as `bad-checksum`.
+    The wording of `what` and `fix` may change at any time.
+    """
 
     exit_code = 2
 
-    def __init__(self, what: str, fix: str = "") -> None:
-        self.what, self.fix = what, fix
+    def __init__(self, what: str, fix: str = "", code: str = "") -> None:
+        self.what, self.fix, self.code = what, fix, code
         super().__init__(message(f"{what}\n  fix: {fix}" if fix else what))
 
-    def __reduce__(self) -> tuple[type[UserError], tuple[str, str]]:
-        return type(self), (self.what, self.fix)
+    def __reduce__(self) -> tuple[type[UserError], tuple[str, str, str]]:
+        return type(self), (self.what, self.fix, self.code)
 
 
 class LostError(UserError):
-    """Something the run needs has gone: a loader process, an answer of another rank. Told like a user's mistake, but
-    a fresh start may mend it, so the launcher restarts what it would otherwise end."""
+    """The run lost something it needs, such as a loader process or the reply of another rank. It is printed like
+    any `UserError`, but a fresh start may succeed, so the launcher restarts the run."""
 
     exit_code = 1
