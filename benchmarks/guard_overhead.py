@@ -102,7 +102,7 @@ def arm(recipe: Recipe, kind: str, cleanup: ExitStack) -> Arm:
     run = start(replace(recipe, run=replace(recipe.run, name=kind)), alone(device), classification, cleanup)
     if not finite:
         run.step.finite = None
-        del run.trainee.optimizer.found_inf  # type: ignore[attr-defined]
+        del run.state.optimizer.found_inf  # type: ignore[attr-defined]
     guards = build(run)
     rehearse(run, run.rehearsal(0))
     guards.begin()

@@ -110,7 +110,7 @@ def ours(recipe: Recipe, steps: int, warm: int = WARM) -> tuple[float, float, st
         guards = Guards(run)
         with StopSign(world, guards.poll) as stop:
             take_steps(run, stop, guards)
-        state = state_sha256(run.trainee.tensors())
+        state = state_sha256(run.state.tensors())
         return (timed.ended - timed.begun) / steps, replay_alone(timed.step, steps), state
 
 

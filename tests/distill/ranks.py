@@ -72,13 +72,13 @@ def two_steps(folder: Path, name: str, world: World) -> dict[str, Any]:
     sets = prepare.prepare_sets(recipe, world)
     plan = prepare.prepare_plan(recipe, len(sets.train), world)
     task = lesson(recipe, sets, plan, make_grid(world), make_display(world.rank), Stage(stage))
-    trainee = assemble.prepare_trainee(recipe, task.module, world, task.model)
+    state = assemble.prepare_state(recipe, task.module, world, task.model)
     step = TrainStep(
-        trainee,
+        state,
         task.objective,
         prepare.normaliser(sets, recipe, world),
         world,
-        prepare_exchange(recipe, trainee, world, task.together),
+        prepare_exchange(recipe, state, world, task.together),
         seed=recipe.run.seed,
         global_batch=BATCH,
     )
@@ -90,16 +90,16 @@ def two_steps(folder: Path, name: str, world: World) -> dict[str, Any]:
         step(first, 0, 0.02)
         found["gradients"] = {
             key: parameter.grad.clone()
-            for key, parameter in trainee.module.named_parameters()
+            for key, parameter in state.module.named_parameters()
             if parameter.grad is not None
         }
         found["meter"] = world.sum(step.meter.clone())
         step(next(batches), 1, 0.02)
     task.objective.check()
-    witness = Witness(lambda: state_tensors(trainee), world, Logbook(None))
+    witness = Witness(lambda: state_tensors(state), world, Logbook(None))
     witness.look(2, torch.tensor([world.rank]))
     assert not witness.read().findings
-    groups = trainee.tensors()
+    groups = state.tensors()
     found["state"] = {
         f"{group}/{key}": tensor.clone() for group, each in groups.items() for key, tensor in each.items()
     }

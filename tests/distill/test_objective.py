@@ -26,7 +26,7 @@ from drumline.distill.objective import Distillation, Part, ramp
 from drumline.distill.teacher import Live, Taught, Teacher
 from drumline.parallel.layout import Averaged
 from drumline.parallel.world import alone
-from drumline.train.assemble import prepare_trainee
+from drumline.train.assemble import prepare_state
 from drumline.train.objective import Classification, Outcome
 from drumline.train.step import TrainStep
 from tests.distill.nets import Alone
@@ -290,10 +290,10 @@ def stepped(
         teacher=teacher,
     )
     bundle = Bundle(student, {}, {each.name: each.needs for each in parts})
-    trainee = prepare_trainee(Recipe(optim=tiny.SGD), bundle, alone(CPU), student)
-    exchange = Averaged(trainee.module, trainee.forward, alone(CPU))
+    state = prepare_state(Recipe(optim=tiny.SGD), bundle, alone(CPU), student)
+    exchange = Averaged(state.module, state.forward, alone(CPU))
     step = TrainStep(
-        trainee, made, tiny.NORMALISE, alone(CPU), exchange, seed=5, global_batch=COUNT, autocast=autocast
+        state, made, tiny.NORMALISE, alone(CPU), exchange, seed=5, global_batch=COUNT, autocast=autocast
     )
     for index in range(steps):
         step(tiny.make(COUNT, index), index, 0.1)
@@ -331,7 +331,7 @@ def test_losses_are_computed_in_fp32_outside_autocast(autocast: torch.dtype | No
 def test_the_teacher_is_checked_and_steps_leave_it_as_it_was() -> None:
     made, step = stepped(None, [part("kd", Kd(), 1.0)], steps=3)
     made.check()
-    assert all(parameter.grad is not None for parameter in step.trainee.module.parameters())
+    assert all(parameter.grad is not None for parameter in step.state.module.parameters())
     assert made.teacher is not None
     made.teacher.modules[0].train()
     with pytest.raises(UserError, match="training mode"):

@@ -31,7 +31,7 @@ from drumline.models import create_model
 from drumline.models.foreign import with_taps
 from drumline.parallel.layout import Averaged
 from drumline.parallel.world import World, alone
-from drumline.train.assemble import prepare_trainee
+from drumline.train.assemble import prepare_state
 from drumline.train.objective import Classification
 from drumline.train.step import TrainStep
 from tests.distill import ranks, test_relations, test_statistics, test_world_sizes
@@ -118,12 +118,12 @@ def test_a_teacher_in_train_mode_is_put_right_refused_and_never_changed() -> Non
     teacher = Teacher([module], CPU)
     made = distillation([Part("kd", Kd(), 1.0, Needs())], Live(teacher), teacher=teacher)
     student = Alone(CLASSES, (4, 4))
-    trainee = prepare_trainee(Recipe(optim=tiny.SGD), Bundle(student, {}, {}), alone(CPU), student)
-    exchange = Averaged(trainee.module, trainee.forward, alone(CPU))
-    step = TrainStep(trainee, made, tiny.NORMALISE, alone(CPU), exchange, seed=1, global_batch=6)
+    state = prepare_state(Recipe(optim=tiny.SGD), Bundle(student, {}, {}), alone(CPU), student)
+    exchange = Averaged(state.module, state.forward, alone(CPU))
+    step = TrainStep(state, made, tiny.NORMALISE, alone(CPU), exchange, seed=1, global_batch=6)
     step.rehearse(tiny.make(6))
     for index in range(3):
-        trainee.module.train()
+        state.module.train()
         step(tiny.make(6, index), index, 0.1)
     made.check()
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())

@@ -41,7 +41,7 @@ from drumline.train.finite import Finite
 from drumline.train.objective import Classification
 from drumline.train.optim import DeviceRate, build_optimizer
 from drumline.train.recompute import recompute_blocks
-from drumline.train.state import Trainee
+from drumline.train.state import TrainState
 from drumline.train.step import TrainStep
 from drumline.train.witness import Witness, state_tensors
 from tests.launch.ranks import one_thread, results_of
@@ -69,7 +69,7 @@ def one_before_two(folder: Path) -> None:
     with one_thread():
         step = plain_step(Odd(), alone(tiny.CPU), OPTIMS["adamw"], ema=0.7)
         take(step)
-    write_checkpoint(folder / "earlier", step.trainee.tensors(), POSITION, RECIPE, {})
+    write_checkpoint(folder / "earlier", step.state.tensors(), POSITION, RECIPE, {})
 
 
 def two_before_three(folder: Path) -> None:
@@ -108,11 +108,11 @@ class Odd(nn.Module):
 
 
 def mean_step(
-    trainee: Trainee, world: World, exchange: Any, clip: float = 0.0, precision: torch.dtype | None = None
+    state: TrainState, world: World, exchange: Any, clip: float = 0.0, precision: torch.dtype | None = None
 ) -> TrainStep:
-    finite = Finite(trainee.module, trainee.optimizer, world.device, action="stop", scaled=False)
+    finite = Finite(state.module, state.optimizer, world.device, action="stop", scaled=False)
     return TrainStep(
-        trainee,
+        state,
         Classification(0.1),
         tiny.NORMALISE,
         world,
@@ -143,11 +143,11 @@ def sharded_step(
     held, lr = Held(model), torch.tensor(0.0)
     optimizer = build_optimizer(optim, model, lr, held.parameters.values())
     scaler = torch.amp.GradScaler("cuda", enabled=False)
-    trainee = Trainee(model, model, model, optimizer, lr, scaler, average, held)
+    state = TrainState(model, model, model, optimizer, lr, scaler, average, held)
     exchange = ShardedExchange(model, held, world, accumulate)
     if isinstance(optimizer, DeviceRate):
         optimizer.norms = exchange.norms
-    return mean_step(trainee, world, exchange, clip, precision)
+    return mean_step(state, world, exchange, clip, precision)
 
 
 def plain_step(
@@ -166,8 +166,8 @@ def plain_step(
     optimizer = build_optimizer(optim, model, lr)
     scaler = torch.amp.GradScaler("cuda", enabled=False)
     average = Average(model, ema) if ema else None
-    trainee = Trainee(model, model, forward, optimizer, lr, scaler, average)
-    return mean_step(trainee, world, Averaged(model, forward, world, accumulate), clip, precision)
+    state = TrainState(model, model, forward, optimizer, lr, scaler, average)
+    return mean_step(state, world, Averaged(model, forward, world, accumulate), clip, precision)
 
 
 def images(seed: int) -> Batch:
@@ -184,13 +184,13 @@ def take(step: TrainStep, first: int = 0, last: int = STEPS, rehearse: bool = Tr
 
 
 def gradients(step: TrainStep) -> dict[str, torch.Tensor]:
-    named = step.trainee.module.named_parameters()
+    named = step.state.module.named_parameters()
     return {name: each.grad for name, each in named if each.grad is not None}
 
 
 def state_of(step: TrainStep) -> dict[str, dict[str, torch.Tensor]]:
     """On rank 0, what a checkpoint holds of it."""
-    found = Sharded(step.world).collect(step.trainee.tensors())
+    found = Sharded(step.world).collect(step.state.tensors())
     return {group: {n: t.detach().clone() for n, t in each.items()} for group, each in found.items()}
 
 
@@ -200,7 +200,7 @@ def assert_waited(event: threading.Event) -> None:
 
 def whole_state(step: TrainStep) -> dict[str, dict[str, torch.Tensor]]:
     """On rank 0, with the gradients."""
-    groups = {**step.trainee.tensors(), "gradient": gradients(step)}
+    groups = {**step.state.tensors(), "gradient": gradients(step)}
     found = Sharded(step.world).collect(groups)
     return {group: {n: t.detach().clone() for n, t in each.items()} for group, each in found.items()}
 
@@ -236,7 +236,7 @@ def steps(world: World, folder: Path) -> dict[str, Any]:
         step = sharded_step(Odd(), world, OPTIMS[name], ema=0.7, clip=0.1, accumulate=2)
         take(step)
         found[name] = whole_state(step)
-    held = step.trainee.held
+    held = step.state.held
     assert held is not None
     found["sharded"] = {name: tuple(held.parameters[name].shape) for name in held.sharded}
     found["idle"] = step.without_gradient
@@ -255,17 +255,17 @@ def against_ddp(world: World, folder: Path) -> dict[str, Any]:
     recomputed = sharded_step(again, world, OPTIMS["sgd"], ema=0.7)
     take(recomputed)
     by_host = sharded_step(batch_normed(), world, OPTIMS["sgd"], ema=0.7)
-    exchange_by_host(by_host.trainee.model, world)
+    exchange_by_host(by_host.state.model, world)
     take(by_host)
     # Uneven numbers of forwards, as in an evaluation.
-    model = sharded.trainee.model.eval()
+    model = sharded.state.model.eval()
     with gathered(model), torch.no_grad():
         scores = [model(tiny.normalised(images(9).images)) for _ in range(1 + world.rank)]
     with torch.no_grad():
-        expected = ddp.trainee.model.eval()(tiny.normalised(images(9).images))
+        expected = ddp.state.model.eval()(tiny.normalised(images(9).images))
     model.train()
     take(sharded, 3, 4, rehearse=False)
-    ddp.trainee.model.train()
+    ddp.state.model.train()
     take(ddp, 3, 4, rehearse=False)
     return {
         "fsdp": whole_state(sharded),
@@ -283,7 +283,7 @@ def uneven(world: World, folder: Path) -> dict[str, Any]:
     scored, plain = (sharded_step(tiny.normed(), world, OPTIMS["sgd"], ema=0.7) for _ in range(2))
     take(plain, 0, 2, rehearse=False)
     for index in range(2):
-        for module in (scored.trainee.model, scored.trainee.average.module):  # type: ignore[union-attr]
+        for module in (scored.state.model, scored.state.average.module):  # type: ignore[union-attr]
             was = module.training
             module.eval()
             with gathered(module), torch.no_grad():
@@ -344,19 +344,19 @@ def trouble(world: World, folder: Path) -> dict[str, Any]:
     """A gradient that is not finite in the part of one process alone: nobody may move."""
     step = sharded_step(Odd(), world, OPTIMS["lars"])
     take(step, 0, 1)
-    before = [local_part(each).clone() for each in step.trainee.module.parameters()]
+    before = [local_part(each).clone() for each in step.state.module.parameters()]
     step.finite.found.zero_()  # type: ignore[union-attr]
     exchange = step.exchange
     bring = exchange._bring_together  # type: ignore[attr-defined]
 
     def spoiled() -> None:
         if world.rank == world.size - 1:
-            step.trainee.held.parameters["stem.weight"].grad.fill_(torch.inf)  # type: ignore[union-attr]
+            step.state.held.parameters["stem.weight"].grad.fill_(torch.inf)  # type: ignore[union-attr]
         bring()
 
     exchange._bring_together = spoiled  # type: ignore[attr-defined]
     take(step, 1, 2, rehearse=False)
-    after = [local_part(each) for each in step.trainee.module.parameters()]
+    after = [local_part(each) for each in step.state.module.parameters()]
     return {
         "found": float(step.finite.found),  # type: ignore[union-attr]
         "moved": any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)),
@@ -367,7 +367,7 @@ def saving(world: World, folder: Path) -> dict[str, Any]:
     """A checkpoint in pieces, written in the background; then loaded into another model."""
     step = sharded_step(Odd(), world, OPTIMS["adamw"], ema=0.7)
     take(step)
-    groups = step.trainee.tensors()
+    groups = step.state.tensors()
     whole = state_of(step)
     memory = {"memory": {"bank": torch.arange(7.0)}}
     moved = threading.Event()
@@ -388,7 +388,7 @@ def saving(world: World, folder: Path) -> dict[str, Any]:
     records: list[str] = []
     book = Logbook(None)
     book.record = lambda text, chain: records.append(text)  # type: ignore[method-assign]
-    witness = Witness(lambda: state_tensors(step.trainee), world, book)
+    witness = Witness(lambda: state_tensors(step.state), world, book)
     witness.look(4, torch.arange(world.rank, BATCH, world.size), writes="full")
     seen = witness.read()
     if keeper is not None:
@@ -401,7 +401,7 @@ def saving(world: World, folder: Path) -> dict[str, Any]:
     for place in ("earlier", "checkpoints"):
         checkpoint = folder / place / "step-3"
         loaded = read_checkpoint(checkpoint)[1] if world.first else None
-        Sharded(world).spread(loaded, other.trainee.tensors(), checkpoint)
+        Sharded(world).spread(loaded, other.state.tensors(), checkpoint)
         resumed[place] = (loaded, state_of(other))
     take(other, 3, 4, rehearse=False)
     return {

@@ -162,7 +162,7 @@ def test_pieces_go_on_in_one_process() -> None:
     with one_thread():
         step = ranks.plain_step(ranks.Odd(), alone(tiny.CPU), ranks.OPTIMS["adamw"], ema=0.7)
         checkpoint = Path(found["folder"]) / "checkpoints" / "step-3"
-        copy_into(read_checkpoint(checkpoint)[1], step.trainee.tensors(), checkpoint)
+        copy_into(read_checkpoint(checkpoint)[1], step.state.tensors(), checkpoint)
         ranks.take(step, 3, 4, rehearse=False)
         assert farthest(ranks.whole_state(step), found["went on"]) < 2e-5
 

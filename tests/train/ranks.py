@@ -71,7 +71,7 @@ def talk(world: World, folder: Path) -> dict[str, Any]:
 
 def steps(world: World, folder: Path) -> dict[str, Any]:
     """Three steps of ten samples, each in two micro-batches."""
-    trained = tiny.trainee(tiny.plain(), world)
+    trained = tiny.state(tiny.plain(), world)
     step = tiny.step_of(trained, 10, world, accumulate=2)
     reader = MeterReader(step.meter, world)
     mine = share(10, world.rank, world.size)
@@ -93,7 +93,7 @@ def steps(world: World, folder: Path) -> dict[str, Any]:
 def bits(world: World, folder: Path) -> dict[str, Any]:
     """A model with BatchNorm and dropout, differently seeded on each rank, clipped and averaged."""
     model = nn.Sequential(*tiny.normed(world.rank)[:-1], nn.Dropout(0.5), nn.Linear(6, tiny.CLASSES))
-    trained = tiny.trainee(model, world, train=Train(ema=0.9))
+    trained = tiny.state(model, world, train=Train(ema=0.9))
     step = tiny.step_of(trained, 10, world, clip=0.5)
     mine = share(10, world.rank, world.size)
 
@@ -131,7 +131,7 @@ def buffers(world: World, folder: Path) -> dict[str, Any]:
 
 def agreement(world: World, folder: Path) -> dict[str, Any]:
     """One weight of the last rank moves by the smallest possible amount; later two ranks are fed the same."""
-    trained = tiny.trainee(tiny.normed(), world)
+    trained = tiny.state(tiny.normed(), world)
     witness = Witness(lambda: state_tensors(trained), world, Logbook(None))
     mine = torch.arange(4) + 4 * world.rank
 

@@ -207,7 +207,7 @@ def test_what_is_not_finite_is_never_the_best(
         sets=SimpleNamespace(bad=()),
         world=alone(tiny.CPU),
         books=None,
-        trainee=SimpleNamespace(nonfinite=lambda: weights),
+        state=SimpleNamespace(nonfinite=lambda: weights),
         step=SimpleNamespace(autocast=None),
         note=notes.append,
     )
@@ -223,7 +223,7 @@ def test_what_is_not_finite_is_never_the_best(
 
 
 def test_weights_that_are_not_finite_are_found_even_where_the_output_is() -> None:
-    trained = tiny.trainee(tiny.normed())
+    trained = tiny.state(tiny.normed())
     assert trained.nonfinite() == []
     with torch.no_grad():
         trained.module[0].weight[0] = -math.inf

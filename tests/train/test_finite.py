@@ -10,7 +10,7 @@ import torch
 from drumline.config.recipe import Optim, Train
 from drumline.train import finite as finite_module
 from drumline.train.finite import Finite
-from drumline.train.state import Trainee
+from drumline.train.state import TrainState
 from drumline.train.step import TrainStep
 from tests.train import tiny
 from tests.train.test_step import everything, same_bits
@@ -25,13 +25,13 @@ def looks_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def watched(
     name: Any = "sgd", action: str = "stop", model: Any = tiny.normed
-) -> tuple[Trainee, TrainStep, Finite]:
-    trained = tiny.trainee(model(), optim=Optim(name=name, lr=0.1))
+) -> tuple[TrainState, TrainStep, Finite]:
+    trained = tiny.state(model(), optim=Optim(name=name, lr=0.1))
     guard = Finite(trained.module, trained.optimizer, tiny.CPU, action=action, scaled=False)
     return trained, tiny.step_of(trained, 8, finite=guard), guard
 
 
-def spoil(trained: Trainee, value: float) -> Any:
+def spoil(trained: TrainState, value: float) -> Any:
     """From now on the last layer's gradient has one such value."""
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
@@ -114,7 +114,7 @@ def test_buffers_of_a_loaded_checkpoint_are_those_put_back() -> None:
 
 
 def test_under_a_loss_scaler_the_loss_counts_and_gradients_do_not() -> None:
-    trained = tiny.trainee(tiny.plain(), train=Train())
+    trained = tiny.state(tiny.plain(), train=Train())
     guard = Finite(trained.module, trained.optimizer, tiny.CPU, action="stop", scaled=True)
     step = tiny.step_of(trained, 8, finite=guard)
     assert not hasattr(trained.optimizer, "found_inf")

@@ -124,7 +124,7 @@ class Odd(nn.Module):
 def examined(odd: nn.Module) -> Culprit | None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 6), nn.BatchNorm1d(6), odd, nn.Linear(6, tiny.CLASSES))
-    trained = tiny.trainee(model)
+    trained = tiny.state(model)
     step = tiny.step_of(trained, 8)
     step(tiny.make(8, 1), 0, 0.1)
     before = everything(trained)
@@ -147,7 +147,7 @@ def test_the_first_layer_with_such_an_output_is_named_with_the_samples(value: fl
 
 
 def test_a_parameter_that_was_so_before_is_named_first() -> None:
-    trained = tiny.trainee(tiny.plain())
+    trained = tiny.state(tiny.plain())
     with torch.no_grad():
         trained.module[4].bias[0] = math.nan
     found = examine(tiny.step_of(trained, 8), tiny.make(8), 0)

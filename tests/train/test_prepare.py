@@ -116,18 +116,18 @@ def test_the_classifier_fits_the_data_or_is_larger() -> None:
 def test_the_trainee_has_what_the_recipe_asks_for() -> None:
     module, _ = prepare_model(Recipe(model=Model(name="resnet8")), FOUR, ONE)
     module.eval()
-    made = assemble.prepare_trainee(Recipe(train=Train(ema=0.9)), module, ONE)
+    made = assemble.prepare_state(Recipe(train=Train(ema=0.9)), module, ONE)
     assert made.forward is made.module is module
     assert module.training
     assert not made.scaler.is_enabled()
     assert made.average is not None
     assert set(made.tensors()) == {"model", "optimizer", "average"}
-    assert assemble.prepare_trainee(Recipe(), module, ONE).average is None
+    assert assemble.prepare_state(Recipe(), module, ONE).average is None
 
 
 def test_optimizer_tensors_carry_the_names_of_their_parameters() -> None:
     module, _ = prepare_model(Recipe(model=Model(name="resnet8")), FOUR, ONE)
-    tensors = assemble.prepare_trainee(Recipe(), module, ONE).tensors()["optimizer"]
+    tensors = assemble.prepare_state(Recipe(), module, ONE).tensors()["optimizer"]
     assert set(tensors) == {f"momentum_buffer/{name}" for name, _ in module.named_parameters()}
 
 

@@ -51,7 +51,7 @@ def test_losses_gradients_and_buffers_are_those_of_the_plain_model(
         model = build()
         if recompute:
             assert recompute_blocks(model) == blocks
-        trained = tiny.trainee(model)
+        trained = tiny.state(model)
         step = tiny.step_of(trained, 6, accumulate=2)
         step.rehearse(tiny.make(6))
         for index in range(3):
@@ -124,7 +124,7 @@ def test_frozen_statistics_stay_frozen() -> None:
 def test_the_average_of_a_recomputing_model_has_blocks_of_its_own() -> None:
     """A copy of the model must not call the original's blocks."""
     model = resnet()
-    trained = tiny.trainee(model, train=Train(gradient_checkpointing=True, ema=0.5))
+    trained = tiny.state(model, train=Train(gradient_checkpointing=True, ema=0.5))
     assert trained.average is not None
     images = torch.randn(2, 3, 8, 8)
     expected = resnet().eval()(images)

@@ -251,11 +251,11 @@ def test_best_weights_are_not_taken_from_a_rotten_checkpoint(tmp_path: Path) -> 
     """The run itself is sound; its best checkpoint, many steps ago, has rotted since."""
     saved, notes = tmp_path / "checkpoints", list[str]()
     keeper = Keeper(saved, 3, "", {}, lambda: None)
-    trained = tiny.trainee(tiny.normed())
+    trained = tiny.state(tiny.normed())
     ended: Any = SimpleNamespace(
         folder=SimpleNamespace(path=tmp_path, checkpoints=saved),
         keeper=keeper,
-        trainee=trained,
+        state=trained,
         holding=Whole(alone(torch.device("cpu"))),
         note=notes.append,
     )

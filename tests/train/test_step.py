@@ -13,14 +13,14 @@ from torch import nn
 from drumline.config.recipe import Optim, Train
 from drumline.data.feed.order import bounds
 from drumline.data.feed.views import Batch
-from drumline.train.state import Trainee
+from drumline.train.state import TrainState
 from drumline.train.step import Normalise
 from tests.train import ranks, tiny
 
 RATES = [0.1, 0.05, 0.2]
 
 
-def everything(trained: Trainee) -> dict[str, torch.Tensor]:
+def everything(trained: TrainState) -> dict[str, torch.Tensor]:
     return {
         f"{group}/{name}": tensor.detach().clone()
         for group, tensors in trained.tensors().items()
@@ -52,7 +52,7 @@ def test_a_step_has_the_loss_and_gradient_of_the_whole_batch(accumulate: int) ->
     batches = [tiny.make(11, seed) for seed in range(3)]
     model = tiny.plain()
     gradients = tiny.reference_steps(model, batches, RATES, tiny.SGD)
-    trained = tiny.trainee(tiny.plain())
+    trained = tiny.state(tiny.plain())
     step = tiny.step_of(trained, 11, accumulate=accumulate)
     for index, batch in enumerate(batches):
         with torch.no_grad():
@@ -69,7 +69,7 @@ def test_a_step_has_the_loss_and_gradient_of_the_whole_batch(accumulate: int) ->
 
 
 def test_micro_batches_cover_the_batch_and_keep_mixed_pairs_together() -> None:
-    step = tiny.step_of(tiny.trainee(tiny.plain()), 11, accumulate=3)
+    step = tiny.step_of(tiny.state(tiny.plain()), 11, accumulate=3)
 
     def cut(batch: Batch) -> list[Batch]:
         parts: list[Batch] = []
@@ -95,12 +95,12 @@ def test_a_mixed_step_equals_its_micro_batches() -> None:
     mix = torch.tensor([[0.3, 0.3, 0, 0, 0, 0], [1, 0.75, 0, 0, 4, 4]]).repeat(6, 1)[:11]
     states = []
     for accumulate in (1, 3):
-        trained = tiny.trainee(tiny.plain())
+        trained = tiny.state(tiny.plain())
         tiny.step_of(trained, 11, accumulate=accumulate)(tiny.make(11, mix=mix), 0, 0.1)
         states.append(everything(trained))
     for name, tensor in states[0].items():
         torch.testing.assert_close(tensor, states[1][name], rtol=1e-4, atol=1e-6)
-    unmixed = tiny.trainee(tiny.plain())
+    unmixed = tiny.state(tiny.plain())
     tiny.step_of(unmixed, 11)(tiny.make(11), 0, 0.1)
     assert not same_bits(everything(unmixed), states[0])
 
@@ -108,7 +108,7 @@ def test_a_mixed_step_equals_its_micro_batches() -> None:
 @pytest.mark.parametrize("model", [tiny.plain, tiny.normed, tiny.dropping])
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb"])
 def test_a_rehearsal_leaves_no_trace(model: Callable[[], nn.Module], name: Any) -> None:
-    trained = tiny.trainee(model(), optim=Optim(name=name, lr=0.1), train=Train(ema=0.9))
+    trained = tiny.state(model(), optim=Optim(name=name, lr=0.1), train=Train(ema=0.9))
     step = tiny.step_of(trained, 8, accumulate=2, clip=0.5)
     step(tiny.make(8), 0, 0.1)
     trained.optimizer.zero_grad(set_to_none=True)
@@ -127,7 +127,7 @@ def test_a_rehearsal_puts_the_loss_scale_back() -> None:
     """One whose gradients overflow would halve it."""
     model = tiny.plain()
     model[6].weight.data.mul_(100)
-    trained = replace(tiny.trainee(model), scaler=torch.amp.GradScaler("cpu", init_scale=2.0**127))
+    trained = replace(tiny.state(model), scaler=torch.amp.GradScaler("cpu", init_scale=2.0**127))
     step = tiny.step_of(trained, 8)
     before, state = trained.scaler.state_dict(), everything(trained)
     step.rehearse(tiny.make(8), times=2)
@@ -150,7 +150,7 @@ def test_a_rehearsal_puts_back_buffers_that_are_not_saved_too() -> None:
             return self.inner(images)
 
     model = Counting()
-    step = tiny.step_of(tiny.trainee(model), 4)
+    step = tiny.step_of(tiny.state(model), 4)
     step.rehearse(tiny.make(4))
     assert model.calls.item() == 0
     step(tiny.make(4), 0, 0.1)
@@ -158,7 +158,7 @@ def test_a_rehearsal_puts_back_buffers_that_are_not_saved_too() -> None:
 
 
 def test_a_rehearsal_that_fails_leaves_no_trace_either() -> None:
-    trained = tiny.trainee(tiny.normed())
+    trained = tiny.state(tiny.normed())
     step = tiny.step_of(trained, 4)
     before = everything(trained)
     broken = tiny.make(4)._replace(labels=torch.tensor([0, 1, 2, 99]))
@@ -170,7 +170,7 @@ def test_a_rehearsal_that_fails_leaves_no_trace_either() -> None:
 def test_a_rehearsed_run_has_the_bits_of_an_unrehearsed_one() -> None:
     states = []
     for rehearsals in (0, 2):
-        trained = tiny.trainee(tiny.normed(), train=Train(ema=0.9))
+        trained = tiny.state(tiny.normed(), train=Train(ema=0.9))
         step = tiny.step_of(trained, 8)
         if rehearsals:
             step.rehearse(tiny.make(8, seed=9), times=rehearsals)
@@ -184,7 +184,7 @@ def test_a_rehearsed_run_has_the_bits_of_an_unrehearsed_one() -> None:
     ("model", "draws"), [(tiny.plain, False), (tiny.normed, False), (tiny.dropping, True)]
 )
 def test_a_rehearsal_finds_out_whether_the_model_draws(model: Callable[[], nn.Module], draws: bool) -> None:
-    step = tiny.step_of(tiny.trainee(model()), 8)
+    step = tiny.step_of(tiny.state(model()), 8)
     step.rehearse(tiny.make(8))
     assert step.draws.active == draws
 
@@ -193,7 +193,7 @@ def test_dropout_is_keyed_by_the_step() -> None:
     """The same step twice drops the same units, whatever was drawn before; another step drops others."""
 
     def after(index: int, noise: int) -> torch.Tensor:
-        trained = tiny.trainee(tiny.dropping())
+        trained = tiny.state(tiny.dropping())
         step = tiny.step_of(trained, 8)
         step.rehearse(tiny.make(8))
         torch.rand(noise)
@@ -205,7 +205,7 @@ def test_dropout_is_keyed_by_the_step() -> None:
 
 
 def test_a_model_that_draws_nothing_leaves_the_generator_alone() -> None:
-    step = tiny.step_of(tiny.trainee(tiny.plain()), 8)
+    step = tiny.step_of(tiny.state(tiny.plain()), 8)
     step.rehearse(tiny.make(8))
     before = torch.get_rng_state()
     step(tiny.make(8), 0, 0.1)
@@ -217,7 +217,7 @@ def test_clipping_scales_the_whole_gradient_to_its_norm(clip: float) -> None:
     batch = tiny.make(8)
     gradient = tiny.reference_steps(tiny.plain(), [batch], [0.1], tiny.SGD)[0]
     norm = torch.cat([part.flatten() for part in gradient]).double().norm().item()
-    trained = tiny.trainee(tiny.plain())
+    trained = tiny.state(tiny.plain())
     tiny.step_of(trained, 8, clip=clip, accumulate=2)(batch, 0, 0.1)
     factor = min(1.0, clip / norm)
     for parameter, whole in zip(trained.module.parameters(), gradient, strict=True):
@@ -225,7 +225,7 @@ def test_clipping_scales_the_whole_gradient_to_its_norm(clip: float) -> None:
 
 
 def test_the_average_follows_every_step() -> None:
-    trained = tiny.trainee(tiny.normed(), train=Train(ema=0.75))
+    trained = tiny.state(tiny.normed(), train=Train(ema=0.75))
     step = tiny.step_of(trained, 8)
     assert trained.average is not None
     expected = {name: tensor.double() for name, tensor in tiny.normed().state_dict().items()}
@@ -241,7 +241,7 @@ def test_the_average_follows_every_step() -> None:
 
 
 def test_a_half_precision_step_stays_near_the_full_one() -> None:
-    trained, half = tiny.trainee(tiny.plain()), tiny.trainee(tiny.plain())
+    trained, half = tiny.state(tiny.plain()), tiny.state(tiny.plain())
     tiny.step_of(trained, 8)(tiny.make(8), 0, 0.1)
     tiny.step_of(half, 8, autocast=torch.bfloat16)(tiny.make(8), 0, 0.1)
     for a, b in zip(trained.module.parameters(), half.module.parameters(), strict=True):

@@ -16,7 +16,7 @@ from tests.train import ranks, tiny
 
 
 def test_parameters_gradients_buffers_optimizer_and_average_are_covered() -> None:
-    trained = tiny.trainee(tiny.normed(), optim=Optim(name="adamw"), train=Train(ema=0.9))
+    trained = tiny.state(tiny.normed(), optim=Optim(name="adamw"), train=Train(ema=0.9))
     tiny.step_of(trained, 8)(tiny.make(8), 0, 0.1)
     named = state_tensors(trained)
     assert {group for group, _ in named} == {"parameter", "gradient", "buffer", "optimizer", "average"}
@@ -27,7 +27,7 @@ def test_parameters_gradients_buffers_optimizer_and_average_are_covered() -> Non
 
 
 def test_a_look_is_written_when_it_is_read_and_says_what_was_then(tmp_path: Path) -> None:
-    trained = tiny.trainee(tiny.plain())
+    trained = tiny.state(tiny.plain())
     with Logbook.open(tmp_path, keep_until_step=0) as book:
         witness = Witness(lambda: state_tensors(trained), alone(tiny.CPU), book)
         for step, writes in ((1, "full"), (2, "short"), (3, "")):
@@ -44,7 +44,7 @@ def test_a_look_is_written_when_it_is_read_and_says_what_was_then(tmp_path: Path
 
 
 def test_the_order_of_samples_counts(tmp_path: Path) -> None:
-    trained, seen = tiny.trainee(tiny.plain()), set()
+    trained, seen = tiny.state(tiny.plain()), set()
     with Logbook.open(tmp_path, keep_until_step=0) as book:
         witness = Witness(lambda: state_tensors(trained), alone(tiny.CPU), book)
         for step, ids in enumerate(([1, 2, 3], [2, 1, 3], [1, 2], [1, 2, 4])):

@@ -10,9 +10,9 @@ from drumline.config.recipe import Optim, Recipe, Train
 from drumline.data.feed.views import Batch
 from drumline.parallel.layout import Averaged
 from drumline.parallel.world import World, alone
-from drumline.train.assemble import prepare_trainee
+from drumline.train.assemble import prepare_state
 from drumline.train.objective import Classification
-from drumline.train.state import Trainee
+from drumline.train.state import TrainState
 from drumline.train.step import Normalise, TrainStep
 
 CPU = torch.device("cpu")
@@ -64,14 +64,14 @@ def part(batch: Batch, where: slice) -> Batch:
     return Batch(*(tensor[where] for tensor in batch))
 
 
-def trainee(
+def state(
     model: nn.Module, world: World | None = None, optim: Optim = SGD, train: Train | None = None
-) -> Trainee:
-    return prepare_trainee(Recipe(optim=optim, train=train or Train()), model, world or alone(CPU))
+) -> TrainState:
+    return prepare_state(Recipe(optim=optim, train=train or Train()), model, world or alone(CPU))
 
 
 def step_of(
-    trained: Trainee, batch: int, world: World | None = None, accumulate: int = 1, **options: object
+    trained: TrainState, batch: int, world: World | None = None, accumulate: int = 1, **options: object
 ) -> TrainStep:
     """A step over a global batch of `batch` samples. Smoothing, so that the labels' loss has two terms."""
     world = world or alone(CPU)

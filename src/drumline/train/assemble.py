@@ -16,16 +16,16 @@ from drumline.train.ema import Average
 from drumline.train.optim import build_optimizer
 from drumline.train.prepare import precision
 from drumline.train.recompute import recompute_blocks
-from drumline.train.state import Trainee
+from drumline.train.state import TrainState
 
 
-def prepare_trainee(
+def prepare_state(
     recipe: Recipe,
     module: nn.Module,
     world: World,
     model: nn.Module | None = None,
     tail: nn.Module | None = None,
-) -> Trainee:
+) -> TrainState:
     """The module laid out over the world, with optimizer, loss scaler and average. `model` is the part of it that the
     run is for, if not all of it; `tail` is what a step calls in its place where it is laid in stages already."""
     model = module if model is None else model
@@ -53,10 +53,10 @@ def prepare_trainee(
         forward.compile()
     lr = torch.tensor(0.0, device=world.device)
     scaler = torch.amp.GradScaler("cuda", enabled=precision(recipe, world) is torch.float16)
-    return Trainee(module, model, forward, build_optimizer(recipe.optim, module, lr), lr, scaler, average)
+    return TrainState(module, model, forward, build_optimizer(recipe.optim, module, lr), lr, scaler, average)
 
 
-def _sharded(recipe: Recipe, module: nn.Module, model: nn.Module, world: World) -> Trainee:
+def _sharded(recipe: Recipe, module: nn.Module, model: nn.Module, world: World) -> TrainState:
     """Each process with its part of everything."""
     # torch's sharding takes half a second to import, which no other layout should pay.
     from drumline.parallel.fsdp import Held, shard
@@ -71,4 +71,4 @@ def _sharded(recipe: Recipe, module: nn.Module, model: nn.Module, world: World) 
     held, lr = Held(module), torch.tensor(0.0, device=world.device)
     optimizer = build_optimizer(recipe.optim, module, lr, held.parameters.values())
     scaler = torch.amp.GradScaler("cuda", enabled=kind is torch.float16)
-    return Trainee(module, model, module, optimizer, lr, scaler, average, held)
+    return TrainState(module, model, module, optimizer, lr, scaler, average, held)

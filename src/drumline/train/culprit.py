@@ -26,7 +26,7 @@ from drumline.guards.forwards import tensors_in
 from drumline.parallel.local import local_part
 from drumline.parallel.pipeline.pipelined import Pipelined
 from drumline.parallel.world import World
-from drumline.train.state import Trainee
+from drumline.train.state import TrainState
 from drumline.train.step import TrainStep
 
 _KINDS = ("parameter", "output", "loss", "gradient")
@@ -63,7 +63,7 @@ class Culprit:
 def examine(step: TrainStep, batch: Batch, index: int) -> Culprit | None:
     """Replays optimizer step `index` on this rank's batch. All ranks call it. None when all is finite this time."""
     found: list[Culprit] = []
-    module = step.trainee.module
+    module = step.state.module
     for name, parameter in module.named_parameters():
         if not parameter.is_meta and not _finite(parameter):
             found.append(Culprit("parameter", name))
@@ -72,7 +72,7 @@ def examine(step: TrainStep, batch: Batch, index: int) -> Culprit | None:
         current = step.exchange.current
         with _watched(module, found, current), _watched_gradients(step.exchange.named_stages(), found):
             step.replay(batch, index, _LookingOn(step, found))
-    elif step.trainee.held is not None:
+    elif step.state.held is not None:
         # Autograd knows the gathered parameters only, so gradients are looked at in their parts, exchanged.
         current = {}
         with _watched(module, found, current), _watched_gradients({0: module.named_parameters()}, found):
@@ -126,12 +126,12 @@ def not_finite(
     )
 
 
-def parameter_findings(trainee: Trainee, step: int, fix: str) -> list[Finding]:
+def parameter_findings(state: TrainState, step: int, fix: str) -> list[Finding]:
     """A parameter of this process that an update has left without a finite value, although the gradients were finite:
     the next step would show it, but the state is scored or saved before. Waits for the device."""
     named = [
         (name, local_part(each.detach()))
-        for name, each in trainee.module.named_parameters()
+        for name, each in state.module.named_parameters()
         if not each.is_meta
     ]
     if not named:
@@ -236,8 +236,8 @@ class _Looking:
     def loss(self, batch: Batch) -> torch.Tensor:
         step, found = self.step, self.found
         self.current[get_ident()] = 0, batch
-        outcome = step.outcome(step.trainee.module, batch)
-        named = [(name, p) for name, p in step.trainee.module.named_parameters() if p.requires_grad]
+        outcome = step.outcome(step.state.module, batch)
+        named = [(name, p) for name, p in step.state.module.named_parameters() if p.requires_grad]
         loss = outcome.loss * (step.exchange.weight / step.global_batch)
         gradients = torch.autograd.grad(loss, [parameter for _, parameter in named], allow_unused=True)
         nothing = torch.zeros((), device=loss.device, requires_grad=True)

@@ -36,7 +36,7 @@ class Guards:
         self.told: set[str] = set()
         """Guards that have spoken. The same on every rank."""
         self.witness = Witness(
-            lambda: state_tensors(run.trainee),
+            lambda: state_tensors(run.state),
             run.world,
             run.reporter.logbook,
             run.step.finite,
@@ -46,7 +46,7 @@ class Guards:
         self._one_gpu_each = run.world.device.type == "cuda" and one_gpu_each(run.recipe)
         self._stage_devices = {*run.laid.exchange.staged.devices, torch.device("meta")} if run.laid else set()
         self._own: list[Finding] = []
-        self._modes = {name: part.training for name, part in run.trainee.module.named_modules()}
+        self._modes = {name: part.training for name, part in run.state.module.named_modules()}
         self._samples = torch.empty(0, dtype=torch.int64)
 
     def begin(self) -> None:
@@ -57,8 +57,8 @@ class Guards:
 
     def before(self, index: int) -> None:
         """At the beginning of a step: looks at one flag."""
-        if not self.run.trainee.module.training and "eval-mode" not in self.told:
-            self.tell(self._in_eval(self.run.trainee.module, "", f"step {index + 1:,}"))
+        if not self.run.state.module.training and "eval-mode" not in self.told:
+            self.tell(self._in_eval(self.run.state.module, "", f"step {index + 1:,}"))
 
     def after(self, done: int, batch: Batch, saving: bool, evaluating: bool = False) -> None:
         """After `done` steps, the last of them on `batch`. Starts a look where it is time for one, and reads the one
@@ -131,7 +131,7 @@ class Guards:
     def _look(self, done: int, writes: str, wait: bool) -> None:
         own = self._own_findings(f"step {done:,}")
         if wait and "non-finite" not in self.told:
-            own += culprit.parameter_findings(self.run.trainee, done, advice(self.run.step.autocast))
+            own += culprit.parameter_findings(self.run.state, done, advice(self.run.step.autocast))
         self.witness.look(done, self._samples, writes, len(own))
         self._own = own
         if wait:
@@ -157,17 +157,17 @@ class Guards:
                     self.tell(replace(finding, where=where) if self.run.world.size > 1 else finding)
 
     def _own_findings(self, since: str) -> list[Finding]:
-        trainee = self.run.trainee
+        state = self.run.state
         # The parts of sharded parameters are the optimizer's own.
-        found = [] if trainee.held else optimizer_findings(trainee.module, trainee.optimizer, since)
+        found = [] if state.held else optimizer_findings(state.module, state.optimizer, since)
         found += placed_findings(
-            state_tensors(trainee),
+            state_tensors(state),
             self.run.step.objective.live(),
             self.run.world.device,
             since,
             self._stage_devices,
         )
-        for name, part in trainee.module.named_modules():
+        for name, part in state.module.named_modules():
             if self._modes.get(name, False) and not part.training:
                 found.append(self._in_eval(part, name, since))
                 break

@@ -209,7 +209,7 @@ def evaluate_run(run: Running, position: Position) -> tuple[Score, Position]:
 def _nonfinite_weights(run: Running) -> bool:
     """Whether weights that scored well are not finite (a ReLU hides -inf, for one), which is said: they are nobody's
     best. Every rank calls it."""
-    names = sorted({name for names in run.world.collect(run.trainee.nonfinite()) for name in names})
+    names = sorted({name for names in run.world.collect(run.state.nonfinite()) for name in names})
     if names:
         run.note(
             f"WARNING: {', '.join(names[:3])}{', ...' if names[3:] else ''} contain{'s' * (len(names) == 1)} NaN or "
@@ -233,8 +233,8 @@ def score_model(run: Running) -> tuple[Score, Score | None]:
         with _whole(run, module):
             return score_module(scorable, run.sets, run.recipe, run.grid, watch, rival=run.task.rival)
 
-    average = run.trainee.average
-    return scored(run.trainee.model), scored(average.module) if average else None
+    average = run.state.average
+    return scored(run.state.model), scored(average.module) if average else None
 
 
 def save(run: Running, position: Position, guards: Guards, must: bool = False) -> None:
@@ -244,14 +244,14 @@ def save(run: Running, position: Position, guards: Guards, must: bool = False) -
     guards.before_save(position.step)
     run.reporter.drain()
     memory = run.task.objective.collect() if run.grid.ends else {}
-    scaler = run.trainee.scaler.state_dict() if run.trainee.scaler.is_enabled() else {}
+    scaler = run.state.scaler.state_dict() if run.state.scaler.is_enabled() else {}
     position = replace(position, scaler=scaler)
     must = must or position.step in (position.best_step, run.plan.total)
     whole = {"memory": memory} if memory else {}
     if run.recipe.checkpoint.sharded:
         _save_pieces(run, position, whole, must)
     else:
-        groups = run.holding.collect(run.trainee.tensors() | whole)
+        groups = run.holding.collect(run.state.tensors() | whole)
         if run.keeper is not None:
             run.keeper.save(groups, position, must)
     run.reporter.pause(position.step)
@@ -264,7 +264,7 @@ def _save_pieces(run: Running, position: Position, whole: Groups, must: bool) ->
     temporary = run.world.share(run.keeper.begin_pieces(position, must) if run.keeper else None)
     if temporary is None:
         return
-    pieces = pieces_of(run.trainee.tensors(), run.world)
+    pieces = pieces_of(run.state.tensors(), run.world)
     if run.keeper is not None:
         run.keeper.save_pieces(temporary, pieces, run.world.size, position, whole)
     elif run.pieces is not None:
@@ -273,12 +273,12 @@ def _save_pieces(run: Running, position: Position, whole: Groups, must: bool) ->
 
 def _whole(run: Running, module: nn.Module) -> AbstractContextManager[None]:
     """Where the module is sharded, every process holds all of it meanwhile: some have more batches than others."""
-    if run.trainee.held is None:
+    if run.state.held is None:
         return nullcontext()
     from drumline.parallel.fsdp import gathered
 
     # A model inside a larger module: its outermost parameters are gathered by that one.
-    return gathered(run.trainee.module if module is run.trainee.model else module)
+    return gathered(run.state.module if module is run.state.model else module)
 
 
 def tell_broken(run: Running) -> None:
@@ -295,8 +295,8 @@ def _record_broken(run: Running) -> None:
 
 def export(run: Running, position: Position) -> None:
     """Plain weights of the last and of the best model (the averaged ones where there is an average)."""
-    average = run.trainee.average
-    last = run.trainee.tensors()["average" if average else "model"]
+    average = run.state.average
+    last = run.state.tensors()["average" if average else "model"]
     last = run.holding.collect({"last": last}).get("last", {})
     if run.folder is None or run.keeper is None:
         return

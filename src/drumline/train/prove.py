@@ -73,7 +73,7 @@ def prove(
 ) -> list[Span]:
     """All ranks call it, with the batch of step `index`. Gives when this process did what in that step."""
     exchange, world = laid.exchange, laid.exchange.grid.world
-    before = copied(dict(step.trainee.module.named_buffers()))
+    before = copied(dict(step.state.module.named_buffers()))
     exchange.recording = True
     gradients, moved = _seen(step, batch, index)
     exchange.recording = False
@@ -98,7 +98,7 @@ def prove_sharded(
     note: Note,
 ) -> None:
     """The same for FSDP: `whole` is a copy of the module as it was before it was sharded. All ranks call it."""
-    module, world = step.trainee.module, step.world
+    module, world = step.state.module, step.world
     before = copied(dict(module.named_buffers()))
     gradients, moved = _seen(step, batch, index)
     state = holding.collect({"all": dict(module.state_dict())})
@@ -128,7 +128,7 @@ def prove_replicated(
     """The same for DDP: every process has the whole model, and computes its share without DDP too; uncompiled, for
     compiled kernels round otherwise. A model that cannot even repeat its own step is told of, and trained all the
     same: `ddp` is what one gets without asking. All ranks call it."""
-    module, world = step.trainee.module, step.world
+    module, world = step.state.module, step.world
     layout = f"layout ddp over {world.size} processes"
     before = copied(dict(module.named_buffers()))
     with torch.compiler.set_stance("force_eager"):
@@ -149,7 +149,7 @@ def prove_replicated(
 def _seen(step: TrainStep, batch: Batch, index: int) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:
     """The gradients and buffers that a step leaves, on the host: of what this process computes, each of them whole.
     The run is left as it was."""
-    module = step.trainee.module
+    module = step.state.module
     gradients: dict[str, Tensor | None] = {}
     buffers: dict[str, Tensor] = {}
 
@@ -196,7 +196,7 @@ def _verdicts(
     step: TrainStep, gradients: Values, moved: Values, before: Values, theirs: Reference
 ) -> list[Verdict]:
     """What this rank has to say of its step's gradients and buffers, and of what the rehearsal left."""
-    module = step.trainee.module
+    module = step.state.module
     parameters = [name for name, each in module.named_parameters() if each.requires_grad]
     buffers = [name for name, _ in module.named_buffers()]
     loose = step.world.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
@@ -266,7 +266,7 @@ def _reference(
     laid: Laid, step: TrainStep, batch: Batch, index: int, holding: Holding, drawing: bool
 ) -> Reference | None:
     """Computed where the loss is, and told to the others of the replica. None where it does not fit."""
-    grid, module = laid.exchange.grid, step.trainee.module
+    grid, module = laid.exchange.grid, step.state.module
     whole = laid.twin.pop() if laid.twin else None
     state = holding.collect({"all": _state(module)})
     live = {"all": dict(whole.state_dict()) if whole is not None else {}}
@@ -334,7 +334,7 @@ def _loss(
 def _whole_loss(step: TrainStep, piece: Batch, index: int, model: nn.Module) -> Tensor:
     step.objective.at(index)
     outcome = step.outcome(model, piece)
-    loss: Tensor = step.trainee.scaler.scale(outcome.loss * (step.exchange.weight / step.global_batch))
+    loss: Tensor = step.state.scaler.scale(outcome.loss * (step.exchange.weight / step.global_batch))
     return loss
 
 

@@ -33,7 +33,7 @@ def rehearse(run: Running, batch: Batch) -> None:
             run.step.rehearse(batch)
     except RuntimeError as error:
         if sparse or "sparse" in str(error).lower():
-            raise _no_sparse(sparse or _sparse_layers(run.trainee.module)) from error
+            raise _no_sparse(sparse or _sparse_layers(run.state.module)) from error
         if "deterministic" not in str(error):
             raise
         raise UserError(
@@ -92,7 +92,7 @@ def _sparse_gradients(run: Running) -> Iterator[list[str]]:
 
     handles = [
         parameter.register_hook(partial(looked, name))
-        for name, parameter in run.trainee.module.named_parameters()
+        for name, parameter in run.state.module.named_parameters()
         if parameter.requires_grad and not parameter.is_meta and not run.recipe.train.compile
     ]
     try:

@@ -23,14 +23,14 @@ from drumline.state.checkpoint import Position, Unsound, read_checkpoint, read_m
 from drumline.state.folder import changed_environment, changed_settings, repeatable
 from drumline.state.model_record import ModelRecord, record_of
 from drumline.train import prepare
-from drumline.train.state import Trainee
+from drumline.train.state import TrainState
 from drumline.train.task import Task
 
 
 def take_up(
     recipe: Recipe,
     plan: prepare.Plan,
-    trainee: Trainee,
+    state: TrainState,
     task: Task,
     checkpoint: Path,
     world: World,
@@ -38,7 +38,7 @@ def take_up(
     holding: Holding,
 ) -> tuple[Position, list[str]]:
     """Loads on rank 0, and gives every rank what it holds of it."""
-    live = trainee.tensors()
+    live = state.tensors()
     groups: dict[str, dict[str, torch.Tensor]] | None = None
     memory: dict[str, torch.Tensor] = {}
     position, words = Position(step=0, per_epoch=plan.per_epoch), []
@@ -83,7 +83,7 @@ def take_up(
             "raise train.epochs or train.steps, or resume from an earlier checkpoint",
         )
     if position.scaler:
-        trainee.scaler.load_state_dict(dict(position.scaler))
+        state.scaler.load_state_dict(dict(position.scaler))
     return position, words
 
 

@@ -18,7 +18,7 @@ from drumline.parallel.strict.shards import Shards
 from drumline.parallel.strict.tree import owned
 from drumline.parallel.world import World
 from drumline.train.optim import DeviceRate
-from drumline.train.state import Trainee
+from drumline.train.state import TrainState
 
 
 def own_share(recipe: Recipe, rank: int, processes: int, unit: int) -> slice:
@@ -59,17 +59,17 @@ def over_shards(
     return module
 
 
-def prepare_exchange(recipe: Recipe, trainee: Trainee, world: World, together: Together | None) -> Exchange:
+def prepare_exchange(recipe: Recipe, state: TrainState, world: World, together: Together | None) -> Exchange:
     """How a step's gradients come together."""
     if together is not None:
-        return Shards(trainee.module, together)
-    if trainee.held is not None:
+        return Shards(state.module, together)
+    if state.held is not None:
         from drumline.parallel.fsdp import ShardedExchange
 
-        exchange = ShardedExchange(trainee.module, trainee.held, world, recipe.train.accumulate)
-        if isinstance(trainee.optimizer, DeviceRate):
-            trainee.optimizer.norms = (
+        exchange = ShardedExchange(state.module, state.held, world, recipe.train.accumulate)
+        if isinstance(state.optimizer, DeviceRate):
+            state.optimizer.norms = (
                 exchange.norms
             )  # the lengths of whole tensors, not of the shards held here
         return exchange
-    return Averaged(trainee.module, trainee.forward, world, recipe.train.accumulate)
+    return Averaged(state.module, state.forward, world, recipe.train.accumulate)

@@ -47,7 +47,7 @@ from drumline.state.model_record import ENVIRONMENT
 from drumline.state.provenance import describe_environment
 from drumline.train import prepare, spread
 from drumline.train.agreement import check_data, check_recipes, check_software
-from drumline.train.assemble import prepare_trainee
+from drumline.train.assemble import prepare_state
 from drumline.train.finite import Finite
 from drumline.train.meter import MeterReader
 from drumline.train.norms import few_samples
@@ -55,7 +55,7 @@ from drumline.train.prepare_model import model_record
 from drumline.train.reporter import Reporter
 from drumline.train.resume import cut_of, take_up, threads_of
 from drumline.train.staged import Laid, lane_names, lay_in_stages, prepare_shape
-from drumline.train.state import Trainee
+from drumline.train.state import TrainState
 from drumline.train.step import TrainStep
 from drumline.train.task import Builder, Task
 from drumline.train.timeline import Picture
@@ -133,7 +133,7 @@ class Running:
     sets: prepare.Sets
     plan: prepare.Plan
     task: Task
-    trainee: Trainee
+    state: TrainState
     step: TrainStep
     reporter: Reporter
     position: Position
@@ -204,29 +204,27 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
     before: tuple[str, ...] = world.share(cut_of(checkpoint) if world.first and shape else ())
     laid = lay_in_stages(recipe, task, sets, grid, shape, display, before) if shape else None
     twin = [_on_host(task.module)] if recipe.parallel.layout == "fsdp" else []
-    trainee = prepare_trainee(
-        recipe, task.module, world, task.model, laid.exchange.staged.tail if laid else None
-    )
-    holding = _holding(trainee, grid, world)
+    state = prepare_state(recipe, task.module, world, task.model, laid.exchange.staged.tail if laid else None)
+    holding = _holding(state, grid, world)
     pieces = PieceWriter() if recipe.checkpoint.sharded and not world.first else None
     if pieces is not None:
         cleanup.callback(pieces.close)
     step = TrainStep(
-        trainee,
+        state,
         task.objective,
         prepare.normaliser(sets, recipe, world),
         world,
-        laid.exchange if laid else spread.prepare_exchange(recipe, trainee, world, task.together),
+        laid.exchange if laid else spread.prepare_exchange(recipe, state, world, task.together),
         seed=recipe.run.seed,
         global_batch=recipe.data.batch,
         autocast=prepare.precision(recipe, world),
         clip=recipe.optim.clip,
         finite=Finite(
-            trainee.module,
-            trainee.optimizer,
+            state.module,
+            state.optimizer,
             world.device,
             action=recipe.guard.action,
-            scaled=trainee.scaler.is_enabled(),
+            scaled=state.scaler.is_enabled(),
         ),
     )
     environment = describe_environment(world.device, world.size, world.backend, threads)
@@ -238,7 +236,7 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
     resume_words: list[str] = []
     moved_in: bool = world.share(folder.resumes_elsewhere if folder else False)
     if checkpoint is not None:
-        position, resume_words = take_up(recipe, plan, trainee, task, checkpoint, world, environment, holding)
+        position, resume_words = take_up(recipe, plan, state, task, checkpoint, world, environment, holding)
         if moved_in:
             position = replace(position, best_step=-1, best_accuracy=-1.0)
 
@@ -264,7 +262,7 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
         sets=sets,
         plan=plan,
         task=task,
-        trainee=trainee,
+        state=state,
         step=step,
         reporter=reporter,
         position=position,
@@ -300,8 +298,8 @@ def _on_host(module: torch.nn.Module) -> torch.nn.Module:
     return made
 
 
-def _holding(trainee: Trainee, grid: Grid, world: World) -> Holding:
-    if trainee.held is not None:
+def _holding(state: TrainState, grid: Grid, world: World) -> Holding:
+    if state.held is not None:
         from drumline.parallel.fsdp import Sharded
 
         return Sharded(world)

@@ -22,7 +22,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Trainee:
+class TrainState:
     """All that is trained (`module`), the wrapped module that a step calls (`forward`), and what updates them."""
 
     module: nn.Module

@@ -26,7 +26,7 @@ from drumline.train.finite import Finite
 from drumline.train.model_draws import ModelDraws
 from drumline.train.objective import Objective, Outcome, mixed
 from drumline.train.optim import set_rate
-from drumline.train.state import Trainee
+from drumline.train.state import TrainState
 
 METERS = ("loss", "correct", "samples")
 REHEARSALS = 3
@@ -71,7 +71,7 @@ class TrainStep:
 
     def __init__(
         self,
-        trainee: Trainee,
+        state: TrainState,
         objective: Objective,
         normalise: Normalise,
         world: World,
@@ -83,7 +83,7 @@ class TrainStep:
         clip: float = 0.0,
         finite: Finite | None = None,
     ) -> None:
-        self.trainee, self.objective, self.normalise, self.world = trainee, objective, normalise, world
+        self.state, self.objective, self.normalise, self.world = state, objective, normalise, world
         self.exchange, self.global_batch = exchange, global_batch
         self.autocast, self.clip, self.finite = autocast, clip, finite
         self.draws = ModelDraws(seed, exchange.parts, world.device)
@@ -99,7 +99,7 @@ class TrainStep:
 
     def __call__(self, batch: Batch, index: int, rate: float) -> None:
         if rate != self._rate:
-            set_rate(self.trainee.optimizer, rate)
+            set_rate(self.state.optimizer, rate)
             self._rate = rate
         self.objective.at(index)
         self.draws.at(index)
@@ -114,23 +114,23 @@ class TrainStep:
 
     def compute(self, batch: Batch) -> None:
         """The whole step on the device."""
-        trainee, scaler = self.trainee, self.trainee.scaler
-        trainee.optimizer.zero_grad(set_to_none=True)
+        state, scaler = self.state, self.state.scaler
+        state.optimizer.zero_grad(set_to_none=True)
         self.exchange.gradients(batch, self, self.draws)
         if self.clip:
-            scaler.unscale_(trainee.optimizer)
+            scaler.unscale_(state.optimizer)
             norm = self.exchange.norm()
-            held = (each for group in trainee.optimizer.param_groups for each in group["params"])
+            held = (each for group in state.optimizer.param_groups for each in group["params"])
             nn.utils.clip_grads_with_norm_(held, self.clip, norm, foreach=True)
         if self.finite is not None:
             self.finite.look(self.meter[0], self.exchange.agree)
-        scaler.step(trainee.optimizer)
+        scaler.step(state.optimizer)
         scaler.update()
         self.exchange.buffers()
         if self.finite is not None:
             self.finite.put_back()
-        if trainee.average is not None:
-            trainee.average.update()
+        if state.average is not None:
+            state.average.update()
 
     def rehearse(self, batch: Batch, times: int = 1) -> None:
         """Runs the step on a batch of the right shape and puts everything back as it was. Sets up DDP's final
@@ -141,7 +141,7 @@ class TrainStep:
                 self.compute(batch)
             idle = {id(parameter) for parameter in self.exchange.settle()}
             self.without_gradient = [
-                name for name, parameter in self.trainee.module.named_parameters() if id(parameter) in idle
+                name for name, parameter in self.state.module.named_parameters() if id(parameter) in idle
             ]
             after = self._generator_states()
             self.draws.active = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
@@ -161,7 +161,7 @@ class TrainStep:
             current.wait_stream(side)
             if reads:
                 raise NotCapturable("it waits for the GPU inside the step, as .item() does")
-            self.trainee.optimizer.zero_grad(set_to_none=True)
+            self.state.optimizer.zero_grad(set_to_none=True)
             generator = torch.cuda.default_generators[self.world.device.index]
             intact = generator.clone_state()
             self.draws.register(graph)
@@ -179,7 +179,7 @@ class TrainStep:
             finally:
                 # torch does not return from the capturing stream when the capture fails.
                 torch.cuda.set_stream(current)
-            written = [(parameter, parameter.grad) for parameter in self.trainee.module.parameters()]
+            written = [(parameter, parameter.grad) for parameter in self.state.module.parameters()]
         for parameter, gradient in written:
             parameter.grad = gradient  # what each replay writes, for whoever looks at gradients
         self._graph, self._static = graph, static
@@ -193,11 +193,11 @@ class TrainStep:
     ) -> None:
         """Goes through the gradients of a step once more without effect, with other passes than its own or to `look`
         at what they leave."""
-        written = [(parameter, parameter.grad) for parameter in self.trainee.module.parameters()]
+        written = [(parameter, parameter.grad) for parameter in self.state.module.parameters()]
         with self.undone():
             self.objective.at(index)
             self.draws.at(index)
-            self.trainee.optimizer.zero_grad(set_to_none=True)
+            self.state.optimizer.zero_grad(set_to_none=True)
             self.exchange.gradients(batch, passes or self, self.draws)
             look()
         for parameter, gradient in written:
@@ -216,13 +216,13 @@ class TrainStep:
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """The scaled loss of a piece of a batch, counted in the meter."""
-        outcome = self.outcome(self.trainee.forward, batch)
+        outcome = self.outcome(self.state.forward, batch)
         self.meter[0].add_(outcome.loss.detach())
         self.meter[1].add_(outcome.correct)
         self.meter[2].add_(len(batch.labels))
         if outcome.terms is not None:
             self.meter[len(METERS) :].add_(outcome.terms)
-        loss: torch.Tensor = self.trainee.scaler.scale(
+        loss: torch.Tensor = self.state.scaler.scale(
             outcome.loss * (self.exchange.weight / self.global_batch)
         )
         return loss
@@ -233,14 +233,14 @@ class TrainStep:
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Whatever happens inside, the state afterwards is the state before, at the same addresses."""
-        trainee = self.trainee
-        live = [local_part(tensor) for group in trainee.tensors().values() for tensor in group.values()]
-        buffers = [buffer for buffer in trainee.module.buffers() if not buffer.is_meta]
-        live += [self.meter, trainee.lr, *buffers, *self.objective.live()]
+        state = self.state
+        live = [local_part(tensor) for group in state.tensors().values() for tensor in group.values()]
+        buffers = [buffer for buffer in state.module.buffers() if not buffer.is_meta]
+        live += [self.meter, state.lr, *buffers, *self.objective.live()]
         live += self.finite.live() if self.finite is not None else []
         # Kept on the host: a model that fills the GPU must still be able to rehearse.
         saved = [tensor.detach().to("cpu", copy=True) for tensor in live]
-        scaler_state = trainee.scaler.state_dict()
+        scaler_state = state.scaler.state_dict()
         generators = self._generator_states()
         try:
             yield
@@ -248,12 +248,12 @@ class TrainStep:
             with torch.no_grad():
                 for tensor, before in zip(live, saved, strict=True):
                     tensor.copy_(before)
-            if trainee.scaler.is_enabled():
-                trainee.scaler.load_state_dict(scaler_state)
-            trainee.optimizer.zero_grad(set_to_none=True)
+            if state.scaler.is_enabled():
+                state.scaler.load_state_dict(scaler_state)
+            state.optimizer.zero_grad(set_to_none=True)
             torch.set_rng_state(generators[0])
-            for state, device in zip(generators[1:], self._gpus, strict=True):
-                torch.cuda.set_rng_state(state, device)
+            for before, device in zip(generators[1:], self._gpus, strict=True):
+                torch.cuda.set_rng_state(before, device)
 
 
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:

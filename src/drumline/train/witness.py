@@ -22,7 +22,7 @@ from drumline.parallel.world import World
 from drumline.state.chain import GROUPS, record_text
 from drumline.state.fingerprint import fingerprint, fingerprints_of, first_difference
 from drumline.train.finite import Finite
-from drumline.train.state import Trainee
+from drumline.train.state import TrainState
 
 Named = dict[tuple[str, str], torch.Tensor]
 """(group, name) to tensor."""
@@ -226,9 +226,9 @@ class Witness:
         )
 
 
-def state_tensors(trainee: Trainee) -> Named:
+def state_tensors(state: TrainState) -> Named:
     """What a run's fingerprints are of: parameters, gradients, buffers that are saved, optimizer, average, scale."""
-    module, groups = trainee.module, trainee.tensors()
+    module, groups = state.module, state.tensors()
     parameters = dict(module.named_parameters(remove_duplicate=False))
     named: Named = {("parameter", name): parameter for name, parameter in parameters.items()}
     named |= {
@@ -241,7 +241,7 @@ def state_tensors(trainee: Trainee) -> Named:
     }
     named |= {("optimizer", name): tensor for name, tensor in groups["optimizer"].items()}
     named |= {("average", name): tensor for name, tensor in groups.get("average", {}).items()}
-    scale = getattr(trainee.scaler, "_scale", None) if trainee.scaler.is_enabled() else None
+    scale = getattr(state.scaler, "_scale", None) if state.scaler.is_enabled() else None
     if scale is not None:
         named["scaler", "scale"] = scale
     return named
