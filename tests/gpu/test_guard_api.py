@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import drumline
 from drumline.guards import Stopped
+from tests.guards.test_delayed import Middle
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,6 +47,30 @@ def test_a_bad_batch_under_autocast_is_named_and_kept(tmp_path: Path, fused: boo
     kept = load_file(tmp_path / "step-4-rank-0.safetensors")["call0.input0"]
     assert torch.equal(kept.isnan(), x.isnan().cpu())
     assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+
+
+def test_a_gradient_that_goes_bad_in_backward_is_named_one_step_later(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.Linear(4, 4), Middle(), torch.nn.Linear(4, 2)
+    ).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+    x = torch.randn(8, 3, device="cuda")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    with drumline.guard(model, optimizer, folder=tmp_path):
+        model[2].on = False
+        for _ in range(4):
+            step()
+        model[2].on = True
+        step()
+        with pytest.raises(
+            Stopped, match=r"gradients of step 5 are not finite: .* in backward, .* '1\.bias'"
+        ):
+            step()
 
 
 @pytest.mark.parametrize("fused", [False, True])

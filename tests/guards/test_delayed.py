@@ -1,11 +1,15 @@
-"""Gradients that were not finite, told one step later: named, with the parameters put back."""
+"""Gradients that were not finite, found one step later, with the parameters put back."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
 
 from drumline.guards.delayed import AT_ONCE, Delayed, Finiteness
+from drumline.guards.forwards import Forwards
+from drumline.guards.nonfinite import locate
 
 
 def model() -> nn.Sequential:
@@ -20,7 +24,7 @@ def filled(net: nn.Module, value: float = 1.0) -> None:
 
 def test_finite_gradients_however_large_are_nobodys_business() -> None:
     net = model()
-    delayed = Delayed(dict(net.named_parameters()))
+    delayed = Delayed(net.parameters())
     for value in (0.0, 3e38, -3e38, 1e-45):
         filled(net, value)
         delayed.look(1, [], [])
@@ -28,10 +32,10 @@ def test_finite_gradients_however_large_are_nobodys_business() -> None:
     assert delayed.verdict() is None, "nothing is told twice"
 
 
-def test_the_first_bad_gradient_in_the_order_of_backward_is_named_and_the_update_taken_back() -> None:
+def test_a_bad_gradient_is_found_and_the_update_taken_back() -> None:
     for bad in (torch.nan, torch.inf, -torch.inf):
         net = model()
-        delayed = Delayed(dict(net.named_parameters()))
+        delayed = Delayed(net.parameters())
         filled(net)
         net[0].weight.grad[2, 1] = bad  # type: ignore[index,union-attr]
         net[1].bias.grad[0] = bad  # type: ignore[index,union-attr]
@@ -40,7 +44,7 @@ def test_the_first_bad_gradient_in_the_order_of_backward_is_named_and_the_update
         torch.optim.SGD(net.parameters(), lr=1.0).step()
         found = delayed.verdict()
         assert found is not None
-        assert (found.step, found.ids, found.parameter) == (7, [4, 5], "1.bias")
+        assert (found.step, found.ids, found.gone) == (7, [4, 5], True)
         delayed.put_back()
         assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
         assert delayed.verdict() is None
@@ -49,23 +53,55 @@ def test_the_first_bad_gradient_in_the_order_of_backward_is_named_and_the_update
 def test_parameters_without_gradient_and_of_several_types_are_passed_over() -> None:
     net = model()
     net[1] = net[1].to(torch.bfloat16)
-    delayed = Delayed(dict(net.named_parameters()))
+    delayed = Delayed(net.parameters())
     delayed.look(1, [], [])
     assert delayed.verdict() is None
     net[1].weight.grad = torch.full_like(net[1].weight, torch.inf)  # type: ignore[arg-type,assignment]
     delayed.look(2, [], [])
     found = delayed.verdict()
     assert found is not None
-    assert found.parameter == "1.weight"
 
 
 def test_on_a_cpu_every_step_is_looked_at_before_it_is_taken() -> None:
     net = model()
-    finite = Finiteness(net)
+    finite = Finiteness()
     held = list(net.parameters())
     filled(net)
     assert list(finite.look(0, held, AT_ONCE + 1, [], [])) == []
     filled(net, torch.nan)
     (found,) = finite.look(0, held, AT_ONCE + 2, [], [9])
-    assert (found.step, found.ids, found.parameter) == (AT_ONCE + 2, [9], None)
+    assert (found.step, found.ids, found.gone) == (AT_ONCE + 2, [9], False)
     assert list(finite.left()) == []
+
+
+class BadBackward(torch.autograd.Function):
+    """Passes values on; the gradient of the first one becomes NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        bad = gradients[0].clone()
+        bad[0, 0] = torch.nan
+        return bad
+
+
+class Middle(nn.Module):
+    on = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return BadBackward.apply(x) if self.on else x
+
+
+def test_the_first_bad_gradient_in_the_order_of_backward_is_named_after_it_is_gone() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), Middle(), nn.Linear(4, 2))
+    forwards = Forwards(net, net, False, lambda: None, lambda: None, lambda: None)
+    net(torch.randn(5, 3)).sum().backward()
+    (call,) = forwards.calls
+    named = dict(net.named_parameters())
+    assert locate([call], named) == {"stage": "backward", "name": "1.bias"}
+    net.zero_grad()
+    assert locate([call], named, gone=True) == {"stage": "backward", "name": "1.bias"}
+    assert all(p.grad is None for p in net.parameters())

@@ -8,11 +8,10 @@ before the bad step: they are kept from each step to the next, in as much memory
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from drumline.core.late import Late
 from drumline.guards.forwards import Call
@@ -26,8 +25,8 @@ class Bad:
     step: int
     calls: list[Call]
     ids: list[int]
-    parameter: str | None = None
-    """The first whose gradient was not finite, in the order of backward; None while the gradients are there."""
+    gone: bool = False
+    """The gradients themselves are not there any more."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,8 @@ class _Pending:
     step: int
     calls: list[Call]
     ids: list[int]
-    names: list[str]
-    largest: Late
+    bad: Late
+    """Not 0 if a gradient was not finite."""
 
 
 AT_ONCE = 3
@@ -46,8 +45,7 @@ AT_ONCE = 3
 class Finiteness:
     """The gradients of all optimizers of a model."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self._delayed: dict[int, Delayed] = {}
 
     def look(
@@ -58,7 +56,7 @@ class Finiteness:
         yield from self._of_before(number)
         if held and held[0].is_cuda and step > AT_ONCE:
             if number not in self._delayed:
-                self._delayed[number] = Delayed(self._named(held))
+                self._delayed[number] = Delayed(held)
             self._delayed[number].look(step, calls, ids)
         elif not all_finite(dense_gradients(held)):
             yield Bad(step, list(calls), list(ids))
@@ -80,50 +78,40 @@ class Finiteness:
             # Nobody has stopped at that: a warning changes nothing.
             self._delayed[number].put(after)
 
-    def _named(self, held: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """In the order of the model, since backward goes the other way; what is not in it comes last."""
-        mine = {id(parameter) for parameter in held}
-        names: dict[str, torch.Tensor] = {
-            name: parameter for name, parameter in self._model.named_parameters() if id(parameter) in mine
-        }
-        known = {id(parameter) for parameter in names.values()}
-        return names | {
-            f"tensor {place} of the optimizer": p for place, p in enumerate(held) if id(p) not in known
-        }
-
 
 class Delayed:
     """The gradients of one optimizer."""
 
-    def __init__(self, names: Mapping[str, torch.Tensor]) -> None:
-        filled = {name: parameter for name, parameter in names.items() if parameter.numel()}
-        self._names, self._held = list(filled), list(filled.values())
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._held = [parameter for parameter in parameters if parameter.numel()]
         self._kept = [parameter.detach().clone() for parameter in self._held]
+        kinds = {(parameter.device, parameter.dtype) for parameter in self._held}
+        self._alike = len(kinds) == 1 and self._held[0].is_floating_point()
+        self._one = torch.ones((), device=self._held[0].device) if self._alike else None
         self._pending: _Pending | None = None
 
     @torch.no_grad()
     def look(self, step: int, calls: Sequence[Call], ids: Sequence[int]) -> None:
         """Just before the optimizer's step. Never waits."""
-        names, gradients = self._names, [p.grad for p in self._held if p.grad is not None]
-        if len(gradients) < len(names) or any(gradient.is_sparse for gradient in gradients):
-            found = {name: dense_gradients([p]) for name, p in zip(names, self._held, strict=True)}
-            names = [name for name, each in found.items() if each]
-            gradients = [each[0] for each in found.values() if each]
+        gradients = [parameter.grad for parameter in self._held if parameter.grad is not None]
         if gradients:
-            self._pending = _Pending(step, list(calls), list(ids), names, Late(_largest(gradients)))
+            self._pending = _Pending(step, list(calls), list(ids), Late(self._not_finite(gradients)))
         torch._foreach_copy_(self._kept, self._held)
+
+    def _not_finite(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """Not 0 if a value is not finite. The loss scaler's kernel is by far the fastest; it multiplies by 1."""
+        if self._one is not None and not any(g.is_sparse or g.requires_grad for g in gradients):
+            found = torch.zeros((), device=self._one.device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self._one)
+            return found
+        return (~torch.isfinite(_largest(dense_gradients(self._held)))).any()
 
     def verdict(self) -> Bad | None:
         """Of the step before, if its gradients were not finite; waits for that step if the device is there still."""
         pending, self._pending = self._pending, None
-        if pending is None:
+        if pending is None or not bool(pending.bad.values()):
             return None
-        bad = [
-            name
-            for name, value in zip(pending.names, pending.largest.values().tolist(), strict=True)
-            if not math.isfinite(value)
-        ]
-        return Bad(pending.step, pending.calls, pending.ids, bad[-1]) if bad else None
+        return Bad(pending.step, pending.calls, pending.ids, gone=True)
 
     @torch.no_grad()
     def put_back(self) -> list[torch.Tensor]:

@@ -34,6 +34,8 @@ class Call:
     autocast: dict[str, torch.dtype]
     output_gradients: list[torch.Tensor] = field(default_factory=list)
     """The largest value of the gradient that arrived at each output."""
+    arrived: dict[int, torch.Tensor] = field(default_factory=dict)
+    """That gradient itself, by the place of the output."""
     outputs: list[torch.Tensor] = field(default_factory=list)
     """The largest value of each output."""
 
@@ -105,13 +107,14 @@ class Forwards:
         """Whether a gradient that is not zero has reached an output since the last step. Waits for a GPU."""
         return any(bool(value != 0) for call in self.calls for value in call.output_gradients)
 
-    def arrived(self, found: list[torch.Tensor]) -> Callable[[torch.Tensor], None]:
+    def arrived(self, call: Call, place: int) -> Callable[[torch.Tensor], None]:
         """A hook for a gradient that backward brings to an output."""
 
         def hook(gradient: torch.Tensor) -> None:
             self._backward()
             if gradient.numel() and gradient.layout == torch.strided:
-                found.append(torch.linalg.vector_norm(gradient.detach(), float("inf")))
+                call.arrived[place] = gradient.detach()
+                call.output_gradients.append(torch.linalg.vector_norm(gradient.detach(), float("inf")))
 
         return hook
 
@@ -186,12 +189,17 @@ class _Keeper:
         if torch.compiler.is_compiling() or self.call is None:
             return
         self.forwards._depth -= 1
-        for tensor in list(tensors_in(output))[:_WATCHED_OUTPUTS]:
+        for place, tensor in enumerate(watched_outputs(output)):
             if tensor.requires_grad and tensor.is_floating_point():
-                tensor.register_hook(self.forwards.arrived(self.call.output_gradients))
+                tensor.register_hook(self.forwards.arrived(self.call, place))
                 if tensor.numel() and tensor.layout == torch.strided:
                     self.call.outputs.append(torch.linalg.vector_norm(tensor.detach(), float("inf")))
         self.call = None
+
+
+def watched_outputs(output: Any) -> list[torch.Tensor]:
+    """The first tensors of what a call gives."""
+    return list(tensors_in(output))[:_WATCHED_OUTPUTS]
 
 
 def wrapper_of(model: nn.Module) -> DistributedDataParallel | None:

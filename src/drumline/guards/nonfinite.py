@@ -20,11 +20,12 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map_only
 
 from drumline.core.files import write_file, write_text
 from drumline.guards.delayed import Bad
 from drumline.guards.finding import Finding
-from drumline.guards.forwards import Call, inner_of, tensors_in
+from drumline.guards.forwards import Call, inner_of, tensors_in, watched_outputs
 from drumline.guards.gradients import first_bad
 from drumline.guards.meeting import Meeting
 
@@ -37,7 +38,7 @@ def investigate(
 ) -> Finding:
     """Combines the verdicts of all ranks on a bad step, and saves this rank's batch in `folder`."""
     key = f"non-finite/{bad.step}"
-    verdict = locate(bad.calls, dict(model.named_parameters()), bad.parameter)
+    verdict = locate(bad.calls, dict(model.named_parameters()), bad.gone)
     verdicts = meeting.gather(key, verdict, pause, seconds=_VERDICT_SECONDS)
     finding = Finding(**meeting.first(f"{key}/said", vars(finding_of(meeting.ranks, verdicts, bad.step))))
     path = keep_batch(folder, bad.step, meeting.rank, bad.calls, finding, bad.ids)
@@ -45,10 +46,10 @@ def investigate(
 
 
 def locate(
-    calls: Sequence[Call], parameters: Mapping[str, torch.Tensor], first: str | None = None
+    calls: Sequence[Call], parameters: Mapping[str, torch.Tensor], gone: bool = False
 ) -> dict[str, str]:
-    """What this rank can say: at which stage, and in what, a value was first not finite. `first` is the parameter
-    with the first bad gradient, where the gradients themselves are gone."""
+    """What this rank can say: at which stage, and in what, a value was first not finite. `gone`: the gradients are
+    not there any more, so they are computed again."""
     for name, parameter in parameters.items():
         if not _finite(parameter):
             return {"stage": "parameter", "name": name}
@@ -63,7 +64,8 @@ def locate(
     for call in calls:
         if not all(math.isfinite(float(value)) for value in call.output_gradients):
             return {"stage": "loss", "name": call.name}
-    return {"stage": "backward", "name": first or first_bad(parameters) or ""}
+    first = _first_gradient(calls, parameters) if gone else first_bad(parameters)
+    return {"stage": "backward", "name": first or ""}
 
 
 def finding_of(ranks: Sequence[int], verdicts: Sequence[dict[str, str] | None], step: int) -> Finding:
@@ -154,6 +156,30 @@ def _first_module(call: Call) -> str | None:
         for handle in handles:
             handle.remove()
     return found[0] if found else None
+
+
+def _first_gradient(calls: Sequence[Call], parameters: Mapping[str, torch.Tensor]) -> str | None:
+    """Goes forward and backward through each call again, the last one first, and names the first parameter, in the
+    order of backward, whose gradient is not finite."""
+    trained = {name: p for name, p in reversed(list(parameters.items())) if p.requires_grad}
+    for call in reversed(calls):
+        model = inner_of(call.module)
+        args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, (call.args, call.kwargs))
+        with _as_before(model), _as_called(call), torch.enable_grad():
+            outputs = watched_outputs(model(*args, **kwargs))
+            ends = [(outputs[place], gradient) for place, gradient in call.arrived.items()]
+            if not ends:
+                continue
+            found = torch.autograd.grad(
+                [output for output, _ in ends],
+                list(trained.values()),
+                [gradient for _, gradient in ends],
+                allow_unused=True,
+            )
+        for name, gradient in zip(trained, found, strict=True):
+            if gradient is not None and not _finite(gradient):
+                return name
+    return None
 
 
 @contextlib.contextmanager

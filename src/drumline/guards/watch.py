@@ -139,7 +139,7 @@ class Watch:
         self.steps = [0] * len(optimizers)
         self.ids: list[int] = []
         self.evaluations = 0
-        self.finite, self.hidden, self.seeds = Finiteness(self.inner), Hidden(), Seeds()
+        self.finite, self.hidden, self.seeds = Finiteness(), Hidden(), Seeds()
         self._used = self._apart = self._joined = self._failed = False
         self._version, self._parameters = -1, list(self.inner.parameters())
         self.pulse = Pulse(self.meeting, hang_seconds, self.teller.warn, self.teller.action == "stop")
