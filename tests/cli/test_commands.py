@@ -124,7 +124,7 @@ MISTAKES = [
     (("evaluate",), ("no command 'evaluate'", "did you mean `drumline eval`?")),
     (("fit",), ("no command 'fit'", "did you mean `drumline train`?")),
     (("zzz",), ("no command 'zzz'", "use one of: train, distill, eval, ")),
-    (("train", "model.name=vit_b_16"), ("model.name = vit_b_16: there is no model", "torchvision/vit_b_16")),
+    (("train", "model.name=vit_b_16"), ("model.name: there is no model 'vit_b_16'", "torchvision/vit_b_16")),
     (("train", "data.path=nowhere", "--dry-run"), ("data.path nowhere does not exist",)),
 ]
 

@@ -92,7 +92,7 @@ def test_a_run_that_would_go_on_says_where(capsys: pytest.CaptureFixture[str]) -
         (("data.path=nowhere",), ("data.path nowhere does not exist",)),
         (("data.path=empty",), ("empty has no class folders",)),
         (("data.batch=5000",), ("data.batch = 5000: the training set has only 1438 samples",)),
-        (("model.name=resnet19",), ("model.name = resnet19: there is no model", "did you mean resnet18")),
+        (("model.name=resnet19",), ("model.name: there is no model 'resnet19'", "did you mean resnet18")),
         (("model.weights=gone.pt",), ("model.weights = gone.pt: no such file or folder",)),
         (("run.name=x",), ("run.name = x: runs/x already holds a run", "--checkpoint.resume auto")),
         (("checkpoint.resume=runs/gone",), ("checkpoint.resume = runs/gone", "does not exist")),

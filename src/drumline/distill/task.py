@@ -266,7 +266,7 @@ def _tapped(model: nn.Module, key: str, text: str, example: Tensor) -> nn.Module
     try:
         return with_taps(model, text, example.to(_device(model)))
     except UserError as error:
-        raise UserError(f"distill.{key}: {error.what.removeprefix('taps: ')}", error.fix) from error
+        raise UserError(f"distill.{key}: {error.what}", error.fix) from error
 
 
 def anatomy(model: nn.Module, name: str, example: Tensor) -> Anatomy:

@@ -137,9 +137,7 @@ class Record:
         mark = None if call is None else call.entry if place.endswith(INPUT) else call.leaving
         if mark is None:
             what = "is not called in a forward" if call is None else "has no tensor there"
-            raise UserError(
-                f"taps: {tap}={place}: {place.removesuffix(INPUT)} {what}", fix="name another module"
-            )
+            raise UserError(f"{tap}={place}: {place.removesuffix(INPUT)} {what}", fix="name another module")
         return mark
 
     @property

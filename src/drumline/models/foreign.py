@@ -114,11 +114,11 @@ def places_from_text(text: str, model: nn.Module | None = None) -> dict[str, str
         tap, equals, place = (part.strip() for part in entry.partition("="))
         if not equals or not place:
             raise UserError(
-                f"taps: {entry!r} is not TAP=PLACE", fix="write for example stage1=layer1,pooled=fc:input"
+                f"{entry!r} is not TAP=PLACE", fix="write for example stage1=layer1,pooled=fc:input"
             )
         if tap in places:
             raise UserError(
-                f"taps: {tap} is given twice, as {places[tap]} and {place}", fix="leave one of them out"
+                f"{tap} is given twice, as {places[tap]} and {place}", fix="leave one of them out"
             )
         places[tap] = place
     _check(places, model)
@@ -172,13 +172,13 @@ def _check(places: Mapping[str, str], model: nn.Module | None) -> None:
     for tap, place in places.items():
         if not _TAP.fullmatch(tap):
             raise UserError(
-                f"taps: {tap}={place}: there is no tap {tap!r}",
+                f"{tap}={place}: there is no tap {tap!r}",
                 fix="taps are stem, stage1, stage2, ..., stage1.pre, stage2.pre, ... (before the activation), pooled",
             )
         name = place.removesuffix(INPUT)
         if ":" in name:
             raise UserError(
-                f"taps: {tap}={place}: a place ends in {INPUT} or has no colon",
+                f"{tap}={place}: a place ends in {INPUT} or has no colon",
                 fix=f"write {tap}=MODULE{INPUT}",
             )
         modules = (
@@ -191,6 +191,6 @@ def _check(places: Mapping[str, str], model: nn.Module | None) -> None:
                 known for known in modules if "." not in known
             ]
             raise UserError(
-                f"taps: {tap}={place}: {type(model).__name__} has no module {name!r}",
+                f"{tap}={place}: {type(model).__name__} has no module {name!r}",
                 fix=f"did you mean {either(near)}?",
             )

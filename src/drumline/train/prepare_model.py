@@ -53,8 +53,7 @@ def build_model(recipe: Recipe, classes: int) -> nn.Module:
     try:
         return create_model(name, classes=wanted)
     except UserError as error:
-        what = error.what.removeprefix(f"model {name}").lstrip(": ")
-        raise UserError(f"model.name = {name}: {what}", error.fix) from error
+        raise UserError(f"model.name: {error.what}", error.fix, error.code) from error
 
 
 def shared_weights(path: str, world: World) -> Path:

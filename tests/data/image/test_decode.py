@@ -177,14 +177,14 @@ def test_an_image_just_below_the_limit_is_not_called_a_bomb():
 @pytest.mark.parametrize("share", [0.5, 0.9])
 def test_a_cut_off_file_is_refused(name, share):
     error = refused(FILES[name][: int(len(FILES[name]) * share)])
-    assert any(words in error.what for words in ("cut off", "damaged"))
+    assert any(words in error.what for words in ("truncated", "damaged"))
 
 
 @pytest.mark.parametrize(
     ("data", "words"),
     [
         (b"", "is empty (0 bytes)"),
-        (b"hello, this is text", "is not an image of a known format"),
+        (b"hello, this is text", "is not an image in a supported format"),
         (b"<!DOCTYPE html><html>404", "is a web page"),
         (b"\n <html>", "is a web page"),
         (b"version https://git-lfs.github.com/spec/v1\noid", "is a Git LFS pointer"),
@@ -192,8 +192,8 @@ def test_a_cut_off_file_is_refused(name, share):
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is a PostScript document"),
         (b"PK\x03\x04....", "is a zip archive"),
         (b"\0\0\0\x18ftypheic....", "is a heic file"),
-        (bytes(5000), "holds zeros only (5000 bytes)"),
-        (FILES["jpeg grey"][:12], "is cut off"),
+        (bytes(5000), "contains only zeros (5000 bytes)"),
+        (FILES["jpeg grey"][:12], "is truncated"),
         (FILES["jpeg grey"][:3] + b"nonsense", "begins like a JPEG"),
         (FILES["png L"][:12], "begins like a PNG"),
         (b"P6\n4 4\n2\xc25\n" + bytes(48), "is damaged: invalid literal"),

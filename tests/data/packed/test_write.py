@@ -562,7 +562,7 @@ def test_the_command_tells_what_it_did_and_lists_bad_samples(photos, tmp_path, c
     for words in (
         "decoded pixels",
         "3 sample(s) cannot be read",
-        "cut.jpg is cut off",
+        "cut.jpg is truncated",
         "page.jpg is a web page",
     ):
         assert words in told.err

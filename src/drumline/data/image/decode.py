@@ -40,7 +40,7 @@ def decode(data: bytes, where: str, exif: Literal["ignore", "apply"] = "ignore")
     train on). A TIFF's orientation is applied by Pillow itself in both cases.
     """
     if not data:
-        raise UserError(f"{where} is empty (0 bytes)", fix=_RESTORE)
+        raise UserError(f"{where} is empty (0 bytes)", _RESTORE, code="empty")
     check_file(data, where)
     try:
         image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
@@ -52,15 +52,16 @@ def decode(data: bytes, where: str, exif: Literal["ignore", "apply"] = "ignore")
     except (UserError, MemoryError):
         raise
     except UnidentifiedImageError as error:
-        raise UserError(f"{where} {_looks_like(data)}", fix=_RESTORE) from error
+        what, code = _looks_like(data)
+        raise UserError(f"{where} {what}", _RESTORE, code) from error
     except Image.DecompressionBombError as error:  # Pillow's own limit, twice ours
         size = str(error).partition(" exceeds")[0].partition("(")[2].rstrip(")")
         raise too_large(where, f"is too large: {size} (the limit is {MAX_PIXELS:,} pixels)") from error
     except Exception as error:  # a damaged file makes Pillow raise nearly anything
         if isinstance(error, OSError) and "out of memory" in str(error):
             raise MemoryError(where) from error  # says nothing about the file
-        reason = "is cut off" if "truncated" in str(error).lower() else "is damaged"
-        raise UserError(f"{where} {reason}: {error or type(error).__name__}", fix=_RESTORE) from error
+        code = "truncated" if "truncated" in str(error).lower() else "damaged"
+        raise UserError(f"{where} is {code}: {error or type(error).__name__}", _RESTORE, code) from error
 
 
 _RESTORE = "restore the file from where it came, or remove it from the data"
@@ -73,6 +74,7 @@ def _rgb(image: Image.Image, where: str) -> Image.Image:
         raise UserError(
             f"{where} holds floating-point pixels, whose range is unknown",
             fix="save it with 8 bits a channel",
+            code="unsupported",
         )
     if image.mode == "I" or image.mode.startswith("I;"):
         values = np.asarray(image)
@@ -80,20 +82,23 @@ def _rgb(image: Image.Image, where: str) -> Image.Image:
             raise UserError(
                 f"{where} holds 32-bit grey values from {values.min()} to {values.max()}, not 0 to 65535",
                 fix="save it with 8 or 16 bits a pixel",
+                code="unsupported",
             )
         image = Image.fromarray((values >> 8).astype(np.uint8))
     return image.convert("RGB")
 
 
 _SIGNATURES = (
+    (b"\xff\xd8\xff", "JPEG"),
+    (b"\x89PNG", "PNG"),
+    (b"GIF8", "GIF"),
+    (b"BM", "BMP"),
+    (b"RIFF", "WebP"),
+    (b"II*\0", "TIFF"),
+    (b"MM\0*", "TIFF"),
+)
+_OTHER_SIGNATURES = (
     (b"version https://git-lfs", "is a Git LFS pointer, not the file itself (git lfs pull fetches it)"),
-    (b"\xff\xd8\xff", "begins like a JPEG, but its header is damaged or cut off"),
-    (b"\x89PNG", "begins like a PNG, but its header is damaged or cut off"),
-    (b"GIF8", "begins like a GIF, but its header is damaged or cut off"),
-    (b"BM", "begins like a BMP, but its header is damaged or cut off"),
-    (b"RIFF", "begins like a WebP, but its header is damaged or cut off"),
-    (b"II*\0", "begins like a TIFF, but its header is damaged or cut off"),
-    (b"MM\0*", "begins like a TIFF, but its header is damaged or cut off"),
     (b"%PDF", "is a PDF document, not an image"),
     (b"%!PS", "is a PostScript document, not an image"),
     (b"PK\x03\x04", "is a zip archive, not an image"),
@@ -101,18 +106,25 @@ _SIGNATURES = (
 )
 
 
-def _looks_like(data: bytes) -> str:
-    """What a file is that Pillow does not recognise, whatever its name says."""
-    for signature, words in _SIGNATURES:
+def _looks_like(data: bytes) -> tuple[str, str]:
+    """What a file is that Pillow does not recognise, whatever its name says, and the code of the error."""
+    for signature, kind in _SIGNATURES:
         if data.startswith(signature):
-            return words
+            return f"begins like a {kind}, but its header is damaged or truncated", "damaged"
+    return _other(data), "not-an-image"
+
+
+def _other(data: bytes) -> str:
+    for signature, what in _OTHER_SIGNATURES:
+        if data.startswith(signature):
+            return what
     start = data.lstrip()[:64].lower()
     if start.startswith((b"<!doctype html", b"<html")):
         return "is a web page, not an image: perhaps an error page saved under this name"
     if data[4:8] == b"ftyp":
         return (
-            f"is a {data[8:12].decode('latin-1')} file (HEIC, AVIF or video), a format that is not read here"
+            f"is a {data[8:12].decode('latin-1')} file (HEIC, AVIF or video), which is not a supported format"
         )
     if not any(data[:4096]):
-        return f"holds zeros only ({len(data)} bytes): perhaps an interrupted copy"
-    return f"is not an image of a known format ({', '.join(FORMATS)}); it begins with {data[:8]!r}"
+        return f"contains only zeros ({len(data)} bytes): perhaps an interrupted copy"
+    return f"is not an image in a supported format ({', '.join(FORMATS)}); it begins with {data[:8]!r}"
