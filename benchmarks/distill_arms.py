@@ -22,7 +22,7 @@ from drumline.config.recipe import Checkpoint, Data, Distill, Model, Optim, Para
 from drumline.data.feed.views import Batch
 from drumline.models import create_model
 from drumline.observe.display import SilentDisplay
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from drumline.state.weights import load_weights
 from drumline.train import prepare
 from drumline.train.rehearse import rehearse
@@ -79,7 +79,7 @@ class ByHand:
     graph = False
 
     def __init__(self, recipe: Recipe, plan: Plan, channels_last: bool) -> None:
-        self.recipe, self.plan, self.world = recipe, plan, alone(plan.device)
+        self.recipe, self.plan, self.world = recipe, plan, single_process(plan.device)
         self.sets = prepare.prepare_sets(recipe, self.world)
         self.first_loss = math.nan
         layout = torch.channels_last if channels_last else torch.contiguous_format
@@ -140,7 +140,7 @@ class Ours:
 
     @staticmethod
     def open(recipe: Recipe, build: Builder, plan: Plan, cleanup: ExitStack) -> Ours:
-        run = start(recipe, alone(plan.device), build, cleanup)
+        run = start(recipe, single_process(plan.device), build, cleanup)
         # A terminal can show one live bar, and this is not the only run.
         run.reporter.display = SilentDisplay()
         return Ours(run)

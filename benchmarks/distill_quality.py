@@ -42,7 +42,8 @@ from drumline.distill.methods import METHODS
 from drumline.distill.run import distill
 from drumline.observe.display import Display
 from drumline.parallel.grid import Grid
-from drumline.parallel.world import World, alone, pick_device, resolve_device_type
+from drumline.parallel.process_group import pick_device, resolve_device_type
+from drumline.parallel.world import World, single_process
 from drumline.train.loop import Result, train
 from drumline.train.prepare import Plan, Sets
 from drumline.train.score import score_module
@@ -74,7 +75,7 @@ def main() -> int:
         return 2
     # torch refuses cuBLAS without it where deterministic algorithms are asked for.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    world = alone(pick_device(resolve_device_type("auto"), 0))
+    world = single_process(pick_device(resolve_device_type("auto"), 0))
     out.mkdir(parents=True, exist_ok=True)
     book = read(out)
     why_missing: dict[Job, str] = {}

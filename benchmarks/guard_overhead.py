@@ -25,7 +25,7 @@ import torch
 
 from drumline.config.recipe import Checkpoint, Data, Guard, Model, Optim, Parallel, Recipe, Run, Train
 from drumline.data.feed.views import Batch
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from drumline.train.guards import Guards
 from drumline.train.rehearse import rehearse
 from drumline.train.start import Running, start
@@ -99,7 +99,9 @@ class Arm:
 def arm(recipe: Recipe, kind: str, cleanup: ExitStack) -> Arm:
     build, finite = KINDS[kind]
     device = torch.device("cuda", 0) if recipe.run.device == "cuda" else torch.device("cpu")
-    run = start(replace(recipe, run=replace(recipe.run, name=kind)), alone(device), classification, cleanup)
+    run = start(
+        replace(recipe, run=replace(recipe.run, name=kind)), single_process(device), classification, cleanup
+    )
     if not finite:
         run.step.finite = None
         del run.state.optimizer.found_inf  # type: ignore[attr-defined]

@@ -37,7 +37,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 from drumline.config.recipe import Parallel, Recipe
-from drumline.core.environment import read_place
+from drumline.core.environment import read_rank_info
 from drumline.launch.network import free_port
 from drumline.launch.worker import cuda_settings
 from drumline.parallel.grid import Grid, make_grid
@@ -45,7 +45,8 @@ from drumline.parallel.pipeline.mailbox import Mailbox, Place
 from drumline.parallel.pipeline.pipelined import GradientSum
 from drumline.parallel.pipeline.schedule import SCHEDULES
 from drumline.parallel.pipeline.wire import Wire
-from drumline.parallel.world import World, join
+from drumline.parallel.process_group import init_world
+from drumline.parallel.world import World
 from harness import Parser
 from pipelines import CPU, Asleep, Case, Log, machine, median_ms, turns
 
@@ -121,10 +122,10 @@ ARMS = ("none", "during", "after")
 def one_rank(plan: Plan, out: Path) -> None:
     """Measures every case; rank 0 leaves the seconds, a JSON line for each."""
     torch.set_num_threads(1)
-    world = join(read_place(os.environ), "cpu", "gloo", 300)
+    world = init_world(read_rank_info(os.environ), "cpu", "gloo", 300)
     grids = {ranks: make_grid(world, ranks) for ranks in sorted({1, 2, *plan.ranks})}
     wires = {ranks: Wire(grid.down, grid.up) for ranks, grid in grids.items()}
-    log = Log(str(out)) if world.first else Log(None)
+    log = Log(str(out)) if world.is_rank_zero else Log(None)
 
     def steps(case: Case, asleep: Asleep | None, count: int) -> float:
         world.barrier()
@@ -162,7 +163,7 @@ def exchanges(plan: Plan, world: World, grid: Grid, wire: Wire, log: Log) -> Non
                 sums.begin(stage)
         sums.finish()
         ended = time.perf_counter()
-        moments = world.gather([begun, ended])
+        moments = world.all_gather_floats([begun, ended])
         first = min(start for start, _ in moments)
         return [max(end for _, end in moments[place::2]) - first for place in range(2)]
 

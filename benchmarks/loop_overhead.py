@@ -33,7 +33,7 @@ from drumline.data.feed.batch import make_batch
 from drumline.data.feed.order import training_requests
 from drumline.data.feed.views import Batch
 from drumline.models import create_model
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from drumline.state.fingerprint import state_sha256
 from drumline.train import prepare
 from drumline.train.guards import Guards
@@ -102,7 +102,7 @@ def ours(recipe: Recipe, steps: int, warm: int = WARM) -> tuple[float, float, st
             run=replace(recipe.run, dir=folder),
             train=replace(recipe.train, steps=warm + steps, eval_every=0),
         )
-        world = alone(device_of(recipe))
+        world = single_process(device_of(recipe))
         run = start(recipe, world, classification, cleanup)
         # TensorBoard is imported on a background thread with the first metric: a start-up cost, not a step's.
         timed = Timed(run.step, world.device, warm, warm + steps - 1, settle=run.reporter.logbook.flush)
@@ -129,7 +129,7 @@ def replay_alone(step: TrainStep, times: int) -> float:
 def by_hand(recipe: Recipe, steps: int, warm: int = WARM) -> float:
     """Seconds per step of the loop a person would write."""
     device = device_of(recipe)
-    world = alone(device)
+    world = single_process(device)
     prepare.set_arithmetic(recipe.run.deterministic)
     sets = prepare.prepare_sets(recipe, world)
     requests = training_requests(

@@ -28,9 +28,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from drumline.config.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Run, Train
-from drumline.core.environment import read_place
+from drumline.core.environment import read_rank_info
 from drumline.launch.network import free_port
-from drumline.parallel.world import World, join
+from drumline.parallel.process_group import init_world
+from drumline.parallel.world import World
 from drumline.train.rehearse import rehearse
 from drumline.train.start import Running, start
 from drumline.train.task import classification
@@ -87,7 +88,7 @@ def cpu_recipe(small: bool) -> Recipe:
 
 def one_rank(rounds: int, steps: int, small: bool) -> None:
     """Both modes in this process group, round after round; rank 0 prints the seconds per step of each."""
-    world = join(read_place(os.environ), "cpu", "gloo", 300)
+    world = init_world(read_rank_info(os.environ), "cpu", "gloo", 300)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as cleanup:
         plain = replace(cpu_recipe(small), run=Run(device="cpu", dir=folder))
         modes = {
@@ -98,7 +99,7 @@ def one_rank(rounds: int, steps: int, small: bool) -> None:
             rehearse(run, run.rehearsal(0))
         for _ in range(rounds):
             found = [timed(run, world, steps) for run in modes.values()]
-            if world.first:
+            if world.is_rank_zero:
                 print("SECONDS", *found, flush=True)
     world.close()
 

@@ -10,9 +10,9 @@ import pytest
 
 from drumline.core.environment import (
     LAUNCHER,
-    Place,
+    RankInfo,
     first_host,
-    read_place,
+    read_rank_info,
     slurm_port,
     tasks_on_node,
     thread_defaults,
@@ -44,37 +44,37 @@ BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PO
 
 
 def test_nobody_started_us_means_no_place() -> None:
-    assert read_place({}) is None
-    assert read_place({"MASTER_ADDR": "10.0.0.1", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}) is None
+    assert read_rank_info({}) is None
+    assert read_rank_info({"MASTER_ADDR": "10.0.0.1", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}) is None
 
 
 def test_torchrun_and_our_launcher_are_told_apart() -> None:
-    expected = Place(5, 8, 1, 4, 1, "10.0.0.1", 29500, "torchrun")
-    assert read_place(TORCHRUN) == expected
-    ours = read_place(TORCHRUN | {"DRUMLINE_LAUNCHER": "77"})
+    expected = RankInfo(5, 8, 1, 4, 1, "10.0.0.1", 29500, "torchrun")
+    assert read_rank_info(TORCHRUN) == expected
+    ours = read_rank_info(TORCHRUN | {"DRUMLINE_LAUNCHER": "77"})
     assert ours is not None
     assert ours.started_by == "drumline"
 
 
 def test_torchrun_inside_a_slurm_job_is_torchrun() -> None:
-    place = read_place(SRUN | TORCHRUN)
-    assert place is not None
-    assert (place.started_by, place.rank) == ("torchrun", 5)
+    info = read_rank_info(SRUN | TORCHRUN)
+    assert info is not None
+    assert (info.started_by, info.rank) == ("torchrun", 5)
 
 
 def test_four_variables_by_hand_are_enough() -> None:
-    assert read_place(BY_HAND) == Place(1, 2, 0, 1, 1, "10.0.0.1", 29500, "env")
-    assert read_place(BY_HAND | {"MASTER_ADDR": "localhost"}) == Place(
+    assert read_rank_info(BY_HAND) == RankInfo(1, 2, 0, 1, 1, "10.0.0.1", 29500, "env")
+    assert read_rank_info(BY_HAND | {"MASTER_ADDR": "localhost"}) == RankInfo(
         1, 2, 1, 2, 0, "localhost", 29500, "env"
     )
     several = BY_HAND | {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}
-    assert read_place(several) == Place(6, 8, 2, 4, 1, "10.0.0.1", 29500, "env")
+    assert read_rank_info(several) == RankInfo(6, 8, 2, 4, 1, "10.0.0.1", 29500, "env")
 
 
 def test_srun_tasks_find_their_place_and_the_first_host() -> None:
     expected_port = 10000 + (31 * 1234567) % 20000
-    assert read_place(SRUN) == Place(5, 7, 1, 2, 2, "node01", expected_port, "slurm")
-    chosen = read_place(SRUN | {"MASTER_ADDR": "head", "MASTER_PORT": "1500"})
+    assert read_rank_info(SRUN) == RankInfo(5, 7, 1, 2, 2, "node01", expected_port, "slurm")
+    chosen = read_rank_info(SRUN | {"MASTER_ADDR": "head", "MASTER_PORT": "1500"})
     assert chosen is not None
     assert (chosen.master_addr, chosen.master_port) == ("head", 1500)
 
@@ -89,35 +89,35 @@ def test_an_srun_step_uses_its_own_tasks_and_hosts_not_the_jobs() -> None:
         "SLURM_NODEID": "0",
     }
     expected_port = 10000 + (31 * 1234567 + 3) % 20000
-    assert read_place(SRUN | step) == Place(1, 2, 1, 2, 0, "gpu5", expected_port, "slurm")
+    assert read_rank_info(SRUN | step) == RankInfo(1, 2, 1, 2, 0, "gpu5", expected_port, "slurm")
 
 
 def test_a_single_slurm_task_and_a_batch_script_are_alone() -> None:
-    assert read_place(SRUN | {"SLURM_NTASKS": "1"}) is None
+    assert read_rank_info(SRUN | {"SLURM_NTASKS": "1"}) is None
     batch = SRUN | {"SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"}
-    assert read_place(batch) is None
-    assert read_place(batch | {"SLURM_STEP_ID": "0"}) is not None
+    assert read_rank_info(batch) is None
+    assert read_rank_info(batch | {"SLURM_STEP_ID": "0"}) is not None
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_half_a_set_of_variables_names_the_missing_one(missing: str) -> None:
     env = {key: value for key, value in BY_HAND.items() if key != missing}
     with pytest.raises(UserError, match=f"{missing} is not set"):
-        read_place(env)
+        read_rank_info(env)
 
 
 @pytest.mark.parametrize("missing", ["SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID"])
 def test_half_a_set_of_slurm_variables_names_the_missing_one(missing: str) -> None:
     env = {key: value for key, value in SRUN.items() if key != missing}
     with pytest.raises(UserError, match=f"{missing} is not set"):
-        read_place(env)
+        read_rank_info(env)
 
 
 def test_values_that_cannot_be_are_refused() -> None:
     with pytest.raises(UserError, match="RANK = 'one' is not a whole number"):
-        read_place(BY_HAND | {"RANK": "one"})
+        read_rank_info(BY_HAND | {"RANK": "one"})
     with pytest.raises(UserError, match="RANK = 2 does not fit WORLD_SIZE = 2"):
-        read_place(BY_HAND | {"RANK": "2"})
+        read_rank_info(BY_HAND | {"RANK": "2"})
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_slurm_ports_stay_below_the_kernels_range_and_differ_between_neighbours(
 
 
 def test_what_is_written_is_read_back() -> None:
-    place = Place(5, 8, 1, 4, 1, "10.0.0.1", 29500, "env")
-    assert read_place(to_env(place)) == place
+    info = RankInfo(5, 8, 1, 4, 1, "10.0.0.1", 29500, "env")
+    assert read_rank_info(to_env(info)) == info
 
 
 def test_waiting_threads_give_up_their_core_unless_the_user_chose() -> None:

@@ -30,7 +30,7 @@ from drumline.data.feed.processes import process_batches
 from drumline.data.feed.views import View
 from drumline.data.image.window import find_window
 from drumline.data.sources import EncodedSource, SourceSpec, detect_source, open_same, open_source
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from drumline.state.claim import VARIABLE
 from drumline.train.prepare import prepare_sets
 from tests.data.damage import good_jpeg, with_scans
@@ -316,7 +316,7 @@ def test_data_that_this_run_has_opened_before_is_waited_for_and_then_is_a_loss(
     recipe = Recipe(data=Data(path=str(folder), batch=2, holdout=0.3, workers=0))
     away, claim = tmp_path / "away", tmp_path / "claimed"
     claim.write_text("a-run")
-    world = alone(CPU)
+    world = single_process(CPU)
     folder.rename(away)
     started = time.monotonic()
     with pytest.raises(UserError, match="does not exist") as first:

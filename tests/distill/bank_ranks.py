@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drumline.core.environment import read_place
+from drumline.core.environment import read_rank_info
 from drumline.distill.bank import ContrastBank
 from drumline.distill.method import Anatomy, Seen
 from drumline.distill.methods.contrast import Crd
-from drumline.parallel.world import World, join
+from drumline.parallel.process_group import init_world
+from drumline.parallel.world import World
 from tests.launch.ranks import results_of
 
 SAMPLES, BATCH, STEPS, CLASSES, SEED = 37, 10, 6, 4, 11
@@ -89,7 +90,7 @@ def job(world: World) -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    world = join(read_place(os.environ), "cpu", "auto", 60)
+    world = init_world(read_rank_info(os.environ), "cpu", "auto", 60)
     torch.save(job(world), folder / f"{world.rank}.pt")
     world.barrier()
     world.close()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.core.environment import read_place
+from drumline.core.environment import read_rank_info
 from drumline.core.errors import UserError
 from drumline.data.feed.batch import make_batch
 from drumline.data.feed.order import Request
@@ -28,7 +28,8 @@ from drumline.distill.cache.fill import Teacher, fill, spot_check
 from drumline.distill.cache.format import Cache, open_cache, sole_filler
 from drumline.distill.cache.key import Key, make_key
 from drumline.distill.cache.payload import Rule
-from drumline.parallel.world import World, join
+from drumline.parallel.process_group import init_world
+from drumline.parallel.world import World
 from tests.launch.ranks import run_ranks
 
 SEED, CLASSES, WIDTH = 7, 10, 6
@@ -106,7 +107,7 @@ def results(size: int, folder: Path) -> list[dict[str, Any]]:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     cache_module.BLOCK, fill_module.MEETING, fill_module.SIGHT_SECONDS = SMALL_BLOCK, 1, 0.5
-    world = join(read_place(os.environ), "cpu", "auto", 60)
+    world = init_world(read_rank_info(os.environ), "cpu", "auto", 60)
     found: dict[str, Any] = {}
     # One rank alone is asked to stop, in the middle of its second block; all of them stop, then go on.
     asked = iter(range(100))
@@ -121,10 +122,10 @@ def main(folder: Path) -> None:
     found["other_teacher"] = refusal(lambda: spot_check(opened, range(4), teacher(seed=1), feed, world))
     found["other_key"] = refusal(lambda: open_cache(folder / "cache", key(seed=8), world))
     own = folder / f"own-{world.rank}"
-    found["unseen"] = refusal(lambda: open_cache(own if world.first else own / "none", key(), world))
+    found["unseen"] = refusal(lambda: open_cache(own if world.is_rank_zero else own / "none", key(), world))
     # Every rank has a sound folder with the right key, but not the same one.
     apart = open_cache(folder / "apart-0", key(), world)
-    if not world.first:
+    if not world.is_rank_zero:
         (folder / f"apart-{world.rank}").mkdir()
         (folder / f"apart-{world.rank}" / "manifest.json").write_bytes(
             (apart.folder / "manifest.json").read_bytes()
@@ -132,7 +133,7 @@ def main(folder: Path) -> None:
         apart = Cache(folder / f"apart-{world.rank}", apart.key, apart.machine)
     found["apart"] = refusal(lambda: fill(apart, range(1), teacher(), feed, world))
     taken = open_cache(folder / "taken", key(), world)
-    with sole_filler(taken.folder) if world.first else nullcontext():
+    with sole_filler(taken.folder) if world.is_rank_zero else nullcontext():
         found["taken"] = refusal(lambda: fill(taken, range(1), teacher(), feed, world))
     found["free_again"] = fill(taken, range(1), teacher(), feed, world)
     (folder / f"{world.rank}.json").write_text(json.dumps(found))

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.core.environment import read_place
+from drumline.core.environment import read_rank_info
 from drumline.distill.gather import Gathered
 from drumline.parallel.norm import over_everybody, world_total
-from drumline.parallel.world import World, join
+from drumline.parallel.process_group import init_world
+from drumline.parallel.world import World
 from tests.launch.ranks import results_of
 
 COUNTS = {2: (5, 3), 3: (4, 1, 3)}
@@ -91,7 +92,7 @@ def gathered(world: World) -> dict[str, Tensor]:
     return {
         "loss": loss.detach(),
         "rows": rows.detach(),
-        "weight": world.sum(weight.grad.clone()),
+        "weight": world.all_reduce(weight.grad.clone()),
         "inputs": inputs.grad,
         "labels": labels,
     }
@@ -104,7 +105,7 @@ def results(size: int) -> list[dict[str, dict[str, Tensor]]]:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    world = join(read_place(os.environ), "cpu", "auto", 60)
+    world = init_world(read_rank_info(os.environ), "cpu", "auto", 60)
     counts = COUNTS[world.size]
     first = sum(counts[: world.rank])
     own = slice(first, first + counts[world.rank])

@@ -15,14 +15,15 @@ import torch
 from safetensors.torch import save_file
 
 from drumline.config.recipe import Checkpoint, Data, Distill, Model, Parallel, Recipe, Run, Train
-from drumline.core.environment import read_place
+from drumline.core.environment import read_rank_info
 from drumline.core.errors import UserError
 from drumline.distill.objective import Distillation
 from drumline.distill.stages import Relayed
 from drumline.distill.task import lesson
 from drumline.distill.teacher import Live, Teacher
 from drumline.models import create_model
-from drumline.parallel.world import World, join
+from drumline.parallel.process_group import init_world
+from drumline.parallel.world import World
 from drumline.train.loop import train
 from drumline.train.task import Task
 from tests.distill.nets import wakened
@@ -119,7 +120,7 @@ def results() -> list[dict[str, Any]]:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    world = join(read_place(os.environ), "cpu", "auto", 60)
+    world = init_world(read_rank_info(os.environ), "cpu", "auto", 60)
     recipe = pipelined(folder, "staged-taps")
     made = {name: found(folder, name, world) for name in CASES}
     half = str(folder / "staged-taps" / "checkpoints" / "step-2")

@@ -15,14 +15,15 @@ import torch
 from safetensors.torch import save_file
 
 from drumline.config.recipe import Data, Distill, Model, Optim, Recipe, Run, Train
-from drumline.core.environment import read_place
+from drumline.core.environment import read_rank_info
 from drumline.distill.methods import METHODS
 from drumline.distill.task import Stage, lesson
 from drumline.models import create_model
 from drumline.observe.display import make_display
 from drumline.observe.run_log import Logbook
 from drumline.parallel.grid import make_grid
-from drumline.parallel.world import World, join
+from drumline.parallel.process_group import init_world
+from drumline.parallel.world import World
 from drumline.train import assemble, prepare
 from drumline.train.spread import prepare_exchange
 from drumline.train.step import TrainStep
@@ -93,7 +94,7 @@ def two_steps(folder: Path, name: str, world: World) -> dict[str, Any]:
             for key, parameter in state.module.named_parameters()
             if parameter.grad is not None
         }
-        found["meter"] = world.sum(step.meter.clone())
+        found["meter"] = world.all_reduce(step.meter.clone())
         step(next(batches), 1, 0.02)
     task.objective.check()
     witness = Witness(lambda: state_tensors(state), world, Logbook(None))
@@ -114,7 +115,7 @@ def results(size: int) -> list[dict[str, Any]]:
 
 def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
-    world = join(read_place(os.environ), "cpu", "auto", 60)
+    world = init_world(read_rank_info(os.environ), "cpu", "auto", 60)
     found = {name: two_steps(folder, name, world) for name in names or CASES}
     torch.save(found, folder / f"{world.rank}.pt")
     world.close()

@@ -16,11 +16,11 @@ from drumline.distill import bank as bank_module
 from drumline.distill.bank import STUDENT, TEACHER, ContrastBank, first_rows
 from drumline.distill.method import Anatomy, Memory, Method, Needs, Seen
 from drumline.distill.methods.contrast import Crd, log_partition, nce, scores
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from tests.distill import bank_ranks
 from tests.launch.ranks import one_thread
 
-WORLD = alone(torch.device("cpu"))
+WORLD = single_process(torch.device("cpu"))
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 3])
 SMALL, LARGE = Anatomy("small", {"pooled": (5,)}, 4), Anatomy("large", {"pooled": (7,)}, 4)
 

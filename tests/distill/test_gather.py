@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from drumline.distill.gather import Gathered
 from drumline.parallel.norm import WorldNorm, over_everybody, world_total
-from drumline.parallel.world import World, alone
+from drumline.parallel.world import World, single_process
 from tests.distill import gather_ranks
 from tests.distill.gather_ranks import COUNTS, GLOBAL, NORMS
 
@@ -83,7 +83,7 @@ def test_gathered_rows_have_the_loss_and_gradient_of_the_whole_batch(size: int) 
 
 def test_alone_rows_are_left_as_they_are() -> None:
     rows = torch.randn(3, 2)
-    everywhere = Gathered(alone(CPU), [3])
+    everywhere = Gathered(single_process(CPU), [3])
     assert everywhere(rows) is rows
 
 
@@ -188,7 +188,7 @@ def test_a_norm_over_everybody_is_left_out_of_compiled_code() -> None:
         operations.extend(str(node.target) for node in graph.graph.nodes)
         return graph.forward
 
-    first, norm = nn.Linear(4, 4), over_everybody(nn.BatchNorm1d(4), world_total(alone(CPU)))
+    first, norm = nn.Linear(4, 4), over_everybody(nn.BatchNorm1d(4), world_total(single_process(CPU)))
 
     def model(images: Tensor) -> Tensor:
         return norm(first(images)).relu()  # type: ignore[no-any-return]

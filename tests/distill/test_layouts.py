@@ -23,7 +23,7 @@ from drumline.models import create_model
 from drumline.observe.display import make_display
 from drumline.parallel.grid import make_grid
 from drumline.parallel.pipeline.shape import Shape
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from drumline.state.checkpoint import newest_sound, read_checkpoint
 from drumline.state.fingerprint import state_sha256
 from tests.distill import layout_ranks as ranks
@@ -31,7 +31,7 @@ from tests.distill.nets import wakened
 from tests.launch.ranks import one_thread
 
 CPU = torch.device("cpu")
-HERE = alone(CPU)
+HERE = single_process(CPU)
 
 
 def sha_of(run: Path) -> str:
@@ -181,7 +181,7 @@ def test_a_teachers_last_stage_is_on_the_process_own_gpu(monkeypatch: pytest.Mon
 
     def numbers(local_rank: int, local_size: int, wanted: int | str, virtual: bool = False) -> list[int]:
         own = torch.device("cuda", local_rank)
-        world = replace(alone(own), local_rank=local_rank, local_size=local_size)
+        world = replace(single_process(own), local_rank=local_rank, local_size=local_size)
         return [device.index for device in stage_devices(wanted, virtual, world)]
 
     assert numbers(0, 1, "auto") == [3, 2, 1, 0]

@@ -25,7 +25,7 @@ from drumline.distill.methods.relations import Similarity
 from drumline.distill.objective import Distillation, Part, ramp
 from drumline.distill.teacher import Live, Taught, Teacher
 from drumline.parallel.layout import Averaged
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from drumline.train.assemble import prepare_state
 from drumline.train.objective import Classification, Outcome
 from drumline.train.step import TrainStep
@@ -83,7 +83,7 @@ def objective(
         r,
         Classification(smoothing, CLASSES),
         source=lambda images, batch: Taught(TAUGHT, {"stage1": TAUGHT_MAP}),
-        spread=Gathered(alone(CPU), [COUNT]) if spread is None else spread,
+        spread=Gathered(single_process(CPU), [COUNT]) if spread is None else spread,
         device=CPU,
         per_epoch=10,
         **options,
@@ -284,16 +284,23 @@ def stepped(
         1.0,
         Classification(0.0, CLASSES),
         source=Live(teacher),
-        spread=Gathered(alone(CPU), [COUNT]),
+        spread=Gathered(single_process(CPU), [COUNT]),
         device=CPU,
         per_epoch=10,
         teacher=teacher,
     )
     bundle = Bundle(student, {}, {each.name: each.needs for each in parts})
-    state = prepare_state(Recipe(optim=tiny.SGD), bundle, alone(CPU), student)
-    exchange = Averaged(state.module, state.forward, alone(CPU))
+    state = prepare_state(Recipe(optim=tiny.SGD), bundle, single_process(CPU), student)
+    exchange = Averaged(state.module, state.forward, single_process(CPU))
     step = TrainStep(
-        state, made, tiny.NORMALISE, alone(CPU), exchange, seed=5, global_batch=COUNT, autocast=autocast
+        state,
+        made,
+        tiny.NORMALISE,
+        single_process(CPU),
+        exchange,
+        seed=5,
+        global_batch=COUNT,
+        autocast=autocast,
     )
     for index in range(steps):
         step(tiny.make(COUNT, index), index, 0.1)

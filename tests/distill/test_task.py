@@ -14,7 +14,7 @@ from drumline.distill import task as lesson
 from drumline.distill.bundle import Bundle
 from drumline.distill.objective import Distillation
 from drumline.distill.run import distill
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from tests.distill import ranks
 
 
@@ -35,7 +35,7 @@ def test_the_teacher_is_checked_after_the_first_step_and_each_epoch(
         distill=Distill(teacher=("resnet14",), teacher_weights=(str(tmp_path / "teacher.safetensors"),)),
         checkpoint=Checkpoint(every_epochs=0),
     )
-    distill(recipe, alone(torch.device("cpu")))
+    distill(recipe, single_process(torch.device("cpu")))
     assert steps == [1, 2, 4]
 
 

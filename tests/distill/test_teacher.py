@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from drumline.core.errors import UserError
 from drumline.distill.teacher import Rule, Teacher, ensemble, weights_sha256
 from drumline.models import create_model
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from tests.distill.nets import wakened
 
 CPU = torch.device("cpu")
@@ -261,13 +261,13 @@ class Pair:
 
     size = 2
 
-    def gather_integers(self, values: torch.Tensor) -> torch.Tensor:
+    def all_gather_integers(self, values: torch.Tensor) -> torch.Tensor:
         return torch.stack([values, values + (torch.arange(len(values)) == 3)])
 
 
 def test_ranks_with_different_teachers_are_found() -> None:
     teacher = Teacher([wakened(create_model("resnet8", classes=10))], torch.device("cpu"))
-    teacher.agree(alone(torch.device("cpu")))
+    teacher.agree(single_process(torch.device("cpu")))
     with pytest.raises(UserError, match=r"distill.teacher_weights: rank\(s\) \[1\] have another teacher"):
         teacher.agree(Pair())  # type: ignore[arg-type]
 

@@ -30,7 +30,7 @@ from drumline.distill.teacher import Live, Taught, Teacher
 from drumline.models import create_model
 from drumline.models.foreign import with_taps
 from drumline.parallel.layout import Averaged
-from drumline.parallel.world import World, alone
+from drumline.parallel.world import World, single_process
 from drumline.train.assemble import prepare_state
 from drumline.train.objective import Classification
 from drumline.train.step import TrainStep
@@ -56,7 +56,7 @@ def distillation(
         r,
         Classification(0.0, CLASSES),
         source=source,
-        spread=Gathered(alone(CPU), [6]),
+        spread=Gathered(single_process(CPU), [6]),
         device=CPU,
         per_epoch=10,
         teacher=teacher,
@@ -118,9 +118,9 @@ def test_a_teacher_in_train_mode_is_put_right_refused_and_never_changed() -> Non
     teacher = Teacher([module], CPU)
     made = distillation([Part("kd", Kd(), 1.0, Needs())], Live(teacher), teacher=teacher)
     student = Alone(CLASSES, (4, 4))
-    state = prepare_state(Recipe(optim=tiny.SGD), Bundle(student, {}, {}), alone(CPU), student)
-    exchange = Averaged(state.module, state.forward, alone(CPU))
-    step = TrainStep(state, made, tiny.NORMALISE, alone(CPU), exchange, seed=1, global_batch=6)
+    state = prepare_state(Recipe(optim=tiny.SGD), Bundle(student, {}, {}), single_process(CPU), student)
+    exchange = Averaged(state.module, state.forward, single_process(CPU))
+    step = TrainStep(state, made, tiny.NORMALISE, single_process(CPU), exchange, seed=1, global_batch=6)
     step.rehearse(tiny.make(6))
     for index in range(3):
         state.module.train()
@@ -297,7 +297,7 @@ def test_correlation_is_added_with_the_right_sign() -> None:
 @pytest.mark.slow
 def test_padded_samples_are_in_no_total() -> None:
     """The teacher is scored by the same `evaluate` as any model: 23 samples in batches of 4 on 3 processes."""
-    one = training.evaluation(alone(CPU))
+    one = training.evaluation(single_process(CPU))
     assert one["samples"] == training.SAMPLES == 23
     assert [result["score"] for result in training.results(3)] == [one] * 3
 

@@ -13,7 +13,7 @@ from drumline.config.recipe import Checkpoint, Data, Distill, Model, Optim, Reci
 from drumline.distill.methods import METHODS
 from drumline.distill.run import distill
 from drumline.models import create_model
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from drumline.state.checkpoint import checkpoints
 from drumline.state.verify import inspect
 from tests.distill.nets import wakened
@@ -57,7 +57,7 @@ def recipe_of(path: str, *methods: str, **changes: object) -> Recipe:
 def sha256(recipe: Recipe, folder: Path, name: str, capture: str = "on") -> str:
     recipe = replace(recipe, run=replace(recipe.run, dir=str(folder), name=name))
     recipe = replace(recipe, train=replace(recipe.train, capture=capture))  # type: ignore[arg-type]
-    result = distill(recipe, alone(torch.device("cuda", 0)))
+    result = distill(recipe, single_process(torch.device("cuda", 0)))
     assert result.agreement is not None
     return inspect(folder / name).state_sha256
 

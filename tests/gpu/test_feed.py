@@ -23,7 +23,7 @@ from drumline.data.feed.views import NOTHING, View
 from drumline.data.gpu import share
 from drumline.data.image.augment import Augmentation
 from drumline.data.sources import Source, SourceSpec, open_source
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from drumline.state.verify import inspect
 from drumline.train.loop import train
 from tests.data.damage import KINDS, good_jpeg
@@ -234,7 +234,7 @@ def test_runs_have_the_same_bits_whoever_decodes(files: Path, tmp_path: Path) ->
             run=replace(base.run, name=name),
             data=replace(base.data, **changes),  # type: ignore[arg-type]
         )
-        result = train(recipe, alone(DEVICE))
+        result = train(recipe, single_process(DEVICE))
         assert result.broken_samples > 0
         hashes[name] = inspect(tmp_path / name).state_sha256
     assert set(hashes.values()) == {hashes["cpu"]}, hashes

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drumline.core.environment import Place
+from drumline.core.environment import RankInfo
 from drumline.launch.network import free_port
 from drumline.parallel.layout import lay_out
-from drumline.parallel.world import meet, pick_device
+from drumline.parallel.process_group import init_process_group, pick_device
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,8 +18,8 @@ pytestmark = [
 
 
 def test_a_group_of_one_meets_over_nccl_and_ddp_steps() -> None:
-    place = Place(0, 1, 0, 1, 0, "127.0.0.1", free_port("127.0.0.1"), "env")
-    world = meet(place, pick_device("cuda", 0), "auto", 60)
+    info = RankInfo(0, 1, 0, 1, 0, "127.0.0.1", free_port("127.0.0.1"), "env")
+    world = init_process_group(info, pick_device("cuda", 0), "auto", 60)
     try:
         assert world.backend == "nccl"
         assert not world.shares_gpu

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from drumline.config.recipe import Checkpoint, Data, Model, Optim, Recipe, Run, Train
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from drumline.state.checkpoint import checkpoints
 from drumline.state.verify import inspect
 from drumline.train.loop import train
@@ -33,7 +33,7 @@ BASE = Recipe(
 
 def sha256(recipe: Recipe, folder: Path, name: str) -> str:
     recipe = replace(recipe, run=replace(recipe.run, dir=str(folder), name=name))
-    train(recipe, alone(torch.device("cuda", 0)))
+    train(recipe, single_process(torch.device("cuda", 0)))
     return inspect(folder / name).state_sha256
 
 
@@ -129,7 +129,7 @@ def test_a_compiled_run_learns(tmp_path: Path) -> None:
     recipe = replace(
         BASE, train=replace(BASE.train, steps=220, compile=True), run=replace(BASE.run, dir=str(tmp_path))
     )
-    assert train(recipe, alone(torch.device("cuda", 0))).top1 > 0.9  # type: ignore[operator]
+    assert train(recipe, single_process(torch.device("cuda", 0))).top1 > 0.9  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("model", ["torchvision/resnet18", "timm/resnet18", "timm/vit_tiny_patch16_224"])

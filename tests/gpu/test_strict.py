@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drumline.config.recipe import Model, Optim, Recipe, Train
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from tests.distill.ranks import write_teacher
 from tests.launch.ranks import run_ranks
 from tests.parallel import strict_ranks
@@ -36,7 +36,9 @@ def state_of(recipe: Recipe, folder: Path, name: str, capture: str) -> str:
         run=replace(recipe.run, dir=str(folder), name=name, device="cuda"),
         train=replace(recipe.train, capture=capture),  # type: ignore[arg-type]
     )
-    return strict_ranks.state_of(recipe, alone(torch.device("cuda", 0)), folder / "teacher.safetensors")
+    return strict_ranks.state_of(
+        recipe, single_process(torch.device("cuda", 0)), folder / "teacher.safetensors"
+    )
 
 
 @pytest.mark.parametrize("case", list(GPU_CASES))

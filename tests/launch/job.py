@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from drumline.core import heartbeat
-from drumline.core.environment import LAUNCHER, read_place, to_env
+from drumline.core.environment import LAUNCHER, read_rank_info, to_env
 from drumline.core.errors import UserError
 from drumline.core.parent import die_with_parent
 from drumline.launch.failure import record_failure
@@ -27,7 +27,7 @@ from drumline.launch.stacks import answer_signal
 def main() -> None:
     die_with_parent()
     folder, mode = Path(sys.argv[1]), sys.argv[2]
-    place = read_place(os.environ)
+    place = read_rank_info(os.environ)
     assert place is not None
     rank = place.rank
     write(folder / f"pid-{rank}", str(os.getpid()))
@@ -51,7 +51,7 @@ def report(folder: Path, rank: int) -> None:
         "env": dict(os.environ),
         "descriptors": links,
         "limits": resource.getrlimit(resource.RLIMIT_NOFILE),
-        "place": vars(read_place(os.environ)),
+        "place": vars(read_rank_info(os.environ)),
     }
     write(folder / f"report-{rank}", json.dumps(facts))
 
@@ -134,7 +134,7 @@ def sums(folder: Path, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
-    place = read_place(os.environ)
+    place = read_rank_info(os.environ)
     assert place is not None
     os.environ.update(to_env(place))
     dist.init_process_group("gloo", init_method="env://")
@@ -224,11 +224,11 @@ def exchanges(folder: Path, rank: int) -> None:
 
     from drumline.parallel.world import meet
 
-    place = read_place(os.environ)
+    place = read_rank_info(os.environ)
     assert place is not None
     world = meet(place, torch.device("cpu"), "gloo", 60)
     while True:
-        world.sum(torch.ones(1))
+        world.all_reduce(torch.ones(1))
         write(folder / f"step-{os.environ['DRUMLINE_GENERATION']}-{rank}", os.environ["WORLD_SIZE"])
         time.sleep(0.02)
 
@@ -240,7 +240,7 @@ def listens(folder: Path, rank: int) -> None:
 
     from drumline.parallel.world import meet
 
-    place = read_place(os.environ)
+    place = read_rank_info(os.environ)
     assert place is not None
     world = meet(place, torch.device("cpu"), "gloo", 60)
     world.barrier()

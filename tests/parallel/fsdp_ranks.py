@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from drumline.config.recipe import Optim
-from drumline.core.environment import read_place
+from drumline.core.environment import read_rank_info
 from drumline.data.feed.order import share
 from drumline.data.feed.views import Batch
 from drumline.models import create_model
@@ -33,7 +33,8 @@ from drumline.parallel.fsdp import (
 )
 from drumline.parallel.layout import Averaged, lay_out
 from drumline.parallel.local import local_part
-from drumline.parallel.world import World, alone, join
+from drumline.parallel.process_group import init_world
+from drumline.parallel.world import World, single_process
 from drumline.state.checkpoint import Position, read_checkpoint, write_checkpoint
 from drumline.state.manager import Keeper, PieceWriter
 from drumline.train.ema import Average
@@ -67,7 +68,7 @@ def results(size: int) -> list[dict[str, Any]]:
 
 def one_before_two(folder: Path) -> None:
     with one_thread():
-        step = plain_step(Odd(), alone(tiny.CPU), OPTIMS["adamw"], ema=0.7)
+        step = plain_step(Odd(), single_process(tiny.CPU), OPTIMS["adamw"], ema=0.7)
         take(step)
     write_checkpoint(folder / "earlier", step.state.tensors(), POSITION, RECIPE, {})
 
@@ -207,14 +208,14 @@ def whole_state(step: TrainStep) -> dict[str, dict[str, torch.Tensor]]:
 
 def reference(model: nn.Module, optim: Optim, **options: Any) -> dict[str, dict[str, torch.Tensor]]:
     """Three steps in this process alone."""
-    step = plain_step(model, alone(tiny.CPU), optim, **options)
+    step = plain_step(model, single_process(tiny.CPU), optim, **options)
     take(step)
     return whole_state(step)
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    world = join(read_place(os.environ), "cpu", "auto", 60)
+    world = init_world(read_rank_info(os.environ), "cpu", "auto", 60)
     found: dict[str, Any] = {}
     for job in (
         steps,
@@ -314,7 +315,7 @@ def norms(world: World, folder: Path) -> dict[str, Any]:
     take(step, 0, 1)
     length = step.exchange.norm()
     whole = Sharded(world).collect({"gradient": gradients(step)})
-    joined = nn.utils.get_total_norm(list(whole["gradient"].values())) if world.first else length
+    joined = nn.utils.get_total_norm(list(whole["gradient"].values())) if world.is_rank_zero else length
     return {"norm": float(length), "joined norm": float(joined)}
 
 
@@ -373,11 +374,11 @@ def saving(world: World, folder: Path) -> dict[str, Any]:
     moved = threading.Event()
     keeper = (
         Keeper(folder / "checkpoints", 3, RECIPE, {"threads": 1}, lambda: assert_waited(moved))
-        if world.first
+        if world.is_rank_zero
         else None
     )
     writer = PieceWriter()
-    temporary = world.share(keeper.begin_pieces(POSITION) if keeper else None)
+    temporary = world.broadcast_object(keeper.begin_pieces(POSITION) if keeper else None)
     pieces = pieces_of(groups, world)
     if keeper is not None:
         keeper.save_pieces(temporary, pieces, world.size, POSITION, memory)
@@ -400,7 +401,7 @@ def saving(world: World, folder: Path) -> dict[str, Any]:
     resumed = {}
     for place in ("earlier", "checkpoints"):
         checkpoint = folder / place / "step-3"
-        loaded = read_checkpoint(checkpoint)[1] if world.first else None
+        loaded = read_checkpoint(checkpoint)[1] if world.is_rank_zero else None
         Sharded(world).spread(loaded, other.state.tensors(), checkpoint)
         resumed[place] = (loaded, state_of(other))
     take(other, 3, 4, rehearse=False)

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from drumline.config.recipe import Checkpoint, Data, Distill, Model, Optim, Parallel, Recipe, Run, Train
-from drumline.core.environment import read_place
+from drumline.core.environment import read_rank_info
 from drumline.distill.run import distill
+from drumline.parallel.process_group import init_world
 from drumline.parallel.strict.ordered import OrderedSum
 from drumline.parallel.strict.tree import owned
-from drumline.parallel.world import Pending, World, join
+from drumline.parallel.world import Pending, World
 from drumline.state.verify import inspect
 from drumline.train.loop import train
 from tests.distill.ranks import write_teacher
@@ -94,7 +95,7 @@ def cases() -> dict[str, Recipe]:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     device = os.environ.get("STRICT_DEVICE", "cpu")
-    world = join(read_place(os.environ), device, "auto", 60)
+    world = init_world(read_rank_info(os.environ), device, "auto", 60)
     found: dict[str, Any] = {}
     for name, recipe in cases().items():
         here = replace(recipe, run=replace(recipe.run, dir=str(folder), device=device))  # type: ignore[arg-type]
@@ -109,13 +110,13 @@ class Counting(World):
 
     sent: ClassVar[int] = 0
 
-    def exchange_later(self, send: Tensor, rows: int, theirs: Sequence[int]) -> Pending:
+    def all_to_all_async(self, send: Tensor, rows: int, theirs: Sequence[int]) -> Pending:
         Counting.sent += send.numel() * (self.size - 1) // self.size
-        return super().exchange_later(send, rows, theirs)
+        return super().all_to_all_async(send, rows, theirs)
 
-    def gather_later(self, piece: Tensor, into: Tensor) -> Pending:
+    def all_gather_async(self, piece: Tensor, into: Tensor) -> Pending:
         Counting.sent += piece.numel() * (self.size - 1)
-        return super().gather_later(piece, into)
+        return super().all_gather_async(piece, into)
 
 
 def wire(world: World) -> dict[str, Any]:

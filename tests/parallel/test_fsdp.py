@@ -12,7 +12,7 @@ from torch import nn
 
 from drumline.core.errors import UserError
 from drumline.parallel.fsdp import kept_whole, shard
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from drumline.state.checkpoint import Unsound, copy_into, read_checkpoint, verify_checkpoint, write_checkpoint
 from drumline.state.fingerprint import fingerprint
 from drumline.state.shards import share_of_rows
@@ -160,7 +160,7 @@ def test_a_run_goes_on_with_more_processes_from_the_same_tensors(size: int) -> N
 def test_pieces_go_on_in_one_process() -> None:
     found = ranks.results(2)[0]
     with one_thread():
-        step = ranks.plain_step(ranks.Odd(), alone(tiny.CPU), ranks.OPTIMS["adamw"], ema=0.7)
+        step = ranks.plain_step(ranks.Odd(), single_process(tiny.CPU), ranks.OPTIMS["adamw"], ema=0.7)
         checkpoint = Path(found["folder"]) / "checkpoints" / "step-3"
         copy_into(read_checkpoint(checkpoint)[1], step.state.tensors(), checkpoint)
         ranks.take(step, 3, 4, rehearse=False)
@@ -228,4 +228,4 @@ def test_a_piece_that_is_missing_changed_or_too_many_is_refused(checkpoint: Path
 
 def test_one_process_is_refused() -> None:
     with pytest.raises(UserError, match="there is one"):
-        shard(tiny.plain(), alone(tiny.CPU), None)
+        shard(tiny.plain(), single_process(tiny.CPU), None)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drumline.parallel.grid import make_grid
-from drumline.parallel.world import World, alone
+from drumline.parallel.world import World, single_process
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
@@ -19,12 +19,12 @@ def test_over_nccl_every_neighbour_has_a_link_of_its_own_in_each_direction(
     """NCCL takes the messages of a group in turn, so one that waits would hold up the rest; gloo has tags."""
     asked: list[tuple[list[list[int]], list[tuple[int, int]]]] = []
 
-    def part(self: World, parts: Sequence[Sequence[int]], links: Sequence[tuple[int, int]] = ()) -> World:
+    def split(self: World, parts: Sequence[Sequence[int]], links: Sequence[tuple[int, int]] = ()) -> World:
         asked.append(([list(each) for each in parts], list(links)))
         return self
 
-    monkeypatch.setattr(World, "part", part)
-    world = replace(alone(torch.device("cpu")), size=6, rank=4, backend=backend)
+    monkeypatch.setattr(World, "split", split)
+    world = replace(single_process(torch.device("cpu")), size=6, rank=4, backend=backend)
     grid = make_grid(world, 3)
     assert (grid.place, grid.replica, grid.reads, grid.ends) == (1, 1, False, False)
     onward, back = [(0, 1), (1, 2), (2, 0)], [(1, 0), (2, 1), (0, 2)]

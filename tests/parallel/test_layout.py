@@ -11,10 +11,10 @@ from torch.nn.parallel import DataParallel
 
 from drumline.core.errors import UserError
 from drumline.parallel.layout import BufferMean, lay_out, resolve_layout, without_sync
-from drumline.parallel.world import World, alone
+from drumline.parallel.world import World, single_process
 from tests.train import ranks, tiny
 
-ONE = alone(tiny.CPU)
+ONE = single_process(tiny.CPU)
 FOUR = replace(ONE, size=4, local_size=4)
 
 

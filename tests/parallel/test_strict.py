@@ -14,7 +14,7 @@ from drumline.config.recipe import Model, Recipe, Run
 from drumline.core.errors import UserError
 from drumline.models import create_model
 from drumline.parallel.strict.ordered import OrderedSum, bucketed
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from drumline.state.checkpoint import read_checkpoint
 from drumline.state.verify import inspect
 from drumline.train.loop import train
@@ -64,7 +64,7 @@ def test_every_case_is_a_run_of_its_own() -> None:
 def ended(recipe: Recipe, folder: Path, name: str) -> dict[str, torch.Tensor]:
     """The model and the optimizer after a run in this process."""
     with one_thread():
-        train(replace(recipe, run=replace(recipe.run, dir=str(folder), name=name)), alone(CPU))
+        train(replace(recipe, run=replace(recipe.run, dir=str(folder), name=name)), single_process(CPU))
     _, groups = read_checkpoint(folder / name / "checkpoints" / f"step-{strict_ranks.STEPS}")
     return {**groups["model"], **groups["optimizer"]}
 
@@ -103,7 +103,7 @@ def test_running_statistics_are_the_mean_of_the_shards(tmp_path: Path) -> None:
     recipe = replace(recipe, train=replace(recipe.train, steps=1), optim=replace(recipe.optim, lr=0.0))
     with one_thread():
         run = replace(recipe, run=replace(recipe.run, dir=str(tmp_path)))
-        train(run, alone(CPU))
+        train(run, single_process(CPU))
     _, groups = read_checkpoint(tmp_path / "means" / "checkpoints" / "step-1")
     momentum = 0.1
     torch.manual_seed(recipe.run.seed)
@@ -112,9 +112,9 @@ def test_running_statistics_are_the_mean_of_the_shards(tmp_path: Path) -> None:
     from drumline.train import prepare
     from drumline.train.spread import own_share
 
-    sets = prepare.prepare_sets(recipe, alone(CPU))
-    batch = next(iter(sets.training(recipe, alone(CPU), 0, 1)))
-    images = prepare.normaliser(sets, recipe, alone(CPU))(batch.images)
+    sets = prepare.prepare_sets(recipe, single_process(CPU))
+    batch = next(iter(sets.training(recipe, single_process(CPU), 0, 1)))
+    images = prepare.normaliser(sets, recipe, single_process(CPU))(batch.images)
     for rank in range(4):
         part = own_share(recipe, rank, 4, 1)
         halves.append(model.conv1(images[part]))  # type: ignore[operator]
@@ -171,7 +171,7 @@ def test_recomputing_layers_that_meet_other_shards_changes_no_statistics(tmp_pat
 
 def test_complex_gradients_keep_their_imaginary_part() -> None:
     parameter = torch.randn(3, dtype=torch.complex64).requires_grad_()
-    summed = OrderedSum([parameter], alone(CPU), 2)
+    summed = OrderedSum([parameter], single_process(CPU), 2)
     summed.begin()
     for shard in range(2):
         summed.shard_begin(shard)

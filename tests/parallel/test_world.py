@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from drumline.core.environment import Place, to_env
+from drumline.core.environment import RankInfo, to_env
 from drumline.core.errors import UserError
 from drumline.launch.network import free_port
-from drumline.parallel.world import Pending, World, alone, choose_backend, join, resolve_device_type
+from drumline.parallel.process_group import choose_backend, init_world, resolve_device_type
+from drumline.parallel.world import Pending, World, single_process
 from tests.train import ranks
 
 CPU = torch.device("cpu")
@@ -22,16 +23,16 @@ def column(size: int, name: str) -> list[object]:
 
 
 def test_every_method_works_on_a_world_of_one() -> None:
-    world = alone(CPU)
+    world = single_process(CPU)
     values = torch.tensor([1.0, 2.0])
-    assert world.first
-    assert world.sum(values) is values
+    assert world.is_rank_zero
+    assert world.all_reduce(values) is values
     assert world.broadcast(values) is values
     assert values.tolist() == [1, 2]
-    assert world.share("x") == "x"
-    assert world.gather([1, 2.5]) == [[1, 2.5]]
-    assert world.gather_integers(torch.tensor([7, 2**60])).tolist() == [[7, 2**60]]
-    assert world.maximum_later(values) is None
+    assert world.broadcast_object("x") == "x"
+    assert world.all_gather_floats([1, 2.5]) == [[1, 2.5]]
+    assert world.all_gather_integers(torch.tensor([7, 2**60])).tolist() == [[7, 2**60]]
+    assert world.all_reduce_max_async(values) is None
     world.barrier()
     assert world.claim_failure()
     world.close()
@@ -88,7 +89,7 @@ def test_cpu_processes_talk_over_gloo() -> None:
 def test_a_backend_that_torch_was_built_without_is_refused() -> None:
     if torch.distributed.is_mpi_available():
         pytest.skip("this torch has MPI")
-    with pytest.raises(UserError, match=r"parallel.backend = mpi: this torch was built without it"):
+    with pytest.raises(UserError, match=r"parallel.backend = mpi: this build of torch does not include it"):
         choose_backend("mpi", CPU, shared=False)
 
 
@@ -102,20 +103,22 @@ def test_more_processes_than_gpus_share_them_over_gloo(monkeypatch: pytest.Monke
 
 
 def test_one_process_needs_nobody_to_meet() -> None:
-    place = Place(0, 1, 0, 1, 0, "127.0.0.1", 1, "env")
-    assert join(None, "cpu", "auto", 1) == join(place, "cpu", "auto", 1) == alone(CPU)
+    info = RankInfo(0, 1, 0, 1, 0, "127.0.0.1", 1, "env")
+    assert init_world(None, "cpu", "auto", 1) == init_world(info, "cpu", "auto", 1) == single_process(CPU)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_world_that_does_not_meet_says_where_and_for_how_long(
     monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    place = Place(rank, 2, rank, 2, 0, "127.0.0.1", free_port("127.0.0.1"), "env")
-    for name in to_env(place):
+    info = RankInfo(rank, 2, rank, 2, 0, "127.0.0.1", free_port("127.0.0.1"), "env")
+    for name in to_env(info):
         monkeypatch.setenv(name, "")
-    where = f"127.0.0.1:{place.master_port}"
-    with pytest.raises(UserError, match=f"rank {rank} of 2 could not meet the others at {where} within 1 s"):
-        join(place, "cpu", "gloo", 1)
+    where = f"127.0.0.1:{info.master_port}"
+    with pytest.raises(
+        UserError, match=f"rank {rank} of 2 could not reach the other ranks at {where} within 1 s"
+    ):
+        init_world(info, "cpu", "gloo", 1)
 
 
 def test_cuda_without_a_gpu_is_refused_and_auto_takes_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,23 +136,23 @@ def test_every_link_of_a_part_has_carried_a_message_before_it_is_used(
     said: dict[int, list[str]] = {}
     monkeypatch.setattr(torch.distributed, "new_group", lambda *_, **__: None)
 
-    def send_later(self: World, tensor: torch.Tensor, to: int) -> Pending:
+    def isend(self: World, tensor: torch.Tensor, to: int) -> Pending:
         said[self.rank].append(f"to {to}")
         return Pending(tensor)
 
-    def receive_later(self: World, into: torch.Tensor, source: int) -> Pending:
+    def irecv(self: World, into: torch.Tensor, source: int) -> Pending:
         said[self.rank].append(f"from {source}")
         return Pending(into)
 
-    monkeypatch.setattr(World, "send_later", send_later)
-    monkeypatch.setattr(World, "receive_later", receive_later)
+    monkeypatch.setattr(World, "isend", isend)
+    monkeypatch.setattr(World, "irecv", irecv)
     for rank in range(3):
         said[rank] = []
-        world = replace(alone(CPU), rank=rank, size=3, backend="nccl")
-        world.part([[0, 1, 2]], [(0, 1), (1, 2), (2, 0)])
+        world = replace(single_process(CPU), rank=rank, size=3, backend="nccl")
+        world.split([[0, 1, 2]], [(0, 1), (1, 2), (2, 0)])
     assert said == {0: ["to 1", "from 2"], 1: ["from 0", "to 2"], 2: ["from 1", "to 0"]}
 
 
 def test_rank_0_is_the_one_that_writes() -> None:
-    assert not replace(alone(CPU), rank=1, size=2).first
-    assert isinstance(alone(CPU), World)
+    assert not replace(single_process(CPU), rank=1, size=2).is_rank_zero
+    assert isinstance(single_process(CPU), World)

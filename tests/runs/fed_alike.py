@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from drumline.config.recipe import Data, Model, Parallel, Recipe, Run, Train
-from drumline.core.environment import read_place
+from drumline.core.environment import read_rank_info
 from drumline.core.errors import UserError
 from drumline.observe.display import Display
 from drumline.parallel.grid import Grid
-from drumline.parallel.world import join
+from drumline.parallel.process_group import init_world
 from drumline.train.loop import train
 from drumline.train.prepare import Plan, Sets
 from drumline.train.task import Task, classification
@@ -29,7 +29,7 @@ def alike(recipe: Recipe, sets: Sets, plan: Plan, grid: Grid, display: Display) 
 
 
 def main(folder: Path) -> None:
-    world = join(read_place(os.environ), "cpu", "auto", 60)
+    world = init_world(read_rank_info(os.environ), "cpu", "auto", 60)
     recipe = Recipe(
         run=Run(dir=str(folder), name="x", device="cpu"),
         data=Data(source="digits", batch=16, workers=0),

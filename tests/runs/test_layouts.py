@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from drumline.config.arguments import parse
 from drumline.core.errors import UserError
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from drumline.state.verify import inspect
 from drumline.train.loop import train as train_here
 from tests.runs.command import begin, drumline, kill_when, metrics, result
@@ -382,7 +382,7 @@ def test_what_cannot_be_trained_in_stages_is_refused_by_name(
     recipe = parse((*SMALL, *PIECES, *words.split()), "train", "").recipe
     threads = torch.get_num_threads()
     with pytest.raises(UserError) as refused:
-        train_here(recipe, alone(torch.device("cpu")))
+        train_here(recipe, single_process(torch.device("cpu")))
     torch.set_num_threads(threads)
     for part in parts:
         assert part in str(refused.value)

@@ -17,9 +17,9 @@ from torch import nn
 
 from drumline.config.arguments import parse
 from drumline.config.recipe import Recipe
-from drumline.core.environment import read_place
+from drumline.core.environment import read_rank_info
 from drumline.distill.run import distill
-from drumline.parallel.world import join
+from drumline.parallel.process_group import init_world
 from drumline.state.checkpoint import read_checkpoint
 from drumline.train.loop import train
 from drumline.train.score import score
@@ -80,14 +80,14 @@ def recipe_of(folder: Path, name: str, *words: str) -> Recipe:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    world = join(read_place(os.environ), "cpu", "auto", 60)
+    world = init_world(read_rank_info(os.environ), "cpu", "auto", 60)
     found: dict[str, Any] = {}
     for name, words in LAYOUTS.items():
         result = train(recipe_of(folder, name, *words), world)
         found[name] = (result.samples, result.correct, result.loss)
     middle = folder / "fsdp" / "checkpoints" / "step-1"
     train(recipe_of(folder, "resumed", *LAYOUTS["fsdp"], f"checkpoint.resume={middle}"), world)
-    found["resumed"] = world.share(
+    found["resumed"] = world.broadcast_object(
         _same(*(folder / name / "checkpoints" / "step-3" for name in ("fsdp", "resumed")))
     )
     # A finished run is scored before it takes any step.

@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 from drumline.config.recipe import Train
-from drumline.core.environment import read_place
+from drumline.core.environment import read_rank_info
 from drumline.core.errors import UserError
 from drumline.data.feed.order import evaluation_requests, share
 from drumline.observe.run_log import Logbook
 from drumline.parallel.layout import BufferMean
-from drumline.parallel.world import World, join
+from drumline.parallel.process_group import init_world
+from drumline.parallel.world import World
 from drumline.train.evaluate import evaluate
 from drumline.train.meter import MeterReader
 from drumline.train.stop import StopSign
@@ -42,7 +43,7 @@ def results(size: int) -> list[dict[str, Any]]:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    world = join(read_place(os.environ), "cpu", "auto", 60)
+    world = init_world(read_rank_info(os.environ), "cpu", "auto", 60)
     found: dict[str, Any] = {}
     for job in (talk, steps, bits, buffers, agreement, stops, score, failure):
         found.update(job(world, folder))
@@ -54,17 +55,17 @@ def talk(world: World, folder: Path) -> dict[str, Any]:
     """Every way of talking, with something of each rank's own to say."""
     mine = torch.tensor([world.rank + 1.0, 10.0 * world.rank])
     latest = torch.tensor([world.rank, -world.rank])
-    later = world.maximum_later(latest)
+    later = world.all_reduce_max_async(latest)
     assert later is not None
     later.wait()
     return {
         "rank": world.rank,
         "backend": world.backend,
-        "sum": world.sum(mine.clone()).tolist(),
+        "sum": world.all_reduce(mine.clone()).tolist(),
         "broadcast": world.broadcast(mine.clone()).tolist(),
-        "share": world.share({"path": f"from {world.rank}"}),
-        "gather": world.gather([world.rank, 0.1]),
-        "integers": world.gather_integers(torch.tensor([2**53 + world.rank, -world.rank])).tolist(),
+        "share": world.broadcast_object({"path": f"from {world.rank}"}),
+        "gather": world.all_gather_floats([world.rank, 0.1]),
+        "integers": world.all_gather_integers(torch.tensor([2**53 + world.rank, -world.rank])).tolist(),
         "maximum": latest.tolist(),
     }
 
@@ -194,7 +195,7 @@ def evaluation(world: World) -> dict[str, Any]:
 def score(world: World, folder: Path) -> dict[str, Any]:
     """The score; and what happens when one rank counts a sample twice."""
     found = evaluation(world)
-    twice = iter([tiny.make(EVAL_BATCH)] * (2 if world.first else 1))
+    twice = iter([tiny.make(EVAL_BATCH)] * (2 if world.is_rank_zero else 1))
     try:
         evaluate(tiny.normed(3), twice, world.size * EVAL_BATCH, EVAL_BATCH, tiny.NORMALISE, world, None)
     except UserError as error:
@@ -215,9 +216,9 @@ def failure(world: World, folder: Path) -> dict[str, Any]:
 
 def alone_at_last(world: World, folder: Path, found: dict[str, Any]) -> None:
     """Rank 0, which holds the meeting place, is gone; the others fail because of it."""
-    pid = world.share(os.getpid())
+    pid = world.broadcast_object(os.getpid())
     world.barrier()
-    if world.first:
+    if world.is_rank_zero:
         os._exit(0)
     deadline = time.monotonic() + 10
     while is_running(pid) and time.monotonic() < deadline:

@@ -13,7 +13,7 @@ from torch import nn
 
 from drumline.core.errors import UserError
 from drumline.data.feed.views import Batch
-from drumline.parallel.world import World, alone
+from drumline.parallel.world import World, single_process
 from drumline.state.checkpoint import Position
 from drumline.train import loop
 from drumline.train.evaluate import Score, evaluate, padded, tally
@@ -86,7 +86,9 @@ def test_labels_are_read_as_the_outputs_they_mean() -> None:
     with torch.no_grad():
         head.weight[order], head.bias[order] = head.weight.clone(), head.bias.clone()
     plain = score(tiny.normed(3), [4, 4, 3])
-    found = evaluate(turned, batches([4, 4, 3]), 11, 4, tiny.NORMALISE, alone(tiny.CPU), None, outputs=order)
+    found = evaluate(
+        turned, batches([4, 4, 3]), 11, 4, tiny.NORMALISE, single_process(tiny.CPU), None, outputs=order
+    )
     assert (found.top1, found.top5) == (plain.top1, plain.top5)
     assert found.loss == pytest.approx(plain.loss, rel=1e-6)
 
@@ -138,7 +140,7 @@ def batches(sizes: list[int]) -> Iterator[Batch]:
 
 def score(model: nn.Module, sizes: list[int], world: World | None = None) -> Score:
     return evaluate(
-        model, batches(sizes), sum(sizes), max(sizes), tiny.NORMALISE, world or alone(tiny.CPU), None
+        model, batches(sizes), sum(sizes), max(sizes), tiny.NORMALISE, world or single_process(tiny.CPU), None
     )
 
 
@@ -168,12 +170,21 @@ def test_the_model_is_scored_in_eval_mode_and_given_back_as_it_was(training: boo
 @pytest.mark.parametrize("said", [10, 12])
 def test_a_wrong_count_stops_the_run(said: int) -> None:
     with pytest.raises(UserError, match=f"11 samples were scored, the evaluation set has {said}"):
-        evaluate(tiny.normed(3), batches([4, 4, 3]), said, 4, tiny.NORMALISE, alone(tiny.CPU), None)
+        evaluate(tiny.normed(3), batches([4, 4, 3]), said, 4, tiny.NORMALISE, single_process(tiny.CPU), None)
 
 
 def test_whoever_watches_hears_how_far_it_is() -> None:
     heard: list[int] = []
-    evaluate(tiny.normed(3), batches([4, 4, 3]), 11, 4, tiny.NORMALISE, alone(tiny.CPU), None, heard.append)
+    evaluate(
+        tiny.normed(3),
+        batches([4, 4, 3]),
+        11,
+        4,
+        tiny.NORMALISE,
+        single_process(tiny.CPU),
+        None,
+        heard.append,
+    )
     assert heard == [4, 8, 11]
 
 
@@ -181,7 +192,7 @@ def test_whoever_watches_hears_how_far_it_is() -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_counts_and_loss_are_the_same_on_any_number_of_processes(size: int) -> None:
     """Twenty-three samples in batches of four; to the last bit of the loss."""
-    one = ranks.evaluation(alone(tiny.CPU))
+    one = ranks.evaluation(single_process(tiny.CPU))
     assert one["samples"] == ranks.SAMPLES
     assert [result["score"] for result in ranks.results(size)] == [one] * size
 
@@ -205,7 +216,7 @@ def test_what_is_not_finite_is_never_the_best(
     run: Any = SimpleNamespace(
         reporter=SimpleNamespace(drain=lambda: None, evaluated=lambda *told: told),
         sets=SimpleNamespace(bad=()),
-        world=alone(tiny.CPU),
+        world=single_process(tiny.CPU),
         books=None,
         state=SimpleNamespace(nonfinite=lambda: weights),
         step=SimpleNamespace(autocast=None),

@@ -14,7 +14,7 @@ from drumline.config.arguments import parse
 from drumline.config.recipe import Distill, Parallel, Recipe
 from drumline.core.errors import UserError
 from drumline.guards.finding import Finding
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from drumline.train import culprit
 from drumline.train.culprit import Culprit, examine
 from drumline.train.finite import advice
@@ -167,7 +167,7 @@ def test_the_batch_is_kept_whole_and_the_finding_says_where(tmp_path: Path) -> N
     (file,) = tmp_path.iterdir()
     kept = load_file(file)
     assert all(torch.equal(kept[name], tensor) for name, tensor in batch._asdict().items())
-    found = culprit.not_finite(5, 1, None, batch, saved, alone(tiny.CPU), "gradient", advice(None))
+    found = culprit.not_finite(5, 1, None, batch, saved, single_process(tiny.CPU), "gradient", advice(None))
     assert "precision" not in found.fix
     assert advice(torch.bfloat16).endswith("or use train.precision=fp32")
     assert "gone through again, the step is finite" in found.what
@@ -180,7 +180,9 @@ def test_a_batch_that_cannot_be_kept_does_not_hide_the_finding(tmp_path: Path) -
     assert saved == (
         "The batch could not be saved (No such file or directory); `drumline train x` repeats this step"
     )
-    found = culprit.not_finite(5, 1, None, tiny.make(4), saved, alone(tiny.CPU), "gradient", advice(None))
+    found = culprit.not_finite(
+        5, 1, None, tiny.make(4), saved, single_process(tiny.CPU), "gradient", advice(None)
+    )
     assert saved in found.fix
 
 
@@ -229,7 +231,7 @@ def test_what_is_not_finite_ends_a_run_before_it_is_scored_or_saved(
         "",
     ).recipe
     with pytest.raises(UserError) as ended:
-        train(recipe, alone(tiny.CPU))
+        train(recipe, single_process(tiny.CPU))
     (folder,) = tmp_path.iterdir()
     assert said in ended.value.what
     assert '"kind": "eval' not in (folder / "metrics.jsonl").read_text()

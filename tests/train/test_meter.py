@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from drumline.core.late import Late
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from drumline.train.meter import MeterReader, Reading
 from tests.train import ranks, tiny
 
 
 def test_a_reading_holds_the_sums_since_the_one_before() -> None:
     meter = torch.zeros(3, dtype=torch.float64)
-    reader = MeterReader(meter, alone(tiny.CPU))
+    reader = MeterReader(meter, single_process(tiny.CPU))
     meter += torch.tensor([6.0, 2, 4])
     reader.request(10)
     assert meter.tolist() == [0, 0, 0]
@@ -27,7 +27,7 @@ def test_a_reading_holds_the_sums_since_the_one_before() -> None:
 
 def test_a_glance_leaves_the_meter_as_it_is_and_gives_the_newest_sums() -> None:
     meter = torch.zeros(3, dtype=torch.float64)
-    reader = MeterReader(meter, alone(tiny.CPU))
+    reader = MeterReader(meter, single_process(tiny.CPU))
     assert reader.glanced() is None
     for step in (1, 2):
         meter += torch.tensor([3.0, 1, 2])
@@ -55,7 +55,7 @@ def test_what_has_not_arrived_is_not_waited_for() -> None:
         def synchronize(self) -> None:
             self.arrived = True
 
-    reader = MeterReader(torch.zeros(3, dtype=torch.float64), alone(tiny.CPU))
+    reader = MeterReader(torch.zeros(3, dtype=torch.float64), single_process(tiny.CPU))
     first, second = Event(), Event()
     second.arrived = True
     for step, event in ((1, first), (2, second)):

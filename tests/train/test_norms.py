@@ -13,7 +13,7 @@ from drumline.config.arguments import parse
 from drumline.config.recipe import Data, Recipe, Run, Train
 from drumline.core.errors import UserError
 from drumline.parallel.norm import over_everybody
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from drumline.train.loop import train
 from drumline.train.norms import few_samples, smallest
 from tests.train import tiny
@@ -57,14 +57,14 @@ def test_one_value_per_channel_is_refused_before_training(
         "",
     ).recipe
     with pytest.raises(UserError) as refused:
-        train(recipe, alone(tiny.CPU))
+        train(recipe, single_process(tiny.CPU))
     assert refused.value.what.startswith(named)
     assert "BatchNorm cannot train on one value per channel" in refused.value.what
     assert remedy in refused.value.fix
 
 
 def test_few_samples_in_a_shard_a_share_or_a_micro_batch_are_warned_of() -> None:
-    one, three = alone(tiny.CPU), replace(alone(tiny.CPU), size=3)
+    one, three = single_process(tiny.CPU), replace(single_process(tiny.CPU), size=3)
     strict = Recipe(run=Run(strict=True, shards=8), data=Data(batch=16))
     assert "run.shards = 8 makes shards of 2" in few_samples(strict, tiny.normed(), one)
     assert "--train.sync_bn" in few_samples(strict, tiny.normed(), one)
@@ -78,7 +78,7 @@ def test_few_samples_in_a_shard_a_share_or_a_micro_batch_are_warned_of() -> None
 
 
 def test_enough_samples_and_norms_over_all_of_them_are_not_warned_of() -> None:
-    one = alone(tiny.CPU)
+    one = single_process(tiny.CPU)
     strict = Recipe(run=Run(strict=True, shards=8), data=Data(batch=16))
     assert not few_samples(replace(strict, data=Data(batch=64)), tiny.normed(), one)
     assert not few_samples(strict, tiny.plain(), one)
@@ -87,7 +87,7 @@ def test_enough_samples_and_norms_over_all_of_them_are_not_warned_of() -> None:
 
 
 def test_mixed_samples_stay_in_pairs() -> None:
-    three = replace(alone(tiny.CPU), size=3)
+    three = replace(single_process(tiny.CPU), size=3)
     assert smallest(Recipe(data=Data(batch=8)), three).samples == 2
     assert smallest(Recipe(data=Data(batch=9)), three).samples == 3
     assert smallest(Recipe(data=Data(batch=10, mixup=0.2)), three).samples == 2

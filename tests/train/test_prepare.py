@@ -16,11 +16,11 @@ from drumline.core.errors import UserError
 from drumline.core.machine import usable_cores
 from drumline.data.classes import Classes
 from drumline.data.sources import ArraySource
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from drumline.train import assemble, prepare
 from drumline.train.prepare_model import prepare_model
 
-ONE = alone(torch.device("cpu"))
+ONE = single_process(torch.device("cpu"))
 FOUR = Classes(("ant", "bee", "cat", "dog"), named=True)
 GPU = replace(ONE, device=torch.device("cuda", 0))
 

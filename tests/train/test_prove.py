@@ -15,7 +15,7 @@ from torch import nn
 
 from drumline.config.recipe import Checkpoint, Data, Model, Parallel, Recipe, Run, Train
 from drumline.parallel.norm import WorldNorm
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from drumline.train import prove
 from drumline.train.loop import train
 
@@ -37,7 +37,7 @@ def test_a_model_that_one_device_cannot_hold_is_trained_without_a_certificate(
         ),
         checkpoint=Checkpoint(every_epochs=0),
     )
-    assert train(recipe, alone(torch.device("cpu"))).finished
+    assert train(recipe, single_process(torch.device("cpu"))).finished
     told = json.loads((tmp_path / "run" / prove.FILE).read_text())
     assert told["passes"] is None
     assert "does not fit" in told["words"]
@@ -56,7 +56,7 @@ def test_a_full_disk_is_told_and_the_run_goes_on(tmp_path: Path, monkeypatch: py
         (shown if show else logged).append(text)
 
     prove._tell_unproved("layout ddp over 2 processes", tmp_path, note)
-    prove._tell([], 2, "layout ddp over 2 processes", alone(torch.device("cpu")), tmp_path, note)
+    prove._tell([], 2, "layout ddp over 2 processes", single_process(torch.device("cpu")), tmp_path, note)
     told = f"WARNING: the certificate is not stored, No space left on device: {tmp_path / prove.FILE}"
     passed = "DDP check passed: gradients match one process"
     assert shown == [told, f"WARNING: no certificate: {prove.TOO_LARGE}", told, passed]

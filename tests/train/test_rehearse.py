@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from drumline.config.arguments import parse
 from drumline.core.errors import UserError
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from drumline.train.loop import train
 from tests.train import tiny
 
@@ -61,6 +61,6 @@ def test_a_sparse_gradient_is_refused_by_name_before_the_first_step(tmp_path: Pa
         "",
     ).recipe
     with pytest.raises(UserError) as refused:
-        train(recipe, alone(tiny.CPU))
+        train(recipe, single_process(tiny.CPU))
     assert refused.value.what.startswith("the gradient of 2.table.weight is sparse")
     assert "sparse=False" in refused.value.fix

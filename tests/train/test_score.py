@@ -20,7 +20,7 @@ from drumline.core.errors import UserError
 from drumline.data.classes import Classes, numbers
 from drumline.data.packed.format import Options
 from drumline.data.packed.write import pack_set
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from drumline.state.model_record import ModelRecord
 from drumline.state.weights import export_tensors
 from drumline.train import prepare, score
@@ -86,7 +86,7 @@ def recipe(data: Path, weights: Path, classes: int | str = "auto", holdout: floa
 
 
 def scored(data: Path, weights: Path) -> tuple[int, int, int]:
-    found = score.score(recipe(data, weights), alone(CPU))
+    found = score.score(recipe(data, weights), single_process(CPU))
     assert found.model_classes == 3
     return found.correct, found.samples, found.classes
 
@@ -122,8 +122,10 @@ def test_numbers_are_compared_by_count(weights: Path, tmp_path: Path) -> None:
     export_tensors(
         knows_colours(), tmp_path / "n.safetensors", replace(RECORD, classes=Classes(numbers(3), False))
     )
-    sets = prepare.prepare_sets(recipe(three, weights), alone(CPU))
-    *_, outputs, words = score.model_to_score(recipe(three, tmp_path / "n.safetensors"), sets, alone(CPU))
+    sets = prepare.prepare_sets(recipe(three, weights), single_process(CPU))
+    *_, outputs, words = score.model_to_score(
+        recipe(three, tmp_path / "n.safetensors"), sets, single_process(CPU)
+    )
     assert outputs is None
     assert any("matched by number" in word for word in words)
 
@@ -131,15 +133,17 @@ def test_numbers_are_compared_by_count(weights: Path, tmp_path: Path) -> None:
 def test_weights_without_a_record_are_matched_by_number(weights: Path, tmp_path: Path) -> None:
     save_file(knows_colours(), tmp_path / "old.safetensors")
     three = photos(tmp_path / "three")
-    sets = prepare.prepare_sets(recipe(three, weights), alone(CPU))
-    *_, outputs, words = score.model_to_score(recipe(three, tmp_path / "old.safetensors"), sets, alone(CPU))
+    sets = prepare.prepare_sets(recipe(three, weights), single_process(CPU))
+    *_, outputs, words = score.model_to_score(
+        recipe(three, tmp_path / "old.safetensors"), sets, single_process(CPU)
+    )
     assert outputs is None
     assert any("no record of its class names" in word for word in words)
     save_file(knows_colours(5), tmp_path / "five.safetensors")
     with pytest.raises(UserError, match="has other classes"):
-        score.model_to_score(recipe(three, tmp_path / "five.safetensors"), sets, alone(CPU))
+        score.model_to_score(recipe(three, tmp_path / "five.safetensors"), sets, single_process(CPU))
     *_, words = score.model_to_score(
-        recipe(three, tmp_path / "five.safetensors", classes=5), sets, alone(CPU)
+        recipe(three, tmp_path / "five.safetensors", classes=5), sets, single_process(CPU)
     )
     assert words[-1].startswith("WARNING")
     assert words[-1].endswith("although the model has 5 and the data 3")
@@ -221,9 +225,9 @@ def test_a_folder_without_splits_is_scored_whole(
     assert scored(tmp_path / "only.tar", weights) == (9, 9, 3)
     capfd.readouterr()
     with pytest.raises(UserError, match="no folder 'train'"):
-        prepare.prepare_sets(recipe(root, weights), alone(CPU))
+        prepare.prepare_sets(recipe(root, weights), single_process(CPU))
     with pytest.raises(UserError, match="no evaluation split"):
-        prepare.prepare_sets(recipe(root / "val", weights), alone(CPU))
+        prepare.prepare_sets(recipe(root / "val", weights), single_process(CPU))
 
 
 def test_training_images_are_not_scored_for_want_of_others(weights: Path, tmp_path: Path) -> None:

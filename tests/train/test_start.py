@@ -23,7 +23,7 @@ from drumline.config.recipe import Checkpoint, Data, Model, Recipe, Run, Train
 from drumline.core import lock
 from drumline.core.errors import UserError
 from drumline.parallel.holding import Whole
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from drumline.state.checkpoint import Position, newest_sound, read_checkpoint, step_of
 from drumline.state.folder import open_run
 from drumline.state.manager import Keeper
@@ -64,7 +64,7 @@ def recipe(
 
 
 def run(folder: Path, **settings: Any) -> Result:
-    return train(recipe(folder, **settings), alone(CPU))
+    return train(recipe(folder, **settings), single_process(CPU))
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -256,7 +256,7 @@ def test_best_weights_are_not_taken_from_a_rotten_checkpoint(tmp_path: Path) -> 
         folder=SimpleNamespace(path=tmp_path, checkpoints=saved),
         keeper=keeper,
         state=trained,
-        holding=Whole(alone(torch.device("cpu"))),
+        holding=Whole(single_process(torch.device("cpu"))),
         note=notes.append,
     )
     keeper.save(trained.tensors(), Position(4, 10, best_step=4))
@@ -291,10 +291,10 @@ def test_a_model_that_cannot_be_captured_trains_without_a_graph_unless_one_was_d
         train=Train(steps=2, eval_every=0, capture=wanted),  # type: ignore[arg-type]
     )
     if wanted == "auto":
-        assert train(recipe, alone(CPU)).finished
+        assert train(recipe, single_process(CPU)).finished
     else:
         with pytest.raises(UserError, match=r"train.capture = on: the model cannot be captured"):
-            train(recipe, alone(CPU))
+            train(recipe, single_process(CPU))
 
 
 def _pictures(folder: Path) -> None:
@@ -331,17 +331,17 @@ def test_a_resume_on_changed_data_warns_and_strict_mode_refuses_it(
     _pictures(tmp_path / "data")
     base = recipe(tmp_path, steps=2)
     data = Data(source="folder", path=str(tmp_path / "data"), size=8, batch=5, workers=0)
-    train(replace(base, data=data), alone(CPU))
+    train(replace(base, data=data), single_process(CPU))
     again = replace(recipe(tmp_path, resume="auto", steps=3), data=data)
     change(tmp_path / "data" / split / "cats")
     if split == "train":
         strict = replace(again, run=replace(again.run, strict=True, shards=1))
         with pytest.raises(UserError, match=f"the training set differs from that of .*{words}"):
-            train(strict, alone(CPU))
-    train(again, alone(CPU))
+            train(strict, single_process(CPU))
+    train(again, single_process(CPU))
     side = "training" if split == "train" else "evaluation"
     said = (tmp_path / "one/log.txt").read_text()
     assert f"WARNING: the {side} set has changed since step-2, so the result may differ: " in said
     assert words in said
-    train(replace(again, train=replace(again.train, steps=4)), alone(CPU))
+    train(replace(again, train=replace(again.train, steps=4)), single_process(CPU))
     assert (tmp_path / "one/log.txt").read_text().count(f"the {side} set has changed") == 1

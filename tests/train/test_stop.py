@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from drumline.state.checkpoint import newest_sound
 from drumline.train import stop as stop_module
 from drumline.train.stop import STOPS, StopSign
@@ -26,7 +26,7 @@ from tests.train import ranks, tiny
 
 @pytest.mark.parametrize("number", STOPS)
 def test_a_signal_is_seen_at_the_next_step(number: signal.Signals) -> None:
-    with StopSign(alone(tiny.CPU)) as stop:
+    with StopSign(single_process(tiny.CPU)) as stop:
         assert not stop.seen(1)
         os.kill(os.getpid(), number)
         assert stop.seen(2)
@@ -36,7 +36,7 @@ def test_a_signal_is_seen_at_the_next_step(number: signal.Signals) -> None:
 
 def test_the_handlers_from_before_are_put_back() -> None:
     before = [signal.getsignal(number) for number in STOPS]
-    with StopSign(alone(tiny.CPU)):
+    with StopSign(single_process(tiny.CPU)):
         assert signal.getsignal(signal.SIGTERM) != before[1]
     assert [signal.getsignal(number) for number in STOPS] == before
 
@@ -44,7 +44,7 @@ def test_the_handlers_from_before_are_put_back() -> None:
 def test_a_hang_up_that_nohup_ignores_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with StopSign(alone(tiny.CPU)) as stop:
+        with StopSign(single_process(tiny.CPU)) as stop:
             os.kill(os.getpid(), signal.SIGHUP)
             assert not stop.seen(1)
     finally:
@@ -75,9 +75,9 @@ def test_a_run_whose_terminal_is_closed_saves_and_can_go_on(tmp_path: Path) -> N
 def test_a_second_signal_ends_the_process_at_once() -> None:
     code = (
         "import os, signal, time, torch\n"
-        "from drumline.parallel.world import alone\n"
+        "from drumline.parallel.world import single_process\n"
         "from drumline.train.stop import StopSign\n"
-        "with StopSign(alone(torch.device('cpu')), record=lambda text: print(text, flush=True)):\n"
+        "with StopSign(single_process(torch.device('cpu')), record=lambda text: print(text, flush=True)):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"  # the same request, passed on by a wrapper too
         "    time.sleep(0.6)\n"
@@ -98,11 +98,11 @@ class Pair:
 
     size = 2
 
-    def maximum_later(self, message: torch.Tensor) -> Any:
+    def all_reduce_max_async(self, message: torch.Tensor) -> Any:
         return SimpleNamespace(wait=lambda: None)
 
 
-@pytest.mark.parametrize("world", [alone(tiny.CPU), Pair()])
+@pytest.mark.parametrize("world", [single_process(tiny.CPU), Pair()])
 @pytest.mark.parametrize("first", [1, 1_000_001])
 def test_requests_are_looked_for_as_often_as_the_steps_of_this_process_are_long(
     world: Any, first: int, monkeypatch: pytest.MonkeyPatch
@@ -137,7 +137,7 @@ def test_nobody_stops_when_nobody_was_asked(size: int) -> None:
 
 
 def test_an_alarm_is_heard_at_once_by_a_process_alone() -> None:
-    with StopSign(alone(tiny.CPU), lambda step: 3 if step == 4 else 0) as stop:
+    with StopSign(single_process(tiny.CPU), lambda step: 3 if step == 4 else 0) as stop:
         heard = [(stop.seen(step), stop.alarm) for step in (3, 4, 5)]
     assert heard == [(False, 0), (False, 3), (False, 0)]
 

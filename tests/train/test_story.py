@@ -15,7 +15,7 @@ from drumline.config.recipe import Checkpoint, Data, Model, Optim, Parallel, Rec
 from drumline.core.errors import LostError, UserError
 from drumline.data.feed.views import Batch
 from drumline.observe import display
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from drumline.state.folder import resume_command
 from drumline.train.loop import Result, train
 from drumline.train.step import TrainStep
@@ -35,7 +35,7 @@ BASE = Recipe(
 
 def run(folder: Path, recipe: Recipe = BASE) -> Result:
     recipe = replace(recipe, run=Run(dir=str(folder), name="one", device="cpu"))
-    return train(recipe, alone(tiny.CPU))
+    return train(recipe, single_process(tiny.CPU))
 
 
 def lines(folder: Path) -> list[str]:

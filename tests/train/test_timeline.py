@@ -20,7 +20,7 @@ def test_lanes_of_two_machines_are_drawn_by_one_clock(tmp_path: Path) -> None:
         def barrier(self) -> None:
             """All are here."""
 
-        def collect(self, mine: tuple[str, float, list[Span]]) -> list[Any]:
+        def all_gather_object(self, mine: tuple[str, float, list[Span]]) -> list[Any]:
             host, now, (span,) = mine
             assert host == host_name()
             theirs = Span(1, Kind.FORWARD, 1, 0, span.start + 9e5, span.end + 9e5)

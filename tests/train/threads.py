@@ -18,18 +18,18 @@ class _World:
     def __init__(self, rank: int, size: int, said: list[Any], barrier: Barrier) -> None:
         self.rank, self.size, self.said, self.barrier = rank, size, said, barrier
 
-    def collect(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         self.said[self.rank] = json.dumps(value)
         self.barrier.wait(30)
         heard = [json.loads(each) for each in self.said]
         self.barrier.wait(30)
         return heard
 
-    def share(self, value: Any) -> Any:
-        return self.collect(value)[0]
+    def broadcast_object(self, value: Any) -> Any:
+        return self.all_gather_object(value)[0]
 
-    def gather(self, values: list[float]) -> list[Any]:
-        return self.collect(values)
+    def all_gather_floats(self, values: list[float]) -> list[Any]:
+        return self.all_gather_object(values)
 
 
 def on_ranks(size: int, job: Callable[[Any], Any]) -> list[Any]:

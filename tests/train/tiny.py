@@ -9,7 +9,7 @@ from torch import nn
 from drumline.config.recipe import Optim, Recipe, Train
 from drumline.data.feed.views import Batch
 from drumline.parallel.layout import Averaged
-from drumline.parallel.world import World, alone
+from drumline.parallel.world import World, single_process
 from drumline.train.assemble import prepare_state
 from drumline.train.objective import Classification
 from drumline.train.state import TrainState
@@ -67,14 +67,14 @@ def part(batch: Batch, where: slice) -> Batch:
 def state(
     model: nn.Module, world: World | None = None, optim: Optim = SGD, train: Train | None = None
 ) -> TrainState:
-    return prepare_state(Recipe(optim=optim, train=train or Train()), model, world or alone(CPU))
+    return prepare_state(Recipe(optim=optim, train=train or Train()), model, world or single_process(CPU))
 
 
 def step_of(
     trained: TrainState, batch: int, world: World | None = None, accumulate: int = 1, **options: object
 ) -> TrainStep:
     """A step over a global batch of `batch` samples. Smoothing, so that the labels' loss has two terms."""
-    world = world or alone(CPU)
+    world = world or single_process(CPU)
     return TrainStep(
         trained,
         Classification(0.1),

@@ -155,9 +155,9 @@ class _DryRun:
     def _world(self) -> World:
         import torch
 
-        from drumline.parallel.world import alone
+        from drumline.parallel.world import single_process
 
-        return alone(torch.device("cpu"))
+        return single_process(torch.device("cpu"))
 
     def _whole_world(self) -> World:
         """A world with as many processes as the run has, for counting."""
@@ -171,7 +171,7 @@ class _DryRun:
 
     def processes(self) -> list[str]:
         from drumline.launch.worker import local_processes
-        from drumline.parallel.world import resolve_device_type
+        from drumline.parallel.process_group import resolve_device_type
 
         parallel = self.recipe.parallel
         device = resolve_device_type(self.recipe.run.device)

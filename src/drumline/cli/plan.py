@@ -326,12 +326,13 @@ def _measure(options: Options) -> tuple[Profile, dict[str, Any]]:
     from drumline.models.registry import create_model
     from drumline.parallel.pipeline.cut import trace, with_something_to_train
     from drumline.parallel.pipeline.profile import places, profile
-    from drumline.parallel.world import alone, pick_device, resolve_device_type
+    from drumline.parallel.process_group import pick_device, resolve_device_type
+    from drumline.parallel.world import single_process
     from drumline.train import prepare
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no GPU", "see `drumline doctor`, or use --device cpu")
-    world = alone(pick_device(resolve_device_type(options.device), 0))
+    world = single_process(pick_device(resolve_device_type(options.device), 0))
     if options.precision == "fp16" and world.device.type == "cpu":
         raise UserError("--precision fp16: needs a GPU", "use bf16 or fp32 on a CPU")
     recipe = Recipe()

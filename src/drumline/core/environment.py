@@ -25,7 +25,7 @@ GENERATION = "DRUMLINE_GENERATION"
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """One process's place in the run, and where the processes meet."""
 
     rank: int
@@ -38,16 +38,16 @@ class Place:
     started_by: Literal["drumline", "torchrun", "slurm", "env"]
 
 
-def read_place(env: Mapping[str, str]) -> Place | None:
+def read_rank_info(env: Mapping[str, str]) -> RankInfo | None:
     """The place somebody gave this process, or None when nobody started it as a worker.
 
     Torch's own variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) come before Slurm's, so torchrun
     inside a Slurm job is torchrun.
     """
     if "RANK" in env or "WORLD_SIZE" in env:
-        return _torch_place(env)
+        return _torch_rank_info(env)
     if "SLURM_PROCID" in env:
-        return _slurm_place(env)
+        return _slurm_rank_info(env)
     return None
 
 
@@ -67,16 +67,16 @@ def threads_asked(env: Mapping[str, str]) -> int:
     return 0 if by_torchrun and count == 1 else count
 
 
-def to_env(place: Place) -> dict[str, str]:
+def to_env(info: RankInfo) -> dict[str, str]:
     """The variables that `init_process_group(init_method="env://")` and torch's tools read."""
     return {
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.world_size),
-        "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_size),
-        "GROUP_RANK": str(place.node_rank),
-        "MASTER_ADDR": place.master_addr,
-        "MASTER_PORT": str(place.master_port),
+        "RANK": str(info.rank),
+        "WORLD_SIZE": str(info.world_size),
+        "LOCAL_RANK": str(info.local_rank),
+        "LOCAL_WORLD_SIZE": str(info.local_size),
+        "GROUP_RANK": str(info.node_rank),
+        "MASTER_ADDR": info.master_addr,
+        "MASTER_PORT": str(info.master_port),
     }
 
 
@@ -109,7 +109,7 @@ def tasks_on_node(layout: str, node: int) -> int:
     raise UserError(f"the Slurm task layout {layout!r} has no node {node}", "start the tasks with srun")
 
 
-def _torch_place(env: Mapping[str, str]) -> Place:
+def _torch_rank_info(env: Mapping[str, str]) -> RankInfo:
     """Variables as torchrun and our launcher set them, or four of them set by hand.
 
     By hand, LOCAL_RANK may be left out: on a loopback address all ranks are on this machine, otherwise each
@@ -131,10 +131,10 @@ def _torch_place(env: Mapping[str, str]) -> Place:
         started_by = "drumline"
     elif "TORCHELASTIC_RUN_ID" in env:
         started_by = "torchrun"
-    return Place(rank, world, local_rank, local_size, node, address, port, started_by)
+    return RankInfo(rank, world, local_rank, local_size, node, address, port, started_by)
 
 
-def _slurm_place(env: Mapping[str, str]) -> Place | None:
+def _slurm_rank_info(env: Mapping[str, str]) -> RankInfo | None:
     """A task of an srun step; None for a single task and for the batch script itself.
 
     sbatch gives its script SLURM_PROCID=0 and the job's SLURM_NTASKS although no other task exists yet; only
@@ -159,7 +159,7 @@ def _slurm_place(env: Mapping[str, str]) -> Place | None:
         else slurm_port(_integer(env, "SLURM_JOB_ID"), _integer(env, "SLURM_STEP_ID", 0))
     )
     local_rank = _integer(env, "SLURM_LOCALID")
-    return Place(
+    return RankInfo(
         rank=_integer(env, "SLURM_PROCID"),
         world_size=world,
         local_rank=local_rank,

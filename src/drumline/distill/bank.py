@@ -64,7 +64,7 @@ class ContrastBank:
         mine, index = self._find(ids)
         # + 0.0: a sum over several processes has no negative zeros, so one process must not have them either.
         rows = torch.where(mine[:, None, None], self._rows[index], 0.0) + 0.0
-        return self._world.sum(rows)
+        return self._world.all_reduce(rows)
 
     @torch.no_grad()
     def update(self, ids: Tensor, student: Tensor, teacher: Tensor) -> None:

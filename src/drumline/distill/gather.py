@@ -66,7 +66,7 @@ class OverShards:
         size, counts = len(brought[0][0]), self.together.counts
         wanted = [rows.requires_grad for rows in brought[0]]
         gathered = [
-            self.world.gather_rows(
+            self.world.all_gather_rows(
                 torch.cat([rows.detach() for rows in column]), [size * count for count in counts]
             )
             for column in zip(*brought, strict=True)
@@ -110,7 +110,7 @@ class _Rows(torch.autograd.Function):
         first = sum(counts[: world.rank])
         ctx.own = slice(first, first + counts[world.rank])
         ctx.factor = sum(counts) / counts[world.rank]
-        return world.gather_rows(rows, counts)
+        return world.all_gather_rows(rows, counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

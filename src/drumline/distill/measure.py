@@ -28,7 +28,9 @@ def measured(
     """The teacher's score on the evaluation set; `predictions` takes its first guesses."""
     peers = grid.peers
     mine = evaluation_starts(samples=len(sets.eval), batch=sets.eval_batch, rank=peers.rank, world=peers.size)
-    bar = partial(progress, text="measuring the teacher", total=len(mine)) if grid.world.first else iter
+    bar = (
+        partial(progress, text="measuring the teacher", total=len(mine)) if grid.world.is_rank_zero else iter
+    )
     return score_module(_Voice(teacher, speaks), sets, recipe, grid, through=bar, record=predictions)
 
 

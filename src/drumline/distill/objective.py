@@ -122,7 +122,7 @@ class Distillation(Objective):
 
     def _from_rank_0(self, tensor: Tensor | None, shape: tuple[int, ...], name: str) -> Tensor:
         world = self.spread.world
-        if not world.share(tensor is not None and tensor.shape == shape):
+        if not world.broadcast_object(tensor is not None and tensor.shape == shape):
             raise UserError(
                 f"the checkpoint has no memory of {name} for this data",
                 "resume with the methods and the data the run was started with",

@@ -27,9 +27,9 @@ def distill(recipe: Recipe, world: World) -> Result:
     """Runs the recipe. Every rank calls it, and every rank gets the same result."""
     stages = [(name, epochs) for name, epochs in choose(recipe.distill).initial if epochs]
     done: tuple[Path, ...] = ()
-    if stages and not world.share(_is_past(recipe) if world.first else False):
+    if stages and not world.broadcast_object(_is_past(recipe) if world.is_rank_zero else False):
         recipe = _named(recipe, world)
-        if world.first:
+        if world.is_rank_zero:
             remember(recipe.run.name)
         for name, epochs in stages:
             stage = _stage_recipe(recipe, name, epochs)
@@ -72,7 +72,7 @@ def _named(recipe: Recipe, world: World) -> Recipe:
     name = recipe.run.name
     if name == "auto":
         source = detect_source(recipe.data.source, recipe.data.path)
-        name = world.share(claim_name(recipe, source) if world.first else "")
+        name = world.broadcast_object(claim_name(recipe, source) if world.is_rank_zero else "")
     return replace(recipe, run=replace(recipe.run, name=name))
 
 

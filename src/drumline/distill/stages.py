@@ -103,10 +103,10 @@ def cut_teacher(
         traced = trace(module.eval(), {"taps": True} if taps else {}, sample=sample)
         names = even(traced, shape.stages)  # refuses too many
         if shape.over_processes and recipe.parallel.split != "even":
-            if world.first:
+            if world.is_rank_zero:
                 display.note("measuring where to cut the teacher")
                 names = _balanced(traced, module, sample, shape.stages, prepare.precision(recipe, world))
-            names = world.share(names)
+            names = world.broadcast_object(names)
         return traced.split(names)
     except UserError as error:
         raise _of_teacher(

@@ -394,7 +394,7 @@ def _take_over(bundle: Bundle, student: nn.Module, before: tuple[Path, ...], wor
     """Loads what initial stages left, on rank 0, which has the run folder, and gives it to every rank: the student,
     and those helpers that go on."""
     words = []
-    for folder in before if world.first else ():
+    for folder in before if world.is_rank_zero else ():
         newest, _ = newest_sound(folder / "checkpoints")
         if newest is None:
             raise UserError(

@@ -103,7 +103,7 @@ class Teacher:
 
     def agree(self, world: World) -> None:
         """Raises where the ranks were given different teachers."""
-        ranks = world.gather_integers(self._identity.to(self.device))
+        ranks = world.all_gather_integers(self._identity.to(self.device))
         odd = [rank for rank in range(world.size) if not torch.equal(ranks[rank], ranks[0])]
         if odd:
             raise UserError(

@@ -34,7 +34,7 @@ HINTS = {
 }
 
 _LOST_PEER = re.compile(
-    r"waited in vain for the other ranks|could not meet the others"
+    r"waited in vain for the other ranks|could not reach the other ranks"
     r"|closed by peer|reset by peer|broken pipe|connection refused|connection was likely closed"
     r"|remote process exited|remote server|communicator was aborted|timed out waiting"
     r"|collective operation timeout|failed to recv|wait timeout|socket timeout|no error message was returned",

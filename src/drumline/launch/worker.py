@@ -24,7 +24,7 @@ from drumline.config.layouts import STAGED
 from drumline.config.recipe import Recipe
 from drumline.config.rendezvous import parse_rendezvous, variables_missing
 from drumline.core import heartbeat
-from drumline.core.environment import Place, read_place
+from drumline.core.environment import RankInfo, read_rank_info
 from drumline.core.errors import LostError, UserError
 from drumline.core.machine import raise_descriptor_limit, usable_cores
 from drumline.core.parent import die_with_parent
@@ -34,7 +34,8 @@ from drumline.launch.failure import record_failure
 from drumline.launch.network import choose_interface, listening_address, socket_variables
 from drumline.launch.stacks import answer_signal
 from drumline.observe.text_log import say
-from drumline.parallel.world import World, alone, join, pick_device, resolve_device_type
+from drumline.parallel.process_group import init_world, pick_device, resolve_device_type
+from drumline.parallel.world import World, single_process
 from drumline.state.claim import claimed, going_on, resume_word
 
 
@@ -44,17 +45,17 @@ def run(words: Sequence[str], recipe: Recipe, job: str) -> int:
     for name, value in cuda_settings(recipe).items():
         os.environ.setdefault(name, value)
     device_type = resolve_device_type(recipe.run.device)
-    place = read_place(os.environ)
+    info = read_rank_info(os.environ)
     rendezvous = parse_rendezvous(recipe.parallel.rendezvous).kind
-    if place is not None and place.started_by == "slurm" and rendezvous in ("tcp", "file"):
-        place = None  # one task per machine, each to be the launcher of its machine
-    if place is None:
+    if info is not None and info.started_by == "slurm" and rendezvous in ("tcp", "file"):
+        info = None  # one task per machine, each to be the launcher of its machine
+    if info is None:
         if rendezvous == "env":
             raise variables_missing()
         processes = local_processes(recipe, device_type)
         if processes > 1 or recipe.parallel.nodes > 1 or recipe.launch.restarts:
             return _launch(words, recipe, processes)
-    return _work(place, recipe, device_type, job)
+    return _work(info, recipe, device_type, job)
 
 
 def local_processes(recipe: Recipe, device_type: str) -> int:
@@ -82,31 +83,33 @@ def _launch(words: Sequence[str], recipe: Recipe, processes: int) -> int:
     )
 
 
-def _work(place: Place | None, recipe: Recipe, device_type: str, job: str) -> int:
+def _work(info: RankInfo | None, recipe: Recipe, device_type: str, job: str) -> int:
     """One process of the run."""
-    ours = place is not None and place.started_by == "drumline"
+    ours = info is not None and info.started_by == "drumline"
     listen = None
     if ours:
         die_with_parent()
         heartbeat.connect(os.environ)
         answer_signal(os.environ)
-    elif place is not None and place.world_size > 1:
-        listen = _heed_parallel(place, recipe)
+    elif info is not None and info.world_size > 1:
+        listen = _heed_parallel(info, recipe)
     raise_descriptor_limit()
-    world = alone(pick_device(device_type, place.local_rank if place else 0))
+    world = single_process(pick_device(device_type, info.local_rank if info else 0))
     try:
-        world = join(place, device_type, recipe.parallel.backend, recipe.parallel.timeout, listen)
+        world = init_world(info, device_type, recipe.parallel.backend, recipe.parallel.timeout, listen)
         if name := claimed():
-            recipe = going_on(recipe, name, world.share(resume_word(recipe, name) if world.first else ""))
+            recipe = going_on(
+                recipe, name, world.broadcast_object(resume_word(recipe, name) if world.is_rank_zero else "")
+            )
         module, function = job.split(":")
         result = getattr(importlib.import_module(module), function)(recipe, world)
     except BaseException as error:
-        if place is None or (place.world_size == 1 and not ours):
+        if info is None or (info.world_size == 1 and not ours):
             raise
-        return _leave(error, place.rank, world)
+        return _leave(error, info.rank, world)
     if ours:
         _ignore_stops()
-    if world.first:
+    if world.is_rank_zero:
         print_result(asdict(result))
     world.close()
     if world.size > 1:
@@ -131,21 +134,21 @@ def _ignore_stops() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _heed_parallel(place: Place, recipe: Recipe) -> str:
+def _heed_parallel(info: RankInfo, recipe: Recipe) -> str:
     """What our launcher would have done, for processes that somebody else started. Gives the address to listen at."""
-    machines = 2 if place.world_size > place.local_size else 1
-    interface = choose_interface(recipe.parallel.interface, place.master_addr, machines=machines)
+    machines = 2 if info.world_size > info.local_size else 1
+    interface = choose_interface(recipe.parallel.interface, info.master_addr, machines=machines)
     variables, notes = socket_variables(interface, os.environ, forced=recipe.parallel.interface != "auto")
     os.environ.update(variables)
-    if recipe.parallel.processes not in ("auto", place.local_size):
+    if recipe.parallel.processes not in ("auto", info.local_size):
         notes.append(
-            f"parallel.processes = {recipe.parallel.processes} is not heeded: {place.started_by} started "
-            f"{place.local_size} here"
+            f"parallel.processes = {recipe.parallel.processes} is not heeded: {info.started_by} started "
+            f"{info.local_size} here"
         )
-    if place.rank == 0:
+    if info.rank == 0:
         for note in (f"network interface {interface}", *notes):
             say(note)
-        return listening_address(place.master_addr, interface)
+        return listening_address(info.master_addr, interface)
     return interface.address
 
 

@@ -31,7 +31,7 @@ class GatherByHost(_ByHost):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> None:
-        output_tensor.copy_(self._world.gather_later(input_tensor, output_tensor).wait())
+        output_tensor.copy_(self._world.all_gather_async(input_tensor, output_tensor).wait())
 
 
 class ReduceScatterByHost(_ByHost):
@@ -46,5 +46,5 @@ class ReduceScatterByHost(_ByHost):
         async_op: bool = False,
     ) -> None:
         assert op == ReduceOp.AVG, op
-        parts = self._world.sum(input_tensor).chunk(self._world.size)
+        parts = self._world.all_reduce(input_tensor).chunk(self._world.size)
         torch.div(parts[self._world.rank], self._world.size, out=output_tensor)

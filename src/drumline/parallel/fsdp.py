@@ -208,7 +208,7 @@ class ShardedExchange(Recorded):
             for each in self._held.whole
         ]
         flat = torch.cat([*(piece.float() for piece in pieces), alarm])
-        self._world.sum(flat).div_(self._world.size)
+        self._world.all_reduce(flat).div_(self._world.size)
         *sums, alarm = flat.split([*(piece.numel() for piece in pieces), 1])
         for parameter, total in zip(self._used_somewhere(), sums, strict=True):
             if parameter is None:
@@ -256,7 +256,7 @@ class ShardedExchange(Recorded):
         """The length of each whole tensor, given those held here and the parameters they belong to: what LARS and
         LAMB go by. One message."""
         own = torch.stack(torch._foreach_norm(list(tensors)))
-        return torch.where(self._mask(parameters), self._world.sum(own.square()).sqrt(), own)
+        return torch.where(self._mask(parameters), self._world.all_reduce(own.square()).sqrt(), own)
 
     def agree(self, flag: torch.Tensor) -> None:
         """Every process has seen the same: see `_bring_together`."""
@@ -283,7 +283,7 @@ class Sharded:
         for group, tensors in groups.items():
             for name, tensor in tensors.items():
                 full = self._joined(tensor) if isinstance(tensor, DTensor) else tensor
-                if self.world.first:
+                if self.world.is_rank_zero:
                     whole.setdefault(group, {})[name] = full
         return whole
 
@@ -306,9 +306,9 @@ class Sharded:
     def _joined(self, tensor: DTensor) -> torch.Tensor:
         """In host memory, on rank 0, which is sent the others' rows; elsewhere nothing."""
         world, mine = self.world, local_part(tensor).contiguous()
-        if not world.first:
+        if not world.is_rank_zero:
             if mine.numel():
-                world.send_later(mine, to=0).wait()
+                world.isend(mine, to=0).wait()
             return torch.empty(0)
         full = torch.empty(tensor.shape, dtype=tensor.dtype)
         for rank in range(world.size):
@@ -318,7 +318,7 @@ class Sharded:
                 rows.copy_(mine)
             elif rows.numel():
                 came = torch.empty(rows.shape, dtype=rows.dtype, device=world.device)
-                rows.copy_(world.receive_later(came, source=rank).wait())
+                rows.copy_(world.irecv(came, source=rank).wait())
         return full
 
     def _rows(self, tensor: torch.Tensor) -> tuple[int, int]:
@@ -334,7 +334,7 @@ def pieces_of(groups: Groups, world: World) -> LocalGroups:
             if isinstance(tensor, DTensor):
                 assert tensor.placements == (Shard(0),), tensor.placements
                 found[group][name] = Piece(local_part(tensor), tuple(tensor.shape))
-            elif world.first:
+            elif world.is_rank_zero:
                 found[group][name] = Piece(tensor, None)
     return found
 

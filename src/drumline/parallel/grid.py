@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from drumline.parallel.world import World, alone
+from drumline.parallel.world import World, single_process
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,9 @@ def make_grid(world: World, places: int = 1) -> Grid:
     """Divides the world. All ranks call it."""
     assert world.size % places == 0, (world.size, places)
     if places == 1:
-        single = replace(alone(world.device), local_rank=world.local_rank, local_size=world.local_size)
+        single = replace(
+            single_process(world.device), local_rank=world.local_rank, local_size=world.local_size
+        )
         return Grid(world, 1, world, single, single)
     replicas = [list(range(first, first + places)) for first in range(0, world.size, places)]
     peers = [list(range(place, world.size, places)) for place in range(places)]
@@ -63,4 +65,4 @@ def make_grid(world: World, places: int = 1) -> Grid:
     apart = world.backend == "nccl"
     onward = [(place, (place + 1) % places) for place in range(places if apart else 0)]
     back = [(receiver, sender) for sender, receiver in onward]
-    return Grid(world, places, world.part(peers), world.part(replicas, onward), world.part(replicas, back))
+    return Grid(world, places, world.split(peers), world.split(replicas, onward), world.split(replicas, back))

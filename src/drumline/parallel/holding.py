@@ -36,7 +36,7 @@ class Whole:
         self.world = world
 
     def collect(self, groups: Groups) -> Collected:
-        return {name: dict(tensors) for name, tensors in groups.items()} if self.world.first else {}
+        return {name: dict(tensors) for name, tensors in groups.items()} if self.world.is_rank_zero else {}
 
     def spread(self, groups: Groups | None, live: Groups, where: Path) -> None:
         if groups is not None:
@@ -56,12 +56,12 @@ class Parts:
         """The first replica's; the others hold the same."""
         if self.grid.replica:
             return {}
-        flat = self.grid.down.hand_over(_flat(groups))
-        return _nested(flat) if self.grid.world.first else {}
+        flat = self.grid.down.gather_tensors(_flat(groups))
+        return _nested(flat) if self.grid.world.is_rank_zero else {}
 
     def spread(self, groups: Groups | None, live: Groups, where: Path) -> None:
         world, mine = self.grid.world, _flat(live)
-        held = [dict(_specs(live)), *world.collect(_specs(live))]
+        held = [dict(_specs(live)), *world.all_gather_object(_specs(live))]
         whole = {name: spec for each in held for name, spec in each.items()}
         if groups is not None:
             check_fit(groups, _nested({name: _like(*spec) for name, spec in whole.items()}), where)

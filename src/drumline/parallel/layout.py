@@ -207,7 +207,7 @@ def micro_batches_of(batch: Batch, count: int) -> list[Batch]:
 def used_somewhere(parameters: Sequence[nn.Parameter], world: World) -> list[bool]:
     """Which of them have a gradient on this process or another. All processes call it."""
     here = torch.tensor([each.grad is not None for each in parameters])
-    found: list[bool] = world.gather_integers(here).any(dim=0).tolist()
+    found: list[bool] = world.all_gather_integers(here).any(dim=0).tolist()
     return found
 
 
@@ -239,7 +239,7 @@ class BufferMean:
             return
         flat = torch.cat([buffer.reshape(-1) for buffer in self.buffers])
         # Divided after the sum: a constant table of whole numbers then keeps its values.
-        self.world.sum(flat).div_(self.world.size)
+        self.world.all_reduce(flat).div_(self.world.size)
         parts = flat.split([buffer.numel() for buffer in self.buffers])
         torch._foreach_copy_(
             self.buffers, [part.view_as(b) for part, b in zip(parts, self.buffers, strict=True)]

@@ -34,7 +34,7 @@ def joined(tensor: torch.Tensor, world: World) -> torch.Tensor:
     if not is_part(tensor):
         return tensor
     shares = [share_of_rows(len(tensor), rank, world.size) for rank in range(world.size)]
-    return world.gather_rows(local_part(tensor), [last - first for first, last in shares])
+    return world.all_gather_rows(local_part(tensor), [last - first for first, last in shares])
 
 
 def rows_held(tensor: torch.Tensor) -> Rows | None:

@@ -62,7 +62,7 @@ def check_recipes(recipe: Recipe, world: World) -> None:
         world,
         [
             f"{name} is {value!r}, not {theirs!r}"
-            for name, value, theirs in different_fields(world.share(mine), mine)
+            for name, value, theirs in different_fields(world.broadcast_object(mine), mine)
         ],
         "a different recipe",
         "start the same command on each machine",
@@ -74,7 +74,7 @@ def check_software(recipe: Recipe, world: World) -> list[str]:
     if world.size == 1:
         return []
     mine = software(recipe)
-    first: dict[str, str] = world.share(mine)
+    first: dict[str, str] = world.broadcast_object(mine)
     odd = [
         f"{name} is {value}, not {first.get(name)}"
         for name, value in mine.items()
@@ -84,7 +84,7 @@ def check_software(recipe: Recipe, world: World) -> list[str]:
         world, odd, "different software", "install the same versions, and copy the same code, on each machine"
     )
     here: dict[str, Any] = describe_environment(world.device, world.size, world.backend, threads=0)
-    odd = changed_environment(world.share(here), here, recipe.run.strict)
+    odd = changed_environment(world.broadcast_object(here), here, recipe.run.strict)
     if recipe.run.strict:
         _refuse_if_any(
             world,
@@ -94,12 +94,12 @@ def check_software(recipe: Recipe, world: World) -> list[str]:
             "settings, or leave out --run.strict",
         )
     ours = native.describe()
-    if (theirs := world.share(ours)) != ours:
+    if (theirs := world.broadcast_object(ours)) != ours:
         odd.append(f"native part: {theirs} -> {ours}")  # the same pixels, by what we promise
     return [
         f"WARNING: rank {rank} on {host} has a different set-up from rank 0, so the bits depend on which machine "
         f"computes what: {'; '.join(differences)}"
-        for rank, (host, differences) in enumerate(world.collect([host_name(), odd]))
+        for rank, (host, differences) in enumerate(world.all_gather_object([host_name(), odd]))
         if differences
     ]
 
@@ -126,16 +126,19 @@ def check_data(sets: Sets, seed: int, world: World) -> dict[str, dict[str, str |
 def _other_samples(source: Source, identity: Identity, world: World) -> str:
     """The first difference between this rank's list of samples and rank 0's. Every rank calls it."""
     digests = identity.blocks
-    (count, names), first = world.share([len(source), Classes.of(source).names]), world.share(digests)
+    (count, names), first = (
+        world.broadcast_object([len(source), Classes.of(source).names]),
+        world.broadcast_object(digests),
+    )
     pairs = enumerate(zip(digests, first, strict=False))
     # Where one list is the other's beginning, they differ in what follows.
     block = next((number for number, (a, b) in pairs if a != b), min(len(digests), len(first)))
     alike = digests == first
-    blocks = [int(number) for (number,) in world.gather([-1 if alike else block])]
+    blocks = [int(number) for (number,) in world.all_gather_floats([-1 if alike else block])]
     wanted = next((number for number in blocks if number >= 0), None)
-    if wanted is None and all(world.collect(tuple(names) == source.classes)):
+    if wanted is None and all(world.all_gather_object(tuple(names) == source.classes)):
         return ""
-    theirs = world.share(_entries(source, wanted))
+    theirs = world.broadcast_object(_entries(source, wanted))
     if not alike:
         where = first_difference(_entries(source, block), theirs, block * BLOCK) if block == wanted else ""
         counts = "" if count == len(source) else f"{len(source):,} samples, not {count:,}"
@@ -153,7 +156,7 @@ def _entries(source: Source, block: int | None) -> list[Any]:
 
 def _other_contents(source: Source, identity: Identity, world: World) -> str:
     """The first of the chosen samples whose content is not rank 0's. Every rank calls it."""
-    first: list[str] = world.share(identity.contents)
+    first: list[str] = world.broadcast_object(identity.contents)
     for sample, here, there in zip(identity.chosen, identity.contents, first, strict=False):
         if here != there:
             name = printable(source.where(sample)) if isinstance(source, EncodedSource) else "its pixels"
@@ -173,7 +176,7 @@ def different_fields(first: str, mine: str) -> list[tuple[str, object, object]]:
 
 def _refuse_if_any(world: World, odd: list[str], what: str, fix: str) -> None:
     """Every rank learns whether any of them differs, and in what, so all of them stop with the same message."""
-    everybody: list[list[Any]] = world.collect([host_name(), odd])
+    everybody: list[list[Any]] = world.all_gather_object([host_name(), odd])
     ranks = [rank for rank, (_, differences) in enumerate(everybody) if differences]
     if not ranks:
         return

@@ -17,10 +17,10 @@ FILE = "broken-samples.tsv"
 
 def agree(ledgers: tuple[Ledger, Ledger], world: World) -> None:
     """Brings the ranks' ledgers together. Every rank calls it; costs one small message when nothing is new."""
-    counts = world.gather([len(ledger.bad) for ledger in ledgers])
+    counts = world.all_gather_floats([len(ledger.bad) for ledger in ledgers])
     if any(row != counts[0] for row in counts) or any(counts[0]):
         for ledger, others in zip(
-            ledgers, zip(*world.collect([x.bad for x in ledgers]), strict=True), strict=True
+            ledgers, zip(*world.all_gather_object([x.bad for x in ledgers]), strict=True), strict=True
         ):
             ledger.merge(others)
 

@@ -87,10 +87,12 @@ def examine(step: TrainStep, batch: Batch, index: int) -> Culprit | None:
 
 def agree(mine: Culprit | None, batch: Batch, world: World) -> tuple[int, Culprit | None, Batch]:
     """The rank and the culprit that count (earliest kind, lowest rank), and that rank's batch, on every rank."""
-    all_of_them: list[Culprit | None] = world.collect(mine)
+    all_of_them: list[Culprit | None] = world.all_gather_object(mine)
     named = [(culprit.order, rank) for rank, culprit in enumerate(all_of_them) if culprit]
     rank = min(named)[1] if named else 0
-    theirs = world.collect(Batch(*(tensor.cpu() for tensor in batch)) if world.rank == rank else None)[rank]
+    theirs = world.all_gather_object(
+        Batch(*(tensor.cpu() for tensor in batch)) if world.rank == rank else None
+    )[rank]
     return rank, all_of_them[rank], theirs
 
 

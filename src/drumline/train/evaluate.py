@@ -99,7 +99,7 @@ def evaluate(
         watch(min(samples, done * readers))
         enter(Phase.EVALUATING)
     model.train(was_training)
-    counted, top1, top5, loss, nonfinite, unsummed, agreed = world.sum(totals).tolist()
+    counted, top1, top5, loss, nonfinite, unsummed, agreed = world.all_reduce(totals).tolist()
     if counted != samples:
         raise UserError(
             f"guard [evaluation]: {counted:,} samples were scored, the evaluation set has {samples:,}: some "

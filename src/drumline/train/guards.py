@@ -74,7 +74,7 @@ class Guards:
             now = close or saving or evaluating
             self._look(done, ("full" if full else "short") if planned else "", wait=now)
         if done == self.run.position.step + CLOSE_LOOKS and self._one_gpu_each:
-            rows = self.run.world.collect(memory_row(self.run.world))
+            rows = self.run.world.all_gather_object(memory_row(self.run.world))
             for finding in memory_findings(rows, f"step {done:,}"):
                 self.tell(finding)
 
@@ -104,7 +104,7 @@ class Guards:
             saved = culprit.keep_batch(
                 run.folder.path, theirs, step, rank, resume_command(run.recipe, run.folder.path)
             )
-        saved = run.world.share(saved)
+        saved = run.world.broadcast_object(saved)
         finite = run.step.finite
         what = "loss" if finite is not None and finite.scaled else "gradient"
         self.tell(
@@ -149,7 +149,7 @@ class Guards:
     def _tell_own(self, own: list[Finding]) -> None:
         """What ranks found for themselves. All ranks call it."""
         seen: set[tuple[str, str]] = set()
-        for rank, findings in enumerate(self.run.world.collect(own)):
+        for rank, findings in enumerate(self.run.world.all_gather_object(own)):
             for finding in findings:
                 if (finding.guard, finding.what) not in seen:
                     seen.add((finding.guard, finding.what))

@@ -209,7 +209,7 @@ def evaluate_run(run: Running, position: Position) -> tuple[Score, Position]:
 def _nonfinite_weights(run: Running) -> bool:
     """Whether weights that scored well are not finite (a ReLU hides -inf, for one), which is said: they are nobody's
     best. Every rank calls it."""
-    names = sorted({name for names in run.world.collect(run.state.nonfinite()) for name in names})
+    names = sorted({name for names in run.world.all_gather_object(run.state.nonfinite()) for name in names})
     if names:
         run.note(
             f"WARNING: {', '.join(names[:3])}{', ...' if names[3:] else ''} contain{'s' * (len(names) == 1)} NaN or "
@@ -261,7 +261,7 @@ def _save_pieces(run: Running, position: Position, whole: Groups, must: bool) ->
     """Every process its own; rank 0 makes a checkpoint of them."""
     from drumline.parallel.fsdp import pieces_of
 
-    temporary = run.world.share(run.keeper.begin_pieces(position, must) if run.keeper else None)
+    temporary = run.world.broadcast_object(run.keeper.begin_pieces(position, must) if run.keeper else None)
     if temporary is None:
         return
     pieces = pieces_of(run.state.tensors(), run.world)
@@ -385,7 +385,7 @@ def _copy(source: Path, expected: dict[str, Any], target: Path) -> None:
 def _result(run: Running, position: Position, score: Score | None) -> Result:
     per_epoch, judged = run.plan.per_epoch, position.best_step >= 0
     return Result(
-        run=run.world.share(str(run.folder.path) if run.folder else ""),
+        run=run.world.broadcast_object(str(run.folder.path) if run.folder else ""),
         finished=position.step == run.plan.total,
         step=position.step,
         epoch=round(position.step / per_epoch, 3),

@@ -45,13 +45,13 @@ class MeterReader:
 
     def request(self, step: int) -> None:
         """Adds the meter up over the ranks, starts its copy to the host and sets it to zero."""
-        sums = self.world.sum(self.meter.clone())
+        sums = self.world.all_reduce(self.meter.clone())
         self.meter.zero_()
         self._waiting.append((step, Late(sums)))
 
     def glance(self, step: int) -> None:
         """Starts a copy of the sums so far and leaves the meter as it is. Every rank calls it at the same step."""
-        self._glances.append((step, Late(self.world.sum(self.meter.clone()))))
+        self._glances.append((step, Late(self.world.all_reduce(self.meter.clone()))))
 
     def glanced(self) -> Reading | None:
         """The newest glance that has arrived since the last call. Never waits."""

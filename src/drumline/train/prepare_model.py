@@ -59,7 +59,7 @@ def build_model(recipe: Recipe, classes: int) -> nn.Module:
 def shared_weights(path: str, world: World) -> Path:
     """The verified weights file that a path means, the same one on every rank: the run whose folder it is may go on,
     and save a newer one meanwhile."""
-    file = Path(world.share(str(resolve_weights(path, FIELDS)) if world.first else ""))
+    file = Path(world.broadcast_object(str(resolve_weights(path, FIELDS)) if world.is_rank_zero else ""))
     verify_weights(file)
     return file
 

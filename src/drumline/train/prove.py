@@ -77,7 +77,7 @@ def prove(
     exchange.recording = True
     gradients, moved = _seen(step, batch, index)
     exchange.recording = False
-    drawing = any(world.collect(step.draws.active))
+    drawing = any(world.all_gather_object(step.draws.active))
     theirs = _reference(laid, step, batch, index, holding, drawing)
     if theirs is None:
         _tell_unproved(laid.words[0], folder, note)
@@ -104,11 +104,11 @@ def prove_sharded(
     state = holding.collect({"all": dict(module.state_dict())})
     layout = f"layout fsdp over {world.size} processes"
     # First: what is on the host cannot travel over NCCL.
-    if not all(world.collect(_fits(lambda: whole.to(world.device).train()) is not None)):
+    if not all(world.all_gather_object(_fits(lambda: whole.to(world.device).train()) is not None)):
         _tell_unproved(layout, folder, note)
         return
     live = {"all": dict(whole.state_dict())}
-    Whole(world).spread(state if world.first else None, live, Path("the run itself"))
+    Whole(world).spread(state if world.is_rank_zero else None, live, Path("the run itself"))
     theirs = _accumulated(whole, step, batch, index, accumulate)
     if theirs is None:
         _tell_unproved(layout, folder, note)
@@ -138,9 +138,9 @@ def prove_replicated(
             _tell_unproved(layout, folder, note)
             return
         mine = _verdicts(step, gradients, moved, before, theirs)
-        if any(world.collect(_wrong(mine))):
+        if any(world.all_gather_object(_wrong(mine))):
             again = Reference(*_seen(step, batch, index))
-            if any(world.collect(_wrong(_verdicts(step, gradients, moved, before, again)))):
+            if any(world.all_gather_object(_wrong(_verdicts(step, gradients, moved, before, again)))):
                 _tell_unproved(layout, folder, note, NOT_REPEATED)
                 return
     _tell(mine, world.size * accumulate, layout, world, folder, note)
@@ -178,7 +178,7 @@ def _accumulated(
             ),
             _meets(whole, step),
         )
-    if not all(world.collect(made is not None)):
+    if not all(world.all_gather_object(made is not None)):
         return None
     assert made is not None
     summed = _summed(made.gradients, whole, world)
@@ -217,7 +217,7 @@ def _tell(
     note: Note,
 ) -> None:
     """What all ranks found, as one certificate."""
-    everybody: list[list[Verdict]] = world.collect(mine)
+    everybody: list[list[Verdict]] = world.all_gather_object(mine)
     certificate = Certificate(
         tuple(merge(verdicts) for verdicts in zip(*everybody, strict=True)), micro_batches, layout
     )
@@ -270,7 +270,7 @@ def _reference(
     whole = laid.twin.pop() if laid.twin else None
     state = holding.collect({"all": _state(module)})
     live = {"all": dict(whole.state_dict()) if whole is not None else {}}
-    holding.spread(state if grid.world.first else None, live, Path("the run itself"))
+    holding.spread(state if grid.world.is_rank_zero else None, live, Path("the run itself"))
     made: Reference | None = Reference({}, {})
     if whole is not None:
         loss = partial(
@@ -283,16 +283,16 @@ def _reference(
                 ),
                 _meets(whole, step),
             )
-    if not all(grid.world.collect(made is not None)):
+    if not all(grid.world.all_gather_object(made is not None)):
         return None
     assert made is not None
     if whole is not None:
         made = replace(made, gradients=_summed(made.gradients, whole, grid.peers))
     names = {name: each for name, each in module.named_parameters() if each.requires_grad}
     last = grid.places - 1
-    given: list[str] = grid.down.collect([name for name, each in made.gradients.items() if each is not None])[
-        last
-    ]
+    given: list[str] = grid.down.all_gather_object(
+        [name for name, each in made.gradients.items() if each is not None]
+    )[last]
     gradients: dict[str, Tensor | None] = dict.fromkeys(names)
     for name in given:
         gradients[name] = _told(made.gradients.get(name), names[name], grid.down.broadcast_host, last)
@@ -307,9 +307,9 @@ def _summed(gradients: Values, whole: nn.Module, world: World) -> dict[str, Tens
     """Over the processes, which all call it. One that only some have counts as zeros with the others."""
     parameters = dict(whole.named_parameters())
     here = [name for name, each in gradients.items() if each is not None]
-    somewhere = {name for names in world.collect(here) for name in names}
+    somewhere = {name for names in world.all_gather_object(here) for name in names}
     return {
-        name: world.sum(torch.zeros_like(parameters[name]) if each is None else each)
+        name: world.all_reduce(torch.zeros_like(parameters[name]) if each is None else each)
         if name in somewhere
         else None
         for name, each in gradients.items()

@@ -123,7 +123,7 @@ def _check_gradients(run: Running) -> None:
     """Names parameters that the rehearsed step left without a gradient: DDP would wait for them for ever."""
     idle = run.step.without_gradient
     if run.laid is not None:
-        idle = [name for names in run.world.collect(idle)[: run.grid.places] for name in names]
+        idle = [name for names in run.world.all_gather_object(idle)[: run.grid.places] for name in names]
     if not idle:
         return
     names = ", ".join(idle[:5])
@@ -138,7 +138,7 @@ def _check_gradients(run: Running) -> None:
 
 def _check_draws(run: Running) -> None:
     """Says when the model draws numbers that cannot be drawn again, in whichever process its stage is."""
-    if not any(run.world.collect(run.step.draws_elsewhere)):
+    if not any(run.world.all_gather_object(run.step.draws_elsewhere)):
         return
     what = "the model draws from Python's `random` or from `numpy.random`, which no seed of the run reaches"
     if run.recipe.run.strict:

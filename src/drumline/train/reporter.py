@@ -176,7 +176,7 @@ class Reporter:
             for name in ("data_s", "compute_s", "wall_s")
         ]
         self._since_evaluation.clear()
-        ranks = self.world.gather([1e3 * value / steps for value in sums])
+        ranks = self.world.all_gather_floats([1e3 * value / steps for value in sums])
         data, compute, wall = (list(column) for column in zip(*ranks, strict=True))
         self.images_per_s = self.batch / max(1e-9, max(wall) / 1e3)
         self.logbook.metric(

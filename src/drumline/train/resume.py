@@ -42,7 +42,7 @@ def take_up(
     groups: dict[str, dict[str, torch.Tensor]] | None = None
     memory: dict[str, torch.Tensor] = {}
     position, words = Position(step=0, per_epoch=plan.per_epoch), []
-    if world.first:
+    if world.is_rank_zero:
         try:
             manifest, groups = read_checkpoint(checkpoint)
         except Unsound as reason:
@@ -67,10 +67,10 @@ def take_up(
             )
         if changes:
             words.append(f"resumed on another set-up, the bits may differ: {'; '.join(changes)}")
-    position = world.share(position)
+    position = world.broadcast_object(position)
     holding.spread(groups, live, checkpoint)
     if isinstance(holding, Parts):
-        memory = world.share(memory)  # whoever computes the loss takes it up
+        memory = world.broadcast_object(memory)  # whoever computes the loss takes it up
     task.objective.restore(memory)
     if position.per_epoch != plan.per_epoch:
         raise UserError(

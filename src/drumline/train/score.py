@@ -108,7 +108,7 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
     for word in words:
         display.note(word)
     mine = evaluation_starts(samples=len(sets.eval), batch=sets.eval_batch, rank=world.rank, world=world.size)
-    bar = partial(progress, text="evaluating", total=len(mine)) if world.first else iter
+    bar = partial(progress, text="evaluating", total=len(mine)) if world.is_rank_zero else iter
     found = score_module(module, sets, recipe, make_grid(world), through=bar, outputs=outputs)
     broken.agree(sets.bad, world)
     for told in broken.words(sets.bad, listed=False):

@@ -204,7 +204,7 @@ def _names(
     if len(before) + 1 == stages > 1 and {*before} <= {point.name for point in traced.points}:
         return tuple(before), " (as in the run it goes on from)"
     found: tuple[tuple[str, ...], str] = ((), "")
-    if grid.world.first and stages > 1:
+    if grid.world.is_rank_zero and stages > 1:
         display.note("measuring where to cut")
         layout = sample.is_contiguous(memory_format=torch.channels_last)
         try:
@@ -221,7 +221,7 @@ def _names(
             found = names, f" (balanced by measured times{', on a noisy machine' if profile.noisy else ''})"
         except torch.OutOfMemoryError:
             found = equal, " (even: the whole model does not fit on one device to be measured)"
-    shared: tuple[tuple[str, ...], str] = grid.world.share(found)
+    shared: tuple[tuple[str, ...], str] = grid.world.broadcast_object(found)
     return shared
 
 

@@ -193,20 +193,22 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
     plan = prepare.prepare_plan(recipe, len(sets.train), world)
     shape = prepare_shape(recipe, world)
     grid = make_grid(world, shape.places if shape else 1)
-    folder = open_run(recipe, sets.name) if world.first else None
+    folder = open_run(recipe, sets.name) if world.is_rank_zero else None
     if folder is not None:
         cleanup.callback(folder.leave)
-    checkpoint: Path | None = world.share(folder.resume_from if folder else None)
-    threads = world.share(threads_of(recipe, checkpoint, world) if world.first else 0)
+    checkpoint: Path | None = world.broadcast_object(folder.resume_from if folder else None)
+    threads = world.broadcast_object(threads_of(recipe, checkpoint, world) if world.is_rank_zero else 0)
     torch.set_num_threads(threads)
 
     task = build(recipe, sets, plan, grid, display)
-    before: tuple[str, ...] = world.share(cut_of(checkpoint) if world.first and shape else ())
+    before: tuple[str, ...] = world.broadcast_object(
+        cut_of(checkpoint) if world.is_rank_zero and shape else ()
+    )
     laid = lay_in_stages(recipe, task, sets, grid, shape, display, before) if shape else None
     twin = [_on_host(task.module)] if recipe.parallel.layout == "fsdp" else []
     state = prepare_state(recipe, task.module, world, task.model, laid.exchange.staged.tail if laid else None)
     holding = _holding(state, grid, world)
-    pieces = PieceWriter() if recipe.checkpoint.sharded and not world.first else None
+    pieces = PieceWriter() if recipe.checkpoint.sharded and not world.is_rank_zero else None
     if pieces is not None:
         cleanup.callback(pieces.close)
     step = TrainStep(
@@ -234,7 +236,7 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
     environment["data"] = identity
     position = Position(step=0, per_epoch=plan.per_epoch)
     resume_words: list[str] = []
-    moved_in: bool = world.share(folder.resumes_elsewhere if folder else False)
+    moved_in: bool = world.broadcast_object(folder.resumes_elsewhere if folder else False)
     if checkpoint is not None:
         position, resume_words = take_up(recipe, plan, state, task, checkpoint, world, environment, holding)
         if moved_in:

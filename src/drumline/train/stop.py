@@ -84,7 +84,7 @@ class StopSign:
                 return True
         mine = [int(self.asked), round(1e6 * self._measure(step)), self.watch(step)]
         self._message = torch.tensor(mine)
-        self._on_its_way = self.world.maximum_later(self._message)
+        self._on_its_way = self.world.all_reduce_max_async(self._message)
         self._next_check = step + self._interval()
         return False
 

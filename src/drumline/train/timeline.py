@@ -96,7 +96,7 @@ class Picture:
         """The spans of the lanes that are drawn, on every rank, by the first one's clock. Each machine counts from
         its own start: others are set by what all clocks say at one moment."""
         self.world.barrier()
-        everybody = self.world.collect((host_name(), time.perf_counter(), list(mine)))
+        everybody = self.world.all_gather_object((host_name(), time.perf_counter(), list(mine)))
         host, now, _ = everybody[0]
         drawn: list[Span] = []
         for theirs, then, spans in everybody:

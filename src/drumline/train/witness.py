@@ -109,7 +109,7 @@ class Witness:
             zlib.crc32("\n".join(names).encode()),
             look.troubles,
         ]
-        heads = self.world.gather_integers(torch.tensor(head))
+        heads = self.world.all_gather_integers(torch.tensor(head))
         not_finite = max(self._bad_step(look.step, row[:3]) for row in heads)
         troubled = bool(heads[:, 6].any())
         if findings := self._other_names(heads, look):
@@ -137,7 +137,7 @@ class Witness:
             return [look.order]
         now = heads[:, 4:6].flatten().tolist()
         if now != self._held[0]:
-            self._held = now, self.world.collect(look.order)[: self.places]
+            self._held = now, self.world.all_gather_object(look.order)[: self.places]
         return self._held[1]
 
     def _apart(
@@ -158,7 +158,7 @@ class Witness:
         """Every rank's numbers, in rank order: of sample ids, the order of the global batch."""
         padded = torch.full((max(counts),), -1, dtype=torch.int64)
         padded[: len(samples)] = samples
-        rows = self.world.gather_integers(padded)
+        rows = self.world.all_gather_integers(padded)
         return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
     def _write(

@@ -19,7 +19,7 @@ from drumline.data.feed.choose import choose_workers
 from drumline.data.feed.loader import Workers
 from drumline.data.feed.views import View
 from drumline.data.sources import Source, SourceSpec, open_source
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from drumline.train import prepare
 from tests.data.damage import encoded, good_jpeg, picture
 
@@ -244,4 +244,4 @@ def test_every_rank_decides_for_its_own_machine(photos: Path, monkeypatch: pytes
     monkeypatch.setattr(choose, "MEASURE_S", 0.0)
     recipe = Recipe(data=Data(path=str(photos), workers=2))
     assert prepare.prepare_sets(recipe, Second()).workers.count == 2  # type: ignore[arg-type]
-    assert prepare.prepare_sets(recipe, alone(CPU)).workers.count == 2
+    assert prepare.prepare_sets(recipe, single_process(CPU)).workers.count == 2

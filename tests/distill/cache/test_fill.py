@@ -26,12 +26,12 @@ from drumline.distill.cache import format as cache_module
 from drumline.distill.cache.fill import chosen_chunks, fill, spot_check
 from drumline.distill.cache.format import Cache, open_cache
 from drumline.distill.cache.payload import Rule
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from tests.distill import cache_ranks
 from tests.distill.cache_ranks import CLASSES, FULL, TOP, contents, feed, filled, key, teacher
 from tests.launch.ranks import ROOT, one_thread
 
-HERE = alone(torch.device("cpu"))
+HERE = single_process(torch.device("cpu"))
 ELSEWHERE = {"device": "another", "torch": "1.0", "kernels": cache_module.SAME_BITS}
 HALF = Rule(CLASSES, "bfloat16", pooled=cache_ranks.WIDTH)
 
@@ -64,8 +64,8 @@ def test_a_killed_fill_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     killed = tmp_path / "killed"
     program = (
         "import time, torch; from pathlib import Path; from drumline.distill import cache; torch.set_num_threads(1)\n"
-        "from drumline.parallel.world import alone; from tests.distill import cache_ranks\n"
-        "cache.BLOCK, here = cache_ranks.SMALL_BLOCK, alone(torch.device('cpu'))\n"
+        "from drumline.parallel.world import single_process; from tests.distill import cache_ranks\n"
+        "cache.BLOCK, here = cache_ranks.SMALL_BLOCK, single_process(torch.device('cpu'))\n"
         f"cache_ranks.filled(Path({str(killed)!r}), here, range(4), stopping=lambda: time.sleep(0.2))"
     )
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) as run:

@@ -28,13 +28,13 @@ from drumline.distill.cache.format import Cache, open_cache
 from drumline.distill.cache.key import LOOKED_AT, Key, content_of, describe_view
 from drumline.distill.cache.payload import Rule, decode, differences, encode
 from drumline.distill.cache.rows import CachedRows, with_rows
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 from tests.distill import cache_ranks
 from tests.distill.cache_ranks import CLASSES, MEAN, SEED, STD, VIEW, feed, filled, key, teacher
 from tests.launch.ranks import one_thread
 
 CPU = torch.device("cpu")
-HERE = alone(CPU)
+HERE = single_process(CPU)
 TYPES = ["float32", "bfloat16", "float16"]
 
 

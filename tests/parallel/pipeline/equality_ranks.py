@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from drumline.core.environment import read_place
+from drumline.core.environment import read_rank_info
 from drumline.data.feed.order import bounds, share
 from drumline.data.feed.views import Batch
 from drumline.models.registry import create_model
@@ -34,7 +34,8 @@ from drumline.parallel.pipeline.norm import MODES, Mode, apply_norm_mode, commit
 from drumline.parallel.pipeline.pipelined import Pipelined, Staged, Tail
 from drumline.parallel.pipeline.schedule import SCHEDULES, promised_in_flight
 from drumline.parallel.pipeline.shape import Shape
-from drumline.parallel.world import World, alone, join
+from drumline.parallel.process_group import init_world
+from drumline.parallel.world import World, single_process
 
 RANKS = 8
 CPU = torch.device("cpu")
@@ -290,16 +291,16 @@ class Room:
     def __init__(self, world: World, folder: Path) -> None:
         self.world, self.folder = world, folder
         self.found: dict[str, list[str]] = {}
-        none = alone(CPU)
-        halves, pairs = world.part(self.HALVES), world.part(self.PAIRS)
-        down, up = world.part(self.PAIRS), world.part(self.PAIRS)
-        peers = world.part([[0, 2], [1, 3], [4, 6], [5, 7]])
+        none = single_process(CPU)
+        halves, pairs = world.split(self.HALVES), world.split(self.PAIRS)
+        down, up = world.split(self.PAIRS), world.split(self.PAIRS)
+        peers = world.split([[0, 2], [1, 3], [4, 6], [5, 7]])
         self.grids = {
             (1, 1): make_grid(none),
             (1, 2): make_grid(pairs),
             (2, 1): Grid(pairs, 2, none, down, up),
             (2, 2): Grid(halves, 2, peers, down, up),
-            (4, 1): Grid(halves, 4, none, world.part(self.HALVES), world.part(self.HALVES)),
+            (4, 1): Grid(halves, 4, none, world.split(self.HALVES), world.split(self.HALVES)),
             (4, 2): make_grid(world, 4),
         }
 
@@ -308,8 +309,8 @@ class Room:
         wanted = {case.reference: case for case in CASES}
         for case in list(wanted.values())[self.world.rank :: RANKS]:
             torch.save(reference(case), self.folder / f"{case.reference}.ref")
-        self.world.share(None)
-        self.world.collect(None)
+        self.world.broadcast_object(None)
+        self.world.all_gather_object(None)
         for (stages, replicas), grid in self.grids.items():
             mine = [case for case in CASES if (case.stages, case.replicas) == (stages, replicas)]
             group = self.world.rank // (stages * replicas)
@@ -364,11 +365,11 @@ class Room:
             found = accumulated(model.train(), pieces(batch), SAMPLES[case.replicas])
             for name, tensor in found.items():
                 if tensor.is_floating_point():
-                    grid.peers.sum(tensor)
+                    grid.peers.all_reduce(tensor)
                     found[name] = tensor if name.endswith(".grad") else tensor / case.replicas
             if grid.replica == 0:
                 torch.save(found, path)
-        grid.world.collect(None)
+        grid.world.all_gather_object(None)
         theirs: dict[str, Tensor] = torch.load(path, weights_only=True)
         return theirs
 
@@ -383,7 +384,7 @@ def _near(
 
 def rank_main(folder: Path) -> None:
     torch.set_num_threads(1)
-    world = join(read_place(os.environ), "cpu", "gloo", 60)
+    world = init_world(read_rank_info(os.environ), "cpu", "gloo", 60)
     room = Room(world, folder)
     room.run()
     torch.save(room.found, folder / f"rank-{world.rank}.pt")

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from drumline.core.environment import read_place
+from drumline.core.environment import read_rank_info
 from drumline.parallel.pipeline import schedule as schedules
 from drumline.parallel.pipeline.carriers import Carrier
 from drumline.parallel.pipeline.execute import Lane
 from drumline.parallel.pipeline.record import Recorder
 from drumline.parallel.pipeline.wire import Wire
-from drumline.parallel.world import World, join
+from drumline.parallel.process_group import init_world
+from drumline.parallel.world import World
 from tests.parallel.pipeline import lanes
 
 Case = tuple[str, int, bool]
@@ -33,9 +34,9 @@ def cases() -> Iterator[Case]:
 
 
 def main(folder: Path) -> None:
-    world = join(read_place(os.environ), "cpu", "gloo", 60)
+    world = init_world(read_rank_info(os.environ), "cpu", "gloo", 60)
     onward, back = [(0, 1), (1, 0)], [(1, 0), (0, 1)]
-    linked = world.part([[0, 1]], onward), world.part([[0, 1]], back)
+    linked = world.split([[0, 1]], onward), world.split([[0, 1]], back)
     wrong: list[str] = []
     in_flight, promised = [], []
     for schedule, count, channels_last in cases():

@@ -22,7 +22,7 @@ from drumline.parallel.pipeline.instructions import Kind
 from drumline.parallel.pipeline.mailbox import Mailbox, Place, straight
 from drumline.parallel.pipeline.record import Recorder
 from drumline.parallel.pipeline.wire import Wire
-from drumline.parallel.world import Pending, alone
+from drumline.parallel.world import Pending, single_process
 from tests.launch.ranks import one_thread, results_of
 from tests.parallel.pipeline import lanes
 from tests.parallel.pipeline.lanes import CPU
@@ -204,7 +204,9 @@ def test_a_gradient_on_its_way_is_not_a_parameter_s_own(idle: int) -> None:
     assert torch.equal(first.bias.grad, (2 + idle) * torch.arange(6.0))
 
 
-@pytest.mark.parametrize("carrier", [Mailbox(places(1)).seats[0], Wire(alone(CPU), alone(CPU))])
+@pytest.mark.parametrize(
+    "carrier", [Mailbox(places(1)).seats[0], Wire(single_process(CPU), single_process(CPU))]
+)
 def test_a_rank_that_sends_to_itself_may_change_what_it_gets(carrier: Carrier) -> None:
     """The stage before still needs its output for its own gradient."""
 
@@ -236,7 +238,7 @@ def test_what_nccl_has_sent_is_given_back_before_the_step_ends() -> None:
         def __init__(self) -> None:
             self.works: list[Any] = []
 
-        def send_later(self, tensor: Tensor, to: int, tag: int) -> Pending:
+        def isend(self, tensor: Tensor, to: int, tag: int) -> Pending:
             self.works.append(SimpleNamespace(done=False, wait=lambda: None))
             self.works[-1].is_completed = partial(getattr, self.works[-1], "done")
             return Pending(tensor, self.works[-1])

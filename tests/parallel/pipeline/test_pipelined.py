@@ -18,10 +18,10 @@ class Other:
 
     size = 2
 
-    def gather_integers(self, mine: Tensor) -> Tensor:
+    def all_gather_integers(self, mine: Tensor) -> Tensor:
         return torch.stack([mine.long(), torch.tensor([0, 1, 0])])
 
-    def sum_later(self, flat: Tensor) -> Pending:
+    def all_reduce_async(self, flat: Tensor) -> Pending:
         theirs = torch.tensor([0.0, 0.0, 5.0, 5.0])
         return Pending(flat + theirs)
 

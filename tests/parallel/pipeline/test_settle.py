@@ -9,7 +9,7 @@ from drumline.core.errors import UserError
 from drumline.parallel.grid import make_grid
 from drumline.parallel.pipeline.settle import device_of
 from drumline.parallel.pipeline.shape import Shape
-from drumline.parallel.world import alone
+from drumline.parallel.world import single_process
 
 HERE, THERE = torch.device("cpu"), torch.device("meta")
 """The meta device stands for a second GPU."""
@@ -17,7 +17,7 @@ SHAPE = Shape(lanes=2, chunks=1, micro_batches=4, schedule="1f1b", replicas=1, o
 
 
 def test_a_constant_lies_where_all_its_stages_are() -> None:
-    grid = make_grid(alone(HERE))
+    grid = make_grid(single_process(HERE))
     assert device_of([0, 1], SHAPE, grid, [HERE, HERE], "table") == HERE
     assert device_of([1], SHAPE, grid, [HERE, THERE], "table") == THERE
 
@@ -26,5 +26,5 @@ def test_a_constant_that_two_devices_of_one_process_would_read_is_refused() -> N
     with pytest.raises(
         UserError, match="table is read by stages 0, 1, which one process computes on several"
     ) as told:
-        device_of([0, 1], SHAPE, make_grid(alone(HERE)), [HERE, THERE], "table")
+        device_of([0, 1], SHAPE, make_grid(single_process(HERE)), [HERE, THERE], "table")
     assert "--parallel.processes 2" in told.value.fix

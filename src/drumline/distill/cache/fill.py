@@ -205,9 +205,9 @@ def _work_off(
                     fresh[place] = cache.write(*place, torch.cat(rows).cpu().numpy())
                     rows.clear()
             if step % MEETING == 0 or step == steps:
-                everybody = world.collect((asked, fresh))
+                everybody = world.all_gather_object((asked, fresh))
                 fresh = {}
-                if world.first:
+                if world.is_rank_zero:
                     for _, theirs in everybody:
                         known |= theirs
                     _seal(cache, known)
@@ -227,7 +227,7 @@ def _see_token(cache: Cache, token: str, world: World) -> None:
     try:
         refuse_if_any(world, odd, "several machines need a common folder: give one that each of them sees")
     finally:
-        if world.first:
+        if world.is_rank_zero:
             path.unlink(missing_ok=True)
 
 

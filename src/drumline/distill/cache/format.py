@@ -202,12 +202,12 @@ def from_first(world: World, work: Callable[[], T]) -> T:
     """What rank 0 finds, on every rank; a refusal of rank 0 is everybody's."""
     found: T | None = None
     refusal: tuple[str, str] | None = None
-    if world.first:
+    if world.is_rank_zero:
         try:
             found = work()
         except UserError as error:
             refusal = error.what, error.fix
-    found, refusal = world.share((found, refusal))
+    found, refusal = world.broadcast_object((found, refusal))
     if refusal is not None:
         raise UserError(*refusal)
     return found
@@ -215,7 +215,7 @@ def from_first(world: World, work: Callable[[], T]) -> T:
 
 def refuse_if_any(world: World, odd: str, fix: str) -> None:
     """Raises on every rank when one of them found something odd, in the words of the first that did."""
-    for rank, words in enumerate(world.collect(odd)):
+    for rank, words in enumerate(world.all_gather_object(odd)):
         if words:
             raise UserError(f"rank {rank}: {words}" if world.size > 1 else words, fix)
 

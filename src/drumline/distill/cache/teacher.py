@@ -100,7 +100,7 @@ def store(
     def shown(requests: Iterable[Request]) -> Batches:
         with closing(sets.feed(recipe.run.seed, requests, world.device)) as batches:
             text = "filling the teacher's cache"
-            yield from progress(batches, text, chunks) if world.first and chunks else batches
+            yield from progress(batches, text, chunks) if world.is_rank_zero and chunks else batches
 
     with StopSign(world) as stop:
         whole = fill(cache, epochs, said, shown, world, stopping=lambda: stop.asked)

@@ -200,10 +200,10 @@ class Pipelined(Everything):
         norms = iter(torch._foreach_norm(held)) if held else iter(())
         nothing = torch.zeros((), device=self.grid.world.device)
         lengths = torch.stack([nothing if each.grad is None else next(norms) for each in trained])
-        return torch.linalg.vector_norm(self.grid.down.sum(lengths))
+        return torch.linalg.vector_norm(self.grid.down.all_reduce(lengths))
 
     def agree(self, flag: Tensor) -> None:
-        self.grid.down.maximum(flag)
+        self.grid.down.all_reduce_max(flag)
 
     def _entering(self, stage: int, micro: int) -> Sequence[TensorSpec]:
         return self.staged.specs(stage, self._sizes[micro])
@@ -226,7 +226,7 @@ class GradientSum:
             return
         for bucket in _buckets([_gradient(each) for each in self._sent(stage)]):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            self._begun.append((bucket, self._peers.sum_later(flat)))
+            self._begun.append((bucket, self._peers.all_reduce_async(flat)))
 
     def _sent(self, stage: int) -> list[nn.Parameter]:
         if stage not in self._used:

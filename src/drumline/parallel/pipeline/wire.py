@@ -71,10 +71,10 @@ class Wire(Ways):
         if form not in self._told and tensors:
             self._told[form] = [dense(tensor).stride() for tensor in tensors]
             numbers = [number for stride in self._told[form] for number in stride]
-            pending.append(world.send_later(self._header(numbers), to, _tag(kind, receiver, micro, 0)))
+            pending.append(world.isend(self._header(numbers), to, _tag(kind, receiver, micro, 0)))
         for index, tensor in enumerate(tensors):
             run = flat(_laid_out(tensor, self._told[form][index]))
-            pending.append(world.send_later(run, to, _tag(kind, receiver, micro, 1 + index)))
+            pending.append(world.isend(run, to, _tag(kind, receiver, micro, 1 + index)))
         if self._hands:
             recorder = self.recorder
 
@@ -90,7 +90,7 @@ class Wire(Ways):
             self._hands[kind].do(see_off)
         else:
             # What has been sent gives its memory back now: a step has many micro-batches.
-            self._sent = [each for each in self._sent if not each.over()] + pending
+            self._sent = [each for each in self._sent if not each.is_completed()] + pending
 
     def _receive(self, kind: Kind, stage: int, micro: int, specs: Sequence[TensorSpec]) -> Any:
         world = self._worlds[kind]
@@ -102,11 +102,11 @@ class Wire(Ways):
         if form not in self._asked and specs:
             self._asked.add(form)
             numbers = self._header([0] * sum(len(shape) for shape in form[2]))
-            header = world.receive_later(numbers, source, _tag(kind, stage, micro, 0))
+            header = world.irecv(numbers, source, _tag(kind, stage, micro, 0))
         rooms = []
         for index, spec in enumerate(specs):
             room = torch.empty(torch.Size(spec.shape).numel(), dtype=spec.dtype, device=self._device)
-            rooms.append(world.receive_later(room, source, _tag(kind, stage, micro, 1 + index)))
+            rooms.append(world.irecv(room, source, _tag(kind, stage, micro, 1 + index)))
         return None, form, header, rooms
 
     def _header(self, numbers: list[int]) -> Tensor:

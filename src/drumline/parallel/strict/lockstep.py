@@ -68,7 +68,7 @@ class Together:
 
         def exchange(values: list[Tensor]) -> list[Tensor]:
             assert len(values) == len(self.own), (len(values), self.own)
-            rows = self.world.gather_rows(torch.stack(values), self.counts)
+            rows = self.world.all_gather_rows(torch.stack(values), self.counts)
             return [rows] * len(values)
 
         rows: Tensor = self.meeting(value.detach(), exchange)

@@ -125,7 +125,7 @@ class OrderedSum:
         """Folds the last shard's part of a bucket, sends it, and passes on what has come in of earlier ones."""
         self._push(bucket, self.last)
         with self._beside():
-            bucket.sent = self.world.exchange_later(
+            bucket.sent = self.world.all_to_all_async(
                 bucket.packed(self.world.size), len(self.nodes[self.world.rank]), [len(n) for n in self.nodes]
             )
             self._launched += 1
@@ -148,7 +148,7 @@ class OrderedSum:
         for node, piece in zip((node for each in self.nodes for node in each), pieces, strict=True):
             fold.push(node, [piece])
         ((_, (total,)),) = fold.take()
-        bucket.gathered = self.world.gather_later(total, bucket.total)
+        bucket.gathered = self.world.all_gather_async(total, bucket.total)
 
     def _beside(self) -> AbstractContextManager[object]:
         """On a GPU, a stream of its own: backward must not wait for messages."""

@@ -73,7 +73,7 @@ class Shards(Everything):
         """After a rehearsed step: parameters that no shard anywhere gave a gradient, to be left out from now on."""
         idle = torch.zeros(len(self._parameters), dtype=torch.int64)
         idle[list(self._sum.unused)] = 1
-        everywhere = self.world.gather_integers(idle).min(dim=0).values
+        everywhere = self.world.all_gather_integers(idle).min(dim=0).values
         self._never = set(everywhere.nonzero().flatten().tolist())
         self._sum.leave_out(self._never)
         return [self._parameters[place] for place in sorted(self._never)]
@@ -181,7 +181,7 @@ class ShardBuffers:
     def _everywhere(self) -> Tensor:
         """The floating-point buffers of all shards, a row for each."""
         rows = [torch.cat([each[place].reshape(-1) for place in self._floats]) for each in self._sets]
-        return self.world.gather_rows(torch.stack(rows), self._counts)
+        return self.world.all_gather_rows(torch.stack(rows), self._counts)
 
 
 def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
