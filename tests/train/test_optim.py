@@ -81,6 +81,22 @@ def test_sgd_and_adamw_move_as_torchs_plain_ones_at_every_step(optim: Optim) -> 
         close(ours, [parameter.detach() for parameter in module.parameters()], 1e-6)
 
 
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_sgd_and_adamw_have_the_bits_of_torchs_fused_ones(name: Any) -> None:
+    optim, module, lr = Optim(name=name, weight_decay=0.01), model(), torch.tensor(0.0)
+    fused: torch.optim.Optimizer = (
+        torch.optim.SGD(module.parameters(), lr, optim.momentum, weight_decay=0.01, fused=True)
+        if name == "sgd"
+        else torch.optim.AdamW(module.parameters(), lr, optim.betas, optim.eps, 0.01, fused=True)
+    )
+    for step, ours in enumerate(train(optim)):
+        lr.fill_(RATES[step])
+        give(module, gradients(step))
+        fused.step()
+        assert all(map(torch.equal, ours, module.parameters()))
+    assert torch.is_grad_enabled()
+
+
 @pytest.mark.parametrize("decay_all", [True, False])
 def test_lars_follows_its_formula(decay_all: bool) -> None:
     optim = Optim(name="lars", momentum=0.8, weight_decay=0.02, trust=0.01, decay_all=decay_all)

@@ -6,10 +6,12 @@ not a terminal, the last line that train, eval, verify, compare and plan print o
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -318,9 +320,25 @@ def announce(command: str, what: str) -> None:
         say(f"drumline {__version__}: {command} {what}")
 
 
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """For the first import of torch. What it creates stays until the process ends; scanning that for garbage, during
+    the import, afterwards and at exit, takes time and finds none."""
+    if "torch" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def _run(words: list[str], recipe: Recipe, job: str) -> int:
     """Runs a job."""
     announce(words[0], recipe.model.name)
-    from drumline.launch.worker import run
+    with without_garbage_collection():
+        from drumline.launch.worker import run
 
     return run(words, recipe, job)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from drumline.config.recipe import Optim
+from drumline.core.compiler import EagerOptimizer, eager_step
 
 
 def build_optimizer(
@@ -24,14 +25,10 @@ def build_optimizer(
     groups = by_device(parameter_groups(optim, model.parameters() if held is None else held), lr)
     optimizer: torch.optim.Optimizer
     if optim.name == "sgd":
-        optimizer = torch.optim.SGD(
-            groups, lr=lr, momentum=optim.momentum, nesterov=optim.nesterov, fused=True
-        )
+        optimizer = SGD(groups, lr=lr, momentum=optim.momentum, nesterov=optim.nesterov, fused=True)
         slots: tuple[str, ...] = ("momentum_buffer",) if optim.momentum else ()
     elif optim.name == "adamw":
-        optimizer = torch.optim.AdamW(
-            groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=True, capturable=lr.is_cuda
-        )
+        optimizer = AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=True, capturable=lr.is_cuda)
         slots = ("step", "exp_avg", "exp_avg_sq")
     elif optim.name == "lars":
         optimizer = LARS(groups, lr=lr, momentum=optim.momentum, trust=optim.trust)
@@ -86,7 +83,19 @@ def whole_norms(tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tens
     return torch.stack(torch._foreach_norm(list(tensors)))
 
 
-class DeviceRate(torch.optim.Optimizer):
+class SGD(EagerOptimizer, torch.optim.SGD):
+    """torch's SGD, which does not import the compiler."""
+
+    step = eager_step(torch.optim.SGD)
+
+
+class AdamW(EagerOptimizer, torch.optim.AdamW):
+    """torch's AdamW, which does not import the compiler."""
+
+    step = eager_step(torch.optim.AdamW)
+
+
+class DeviceRate(EagerOptimizer):
     """What LARS and LAMB share: multi-tensor steps, and torch's contract for loss scaling without a sync
     (`GradScaler` sets `grad_scale` and `found_inf`; a step with an infinite gradient must change nothing)."""
 

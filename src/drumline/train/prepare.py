@@ -16,6 +16,7 @@ import torch
 from drumline.config.layouts import ONE_SCALE, STAGED
 from drumline.config.recipe import Data, Recipe
 from drumline.config.rules import shard_count
+from drumline.core.compiler import use_deterministic_algorithms
 from drumline.core.environment import threads_asked
 from drumline.core.errors import UserError
 from drumline.core.machine import cores_per_process
@@ -305,7 +306,7 @@ def set_arithmetic(deterministic: bool) -> None:
     """Kernels that give the same bits each time, or the fastest ones."""
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = not deterministic
-    torch.use_deterministic_algorithms(deterministic)
+    use_deterministic_algorithms(deterministic)
     # Filling fresh memory guards against reading it uninitialised; our kernels write before they read.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
