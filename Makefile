@@ -25,6 +25,7 @@ lint: $(READY)
 
 docs: $(READY)
 	$(BIN)/python docs/make_recipe_reference.py
+	$(BIN)/python docs/make_architecture_map.py
 
 clean:
 	rm -rf $(VENV) build src/*.egg-info src/drumline/native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

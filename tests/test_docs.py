@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,9 @@ def slug(title: str) -> str:
 def test_every_test_that_a_page_names_exists(page: Path) -> None:
     for name, path in re.findall(r"\[`(test_\w+)`\]\(([^)]+)\)", page.read_text()):
         assert f"def {name}(" in (page.parent / path).read_text(), f"{path} has no {name}"
+
+
+def test_the_folder_map_is_that_of_the_tree() -> None:
+    maker = runpy.run_path(str(ROOT / "docs" / "make_architecture_map.py"))
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert maker["with_map"](page) == page, "run `make docs`"

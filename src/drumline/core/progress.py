@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from drumline.core import wording
+from drumline.core.notebook import NotebookScreen, in_notebook
 from drumline.core.wording import Pace
 
 Item = TypeVar("Item")
@@ -130,7 +131,15 @@ class Screen:
 _REDRAWS_PER_S = 4
 
 
+def make_screen(console: Console) -> Screen | NotebookScreen:
+    """Where a live line can be drawn for a person who sees this console."""
+    return NotebookScreen() if in_notebook() else Screen(console)
+
+
 def can_draw(stream: TextIO) -> bool:
+    """Whether a person sees lines replaced in place there: on a terminal or in a notebook."""
+    if in_notebook():
+        return True
     # rich also takes a file for a terminal when FORCE_COLOR is set; a bar needs a real one.
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
@@ -148,7 +157,7 @@ def _progress_drawn(items: Iterable[Item], text: str, total: int | None, stream:
             return Text("  ".join(part.text for part in parts))
         return bar_line(parts, done / max(1, total), width, ascii_only)
 
-    screen = Screen(Console(file=stream))
+    screen = make_screen(Console(file=stream))
     screen.show(draw)
     try:
         for item in items:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from drumline.core import wording
-from drumline.core.progress import PLAIN_EVERY_S, Part, Screen, bar_line, can_draw, counted_parts
+from drumline.core.progress import PLAIN_EVERY_S, Part, bar_line, can_draw, counted_parts, make_screen
 from drumline.core.text import message
 from drumline.core.wording import Pace
 
@@ -147,7 +147,7 @@ class RichDisplay:
 
     def __init__(self, stream: TextIO) -> None:
         self._console = Console(file=stream)
-        self._screen = Screen(self._console)
+        self._screen = make_screen(self._console)
         self._start = Progress(0.0, 0.0, 0, 0, None, 0.0, 0.0, 0.0)
         self._progress: Progress | None = None
         self._evaluated: tuple[int, int] | None = None
