@@ -12,7 +12,21 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE, PAGE = ROOT / "src" / "drumline", ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- map: written by docs/make_architecture_map.py -->", "<!-- end of map -->"
-ORDER = "core native config data models state parallel guards observe train distill launch cli".split()
+ORDER = [
+    "core",
+    "native",
+    "config",
+    "data",
+    "models",
+    "state",
+    "parallel",
+    "guards",
+    "observe",
+    "train",
+    "distill",
+    "launch",
+    "cli",
+]
 """From the lowest layer to the highest."""
 
 
