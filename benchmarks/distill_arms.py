@@ -166,7 +166,7 @@ class Ours:
                     reporter.tick(index + 1, rate)
                     # TensorBoard is imported on a background thread with the first metric: not a step's cost.
                     reporter.drain()
-                    reporter.logbook.flush()
+                    reporter.run_log.flush()
                 reporter.moved(index + 1, rate)
                 if (index + 1) % run.recipe.train.log_every == 0:
                     reporter.tick(index + 1, rate)

@@ -39,7 +39,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from drumline.state.verify import inspect
+from drumline.state.verify import verify_run
 from faults_processes import family, is_loader, processes_of, rank_of, sigkill, soon
 from faults_report import KINDS, Kill, Run, logged, report, well
 from harness import Parser
@@ -343,7 +343,7 @@ def write_images(folder: Path) -> None:
 
 def sha256(run: Path) -> str:
     """What `drumline verify` says."""
-    found = inspect(run)
+    found = verify_run(run)
     return found.state_sha256 if found.sound else f"not sound: {'; '.join(found.unsound)}"
 
 

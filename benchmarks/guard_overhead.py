@@ -111,7 +111,7 @@ def arm(recipe: Recipe, kind: str, cleanup: ExitStack) -> Arm:
     stop = cleanup.enter_context(StopSign(run.world, guards.poll))
     ready = Arm(run, guards, stop, run.batches(0, 10**9))
     ready.steps(WARM)
-    run.reporter.logbook.flush()
+    run.reporter.run_log.flush()
     return ready
 
 

@@ -105,7 +105,7 @@ def ours(recipe: Recipe, steps: int, warm: int = WARM) -> tuple[float, float, st
         world = single_process(device_of(recipe))
         run = start(recipe, world, classification, cleanup)
         # TensorBoard is imported on a background thread with the first metric: a start-up cost, not a step's.
-        timed = Timed(run.step, world.device, warm, warm + steps - 1, settle=run.reporter.logbook.flush)
+        timed = Timed(run.step, world.device, warm, warm + steps - 1, settle=run.reporter.run_log.flush)
         run = replace(run, step=timed)  # type: ignore[arg-type]
         guards = Guards(run)
         with StopSign(world, guards.poll) as stop:

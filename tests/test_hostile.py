@@ -18,7 +18,7 @@ from drumline.config.recipe import Distill
 from drumline.core.errors import UserError
 from drumline.models import create_model
 from drumline.state import manifest as manifest_module
-from drumline.state.checkpoint import Position, Unsound, known_sha256, write_checkpoint, write_checksums
+from drumline.state.checkpoint import CorruptError, Position, known_sha256, write_checkpoint, write_checksums
 from drumline.state.tensors import write_tensors
 from drumline.state.weights import export_weights, load_weights
 
@@ -100,7 +100,7 @@ def test_weights_are_those_that_were_hashed(run: Path) -> None:
 def test_weights_that_the_checksums_beside_them_do_not_name_are_refused(run: Path) -> None:
     for folder in (run / "weights", run / "checkpoints" / "step-3"):
         write_tensors(folder / "best.safetensors", {"w": torch.zeros(1)})
-        with pytest.raises(Unsound, match="do not name it"):
+        with pytest.raises(CorruptError, match="do not name it"):
             known_sha256(folder / "best.safetensors")
 
 

@@ -15,7 +15,7 @@ from drumline.core.errors import LostError, UserError
 from drumline.core.text import counted, either, message, printable, wrapped
 from drumline.launch.failure import FILE, read_failure, record_failure, render_failure
 from drumline.observe.display import PlainDisplay
-from drumline.observe.text_log import append_note, say
+from drumline.observe.text_log import append_entry, say
 from tests.data.damage import good_jpeg
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202egnp.exe\ud800\r"
@@ -58,10 +58,10 @@ def test_the_display_the_log_and_the_launcher_show_control_characters_written_ou
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stream = io.StringIO()
-    PlainDisplay(stream).note(f"class {HOSTILE}")
+    PlainDisplay(stream).log(f"class {HOSTILE}")
     assert stream.getvalue() == f"class {SHOWN}\n"
     (tmp_path / "log.txt").touch()
-    append_note(tmp_path, f"lost {HOSTILE}\nfix: none")
+    append_entry(tmp_path, f"lost {HOSTILE}\nfix: none")
     assert f"lost {SHOWN}\n    fix: none\n" in (tmp_path / "log.txt").read_text()
     say(HOSTILE)
     assert capfd.readouterr().err == f"{SHOWN}\n"

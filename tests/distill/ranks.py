@@ -20,7 +20,7 @@ from drumline.distill.methods import METHODS
 from drumline.distill.task import Stage, lesson
 from drumline.models import create_model
 from drumline.observe.display import make_display
-from drumline.observe.run_log import Logbook
+from drumline.observe.run_log import RunLog
 from drumline.parallel.grid import make_grid
 from drumline.parallel.process_group import init_world
 from drumline.parallel.world import World
@@ -97,7 +97,7 @@ def two_steps(folder: Path, name: str, world: World) -> dict[str, Any]:
         found["meter"] = world.all_reduce(step.meter.clone())
         step(next(batches), 1, 0.02)
     task.objective.check()
-    witness = Witness(lambda: state_tensors(state), world, Logbook(None))
+    witness = Witness(lambda: state_tensors(state), world, RunLog(None))
     witness.look(2, torch.tensor([world.rank]))
     assert not witness.read().findings
     groups = state.tensors()

@@ -24,7 +24,7 @@ from drumline.observe.display import make_display
 from drumline.parallel.grid import make_grid
 from drumline.parallel.pipeline.shape import Shape
 from drumline.parallel.world import single_process
-from drumline.state.checkpoint import newest_sound, read_checkpoint
+from drumline.state.checkpoint import newest_valid, read_checkpoint
 from drumline.state.fingerprint import state_sha256
 from tests.distill import layout_ranks as ranks
 from tests.distill.nets import wakened
@@ -35,7 +35,7 @@ HERE = single_process(CPU)
 
 
 def sha_of(run: Path) -> str:
-    newest, _ = newest_sound(run / "checkpoints")
+    newest, _ = newest_valid(run / "checkpoints")
     assert newest is not None
     return state_sha256(read_checkpoint(newest)[1])
 

@@ -15,7 +15,7 @@ from drumline.distill.run import distill
 from drumline.models import create_model
 from drumline.parallel.world import single_process
 from drumline.state.checkpoint import checkpoints
-from drumline.state.verify import inspect
+from drumline.state.verify import verify_run
 from tests.distill.nets import wakened
 
 pytestmark = [
@@ -59,7 +59,7 @@ def sha256(recipe: Recipe, folder: Path, name: str, capture: str = "on") -> str:
     recipe = replace(recipe, train=replace(recipe.train, capture=capture))  # type: ignore[arg-type]
     result = distill(recipe, single_process(torch.device("cuda", 0)))
     assert result.agreement is not None
-    return inspect(folder / name).state_sha256
+    return verify_run(folder / name).state_sha256
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -24,7 +24,7 @@ from drumline.data.gpu import share
 from drumline.data.image.augment import Augmentation
 from drumline.data.sources import Source, SourceSpec, open_source
 from drumline.parallel.world import single_process
-from drumline.state.verify import inspect
+from drumline.state.verify import verify_run
 from drumline.train.loop import train
 from tests.data.damage import KINDS, good_jpeg
 
@@ -236,7 +236,7 @@ def test_runs_have_the_same_bits_whoever_decodes(files: Path, tmp_path: Path) ->
         )
         result = train(recipe, single_process(DEVICE))
         assert result.broken_samples > 0
-        hashes[name] = inspect(tmp_path / name).state_sha256
+        hashes[name] = verify_run(tmp_path / name).state_sha256
     assert set(hashes.values()) == {hashes["cpu"]}, hashes
 
 

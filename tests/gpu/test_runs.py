@@ -13,7 +13,7 @@ from PIL import Image
 from drumline.config.recipe import Checkpoint, Data, Model, Optim, Recipe, Run, Train
 from drumline.parallel.world import single_process
 from drumline.state.checkpoint import checkpoints
-from drumline.state.verify import inspect
+from drumline.state.verify import verify_run
 from drumline.train.loop import train
 
 pytestmark = [
@@ -34,7 +34,7 @@ BASE = Recipe(
 def sha256(recipe: Recipe, folder: Path, name: str) -> str:
     recipe = replace(recipe, run=replace(recipe.run, dir=str(folder), name=name))
     train(recipe, single_process(torch.device("cuda", 0)))
-    return inspect(folder / name).state_sha256
+    return verify_run(folder / name).state_sha256
 
 
 @pytest.mark.parametrize(

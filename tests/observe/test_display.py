@@ -66,7 +66,7 @@ def test_a_silent_display_takes_every_call_and_writes_nothing(capfd: pytest.Capt
     display.step(SMALL)
     display.evaluation(1, 2)
     display.result("result")
-    display.note("note")
+    display.log("note")
     display.end()
     assert capfd.readouterr() == ("", "")
 
@@ -132,7 +132,7 @@ def test_plain_lines_come_at_most_every_5_seconds_without_control_characters() -
     now += 5
     display.evaluation(600, 1000)
     display.evaluation(1000, 1000)
-    display.note("a note")
+    display.log("a note")
     display.result("epoch 1: 91.2 %")
     display.end()
     lines = stream.getvalue().splitlines()
@@ -145,7 +145,7 @@ def test_plain_lines_come_at_most_every_5_seconds_without_control_characters() -
 
 def test_a_terminal_shows_bar_evaluation_notes_and_results(terminal: Terminal) -> None:
     display = make_display(0, terminal)
-    display.note("before")
+    display.log("before")
     display.begin(9_876, 100, 10)
     assert "epoch 0.1/10  " in _drawn(terminal)
     assert "step 100/9,876  starting" in _drawn(terminal)
@@ -155,7 +155,7 @@ def test_a_terminal_shows_bar_evaluation_notes_and_results(terminal: Terminal) -
     assert display._screen._live is not None
     display._screen._live.refresh()
     display.evaluation(10_000, 10_000)
-    display.note("[bold]kept as it is[/bold]")
+    display.log("[bold]kept as it is[/bold]")
     display.result("epoch 1: 91.2 %")
     display.end()
     drawn = _drawn(terminal)

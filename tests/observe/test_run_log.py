@@ -20,9 +20,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from drumline.core.errors import UserError
-from drumline.observe import run_log as logbook
+from drumline.observe import run_log as module
 from drumline.observe.lines import append, encode
-from drumline.observe.run_log import Logbook
+from drumline.observe.run_log import RunLog
 from drumline.observe.tensorboard import TensorBoard
 
 
@@ -39,9 +39,11 @@ def _events(folder: Path) -> EventAccumulator:
 def test_a_metric_is_one_json_line_and_its_numbers_are_scalars(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logbook, "time", SimpleNamespace(time=lambda: 1_000_000.25))
-    with Logbook(tmp_path) as book:
-        book.metric("train", step=7, epoch=0.5, loss=2.5, images=128, name="a", done=True, shares=[0.5, 0.25])
+    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: 1_000_000.25))
+    with RunLog(tmp_path) as run_log:
+        run_log.metric(
+            "train", step=7, epoch=0.5, loss=2.5, images=128, name="a", done=True, shares=[0.5, 0.25]
+        )
     (line,) = _lines(tmp_path)
     assert line == {
         "time": 1_000_000.25,
@@ -83,30 +85,30 @@ def test_nan_and_infinity_are_null_and_named_so_that_each_line_is_valid_json() -
 
 
 def test_a_value_that_is_no_plain_number_is_refused_where_it_is_given(tmp_path: Path) -> None:
-    with Logbook(tmp_path) as book:
+    with RunLog(tmp_path) as run_log:
         with pytest.raises(TypeError, match="not JSON serializable"):
-            book.metric("train", step=1, loss=object())  # type: ignore[arg-type]
+            run_log.metric("train", step=1, loss=object())  # type: ignore[arg-type]
         with pytest.raises(AssertionError, match="reserved"):
-            book.metric("train", step=1, time=5.0)
+            run_log.metric("train", step=1, time=5.0)
 
 
 def test_other_ranks_write_nothing_and_start_no_thread() -> None:
     threads = threading.active_count()
     shown: list[str] = []
-    with Logbook.open(None, shown.append, keep_until_step=3) as book:
-        book.metric("train", step=1, loss=1.0)
-        book.note("hello")
-        book.flush()
+    with RunLog.open(None, shown.append, keep_until_step=3) as run_log:
+        run_log.metric("train", step=1, loss=1.0)
+        run_log.log("hello")
+        run_log.flush()
         assert threading.active_count() == threads
     assert shown == []
 
 
 def test_a_note_is_shown_at_once_and_stands_in_the_log_with_its_time(tmp_path: Path) -> None:
     shown: list[str] = []
-    with Logbook(tmp_path, shown.append) as book:
-        book.note("grün\nsecond line")
+    with RunLog(tmp_path, shown.append) as run_log:
+        run_log.log("grün\nsecond line")
         assert shown == ["grün\nsecond line"]
-        book.note("another")
+        run_log.log("another")
     text = (tmp_path / "log.txt").read_text(encoding="utf-8")
     assert re.fullmatch(
         r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  grün\n    second line\n\d{4}-.{14}  another\n", text
@@ -114,29 +116,29 @@ def test_a_note_is_shown_at_once_and_stands_in_the_log_with_its_time(tmp_path: P
 
 
 def test_flush_returns_when_lines_notes_and_scalars_are_on_disk(tmp_path: Path) -> None:
-    with Logbook(tmp_path) as book:
+    with RunLog(tmp_path) as run_log:
         for round_ in (1, 2):
             for step in range(50):
-                book.metric("train", step=50 * round_ + step, loss=1.0)
-            book.note(f"round {round_}")
-            book.flush()
+                run_log.metric("train", step=50 * round_ + step, loss=1.0)
+            run_log.log(f"round {round_}")
+            run_log.flush()
             assert len(_lines(tmp_path)) == 50 * round_
             assert f"round {round_}" in (tmp_path / "log.txt").read_text()
             assert len(_events(tmp_path).Scalars("train/loss")) == 50 * round_
 
 
 def test_lines_reach_the_file_without_a_flush(tmp_path: Path) -> None:
-    with Logbook(tmp_path) as book:
-        book.metric("train", step=1, loss=1.0)
+    with RunLog(tmp_path) as run_log:
+        run_log.metric("train", step=1, loss=1.0)
         _wait_until(lambda: len(_lines(tmp_path)) == 1)
 
 
 def test_close_after_close_does_nothing_and_a_closed_book_takes_no_more(tmp_path: Path) -> None:
-    book = Logbook(tmp_path)
-    book.close()
-    book.close()
+    run_log = RunLog(tmp_path)
+    run_log.close()
+    run_log.close()
     with pytest.raises(AssertionError, match="after close"):
-        book.metric("train", step=1)
+        run_log.metric("train", step=1)
 
 
 class SlowTensorBoard:
@@ -160,12 +162,12 @@ def test_the_loop_and_the_lines_never_wait_for_a_slow_tensorboard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = SlowTensorBoard(monkeypatch)
-    book = Logbook(tmp_path)
+    run_log = RunLog(tmp_path)
     costs = []
     began = time.perf_counter()
     for step in range(2000):
         at = time.perf_counter()
-        book.metric("train", step=step, epoch=step / 100, loss=1.0, lr=0.1)
+        run_log.metric("train", step=step, epoch=step / 100, loss=1.0, lr=0.1)
         costs.append(time.perf_counter() - at)
     in_loop = time.perf_counter() - began
     _wait_until(lambda: len(_lines(tmp_path)) == 2000)
@@ -173,7 +175,7 @@ def test_the_loop_and_the_lines_never_wait_for_a_slow_tensorboard(
     assert statistics.median(costs) < 100e-6, "measured: 7 us"
     assert slow.written < 500
     slow.released.set()
-    book.close()
+    run_log.close()
     assert [line["step"] for line in _lines(tmp_path)] == list(range(2000))
     assert slow.written == 2000
 
@@ -181,12 +183,12 @@ def test_the_loop_and_the_lines_never_wait_for_a_slow_tensorboard(
 def test_beyond_the_limit_scalars_are_left_out_and_counted_but_no_line_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logbook, "SCALARS_KEPT", 5)
-    monkeypatch.setattr(logbook, "_LOOK_EVERY_S", 60)
+    monkeypatch.setattr(module, "SCALARS_KEPT", 5)
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 60)
     shown: list[str] = []
-    with Logbook(tmp_path, shown.append) as book:
+    with RunLog(tmp_path, shown.append) as run_log:
         for step in range(20):
-            book.metric("train", step=step, loss=1.0)
+            run_log.metric("train", step=step, loss=1.0)
     assert len(_lines(tmp_path)) == 20
     assert len(_events(tmp_path).Scalars("train/loss")) == 5
     assert shown == ["TensorBoard fell behind: 15 entries are in metrics.jsonl alone"]
@@ -195,22 +197,22 @@ def test_beyond_the_limit_scalars_are_left_out_and_counted_but_no_line_is_lost(
 def test_a_disk_that_hangs_makes_the_loop_wait_rather_than_lose_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logbook, "LINES_KEPT", 10)
+    monkeypatch.setattr(module, "LINES_KEPT", 10)
     works_again = threading.Event()
 
     def hang(*arguments: Any) -> None:
         works_again.wait(10)
         append(*arguments)
 
-    monkeypatch.setattr(logbook, "append", hang)
+    monkeypatch.setattr(module, "append", hang)
     written: list[int] = []
 
     def loop() -> None:
         for step in range(50):
-            book.metric("train", step=step, loss=1.0)
+            run_log.metric("train", step=step, loss=1.0)
             written.append(step)
 
-    with Logbook(tmp_path) as book:
+    with RunLog(tmp_path) as run_log:
         thread = threading.Thread(target=loop)
         thread.start()
         thread.join(0.3)
@@ -226,7 +228,7 @@ def _fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(logbook, "append", fail)
+    monkeypatch.setattr(module, "append", fail)
 
 
 @pytest.mark.parametrize("call", ["flush", "metric", "close"])
@@ -234,15 +236,17 @@ def test_a_disk_that_stays_full_is_told_with_the_folder_and_a_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     _fill_the_disk(monkeypatch)
-    monkeypatch.setattr(logbook, "LINES_KEPT", 1)
-    book = Logbook(tmp_path)
-    book.metric("train", step=1, loss=1.0)
+    monkeypatch.setattr(module, "LINES_KEPT", 1)
+    run_log = RunLog(tmp_path)
+    run_log.metric("train", step=1, loss=1.0)
     if call == "metric":
-        _wait_until(lambda: book._stuck is not None)
+        _wait_until(lambda: run_log._stuck is not None)
     with pytest.raises(UserError, match=f"{tmp_path.name}.*No space left") as caught:
-        {"flush": book.flush, "close": book.close, "metric": lambda: book.metric("train", step=2)}[call]()
+        {"flush": run_log.flush, "close": run_log.close, "metric": lambda: run_log.metric("train", step=2)}[
+            call
+        ]()
     assert "room on its disk" in caught.value.fix
-    book.close()  # already told: does not hide what the caller is dealing with
+    run_log.close()  # already told: does not hide what the caller is dealing with
 
 
 def test_while_the_disk_is_full_lines_wait_and_none_is_lost_or_written_twice(
@@ -256,20 +260,20 @@ def test_while_the_disk_is_full_lines_wait_and_none_is_lost_or_written_twice(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         append(file, lines)
 
-    monkeypatch.setattr(logbook, "append", sometimes)
-    with Logbook(tmp_path, shown.append) as book:
-        book.metric("train", step=1, loss=1.0)
-        book.flush()
+    monkeypatch.setattr(module, "append", sometimes)
+    with RunLog(tmp_path, shown.append) as run_log:
+        run_log.metric("train", step=1, loss=1.0)
+        run_log.flush()
         for room in range(2):
             full.set()
             for step in (2, 3):
-                book.metric("train", step=10 * room + step, loss=1.0)
-            book.note(f"note {room}")
+                run_log.metric("train", step=10 * room + step, loss=1.0)
+            run_log.log(f"note {room}")
             for _ in range(2):
                 with pytest.raises(UserError, match="No space left"):
-                    book.flush()
+                    run_log.flush()
             full.clear()
-            book.flush()
+            run_log.flush()
     assert [line["step"] for line in _lines(tmp_path)] == [1, 2, 3, 12, 13]
     assert (tmp_path / "log.txt").read_text().count("note") == 2
     warnings = [text for text in shown if text.startswith("WARNING: cannot write the log")]
@@ -284,10 +288,10 @@ def test_a_failing_tensorboard_ends_alone(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(TensorBoard, "write", fail)
     shown: list[str] = []
-    with Logbook(tmp_path, shown.append) as book:
+    with RunLog(tmp_path, shown.append) as run_log:
         for step in range(5):
-            book.metric("train", step=step, loss=1.0)
-            book.flush()
+            run_log.metric("train", step=step, loss=1.0)
+            run_log.flush()
     assert len(_lines(tmp_path)) == 5
     assert [text.partition(" (")[0] for text in shown] == ["WARNING: TensorBoard events end here"]
 
@@ -309,7 +313,7 @@ def test_a_disk_that_fills_up_within_a_line_leaves_whole_lines_only(tmp_path: Pa
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(UserError, match=r"metrics\.jsonl.*Is a directory"):
-        Logbook(tmp_path)
+        RunLog(tmp_path)
 
 
 def test_a_run_goes_on_without_tensorboard_and_says_so_once(
@@ -317,11 +321,11 @@ def test_a_run_goes_on_without_tensorboard_and_says_so_once(
 ) -> None:
     monkeypatch.setitem(sys.modules, "drumline.observe.tensorboard", None)
     shown: list[str] = []
-    with Logbook(tmp_path, shown.append) as book:
+    with RunLog(tmp_path, shown.append) as run_log:
         for step in range(5):
-            book.metric("train", step=step, loss=1.0)
-        book.flush()
-        book.metric("train", step=5, loss=1.0)
+            run_log.metric("train", step=step, loss=1.0)
+        run_log.flush()
+        run_log.metric("train", step=5, loss=1.0)
     assert len(_lines(tmp_path)) == 6
     assert len(shown) == 1
     assert shown[0].startswith("no TensorBoard events: its import failed")
@@ -330,22 +334,22 @@ def test_a_run_goes_on_without_tensorboard_and_says_so_once(
 
 
 def test_the_import_of_tensorboard_does_not_hold_up_its_user() -> None:
-    assert "SummaryWriter" not in vars(logbook)
-    assert "TensorBoard" not in vars(logbook)
+    assert "SummaryWriter" not in vars(module)
+    assert "TensorBoard" not in vars(module)
 
 
 def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
-    with Logbook(tmp_path) as book:
+    with RunLog(tmp_path) as run_log:
         for step in range(1, 9):
-            book.metric("train", step=step, loss=float(step))
+            run_log.metric("train", step=step, loss=float(step))
             if step % 4 == 0:
-                book.metric("eval", step=step, accuracy=0.5)
-                book.metric("memory", bytes=1)
+                run_log.metric("eval", step=step, accuracy=0.5)
+                run_log.metric("memory", bytes=1)
     shown: list[str] = []
     time.sleep(1.01)  # TensorBoard puts files in order by their second, and within one, 10 before 9
-    with Logbook.open(tmp_path, shown.append, keep_until_step=4) as book:
+    with RunLog.open(tmp_path, shown.append, keep_until_step=4) as run_log:
         for step in range(5, 11):
-            book.metric("train", step=step, loss=100.0 + step)
+            run_log.metric("train", step=step, loss=100.0 + step)
     lines = _lines(tmp_path)
     assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, 11))
     assert [line["step"] for line in lines if line["kind"] == "eval"] == [4]
@@ -361,16 +365,16 @@ def test_a_line_torn_by_a_crash_goes_away(tmp_path: Path, torn: bytes) -> None:
     good = encode(1.0, "train", 5, 0.1, {"loss": 1.0}).encode()
     (tmp_path / "metrics.jsonl").write_bytes(good + torn)
     shown: list[str] = []
-    with Logbook.open(tmp_path, shown.append) as book:
-        book.metric("train", step=6)
+    with RunLog.open(tmp_path, shown.append) as run_log:
+        run_log.metric("train", step=6)
     assert [line["step"] for line in _lines(tmp_path)] == [5, 6]
     assert shown == ["metrics.jsonl: incomplete lines removed: 1"]
 
 
 def test_a_last_line_that_lacks_only_its_line_end_is_kept(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(encode(1.0, "train", 5, 0.1, {}).encode().rstrip())
-    with Logbook.open(tmp_path) as book:
-        book.metric("train", step=6)
+    with RunLog.open(tmp_path) as run_log:
+        run_log.metric("train", step=6)
     assert [line["step"] for line in _lines(tmp_path)] == [5, 6]
 
 
@@ -379,7 +383,7 @@ def test_a_good_log_is_not_rewritten(tmp_path: Path) -> None:
     path.write_text(encode(1.0, "train", 5, 0.1, {}))
     before = path.stat().st_ino
     shown: list[str] = []
-    Logbook.open(tmp_path, shown.append, keep_until_step=5).close()
+    RunLog.open(tmp_path, shown.append, keep_until_step=5).close()
     assert path.stat().st_ino == before
     assert shown == []
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from drumline.observe import text_log as story
-from drumline.observe.run_log import Logbook
+from drumline.observe import text_log
+from drumline.observe.run_log import RunLog
 
 
 def texts(folder: Path) -> list[str]:
@@ -19,19 +19,19 @@ def texts(folder: Path) -> list[str]:
 def test_a_launchers_lines_are_said_at_once_and_stand_in_the_log_of_its_run(tmp_path: Path) -> None:
     said: list[str] = []
     folder: list[Path] = []
-    notes = story.LauncherNotes(said.append, lambda: folder[0] if folder else None)
+    notes = text_log.LauncherLog(said.append, lambda: folder[0] if folder else None)
     notes("before there is a run folder")
     folder.append(tmp_path)
     notes("before there is a log")
-    notes("rank 1 was killed during start-up", story.FAILED)
+    notes("rank 1 was killed during start-up", text_log.FAILED)
     time.sleep(0.1)  # until the thread that writes has looked for it
     assert not (tmp_path / "log.txt").exists()
-    with Logbook(tmp_path) as book:
-        book.note("started: drumline train")
+    with RunLog(tmp_path) as run_log:
+        run_log.log("started: drumline train")
     deadline = time.monotonic() + 20
     while len(texts(tmp_path)) < 4 and time.monotonic() < deadline:
         time.sleep(0.05)
-    notes("rank 1 was killed by SIGKILL: restart 1 of 3", story.FAILED)
+    notes("rank 1 was killed by SIGKILL: restart 1 of 3", text_log.FAILED)
     notes("training again")
     notes.start = ("abc", 1)
     (tmp_path / ".lock").write_text(
@@ -57,17 +57,17 @@ def test_lines_during_an_initial_stage_go_to_the_log_of_the_stage(tmp_path: Path
         (tmp_path / name).mkdir()
         (tmp_path / name / "log.txt").touch()
         os.utime(tmp_path / name / "log.txt", (age, age))
-    story.append_note(tmp_path, "a line")
+    text_log.append_entry(tmp_path, "a line")
     assert texts(tmp_path / "initial-abound") == ["a line"]
     (tmp_path / "log.txt").touch()
-    story.append_note(tmp_path, "another")
+    text_log.append_entry(tmp_path, "another")
     assert texts(tmp_path) == ["another"]
 
 
 def test_a_log_is_not_followed_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
     (tmp_path / "log.txt").symlink_to(tmp_path / "mine")
-    story.append_note(tmp_path, "a line")
+    text_log.append_entry(tmp_path, "a line")
     assert (tmp_path / "mine").read_text() == ""
 
 
@@ -87,9 +87,9 @@ def test_a_log_is_not_followed_through_a_link(tmp_path: Path) -> None:
 def test_a_process_that_was_killed_is_known_by_its_missing_closing_line(
     tmp_path: Path, lines: tuple[str, ...], killed: bool
 ) -> None:
-    (tmp_path / "log.txt").write_text("".join(map(story.stamped, lines)))
-    assert story.ended_unrecorded(tmp_path) is killed
-    with Logbook.open(tmp_path):
+    (tmp_path / "log.txt").write_text("".join(map(text_log.stamped, lines)))
+    assert text_log.ended_unrecorded(tmp_path) is killed
+    with RunLog.open(tmp_path):
         pass
     assert ("it was killed" in (tmp_path / "log.txt").read_text()) is killed
 
@@ -97,9 +97,9 @@ def test_a_process_that_was_killed_is_known_by_its_missing_closing_line(
 def test_a_line_of_another_process_replaces_the_bar_on_a_terminal_only(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    story.say("plain")
-    story.leave_bar()
+    text_log.say("plain")
+    text_log.leave_bar()
     assert capfd.readouterr().err == "plain\n"
-    monkeypatch.setattr(story.os, "isatty", lambda handle: True)
-    story.say("drawn over")
+    monkeypatch.setattr(text_log.os, "isatty", lambda handle: True)
+    text_log.say("drawn over")
     assert capfd.readouterr().err == "\r\x1b[Kdrawn over\n"

@@ -20,7 +20,7 @@ from drumline.core.environment import read_rank_info
 from drumline.data.feed.order import share
 from drumline.data.feed.views import Batch
 from drumline.models import create_model
-from drumline.observe.run_log import Logbook
+from drumline.observe.run_log import RunLog
 from drumline.parallel.fsdp import (
     Held,
     Sharded,
@@ -28,7 +28,7 @@ from drumline.parallel.fsdp import (
     exchange_by_host,
     gathered,
     kept_whole,
-    pieces_of,
+    local_shards,
     shard,
 )
 from drumline.parallel.layout import Averaged, lay_out
@@ -36,7 +36,7 @@ from drumline.parallel.local import local_part
 from drumline.parallel.process_group import init_world
 from drumline.parallel.world import World, single_process
 from drumline.state.checkpoint import Position, read_checkpoint, write_checkpoint
-from drumline.state.manager import Keeper, PieceWriter
+from drumline.state.manager import CheckpointManager, ShardWriter
 from drumline.train.ema import Average
 from drumline.train.finite import Finite
 from drumline.train.objective import Classification
@@ -365,35 +365,35 @@ def trouble(world: World, folder: Path) -> dict[str, Any]:
 
 
 def saving(world: World, folder: Path) -> dict[str, Any]:
-    """A checkpoint in pieces, written in the background; then loaded into another model."""
+    """A checkpoint in shards, written in the background; then loaded into another model."""
     step = sharded_step(Odd(), world, OPTIMS["adamw"], ema=0.7)
     take(step)
     groups = step.state.tensors()
     whole = state_of(step)
     memory = {"memory": {"bank": torch.arange(7.0)}}
     moved = threading.Event()
-    keeper = (
-        Keeper(folder / "checkpoints", 3, RECIPE, {"threads": 1}, lambda: assert_waited(moved))
+    manager = (
+        CheckpointManager(folder / "checkpoints", 3, RECIPE, {"threads": 1}, lambda: assert_waited(moved))
         if world.is_rank_zero
         else None
     )
-    writer = PieceWriter()
-    temporary = world.broadcast_object(keeper.begin_pieces(POSITION) if keeper else None)
-    pieces = pieces_of(groups, world)
-    if keeper is not None:
-        keeper.save_pieces(temporary, pieces, world.size, POSITION, memory)
+    writer = ShardWriter()
+    temporary = world.broadcast_object(manager.begin_sharded(POSITION) if manager else None)
+    shards = local_shards(groups, world)
+    if manager is not None:
+        manager.save_sharded(temporary, shards, world.size, POSITION, memory)
     else:
-        writer.save(temporary, pieces, world.rank, world.size)
+        writer.save(temporary, shards, world.rank, world.size)
     take(step, 3, 4, rehearse=False)  # goes on meanwhile
     moved.set()
     records: list[str] = []
-    book = Logbook(None)
-    book.record = lambda text, chain: records.append(text)  # type: ignore[method-assign]
-    witness = Witness(lambda: state_tensors(step.state), world, book)
+    run_log = RunLog(None)
+    run_log.record = lambda text, chain: records.append(text)  # type: ignore[method-assign]
+    witness = Witness(lambda: state_tensors(step.state), world, run_log)
     witness.look(4, torch.arange(world.rank, BATCH, world.size), writes="full")
     seen = witness.read()
-    if keeper is not None:
-        keeper.close()
+    if manager is not None:
+        manager.close()
     writer.close()
     world.barrier()
     other = sharded_step(Odd(), world, OPTIMS["adamw"], ema=0.7)

@@ -22,7 +22,7 @@ from drumline.parallel.process_group import init_world
 from drumline.parallel.strict.ordered import OrderedSum
 from drumline.parallel.strict.tree import owned
 from drumline.parallel.world import Pending, World
-from drumline.state.verify import inspect
+from drumline.state.verify import verify_run
 from drumline.train.loop import train
 from tests.distill.ranks import write_teacher
 from tests.launch.ranks import results_of
@@ -157,7 +157,7 @@ def state_of(recipe: Recipe, world: World, teacher: Path) -> str:
     else:
         train(recipe, world)
     world.barrier()
-    return inspect(Path(recipe.run.dir) / recipe.run.name).state_sha256
+    return verify_run(Path(recipe.run.dir) / recipe.run.name).state_sha256
 
 
 if __name__ == "__main__":

@@ -13,10 +13,16 @@ from torch import nn
 from drumline.core.errors import UserError
 from drumline.parallel.fsdp import kept_whole, shard
 from drumline.parallel.world import single_process
-from drumline.state.checkpoint import Unsound, copy_into, read_checkpoint, verify_checkpoint, write_checkpoint
+from drumline.state.checkpoint import (
+    CorruptError,
+    copy_into,
+    read_checkpoint,
+    verify_checkpoint,
+    write_checkpoint,
+)
 from drumline.state.fingerprint import fingerprint
-from drumline.state.shards import share_of_rows
-from drumline.state.verify import inspect
+from drumline.state.shards import shard_rows
+from drumline.state.verify import verify_run
 from drumline.state.weights import load_weights, resolve_weights
 from tests.launch.ranks import one_thread
 from tests.parallel import fsdp_ranks as ranks
@@ -110,7 +116,7 @@ def test_each_process_holds_its_rows_and_no_more(size: int) -> None:
     for rank, found in enumerate(ranks.results(size)):
         assert found["idle"] == []
         for name, held in found["sharded"].items():
-            first, last = share_of_rows(len(shapes[name]), rank, size)
+            first, last = shard_rows(len(shapes[name]), rank, size)
             assert held == (last - first, *shapes[name].shape[1:])
 
 
@@ -195,7 +201,7 @@ def test_weights_load_from_pieces_by_run_checkpoint_or_file(checkpoint: Path) ->
 
 
 def test_pieces_verify_as_a_checkpoint(checkpoint: Path) -> None:
-    found = inspect(checkpoint.parents[1])
+    found = verify_run(checkpoint.parents[1])
     assert found.sound
     assert found.step == 3
 
@@ -218,7 +224,7 @@ def test_a_piece_that_is_missing_changed_or_too_many_is_refused(checkpoint: Path
     for words, harm in cases.items():
         harm()
         for look in (verify_checkpoint, read_checkpoint):
-            with pytest.raises(Unsound, match=words):
+            with pytest.raises(CorruptError, match=words):
                 look(checkpoint)
         for stray in checkpoint.glob("*-of-3.safetensors"):
             stray.unlink()

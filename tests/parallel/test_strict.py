@@ -16,7 +16,7 @@ from drumline.models import create_model
 from drumline.parallel.strict.ordered import OrderedSum, bucketed
 from drumline.parallel.world import single_process
 from drumline.state.checkpoint import read_checkpoint
-from drumline.state.verify import inspect
+from drumline.state.verify import verify_run
 from drumline.train.loop import train
 from tests.launch.ranks import one_thread
 from tests.parallel import strict_ranks
@@ -193,4 +193,4 @@ def test_buckets_go_from_the_last_layer_to_the_first_by_type_and_size() -> None:
 
 def test_the_final_state_is_verified(tmp_path: Path) -> None:
     ended(strict_ranks.base("x"), tmp_path, "checked")
-    assert inspect(tmp_path / "checked").sound
+    assert verify_run(tmp_path / "checked").sound

@@ -18,7 +18,7 @@ from drumline.core.errors import UserError
 from drumline.core.text import printable
 from drumline.data.image.decode import decode
 from drumline.data.verify import BAD
-from drumline.state.verify import inspect
+from drumline.state.verify import verify_run
 from tests.data.damage import KINDS, build_damaged_set, encoded, good_jpeg, picture
 from tests.runs.command import begin, drumline, metrics, result
 
@@ -54,7 +54,7 @@ class Damaged:
         return result(trained(self.folder, name, *words, data=data, **env))
 
     def sha256(self, name: str) -> str:
-        return inspect(self.folder / "runs" / name).state_sha256
+        return verify_run(self.folder / "runs" / name).state_sha256
 
     def losses(self, name: str) -> list[float]:
         return [line["loss"] for kind in ("train", "eval") for line in metrics(self.folder, name, kind)]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from drumline.config.arguments import parse
 from drumline.core.errors import UserError
 from drumline.parallel.world import single_process
-from drumline.state.verify import inspect
+from drumline.state.verify import verify_run
 from drumline.train.loop import train as train_here
 from tests.runs.command import begin, drumline, kill_when, metrics, result
 
@@ -186,7 +186,7 @@ def state(run: Path, step: int = 6) -> dict[str, torch.Tensor]:
 
 def sha256(run: Path) -> str:
     """What `drumline verify` says."""
-    found = inspect(run)
+    found = verify_run(run)
     assert found.sound
     assert found.state_sha256
     return found.state_sha256

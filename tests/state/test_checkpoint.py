@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from drumline.core.errors import UserError
 from drumline.state import checkpoint
 from drumline.state.checkpoint import (
+    CorruptError,
     Position,
-    Unsound,
     begin_folder,
     checkpoints,
     copy_into,
-    newest_sound,
+    newest_valid,
     read_checkpoint,
     read_manifest,
     verify_checkpoint,
@@ -100,9 +100,9 @@ def test_a_flipped_bit_anywhere_is_refused_naming_the_file(saved: Path, name: st
             broken = bytearray(whole)
             broken[place] ^= 1 << bit
             path.write_bytes(broken)
-            with pytest.raises(Unsound, match=name):
+            with pytest.raises(CorruptError, match=name):
                 verify_checkpoint(saved)
-            with pytest.raises(Unsound, match=name):
+            with pytest.raises(CorruptError, match=name):
                 read_checkpoint(saved)
     path.write_bytes(whole)
     verify_checkpoint(saved)
@@ -122,7 +122,7 @@ def test_any_flipped_bit_of_the_manifest_is_refused(saved: Path) -> None:
             path.write_bytes(broken)
             try:
                 read_manifest(saved)
-            except Unsound:
+            except CorruptError:
                 continue
             accepted.append((place, bit))
     assert accepted == []
@@ -134,7 +134,7 @@ def test_a_cut_off_file_is_refused_by_name(saved: Path, name: str) -> None:
     whole = path.read_bytes()
     for length in (0, 1, 7, 8, 9, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
-        with pytest.raises(Unsound, match=name):
+        with pytest.raises(CorruptError, match=name):
             verify_checkpoint(saved)
 
 
@@ -143,14 +143,14 @@ def test_a_cut_off_file_is_refused_by_name(saved: Path, name: str) -> None:
 def test_extra_bytes_are_refused_by_name(saved: Path, name: str, more: bytes) -> None:
     with (saved / name).open("ab") as file:
         file.write(more)
-    with pytest.raises(Unsound, match=name):
+    with pytest.raises(CorruptError, match=name):
         verify_checkpoint(saved)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_file_is_refused_by_name(saved: Path, name: str) -> None:
     (saved / name).unlink()
-    with pytest.raises(Unsound, match=name):
+    with pytest.raises(CorruptError, match=name):
         verify_checkpoint(saved)
 
 
@@ -158,14 +158,14 @@ def test_a_file_of_another_checkpoint_is_refused(saved: Path, tmp_path: Path) ->
     """The same size, sound in itself, and still not what was saved here."""
     other = write(tmp_path, 4, seed=1)
     shutil.copyfile(other / "model.safetensors", saved / "model.safetensors")
-    with pytest.raises(Unsound, match=r"model\.safetensors: its checksum does not match"):
+    with pytest.raises(CorruptError, match=r"model\.safetensors: its checksum does not match"):
         verify_checkpoint(saved)
 
 
 @pytest.mark.parametrize("text", ["", "null", "[]", "{}", "7", '{"format": 1}', "\ufeff{}"])
 def test_a_manifest_that_is_something_else_is_refused(saved: Path, text: str) -> None:
     (saved / "manifest.json").write_text(text)
-    with pytest.raises(Unsound, match=r"manifest\.json"):
+    with pytest.raises(CorruptError, match=r"manifest\.json"):
         read_manifest(saved)
 
 
@@ -175,13 +175,13 @@ def test_a_checkpoint_of_another_format_is_refused_with_both_numbers(
     monkeypatch.setattr(checkpoint, "FORMAT", 3)
     path = write(tmp_path)
     monkeypatch.undo()
-    with pytest.raises(Unsound, match="format 3, this version reads 1 and 2"):
+    with pytest.raises(CorruptError, match="format 3, this version reads 1 and 2"):
         read_manifest(path)
 
 
 def test_a_file_where_a_checkpoint_should_be_is_unsound(tmp_path: Path) -> None:
     (tmp_path / "step-5").write_text("not a folder")
-    with pytest.raises(Unsound, match=r"manifest\.json"):
+    with pytest.raises(CorruptError, match=r"manifest\.json"):
         verify_checkpoint(tmp_path / "step-5")
 
 
@@ -255,11 +255,11 @@ def test_finished_checkpoints_are_listed_oldest_first(tmp_path: Path) -> None:
 def test_the_newest_sound_one_is_used_and_the_others_are_explained(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         write(tmp_path, step)
-    assert newest_sound(tmp_path) == (tmp_path / "step-4", [])
+    assert newest_valid(tmp_path) == (tmp_path / "step-4", [])
     (tmp_path / "step-4" / "optimizer.safetensors").unlink()
     with (tmp_path / "step-3" / "model.safetensors").open("r+b") as file:
         file.truncate(100)
-    found, complaints = newest_sound(tmp_path)
+    found, complaints = newest_valid(tmp_path)
     assert found == tmp_path / "step-2"
     assert [reason.rpartition("/")[2].split(":")[0] for reason in complaints] == [
         "optimizer.safetensors",
@@ -269,9 +269,9 @@ def test_the_newest_sound_one_is_used_and_the_others_are_explained(tmp_path: Pat
 
 
 def test_without_a_sound_one_there_is_none(tmp_path: Path) -> None:
-    assert newest_sound(tmp_path) == (None, [])
+    assert newest_valid(tmp_path) == (None, [])
     (write(tmp_path) / "manifest.json").unlink()
-    found, complaints = newest_sound(tmp_path)
+    found, complaints = newest_valid(tmp_path)
     assert found is None
     assert len(complaints) == 1
 

@@ -12,7 +12,7 @@ import torch
 from drumline.config.recipe import Checkpoint, Recipe, Run
 from drumline.core.errors import UserError
 from drumline.state.checkpoint import Position, write_checkpoint
-from drumline.state.claim import Claim, claimed, going_on, remember, resume_word
+from drumline.state.claim import Claim, claimed, remember, restart_recipe, restart_resume
 from drumline.state.folder import UNSAVED, open_run, write_facts
 
 
@@ -46,17 +46,17 @@ def test_without_a_launcher_nothing_is_remembered(monkeypatch: pytest.MonkeyPatc
 
 def test_a_restart_resumes_under_the_name_that_was_claimed(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
-    assert resume_word(recipe(tmp_path), "x") == "auto"
-    again = going_on(recipe(tmp_path), "x", "auto")
+    assert restart_resume(recipe(tmp_path), "x") == "auto"
+    again = restart_recipe(recipe(tmp_path), "x", "auto")
     assert (again.run.name, again.checkpoint.resume) == ("x", "auto")
     assert again == replace(recipe(tmp_path), run=again.run, checkpoint=again.checkpoint)
 
 
 def test_a_run_that_goes_on_from_another_does_so_again_until_it_has_saved(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
-    assert resume_word(recipe(tmp_path, "runs/old"), "x") == "runs/old"
+    assert restart_resume(recipe(tmp_path, "runs/old"), "x") == "runs/old"
     (tmp_path / "x/checkpoints/step-3").mkdir(parents=True)
-    assert resume_word(recipe(tmp_path, "runs/old"), "x") == "auto"
+    assert restart_resume(recipe(tmp_path, "runs/old"), "x") == "auto"
 
 
 def test_a_restart_lost_before_its_first_checkpoint_is_not_taken_for_another_run(
@@ -80,5 +80,5 @@ def test_a_restart_lost_before_its_first_checkpoint_is_not_taken_for_another_run
 
 def test_a_machine_that_does_not_see_the_folder_does_not_begin_again(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"the folder of the run to continue, .* does not exist") as caught:
-        resume_word(recipe(tmp_path), "x")
+        restart_resume(recipe(tmp_path), "x")
     assert "shared disk" in caught.value.fix

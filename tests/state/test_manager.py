@@ -19,25 +19,24 @@ import pytest
 import torch
 
 from drumline.core.errors import UserError
-from drumline.state import checkpoint
-from drumline.state import manager as keeper
+from drumline.state import checkpoint, manager
 from drumline.state.checkpoint import Position, checkpoints, read_checkpoint, step_of, verify_checkpoint
-from drumline.state.manager import Keeper, superseded
+from drumline.state.manager import CheckpointManager, superseded
 
-Make = Callable[..., Keeper]
+Make = Callable[..., CheckpointManager]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Builds keepers of one folder and ends their threads."""
-    made: list[Keeper] = []
+    """Builds managers of one folder and ends their threads."""
+    made: list[CheckpointManager] = []
 
     def build(
         keep: int = 3,
         flush: Callable[[], None] = lambda: None,
-        note: Callable[[str], None] = lambda text: None,
-    ) -> Keeper:
-        made.append(Keeper(tmp_path, keep, "", {}, flush, note))
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> CheckpointManager:
+        made.append(CheckpointManager(tmp_path, keep, "", {}, flush, warn))
         made[-1].begin()
         return made[-1]
 
@@ -68,8 +67,8 @@ def test_what_is_saved_is_the_state_at_the_call(
 ) -> None:
     """Training goes on while the thread writes."""
     go = threading.Event()
-    write = keeper.write_checkpoint
-    monkeypatch.setattr(keeper, "write_checkpoint", lambda *a: go.wait(10) and write(*a))
+    write = manager.write_checkpoint
+    monkeypatch.setattr(manager, "write_checkpoint", lambda *a: go.wait(10) and write(*a))
     one, live = make(), state(1.0)
     one.save(live, Position(1, 10))
     live["model"]["w"].fill_(2.0)
@@ -159,8 +158,8 @@ def test_one_that_is_damaged_while_the_run_goes_on_does_not_count(make: Make, tm
 
 def test_sound_ones_are_read_once_and_not_at_each_save(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
-    verify = keeper.verify_checkpoint
-    monkeypatch.setattr(keeper, "verify_checkpoint", lambda path: looked.append(path.name) or verify(path))
+    verify = manager.verify_checkpoint
+    monkeypatch.setattr(manager, "verify_checkpoint", lambda path: looked.append(path.name) or verify(path))
     one = make(keep=3)
     for step in range(1, 7):
         one.save(state(), Position(step, 10), must=True)
@@ -176,7 +175,7 @@ def test_a_best_one_whose_save_failed_does_not_cost_the_best_before(
         one.save(state(), Position(step, 10, best_step=best), must=True)
     one.wait()
     with monkeypatch.context() as patch:
-        patch.setattr(keeper, "write_checkpoint", _raise_full)
+        patch.setattr(manager, "write_checkpoint", _raise_full)
         one.save(state(), Position(3, 10, best_step=3), must=True)
         with pytest.raises(UserError, match="No space left"):
             one.wait()
@@ -196,9 +195,9 @@ def test_an_old_one_is_deleted_only_after_the_new_one_verifies(
     one.wait()
 
     def bad(folder: Path) -> None:
-        raise checkpoint.Unsound(f"{folder}: bad disk")
+        raise checkpoint.CorruptError(f"{folder}: bad disk")
 
-    monkeypatch.setattr(keeper, "verify_checkpoint", bad)
+    monkeypatch.setattr(manager, "verify_checkpoint", bad)
     one.save(state(), Position(2, 10))
     with pytest.raises(UserError, match="bad disk"):
         one.wait()
@@ -223,7 +222,7 @@ def test_a_deletion_cut_short_leaves_no_half_checkpoint_under_its_name(
     one = make(keep=1)
     one.save(state(), Position(1, 10))
     one.wait()
-    monkeypatch.setattr(keeper.shutil, "rmtree", cut_short)
+    monkeypatch.setattr(manager.shutil, "rmtree", cut_short)
     one.save(state(), Position(2, 10))
     one.wait()
     monkeypatch.undo()
@@ -254,7 +253,7 @@ def test_a_step_that_is_saved_already_is_left_alone(make: Make, tmp_path: Path) 
 
 
 def test_checkpoints_beyond_where_a_run_goes_on_are_set_aside(make: Make, tmp_path: Path) -> None:
-    """Unsound ones, and those of a past that is being rewritten: they must not stand in the way of the new
+    """CorruptError ones, and those of a past that is being rewritten: they must not stand in the way of the new
     ones, nor count as newer than them."""
     one = make(keep=2)
     for step in (10, 20, 30):
@@ -303,7 +302,7 @@ def test_a_full_disk_leaves_nothing_and_is_said_at_the_next_wait(
 
 def test_the_last_failed_write_is_never_silent(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     one = make()
-    monkeypatch.setattr(keeper, "write_checkpoint", _raise_full)
+    monkeypatch.setattr(manager, "write_checkpoint", _raise_full)
     one.save(state(), Position(1, 10))
     with pytest.raises(UserError, match="No space left"):
         one.close()
@@ -313,10 +312,10 @@ def test_training_goes_on_after_a_failed_save_and_the_next_one_tries_again(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    one = make(note=said.append)
+    one = make(warn=said.append)
     with monkeypatch.context() as patch:
-        patch.setattr(keeper, "write_checkpoint", _raise_full)
-        patch.setattr(keeper.shutil, "disk_usage", lambda path: Free(7 << 20))
+        patch.setattr(manager, "write_checkpoint", _raise_full)
+        patch.setattr(manager.shutil, "disk_usage", lambda path: Free(7 << 20))
         for step in (1, 2):
             one.save(state(size=3 << 20), Position(step, 10), must=True)
         _until_written(one)
@@ -331,8 +330,8 @@ def test_training_goes_on_after_a_failed_save_and_the_next_one_tries_again(
 
 def test_three_failed_saves_in_a_row_end_the_run(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    one = make(note=said.append)
-    monkeypatch.setattr(keeper, "write_checkpoint", _raise_full)
+    one = make(warn=said.append)
+    monkeypatch.setattr(manager, "write_checkpoint", _raise_full)
     for step in (1, 2, 3):
         one.save(state(), Position(step, 10), must=True)
     with pytest.raises(UserError, match="step-3: could not write a checkpoint"):
@@ -357,14 +356,14 @@ def test_a_slow_disk_never_holds_up_a_step_and_holds_one_snapshot(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
-    write = keeper.write_checkpoint
-    monkeypatch.setattr(keeper, "write_checkpoint", lambda *a: go.wait(20) and write(*a))
-    monkeypatch.setattr(keeper, "PATIENCE_S", 0.1)
+    write = manager.write_checkpoint
+    monkeypatch.setattr(manager, "write_checkpoint", lambda *a: go.wait(20) and write(*a))
+    monkeypatch.setattr(manager, "PATIENCE_S", 0.1)
     snapshots: list[object] = []
-    take = keeper.snapshot_to_host
-    monkeypatch.setattr(keeper, "snapshot_to_host", lambda groups: snapshots.append(1) or take(groups))
+    take = manager.snapshot_to_host
+    monkeypatch.setattr(manager, "snapshot_to_host", lambda groups: snapshots.append(1) or take(groups))
     said: list[str] = []
-    one = make(note=said.append)
+    one = make(warn=said.append)
     began = time.monotonic()
     for step in (1, 2, 3):
         one.save(state(step), Position(step, 10))
@@ -382,7 +381,7 @@ def test_an_old_one_that_cannot_be_deleted_is_said_and_harms_nobody(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    one = make(keep=1, note=said.append)
+    one = make(keep=1, warn=said.append)
     one.save(state(), Position(1, 10))
     one.wait()
     rename = Path.rename
@@ -465,7 +464,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def _until_written(one: Keeper) -> None:
+def _until_written(one: CheckpointManager) -> None:
     assert one._pending is not None
     one._pending.future.exception(10)
 
@@ -477,7 +476,7 @@ def _raise_full(*arguments: object) -> None:
 def _saver(folder: Path) -> None:
     """Saves for ever; `keep` is 2, so that it deletes too."""
     torch.set_num_threads(1)
-    one = Keeper(folder, 2, "", {}, lambda: None)
+    one = CheckpointManager(folder, 2, "", {}, lambda: None)
     found = checkpoints(folder)
     step = step_of(found[-1]) if found else 0
     while True:
@@ -491,7 +490,7 @@ def _kill_savers(folder: Path) -> None:
     import random
     import signal
 
-    from drumline.state.verify import inspect
+    from drumline.state.verify import verify_run
 
     draw = random.Random(0)
     for number in range(12):
@@ -505,7 +504,7 @@ def _kill_savers(folder: Path) -> None:
         time.sleep(draw.uniform(0, 0.15))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        found = inspect(folder)
+        found = verify_run(folder)
         print(json.dumps({"round": number, "step": found.step, "unsound": found.unsound}))
 
 

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 
 from drumline.state import manifest as module
 from drumline.state.checkpoint import (
+    CorruptError,
     Position,
-    Unsound,
-    newest_sound,
+    newest_valid,
     read_checkpoint,
     read_manifest,
     verify_checkpoint,
     write_checkpoint,
 )
-from drumline.state.verify import inspect
+from drumline.state.verify import verify_run
 
 GROUPS = {
     "model": {"w": torch.ones(3)},
@@ -123,14 +123,14 @@ NAMES = (
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_field_that_cannot_be_is_unsound_and_never_a_traceback(saved: Path, name: str) -> None:
     reseal(saved, HOSTILE[name])
-    with pytest.raises(Unsound) as caught:
+    with pytest.raises(CorruptError) as caught:
         read_checkpoint(saved)
     assert str(saved) in str(caught.value)
     assert len(str(caught.value)) < 600
-    found = inspect(saved.parent.parent)
+    found = verify_run(saved.parent.parent)
     assert not found.sound
     if name != "state of another":  # its bytes are what the manifest says; loading shows the lie
-        assert newest_sound(saved.parent)[0] is None
+        assert newest_valid(saved.parent)[0] is None
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -139,7 +139,7 @@ def test_a_name_that_is_no_file_of_a_checkpoint_is_refused(saved: Path, name: st
         content["files"][name] = content["files"]["model.safetensors"]
 
     reseal(saved, change)
-    with pytest.raises(Unsound, match="no file of a checkpoint"):
+    with pytest.raises(CorruptError, match="no file of a checkpoint"):
         verify_checkpoint(saved)
 
 
@@ -159,7 +159,7 @@ def test_a_name_that_is_no_file_of_a_checkpoint_is_refused(saved: Path, name: st
 )
 def test_json_made_to_break_a_parser_is_unsound(saved: Path, text: str) -> None:
     (saved / "manifest.json").write_text(text)
-    with pytest.raises(Unsound, match=r"manifest\.json"):
+    with pytest.raises(CorruptError, match=r"manifest\.json"):
         read_manifest(saved)
 
 
@@ -169,7 +169,7 @@ def test_a_sealed_manifest_as_deep_as_you_like_is_read_or_unsound(saved: Path, d
     path = saved / "manifest.json"
     deep = path.read_text().replace('"threads": 1', '"deep": ' + "[" * depth + "]" * depth)
     path.write_text(deep)
-    with pytest.raises(Unsound):
+    with pytest.raises(CorruptError):
         read_manifest(saved)
     if depth <= DEEP:
         path.write_text(deep.replace('"deep": ' + "[" * depth + "]" * depth, '"threads": 1'))
@@ -181,7 +181,7 @@ def test_a_key_given_twice_is_unsound_however_it_is_sealed(saved: Path) -> None:
     path = saved / "manifest.json"
     text = path.read_text()
     path.write_text(text.replace('"format": 1,', '"format": 1,\n "format": 1,'))
-    with pytest.raises(Unsound, match="checksum does not match"):
+    with pytest.raises(CorruptError, match="checksum does not match"):
         read_manifest(saved)
 
 
@@ -211,7 +211,7 @@ def test_any_value_in_any_field_is_taken_as_it_is_or_unsound(
         reseal(saved, put(*place, value=value))
         try:
             manifest = read_manifest(saved)
-        except Unsound:
+        except CorruptError:
             return
         assert isinstance(manifest.position.step, int)
         assert manifest.bytes >= 0
@@ -222,9 +222,9 @@ def test_any_value_in_any_field_is_taken_as_it_is_or_unsound(
 @pytest.mark.parametrize("name", ["step-4", "step-30", "step-2"])
 def test_a_renamed_or_copied_checkpoint_is_unsound(saved: Path, name: str) -> None:
     shutil.copytree(saved, saved.with_name(name))
-    with pytest.raises(Unsound, match="is the checkpoint of step 3 under another step's name"):
+    with pytest.raises(CorruptError, match="is the checkpoint of step 3 under another step's name"):
         verify_checkpoint(saved.with_name(name))
-    found, complaints = newest_sound(saved.parent)
+    found, complaints = newest_valid(saved.parent)
     assert found == saved
     assert len(complaints) == (name != "step-2")
 
@@ -239,7 +239,7 @@ def test_a_copy_under_a_name_of_your_own_is_fine(saved: Path, tmp_path: Path) ->
 )
 def test_another_spelling_of_a_step_is_no_checkpoint(saved: Path, name: str) -> None:
     saved.rename(saved.with_name(name))
-    assert newest_sound(saved.parent) == (None, [])
+    assert newest_valid(saved.parent) == (None, [])
 
 
 @pytest.mark.parametrize("name", ["helpers.safetensors", "model.pt", "pytorch_model.bin"])
@@ -247,7 +247,7 @@ def test_tensors_that_the_manifest_does_not_name_are_unsound(saved: Path, name: 
     """Nobody has hashed them, and some tool may load them."""
     shutil.copyfile(saved / "model.safetensors", saved / name)
     for look in (verify_checkpoint, read_checkpoint):
-        with pytest.raises(Unsound, match=f"{name}: the manifest does not name it"):
+        with pytest.raises(CorruptError, match=f"{name}: the manifest does not name it"):
             look(saved)
 
 
@@ -270,7 +270,7 @@ def test_a_link_a_folder_or_a_pipe_for_a_file_is_unsound(saved: Path, name: str,
     else:
         os.mkfifo(saved / name)
     for look in (verify_checkpoint, read_checkpoint):
-        with pytest.raises(Unsound, match=name):
+        with pytest.raises(CorruptError, match=name):
             look(saved)
 
 
@@ -282,5 +282,5 @@ def test_every_byte_of_the_average_is_covered_too(saved: Path) -> None:
         broken = bytearray(whole)
         broken[place] ^= 1
         path.write_bytes(broken)
-        with pytest.raises(Unsound, match=r"average\.safetensors"):
+        with pytest.raises(CorruptError, match=r"average\.safetensors"):
             read_checkpoint(saved)

@@ -11,7 +11,7 @@ import torch
 
 from drumline.core.errors import UserError
 from drumline.data.classes import Classes, numbers
-from drumline.state.checkpoint import Position, Unsound, read_manifest, write_checkpoint
+from drumline.state.checkpoint import CorruptError, Position, read_manifest, write_checkpoint
 from drumline.state.model_record import ENVIRONMENT, KEY, ModelRecord, metadata_record, read_record, record_of
 from drumline.state.tensors import file_metadata
 from drumline.train.resume import compare_records
@@ -94,7 +94,7 @@ def test_a_manifest_with_such_a_record_is_unsound(tmp_path: Path) -> None:
     del text["seal"]
     text["environment"][ENVIRONMENT] = changed(size=-1)
     (folder / "manifest.json").write_text(manifest._sealed(text))
-    with pytest.raises(Unsound, match="size"):
+    with pytest.raises(CorruptError, match="size"):
         read_manifest(folder)
 
 

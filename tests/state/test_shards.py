@@ -15,18 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drumline.core.errors import UserError
-from drumline.state import shards as pieces
+from drumline.state import shards
 from drumline.state.checkpoint import (
+    CorruptError,
     Position,
-    Unsound,
     begin_folder,
     checkpoints,
     read_checkpoint,
     write_checkpoint,
 )
-from drumline.state.manager import Keeper
+from drumline.state.manager import CheckpointManager
 from drumline.state.manifest import MANIFEST, manifest_text, read_manifest
-from drumline.state.shards import LocalGroups, Piece, seal_pieces, share_of_rows, write_pieces
+from drumline.state.shards import LocalGroups, TensorShard, seal_shards, shard_rows, write_shards
 from drumline.state.tensors import file_sha256, write_tensors
 
 POSITION = Position(step=5, per_epoch=10)
@@ -35,27 +35,27 @@ WEIGHT, BIAS = torch.arange(15.0).reshape(5, 3), torch.tensor([1.5])
 
 
 def local(rank: int, world: int) -> LocalGroups:
-    first, last = share_of_rows(5, rank, world)
-    parts = {"weight": Piece(WEIGHT[first:last], (5, 3))}
-    whole = {"bias": Piece(BIAS, None), "count": Piece(torch.tensor(3), None)}
-    steps = {"step/weight": Piece(torch.tensor(2.0), None)} if not rank else {}
+    first, last = shard_rows(5, rank, world)
+    parts = {"weight": TensorShard(WEIGHT[first:last], (5, 3))}
+    whole = {"bias": TensorShard(BIAS, None), "count": TensorShard(torch.tensor(3), None)}
+    steps = {"step/weight": TensorShard(torch.tensor(2.0), None)} if not rank else {}
     return {
         "model": parts | (whole if not rank else {}),
-        "optimizer": {"slot/weight": Piece(-WEIGHT[first:last], (5, 3))} | steps,
+        "optimizer": {"slot/weight": TensorShard(-WEIGHT[first:last], (5, 3))} | steps,
     }
 
 
 def written(folder: Path, world: int = 3, **options: Any) -> Path:
     temporary = begin_folder(folder, 5)
     for rank in reversed(range(world)):
-        write_pieces(temporary, rank, world, local(rank, world))
+        write_shards(temporary, rank, world, local(rank, world))
     memory = {"memory": {"bank": torch.ones(2)}}
-    return seal_pieces(temporary, world, POSITION, RECIPE, {}, whole=memory, **options)
+    return seal_shards(temporary, world, POSITION, RECIPE, {}, whole=memory, **options)
 
 
 @given(rows=st.integers(0, 40), world=st.integers(1, 12))
 def test_the_shares_of_rows_cover_them_in_order(rows: int, world: int) -> None:
-    shares = [share_of_rows(rows, rank, world) for rank in range(world)]
+    shares = [shard_rows(rows, rank, world) for rank in range(world)]
     assert [row for first, last in shares for row in range(first, last)] == list(range(rows))
     chunks = [len(chunk) for chunk in torch.arange(rows).chunk(world)] if rows else []
     assert [last - first for first, last in shares][: len(chunks)] == chunks
@@ -80,11 +80,11 @@ def test_pieces_join_to_what_a_plain_checkpoint_holds(tmp_path: Path, world: int
 
 def test_nothing_stands_under_the_name_before_it_is_sealed_and_no_receipt_after(tmp_path: Path) -> None:
     temporary = begin_folder(tmp_path, 5)
-    write_pieces(temporary, 0, 2, local(0, 2))
+    write_shards(temporary, 0, 2, local(0, 2))
     assert checkpoints(tmp_path) == []
-    write_pieces(temporary, 1, 2, local(1, 2))
+    write_shards(temporary, 1, 2, local(1, 2))
     assert checkpoints(tmp_path) == []
-    path = seal_pieces(temporary, 2, POSITION, RECIPE, {})
+    path = seal_shards(temporary, 2, POSITION, RECIPE, {})
     assert not temporary.exists()
     assert {each.suffix for each in path.iterdir()} == {".safetensors", ".json"}
     assert not list(path.glob("receipt*"))
@@ -92,19 +92,19 @@ def test_nothing_stands_under_the_name_before_it_is_sealed_and_no_receipt_after(
 
 def test_the_seal_waits_for_a_slow_process(tmp_path: Path) -> None:
     temporary = begin_folder(tmp_path, 5)
-    write_pieces(temporary, 0, 2, local(0, 2))
-    late = threading.Timer(0.3, write_pieces, (temporary, 1, 2, local(1, 2)))
+    write_shards(temporary, 0, 2, local(0, 2))
+    late = threading.Timer(0.3, write_shards, (temporary, 1, 2, local(1, 2)))
     late.start()
-    path = seal_pieces(temporary, 2, POSITION, RECIPE, {}, patience_s=20)
+    path = seal_shards(temporary, 2, POSITION, RECIPE, {}, patience_s=20)
     late.join()
     read_checkpoint(path)
 
 
 def test_a_process_that_never_writes_leaves_no_checkpoint(tmp_path: Path) -> None:
     temporary = begin_folder(tmp_path, 5)
-    write_pieces(temporary, 0, 2, local(0, 2))
+    write_shards(temporary, 0, 2, local(0, 2))
     with pytest.raises(OSError, match=r"rank\(s\) \[1\] have not written"):
-        seal_pieces(temporary, 2, POSITION, RECIPE, {}, patience_s=0.2)
+        seal_shards(temporary, 2, POSITION, RECIPE, {}, patience_s=0.2)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -112,58 +112,58 @@ def test_a_process_that_fails_says_why_and_leaves_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary = begin_folder(tmp_path, 5)
-    write_pieces(temporary, 0, 2, local(0, 2))
+    write_shards(temporary, 0, 2, local(0, 2))
 
     def full(*_: object) -> None:
         raise OSError("no room")
 
-    monkeypatch.setattr(pieces, "write_tensors", full)
+    monkeypatch.setattr(shards, "write_tensors", full)
     with pytest.raises(OSError, match="no room"):
-        write_pieces(temporary, 1, 2, local(1, 2))
+        write_shards(temporary, 1, 2, local(1, 2))
     monkeypatch.undo()
     with pytest.raises(OSError, match="rank 1: no room"):
-        seal_pieces(temporary, 2, POSITION, RECIPE, {})
+        seal_shards(temporary, 2, POSITION, RECIPE, {})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_processes_that_hold_different_states_are_told_apart(tmp_path: Path) -> None:
     temporary = begin_folder(tmp_path, 5)
-    write_pieces(temporary, 0, 2, local(0, 2))
+    write_shards(temporary, 0, 2, local(0, 2))
     other = {**local(1, 2), "optimizer": {}}
-    write_pieces(temporary, 1, 2, other)
+    write_shards(temporary, 1, 2, other)
     with pytest.raises(OSError, match="different states"):
-        seal_pieces(temporary, 2, POSITION, RECIPE, {})
+        seal_shards(temporary, 2, POSITION, RECIPE, {})
 
 
 def test_a_failed_save_in_pieces_counts_and_the_next_one_succeeds(tmp_path: Path) -> None:
     notes: list[str] = []
-    keeper = Keeper(tmp_path / "checkpoints", 1, RECIPE, {}, lambda: None, notes.append)
-    temporary = keeper.begin_pieces(POSITION)
+    manager = CheckpointManager(tmp_path / "checkpoints", 1, RECIPE, {}, lambda: None, notes.append)
+    temporary = manager.begin_sharded(POSITION)
     assert temporary is not None
     (temporary / "receipt-1.json").write_text('{"failed": "rank 1: no room"}')
-    keeper.save_pieces(temporary, local(0, 2), 2, POSITION, {})
+    manager.save_sharded(temporary, local(0, 2), 2, POSITION, {})
     with pytest.raises(UserError, match="no room"):
-        keeper.wait()
-    assert keeper.failures == 1
+        manager.wait()
+    assert manager.failures == 1
     for step in (6, 7):
         at = replace(POSITION, step=step)
-        temporary = keeper.begin_pieces(at, must=True)
+        temporary = manager.begin_sharded(at, must=True)
         assert temporary is not None
-        keeper.save_pieces(temporary, local(0, 2), 2, at, {})
-        write_pieces(temporary, 1, 2, local(1, 2))
-    keeper.close()
-    assert keeper.failures == 0
+        manager.save_sharded(temporary, local(0, 2), 2, at, {})
+        write_shards(temporary, 1, 2, local(1, 2))
+    manager.close()
+    assert manager.failures == 0
     assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-7"]
     assert "no room" in notes[0]
 
 
 def test_a_step_that_is_saved_is_not_saved_again(tmp_path: Path) -> None:
     written(tmp_path)
-    keeper = Keeper(tmp_path, 3, RECIPE, {}, lambda: None)
-    assert keeper.begin_pieces(POSITION) is None
+    manager = CheckpointManager(tmp_path, 3, RECIPE, {}, lambda: None)
+    assert manager.begin_sharded(POSITION) is None
     with pytest.raises(FileExistsError):
         begin_folder(tmp_path, 5)
-    keeper.close()
+    manager.close()
 
 
 def resealed(path: Path, change: Any) -> None:
@@ -199,7 +199,7 @@ def resealed(path: Path, change: Any) -> None:
 def test_a_table_that_does_not_fit_its_pieces_is_refused(tmp_path: Path, change: Any, words: str) -> None:
     path = written(tmp_path)
     resealed(path, change)
-    with pytest.raises(Unsound, match=words):
+    with pytest.raises(CorruptError, match=words):
         read_checkpoint(path)
 
 
@@ -210,7 +210,7 @@ def test_a_piece_with_other_rows_is_refused_whatever_its_checksum(tmp_path: Path
     write_tensors(path / name, {"weight": WEIGHT[:1]})
     size, sha256 = file_sha256(path / name)
     resealed(path, lambda content: content["files"].update({name: {"bytes": size, "sha256": sha256}}))
-    with pytest.raises(Unsound, match="its piece of 'weight' has shape"):
+    with pytest.raises(CorruptError, match="its piece of 'weight' has shape"):
         read_checkpoint(path)
 
 
@@ -220,5 +220,5 @@ def test_pieces_that_changed_places_are_refused(tmp_path: Path) -> None:
     shutil.move(one, path / "kept")
     shutil.move(two, one)
     shutil.move(path / "kept", two)
-    with pytest.raises(Unsound):
+    with pytest.raises(CorruptError):
         read_checkpoint(path)

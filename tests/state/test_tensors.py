@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from drumline.state import tensors as tensor_file
-from drumline.state.tensors import Unsound, opened, read_small, read_tensors, verify_file, write_tensors
+from drumline.state.tensors import CorruptError, opened, read_small, read_tensors, verify_file, write_tensors
 
 TENSORS = {
     "b.weight": torch.arange(6.0).reshape(2, 3),
@@ -77,7 +77,7 @@ def test_what_changes_between_looking_and_loading_is_never_loaded(
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(Unsound, match="checksum does not match"):
+    with pytest.raises(CorruptError, match="checksum does not match"):
         read_tensors(path, size, sha256)
 
 
@@ -113,7 +113,7 @@ def test_what_changes_between_looking_and_loading_is_never_loaded(
 def test_a_header_that_lies_is_refused_by_file_and_reason(
     tmp_path: Path, header: Any, data: bytes, words: str
 ) -> None:
-    with pytest.raises(Unsound, match=words) as caught:
+    with pytest.raises(CorruptError, match=words) as caught:
         read_tensors(file_of(tmp_path / "w", header, data))
     assert str(tmp_path / "w") in str(caught.value)
 
@@ -121,7 +121,7 @@ def test_a_header_that_lies_is_refused_by_file_and_reason(
 @pytest.mark.parametrize("content", [b"", b"\0", b"\xff" * 8, struct.pack("<Q", 1 << 60) + b"{}"])
 def test_a_header_longer_than_the_file_takes_no_memory(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "w").write_bytes(content)
-    with pytest.raises(Unsound, match="not a safetensors file"):
+    with pytest.raises(CorruptError, match="not a safetensors file"):
         read_tensors(tmp_path / "w")
 
 
@@ -129,7 +129,7 @@ def test_a_file_larger_than_the_memory_is_refused_before_it_is_read(tmp_path: Pa
     """A sparse file of a stranger: 1 PB that take no disk."""
     file_of(tmp_path / "w", {})
     os.truncate(tmp_path / "w", 1 << 43)
-    with pytest.raises(Unsound, match=r"8,192\.0 GiB do not fit into the free memory"):
+    with pytest.raises(CorruptError, match=r"8,192\.0 GiB do not fit into the free memory"):
         read_tensors(tmp_path / "w")
 
 
@@ -155,14 +155,14 @@ def test_what_is_no_plain_file_is_refused_and_not_waited_for(tmp_path: Path, kin
     else:
         path = Path(f"{path}\0")
     words = {"link": "is a link", "loop": "is a link", "nul": "null"}.get(kind, "not a plain file")
-    with pytest.raises(Unsound, match=words), opened(path):
+    with pytest.raises(CorruptError, match=words), opened(path):
         pass
 
 
 def test_a_small_file_that_is_large_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "m").write_bytes(b"x")
     os.truncate(tmp_path / "m", 1 << 40)
-    with pytest.raises(Unsound, match="no such file of ours has more than 100"):
+    with pytest.raises(CorruptError, match="no such file of ours has more than 100"):
         read_small(tmp_path / "m", 100)
 
 
@@ -189,7 +189,7 @@ def test_whatever_a_header_says_it_is_read_as_the_library_does_or_refused(
     path = file_of(tmp_path / "w", header, data)
     try:
         ours = read_tensors(path)
-    except Unsound:
+    except CorruptError:
         return
     theirs = safetensors.torch.load(path.read_bytes())
     assert ours.keys() == theirs.keys()
@@ -209,7 +209,7 @@ def test_a_damaged_file_without_a_checksum_is_read_or_refused_but_never_breaks(
     content = bytearray(path.read_bytes())
     content[place % (len(content) // 2)] ^= 1 << bit
     path.write_bytes(content[: len(content) - cut])
-    with suppress(Unsound):
+    with suppress(CorruptError):
         read_tensors(path)
 
 
@@ -227,5 +227,5 @@ def test_a_disk_that_changes_what_is_written_is_found_out(
 
     monkeypatch.setattr(tensor_file, "_write", lying)
     size, sha256 = write_tensors(tmp_path / "w", TENSORS)
-    with pytest.raises(Unsound, match="checksum does not match"):
+    with pytest.raises(CorruptError, match="checksum does not match"):
         verify_file(tmp_path / "w", size, sha256)

@@ -11,9 +11,9 @@ import torch
 
 from drumline.core.errors import UserError
 from drumline.state.chain import FILE, HEADER, record_text
-from drumline.state.checkpoint import Position, newest_sound, write_checkpoint, write_checksums
+from drumline.state.checkpoint import Position, newest_valid, write_checkpoint, write_checksums
 from drumline.state.fingerprint import state_sha256
-from drumline.state.verify import inspect
+from drumline.state.verify import verify_run
 
 WHOLE = (HEADER + record_text(1, {"ids": {"batch": 7}}, True, "")[0]).encode()
 """Fingerprints of one step."""
@@ -31,18 +31,18 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_sound_run_shows_the_hash_of_its_newest_state(run: Path) -> None:
-    found = inspect(run)
+    found = verify_run(run)
     assert (found.sound, found.checkpoints, found.unsound, found.step) == (True, 3, (), 11)
     assert found.state_sha256 == state_sha256(groups(11))
     assert f"state sha256: {state_sha256(groups(11))}" in found.lines
     assert [line[:12] for line in found.lines[:3]] == ["ok   step-9:", "ok   step-10", "ok   step-11"]
-    inside = inspect(run / "checkpoints")
+    inside = verify_run(run / "checkpoints")
     assert (inside.checkpoints, inside.step, inside.state_sha256) == (3, 11, found.state_sha256)
 
 
 def test_a_bad_checkpoint_is_named_with_its_file_and_the_newest_sound_one_counts(run: Path) -> None:
     (run / "checkpoints" / "step-11" / "optimizer.safetensors").write_bytes(b"rot")
-    found = inspect(run)
+    found = verify_run(run)
     assert not found.sound
     assert (found.step, found.state_sha256) == (10, state_sha256(groups(10)))
     assert "step-11/optimizer.safetensors: 3 bytes" in found.unsound[0]
@@ -53,7 +53,7 @@ def test_a_bad_checkpoint_is_named_with_its_file_and_the_newest_sound_one_counts
 def test_nothing_sound_has_no_hash(run: Path) -> None:
     for step in (9, 10, 11):
         (run / "checkpoints" / f"step-{step}" / "manifest.json").unlink()
-    found = inspect(run)
+    found = verify_run(run)
     assert (found.sound, len(found.unsound), found.step, found.state_sha256) == (False, 3, -1, "")
     assert not any("state sha256" in line for line in found.lines)
 
@@ -63,18 +63,18 @@ def test_a_single_checkpoint_can_be_looked_at(run: Path, broken: bool) -> None:
     path = run / "checkpoints" / "step-10"
     if broken:
         (path / "manifest.json").unlink()
-    found = inspect(path)
+    found = verify_run(path)
     assert (found.sound, found.checkpoints) == (not broken, 1)
 
 
 def test_what_holds_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no checkpoint"):
-        inspect(tmp_path)
+        verify_run(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="holds no checkpoint"):
-        inspect(tmp_path / "file")
+        verify_run(tmp_path / "file")
     with pytest.raises(UserError, match="does not exist"):
-        inspect(tmp_path / "nowhere")
+        verify_run(tmp_path / "nowhere")
 
 
 def test_left_overs_and_missing_records_are_told_but_make_nothing_unsound(run: Path) -> None:
@@ -82,7 +82,7 @@ def test_left_overs_and_missing_records_are_told_but_make_nothing_unsound(run: P
     (run / "checkpoints" / "step-8.aside").mkdir()
     (run / "recipe.toml").write_text("= =")
     (run / "environment.json").write_text("[" * 100_000)
-    found = inspect(run)
+    found = verify_run(run)
     assert found.sound
     told = [note.split(":")[0] for note in found.notes]
     assert told == [
@@ -96,7 +96,7 @@ def test_left_overs_and_missing_records_are_told_but_make_nothing_unsound(run: P
     (run / "recipe.toml").write_text("[run]\n")
     (run / "environment.json").write_text("{}")
     (run / FILE).write_bytes(WHOLE)
-    assert len(inspect(run).notes) == 2
+    assert len(verify_run(run).notes) == 2
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_left_overs_and_missing_records_are_told_but_make_nothing_unsound(run: P
 )
 def test_fingerprints_that_are_not_as_written_are_told(run: Path, content: bytes, said: str) -> None:
     (run / FILE).write_bytes(content)
-    found = inspect(run)
+    found = verify_run(run)
     assert found.sound
     assert any(note.startswith(FILE) and said in note for note in found.notes)
 
@@ -118,18 +118,18 @@ def test_weights_are_checked_and_an_unlisted_one_is_unsound(run: Path) -> None:
     (run / "weights").mkdir()
     shutil.copyfile(run / "checkpoints/step-9/model.safetensors", run / "weights" / "best.safetensors")
     write_checksums(run / "weights")
-    assert "ok   weights: 1 files" in inspect(run).lines
+    assert "ok   weights: 1 files" in verify_run(run).lines
     shutil.copyfile(run / "checkpoints/step-9/model.safetensors", run / "weights" / "last.safetensors")
-    assert "last.safetensors: sha256.txt does not name it" in inspect(run).unsound[0]
+    assert "last.safetensors: sha256.txt does not name it" in verify_run(run).unsound[0]
     (run / "weights" / "last.safetensors").unlink()
     listed = (run / "weights" / "sha256.txt").read_text()
     for place in range(len(listed)):
         (run / "weights" / "sha256.txt").write_text(listed[:place] + "~" + listed[place + 1 :])
-        assert not inspect(run / "weights" / "..").sound, place
+        assert not verify_run(run / "weights" / "..").sound, place
     (run / "weights" / "sha256.txt").write_text(listed.replace("best", "../../best"))
-    assert "is not a checksum and a name" in inspect(run).unsound[0]
+    assert "is not a checksum and a name" in verify_run(run).unsound[0]
     (run / "weights" / "sha256.txt").unlink()
-    assert any("sha256.txt is missing" in note for note in inspect(run).notes)
+    assert any("sha256.txt is missing" in note for note in verify_run(run).notes)
 
 
 def test_a_checkpoint_that_its_run_deletes_meanwhile_is_not_called_bad(run: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_checkpoint_that_its_run_deletes_meanwhile_is_not_called_bad(run: Path
                 write_checkpoint(item.parent, groups(12), Position(12, 5), "", {})
             yield item
 
-    found = inspect(run, meddle)
+    found = verify_run(run, meddle)
     assert (found.sound, found.checkpoints, found.step) == (True, 3, 12)
     assert "gone step-10: its run has deleted it meanwhile" in found.lines
 
@@ -166,7 +166,7 @@ def test_what_changes_between_two_reads_is_looked_at_again(
         verify(path, *expected)  # type: ignore[arg-type]
 
     monkeypatch.setattr(checkpoint, "verify_file", meddle)
-    found, complaints = newest_sound(run / "checkpoints")
+    found, complaints = newest_valid(run / "checkpoints")
     assert meddled
     assert complaints == []
     assert found is not None
@@ -176,8 +176,8 @@ def test_what_changes_between_two_reads_is_looked_at_again(
 def test_initial_stages_are_checked_too(run: Path) -> None:
     stage = run / "initial-factor" / "checkpoints"
     write_checkpoint(stage, groups(50), Position(50, 5), "", {})
-    found = inspect(run)
+    found = verify_run(run)
     assert (found.checkpoints, found.step) == (4, 11)
     assert found.lines[0].startswith("ok   initial-factor/step-50: ")
     (stage / "step-50" / "model.safetensors").write_bytes(b"rot")
-    assert not inspect(run).sound
+    assert not verify_run(run).sound

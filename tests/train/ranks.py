@@ -21,7 +21,7 @@ from drumline.config.recipe import Train
 from drumline.core.environment import read_rank_info
 from drumline.core.errors import UserError
 from drumline.data.feed.order import evaluation_requests, share
-from drumline.observe.run_log import Logbook
+from drumline.observe.run_log import RunLog
 from drumline.parallel.layout import BufferMean
 from drumline.parallel.process_group import init_world
 from drumline.parallel.world import World
@@ -133,7 +133,7 @@ def buffers(world: World, folder: Path) -> dict[str, Any]:
 def agreement(world: World, folder: Path) -> dict[str, Any]:
     """One weight of the last rank moves by the smallest possible amount; later two ranks are fed the same."""
     trained = tiny.state(tiny.normed(), world)
-    witness = Witness(lambda: state_tensors(trained), world, Logbook(None))
+    witness = Witness(lambda: state_tensors(trained), world, RunLog(None))
     mine = torch.arange(4) + 4 * world.rank
 
     def seen(step: int, samples: torch.Tensor) -> list[str]:

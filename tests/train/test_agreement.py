@@ -25,7 +25,7 @@ from drumline.data.packed.write import pack_set
 from drumline.data.sources import Source, SourceSpec, open_source
 from drumline.launch.network import free_port
 from drumline.parallel.world import World
-from drumline.state.software import code_digest, software
+from drumline.state.provenance import code_digest, software
 from drumline.train import agreement
 from drumline.train.agreement import check_data, check_recipes, check_software, different_fields
 from tests.runs.command import TINY, environment

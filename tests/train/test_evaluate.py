@@ -217,10 +217,10 @@ def test_what_is_not_finite_is_never_the_best(
         reporter=SimpleNamespace(drain=lambda: None, evaluated=lambda *told: told),
         sets=SimpleNamespace(bad=()),
         world=single_process(tiny.CPU),
-        books=None,
+        output=None,
         state=SimpleNamespace(nonfinite=lambda: weights),
         step=SimpleNamespace(autocast=None),
-        note=notes.append,
+        log=notes.append,
     )
     monkeypatch.setattr(loop.broken, "agree", lambda *given: None)
     monkeypatch.setattr(

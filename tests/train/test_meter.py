@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from drumline.core.late import Late
+from drumline.core.host_copy import HostCopy
 from drumline.parallel.world import single_process
 from drumline.train.meter import MeterReader, Reading
 from tests.train import ranks, tiny
@@ -47,19 +47,19 @@ def test_loss_and_accuracy_are_means_over_samples() -> None:
 def test_what_has_not_arrived_is_not_waited_for() -> None:
     class Event:
         def __init__(self) -> None:
-            self.arrived = False
+            self.done = False
 
         def query(self) -> bool:
-            return self.arrived
+            return self.done
 
         def synchronize(self) -> None:
-            self.arrived = True
+            self.done = True
 
     reader = MeterReader(torch.zeros(3, dtype=torch.float64), single_process(tiny.CPU))
     first, second = Event(), Event()
-    second.arrived = True
+    second.done = True
     for step, event in ((1, first), (2, second)):
-        late = Late(torch.tensor([1.0, 1, 1]))
+        late = HostCopy(torch.tensor([1.0, 1, 1]))
         late._event = event  # type: ignore[assignment]
         reader._waiting.append((step, late))
     assert reader.ready() == []

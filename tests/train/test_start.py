@@ -24,15 +24,15 @@ from drumline.core import lock
 from drumline.core.errors import UserError
 from drumline.parallel.holding import Whole
 from drumline.parallel.world import single_process
-from drumline.state.checkpoint import Position, newest_sound, read_checkpoint, step_of
+from drumline.state.checkpoint import Position, newest_valid, read_checkpoint, step_of
 from drumline.state.folder import open_run
-from drumline.state.manager import Keeper
+from drumline.state.manager import CheckpointManager
 from drumline.state.provenance import describe_environment
-from drumline.state.verify import inspect
+from drumline.state.verify import verify_run
 from drumline.train import prepare
 from drumline.train.loop import Result, export, train
 from drumline.train.rehearse import _check_draws
-from drumline.train.start import Books
+from drumline.train.start import RunOutput
 from drumline.train.step import NotCapturable, TrainStep
 from tests.train import tiny
 
@@ -45,7 +45,7 @@ def test_a_stage_that_draws_from_elsewhere_is_told_of_where_the_log_is() -> None
         step=SimpleNamespace(draws_elsewhere=False),
         world=SimpleNamespace(collect=lambda mine: [mine, True]),
         recipe=Recipe(),
-        note=said.append,
+        log=said.append,
     )
     _check_draws(first)
     assert "which no seed of the run reaches" in said[0]
@@ -156,13 +156,13 @@ def test_a_run_killed_at_any_write_of_its_start_loses_nothing_that_the_next_one_
                 raise RuntimeError("killed")
             check(path)
 
-        opened, silent = open_run(wanted, "digits"), SimpleNamespace(note=lambda text: None)
+        opened, silent = open_run(wanted, "digits"), SimpleNamespace(log=lambda text: None)
         with monkeypatch.context() as patch, suppress(RuntimeError), ExitStack() as cleanup:
-            books = Books(opened, wanted, facts, Position(4, 89), silent, cleanup)  # type: ignore[arg-type]
+            output = RunOutput(opened, wanted, facts, Position(4, 89), silent, cleanup)  # type: ignore[arg-type]
             patch.setattr(lock, "check", die)
-            books.begin()
+            output.begin()
         opened.lock.close()
-        newest, complaints = newest_sound(one / "checkpoints")
+        newest, complaints = newest_valid(one / "checkpoints")
         assert newest is not None
         assert complaints == []
         logged = [line["step"] for line in map(json.loads, (one / "metrics.jsonl").read_text().splitlines())]
@@ -232,7 +232,7 @@ def test_a_rotten_last_checkpoint_is_replaced_by_the_resumed_run(tmp_path: Path)
         file.truncate(100)
     result = run(tmp_path, resume="auto")
     assert result.finished
-    found = inspect(tmp_path / "one")
+    found = verify_run(tmp_path / "one")
     assert (found.sound, found.step, found.state_sha256) == (True, 6, before)
     assert "set aside" in (tmp_path / "one" / "log.txt").read_text()
 
@@ -243,23 +243,23 @@ def test_going_back_to_an_older_checkpoint_rewrites_what_came_after(tmp_path: Pa
     saved = tmp_path / "one" / "checkpoints"
     old = read_checkpoint(saved / "step-6")[0].state_sha256
     run(tmp_path, resume=str(saved / "step-4"), seed=1)
-    assert inspect(tmp_path / "one").step == 6
+    assert verify_run(tmp_path / "one").step == 6
     assert read_checkpoint(saved / "step-6")[0].state_sha256 != old
 
 
 def test_best_weights_are_not_taken_from_a_rotten_checkpoint(tmp_path: Path) -> None:
     """The run itself is sound; its best checkpoint, many steps ago, has rotted since."""
     saved, notes = tmp_path / "checkpoints", list[str]()
-    keeper = Keeper(saved, 3, "", {}, lambda: None)
+    manager = CheckpointManager(saved, 3, "", {}, lambda: None)
     trained = tiny.state(tiny.normed())
     ended: Any = SimpleNamespace(
         folder=SimpleNamespace(path=tmp_path, checkpoints=saved),
-        keeper=keeper,
+        manager=manager,
         state=trained,
         holding=Whole(single_process(torch.device("cpu"))),
-        note=notes.append,
+        log=notes.append,
     )
-    keeper.save(trained.tensors(), Position(4, 10, best_step=4))
+    manager.save(trained.tensors(), Position(4, 10, best_step=4))
     position, best = Position(6, 10, best_step=4), tmp_path / "weights" / "best.safetensors"
     export(ended, position)
     model = saved / "step-4" / "model.safetensors"
@@ -269,7 +269,7 @@ def test_best_weights_are_not_taken_from_a_rotten_checkpoint(tmp_path: Path) -> 
     content[-1] ^= 1
     model.write_bytes(content)
     export(ended, position)
-    keeper.close()
+    manager.close()
     assert best.read_bytes() != bytes(content)
     assert len(notes) == 1
     assert "model.safetensors: its checksum does not match" in notes[0]

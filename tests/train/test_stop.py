@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from drumline.parallel.world import single_process
-from drumline.state.checkpoint import newest_sound
+from drumline.state.checkpoint import newest_valid
 from drumline.train import stop as stop_module
 from drumline.train.stop import STOPS, StopSign
 from tests.runs.command import TINY, environment
@@ -68,7 +68,7 @@ def test_a_run_whose_terminal_is_closed_saves_and_can_go_on(tmp_path: Path) -> N
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert "stopped: SIGHUP after step " in (tmp_path / "runs/x/log.txt").read_text()
-    assert newest_sound(tmp_path / "runs/x/checkpoints")[0] is not None
+    assert newest_valid(tmp_path / "runs/x/checkpoints")[0] is not None
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drumline.config.recipe import Optim, Train
-from drumline.observe.run_log import Logbook
+from drumline.observe.run_log import RunLog
 from drumline.parallel.world import single_process
 from drumline.state import chain
 from drumline.train.witness import Witness, state_tensors
@@ -28,8 +28,8 @@ def test_parameters_gradients_buffers_optimizer_and_average_are_covered() -> Non
 
 def test_a_look_is_written_when_it_is_read_and_says_what_was_then(tmp_path: Path) -> None:
     trained = tiny.state(tiny.plain())
-    with Logbook.open(tmp_path, keep_until_step=0) as book:
-        witness = Witness(lambda: state_tensors(trained), single_process(tiny.CPU), book)
+    with RunLog.open(tmp_path, keep_until_step=0) as run_log:
+        witness = Witness(lambda: state_tensors(trained), single_process(tiny.CPU), run_log)
         for step, writes in ((1, "full"), (2, "short"), (3, "")):
             witness.look(step, torch.tensor([4, 2]), writes)
             with torch.no_grad():
@@ -45,8 +45,8 @@ def test_a_look_is_written_when_it_is_read_and_says_what_was_then(tmp_path: Path
 
 def test_the_order_of_samples_counts(tmp_path: Path) -> None:
     trained, seen = tiny.state(tiny.plain()), set()
-    with Logbook.open(tmp_path, keep_until_step=0) as book:
-        witness = Witness(lambda: state_tensors(trained), single_process(tiny.CPU), book)
+    with RunLog.open(tmp_path, keep_until_step=0) as run_log:
+        witness = Witness(lambda: state_tensors(trained), single_process(tiny.CPU), run_log)
         for step, ids in enumerate(([1, 2, 3], [2, 1, 3], [1, 2], [1, 2, 4])):
             witness.look(step, torch.tensor(ids), "short")
             witness.read()

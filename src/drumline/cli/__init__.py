@@ -233,16 +233,16 @@ def _verify(words: list[str]) -> int:
         )
 
     from drumline.core.progress import progress
-    from drumline.state.verify import inspect
+    from drumline.state.verify import verify_run
 
     def watch(items: Iterable[Path], total: int) -> Iterable[Path]:
         return progress(items, "verifying checkpoints", total)
 
-    inspection = inspect(Path(words[0]), watch)
-    for line in inspection.lines:
+    verification = verify_run(Path(words[0]), watch)
+    for line in verification.lines:
         print(message(line))
-    print_result({key: value for key, value in asdict(inspection).items() if key != "lines"})
-    return 0 if inspection.sound else 1
+    print_result({key: value for key, value in asdict(verification).items() if key != "lines"})
+    return 0 if verification.sound else 1
 
 
 def _pack(words: list[str]) -> int:

@@ -101,7 +101,7 @@ class _Drawing:
 
 class Screen:
     """The live line of a terminal, erased at the end even if nobody comes to clear it. A line that another process
-    writes over it (`story.say`) leaves it intact: it is one line, and is drawn again below."""
+    writes over it (`text_log.say`) leaves it intact: it is one line, and is drawn again below."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -17,7 +17,7 @@ from drumline.distill.choose import choose
 from drumline.distill.task import Stage, lesson
 from drumline.observe.display import make_display
 from drumline.parallel.world import World
-from drumline.state.checkpoint import checkpoints, is_checkpoint, newest_sound
+from drumline.state.checkpoint import checkpoints, is_checkpoint, newest_valid
 from drumline.state.claim import remember
 from drumline.state.folder import UNSAVED, claim_name, found_of_run
 from drumline.train.loop import Result, train
@@ -35,7 +35,7 @@ def distill(recipe: Recipe, world: World) -> Result:
             stage = _stage_recipe(recipe, name, epochs)
             result = train(stage, world, partial(lesson, stage=Stage(name, done)))
             if not result.finished:
-                make_display(world.rank).note(
+                make_display(world.rank).log(
                     f"stopped in the initial stage of {name}; to resume, repeat the command with "
                     f"run.name={recipe.run.name} checkpoint.resume=auto"
                 )
@@ -49,7 +49,7 @@ def _is_past(recipe: Recipe) -> bool:
     resume = recipe.checkpoint.resume
     if resume == "auto":
         folder = Path(recipe.run.dir) / recipe.run.name
-        if newest_sound(folder / "checkpoints")[0] is not None:
+        if newest_valid(folder / "checkpoints")[0] is not None:
             return True
         # It has saved checkpoints, which are gone: opening the folder says so, and nothing is to be changed before.
         return bool(found_of_run(folder)) and not (folder / UNSAVED).exists()

@@ -104,7 +104,7 @@ def cut_teacher(
         names = even(traced, shape.stages)  # refuses too many
         if shape.over_processes and recipe.parallel.split != "even":
             if world.is_rank_zero:
-                display.note("measuring where to cut the teacher")
+                display.log("measuring where to cut the teacher")
                 names = _balanced(traced, module, sample, shape.stages, prepare.precision(recipe, world))
             names = world.broadcast_object(names)
         return traced.split(names)

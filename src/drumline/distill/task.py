@@ -37,7 +37,7 @@ from drumline.parallel.norm import over_everybody, world_total
 from drumline.parallel.pipeline.cut import Segment
 from drumline.parallel.strict.lockstep import Together
 from drumline.parallel.world import World
-from drumline.state.checkpoint import newest_sound, read_checkpoint
+from drumline.state.checkpoint import newest_valid, read_checkpoint
 from drumline.train import prepare, spread
 from drumline.train.objective import Classification
 from drumline.train.prepare_model import prepare_model
@@ -98,7 +98,7 @@ def lesson(
         told = [score_words(teachers, score, sets.eval.labels), *other_views(recipe, sets, teachers)]
         words += told
         for line in told if cached else ():  # to be known before a cache is filled for hours
-            display.note(line)
+            display.log(line)
     if stage.name:
         _freeze_idle(bundle, teacher, sets.view.size)
     together = spread.prepare_shards(recipe, world)
@@ -395,7 +395,7 @@ def _take_over(bundle: Bundle, student: nn.Module, before: tuple[Path, ...], wor
     and those helpers that go on."""
     words = []
     for folder in before if world.is_rank_zero else ():
-        newest, _ = newest_sound(folder / "checkpoints")
+        newest, _ = newest_valid(folder / "checkpoints")
         if newest is None:
             raise UserError(
                 f"{folder}: its initial stage left no sound checkpoint", "delete it and run again"

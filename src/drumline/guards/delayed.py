@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from drumline.core.late import Late
+from drumline.core.host_copy import HostCopy
 from drumline.guards.forwards import Call
 from drumline.guards.gradients import all_finite, dense_gradients
 
@@ -34,7 +34,7 @@ class _Pending:
     step: int
     calls: list[Call]
     ids: list[int]
-    bad: Late
+    bad: HostCopy
     """Not 0 if a gradient was not finite."""
 
 
@@ -95,7 +95,7 @@ class Delayed:
         """Just before the optimizer's step. Never waits."""
         gradients = [parameter.grad for parameter in self._held if parameter.grad is not None]
         if gradients:
-            self._pending = _Pending(step, list(calls), list(ids), Late(self._not_finite(gradients)))
+            self._pending = _Pending(step, list(calls), list(ids), HostCopy(self._not_finite(gradients)))
         torch._foreach_copy_(self._kept, self._held)
 
     def _not_finite(self, gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -133,7 +133,7 @@ class Hidden:
     """NaN in the model's output, or in the gradient that reaches it, in a step whose gradients are all finite."""
 
     def __init__(self) -> None:
-        self._pending: tuple[int, Late] | None = None
+        self._pending: tuple[int, HostCopy] | None = None
         self._after: list[torch.Tensor] = []
         self._before: list[torch.Tensor] = []
         """What was replaced since the last backward."""
@@ -172,11 +172,11 @@ class Hidden:
         values = [value.float() for value in values if value.device == values[0].device]
         if not values:
             return None
-        late = Late(torch.stack(values))
+        late = HostCopy(torch.stack(values))
         if not values[0].is_cuda:
             return step if bool(torch.isnan(late.values()).any()) else None
         pending, self._pending = self._pending, (step, late)
-        if pending is None or not pending[1].arrived:
+        if pending is None or not pending[1].done:
             return None
         return pending[0] if bool(torch.isnan(pending[1].values()).any()) else None
 

@@ -49,7 +49,7 @@ from drumline.launch.shared_folder import SharedFolder
 from drumline.launch.signed import not_a_launcher
 from drumline.launch.supervisor import GRACE_SECONDS, Care, Watch
 from drumline.launch.worker_environment import Handout
-from drumline.observe.text_log import LauncherNotes
+from drumline.observe.text_log import LauncherLog
 
 LEAVE_SECONDS = 10.0
 """How long the machine with the hub waits for the others to stop their workers and take leave."""
@@ -97,7 +97,7 @@ def launch(
     contact: Contact | None = None
     with contextlib.ExitStack() as cleanup:
         handout = cleanup.enter_context(contextlib.closing(Handout()))
-        record = LauncherNotes(announce, lambda: _run_folder(run_dir, handout.claim.read()))
+        record = LauncherLog(announce, lambda: _run_folder(run_dir, handout.claim.read()))
         cleanup.callback(record.close)
         if several:
             announce(f"waiting for {parallel.nodes} machines at {rendezvous}")

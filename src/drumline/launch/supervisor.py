@@ -32,7 +32,7 @@ from drumline.launch.signals import Requests
 from drumline.launch.stacks import is_stopped
 from drumline.launch.worker_environment import Handout
 from drumline.launch.workers import Crew
-from drumline.observe import text_log as story
+from drumline.observe import text_log
 
 GRACE_SECONDS = 300.0
 """How long workers may take to finish their step and save after a stop request."""
@@ -92,7 +92,7 @@ class Watch:
         *,
         alone: Round,
         contact: Contact | None,
-        announce: story.LauncherNotes,
+        announce: text_log.LauncherLog,
         grace: float,
         host: str,
         care: Care,
@@ -114,7 +114,7 @@ class Watch:
                 try:
                     round = self._next_round()
                 except Ended as ended:
-                    self._announce(render_failure(ended.failure), story.FAILED)
+                    self._announce(render_failure(ended.failure), text_log.FAILED)
                     return ended.failure.exit_code
                 except NotMet as error:
                     if self._round is None:
@@ -125,7 +125,7 @@ class Watch:
                         if over
                         else f"ends: the machines did not meet again ({error})"
                     )
-                    self._announce(f"the run {words}", story.FAILED)
+                    self._announce(f"the run {words}", text_log.FAILED)
                     return 1
                 try:
                     self._start(round)
@@ -225,7 +225,7 @@ class Watch:
         elif len(self._requests) > 1 or self._requests.seconds > self._grace:
             why = f"second {name}" if len(self._requests) > 1 else f"still running after {self._grace:g} s"
             ranks = self._names(self._crew.running())
-            self._announce(f"{why}: killing {ranks} without saving", story.STOPPED)
+            self._announce(f"{why}: killing {ranks} without saving", text_log.STOPPED)
             self._crew.kill()
 
     def _end_if_asked(self) -> None:
@@ -233,7 +233,7 @@ class Watch:
         if not self._requests:
             return
         number = self._requests.first
-        self._announce(f"{number.name}: ends here, no process is running", story.STOPPED)
+        self._announce(f"{number.name}: ends here, no process is running", text_log.STOPPED)
         self._announce.close()
         self._handout.take_back()
         if self._contact is not None:
@@ -380,7 +380,7 @@ class Watch:
         if not failures:
             return self._say_stopped()
         cause = first_cause(failures)
-        story.leave_bar()
+        text_log.leave_bar()
         again = self._goes_on_after(cause, failures)
         self._post(replace(cause, ends=not again))
         if again:
@@ -389,14 +389,14 @@ class Watch:
             if self._contact is not None:
                 self._contact.say(state="restarting")
             if cause.traceback and not cause.follows:
-                self._announce(render_failure(cause), story.FAILED)
+                self._announce(render_failure(cause), text_log.FAILED)
             within = "" if self._hung or elsewhere else f"; noticed within {self._crew.noticed_within:.2f} s"
             self._announce(
                 f"{summary(cause)}{within}: restart {self._used} of {self._care.restarts}{self._when()}",
-                story.FAILED,
+                text_log.FAILED,
             )
             return None
-        self._announce(render_failure(cause), story.FAILED)
+        self._announce(render_failure(cause), text_log.FAILED)
         if self._used and self._used == self._care.restarts:
             self._announce(f"all {self._used} restarts of launch.restarts are used up")
         if self._requests and cause.rank < 0:

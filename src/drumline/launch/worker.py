@@ -36,7 +36,7 @@ from drumline.launch.stacks import answer_signal
 from drumline.observe.text_log import say
 from drumline.parallel.process_group import init_world, pick_device, resolve_device_type
 from drumline.parallel.world import World, single_process
-from drumline.state.claim import claimed, going_on, resume_word
+from drumline.state.claim import claimed, restart_recipe, restart_resume
 
 
 def run(words: Sequence[str], recipe: Recipe, job: str) -> int:
@@ -98,8 +98,10 @@ def _work(info: RankInfo | None, recipe: Recipe, device_type: str, job: str) -> 
     try:
         world = init_world(info, device_type, recipe.parallel.backend, recipe.parallel.timeout, listen)
         if name := claimed():
-            recipe = going_on(
-                recipe, name, world.broadcast_object(resume_word(recipe, name) if world.is_rank_zero else "")
+            recipe = restart_recipe(
+                recipe,
+                name,
+                world.broadcast_object(restart_resume(recipe, name) if world.is_rank_zero else ""),
             )
         module, function = job.split(":")
         result = getattr(importlib.import_module(module), function)(recipe, world)

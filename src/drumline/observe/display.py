@@ -45,7 +45,7 @@ LAG_SHOWN_S = 3.0
 
 
 class Display(Protocol):
-    """`begin`, then any of the others, then `end`; `note` and `result` also work before and after."""
+    """`begin`, then any of the others, then `end`; `log` and `result` also work before and after."""
 
     def begin(self, steps_total: int, steps_done: int, epochs: float) -> None: ...
     def step(self, progress: Progress) -> None: ...
@@ -53,7 +53,7 @@ class Display(Protocol):
         """Samples evaluated; `done == total` ends it."""
 
     def result(self, text: str) -> None: ...
-    def note(self, text: str) -> None: ...
+    def log(self, text: str) -> None: ...
     def end(self) -> None: ...
 
 
@@ -80,7 +80,7 @@ class SilentDisplay:
     def result(self, text: str) -> None:
         pass
 
-    def note(self, text: str) -> None:
+    def log(self, text: str) -> None:
         pass
 
     def end(self) -> None:
@@ -118,7 +118,7 @@ class PlainDisplay:
     def result(self, text: str) -> None:
         self._write(text)
 
-    def note(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self._write(text)
 
     def end(self) -> None:
@@ -170,7 +170,7 @@ class RichDisplay:
     def result(self, text: str) -> None:
         self._say(text, style="bold")
 
-    def note(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self._say(text)
 
     def end(self) -> None:

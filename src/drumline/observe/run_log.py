@@ -42,14 +42,14 @@ _LOOK_EVERY_S = 0.1
 
 
 def nobody(text: str) -> None:
-    """The listener of a logbook whose notes are shown nowhere."""
+    """The listener of a run_log whose notes are shown nowhere."""
 
 
-class Logbook:
+class RunLog:
     """Log of one run, kept by rank 0 in the (existing) run folder. With `folder=None` it does nothing.
 
-    `Logbook(folder)` is for a new run; `Logbook.open` for a folder that an earlier process wrote to;
-    `Logbook.waiting` for such a folder that is not to be changed yet.
+    `RunLog(folder)` is for a new run; `RunLog.open` for a folder that an earlier process wrote to;
+    `RunLog.waiting` for such a folder that is not to be changed yet.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Logbook:
             self._start(folder)
 
     @classmethod
-    def waiting(cls, folder: Path | None, announce: Callable[[str], None] = nobody) -> Logbook:
+    def waiting(cls, folder: Path | None, announce: Callable[[str], None] = nobody) -> RunLog:
         """A log that touches no file before `begin`, and leaves none when it is closed before."""
         return cls(folder, announce, waiting=True)
 
@@ -97,7 +97,7 @@ class Logbook:
         folder: Path | None,
         announce: Callable[[str], None] = nobody,
         keep_until_step: int | None = None,
-    ) -> Logbook:
+    ) -> RunLog:
         """`waiting`, begun at once."""
         book = cls.waiting(folder, announce)
         book.begin(keep_until_step)
@@ -131,20 +131,20 @@ class Logbook:
         self._waiting = False
         self._start(folder)
         if killed:
-            self.note(
+            self.log(
                 "the process before left no closing line: it was killed (kill -9, out of memory, power cut)"
             )
         if damage:
-            self.note(f"WARNING: {damage}")
+            self.log(f"WARNING: {damage}")
         if repaired.beyond:
-            self.note(f"metrics.jsonl: lines removed after step {keep_until_step:,}: {repaired.beyond:,}")
+            self.log(f"metrics.jsonl: lines removed after step {keep_until_step:,}: {repaired.beyond:,}")
         if repaired.torn:
-            self.note(f"metrics.jsonl: incomplete lines removed: {repaired.torn:,}")
+            self.log(f"metrics.jsonl: incomplete lines removed: {repaired.torn:,}")
 
     def _start(self, folder: Path) -> None:
         self._metrics_file = append_to(folder / "metrics.jsonl")
         self._notes_file = append_to(folder / LOG)
-        self._thread = threading.Thread(target=self._work, name="logbook", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="run_log", daemon=True)
         self._thread.start()
 
     def metric(
@@ -186,14 +186,14 @@ class Logbook:
             self._records.append(text)
             self.chain = chain
 
-    def note(self, text: str, show: bool = True) -> None:
+    def log(self, text: str, show: bool = True) -> None:
         """A line with the time in log.txt, shown by the display at once unless it is for the log alone."""
         if self._folder is None:
             return
         if show:
             self._announce(text)
         with self._changed:
-            assert not self._closing, "note() after close()"
+            assert not self._closing, "log() after close()"
             self._notes.append(stamped(text))
             self._changed.notify_all()
 
@@ -218,7 +218,7 @@ class Logbook:
         if self._folder is None or self._closing or self._waiting:
             return
         if self._scalars_left_out:
-            self.note(
+            self.log(
                 f"TensorBoard fell behind: {self._scalars_left_out:,} entries are in metrics.jsonl alone"
             )
         with self._changed:
@@ -232,7 +232,7 @@ class Logbook:
         if not self._error_raised:
             self._raise_error()
 
-    def __enter__(self) -> Logbook:
+    def __enter__(self) -> RunLog:
         return self
 
     def __exit__(
@@ -387,7 +387,7 @@ class Logbook:
             with self._changed:
                 self._wants_scalars = False
                 self._scalars.clear()
-            self.note(f"no TensorBoard events: its import failed ({type(error).__name__}: {error})")
+            self.log(f"no TensorBoard events: its import failed ({type(error).__name__}: {error})")
             return None
         return TensorBoard(self._folder, self._purge_step)
 

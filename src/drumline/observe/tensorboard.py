@@ -1,6 +1,6 @@
 """Scalars into TensorBoard event files.
 
-Imported by the logbook's own thread only: the import below is slow, and may fail without harm to a run.
+Imported by the run_log's own thread only: the import below is slow, and may fail without harm to a run.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def stamped(text: str) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S  ") + message(text).replace("\n", "\n    ") + "\n"
 
 
-def append_note(folder: Path, text: str) -> None:
+def append_entry(folder: Path, text: str) -> None:
     """An entry from outside the thread that writes log.txt: from a launcher or a signal handler.
 
     Writes nothing where there is no log.txt, and never fails: the terminal shows such a line too.
@@ -87,7 +87,7 @@ def _log_of(folder: Path) -> Path:
     return max(stages, key=lambda path: path.stat().st_mtime, default=folder / LOG)
 
 
-class LauncherNotes:
+class LauncherLog:
     """What a launcher says: to the user at once, and to the log.txt of its run, as soon as there is one.
 
     `folder` gives the run folder, or None while no worker has one. Of the launchers of several machines the one that

@@ -38,7 +38,7 @@ from drumline.parallel.layout import (
 from drumline.parallel.local import local_part
 from drumline.parallel.world import World
 from drumline.state.checkpoint import Groups, check_fit
-from drumline.state.shards import LocalGroups, Piece, share_of_rows
+from drumline.state.shards import LocalGroups, TensorShard, shard_rows
 
 _CAST_BY_AUTOCAST = (nn.modules.conv._ConvNd, nn.Linear, nn.Bilinear, nn.MultiheadAttention)
 
@@ -312,7 +312,7 @@ class Sharded:
             return torch.empty(0)
         full = torch.empty(tensor.shape, dtype=tensor.dtype)
         for rank in range(world.size):
-            first, last = share_of_rows(len(tensor), rank, world.size)
+            first, last = shard_rows(len(tensor), rank, world.size)
             rows = full[first:last]
             if rank == 0:
                 rows.copy_(mine)
@@ -322,10 +322,10 @@ class Sharded:
         return full
 
     def _rows(self, tensor: torch.Tensor) -> tuple[int, int]:
-        return share_of_rows(len(tensor), self.world.rank, self.world.size) if tensor.ndim else (0, 0)
+        return shard_rows(len(tensor), self.world.rank, self.world.size) if tensor.ndim else (0, 0)
 
 
-def pieces_of(groups: Groups, world: World) -> LocalGroups:
+def local_shards(groups: Groups, world: World) -> LocalGroups:
     """What this process writes of a sharded checkpoint: its parts, and on rank 0 what is whole."""
     found: LocalGroups = {}
     for group, tensors in groups.items():
@@ -333,9 +333,9 @@ def pieces_of(groups: Groups, world: World) -> LocalGroups:
         for name, tensor in tensors.items():
             if isinstance(tensor, DTensor):
                 assert tensor.placements == (Shard(0),), tensor.placements
-                found[group][name] = Piece(local_part(tensor), tuple(tensor.shape))
+                found[group][name] = TensorShard(local_part(tensor), tuple(tensor.shape))
             elif world.is_rank_zero:
-                found[group][name] = Piece(tensor, None)
+                found[group][name] = TensorShard(tensor, None)
     return found
 
 

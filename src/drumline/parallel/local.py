@@ -11,7 +11,7 @@ import torch
 
 from drumline.parallel.world import World
 from drumline.state.fingerprint import Rows
-from drumline.state.shards import share_of_rows
+from drumline.state.shards import shard_rows
 
 
 def is_part(tensor: torch.Tensor) -> bool:
@@ -33,7 +33,7 @@ def joined(tensor: torch.Tensor, world: World) -> torch.Tensor:
     """All of a sharded tensor, on every process; any other tensor itself. All processes call it."""
     if not is_part(tensor):
         return tensor
-    shares = [share_of_rows(len(tensor), rank, world.size) for rank in range(world.size)]
+    shares = [shard_rows(len(tensor), rank, world.size) for rank in range(world.size)]
     return world.all_gather_rows(local_part(tensor), [last - first for first, last in shares])
 
 
@@ -43,5 +43,5 @@ def rows_held(tensor: torch.Tensor) -> Rows | None:
         return None
     sharded: Any = tensor
     mesh = sharded.device_mesh
-    first, _ = share_of_rows(len(tensor), mesh.get_local_rank(), mesh.size())
+    first, _ = shard_rows(len(tensor), mesh.get_local_rank(), mesh.size())
     return Rows(first * (tensor.numel() // max(1, len(tensor))), tensor.numel())

@@ -22,7 +22,7 @@ FILE = "fingerprints.txt"
 HEADER = "# drumline fingerprints 1: STEP GROUP NAME VALUE; the name * is the whole group; chain covers all above\n"
 GROUPS = ("ids", "gradient", "buffer", "parameter", "optimizer", "average", "scaler")
 """In the order of causes: samples make gradients and statistics, these make parameters."""
-CLOSE_LOOKS = 3
+FIRST_STEPS = 3
 """First steps that are recorded one by one: most mistakes show at once."""
 WHOLE = "*"
 MAX_CHAIN = 1 << 30
@@ -57,7 +57,7 @@ def is_full(step: int, every: int, saving: bool) -> bool:
     number = step // every if every and step % every == 0 else 0
     while number >= 100 and number % 10 == 0:
         number //= 10
-    return step <= CLOSE_LOOKS or saving or 0 < number < 100
+    return step <= FIRST_STEPS or saving or 0 < number < 100
 
 
 def record_text(step: int, values: Values, full: bool, before: str) -> tuple[str, str]:
@@ -113,7 +113,7 @@ def read_chain(path: Path) -> list[Record]:
 
 
 def read_whole(path: Path) -> tuple[list[Record], str]:
-    """The records that are whole, and a word where a torn one follows. Raises `Damaged`, `Unsound` for what is no
+    """The records that are whole, and a word where a torn one follows. Raises `Damaged`, `CorruptError` if it is no
     plain file, FileNotFoundError."""
     records: list[Record] = []
     try:

@@ -33,10 +33,10 @@ from drumline.state.manifest import (
     read_manifest,
 )
 from drumline.state.model_record import record_of
-from drumline.state.shards import read_pieces
+from drumline.state.shards import read_shards
 from drumline.state.tensors import (
+    CorruptError,
     Tensors,
-    Unsound,
     file_sha256,
     read_small,
     read_tensors,
@@ -46,21 +46,21 @@ from drumline.state.tensors import (
 
 __all__ = [
     "MANIFEST",
+    "CorruptError",
     "Groups",
     "Manifest",
     "Position",
-    "Unsound",
     "begin_folder",
     "check_fit",
     "checkpoints",
     "copy_into",
-    "examined",
     "is_checkpoint",
     "is_temporary",
     "known_sha256",
-    "newest_sound",
+    "newest_valid",
     "read_checkpoint",
     "read_group",
+    "read_live",
     "read_manifest",
     "step_of",
     "temporary_name",
@@ -129,7 +129,7 @@ def is_temporary(path: Path) -> bool:
 
 
 def verify_checkpoint(folder: Path, watch: Callable[[int], None] = lambda count: None) -> Manifest:
-    """Checks every byte of a checkpoint; `watch` is told of the bytes read. Raises `Unsound` naming the file."""
+    """Checks every byte of a checkpoint; `watch` is told of the bytes read. Raises `CorruptError` naming the file."""
     manifest = read_manifest(folder)
     _refuse_strays(folder, manifest)
     for name, expected in manifest.files.items():
@@ -144,7 +144,7 @@ def read_checkpoint(folder: Path) -> tuple[Manifest, dict[str, Tensors]]:
     _refuse_strays(folder, manifest)
     groups = {group: _read_group(folder, manifest, group) for group in manifest.groups}
     if state_sha256(groups) != manifest.state_sha256:
-        raise Unsound(f"{folder}: the loaded state does not have the hash that was saved")
+        raise CorruptError(f"{folder}: the loaded state does not have the hash that was saved")
     return manifest, groups
 
 
@@ -153,7 +153,7 @@ def read_group(folder: Path, group: str) -> Tensors:
     manifest = read_manifest(folder)
     _refuse_strays(folder, manifest)
     if group not in manifest.groups:
-        raise Unsound(f"{folder}: has no {group}")
+        raise CorruptError(f"{folder}: has no {group}")
     return _read_group(folder, manifest, group)
 
 
@@ -180,35 +180,35 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def newest_sound(folder: Path) -> tuple[Path | None, list[str]]:
+def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that verifies, and why each newer one was passed over."""
-    for _ in range(LOOKS):
+    for _ in range(RETRIES):
         complaints: list[str] = []
         gone = False
         for path in reversed(checkpoints(folder)):
             try:
-                if examined(path, verify_checkpoint) is not None:
+                if read_live(path, verify_checkpoint) is not None:
                     return path, complaints
                 gone = True
-            except Unsound as reason:
+            except CorruptError as reason:
                 complaints.append(str(reason))
         if not gone:
             break
     return None, complaints
 
 
-LOOKS = 5
+RETRIES = 5
 """How often a folder is looked at again that another run is changing."""
 
 
-def examined(path: Path, look: Callable[[Path], T]) -> T | None:
+def read_live(path: Path, look: Callable[[Path], T]) -> T | None:
     """What `look` finds in a checkpoint whose run may be going on: one that is deleted or set aside meanwhile gives
     None, and is no damaged one; one that was put in its place is looked at in its turn."""
-    for _ in range(LOOKS):
+    for _ in range(RETRIES):
         before = _identity(path)
         try:
             return look(path)
-        except Unsound:
+        except CorruptError:
             after = _identity(path)
             if after is None:
                 return None
@@ -224,22 +224,22 @@ def write_checksums(folder: Path) -> None:
 
 
 def verify_checksums(folder: Path) -> int:
-    """Checks exported weights against the checksums beside them; how many there were. Raises `Unsound`."""
+    """Checks exported weights against the checksums beside them; how many there were. Raises `CorruptError`."""
     listed = _checksums(folder)
     if listed is None:
         return 0
     for name, expected in listed.items():
         path = folder / name
         if not path.is_file() or file_sha256(path)[1] != expected:
-            raise Unsound(f"{path}: its checksum does not match {CHECKSUMS}, or the file is gone")
+            raise CorruptError(f"{path}: its checksum does not match {CHECKSUMS}, or the file is gone")
     if unlisted := sorted({path.name for path in folder.glob("*.safetensors")} - set(listed)):
-        raise Unsound(f"{folder / unlisted[0]}: {CHECKSUMS} does not name it")
+        raise CorruptError(f"{folder / unlisted[0]}: {CHECKSUMS} does not name it")
     return len(listed)
 
 
 def known_sha256(file: Path) -> str | None:
     """The SHA-256 that a manifest or a list of checksums beside a file gives for it; None without either. Raises
-    `Unsound` when there is one that does not know the file."""
+    `CorruptError` when there is one that does not know the file."""
     if (file.parent / MANIFEST).exists():
         expected: str | None = read_manifest(file.parent).files.get(file.name, {}).get("sha256")
     else:
@@ -248,7 +248,7 @@ def known_sha256(file: Path) -> str | None:
             return None
         expected = listed.get(file.name)
     if expected is None:
-        raise Unsound(f"{file}: the checksums beside it do not name it")
+        raise CorruptError(f"{file}: the checksums beside it do not name it")
     return expected
 
 
@@ -288,7 +288,7 @@ def check_fit(groups: Groups, live: Groups, where: Path) -> None:
 
 def _read_group(folder: Path, manifest: Manifest, group: str) -> Tensors:
     if manifest.pieces is not None and group in manifest.pieces.shapes:
-        return read_pieces(folder, manifest, group)
+        return read_shards(folder, manifest, group)
     expected = manifest.files[f"{group}.safetensors"]
     return read_tensors(folder / f"{group}.safetensors", expected["bytes"], expected["sha256"])
 
@@ -307,9 +307,9 @@ def _refuse_strays(folder: Path, manifest: Manifest) -> None:
     try:
         names = {path.name for path in folder.iterdir() if path.suffix in _LOADABLE}
     except OSError as error:
-        raise Unsound(f"{folder}: {error.strerror}") from None
+        raise CorruptError(f"{folder}: {error.strerror}") from None
     if odd := sorted(names - set(manifest.files)):
-        raise Unsound(f"{folder / odd[0]}: the manifest does not name it")
+        raise CorruptError(f"{folder / odd[0]}: the manifest does not name it")
 
 
 def _checksums(folder: Path) -> dict[str, str] | None:
@@ -321,5 +321,5 @@ def _checksums(folder: Path) -> dict[str, str] | None:
         return None
     matches = [_CHECKSUM.fullmatch(line) for line in lines]
     if not all(matches):
-        raise Unsound(f"{path}: a line is not a checksum and a name")
+        raise CorruptError(f"{path}: a line is not a checksum and a name")
     return {match[2]: match[1] for match in matches if match}

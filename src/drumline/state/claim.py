@@ -54,7 +54,7 @@ def claimed() -> str:
     return Path(path).read_text() if path else ""
 
 
-def resume_word(recipe: Recipe, name: str) -> str:
+def restart_resume(recipe: Recipe, name: str) -> str:
     """What `checkpoint.resume` means for a restart in the run folder of that name. Rank 0 looks for checkpoints."""
     folder = Path(recipe.run.dir) / name
     if not folder.is_dir():
@@ -68,7 +68,7 @@ def resume_word(recipe: Recipe, name: str) -> str:
     return "auto" if saved or resume == "never" else resume
 
 
-def going_on(recipe: Recipe, name: str, resume: str) -> Recipe:
+def restart_recipe(recipe: Recipe, name: str, resume: str) -> Recipe:
     """The recipe of a restart."""
     return replace(
         recipe,

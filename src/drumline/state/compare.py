@@ -20,7 +20,7 @@ from drumline.core.errors import UserError
 from drumline.state import chain
 from drumline.state.chain import Record
 from drumline.state.checkpoint import (
-    Unsound,
+    CorruptError,
     checkpoints,
     is_checkpoint,
     read_checkpoint,
@@ -146,8 +146,8 @@ def _open(path: Path) -> Side:
         records, torn = chain.read_whole(file)
     except FileNotFoundError:
         pass  # an older run: its checkpoints are compared
-    except (chain.Damaged, Unsound) as reason:
-        what = str(reason) if isinstance(reason, Unsound) else f"{file}: {reason}"
+    except (chain.Damaged, CorruptError) as reason:
+        what = str(reason) if isinstance(reason, CorruptError) else f"{file}: {reason}"
         raise UserError(
             what, "restore it from a copy; or delete it, and the checkpoints are compared alone"
         ) from None
@@ -168,7 +168,7 @@ def _facts(run: Path) -> tuple[str, Mapping[str, Any]]:
         environment = json.loads(_text(run / "environment.json") or "{}")
         if not all(isinstance(table, dict) for table in tomllib.loads(recipe).values()):
             raise ValueError("recipe.toml holds more than sections")
-    except (Unsound, ValueError, RecursionError) as error:
+    except (CorruptError, ValueError, RecursionError) as error:
         raise UserError(
             f"{run}: recipe.toml or environment.json cannot be read: {error}", "restore it"
         ) from None
@@ -271,14 +271,14 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def _groups(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     try:
         return read_checkpoint(folder)[1]
-    except Unsound as reason:
+    except CorruptError as reason:
         raise _unsound(reason) from None
 
 
 def _manifest(folder: Path) -> Any:
     try:
         return read_manifest(folder)
-    except Unsound as reason:
+    except CorruptError as reason:
         raise _unsound(reason) from None
 
 
@@ -286,11 +286,11 @@ def _verified(folder: Path) -> Any:
     """The checksums of a checkpoint's files, all of which are read: a manifest alone does not know of damage."""
     try:
         return verify_checkpoint(folder).files
-    except Unsound as reason:
+    except CorruptError as reason:
         raise _unsound(reason) from None
 
 
-def _unsound(reason: Unsound) -> UserError:
+def _unsound(reason: CorruptError) -> UserError:
     return UserError(
         f"cannot compare: {reason}", "see `drumline verify`; delete it or restore it from a copy"
     )

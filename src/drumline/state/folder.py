@@ -24,7 +24,7 @@ from drumline.core.files import write_file, write_text
 from drumline.core.lock import FILE as LOCK
 from drumline.core.lock import Lock, Superseded, acquire
 from drumline.core.text import printable
-from drumline.state.checkpoint import is_checkpoint, is_temporary, newest_sound
+from drumline.state.checkpoint import is_checkpoint, is_temporary, newest_valid
 from drumline.state.claim import claimed, remember
 
 IRRELEVANT_TO_BITS = (
@@ -153,7 +153,7 @@ def _resume_point(
                 "go on with it by --checkpoint.resume auto, or give another --run.name",
             )
     elif resume == "auto":
-        resume_from, complaints = newest_sound(path / "checkpoints")
+        resume_from, complaints = newest_valid(path / "checkpoints")
         notes += _passed_over(complaints, resume_from)
         if complaints and resume_from is None:
             raise UserError(
@@ -266,7 +266,7 @@ def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
     if is_checkpoint(path):
         return path, []
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found, complaints = newest_sound(folder)
+    found, complaints = newest_valid(folder)
     if found is None:
         why = "; ".join(complaints) if complaints else "there is none"
         raise UserError(f"{path}: no checkpoint to use: {why}", "give a run folder that has saved one")

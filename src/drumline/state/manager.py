@@ -25,9 +25,9 @@ from drumline.core import lock
 from drumline.core.errors import UserError
 from drumline.core.lock import Superseded
 from drumline.state.checkpoint import (
+    CorruptError,
     Groups,
     Position,
-    Unsound,
     begin_folder,
     checkpoints,
     is_temporary,
@@ -37,7 +37,7 @@ from drumline.state.checkpoint import (
     verify_checkpoint,
     write_checkpoint,
 )
-from drumline.state.shards import LocalGroups, Piece, seal_pieces, write_pieces
+from drumline.state.shards import LocalGroups, TensorShard, seal_shards, write_shards
 
 FAILURES = 3
 """Failed saves in a row that end a run."""
@@ -45,7 +45,7 @@ PATIENCE_S = 1.0
 """How long a save waits for the one before: enough for a hiccup of the disk, little for a run."""
 
 
-class Keeper:
+class CheckpointManager:
     """One run's `checkpoints/` folder, on the rank that writes. Nothing is touched before `begin`."""
 
     def __init__(
@@ -55,15 +55,15 @@ class Keeper:
         recipe: str,
         environment: dict[str, Any],
         flush: Callable[[], None],
-        note: Callable[[str], None] = lambda text: None,
+        warn: Callable[[str], None] = lambda text: None,
         log: Callable[[str], None] = lambda text: None,
         saved: Callable[[], None] = lambda: None,
     ) -> None:
-        """`flush` puts the log on disk: a checkpoint never knows of steps that the log does not. `note` is told of
+        """`flush` puts the log on disk: a checkpoint never knows of steps that the log does not. `warn` is told of
         saves that failed (on the background thread) or were skipped, `log` of those that succeeded. `saved` is called
         after each save."""
         self.folder, self.keep, self.recipe, self.environment = folder, keep, recipe, environment
-        self.flush, self.note, self.log, self.saved = flush, note, log, saved
+        self.flush, self.warn, self.log, self.saved = flush, warn, log, saved
         self.skipped = 0
         """Saves left out because the one before was still being written."""
         self.failures = 0
@@ -96,9 +96,9 @@ class Keeper:
         write = partial(write_checkpoint, self.folder, snapshot, position, self.recipe, self.environment)
         self._submit(write, copied, position, _bytes(snapshot))
 
-    def begin_pieces(self, position: Position, must: bool = False) -> Path | None:
+    def begin_sharded(self, position: Position, must: bool = False) -> Path | None:
         """Before a save in pieces: the folder that all processes are to write theirs to, or None when this one is
-        skipped, on the terms of `save`. Rank 0 tells the others, and then calls `save_pieces`."""
+        skipped, on the terms of `save`. Rank 0 tells the others, and then calls `save_sharded`."""
         if not self._admits(position, must):
             return None
         try:
@@ -107,25 +107,25 @@ class Keeper:
             self._failed = self._told(position.step, 0, error)
             return None
 
-    def save_pieces(
+    def save_sharded(
         self, temporary: Path, pieces: LocalGroups, world: int, position: Position, whole: Groups
     ) -> None:
         """Snapshots rank 0's pieces and the groups that are not sharded; writes them later, and makes a checkpoint of
         everybody's."""
-        mine, mine_copied = snapshot_pieces(pieces)
+        mine, mine_copied = snapshot_shards(pieces)
         others, copied = snapshot_to_host(whole)
 
         def write() -> Path:
-            write_pieces(temporary, 0, world, mine)
-            return seal_pieces(temporary, world, position, self.recipe, self.environment, whole=others)
+            write_shards(temporary, 0, world, mine)
+            return seal_shards(temporary, world, position, self.recipe, self.environment, whole=others)
 
-        self._submit(write, copied or mine_copied, position, world * _bytes_of_pieces(mine))
+        self._submit(write, copied or mine_copied, position, world * _shard_bytes(mine))
 
     def _admits(self, position: Position, must: bool) -> bool:
         """Whether there is something to save now. Raises when saves have failed too often in a row."""
         if self._pending is not None and not must and not self._pending.is_done(PATIENCE_S):
             self.skipped += 1
-            self.note(
+            self.warn(
                 f"step-{position.step} is not saved: step-{self._pending.step} is still being written after "
                 f"{time.monotonic() - self._pending.since:.1f} s (saves skipped so far: {self.skipped}). Save less "
                 "often, or to a faster disk"
@@ -195,13 +195,13 @@ class Keeper:
             words = self._write(write, copied, position)
         except Superseded:
             raise  # the folder is no longer ours: nothing is to be tried again
-        except (OSError, Unsound, UserError) as error:
+        except (OSError, CorruptError, UserError) as error:
             lock.check(self.folder)  # files that are gone because a later start has taken over
             return self._told(position.step, size, error)
         self.failures = 0
         self.log(f"saved checkpoint step-{position.step} ({_mib(size)}, {time.monotonic() - began:.1f} s)")
         for word in words:
-            self.note(word)
+            self.warn(word)
         return None
 
     def _told(self, step: int, size: int, error: Exception) -> UserError:
@@ -209,7 +209,7 @@ class Keeper:
         self.failures += 1
         failed = self._explained(step, size, error)
         again = "training goes on, and the next save tries again" if self.failures < FAILURES else "giving up"
-        self.note(f"WARNING: {failed.what}; {again} (failed saves in a row: {self.failures})")
+        self.warn(f"WARNING: {failed.what}; {again} (failed saves in a row: {self.failures})")
         return failed
 
     def _explained(self, step: int, size: int, error: Exception) -> UserError:
@@ -237,7 +237,7 @@ class Keeper:
         path = write()
         try:
             verify_checkpoint(path)
-        except Unsound:
+        except CorruptError:
             set_aside(path)  # under its name it would keep the next attempt from being written
             raise
         self.saved()
@@ -264,26 +264,26 @@ class Keeper:
             if self._verified.get(path) != signature:
                 verify_checkpoint(path)
                 self._verified[path] = signature
-        except (OSError, Unsound):
+        except (OSError, CorruptError):
             return False
         return True
 
 
-class PieceWriter:
+class ShardWriter:
     """The pieces of a process that does not keep the checkpoints: written in the background. What goes wrong is told
-    to rank 0 by the receipt; its keeper counts and says it."""
+    to rank 0 by the receipt; its manager counts and says it."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pieces")
 
     def save(self, temporary: Path, pieces: LocalGroups, rank: int, world: int) -> None:
         """Snapshots now, writes later."""
-        mine, copied = snapshot_pieces(pieces)
+        mine, copied = snapshot_shards(pieces)
 
         def write() -> None:
             if copied is not None:
                 copied.synchronize()
-            write_pieces(temporary, rank, world, mine)
+            write_shards(temporary, rank, world, mine)
 
         self._thread.submit(write)
 
@@ -319,7 +319,7 @@ def best_kept(found: list[Path], best_step: int) -> int:
     for path in reversed(found):
         try:
             earlier = read_manifest(path).position.best_step
-        except Unsound:
+        except CorruptError:
             continue
         if earlier in steps:
             return earlier
@@ -348,12 +348,12 @@ def snapshot_to_host(groups: Groups) -> tuple[Groups, torch.cuda.Event | None]:
     return snapshot, event
 
 
-def snapshot_pieces(pieces: LocalGroups) -> tuple[LocalGroups, torch.cuda.Event | None]:
+def snapshot_shards(pieces: LocalGroups) -> tuple[LocalGroups, torch.cuda.Event | None]:
     """`snapshot_to_host` of pieces."""
     tensors = {group: {name: piece.tensor for name, piece in each.items()} for group, each in pieces.items()}
     snapshot, event = snapshot_to_host(tensors)
     return {
-        group: {name: Piece(snapshot[group][name], piece.full) for name, piece in each.items()}
+        group: {name: TensorShard(snapshot[group][name], piece.full) for name, piece in each.items()}
         for group, each in pieces.items()
     }, event
 
@@ -393,7 +393,7 @@ def _bytes(groups: Groups) -> int:
     )
 
 
-def _bytes_of_pieces(groups: LocalGroups) -> int:
+def _shard_bytes(groups: LocalGroups) -> int:
     return _bytes({g: {name: piece.tensor for name, piece in each.items()} for g, each in groups.items()})
 
 

@@ -1,7 +1,7 @@
 """What a checkpoint says of itself: `manifest.json`, text with the SHA-256 of itself as its seal.
 
 Promises: the seal finds every changed byte. It proves nothing about who wrote it, so each field is checked for type
-and range before anybody uses it: whatever is read from a stranger's manifest is harmless, or it is `Unsound`.
+and range before anybody uses it: whatever is read from a stranger's manifest is harmless, or it is `CorruptError`.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any, NoReturn
 
 from drumline.config.toml import MAX_LINE, MAX_RECIPE
 from drumline.state.model_record import record_of
-from drumline.state.tensors import Unsound, read_small
+from drumline.state.tensors import CorruptError, read_small
 
 FORMAT = 1
-FORMAT_PIECES = 2
+FORMAT_SHARDED = 2
 """Of checkpoints in pieces, which earlier versions cannot read."""
 MANIFEST = "manifest.json"
 MAX_MANIFEST = 64 << 20
 """Room for the names of many classes."""
 MAX_FILES = 64
-MAX_PIECES = 1 << 16
+MAX_SHARDS = 1 << 16
 MAX_SHAPES = 1 << 20
 MAX_THREADS = 4096
 MODEL = "model.safetensors"
 _FILE = re.compile(r"[a-z][a-z0-9_-]{0,60}\.safetensors")
-PIECE = re.compile(r"([a-z][a-z0-9_-]{0,60})\.shard-(0|[1-9][0-9]{0,5})-of-([1-9][0-9]{0,5})\.safetensors")
+SHARD = re.compile(r"([a-z][a-z0-9_-]{0,60})\.shard-(0|[1-9][0-9]{0,5})-of-([1-9][0-9]{0,5})\.safetensors")
 """Group, rank, number of processes."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
@@ -74,7 +74,7 @@ class Manifest:
     @property
     def groups(self) -> list[str]:
         """Names of the groups of tensors, whole or in pieces."""
-        whole = [name.removesuffix(".safetensors") for name in self.files if not PIECE.fullmatch(name)]
+        whole = [name.removesuffix(".safetensors") for name in self.files if not SHARD.fullmatch(name)]
         return [*whole, *(self.pieces.shapes if self.pieces else ())]
 
     @property
@@ -91,7 +91,7 @@ def manifest_text(manifest: Manifest) -> str:
     return _sealed(content)
 
 
-def piece_name(group: str, rank: int, count: int) -> str:
+def shard_name(group: str, rank: int, count: int) -> str:
     """The file of one process's piece of a group."""
     return f"{group}.shard-{rank}-of-{count}.safetensors"
 
@@ -110,14 +110,14 @@ def read_manifest(folder: Path) -> Manifest:
             raise _Wrong("its checksum does not match")
         manifest = _checked(content)
     except FileNotFoundError:
-        raise Unsound(f"{folder}: {MANIFEST} is missing") from None
+        raise CorruptError(f"{folder}: {MANIFEST} is missing") from None
     except _Wrong as wrong:
-        raise Unsound(f"{path}: {wrong}") from None
+        raise CorruptError(f"{path}: {wrong}") from None
     except (ValueError, RecursionError) as error:
-        raise Unsound(f"{path}: unreadable ({str(error)[:120]})") from None
+        raise CorruptError(f"{path}: unreadable ({str(error)[:120]})") from None
     named = STEP.fullmatch(folder.name)
     if named and int(named[1]) != manifest.position.step:
-        raise Unsound(
+        raise CorruptError(
             f"{folder}: is the checkpoint of step {manifest.position.step} under another step's name"
         )
     return manifest
@@ -128,13 +128,13 @@ class _Wrong(Exception):
 
 
 def _checked(content: dict[str, Any]) -> Manifest:
-    if content.get("format") not in (FORMAT, FORMAT_PIECES) or type(content["format"]) is not int:
+    if content.get("format") not in (FORMAT, FORMAT_SHARDED) or type(content["format"]) is not int:
         raise _Wrong(
-            f"format {str(content.get('format'))[:20]}, this version reads {FORMAT} and {FORMAT_PIECES}"
+            f"format {str(content.get('format'))[:20]}, this version reads {FORMAT} and {FORMAT_SHARDED}"
         )
     known = {item.name for item in fields(Manifest)} | {"seal"}
-    _exactly(content, known if content["format"] == FORMAT_PIECES else known - {"pieces"}, "the manifest")
-    pieces = _layout(content["pieces"]) if content["format"] == FORMAT_PIECES else None
+    _exactly(content, known if content["format"] == FORMAT_SHARDED else known - {"pieces"}, "the manifest")
+    pieces = _layout(content["pieces"]) if content["format"] == FORMAT_SHARDED else None
     position, files = _position(content["position"]), _files(content["files"], pieces)
     if not _is_sha256(content["state_sha256"]):
         raise _Wrong("state_sha256 is not a hash")
@@ -174,7 +174,7 @@ def _position(given: Any) -> Position:
 def _layout(given: Any) -> Layout:
     _exactly(given, {"count", "shapes"}, "pieces")
     count, shapes = given["count"], given["shapes"]
-    if type(count) is not int or not 1 <= count <= MAX_PIECES:
+    if type(count) is not int or not 1 <= count <= MAX_SHARDS:
         raise _Wrong(f"pieces.count = {str(count)[:20]} cannot be")
     fine = isinstance(shapes, dict) and 0 < len(shapes) <= MAX_FILES
     if not fine or not all(isinstance(group, dict) and len(group) <= MAX_SHAPES for group in shapes.values()):
@@ -190,7 +190,7 @@ def _layout(given: Any) -> Layout:
 def _files(given: Any, layout: Layout | None) -> dict[str, dict[str, Any]]:
     groups = layout.shapes if layout else {}
     pieces = (
-        {piece_name(group, rank, layout.count) for group in groups for rank in range(layout.count)}
+        {shard_name(group, rank, layout.count) for group in groups for rank in range(layout.count)}
         if layout
         else set()
     )

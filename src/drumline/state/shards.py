@@ -24,19 +24,19 @@ import torch
 from drumline.core.files import rename_folder, write_text
 from drumline.state.fingerprint import state_sha256
 from drumline.state.manifest import (
-    FORMAT_PIECES,
+    FORMAT_SHARDED,
     MANIFEST,
-    PIECE,
+    SHARD,
     Layout,
     Manifest,
     Position,
     manifest_text,
-    piece_name,
+    shard_name,
 )
 from drumline.state.tensors import (
+    CorruptError,
     Entry,
     Tensors,
-    Unsound,
     read_small,
     read_tensors,
     tensor_index,
@@ -51,7 +51,7 @@ _RECEIPT = "receipt-{rank}.json"
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorShard:
     """A tensor of a sharded state as one process holds it."""
 
     tensor: torch.Tensor
@@ -59,28 +59,28 @@ class Piece:
     """Shape of the tensor that it has rows of; None: it is whole."""
 
 
-LocalGroups = dict[str, dict[str, Piece]]
+LocalGroups = dict[str, dict[str, TensorShard]]
 
 
-def share_of_rows(rows: int, rank: int, world: int) -> tuple[int, int]:
+def shard_rows(rows: int, rank: int, world: int) -> tuple[int, int]:
     """The first of a rank's rows and the first after them: equal shares, rounded up, so that the last ones may have
     fewer or none. It is how FSDP shards."""
     each = -(-rows // world)
     return min(rows, rank * each), min(rows, (rank + 1) * each)
 
 
-def is_piece(file: Path) -> bool:
+def is_shard(file: Path) -> bool:
     """Whether a file is a part of a checkpoint in pieces."""
-    return PIECE.fullmatch(file.name) is not None
+    return SHARD.fullmatch(file.name) is not None
 
 
-def write_pieces(temporary: Path, rank: int, world: int, groups: LocalGroups) -> None:
+def write_shards(temporary: Path, rank: int, world: int, groups: LocalGroups) -> None:
     """On every rank: its pieces from host tensors, then its receipt. What goes wrong stands in the receipt, for
     rank 0, and is raised. Blocking: call it off the training thread."""
     try:
         files, full = {}, {}
         for group, pieces in groups.items():
-            name = piece_name(group, rank, world)
+            name = shard_name(group, rank, world)
             size, sha256 = write_tensors(
                 temporary / name, {tensor: piece.tensor for tensor, piece in pieces.items()}
             )
@@ -96,7 +96,7 @@ def write_pieces(temporary: Path, rank: int, world: int, groups: LocalGroups) ->
     _leave_receipt(temporary, rank, {"files": files, "full": full})
 
 
-def seal_pieces(
+def seal_shards(
     temporary: Path,
     world: int,
     position: Position,
@@ -106,7 +106,7 @@ def seal_pieces(
     whole: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
     patience_s: float = PATIENCE_S,
 ) -> Path:
-    """On rank 0, after its own `write_pieces`: waits for the others, adds groups that are `whole` (host tensors),
+    """On rank 0, after its own `write_shards`: waits for the others, adds groups that are `whole` (host tensors),
     writes the manifest and puts the checkpoint in place; gives its path. Raises OSError when a rank could not write,
     or pieces are missing and the folder has not grown for `patience_s`. Whatever is raised, nothing is left."""
     try:
@@ -126,7 +126,7 @@ def seal_pieces(
             for group in shapes  # of one tensor at a time
         }
         manifest = Manifest(
-            FORMAT_PIECES,
+            FORMAT_SHARDED,
             position,
             files,
             state_sha256({**groups, **(whole or {})}),
@@ -145,13 +145,13 @@ def seal_pieces(
     return final
 
 
-def read_pieces(folder: Path, manifest: Manifest, group: str) -> Tensors:
-    """The joined tensors of a group, from bytes that have the hashes of the manifest. Raises `Unsound`."""
+def read_shards(folder: Path, manifest: Manifest, group: str) -> Tensors:
+    """The joined tensors of a group, from bytes that have the hashes of the manifest. Raises `CorruptError`."""
     layout = manifest.pieces
     assert layout is not None
     parts = []
     for rank in range(layout.count):
-        name = piece_name(group, rank, layout.count)
+        name = shard_name(group, rank, layout.count)
         expected = manifest.files[name]
         parts.append(read_tensors(folder / name, expected["bytes"], expected["sha256"]))
     joined: Tensors = {}
@@ -167,7 +167,7 @@ class _OnDisk(Mapping[str, torch.Tensor]):
 
     def __init__(self, folder: Path, group: str, layout: Layout) -> None:
         self.layout, self.group = layout, group
-        files = [folder / piece_name(group, rank, layout.count) for rank in range(layout.count)]
+        files = [folder / shard_name(group, rank, layout.count) for rank in range(layout.count)]
         self.indices = [tensor_index(file) for file in files]
         self.names = _names(folder, group, layout, [index.entries for index in self.indices])
 
@@ -188,18 +188,18 @@ def _names(
     layout: Layout,
     parts: Sequence[Mapping[str, torch.Tensor] | Mapping[str, Entry]],
 ) -> list[str]:
-    """All names of a group, when every piece has just the rows that are its own. Raises `Unsound`."""
+    """All names of a group, when every piece has just the rows that are its own. Raises `CorruptError`."""
     sharded = layout.shapes[group]
     for rank, part in enumerate(parts):
-        where = folder / piece_name(group, rank, layout.count)
+        where = folder / shard_name(group, rank, layout.count)
         if missing := sorted(set(sharded) - set(part)):
-            raise Unsound(f"{where}: its piece of {missing[0]!r} is missing")
+            raise CorruptError(f"{where}: its piece of {missing[0]!r} is missing")
         if rank and (odd := sorted(set(part) - set(sharded))):
-            raise Unsound(f"{where}: holds {odd[0]!r}, which is not sharded")
+            raise CorruptError(f"{where}: holds {odd[0]!r}, which is not sharded")
         for name, shape in sharded.items():
-            first, last = share_of_rows(shape[0], rank, layout.count)
+            first, last = shard_rows(shape[0], rank, layout.count)
             if part[name].shape != (last - first, *shape[1:]) or part[name].dtype != parts[0][name].dtype:
-                raise Unsound(f"{where}: its piece of {name!r} has shape {tuple(part[name].shape)}")
+                raise CorruptError(f"{where}: its piece of {name!r} has shape {tuple(part[name].shape)}")
     return sorted(parts[0])
 
 

@@ -54,7 +54,7 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 Tensors = dict[str, torch.Tensor]
 
 
-class Unsound(Exception):
+class CorruptError(Exception):
     """Something saved that does not verify; the message says which file and why."""
 
 
@@ -89,12 +89,12 @@ def write_tensors(
 
 
 def read_tensors(path: Path, size: int | None = None, sha256: str | None = None) -> Tensors:
-    """The tensors of a file, which has this size and hash where they are given. Raises `Unsound`."""
+    """The tensors of a file, which has this size and hash where they are given. Raises `CorruptError`."""
     with opened(path) as file:
         found = _expected_size(path, file, size)
         free = psutil.virtual_memory().available
         if found > free:
-            raise Unsound(
+            raise CorruptError(
                 f"{path}: {found / 2**30:,.1f} GiB do not fit into the free memory of {free / 2**30:,.1f}"
             )
         buffer = torch.empty(found, dtype=torch.uint8)
@@ -132,7 +132,7 @@ class Index:
 
 
 def tensor_index(path: Path) -> Index:
-    """The names and places of a file's tensors. Raises `Unsound`."""
+    """The names and places of a file's tensors. Raises `CorruptError`."""
     with opened(path) as file:
         size = _expected_size(path, file, None)
         length = _header_length(path, _read_bytes(path, file, min(8, size)), size)
@@ -141,7 +141,7 @@ def tensor_index(path: Path) -> Index:
 
 
 def file_metadata(path: Path) -> dict[str, str]:
-    """The texts that a file's header carries besides its tensors. Raises `Unsound`."""
+    """The texts that a file's header carries besides its tensors. Raises `CorruptError`."""
     with opened(path) as file:
         size = _expected_size(path, file, None)
         length = _header_length(path, _read_bytes(path, file, min(8, size)), size)
@@ -152,7 +152,7 @@ def file_metadata(path: Path) -> dict[str, str]:
 def verify_file(
     path: Path, size: int, sha256: str, watch: Callable[[int], None] = lambda count: None
 ) -> None:
-    """Checks size and hash without holding the file in memory; `watch` is told of the bytes. Raises `Unsound`."""
+    """Checks size and hash without holding the file in memory; `watch` gets the bytes read. Raises `CorruptError`."""
     with opened(path) as file:
         digest, buffer = hashlib.sha256(), bytearray(min(_CHUNK, size + 1))
         left = _expected_size(path, file, size)
@@ -172,11 +172,11 @@ def file_sha256(path: Path) -> tuple[int, str]:
 
 
 def read_small(path: Path, most: int) -> bytes:
-    """All bytes of a plain file that has no reason to be large. Raises `Unsound`, or FileNotFoundError."""
+    """All bytes of a plain file that has no reason to be large. Raises `CorruptError`, or FileNotFoundError."""
     with opened(path, missing=True) as file:
         size = _expected_size(path, file, None)
         if size > most:
-            raise Unsound(f"{path}: {size:,} bytes, no such file of ours has more than {most:,}")
+            raise CorruptError(f"{path}: {size:,} bytes, no such file of ours has more than {most:,}")
         content = bytearray(size)
         _read(path, file, size, memoryview(content))
         return bytes(content)
@@ -190,14 +190,14 @@ def opened(path: Path, missing: bool = False) -> Iterator[FileIO]:
     except FileNotFoundError:
         if missing:
             raise
-        raise Unsound(f"{path}: is missing") from None
+        raise CorruptError(f"{path}: is missing") from None
     except (OSError, ValueError) as error:
         link = path.is_symlink() if "\0" not in str(path) else False
         reason = "is a link, not a file" if link else getattr(error, "strerror", None) or str(error)
-        raise Unsound(f"{path}: {reason}") from None
+        raise CorruptError(f"{path}: {reason}") from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise Unsound(f"{path}: is not a plain file")
+        raise CorruptError(f"{path}: is not a plain file")
     with FileIO(handle, "rb") as file:
         yield file
 
@@ -218,25 +218,25 @@ def _tensors(path: Path, buffer: torch.Tensor) -> Tensors:
 
 
 def _entries(path: Path, header: dict[str, Any], size: int) -> dict[str, Entry]:
-    """Where every tensor lies. Raises `Unsound` unless they fill these many bytes without gap or overlap."""
+    """Where every tensor lies. Raises `CorruptError` unless they fill these many bytes without gap or overlap."""
     result: dict[str, Entry] = {}
     covered = 0
     for name, entry in sorted(header.items(), key=lambda item: _offsets(path, *item)):
         dtype, shape = _type_and_shape(path, name, entry)
         start, end = _offsets(path, name, entry)
         if start != covered or end > size or end - start != math.prod(shape) * dtype.itemsize:
-            raise Unsound(f"{path}: tensor {name!r} does not lie where its type and shape say")
+            raise CorruptError(f"{path}: tensor {name!r} does not lie where its type and shape say")
         covered = end
         result[name] = Entry(dtype, tuple(shape), start, end)
     if covered != size:
-        raise Unsound(f"{path}: {size - covered:,} bytes at its end belong to no tensor")
+        raise CorruptError(f"{path}: {size - covered:,} bytes at its end belong to no tensor")
     return result
 
 
 def _header_length(path: Path, first: bytes, size: int) -> int:
     (length,) = struct.unpack("<Q", first) if size >= 8 else (size,)
     if length > min(size - 8, MAX_HEADER):
-        raise Unsound(f"{path}: not a safetensors file, or its header is cut off")
+        raise CorruptError(f"{path}: not a safetensors file, or its header is cut off")
     return int(length)
 
 
@@ -257,9 +257,9 @@ def _json(path: Path, text: bytes) -> dict[str, Any]:
     try:
         header = json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise Unsound(f"{path}: its header is not readable ({str(error)[:80]})") from None
+        raise CorruptError(f"{path}: its header is not readable ({str(error)[:80]})") from None
     if not isinstance(header, dict):
-        raise Unsound(f"{path}: its header is not a table")
+        raise CorruptError(f"{path}: its header is not a table")
     return header
 
 
@@ -267,17 +267,17 @@ def _type_and_shape(path: Path, name: str, entry: Any) -> tuple[torch.dtype, lis
     dtype = _TYPES.get(entry["dtype"]) if isinstance(entry.get("dtype"), str) else None
     shape = entry.get("shape")
     if dtype is None:
-        raise Unsound(f"{path}: tensor {name!r} has the unknown type {str(entry.get('dtype'))[:20]!r}")
+        raise CorruptError(f"{path}: tensor {name!r} has the unknown type {str(entry.get('dtype'))[:20]!r}")
     sides = isinstance(shape, list) and len(shape) <= 64 and all(_is_count(side, MAX_SIDE) for side in shape)
     if not sides:
-        raise Unsound(f"{path}: tensor {name!r} has no readable shape")
+        raise CorruptError(f"{path}: tensor {name!r} has no readable shape")
     return dtype, shape
 
 
 def _offsets(path: Path, name: str, entry: Any) -> tuple[int, int]:
     places = entry.get("data_offsets") if isinstance(entry, dict) else None
     if not isinstance(places, list) or len(places) != 2 or not all(_is_count(at, 1 << 62) for at in places):
-        raise Unsound(f"{path}: tensor {name!r} has no readable place")
+        raise CorruptError(f"{path}: tensor {name!r} has no readable place")
     return places[0], places[1]
 
 
@@ -288,7 +288,7 @@ def _is_count(value: object, most: int) -> bool:
 def _expected_size(path: Path, file: FileIO, expected: int | None) -> int:
     found = os.fstat(file.fileno()).st_size
     if expected is not None and found != expected:
-        raise Unsound(f"{path}: {found:,} bytes, {expected:,} were written")
+        raise CorruptError(f"{path}: {found:,} bytes, {expected:,} were written")
     return found
 
 
@@ -312,9 +312,9 @@ def _readinto(path: Path, file: FileIO, into: memoryview) -> int:
     try:
         count = file.readinto(into)
     except OSError as error:
-        raise Unsound(f"{path}: {error.strerror}") from None
+        raise CorruptError(f"{path}: {error.strerror}") from None
     if not count:
-        raise Unsound(f"{path}: was cut off while it was read")
+        raise CorruptError(f"{path}: was cut off while it was read")
     return count
 
 
@@ -328,5 +328,5 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _changed(path: Path) -> Unsound:
-    return Unsound(f"{path}: its checksum does not match, the content has changed since it was written")
+def _changed(path: Path) -> CorruptError:
+    return CorruptError(f"{path}: its checksum does not match, the content has changed since it was written")

@@ -17,14 +17,14 @@ from drumline.state.chain import FILE as FINGERPRINTS
 from drumline.state.chain import Damaged, read_whole
 from drumline.state.checkpoint import (
     CHECKSUMS,
-    LOOKS,
+    RETRIES,
+    CorruptError,
     Manifest,
-    Unsound,
     checkpoints,
-    examined,
     is_checkpoint,
     is_temporary,
     read_checkpoint,
+    read_live,
     step_of,
     verify_checksums,
 )
@@ -35,7 +35,7 @@ MAX_RECORD = 64 << 20
 
 
 @dataclass(frozen=True)
-class Inspection:
+class Verification:
     """What was found. `state_sha256` is of the newest sound checkpoint, empty when there is none. `notes` are things
     worth knowing that make nothing unsound."""
 
@@ -49,7 +49,7 @@ class Inspection:
     lines: tuple[str, ...]
 
 
-def inspect(path: Path, watch: Watch = lambda items, total: items) -> Inspection:
+def verify_run(path: Path, watch: Watch = lambda items, total: items) -> Verification:
     """Checks a run folder (all of its checkpoints, those of initial stages too) or a single checkpoint, byte by byte.
     They are drawn through `watch`, with about how many there are."""
     if not path.exists():
@@ -66,8 +66,8 @@ def inspect(path: Path, watch: Watch = lambda items, total: items) -> Inspection
             str(checkpoint.relative_to(path)).replace("checkpoints/", "") if checkpoint != path else path.name
         )
         try:
-            found = examined(checkpoint, read_checkpoint)
-        except Unsound as reason:
+            found = read_live(checkpoint, read_checkpoint)
+        except CorruptError as reason:
             count += 1
             unsound.append(str(reason))
             lines.append(f"BAD  {name}: {reason}")
@@ -90,7 +90,7 @@ def inspect(path: Path, watch: Watch = lambda items, total: items) -> Inspection
         weights = verify_checksums(path / "weights")
         if weights:
             lines.append(f"ok   weights: {weights} files")
-    except Unsound as reason:
+    except CorruptError as reason:
         unsound.append(str(reason))
         lines.append(f"BAD  weights: {reason}")
     notes = _notes(path)
@@ -105,7 +105,7 @@ def inspect(path: Path, watch: Watch = lambda items, total: items) -> Inspection
         lines.append(
             "fix: delete the bad ones or restore them from a copy; resuming passes them over by itself"
         )
-    return Inspection(
+    return Verification(
         path=str(path),
         sound=not unsound,
         checkpoints=count,
@@ -125,7 +125,7 @@ def _all_checkpoints(path: Path) -> Iterable[Path]:
         return
     folder = path / "checkpoints" if checkpoints(path / "checkpoints") else path
     newest = -1
-    for _ in range(LOOKS):
+    for _ in range(RETRIES):
         more = [checkpoint for checkpoint in checkpoints(folder) if step_of(checkpoint) > newest]
         yield from more
         if not more:
@@ -170,6 +170,6 @@ def _record(file: Path, read: Callable[[Path], object]) -> str:
         return f"{file.name}: {reason}"
     except FileNotFoundError:
         return f"{file.name} is missing"
-    except (Unsound, ValueError, RecursionError) as error:
+    except (CorruptError, ValueError, RecursionError) as error:
         return f"{file.name} cannot be read: {str(error)[:120]}"
     return ""

@@ -28,8 +28,8 @@ from drumline.models.registry import CIFAR, IMAGENET, create_model
 from drumline.models.taps import VisionModel
 from drumline.state.checkpoint import MANIFEST, known_sha256, read_group, read_manifest
 from drumline.state.model_record import ModelRecord, metadata_record, record_of
-from drumline.state.shards import is_piece
-from drumline.state.tensors import Unsound, file_metadata, read_tensors, write_tensors
+from drumline.state.shards import is_shard
+from drumline.state.tensors import CorruptError, file_metadata, read_tensors, write_tensors
 
 State = Mapping[str, Tensor]
 
@@ -115,7 +115,7 @@ def weights_record(file: Path) -> ModelRecord | None:
         if (file.parent / MANIFEST).exists():
             return record_of(read_manifest(file.parent).environment)
         return metadata_record(file_metadata(file.resolve()))
-    except (Unsound, ValueError) as reason:
+    except (CorruptError, ValueError) as reason:
         raise UserError(
             f"{file} cannot be read as weights: {reason}",
             fix="the file may be cut short or damaged: copy or export it again",
@@ -148,9 +148,9 @@ def resolve_weights(path: str | Path, fields: WeightFields | None = None) -> Pat
     newest_first = [
         file
         for _, folder in sorted(steps, reverse=True)
-        for file in (folder / "model.safetensors", *_first_piece(folder))
+        for file in (folder / "model.safetensors", *_first_shard(folder))
     ]
-    for candidate in [*_first_piece(path), *(path / name for name in plain), *newest_first, *inside]:
+    for candidate in [*_first_shard(path), *(path / name for name in plain), *newest_first, *inside]:
         if candidate.is_file():
             return candidate
     raise UserError(
@@ -159,7 +159,7 @@ def resolve_weights(path: str | Path, fields: WeightFields | None = None) -> Pat
     )
 
 
-def _first_piece(checkpoint: Path) -> list[Path]:
+def _first_shard(checkpoint: Path) -> list[Path]:
     return sorted(checkpoint.glob("model.shard-0-of-*.safetensors"))[:1]
 
 
@@ -285,10 +285,10 @@ def _read(file: Path, fields: WeightFields | None) -> State:
     """The file's tensors by name, on the CPU."""
     if file.suffix == ".safetensors":
         try:
-            if is_piece(file):
+            if is_shard(file):
                 return read_group(file.parent, "model")
             return read_tensors(file.resolve(), sha256=known_sha256(file))
-        except Unsound as reason:
+        except CorruptError as reason:
             raise UserError(
                 f"{file} cannot be read as weights: {reason}",
                 fix="the file may be cut short or damaged: copy or export it again",

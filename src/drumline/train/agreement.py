@@ -28,8 +28,7 @@ from drumline.data.identity import (
 from drumline.data.sources import EncodedSource, Source
 from drumline.parallel.world import World
 from drumline.state.folder import changed_environment
-from drumline.state.provenance import describe_environment
-from drumline.state.software import software
+from drumline.state.provenance import describe_environment, software
 from drumline.train.prepare import Sets
 
 OF_THE_MACHINE = frozenset(

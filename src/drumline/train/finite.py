@@ -17,7 +17,7 @@ from itertools import groupby
 import torch
 from torch import nn
 
-from drumline.core.late import Late
+from drumline.core.host_copy import HostCopy
 
 POLL_SECONDS = 0.1
 
@@ -49,7 +49,7 @@ class Finite:
         """Steps looked at, steps held back, and which was the last of these; held for ever, the second alone."""
         self._gradients_of = [p for group in optimizer.param_groups for p in group["params"]]
         self._kept = _Kept(module) if self.once else None
-        self._copy: tuple[int, Late] | None = None
+        self._copy: tuple[int, HostCopy] | None = None
         self._looked_at = -math.inf
         if not scaled:
             # Torch's contract for loss scaling, which the fused kernels keep: 1 means leave everything as it is.
@@ -106,9 +106,9 @@ class Finite:
             if now - self._looked_at < POLL_SECONDS:
                 return 0
             self._looked_at = now
-            self._copy = (step, Late(self.tally))
+            self._copy = (step, HostCopy(self.tally))
         at, late = self._copy
-        if not late.arrived:
+        if not late.done:
             return 0
         self._copy = None
         return self.step_of(at, late.values())

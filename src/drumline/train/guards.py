@@ -19,7 +19,7 @@ from drumline.core.errors import UserError
 from drumline.core.heartbeat import Phase, enter
 from drumline.data.feed.views import Batch
 from drumline.guards.finding import Finding
-from drumline.state.chain import CLOSE_LOOKS, is_full
+from drumline.state.chain import FIRST_STEPS, is_full
 from drumline.state.folder import resume_command
 from drumline.train import culprit
 from drumline.train.finite import advice
@@ -38,7 +38,7 @@ class Guards:
         self.witness = Witness(
             lambda: state_tensors(run.state),
             run.world,
-            run.reporter.logbook,
+            run.reporter.run_log,
             run.step.finite,
             run.grid.places,
         )
@@ -67,13 +67,13 @@ class Guards:
         if self.witness.waiting:
             self._read()
         every = self.run.recipe.guard.every
-        planned = done <= CLOSE_LOOKS or saving or (every > 0 and done % every == 0)
-        close = done <= max(CLOSE_LOOKS, self.run.position.step + CLOSE_LOOKS)
+        planned = done <= FIRST_STEPS or saving or (every > 0 and done % every == 0)
+        close = done <= max(FIRST_STEPS, self.run.position.step + FIRST_STEPS)
         if planned or close or evaluating:
             full = is_full(done, every, saving)
             now = close or saving or evaluating
             self._look(done, ("full" if full else "short") if planned else "", wait=now)
-        if done == self.run.position.step + CLOSE_LOOKS and self._one_gpu_each:
+        if done == self.run.position.step + FIRST_STEPS and self._one_gpu_each:
             rows = self.run.world.all_gather_object(memory_row(self.run.world))
             for finding in memory_findings(rows, f"step {done:,}"):
                 self.tell(finding)
@@ -117,7 +117,7 @@ class Guards:
             self._read()
         finite = self.run.step.finite
         if finite is not None and finite.once and (held := finite.held):
-            self.run.note(f"WARNING: {held:,} step(s) changed nothing, since their gradients were not finite")
+            self.run.log(f"WARNING: {held:,} step(s) changed nothing, since their gradients were not finite")
 
     def tell(self, finding: Finding) -> None:
         """Ends the run, or warns once per guard. Every rank is given the same finding."""
@@ -126,7 +126,7 @@ class Guards:
         if finding.guard not in self.told:
             self.told.add(finding.guard)
             said = "; ".join(f"{word}: {text}" for word, text in _details(finding))
-            self.run.note(f"WARNING: guard [{finding.guard}]: {finding.what}; {said}; fix: {finding.fix}")
+            self.run.log(f"WARNING: guard [{finding.guard}]: {finding.what}; {said}; fix: {finding.fix}")
 
     def _look(self, done: int, writes: str, wait: bool) -> None:
         own = self._own_findings(f"step {done:,}")

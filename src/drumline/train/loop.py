@@ -27,12 +27,12 @@ from drumline.core.errors import LostError, UserError
 from drumline.core.files import write_file
 from drumline.core.heartbeat import Phase, beat, enter
 from drumline.core.lock import Superseded
-from drumline.observe import text_log as story
+from drumline.observe import text_log
 from drumline.parallel.world import World
 from drumline.state.checkpoint import (
+    CorruptError,
     Groups,
     Position,
-    Unsound,
     read_group,
     verify_checkpoint,
     write_checksums,
@@ -98,7 +98,7 @@ def train(recipe: Recipe, world: World, build: Builder = classification) -> Resu
             export(run, position)
             result = _result(run, position, score)
             asked_by = "" if LAUNCHER in os.environ else stop.signal  # the launcher passes on what it got
-            run.note(_closing_words(run, result, asked_by, time.monotonic() - began))
+            run.log(_closing_words(run, result, asked_by, time.monotonic() - began))
         return result
 
 
@@ -171,8 +171,8 @@ def take_steps(run: Running, stop: StopSign, guards: Guards) -> tuple[Position, 
             if saving or stopping or position.best_step == done:
                 save(run, position, guards, must=stopping)
             if stopping:
-                if run.keeper is not None:
-                    run.keeper.wait()
+                if run.manager is not None:
+                    run.manager.wait()
                 break
             beat(done)
             if done < plan.total:
@@ -196,7 +196,7 @@ def evaluate_run(run: Running, position: Position) -> tuple[Score, Position]:
     nonfinite = max(each.nonfinite for each in scores if each)
     best = counts.accuracy > position.best_accuracy and not nonfinite and not _nonfinite_weights(run)
     if nonfinite:
-        run.note(
+        run.log(
             f"WARNING: the model's output is not finite for {nonfinite:,} of {counts.samples:,} samples: "
             f"the run has diverged. To prevent this, {advice(run.step.autocast)}"
         )
@@ -211,7 +211,7 @@ def _nonfinite_weights(run: Running) -> bool:
     best. Every rank calls it."""
     names = sorted({name for names in run.world.all_gather_object(run.state.nonfinite()) for name in names})
     if names:
-        run.note(
+        run.log(
             f"WARNING: {', '.join(names[:3])}{', ...' if names[3:] else ''} contain{'s' * (len(names) == 1)} NaN or "
             "infinity: this evaluation does not count as the best"
         )
@@ -249,26 +249,26 @@ def save(run: Running, position: Position, guards: Guards, must: bool = False) -
     must = must or position.step in (position.best_step, run.plan.total)
     whole = {"memory": memory} if memory else {}
     if run.recipe.checkpoint.sharded:
-        _save_pieces(run, position, whole, must)
+        _save_sharded(run, position, whole, must)
     else:
         groups = run.holding.collect(run.state.tensors() | whole)
-        if run.keeper is not None:
-            run.keeper.save(groups, position, must)
+        if run.manager is not None:
+            run.manager.save(groups, position, must)
     run.reporter.pause(position.step)
 
 
-def _save_pieces(run: Running, position: Position, whole: Groups, must: bool) -> None:
+def _save_sharded(run: Running, position: Position, whole: Groups, must: bool) -> None:
     """Every process its own; rank 0 makes a checkpoint of them."""
-    from drumline.parallel.fsdp import pieces_of
+    from drumline.parallel.fsdp import local_shards
 
-    temporary = run.world.broadcast_object(run.keeper.begin_pieces(position, must) if run.keeper else None)
+    temporary = run.world.broadcast_object(run.manager.begin_sharded(position, must) if run.manager else None)
     if temporary is None:
         return
-    pieces = pieces_of(run.state.tensors(), run.world)
-    if run.keeper is not None:
-        run.keeper.save_pieces(temporary, pieces, run.world.size, position, whole)
-    elif run.pieces is not None:
-        run.pieces.save(temporary, pieces, run.world.rank, run.world.size)
+    shards = local_shards(run.state.tensors(), run.world)
+    if run.manager is not None:
+        run.manager.save_sharded(temporary, shards, run.world.size, position, whole)
+    elif run.shard_writer is not None:
+        run.shard_writer.save(temporary, shards, run.world.rank, run.world.size)
 
 
 def _whole(run: Running, module: nn.Module) -> AbstractContextManager[None]:
@@ -285,12 +285,12 @@ def tell_broken(run: Running) -> None:
     """Says which samples could not be read; `broken.record` lists all of them in the run folder."""
     broken.agree(run.sets.bad, run.world)
     for word in broken.words(run.sets.bad):
-        run.note(word)
+        run.log(word)
 
 
 def _record_broken(run: Running) -> None:
-    if run.books is not None and run.books.begun:
-        broken.record(run.sets.bad, run.books.folder.path)
+    if run.output is not None and run.output.begun:
+        broken.record(run.sets.bad, run.output.folder.path)
 
 
 def export(run: Running, position: Position) -> None:
@@ -298,15 +298,15 @@ def export(run: Running, position: Position) -> None:
     average = run.state.average
     last = run.state.tensors()["average" if average else "model"]
     last = run.holding.collect({"last": last}).get("last", {})
-    if run.folder is None or run.keeper is None:
+    if run.folder is None or run.manager is None:
         return
-    run.keeper.wait()
+    run.manager.wait()
     folder = run.folder.path / "weights"
     best = run.folder.checkpoints / f"step-{position.best_step}"
     try:
         lock.check(folder)
         folder.mkdir(exist_ok=True)
-        record = record_of(run.keeper.environment)
+        record = record_of(run.manager.environment)
         export_tensors(last, folder / "last.safetensors", record)
         if best.exists():
             group = "average" if average else "model"
@@ -321,10 +321,8 @@ def export(run: Running, position: Position) -> None:
                 export_tensors(read_group(best, group), folder / "best.safetensors", record)
         write_checksums(folder)
         _remove_replaced(folder)
-    except Unsound as reason:
-        run.note(
-            f"WARNING: weights/best.safetensors is not written, its checkpoint does not verify: {reason}"
-        )
+    except CorruptError as reason:
+        run.log(f"WARNING: weights/best.safetensors is not written, its checkpoint does not verify: {reason}")
         write_checksums(folder)
     except OSError as error:
         raise UserError(
@@ -355,20 +353,20 @@ def _closing_words(run: Running, result: Result, stopped_by: str, seconds: float
     if result.finished:
         eval_command = f"; next: drumline eval {shlex.quote(result.run)}" if run.task.evaluates else ""
         took = wording.duration(seconds)
-        return f"{story.FINISHED}{score}, in {took}; weights in {result.run}/weights{eval_command}"
+        return f"{text_log.FINISHED}{score}, in {took}; weights in {result.run}/weights{eval_command}"
     resume = f"; to resume: {resume_command(run.recipe, Path(result.run))}" if run.task.evaluates else ""
     return (
-        f"{story.STOPPED}{stopped_by or 'on request'} after step {result.step:,} of {run.plan.total:,}, {score}; "
+        f"{text_log.STOPPED}{stopped_by or 'on request'} after step {result.step:,} of {run.plan.total:,}, {score}; "
         f"saved in {result.run}{resume}"
     )
 
 
 def _record(run: Running, text: str) -> None:
     """For a signal handler: straight into the file."""
-    if run.books is not None and run.books.begun:
+    if run.output is not None and run.output.begun:
         with suppress(Superseded, OSError):
-            lock.check(run.books.folder.path)
-            story.append_note(run.books.folder.path, text)
+            lock.check(run.output.folder.path)
+            text_log.append_entry(run.output.folder.path, text)
 
 
 def _record_failure(run: Running, kind: object, error: BaseException | None, trace: object) -> None:

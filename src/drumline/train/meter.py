@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from drumline.core.late import Late
+from drumline.core.host_copy import HostCopy
 from drumline.parallel.world import World
 
 
@@ -40,30 +40,30 @@ class MeterReader:
 
     def __init__(self, meter: torch.Tensor, world: World) -> None:
         self.meter, self.world = meter, world
-        self._waiting: deque[tuple[int, Late]] = deque()
-        self._glances: deque[tuple[int, Late]] = deque()
+        self._waiting: deque[tuple[int, HostCopy]] = deque()
+        self._glances: deque[tuple[int, HostCopy]] = deque()
 
     def request(self, step: int) -> None:
         """Adds the meter up over the ranks, starts its copy to the host and sets it to zero."""
         sums = self.world.all_reduce(self.meter.clone())
         self.meter.zero_()
-        self._waiting.append((step, Late(sums)))
+        self._waiting.append((step, HostCopy(sums)))
 
     def glance(self, step: int) -> None:
         """Starts a copy of the sums so far and leaves the meter as it is. Every rank calls it at the same step."""
-        self._glances.append((step, Late(self.world.all_reduce(self.meter.clone()))))
+        self._glances.append((step, HostCopy(self.world.all_reduce(self.meter.clone()))))
 
     def glanced(self) -> Reading | None:
         """The newest glance that has arrived since the last call. Never waits."""
         seen = None
-        while self._glances and self._glances[0][1].arrived:
+        while self._glances and self._glances[0][1].done:
             seen = _reading(*self._glances.popleft())
         return seen
 
     def ready(self) -> list[Reading]:
         """The readings that have arrived, oldest first. Never waits."""
         arrived = []
-        while self._waiting and self._waiting[0][1].arrived:
+        while self._waiting and self._waiting[0][1].done:
             arrived.append(self._next())
         return arrived
 
@@ -75,6 +75,6 @@ class MeterReader:
         return _reading(*self._waiting.popleft())
 
 
-def _reading(step: int, late: Late) -> Reading:
+def _reading(step: int, late: HostCopy) -> Reading:
     loss, correct, samples, *terms = late.values().tolist()
     return Reading(step, loss, int(correct), int(samples), tuple(terms))

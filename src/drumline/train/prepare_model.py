@@ -18,7 +18,7 @@ from drumline.core.errors import UserError
 from drumline.data.classes import Classes
 from drumline.models import create_model
 from drumline.parallel.world import World
-from drumline.state.checkpoint import MANIFEST, Unsound, examined, verify_checkpoint, verify_checksums
+from drumline.state.checkpoint import MANIFEST, CorruptError, read_live, verify_checkpoint, verify_checksums
 from drumline.state.model_record import ModelRecord
 from drumline.state.weights import WeightFields, load_weights, resolve_weights
 from drumline.train.prepare import Sets, channels_last
@@ -110,13 +110,13 @@ def verify_weights(path: Path, fields: WeightFields = FIELDS) -> None:
     """Weights of ours are checked against the checksums that lie beside them before they are used."""
     folder = resolve_weights(path, fields).parent
     try:
-        if (folder / MANIFEST).exists() and examined(folder, verify_checkpoint) is None:
+        if (folder / MANIFEST).exists() and read_live(folder, verify_checkpoint) is None:
             raise UserError(
                 f"{fields.weights} = {path}: {folder} was deleted by its run just now",
                 "give the command again: it takes the newest checkpoint then",
             )
         verify_checksums(folder)
-    except Unsound as reason:
+    except CorruptError as reason:
         raise UserError(
             f"{fields.weights} = {path}: {reason}", "give a checkpoint of the run that verifies"
         ) from reason

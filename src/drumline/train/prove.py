@@ -45,7 +45,7 @@ from drumline.train.step import TrainStep
 T = TypeVar("T")
 
 
-class Note(Protocol):
+class Log(Protocol):
     """A line for the log, and for the screen unless it is details."""
 
     def __call__(self, text: str, show: bool = True) -> None: ...
@@ -69,7 +69,7 @@ def prove(
     index: int,
     holding: Holding,
     folder: Path | None,
-    note: Note,
+    log: Log,
 ) -> list[Span]:
     """All ranks call it, with the batch of step `index`. Gives when this process did what in that step."""
     exchange, world = laid.exchange, laid.exchange.grid.world
@@ -80,10 +80,10 @@ def prove(
     drawing = any(world.all_gather_object(step.draws.active))
     theirs = _reference(laid, step, batch, index, holding, drawing)
     if theirs is None:
-        _tell_unproved(laid.words[0], folder, note)
+        _tell_unproved(laid.words[0], folder, log)
         return exchange.spans()
     mine = _verdicts(step, gradients, moved, before, theirs)
-    _tell(mine, exchange.shape.micro_batches, laid.words[0], world, folder, note)
+    _tell(mine, exchange.shape.micro_batches, laid.words[0], world, folder, log)
     return exchange.spans()
 
 
@@ -95,7 +95,7 @@ def prove_sharded(
     accumulate: int,
     holding: Holding,
     folder: Path | None,
-    note: Note,
+    log: Log,
 ) -> None:
     """The same for FSDP: `whole` is a copy of the module as it was before it was sharded. All ranks call it."""
     module, world = step.state.module, step.world
@@ -105,16 +105,16 @@ def prove_sharded(
     layout = f"layout fsdp over {world.size} processes"
     # First: what is on the host cannot travel over NCCL.
     if not all(world.all_gather_object(_fits(lambda: whole.to(world.device).train()) is not None)):
-        _tell_unproved(layout, folder, note)
+        _tell_unproved(layout, folder, log)
         return
     live = {"all": dict(whole.state_dict())}
     Whole(world).spread(state if world.is_rank_zero else None, live, Path("the run itself"))
     theirs = _accumulated(whole, step, batch, index, accumulate)
     if theirs is None:
-        _tell_unproved(layout, folder, note)
+        _tell_unproved(layout, folder, log)
         return
     mine = _verdicts(step, gradients, moved, before, theirs)
-    _tell(mine, world.size * accumulate, layout, world, folder, note)
+    _tell(mine, world.size * accumulate, layout, world, folder, log)
 
 
 def prove_replicated(
@@ -123,7 +123,7 @@ def prove_replicated(
     index: int,
     accumulate: int,
     folder: Path | None,
-    note: Note,
+    log: Log,
 ) -> None:
     """The same for DDP: every process has the whole model, and computes its share without DDP too; uncompiled, for
     compiled kernels round otherwise. A model that cannot even repeat its own step is told of, and trained all the
@@ -135,15 +135,15 @@ def prove_replicated(
         gradients, moved = _seen(step, batch, index)
         theirs = _accumulated(module, step, batch, index, accumulate)
         if theirs is None:
-            _tell_unproved(layout, folder, note)
+            _tell_unproved(layout, folder, log)
             return
         mine = _verdicts(step, gradients, moved, before, theirs)
         if any(world.all_gather_object(_wrong(mine))):
             again = Reference(*_seen(step, batch, index))
             if any(world.all_gather_object(_wrong(_verdicts(step, gradients, moved, before, again)))):
-                _tell_unproved(layout, folder, note, NOT_REPEATED)
+                _tell_unproved(layout, folder, log, NOT_REPEATED)
                 return
-    _tell(mine, world.size * accumulate, layout, world, folder, note)
+    _tell(mine, world.size * accumulate, layout, world, folder, log)
 
 
 def _seen(step: TrainStep, batch: Batch, index: int) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:
@@ -214,17 +214,17 @@ def _tell(
     layout: str,
     world: World,
     folder: Path | None,
-    note: Note,
+    log: Log,
 ) -> None:
     """What all ranks found, as one certificate."""
     everybody: list[list[Verdict]] = world.all_gather_object(mine)
     certificate = Certificate(
         tuple(merge(verdicts) for verdicts in zip(*everybody, strict=True)), micro_batches, layout
     )
-    _store(as_json(certificate), folder, note)
+    _store(as_json(certificate), folder, log)
     if short := summary(certificate):
-        note(short)
-    note(words(certificate), show=not short)
+        log(short)
+    log(words(certificate), show=not short)
     if (error := refuse(certificate)) is not None:
         raise error
 
@@ -247,19 +247,19 @@ def _meets(whole: nn.Module, step: TrainStep) -> bool:
     )
 
 
-def _tell_unproved(layout: str, folder: Path | None, note: Note, why: str = TOO_LARGE) -> None:
-    _store(json.dumps({"passes": None, "layout": layout, "words": why}, indent=1) + "\n", folder, note)
-    note(f"WARNING: no certificate: {why}")
+def _tell_unproved(layout: str, folder: Path | None, log: Log, why: str = TOO_LARGE) -> None:
+    _store(json.dumps({"passes": None, "layout": layout, "words": why}, indent=1) + "\n", folder, log)
+    log(f"WARNING: no certificate: {why}")
 
 
-def _store(text: str, folder: Path | None, note: Note) -> None:
+def _store(text: str, folder: Path | None, log: Log) -> None:
     """A full disk is no reason not to train: what was found is in the log too."""
     if folder is None:
         return
     try:
         write_text(folder / FILE, text)
     except OSError as error:
-        note(f"WARNING: the certificate is not stored, {error.strerror or error}: {folder / FILE}")
+        log(f"WARNING: the certificate is not stored, {error.strerror or error}: {folder / FILE}")
 
 
 def _reference(

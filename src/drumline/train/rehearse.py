@@ -27,7 +27,7 @@ from drumline.train.step import NotCapturable
 def rehearse(run: Running, batch: Batch) -> None:
     """Runs the first step once without effect, and records it as a CUDA graph where that is possible."""
     if run.recipe.train.compile:
-        run.note("compiling the model; the first steps take a while")
+        run.log("compiling the model; the first steps take a while")
     try:
         with _sparse_gradients(run) as sparse:
             run.step.rehearse(batch)
@@ -56,7 +56,7 @@ def rehearse(run: Running, batch: Batch) -> None:
             run.picture.expect_alike(_recorded(run, run.step.exchange, batch))
         run.picture.follow(run.position.step)
     if run.world.device.type == "cuda":
-        run.note("the whole step runs as one CUDA graph" if captured else f"no CUDA graph: {why_not}")
+        run.log("the whole step runs as one CUDA graph" if captured else f"no CUDA graph: {why_not}")
 
 
 def _prove(run: Running, batch: Batch) -> None:
@@ -64,13 +64,13 @@ def _prove(run: Running, batch: Batch) -> None:
     folder = run.folder.path if run.folder else None
     index, accumulate = run.position.step, run.recipe.train.accumulate
     if run.laid is not None:
-        spans = prove(run.laid, run.step, batch, index, run.holding, folder, run.note)
+        spans = prove(run.laid, run.step, batch, index, run.holding, folder, run.log)
         assert run.picture is not None
         run.picture.expect(run.laid.exchange.lists, spans)
     elif run.twin:
-        prove_sharded(run.twin.pop(), run.step, batch, index, accumulate, run.holding, folder, run.note)
+        prove_sharded(run.twin.pop(), run.step, batch, index, accumulate, run.holding, folder, run.log)
     elif run.world.size > 1 and not run.recipe.run.strict:
-        prove_replicated(run.step, batch, index, accumulate, folder, run.note)
+        prove_replicated(run.step, batch, index, accumulate, folder, run.log)
 
 
 def _recorded(run: Running, exchange: Recorded, batch: Batch) -> list[Span]:
@@ -133,7 +133,7 @@ def _check_gradients(run: Running) -> None:
             f"{what}; several processes cannot exchange gradients that some never have",
             "use them in forward, remove them, or set requires_grad_(False) on them",
         )
-    run.note(f"WARNING: {what}. They are never trained")
+    run.log(f"WARNING: {what}. They are never trained")
 
 
 def _check_draws(run: Running) -> None:
@@ -145,4 +145,4 @@ def _check_draws(run: Running) -> None:
         raise UserError(
             f"run.strict: {what}", "draw with torch.rand in its forward, or leave out --run.strict"
         )
-    run.note(f"WARNING: {what}: the run cannot be repeated. Draw with torch.rand in its forward")
+    run.log(f"WARNING: {what}: the run cannot be repeated. Draw with torch.rand in its forward")

@@ -1,4 +1,4 @@
-"""Tells the logbook and the display how a run is going, without holding it up.
+"""Tells the run_log and the display how a run is going, without holding it up.
 
 Promises: loss is the mean over the global batch since the line before; per-rank data, compute and step times
 are measured always and written once per evaluation; numbers arrive late rather than stop the device. The display has
@@ -13,10 +13,10 @@ from traceback import format_exception
 
 from drumline.core import wording
 from drumline.core.errors import UserError
-from drumline.observe import text_log as story
+from drumline.observe import text_log
 from drumline.observe.clock import StepClock, Times
 from drumline.observe.display import Display, Progress
-from drumline.observe.run_log import Logbook
+from drumline.observe.run_log import RunLog
 from drumline.parallel.world import World
 from drumline.train.evaluate import Score
 from drumline.train.meter import MeterReader, Reading
@@ -31,7 +31,7 @@ class Reporter:
 
     def __init__(
         self,
-        logbook: Logbook,
+        run_log: RunLog,
         display: Display,
         meters: MeterReader,
         world: World,
@@ -42,7 +42,7 @@ class Reporter:
         classes: int = 1000,
     ) -> None:
         self.classes = classes
-        self.logbook, self.display, self.meters, self.world = logbook, display, meters, world
+        self.run_log, self.display, self.meters, self.world = run_log, display, meters, world
         self.total, self.per_epoch, self.batch, self.terms = total, per_epoch, batch, terms
         self.clock = StepClock(world.device)
         self.images_per_s = 0.0
@@ -112,7 +112,7 @@ class Reporter:
         agreement = (average or score).agreement
         if agreement is not None:
             extra["agreement"] = agreement
-        self.logbook.metric(
+        self.run_log.metric(
             "eval",
             step=done,
             epoch=epoch,
@@ -134,7 +134,7 @@ class Reporter:
             words += f", agreement {agreement:.2%}"
         words += " (best)" if best else ""
         self.display.result(words)
-        self.logbook.note(words, show=False)
+        self.run_log.log(words, show=False)
         self._write_times(done)
         self.pause(done)
 
@@ -146,7 +146,7 @@ class Reporter:
     def failed(self, error: BaseException) -> None:
         """The last line of a log whose run ends with an error."""
         text = str(error) if isinstance(error, UserError) else "".join(format_exception(error)).rstrip()
-        self.logbook.note(f"{story.FAILED}after step {self.step:,}: {text}", show=False)
+        self.run_log.log(f"{text_log.FAILED}after step {self.step:,}: {text}", show=False)
 
     def _trained(self) -> str:
         """The mean loss of training since the epoch before."""
@@ -179,7 +179,7 @@ class Reporter:
         ranks = self.world.all_gather_floats([1e3 * value / steps for value in sums])
         data, compute, wall = (list(column) for column in zip(*ranks, strict=True))
         self.images_per_s = self.batch / max(1e-9, max(wall) / 1e3)
-        self.logbook.metric(
+        self.run_log.metric(
             "times",
             step=done,
             epoch=done / self.per_epoch,
@@ -196,7 +196,7 @@ class Reporter:
             wall = max(times.wall_s, 1e-9)
             images_per_s = times.steps * self.batch / wall
             epoch = reading.step / self.per_epoch
-            self.logbook.metric(
+            self.run_log.metric(
                 "train",
                 step=reading.step,
                 epoch=epoch,
@@ -215,6 +215,6 @@ class Reporter:
             if reading.step in self._unscored:
                 self._unscored.remove(reading.step)
                 words = f"epoch {epoch:.4g}: {self._trained()}not evaluated"
-                self.logbook.note(words, show=False)
+                self.run_log.log(words, show=False)
             self._latest = replace(self._latest, loss=reading.loss, loss_step=reading.step)
             self._show(reading.step, rate, images_per_s, times.data_s / wall)

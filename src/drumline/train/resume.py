@@ -19,7 +19,7 @@ from drumline.data.classes import describe_difference
 from drumline.data.identity import changed_samples
 from drumline.parallel.holding import Holding, Parts
 from drumline.parallel.world import World
-from drumline.state.checkpoint import Position, Unsound, read_checkpoint, read_manifest
+from drumline.state.checkpoint import CorruptError, Position, read_checkpoint, read_manifest
 from drumline.state.folder import changed_environment, changed_settings, repeatable
 from drumline.state.model_record import ModelRecord, record_of
 from drumline.train import prepare
@@ -45,7 +45,7 @@ def take_up(
     if world.is_rank_zero:
         try:
             manifest, groups = read_checkpoint(checkpoint)
-        except Unsound as reason:
+        except CorruptError as reason:
             raise UserError(f"cannot resume: {reason}", "give another checkpoint of the run") from reason
         memory = groups.pop("memory", {})
         position = manifest.position
@@ -139,7 +139,7 @@ def cut_of(checkpoint: Path | None) -> tuple[str, ...]:
         return ()
     try:
         return tuple(read_manifest(checkpoint).environment.get("cut", ()))
-    except Unsound as reason:
+    except CorruptError as reason:
         raise UserError(f"cannot resume: {reason}", "give another checkpoint of the run") from reason
 
 
@@ -148,6 +148,6 @@ def threads_of(recipe: Recipe, checkpoint: Path | None, world: World) -> int:
     if recipe.parallel.threads == "auto" and checkpoint is not None:
         try:
             return int(read_manifest(checkpoint).environment.get("threads", 1))
-        except Unsound as reason:
+        except CorruptError as reason:
             raise UserError(f"cannot resume: {reason}", "give another checkpoint of the run") from reason
     return prepare.threads_per_process(recipe.parallel.threads, world.local_size, recipe.run.strict)

@@ -106,15 +106,15 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
     module, model_classes, outputs, said = model_to_score(recipe, sets, world)
     words += said
     for word in words:
-        display.note(word)
+        display.log(word)
     mine = evaluation_starts(samples=len(sets.eval), batch=sets.eval_batch, rank=world.rank, world=world.size)
     bar = partial(progress, text="evaluating", total=len(mine)) if world.is_rank_zero else iter
     found = score_module(module, sets, recipe, make_grid(world), through=bar, outputs=outputs)
     broken.agree(sets.bad, world)
     for told in broken.words(sets.bad, listed=False):
-        display.note(told)
+        display.log(told)
     if found.nonfinite:
-        display.note(
+        display.log(
             f"WARNING: the model's output is NaN or infinite for {found.nonfinite:,} of {found.samples:,} samples, "
             "which count as wrong; there is no mean loss"
             + (". Try train.precision=fp32" if prepare.precision(recipe, world) is not None else "")

@@ -205,7 +205,7 @@ def _names(
         return tuple(before), " (as in the run it goes on from)"
     found: tuple[tuple[str, ...], str] = ((), "")
     if grid.world.is_rank_zero and stages > 1:
-        display.note("measuring where to cut")
+        display.log("measuring where to cut")
         layout = sample.is_contiguous(memory_format=torch.channels_last)
         try:
             names, profile = choose_split(

@@ -27,9 +27,9 @@ from drumline.core.text import counted
 from drumline.data.feed.loader import Batches, Workers
 from drumline.data.feed.views import Batch
 from drumline.models.copies import copy_model
-from drumline.observe import text_log as story
+from drumline.observe import text_log
 from drumline.observe.display import Display, make_display
-from drumline.observe.run_log import Logbook
+from drumline.observe.run_log import RunLog
 from drumline.parallel.grid import Grid, make_grid
 from drumline.parallel.holding import Holding, Parts, Whole
 from drumline.parallel.layout import Recorded, data_parallel_word, resolve_layout
@@ -42,7 +42,7 @@ from drumline.state.folder import (
     repeatable,
     write_facts,
 )
-from drumline.state.manager import Keeper, PieceWriter, set_aside
+from drumline.state.manager import CheckpointManager, ShardWriter, set_aside
 from drumline.state.model_record import ENVIRONMENT
 from drumline.state.provenance import describe_environment
 from drumline.train import prepare, spread
@@ -61,7 +61,7 @@ from drumline.train.task import Builder, Task
 from drumline.train.timeline import Picture
 
 
-class Books:
+class RunOutput:
     """What rank 0 writes in the run folder: the log and the checkpoints. The folder is not changed before `begin`."""
 
     def __init__(
@@ -76,21 +76,21 @@ class Books:
         self.folder, self.environment, self.position = folder, environment, position
         self.text = dump_recipe(repeatable(recipe))
         self.begun = False
-        self.logbook = Logbook.waiting(folder.path, display.note)
-        cleanup.callback(self.logbook.close)
-        self.logbook.note(f"{story.STARTED}{_command(environment)}", show=False)
-        self.logbook.note(f"run folder {folder.path}")
-        self.keeper = Keeper(
+        self.run_log = RunLog.waiting(folder.path, display.log)
+        cleanup.callback(self.run_log.close)
+        self.run_log.log(f"{text_log.STARTED}{_command(environment)}", show=False)
+        self.run_log.log(f"run folder {folder.path}")
+        self.manager = CheckpointManager(
             folder.checkpoints,
             recipe.checkpoint.keep,
             self.text,
             environment,
-            self.logbook.flush,
-            self.logbook.note,
-            partial(self.logbook.note, show=False),
+            self.run_log.flush,
+            self.run_log.log,
+            partial(self.run_log.log, show=False),
             lambda: (folder.path / UNSAVED).unlink(missing_ok=True),
         )
-        cleanup.callback(self.keeper.close)
+        cleanup.callback(self.manager.close)
 
     def begin(self) -> None:
         """From here on the run writes its folder. Each change can be the last, so they come in an order that leaves
@@ -98,8 +98,8 @@ class Books:
         if self.begun:
             return
         path, step = self.folder.path, self.position.step
-        self.logbook.check()
-        self.keeper.begin()
+        self.run_log.check()
+        self.manager.begin()
         try:
             lock.check(path)
             if checkpoints(self.folder.checkpoints):
@@ -107,7 +107,7 @@ class Books:
             else:
                 (path / UNSAVED).write_text("No checkpoint of this run has been saved yet.\n")
             write_facts(path, self.text, self.environment)
-            beyond = self.keeper.set_aside_after(step)
+            beyond = self.manager.set_aside_after(step)
             # Weights of an earlier stop would pass for those of this run, should it be killed.
             if os.path.lexists(path / "weights"):
                 set_aside(path / "weights")
@@ -116,10 +116,10 @@ class Books:
                 f"cannot write the run folder {path}: {error.strerror or error}",
                 "free space there, or give another --run.dir",
             ) from error
-        self.logbook.begin(keep_until_step=step)
+        self.run_log.begin(keep_until_step=step)
         self.begun = True
         if beyond:
-            self.logbook.note(f"beyond step {step:,}, set aside as step-N.aside: {', '.join(beyond)}")
+            self.run_log.log(f"beyond step {step:,}, set aside as step-N.aside: {', '.join(beyond)}")
 
 
 @dataclass(frozen=True)
@@ -138,14 +138,14 @@ class Running:
     reporter: Reporter
     position: Position
     folder: Opened | None
-    """On rank 0 only, like `keeper`."""
-    keeper: Keeper | None
-    books: Books | None
+    """On rank 0 only, like `manager`."""
+    manager: CheckpointManager | None
+    output: RunOutput | None
     moved_in: bool
     """Goes on from a checkpoint of another run folder."""
     holding: Holding
-    pieces: PieceWriter | None
-    """Of a sharded checkpoint, on the ranks that have no keeper."""
+    shard_writer: ShardWriter | None
+    """Of a sharded checkpoint, on the ranks that have no manager."""
     twin: list[torch.nn.Module]
     """A copy of a model that is sharded, for the certificate, which takes it out."""
     laid: Laid | None
@@ -153,14 +153,14 @@ class Running:
     picture: Picture | None
     """Of one of its steps."""
 
-    def note(self, text: str, show: bool = True) -> None:
+    def log(self, text: str, show: bool = True) -> None:
         """A line for the log, and for the screen unless it is details."""
-        self.reporter.logbook.note(text, show)
+        self.reporter.run_log.log(text, show)
 
     def begin(self) -> None:
         """Everything was opened and tried: the run may change its folder."""
-        if self.books is not None:
-            self.books.begin()
+        if self.output is not None:
+            self.output.begin()
 
     def batches(self, first_step: int, last_step: int) -> Batches:
         """This rank's batches of these steps, with what the task adds to them."""
@@ -181,7 +181,7 @@ class Running:
 
 
 def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> Running:
-    """Opens data, folder and books, builds the model, and loads the checkpoint to go on from."""
+    """Opens data, folder and output, builds the model, and loads the checkpoint to go on from."""
     enter(Phase.STARTING)
     display = make_display(world.rank)
     cleanup.callback(display.end)
@@ -208,9 +208,9 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
     twin = [_on_host(task.module)] if recipe.parallel.layout == "fsdp" else []
     state = prepare_state(recipe, task.module, world, task.model, laid.exchange.staged.tail if laid else None)
     holding = _holding(state, grid, world)
-    pieces = PieceWriter() if recipe.checkpoint.sharded and not world.is_rank_zero else None
-    if pieces is not None:
-        cleanup.callback(pieces.close)
+    shard_writer = ShardWriter() if recipe.checkpoint.sharded and not world.is_rank_zero else None
+    if shard_writer is not None:
+        cleanup.callback(shard_writer.close)
     step = TrainStep(
         state,
         task.objective,
@@ -242,12 +242,14 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
         if moved_in:
             position = replace(position, best_step=-1, best_accuracy=-1.0)
 
-    books = Books(folder, recipe, environment, position, display, cleanup) if folder is not None else None
-    logbook = books.logbook if books is not None else Logbook(None)
-    if books is not None and not books.folder.holds_run:
-        books.begin()  # nothing to lose, and what the rehearsal finds has a place
+    output = (
+        RunOutput(folder, recipe, environment, position, display, cleanup) if folder is not None else None
+    )
+    run_log = output.run_log if output is not None else RunLog(None)
+    if output is not None and not output.folder.holds_run:
+        output.begin()  # nothing to lose, and what the rehearsal finds has a place
     reporter = Reporter(
-        logbook,
+        run_log,
         display,
         MeterReader(step.meter, world),
         world,
@@ -269,14 +271,14 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
         reporter=reporter,
         position=position,
         folder=folder,
-        keeper=books.keeper if books is not None else None,
-        books=books,
+        manager=output.manager if output is not None else None,
+        output=output,
         moved_in=moved_in,
         holding=holding,
-        pieces=pieces,
+        shard_writer=shard_writer,
         twin=twin,
         laid=laid,
-        picture=_picture(recipe, laid, step, world, folder, logbook),
+        picture=_picture(recipe, laid, step, world, folder, run_log),
     )
     words = _opening_words(recipe, sets, plan, task.model, step, world, threads)
     for word in (
@@ -288,7 +290,7 @@ def start(recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> R
         *resume_words,
     ):
         if word:
-            run.note(word)
+            run.log(word)
     return run
 
 
@@ -314,7 +316,7 @@ def _picture(
     step: TrainStep,
     world: World,
     folder: Opened | None,
-    logbook: Logbook,
+    run_log: RunLog,
 ) -> Picture | None:
     """Where there is more to see than one forward and one backward."""
     path, name = folder.path if folder else None, recipe.model.name
@@ -326,18 +328,18 @@ def _picture(
         )
         # Lanes of other replicas have the same numbers and look alike.
         first = world if laid.exchange.grid.replicas == 1 else laid.exchange.grid.down
-        return Picture(laid.exchange, title, lane_names(laid.segments, shape), first, path, logbook.note)
+        return Picture(laid.exchange, title, lane_names(laid.segments, shape), first, path, run_log.log)
     exchange, micro = step.exchange, recipe.train.accumulate
     if not isinstance(exchange, Recorded) or (world.size == 1 and micro == 1):
         return None
     layout = resolve_layout(recipe.parallel.layout, world)
     title = f"{name}, {layout}, {world.size} process(es), {micro} micro-batch(es)"
 
-    def note(text: str) -> None:
+    def log(text: str) -> None:
         # Whole models side by side have no bubble that a person would wait for.
-        logbook.note(text, show=text.startswith("WARNING"))
+        run_log.log(text, show=text.startswith("WARNING"))
 
-    return Picture(exchange, title, [f"rank {rank}" for rank in range(world.size)], world, path, note)
+    return Picture(exchange, title, [f"rank {rank}" for rank in range(world.size)], world, path, log)
 
 
 def _command(environment: dict[str, Any]) -> str:

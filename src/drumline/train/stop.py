@@ -18,7 +18,7 @@ from types import FrameType
 import torch
 
 from drumline.core.environment import LAUNCHER
-from drumline.observe import text_log as story
+from drumline.observe import text_log
 from drumline.parallel.world import World
 
 CHECK_SECONDS = 0.1
@@ -117,13 +117,13 @@ class StopSign:
         self._asked_at = time.monotonic()
         name = signal.Signals(number).name
         if self.asked:
-            self.record(f"{story.STOPPED}{name} again: ended at once, without saving")
-            story.leave_bar()
+            self.record(f"{text_log.STOPPED}{name} again: ended at once, without saving")
+            text_log.leave_bar()
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self.asked, self.signal = True, name
         if LAUNCHER not in os.environ and self.world.size == 1:  # otherwise the launcher says it
-            story.say(
+            text_log.say(
                 f"{name}: finishing the step, then saving; {name} again ends the run at once, without saving"
             )
 

@@ -27,7 +27,7 @@ SVG, TRACE = "timeline.svg", "timeline.json"
 
 
 class Recording(Protocol):
-    """An exchange that can note when it does what."""
+    """An exchange that can record when it does what."""
 
     recording: bool
 
@@ -45,11 +45,11 @@ class Picture:
         lanes: Sequence[str],
         world: World,
         folder: Path | None,
-        note: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         """`lanes` are the names of those that are drawn: of the first replica, where there are several."""
         self.exchange, self.title, self.lanes = exchange, title, lanes
-        self.world, self.folder, self.note = world, folder, note
+        self.world, self.folder, self.log = world, folder, log
         self.at = -1
         self._predicted: tuple[Span, ...] = ()
 
@@ -83,14 +83,14 @@ class Picture:
             write_text(self.folder / SVG, timeline_svg(measured, self._predicted, title, self.lanes))
             write_text(self.folder / TRACE, perfetto(measured, self._predicted, self.lanes))
         except OSError as error:
-            self.note(f"WARNING: no picture of the step, {error.strerror or error}: {self.folder / SVG}")
+            self.log(f"WARNING: no picture of the step, {error.strerror or error}: {self.folder / SVG}")
             return
         if self._predicted:
             now, expected = (
                 f"bubble {bubble(spans):.1%} of {step_time(spans) * 1e3:.1f} ms"
                 for spans in (measured, self._predicted)
             )
-            self.note(f"step {step + 1:,}: {now}, expected {expected}; picture in {self.folder / SVG}")
+            self.log(f"step {step + 1:,}: {now}, expected {expected}; picture in {self.folder / SVG}")
 
     def _drawn(self, mine: Sequence[Span]) -> list[Span]:
         """The spans of the lanes that are drawn, on every rank, by the first one's clock. Each machine counts from

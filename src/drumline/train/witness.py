@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from drumline.core.late import Late
+from drumline.core.host_copy import HostCopy
 from drumline.guards.finding import Finding
-from drumline.observe.run_log import Logbook
+from drumline.observe.run_log import RunLog
 from drumline.parallel.local import is_part, local_part, rows_held
 from drumline.parallel.world import World
 from drumline.state.chain import GROUPS, record_text
@@ -56,13 +56,13 @@ class Witness:
         self,
         tensors: Callable[[], Named],
         world: World,
-        logbook: Logbook,
+        run_log: RunLog,
         finite: Finite | None = None,
         places: int = 1,
     ) -> None:
         """`places` is the number of processes that hold one copy of the model together: rank r has place r mod
         places, and is compared with the others of its place."""
-        self.tensors, self.world, self.logbook, self.finite = tensors, world, logbook, finite
+        self.tensors, self.world, self.run_log, self.finite = tensors, world, run_log, finite
         self.places = places
         self._held: tuple[list[int], list[list[tuple[str, str]]]] = ([], [])
         self.agreed = 0
@@ -91,7 +91,7 @@ class Witness:
         # Stages of one process may lie on other GPUs than its own.
         home = self.world.device
         values = torch.cat([part.to(home, torch.int64) for part in (tally, numbers, samples)])
-        self._waiting = _Look(step, order, parts, len(samples), writes, troubles, Late(values))
+        self._waiting = _Look(step, order, parts, len(samples), writes, troubles, HostCopy(values))
         self.last = step
 
     def read(self) -> Seen:
@@ -173,8 +173,8 @@ class Witness:
         for order, numbers in zip(orders, everybody, strict=False):
             for (group, name), number in zip(order, numbers.tolist(), strict=True):
                 values.setdefault(group, {})[name] = number
-        text, chain = record_text(look.step, values, look.writes == "full", self.logbook.chain)
-        self.logbook.record(text, chain)
+        text, chain = record_text(look.step, values, look.writes == "full", self.run_log.chain)
+        self.run_log.record(text, chain)
 
     def _drift(self, name: str, ranks: list[int], step: int) -> Finding:
         group, _, tensor = name.partition(" ")
@@ -256,7 +256,7 @@ class _Look:
     samples: int
     writes: str
     troubles: int
-    late: Late
+    late: HostCopy
 
 
 def _joined(everybody: list[torch.Tensor], parts: list[int]) -> list[torch.Tensor]:

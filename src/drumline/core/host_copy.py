@@ -1,6 +1,6 @@
 """Numbers on their way from the device to the host.
 
-Promises: starting the copy never waits; `arrived` never waits; `values` does, if it must.
+Promises: starting the copy never waits; `done` never waits; `values` does, if it must.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 
-class Late:
+class HostCopy:
     """A copy of a tensor as it is when the device comes to this point."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -22,7 +22,7 @@ class Late:
         self._event.record()
 
     @property
-    def arrived(self) -> bool:
+    def done(self) -> bool:
         return self._event is None or self._event.query()
 
     def values(self) -> torch.Tensor:
