@@ -44,7 +44,7 @@ def test_what_an_initial_stage_left_is_given_to_every_rank(tmp_path: Path) -> No
     student = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
     bundle = Bundle(student, {"factor": nn.BatchNorm2d(2)}, {})
     given: list[torch.Tensor] = []
-    other = SimpleNamespace(first=False, broadcast=given.append)
+    other = SimpleNamespace(is_rank_zero=False, broadcast=given.append)
     lesson._take_over(bundle, student, (tmp_path,), other)  # type: ignore[arg-type]
     assert [t.data_ptr() for t in given] == [t.data_ptr() for t in bundle.state_dict().values()]
     given.clear()

@@ -27,9 +27,9 @@ from drumline.launch.stacks import answer_signal
 def main() -> None:
     die_with_parent()
     folder, mode = Path(sys.argv[1]), sys.argv[2]
-    place = read_rank_info(os.environ)
-    assert place is not None
-    rank = place.rank
+    info = read_rank_info(os.environ)
+    assert info is not None
+    rank = info.rank
     write(folder / f"pid-{rank}", str(os.getpid()))
     try:
         globals()[mode](folder, rank)
@@ -51,7 +51,7 @@ def report(folder: Path, rank: int) -> None:
         "env": dict(os.environ),
         "descriptors": links,
         "limits": resource.getrlimit(resource.RLIMIT_NOFILE),
-        "place": vars(read_rank_info(os.environ)),
+        "rank_info": vars(read_rank_info(os.environ)),
     }
     write(folder / f"report-{rank}", json.dumps(facts))
 
@@ -134,9 +134,9 @@ def sums(folder: Path, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
-    place = read_rank_info(os.environ)
-    assert place is not None
-    os.environ.update(to_env(place))
+    info = read_rank_info(os.environ)
+    assert info is not None
+    os.environ.update(to_env(info))
     dist.init_process_group("gloo", init_method="env://")
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)
@@ -145,7 +145,7 @@ def sums(folder: Path, rank: int) -> None:
     facts = {
         "sum": total.item(),
         "env": dict(os.environ),
-        "place": vars(place),
+        "rank_info": vars(info),
         "addresses": peers,
     }
     write(folder / f"report-{rank}", json.dumps(facts))
@@ -222,11 +222,11 @@ def exchanges(folder: Path, rank: int) -> None:
     """The same, with an all-reduce over gloo at each step."""
     import torch
 
-    from drumline.parallel.world import meet
+    from drumline.parallel.process_group import init_process_group
 
-    place = read_rank_info(os.environ)
-    assert place is not None
-    world = meet(place, torch.device("cpu"), "gloo", 60)
+    info = read_rank_info(os.environ)
+    assert info is not None
+    world = init_process_group(info, torch.device("cpu"), "gloo", 60)
     while True:
         world.all_reduce(torch.ones(1))
         write(folder / f"step-{os.environ['DRUMLINE_GENERATION']}-{rank}", os.environ["WORLD_SIZE"])
@@ -238,11 +238,11 @@ def listens(folder: Path, rank: int) -> None:
     import psutil
     import torch
 
-    from drumline.parallel.world import meet
+    from drumline.parallel.process_group import init_process_group
 
-    place = read_rank_info(os.environ)
-    assert place is not None
-    world = meet(place, torch.device("cpu"), "gloo", 60)
+    info = read_rank_info(os.environ)
+    assert info is not None
+    world = init_process_group(info, torch.device("cpu"), "gloo", 60)
     world.barrier()
     found = {
         process: [

@@ -38,7 +38,7 @@ def test_workers_get_arguments_and_environment_and_nothing_else(
         assert facts["limits"][0] == min(hard, 65536)
         assert facts["env"]["OMP_NUM_THREADS"] == "3"
         assert facts["env"]["GLOO_SOCKET_IFNAME"] == "lo"
-        place = facts["place"]
+        place = facts["rank_info"]
         assert (place["rank"], place["world_size"], place["local_rank"], place["local_size"]) == (
             rank,
             2,
@@ -213,7 +213,7 @@ def test_a_file_where_the_machines_should_meet_is_named(run: Run) -> None:
 def test_two_launchers_on_one_machine_count_as_two(run: Run) -> None:
     codes, outputs = run.two_launchers("report")
     assert codes == [0, 0], outputs
-    assert [run.report(rank)["place"]["node_rank"] for rank in range(2)] == [0, 1]
+    assert [run.report(rank)["rank_info"]["node_rank"] for rank in range(2)] == [0, 1]
 
 
 def test_a_machine_that_is_done_still_hears_of_anothers_failure(run: Run) -> None:

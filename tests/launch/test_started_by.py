@@ -33,7 +33,7 @@ def _check(folder: Path, started_by: str) -> None:
     for rank in range(2):
         facts = json.loads((folder / f"report-{rank}").read_text())
         assert facts["sum"] == 3.0
-        assert (facts["place"]["started_by"], facts["place"]["local_rank"]) == (started_by, rank)
+        assert (facts["rank_info"]["started_by"], facts["rank_info"]["local_rank"]) == (started_by, rank)
 
 
 def test_torchrun_starts_workers_that_find_each_other(tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ def test_two_hosts_meet_and_add_up(hosts: tuple[Host, Host], tmp_path: Path, how
         assert facts["sum"] == 3.0
         assert facts["env"]["GLOO_SOCKET_IFNAME"] == host.interface
         assert facts["env"]["NCCL_SOCKET_IFNAME"] == f"={host.interface}"
-        assert facts["place"]["master_addr"] == order[0].address
-        assert (facts["place"]["node_rank"], facts["place"]["local_rank"]) == (rank, 0)
+        assert facts["rank_info"]["master_addr"] == order[0].address
+        assert (facts["rank_info"]["node_rank"], facts["rank_info"]["local_rank"]) == (rank, 0)
         assert host.address in facts["addresses"]
         assert outputs[1 - rank].splitlines() == [
             f"1 process here, network interface {host.interface} ({host.address})",

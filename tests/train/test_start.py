@@ -43,7 +43,7 @@ def test_a_stage_that_draws_from_elsewhere_is_told_of_where_the_log_is() -> None
     said: list[str] = []
     first: Any = SimpleNamespace(
         step=SimpleNamespace(draws_elsewhere=False),
-        world=SimpleNamespace(collect=lambda mine: [mine, True]),
+        world=SimpleNamespace(all_gather_object=lambda mine: [mine, True]),
         recipe=Recipe(),
         log=said.append,
     )
