@@ -7,13 +7,12 @@
 Each round starts three new processes in turn: one that imports torch; the command up to the end of its first step,
 in phases; and the whole command with one step, an evaluation, a checkpoint and the exit. A first round, which fills
 the page cache and writes bytecode, does not count. Prints medians of the time on the clock and of the CPU time, which
-other programs on the machine affect less. The phases are measured from outside: this script wraps the functions that
-`PHASES` names, then calls the command line's `main`.
+other programs on the machine affect less. A phase ends when the run first calls a certain function of torch (see
+`child`), so the code under test needs no timers.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import statistics
@@ -24,16 +23,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-PHASES = {
-    "choose the device": "drumline.launch.worker:pick_device",
-    "open the data": "drumline.train.prepare:prepare_sets",
-    "build the model": "drumline.train.prepare_model:prepare_model",
-    "lay out the model, build the optimizer": "drumline.train.start:prepare_trainee",
-    "rehearse the step": "drumline.train.loop:rehearse",
-    "first step": "drumline.train.step:TrainStep.__call__",
-}
-"""Functions by what they do, in the order in which a run calls them."""
-TORCH, OURS, REST, TOTAL = "start Python, import torch", "import drumline", "all else", "to the first step"
+TORCH, REHEARSED = "start Python, import torch", "first backward and update (undone: a rehearsal)"
+TOTAL, WHOLE = "to the first step", "to the end of a run of one step"
 COMMAND = ("train", "--model.name", "cifar/resnet8", "--train.steps", "1")
 ALONE = "import time, torch; print([time.time(), time.process_time()])"
 Times = tuple[float, float]
@@ -41,58 +32,56 @@ Times = tuple[float, float]
 
 
 def child(began: float, argv: list[str]) -> None:
-    """Runs the command up to the end of its first step; prints the times of each phase."""
-
-    def now() -> Times:
-        return time.time() - began, time.process_time()
-
-    python = now()
+    """Runs the command up to the end of its first step; prints when each phase ended."""
     from drumline.cli import main as command
     from drumline.cli import without_garbage_collection
 
-    begin = now()
     with without_garbage_collection():  # as the command does
         import torch
-    times: dict[str, Times] = {OURS: _minus(begin, python)}
-    times[TORCH] = _minus(now(), times[OURS])
+    from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    def timed(phase: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        begin = now()
-        result = function(*args, **kwargs)
-        if phase == "first step" and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        times[phase] = _minus(now(), begin)
-        if phase == "first step":
-            _report(times, now())
-        return result
+    ends: dict[str, Times] = {}
 
-    begin = now()
-    for phase, name in PHASES.items():
-        module, path = name.split(":")
-        *classes, function = path.split(".")
-        owner: Any = importlib.import_module(module)
-        for each in classes:
-            owner = getattr(owner, each)
-        setattr(owner, function, _bound(timed, phase, getattr(owner, function)))
-    ours = _minus(now(), begin)
-    times[OURS] = times[OURS][0] + ours[0], times[OURS][1] + ours[1]
+    def mark(phase: str) -> None:
+        ends.setdefault(phase, (time.time() - began, time.process_time()))
+
+    def mark_before(owner: Any, name: str, phase: str) -> None:
+        """Ends a phase at the first call of a function."""
+        function: Callable[..., Any] = getattr(owner, name)
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            setattr(owner, name, function)
+            mark(phase)
+            return function(*args, **kwargs)
+
+        setattr(owner, name, marked)
+
+    def stepped(*_: object) -> None:
+        if REHEARSED in ends and not torch.cuda.is_initialized():
+            end()
+        mark(REHEARSED)
+
+    def end() -> None:
+        mark("first step")
+        print(json.dumps(ends), flush=True)
+        os._exit(0)
+
+    mark(TORCH)
+    mark_before(torch, "set_deterministic_debug_mode", "import drumline, open the device")
+    mark_before(torch.nn.Module, "__init__", "open the data")
+    mark_before(torch.optim.Optimizer, "__init__", "build the model")
+    mark_before(torch.autograd, "backward", "build the optimizer, open the run folder, first forward")
+    register_optimizer_step_post_hook(stepped)
+    replay = torch.cuda.CUDAGraph.replay
+
+    def first_replay(graph: Any) -> None:
+        mark("capture the step as a CUDA graph")
+        replay(graph)
+        torch.cuda.synchronize()
+        end()
+
+    torch.cuda.CUDAGraph.replay = first_replay
     command(argv)
-
-
-def _bound(timed: Callable[..., Any], phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that can stand in a class, unlike a `partial`."""
-    return lambda *args, **kwargs: timed(phase, function, *args, **kwargs)
-
-
-def _minus(end: Times, begin: Times) -> Times:
-    return end[0] - begin[0], end[1] - begin[1]
-
-
-def _report(times: dict[str, Times], total: Times) -> None:
-    """Prints all phases, and ends the process."""
-    known = sum(wall for wall, _ in times.values()), sum(cpu for _, cpu in times.values())
-    print(json.dumps({**times, REST: _minus(total, known), TOTAL: total}), flush=True)
-    os._exit(0)
 
 
 def main() -> None:
@@ -106,7 +95,7 @@ def main() -> None:
     env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     alone: list[Times] = []
     whole: list[float] = []
-    phases: list[dict[str, Times]] = []
+    ends: list[dict[str, Times]] = []
     with tempfile.TemporaryDirectory() as folder:
         argv = [*COMMAND, "--run.device", options.device, "--run.dir", folder]
         for number in range(options.rounds + 1):
@@ -117,15 +106,17 @@ def main() -> None:
             _python(["-m", "drumline", *argv], env)
             if number:
                 alone.append((imported[0] - begin, imported[1]))
-                phases.append(found)
+                ends.append(found)
                 whole.append(time.time() - command)
     print(f"{_machine(options.device)}, {options.rounds} rounds in turns, medians\n")
     print("| phase | s | CPU s |\n|---|---|---|")
-    for phase in (TORCH, OURS, *PHASES, REST):
-        wall, cpu = _medians([each[phase] for each in phases])
+    began: list[Times] = [(0.0, 0.0)] * len(ends)
+    for phase in ends[0]:
+        ended = [each[phase] for each in ends]
+        wall, cpu = _medians([(b[0] - a[0], b[1] - a[1]) for a, b in zip(began, ended, strict=True)])
         print(f"| {phase} | {wall:.3f} | {cpu:.3f} |")
-    least = _medians(alone)
-    total = _medians([each[TOTAL] for each in phases])
+        began = ended
+    least, total = _medians(alone), _medians(began)
     print(
         "\n| from the command | s | ratio | beyond, s | CPU s | ratio | beyond, s |\n|---|---|---|---|---|---|---|"
     )
@@ -135,9 +126,7 @@ def main() -> None:
             f"| {cpu:.3f} | {cpu / least[1]:.2f} | {cpu - least[1]:+.3f} |"
         )
     wall = statistics.median(whole)
-    print(
-        f"| to the end of a run of one step | {wall:.3f} | {wall / least[0]:.2f} | {wall - least[0]:+.3f} | | | |"
-    )
+    print(f"| {WHOLE} | {wall:.3f} | {wall / least[0]:.2f} | {wall - least[0]:+.3f} | | | |")
 
 
 def _medians(times: list[Times]) -> Times:
