@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from drumline.data.feed.views import View
+from drumline.data.feed.sample import crop_encoded, cut
+from drumline.data.feed.transform import Transform
 from drumline.data.image.decode import decode
-from drumline.data.image.window import cut, window_of
 from photographs import Pixels, Row, brief, made_up_photograph, pillow_window
 
 Cutter = Callable[[bytes, Row, int], Pixels]
@@ -25,13 +25,15 @@ Cutter = Callable[[bytes, Row, int], Pixels]
 PILLOW, DRUMLINE = "Pillow crop + resize", "Drumline, native"
 
 
-def cutters(view: View) -> tuple[dict[str, Cutter], list[str]]:
+def cutters(transform: Transform) -> tuple[dict[str, Cutter], list[str]]:
     """The ways that work here, by name, and a line for each that does not."""
     found: dict[str, Cutter] = {
         PILLOW: lambda data, row, size: pillow_window(Image.open(io.BytesIO(data)), row, size),
         "Pillow resize(box=)": _pillow_box,
-        "Pillow decode + Drumline resize": lambda data, row, _: cut(np.asarray(decode(data, "")), row, view),
-        DRUMLINE: lambda data, row, _: window_of(data, "", view, lambda sizes: row[None]),
+        "Pillow decode + Drumline resize": lambda data, row, _: cut(
+            np.asarray(decode(data, "")), row, transform
+        ),
+        DRUMLINE: lambda data, row, _: crop_encoded(data, "", transform, lambda sizes: row[None]),
         "torch uint8 antialias": lambda data, row, size: turned(_by_torch(_decoded(data), row), row, size),
         "torch float antialias + round": lambda data, row, size: turned(
             _by_torch(_decoded(data), row, torch.float32), row, size

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from drumline.config.recipe import Checkpoint, Data, Distill, Model, Optim, Parallel, Recipe, Run, Train
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
 from drumline.models import create_model
 from drumline.observe.display import SilentDisplay
 from drumline.parallel.world import single_process

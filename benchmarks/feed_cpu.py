@@ -39,11 +39,11 @@ from torch import Tensor
 
 from cutters import PILLOW, Cutter, cutters
 from drumline.core.machine import usable_cores
-from drumline.data.feed.ledger import Ledger
+from drumline.data.feed.bad_samples import BadSamples
 from drumline.data.feed.loader import Workers, batches
-from drumline.data.feed.order import training_requests
-from drumline.data.feed.views import View
-from drumline.data.sources import EncodedSource, SourceSpec
+from drumline.data.feed.sampler import training_requests
+from drumline.data.feed.transform import Transform
+from drumline.data.sources import DatasetSpec, EncodedDataset
 from feeds import Files, torch_loader, torchvision_transform
 from harness import Parser
 from photographs import VERSION, lay_in_folders, machine, photographs
@@ -58,22 +58,22 @@ def main() -> int:
     asked = _arguments()
     os.environ["VIPS_CONCURRENCY"] = "1"
     torch.set_num_threads(1)
-    view = View(asked.size, "crop-flip", resize=VERSION)
+    transform = Transform(asked.size, "crop-flip", resize=VERSION)
     with tempfile.TemporaryDirectory(prefix="drumline-feed-") as temporary:
         folder = Path(temporary)
         photos = photographs(asked.path, made_up=asked.made_up)
         source = lay_in_folders(photos, folder)
         print(f"{machine()}\n{photos.told}\n")
-        exact = one_core(source, view, asked.rounds)
+        exact = one_core(source, transform, asked.rounds)
         if not asked.no_scaling:
-            scaling(source, folder, view, asked.rounds, asked.workers, asked.batch)
+            scaling(source, folder, transform, asked.rounds, asked.workers, asked.batch)
     return 0 if exact else 1
 
 
-def one_core(source: EncodedSource, view: View, rounds: int) -> bool:
+def one_core(source: EncodedDataset, transform: Transform, rounds: int) -> bool:
     """Prints the table of part one; whether Drumline's pixels are all Pillow's."""
-    contestants, missing = cutters(view)
-    contestants |= torchvision_transforms(view.size)
+    contestants, missing = cutters(transform)
+    contestants |= torchvision_transforms(transform.size)
     paths = [source.where(sample) for sample in range(len(source))]
     sizes = np.array([Image.open(path).size for path in paths], np.int32)
     speeds: dict[str, list[float]] = {name: [] for name in contestants}
@@ -82,7 +82,7 @@ def one_core(source: EncodedSource, view: View, rounds: int) -> bool:
     os.sched_setaffinity(0, {max(allowed)})
     try:
         for number in range(rounds):
-            rows = view.geometry(0, number, np.arange(len(paths)), sizes)
+            rows = transform.geometry(0, number, np.arange(len(paths)), sizes)
             took = dict.fromkeys(contestants, 0.0)
             for first in range(0, len(paths), CHUNK):
                 which = slice(first, first + CHUNK)
@@ -90,7 +90,7 @@ def one_core(source: EncodedSource, view: View, rounds: int) -> bool:
                 for name, way in contestants.items():
                     begun = time.process_time()
                     windows[name] = [
-                        way(_read(path), row, view.size)
+                        way(_read(path), row, transform.size)
                         for path, row in zip(paths[which], rows[which], strict=True)
                     ]
                     took[name] += time.process_time() - begun
@@ -103,7 +103,8 @@ def one_core(source: EncodedSource, view: View, rounds: int) -> bool:
     finally:
         os.sched_setaffinity(0, allowed)
     print(
-        f"one core, {view.size} x {view.size}, CPU time; means of {rounds} rounds of {len(paths)} images, in turns\n"
+        f"one core, {transform.size} x {transform.size}, CPU time; means of {rounds} rounds of "
+        f"{len(paths)} images, in turns\n"
     )
     print(
         "| path | ms | img/s/core | min..max | to Pillow | values equal to Pillow's |\n|---|---|---|---|---|---|"
@@ -119,15 +120,19 @@ def one_core(source: EncodedSource, view: View, rounds: int) -> bool:
     return all(differences[name].exact for name in contestants if "Drumline" in name)
 
 
-def scaling(source: EncodedSource, folder: Path, view: View, rounds: int, most: int, batch: int) -> None:
+def scaling(
+    source: EncodedDataset, folder: Path, transform: Transform, rounds: int, most: int, batch: int
+) -> None:
     """Prints the table of part two."""
     load = os.getloadavg()[0]
     counts = sorted({1, *(2**power for power in range(1, most.bit_length()) if 2**power <= most), most})
-    spec = SourceSpec("folder", str(folder), "train")
+    spec = DatasetSpec("folder", str(folder), "train")
     kinds: dict[str, Callable[[int], Generator[int, None, None]]] = {
-        "Drumline, threads": lambda count: ours(source, spec, view, Workers("threads", count), batch),
-        "Drumline, processes": lambda count: ours(source, spec, view, Workers("processes", count), batch),
-        "DataLoader + PIL transforms": lambda count: data_loader(source, view.size, count, batch),
+        "Drumline, threads": lambda count: ours(source, spec, transform, Workers("threads", count), batch),
+        "Drumline, processes": lambda count: ours(
+            source, spec, transform, Workers("processes", count), batch
+        ),
+        "DataLoader + PIL transforms": lambda count: data_loader(source, transform.size, count, batch),
     }
     speeds: dict[tuple[str, int], list[float]] = {(kind, count): [] for kind in kinds for count in counts}
     for number in range(rounds):
@@ -161,20 +166,22 @@ def scaling(source: EncodedSource, folder: Path, view: View, rounds: int, most: 
 
 
 def ours(
-    source: EncodedSource, spec: SourceSpec, view: View, workers: Workers, batch: int
+    source: EncodedDataset, spec: DatasetSpec, transform: Transform, workers: Workers, batch: int
 ) -> Generator[int, None, None]:
     """Sizes of the batches that Drumline's loader makes."""
     batch = min(batch, len(source))
     requests = training_requests(
-        seed=0, samples=len(source), batch=batch, first_step=0, last_step=10**9, part=slice(0, batch)
+        seed=0, samples=len(source), batch=batch, first_step=0, last_step=10**9, local=slice(0, batch)
     )
-    ledger = Ledger("training", len(source), 0.0)
-    with closing(batches(spec, source, view, 0, requests, workers, torch.device("cpu"), ledger)) as feed:
+    bad_samples = BadSamples("training", len(source), 0.0)
+    with closing(
+        batches(spec, source, transform, 0, requests, workers, torch.device("cpu"), bad_samples)
+    ) as feed:
         for made in feed:
             yield len(made.labels)
 
 
-def data_loader(source: EncodedSource, size: int, workers: int, batch: int) -> Generator[int, None, None]:
+def data_loader(source: EncodedDataset, size: int, workers: int, batch: int) -> Generator[int, None, None]:
     """Sizes of the batches of torch's DataLoader, with torchvision's transforms where they are installed."""
     files = Files(source, 10**6, installed_transform(size) or PillowTransform(size))
     for images, _ in torch_loader(files, min(batch, len(source)), workers):

@@ -51,8 +51,8 @@ from torch import Tensor, nn
 from drumline.core.machine import raise_descriptor_limit, usable_cores
 from drumline.data.feed.choose import gpu_unavailable
 from drumline.data.feed.loader import Workers
-from drumline.data.feed.views import View
-from drumline.data.sources import EncodedSource, SourceSpec, open_source
+from drumline.data.feed.transform import Transform
+from drumline.data.sources import DatasetSpec, EncodedDataset, open_dataset
 from drumline.models import create_model
 from feeds import CLASSES, Feed, Plan, dali_loader, data_loader, drumline, requests, synthetic, timm_loader
 from harness import Parser, synchronize
@@ -99,16 +99,16 @@ def main() -> int:
     torch.backends.cudnn.benchmark = True
     with tempfile.TemporaryDirectory(prefix="drumline-feed-") as folder:
         spec, told = lay_out(asked.path, Path(folder), plan, 24 if asked.small else FILES)
-        source = open_source(spec)
-        assert isinstance(source, EncodedSource)
-        view = View(plan.size, "crop-flip", resize=VERSION)
+        source = open_dataset(spec)
+        assert isinstance(source, EncodedDataset)
+        transform = Transform(plan.size, "crop-flip", resize=VERSION)
         print(f"{machine(device)}\n{told}")
-        reference = torch.from_numpy(pillow_batches(source, view, plan)).to(device)
+        reference = torch.from_numpy(pillow_batches(source, transform, plan)).to(device)
         print(
             f"Pillow made {reference[..., 0, 0, 0].numel():,} reference windows   [{_since(began)}]",
             flush=True,
         )
-        contestants = _contestants(asked.threads, spec, source, view, plan)
+        contestants = _contestants(asked.threads, spec, source, transform, plan)
         turns: dict[tuple[str, str, str], list[Measured]] = defaultdict(list)
         broken = False
         for model, mode in ((name, mode) for name in asked.only for mode in _modes(name, asked.modes)):
@@ -123,7 +123,7 @@ def main() -> int:
     return 1 if broken or any(turn.equal != turn.samples for found in turns.values() for turn in found) else 0
 
 
-def lay_out(path: str | None, folder: Path, plan: Plan, at_least: int) -> tuple[SourceSpec, str]:
+def lay_out(path: str | None, folder: Path, plan: Plan, at_least: int) -> tuple[DatasetSpec, str]:
     """Copies of the photographs in class folders, `at_least` files in all."""
     photos = photographs(path)
     copies = max(2, -(-max(at_least, 2 * plan.batch) // len(photos.data)))
@@ -133,13 +133,13 @@ def lay_out(path: str | None, folder: Path, plan: Plan, at_least: int) -> tuple[
         for number, (name, data) in enumerate(zip(photos.names, photos.data, strict=True)):
             (place / f"{number:05}_{name}").write_bytes(data)
     told = f"{photos.told}; each copied {copies} times, {copies * len(photos.data):,} files in class folders"
-    return SourceSpec("folder", str(folder), "train"), told
+    return DatasetSpec("folder", str(folder), "train"), told
 
 
-def pillow_batches(source: EncodedSource, view: View, plan: Plan) -> NDArray[np.uint8]:
+def pillow_batches(source: EncodedDataset, transform: Transform, plan: Plan) -> NDArray[np.uint8]:
     """What Pillow makes of every sample of a turn: (steps, batch, size, size, 3), by processes that share it."""
     asked = list(islice(requests(source, plan), plan.settle + plan.steps))
-    shape = (len(asked), plan.batch, view.size, view.size, 3)
+    shape = (len(asked), plan.batch, transform.size, transform.size, 3)
     shared = np.frombuffer(mmap.mmap(-1, int(np.prod(shape))), np.uint8).reshape(shape)
 
     def make(worker: int) -> None:
@@ -147,8 +147,8 @@ def pillow_batches(source: EncodedSource, view: View, plan: Plan) -> NDArray[np.
             for slot, sample in enumerate(request.samples.tolist()):
                 with Image.open(source.where(sample)) as image:
                     sizes = np.array([image.size], np.int32)
-                    row = view.geometry(0, request.epoch, [sample], sizes)[0]
-                    shared[step, slot] = pillow_window(image, row, view.size)
+                    row = transform.geometry(0, request.epoch, [sample], sizes)[0]
+                    shared[step, slot] = pillow_window(image, row, transform.size)
 
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=make, args=(worker,)) for worker in range(plan.workers)]
@@ -258,12 +258,12 @@ def _nothing(images: Tensor, labels: Tensor) -> None:
 
 
 def _contestants(
-    threads: list[int], spec: SourceSpec, source: EncodedSource, view: View, plan: Plan
+    threads: list[int], spec: DatasetSpec, source: EncodedDataset, transform: Transform, plan: Plan
 ) -> list[Contestant]:
     found = [Contestant(LIMIT, partial(synthetic, plan), plan.steps, plan.warm)]
 
     def ours(name: str, workers: Workers) -> Contestant:
-        feed = partial(drumline, workers, spec, source, view, plan)
+        feed = partial(drumline, workers, spec, source, transform, plan)
         warm = plan.settle if workers.decode == "both" else plan.warm
         return Contestant(name, feed, plan.steps, warm, ours=True)
 

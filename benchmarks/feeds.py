@@ -16,11 +16,11 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from drumline.data.feed.ledger import Ledger
+from drumline.data.feed.bad_samples import BadSamples
 from drumline.data.feed.loader import Workers, batches
-from drumline.data.feed.order import training_requests
-from drumline.data.feed.views import View
-from drumline.data.sources import EncodedSource, SourceSpec
+from drumline.data.feed.sampler import training_requests
+from drumline.data.feed.transform import Transform
+from drumline.data.sources import DatasetSpec, EncodedDataset
 
 CLASSES = 1000
 SPARE = 8
@@ -56,11 +56,13 @@ def synthetic(plan: Plan) -> Feed:
         yield images, labels
 
 
-def drumline(workers: Workers, spec: SourceSpec, source: EncodedSource, view: View, plan: Plan) -> Feed:
+def drumline(
+    workers: Workers, spec: DatasetSpec, source: EncodedDataset, transform: Transform, plan: Plan
+) -> Feed:
     """The loader that `drumline train` uses."""
-    ledger = Ledger("training", len(source), 0.0)
+    bad_samples = BadSamples("training", len(source), 0.0)
     with closing(
-        batches(spec, source, view, 0, requests(source, plan), workers, plan.device, ledger)
+        batches(spec, source, transform, 0, requests(source, plan), workers, plan.device, bad_samples)
     ) as feed:
         for batch in feed:
             yield batch.images.permute(0, 3, 1, 2), batch.labels
@@ -70,7 +72,7 @@ class Files(Dataset[Any]):
     """What ImageFolder does, so long that no epoch ends within a turn (starting one costs the others time)."""
 
     def __init__(
-        self, source: EncodedSource, length: int, transform: Callable[[Any], Any] | None = None
+        self, source: EncodedDataset, length: int, transform: Callable[[Any], Any] | None = None
     ) -> None:
         self.paths = [source.where(sample) for sample in range(len(source))]
         self.labels = source.labels.tolist()
@@ -108,14 +110,14 @@ def torch_loader(files: Files, batch: int, workers: int, pin: bool = False) -> D
     )
 
 
-def data_loader(source: EncodedSource, plan: Plan) -> Feed:
+def data_loader(source: EncodedDataset, plan: Plan) -> Feed:
     """torch's DataLoader with torchvision's transforms."""
     files = Files(source, _endless(plan), torchvision_transform(plan.size))
     for images, labels in torch_loader(files, plan.batch, plan.workers, pin=plan.device.type == "cuda"):
         yield images.to(plan.device, non_blocking=True), labels.to(plan.device, non_blocking=True)
 
 
-def timm_loader(source: EncodedSource, plan: Plan) -> Feed:
+def timm_loader(source: EncodedDataset, plan: Plan) -> Feed:
     """timm's loader: PIL in the workers, normalised on the GPU on a stream of its own."""
     from timm.data import create_loader
 
@@ -134,7 +136,7 @@ def timm_loader(source: EncodedSource, plan: Plan) -> Feed:
     yield from loader
 
 
-def dali_loader(source: EncodedSource, plan: Plan) -> Feed:
+def dali_loader(source: EncodedDataset, plan: Plan) -> Feed:
     """DALI: region decode on the GPU, its own resize."""
     from nvidia.dali import fn, pipeline_def, types
     from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
@@ -180,7 +182,7 @@ def _endless(plan: Plan) -> int:
     return 4 * (plan.settle + plan.steps + SPARE) * plan.batch
 
 
-def requests(source: EncodedSource, plan: Plan) -> Iterable[Any]:
+def requests(source: EncodedDataset, plan: Plan) -> Iterable[Any]:
     """The same batches in every turn, so one reference serves all."""
     return training_requests(
         seed=0,
@@ -188,5 +190,5 @@ def requests(source: EncodedSource, plan: Plan) -> Iterable[Any]:
         batch=plan.batch,
         first_step=0,
         last_step=plan.settle + plan.steps + SPARE,
-        part=slice(0, plan.batch),
+        local=slice(0, plan.batch),
     )

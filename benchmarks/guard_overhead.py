@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from drumline.config.recipe import Checkpoint, Data, Guard, Model, Optim, Parallel, Recipe, Run, Train
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
 from drumline.parallel.world import single_process
 from drumline.train.guards import Guards
 from drumline.train.rehearse import rehearse

@@ -29,9 +29,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 from drumline.config.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Run, Train
-from drumline.data.feed.batch import make_batch
-from drumline.data.feed.order import training_requests
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch, make_batch
+from drumline.data.feed.sampler import training_requests
 from drumline.models import create_model
 from drumline.parallel.world import single_process
 from drumline.state.fingerprint import state_sha256
@@ -133,10 +132,10 @@ def by_hand(recipe: Recipe, steps: int, warm: int = WARM) -> float:
     prepare.set_arithmetic(recipe.run.deterministic)
     sets = prepare.prepare_sets(recipe, world)
     requests = training_requests(
-        seed=0, samples=len(sets.train), batch=recipe.data.batch, first_step=0, last_step=8, part=slice(None)
+        seed=0, samples=len(sets.train), batch=recipe.data.batch, first_step=0, last_step=8, local=slice(None)
     )
     batches = [
-        Batch(*(tensor.to(device) for tensor in make_batch(sets.train, sets.view, 0, request).batch))
+        Batch(*(tensor.to(device) for tensor in make_batch(sets.train, sets.transform, 0, request).batch))
         for request in requests
     ]
     torch.manual_seed(0)

@@ -20,7 +20,7 @@ from PIL import Image
 from drumline import native
 from drumline.core.machine import usable_cores
 from drumline.data.image.resize import Filter, Version
-from drumline.data.sources import EncodedSource, SourceSpec, open_source
+from drumline.data.sources import DatasetSpec, EncodedDataset, open_dataset
 from drumline.data.sources.folder import EXTENSIONS
 
 Pixels = NDArray[np.uint8]
@@ -89,14 +89,14 @@ def made_up_photograph(number: int) -> bytes:
     return stream.getvalue()
 
 
-def lay_in_folders(photos: Photos, folder: Path) -> EncodedSource:
+def lay_in_folders(photos: Photos, folder: Path) -> EncodedDataset:
     """The photographs as a source whose sample ids are their positions."""
     for number, (name, data) in enumerate(zip(photos.names, photos.data, strict=True)):
         place = folder / ("a" if 2 * number < len(photos.data) else "b")
         place.mkdir(exist_ok=True)
         (place / f"{number:06}_{name}").write_bytes(data)
-    source = open_source(SourceSpec("folder", str(folder), "train"))
-    assert isinstance(source, EncodedSource)
+    source = open_dataset(DatasetSpec("folder", str(folder), "train"))
+    assert isinstance(source, EncodedDataset)
     return source
 
 

@@ -3,7 +3,7 @@
 A network trained on one library's pixels and run on another's sees other images: each library has its own idea of
 "bilinear". So for each photograph Pillow decodes, crops, resizes and mirrors, and each contestant does the same with
 the same box. The table says which share of all values (3 per pixel) is exactly equal, and how far the rest is away.
-Training crops (random resized crop, mirror) and the evaluation view (short side 256, centre 224) are counted apart.
+Training crops (random resized crop, mirror) and evaluation crops (short side 256, centre 224) are counted apart.
 Drumline has to be at 100 %: the script ends with status 1 if a single value differs.
 
     python benchmarks/pixels.py --path photos.tar
@@ -36,33 +36,33 @@ from PIL import Image
 from cutters import cutters, turned
 from drumline import native
 from drumline.core.machine import usable_cores
+from drumline.data.feed.bad_samples import BadSamples
 from drumline.data.feed.choose import gpu_unavailable
-from drumline.data.feed.ledger import Ledger
 from drumline.data.feed.loader import Workers, batches
-from drumline.data.feed.order import evaluation_requests
-from drumline.data.feed.views import View
+from drumline.data.feed.sampler import evaluation_requests
+from drumline.data.feed.transform import Transform
 from drumline.data.gpu.rule import layout_of_file
-from drumline.data.sources import EncodedSource, SourceSpec, open_source
+from drumline.data.sources import DatasetSpec, EncodedDataset, open_dataset
 from harness import Parser, pick_device
 from photographs import VERSION, Photos, Pixels, brief, lay_in_folders, machine, photographs, pillow_window
 
 
 def by_loader(
-    source: EncodedSource, folder: Path, view: View, workers: Workers, device: torch.device
+    source: EncodedDataset, folder: Path, transform: Transform, workers: Workers, device: torch.device
 ) -> Iterator[Pixels]:
     """Every sample once, in order, through the loader that training uses."""
     requests = evaluation_requests(samples=len(source), batch=64, rank=0, world=1)
-    spec, ledger = SourceSpec("folder", str(folder), "train"), Ledger("pixels", len(source), 0.0)
-    with closing(batches(spec, source, view, 0, requests, workers, device, ledger)) as feed:
+    spec, bad_samples = DatasetSpec("folder", str(folder), "train"), BadSamples("pixels", len(source), 0.0)
+    with closing(batches(spec, source, transform, 0, requests, workers, device, bad_samples)) as feed:
         for batch in feed:
             yield from batch.images.cpu().numpy()
 
 
-def without_native_part(folder: Path, view: View) -> Iterator[Pixels]:
+def without_native_part(folder: Path, transform: Transform) -> Iterator[Pixels]:
     """What Drumline makes in a process that leaves its native part out."""
     with tempfile.NamedTemporaryFile(suffix=".npy") as file:
         command = [sys.executable, __file__, "--pure-windows", file.name, "--path", str(folder)]
-        command += ["--view", view.augment, "--size", str(view.size)]
+        command += ["--transform", transform.augment, "--size", str(transform.size)]
         subprocess.run(command, check=True, env={**os.environ, "DRUMLINE_NATIVE": "0"})
         yield from np.load(file.name)
 
@@ -70,10 +70,10 @@ def without_native_part(folder: Path, view: View) -> Iterator[Pixels]:
 def _pure_windows(asked: argparse.Namespace) -> None:
     """The other side of `without_native_part`."""
     assert not native.available()
-    view = View(asked.size, asked.view, resize=VERSION)
-    source = open_source(SourceSpec("folder", asked.path, "train"))
-    assert isinstance(source, EncodedSource)
-    made = by_loader(source, Path(asked.path), view, Workers("threads", 0), torch.device("cpu"))
+    transform = Transform(asked.size, asked.transform, resize=VERSION)
+    source = open_dataset(DatasetSpec("folder", asked.path, "train"))
+    assert isinstance(source, EncodedDataset)
+    made = by_loader(source, Path(asked.path), transform, Workers("threads", 0), torch.device("cpu"))
     np.save(asked.pure_windows, np.stack(list(made)))
 
 
@@ -192,19 +192,21 @@ def main() -> int:
     print(
         f"{machine(device)}\n{photos.told}; {len(photos.data)} of them taken; reference: Pillow {PIL.__version__}\n"
     )
-    training = View(asked.size, "crop-flip", resize=VERSION)
+    training = Transform(asked.size, "crop-flip", resize=VERSION)
     found: dict[str, dict[str, Difference]] = {}
     with tempfile.TemporaryDirectory(prefix="drumline-pixels-") as temporary:
         folder = Path(temporary)
         source = lay_in_folders(photos, folder)
         sizes = np.array([Image.open(io.BytesIO(data)).size for data in photos.data], np.int32)
-        for title, view in (("training", training), ("evaluation", replace(training, augment="none"))):
-            rows = view.geometry(0, 0, np.arange(len(photos.data)), sizes)
+        for title, transform in (("training", training), ("evaluation", replace(training, augment="none"))):
+            rows = transform.geometry(0, 0, np.arange(len(photos.data)), sizes)
             reference = [
                 pillow_window(Image.open(io.BytesIO(data)), row, asked.size)
                 for data, row in zip(photos.data, rows, strict=True)
             ]
-            for name, windows in ways(photos, rows, view, source, folder, device, tell=title == "training"):
+            for name, windows in ways(
+                photos, rows, transform, source, folder, device, tell=title == "training"
+            ):
                 try:
                     found.setdefault(name, {})[title] = compare(windows, reference)
                 except Exception as error:
@@ -213,7 +215,7 @@ def main() -> int:
                     print(f"{name}: left out, it failed ({brief(error)})")
                 print(f"{title}: {name} done", file=sys.stderr, flush=True)
     head = "equal values | mean difference | largest | whole images equal"
-    print(f"\n| path | training crops: {head} | evaluation view: {head} |\n|---{8 * '|---'}|")
+    print(f"\n| path | training crops: {head} | evaluation transform: {head} |\n|---{8 * '|---'}|")
     for name, by_view in found.items():
         if len(by_view) == 2:
             print(f"| {name} | {by_view['training'].cells()} | {by_view['evaluation'].cells()} |")
@@ -228,8 +230,8 @@ def main() -> int:
 def ways(
     photos: Photos,
     rows: NDArray[np.int32],
-    view: View,
-    source: EncodedSource,
+    transform: Transform,
+    source: EncodedDataset,
     folder: Path,
     device: torch.device,
     tell: bool,
@@ -237,17 +239,17 @@ def ways(
     """Every way, with its windows of all photographs; `tell` prints what is left out."""
     missing: list[str] = []
     workers = Workers("threads", usable_cores())
-    yield "Drumline, loader's threads", by_loader(source, folder, view, workers, torch.device("cpu"))
-    yield "Drumline, without its native part", without_native_part(folder, view)
+    yield "Drumline, loader's threads", by_loader(source, folder, transform, workers, torch.device("cpu"))
+    yield "Drumline, without its native part", without_native_part(folder, transform)
     if reason := gpu_unavailable(device):
         missing.append(f"Drumline, GPU decode: left out ({reason})")
     else:
         on_gpu = sum(layout_of_file(data) is not None for data in photos.data)
         name = f"Drumline, GPU decode ({on_gpu} of {len(photos.data)} decoded there)"
-        yield name, by_loader(source, folder, view, replace(workers, decode="gpu"), device)
-    each, more = cutters(view)
+        yield name, by_loader(source, folder, transform, replace(workers, decode="gpu"), device)
+    each, more = cutters(transform)
     for name, way in each.items():
-        yield name, (way(data, row, view.size) for data, row in zip(photos.data, rows, strict=True))
+        yield name, (way(data, row, transform.size) for data, row in zip(photos.data, rows, strict=True))
     for module, name, batchwise in (
         ("nvidia.dali", f"DALI, decode on the {'GPU' if device.type == 'cuda' else 'CPU'}", by_dali),
         ("torchvision", "torchvision nvJPEG + torch float antialias on the GPU", by_nvjpeg),
@@ -259,7 +261,7 @@ def ways(
         except Exception as error:
             missing.append(f"{name}: left out ({brief(error)})")
             continue
-        yield name, batchwise(photos.data, rows, view.size, device)
+        yield name, batchwise(photos.data, rows, transform.size, device)
     if tell:
         print("\n".join(missing + more))
 
@@ -270,7 +272,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="take only so many")
     parser.add_argument("--made-up", type=int, default=64, help="how many to make up without --path")
     parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--view", default="crop-flip", help=argparse.SUPPRESS)
+    parser.add_argument("--transform", default="crop-flip", help=argparse.SUPPRESS)
     parser.add_argument("--pure-windows", help=argparse.SUPPRESS)
     return parser.parse_args()
 

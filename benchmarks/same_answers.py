@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from drumline.core.machine import usable_cores
 from drumline.data.feed.choose import gpu_unavailable
 from drumline.data.feed.loader import Workers
-from drumline.data.feed.views import View
+from drumline.data.feed.transform import Transform
 from harness import Parser, pick_device
 from photographs import VERSION, Photos, lay_in_folders, machine, photographs, pillow_window
 from pixels import by_loader
@@ -108,9 +108,11 @@ def random_network() -> nn.Module:
 
 def all_pixels(photos: Photos, device: torch.device) -> tuple[dict[str, NDArray[np.uint8]], list[str]]:
     """(n, size, size, 3) by each path, and a line for one that is not possible here."""
-    view = View(SIZE, "none", eval_crop=CROP, interpolation="bicubic", resize=VERSION)
+    transform = Transform(SIZE, "none", eval_crop=CROP, interpolation="bicubic", resize=VERSION)
     images = [Image.open(io.BytesIO(data)) for data in photos.data]
-    rows = view.geometry(0, 0, np.arange(len(images)), np.array([image.size for image in images], np.int32))
+    rows = transform.geometry(
+        0, 0, np.arange(len(images)), np.array([image.size for image in images], np.int32)
+    )
     found = {
         "Pillow alone": np.stack(
             [pillow_window(image, row, SIZE, "bicubic") for image, row in zip(images, rows, strict=True)]
@@ -120,12 +122,12 @@ def all_pixels(photos: Photos, device: torch.device) -> tuple[dict[str, NDArray[
     with tempfile.TemporaryDirectory(prefix="drumline-answers-") as temporary:
         folder = Path(temporary)
         source = lay_in_folders(photos, folder)
-        found["Drumline, CPU path"] = np.stack(list(by_loader(source, folder, view, threads, CPU)))
+        found["Drumline, CPU path"] = np.stack(list(by_loader(source, folder, transform, threads, CPU)))
         if reason := gpu_unavailable(device):
             told.append(f"Drumline, GPU path: left out, {reason}")
         else:
             on_gpu = Workers("threads", usable_cores(), decode="gpu")
-            found["Drumline, GPU path"] = np.stack(list(by_loader(source, folder, view, on_gpu, device)))
+            found["Drumline, GPU path"] = np.stack(list(by_loader(source, folder, transform, on_gpu, device)))
     return found, told
 
 

@@ -25,11 +25,11 @@ import torch
 
 from drumline import native
 from drumline.core.machine import usable_cores
-from drumline.data.feed.ledger import Ledger
+from drumline.data.feed.bad_samples import BadSamples
 from drumline.data.feed.loader import Workers, batches
-from drumline.data.feed.order import evaluation_requests, training_requests
-from drumline.data.feed.views import View
-from drumline.data.sources import SourceSpec, detect_source, open_source
+from drumline.data.feed.sampler import evaluation_requests, training_requests
+from drumline.data.feed.transform import Transform
+from drumline.data.sources import DatasetSpec, detect_source, open_dataset
 from harness import Parser
 from photographs import lay_in_folders, photographs
 
@@ -66,31 +66,31 @@ def main() -> None:
 
 def soak(asked: argparse.Namespace) -> None:
     """Feeds until the time is over, and reports."""
-    spec = SourceSpec(detect_source("auto", asked.path), asked.path, "train")
-    source = open_source(spec)
-    view = View(asked.size, "crop-flip", on_bad="substitute")
+    spec = DatasetSpec(detect_source("auto", asked.path), asked.path, "train")
+    source = open_dataset(spec)
+    transform = Transform(asked.size, "crop-flip", on_bad="substitute")
     requests = training_requests(
         seed=0,
         samples=len(source),
         batch=asked.batch,
         first_step=0,
         last_step=ENDLESS,
-        part=slice(0, asked.batch),
+        local=slice(0, asked.batch),
     )
     workers = Workers(asked.pool, asked.workers, decode=asked.decode)
-    ledger = Ledger("training", len(source), 1.0)
+    bad_samples = BadSamples("training", len(source), 1.0)
     process = psutil.Process()
     rows: list[dict[str, float]] = []
     begin = then = time.monotonic()
     cpu_then, images = process.cpu_times(), 0
     device = torch.device(asked.device)
-    evaluation, evaluated = SourceSpec(spec.source, spec.path, "eval"), begin
-    feed = batches(spec, source, view, 0, requests, workers, device, ledger)
+    evaluation, evaluated = DatasetSpec(spec.source, spec.path, "eval"), begin
+    feed = batches(spec, source, transform, 0, requests, workers, device, bad_samples)
     with closing(feed):
         for batch in feed:
             images += len(batch.labels)
             if asked.evaluate and time.monotonic() - evaluated > asked.evaluate_s:
-                images += evaluate(evaluation, view, asked.batch, workers, device)
+                images += evaluate(evaluation, transform, asked.batch, workers, device)
                 evaluated = time.monotonic()
             now = time.monotonic()
             if now - then < asked.sample_s:
@@ -114,24 +114,28 @@ def soak(asked: argparse.Namespace) -> None:
             then, cpu_then, images = now, cpu, 0
             if now - begin > 60 * asked.minutes:
                 break
-    report(rows, workers, len(source), ledger)
+    report(rows, workers, len(source), bad_samples)
 
 
-def evaluate(spec: SourceSpec, view: View, batch: int, workers: Workers, device: torch.device) -> int:
+def evaluate(
+    spec: DatasetSpec, transform: Transform, batch: int, workers: Workers, device: torch.device
+) -> int:
     """Walks through the evaluation set once; gives the number of images."""
-    source = open_source(spec)
+    source = open_dataset(spec)
     requests = evaluation_requests(samples=len(source), batch=batch, rank=0, world=1)
-    ledger = Ledger("evaluation", len(source), 1.0)
-    with closing(batches(spec, source, view.for_evaluation(), 0, requests, workers, device, ledger)) as feed:
+    bad_samples = BadSamples("evaluation", len(source), 1.0)
+    with closing(
+        batches(spec, source, transform.for_evaluation(), 0, requests, workers, device, bad_samples)
+    ) as feed:
         return sum(len(each.labels) for each in feed)
 
 
-def report(rows: list[dict[str, float]], workers: Workers, samples: int, ledger: Ledger) -> None:
+def report(rows: list[dict[str, float]], workers: Workers, samples: int, bad_samples: BadSamples) -> None:
     """The first tenth beside the last."""
     warm = [row for row in rows if row["seconds"] >= 60] or rows
     tenth = max(1, len(warm) // 10)
     print(
-        f"{workers}, native part {native.describe()}; {samples:,} files, {len(ledger.bad)} of them broken; "
+        f"{workers}, native part {native.describe()}; {samples:,} files, {len(bad_samples.bad)} of them broken; "
         f"{rows[-1]['seconds'] / 60:.1f} minutes"
     )
     print(f"{'':>18}{'first tenth':>14}{'last tenth':>14}{'ratio':>9}")

@@ -221,7 +221,7 @@ KINDS: dict[str, Damage] = {
     "magic-then-noise": Damage(lambda good: good[:4] + _noise(2000), "bad", "truncated"),
     "text": Damage(lambda good: b"just some words, no picture\n" * 20, "bad", "not-an-image"),
     "web-page": Damage(
-        lambda good: b"<!DOCTYPE html>\n<html><body><h1>404 Not Found</h1></body></html>\n",
+        lambda good: b"<!DOCTYPE html>\n<html><body><h1>404 Not LoadedSample</h1></body></html>\n",
         "bad",
         "not-an-image",
     ),

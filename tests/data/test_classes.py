@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from drumline.data.classes import Classes, OtherClasses, head_order, label_map, numbers, set_words
-from drumline.data.sources.base import ArraySource
+from drumline.data.sources.base import ArrayDataset
 
 
 def named(*names: str) -> Classes:
@@ -17,8 +17,8 @@ def numbered(count: int) -> Classes:
     return Classes(numbers(count), named=False)
 
 
-def source(labels: list[int], classes: tuple[str, ...], name: str = "folder") -> ArraySource:
-    return ArraySource(name, np.zeros((len(labels), 2, 2, 3), np.uint8), np.array(labels), classes)
+def source(labels: list[int], classes: tuple[str, ...], name: str = "folder") -> ArrayDataset:
+    return ArrayDataset(name, np.zeros((len(labels), 2, 2, 3), np.uint8), np.array(labels), classes)
 
 
 def outputs(model: Classes, data: Classes, *present: int, by_number: bool = False) -> list[int] | None:

@@ -166,7 +166,7 @@ def test_windows_of_every_kind_of_jpeg_are_pillows(kind: str) -> None:
         for number in range(32):
             row, size = random_row(draw, image.shape[1], image.shape[0])
             filter, version = FILTERS[number % 4], VERSIONS[number // 4 % 2]
-            found = native.jpeg_window(data, image.shape[1::-1], row, size, filter, version)
+            found = native.jpeg_crop(data, image.shape[1::-1], row, size, filter, version)
             assert found is not None, (kind, row)
             assert np.array_equal(found, expected_window(image, row, size, filter, version)), (kind, row)
 
@@ -186,7 +186,7 @@ def test_every_single_column_and_row_is_pillows(kind: str) -> None:
         ]
         for box in boxes:
             row = np.array([*box, 4, 4, 0, 0, 0], np.int32)
-            found = native.jpeg_window(data, (wide, high), row, 4, "bilinear", "pillow12")
+            found = native.jpeg_crop(data, (wide, high), row, 4, "bilinear", "pillow12")
             assert found is not None
             assert np.array_equal(found, expected_window(image, row, 4, "bilinear", "pillow12")), box
 
@@ -199,7 +199,7 @@ def test_the_smallest_images_are_pillows(width: int, height: int) -> None:
     for kind, data in kinds(5, width, height).items():
         image = np.asarray(decode(data, kind))
         row = np.array([0, 0, *image.shape[1::-1], 7, 9, 0, 2, 1], np.int32)
-        found = native.jpeg_window(data, image.shape[1::-1], row, 7, "bilinear", "pillow13")
+        found = native.jpeg_crop(data, image.shape[1::-1], row, 7, "bilinear", "pillow13")
         assert found is not None
         assert np.array_equal(found, expected_window(image, row, 7, "bilinear", "pillow13")), kind
 
@@ -212,12 +212,12 @@ def test_other_colour_spaces_and_other_formats_are_left_to_pillow() -> None:
     pixels = photo(1, 40, 30)
     file = io.BytesIO()
     Image.fromarray(pixels).convert("CMYK").save(file, "JPEG")
-    assert native.jpeg_window(file.getvalue(), (40, 30), WHOLE, 8, "bilinear", "pillow12") is None
+    assert native.jpeg_crop(file.getvalue(), (40, 30), WHOLE, 8, "bilinear", "pillow12") is None
     for format in ("PNG", "WEBP", "BMP", "GIF", "TIFF"):
         file = io.BytesIO()
         Image.fromarray(pixels).save(file, format)
         assert native.jpeg_size(file.getvalue()) is None
-        assert native.jpeg_window(file.getvalue(), (40, 30), WHOLE, 8, "bilinear", "pillow12") is None
+        assert native.jpeg_crop(file.getvalue(), (40, 30), WHOLE, 8, "bilinear", "pillow12") is None
 
 
 @needs_jpeg
@@ -225,7 +225,7 @@ def test_a_header_that_says_another_size_is_left_to_pillow() -> None:
     """Geometry was made for the size that was looked up; it must not be used for another."""
     data = jpeg(photo(1, 40, 30))
     for stored in ((41, 30), (40, 29), (30, 40), (400, 300)):
-        assert native.jpeg_window(data, stored, WHOLE, 8, "bilinear", "pillow12") is None
+        assert native.jpeg_crop(data, stored, WHOLE, 8, "bilinear", "pillow12") is None
 
 
 @needs_jpeg
@@ -285,7 +285,7 @@ def test_arrays_outlive_the_calls_they_are_handed_to(monkeypatch: pytest.MonkeyP
 
     library = SimpleNamespace(drum_make_window=taking, drum_resize=taking)
     monkeypatch.setattr(native, "_library", lambda: library)
-    native.jpeg_window(b"", (40, 30), WHOLE.astype(np.int64), 8, "bilinear", "pillow12")  # type: ignore[arg-type]
+    native.jpeg_crop(b"", (40, 30), WHOLE.astype(np.int64), 8, "bilinear", "pillow12")  # type: ignore[arg-type]
     native.window(np.zeros((30, 40, 3), np.uint8), WHOLE.astype(np.int64), (8, 8), "box", False)  # type: ignore[arg-type]
     assert seen == [[40, 30], WHOLE.tolist(), WHOLE.tolist()]
 

@@ -23,13 +23,13 @@ from drumline.cli import main
 from drumline.config.recipe import Data, Recipe
 from drumline.core.errors import LostError, UserError
 from drumline.data import reading
-from drumline.data.feed.ledger import Ledger
+from drumline.data.feed.bad_samples import BadSamples
 from drumline.data.feed.loader import Workers, batches
-from drumline.data.feed.order import Request
 from drumline.data.feed.processes import process_batches
-from drumline.data.feed.views import View
-from drumline.data.image.window import find_window
-from drumline.data.sources import EncodedSource, SourceSpec, detect_source, open_same, open_source
+from drumline.data.feed.sample import load_sample
+from drumline.data.feed.sampler import Request
+from drumline.data.feed.transform import Transform
+from drumline.data.sources import DatasetSpec, EncodedDataset, detect_source, open_dataset, open_same
 from drumline.parallel.world import single_process
 from drumline.state.claim import VARIABLE
 from drumline.train.prepare import prepare_sets
@@ -37,7 +37,7 @@ from tests.data.damage import good_jpeg, with_scans
 from tests.data.test_native import needs_jpeg
 
 CPU = torch.device("cpu")
-VIEW = View(16, "crop-flip", on_bad="substitute")
+VIEW = Transform(16, "crop-flip", on_bad="substitute")
 REQUESTS = [Request(0, np.arange(6)), Request(1, np.arange(6)[::-1].copy())]
 TRANSIENT = [errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT, errno.EACCES]
 WAYS = [
@@ -66,17 +66,17 @@ def fresh_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "_waited_in_vain", False)
 
 
-def opened(folder: Path) -> EncodedSource:
-    source = open_source(SourceSpec("folder", str(folder), "train"))
-    assert isinstance(source, EncodedSource)
+def opened(folder: Path) -> EncodedDataset:
+    source = open_dataset(DatasetSpec("folder", str(folder), "train"))
+    assert isinstance(source, EncodedDataset)
     return source
 
 
 def made(folder: Path, workers: Workers) -> tuple[list[Any], dict[int, str]]:
     """Two batches over all samples, and what was noted as broken."""
-    spec, ledger = SourceSpec("folder", str(folder), "train"), Ledger("training", 6, 1.0)
-    with closing(batches(spec, opened(folder), VIEW, 3, iter(REQUESTS), workers, CPU, ledger)) as feed:
-        return list(feed), ledger.bad
+    spec, bad_samples = DatasetSpec("folder", str(folder), "train"), BadSamples("training", 6, 1.0)
+    with closing(batches(spec, opened(folder), VIEW, 3, iter(REQUESTS), workers, CPU, bad_samples)) as feed:
+        return list(feed), bad_samples.bad
 
 
 @contextmanager
@@ -112,9 +112,9 @@ def test_an_error_that_passes_changes_nothing(
     folder: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = opened(folder)
-    expected = find_window(source, VIEW, 3, 0, 1)
+    expected = load_sample(source, VIEW, 3, 0, 1)
     seen = failing(monkeypatch, number, "a/2.jpg", times=2)
-    found = find_window(source, VIEW, 3, 0, 1)
+    found = load_sample(source, VIEW, 3, 0, 1)
     assert len(seen) == 2
     assert found.bad == ()
     assert (found.pixels == expected.pixels).all()
@@ -129,7 +129,7 @@ def test_an_error_that_stays_is_a_loss_with_its_cause_and_never_a_substitute(
     source = opened(folder)
     seen = failing(monkeypatch, number, "a/2.jpg")
     with pytest.raises(LostError) as caught:
-        find_window(source, View(16, "crop-flip", on_bad=on_bad), 3, 0, 1)
+        load_sample(source, Transform(16, "crop-flip", on_bad=on_bad), 3, 0, 1)
     assert len(seen) == 3
     assert f"a/2.jpg cannot be read: {os.strerror(number)} (3 tries" in caught.value.what
     assert "--checkpoint.resume auto" in caught.value.fix
@@ -143,9 +143,9 @@ def test_a_file_that_is_gone_for_a_moment_changes_no_bit_and_one_that_became_a_p
     expected, _ = made(folder, Workers("threads", 0))
     place, away, pipe = folder / "b/1.jpg", folder.parent / "away", folder.parent / "pipe"
     os.mkfifo(pipe)
-    spec, ledger = SourceSpec("folder", str(folder), "train"), Ledger("training", 6, 1.0)
+    spec, bad_samples = DatasetSpec("folder", str(folder), "train"), BadSamples("training", 6, 1.0)
     asked = itertools.cycle(REQUESTS)
-    with closing(batches(spec, opened(folder), VIEW, 3, asked, workers, CPU, ledger)) as feed:
+    with closing(batches(spec, opened(folder), VIEW, 3, asked, workers, CPU, bad_samples)) as feed:
         for step in range(60):
             if step == 2:  # each of two loader processes has scanned the folders by now
                 place.rename(away)
@@ -158,14 +158,14 @@ def test_a_file_that_is_gone_for_a_moment_changes_no_bit_and_one_that_became_a_p
             LostError, match=r"b/1\.jpg (is a pipe, not a regular file|cannot be read: No such file)"
         ):
             list(feed)
-    assert ledger.bad == {}
+    assert bad_samples.bad == {}
 
 
 def test_a_loader_process_that_sees_fewer_files_than_its_trainer_is_a_loss(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one file less, every id after it would mean another image."""
-    spec = SourceSpec("folder", str(folder), "train")
+    spec = DatasetSpec("folder", str(folder), "train")
     digest = opened(folder).digest()
     away = folder.parent / "away"
     (folder / "a/2.jpg").rename(away)
@@ -185,7 +185,7 @@ def test_without_free_descriptors_native_threads_wait_and_then_are_lost(
     """The real thing: no file can be opened, by C or by Python, until there is a descriptor again."""
     workers = Workers("threads", 2)
     (expected, _), source = made(folder, workers), opened(folder)
-    spec, ledger = SourceSpec("folder", str(folder), "train"), Ledger("training", 6, 1.0)
+    spec, bad_samples = DatasetSpec("folder", str(folder), "train"), BadSamples("training", 6, 1.0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(0)
     os.close(free)
@@ -197,20 +197,20 @@ def test_without_free_descriptors_native_threads_wait_and_then_are_lost(
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
         with (
             later(restore),
-            closing(batches(spec, source, VIEW, 3, iter(REQUESTS), workers, CPU, ledger)) as feed,
+            closing(batches(spec, source, VIEW, 3, iter(REQUESTS), workers, CPU, bad_samples)) as feed,
         ):
             found = list(feed)
         assert all((a.images == b.images).all() for a, b in zip(found, expected, strict=True))
-        assert ledger.bad == {}
+        assert bad_samples.bad == {}
         monkeypatch.setattr(reading, "PAUSES", (0.0, 0.01))
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
         with (
-            closing(batches(spec, source, VIEW, 3, iter(REQUESTS), workers, CPU, ledger)) as feed,
+            closing(batches(spec, source, VIEW, 3, iter(REQUESTS), workers, CPU, bad_samples)) as feed,
             pytest.raises(LostError, match="Too many open files") as caught,
         ):
             list(feed)
         assert "ulimit -n" in caught.value.fix
-        assert ledger.bad == {}
+        assert bad_samples.bad == {}
     finally:
         restore()
 
@@ -224,11 +224,11 @@ def test_an_image_for_which_there_is_no_memory_is_a_loss(
 
     (folder / "a/1.jpg").write_bytes(b"")
     source = opened(folder)
-    assert find_window(source, VIEW, 3, 0, 0).bad[0].sample == 0
+    assert load_sample(source, VIEW, 3, 0, 0).bad[0].sample == 0
     (folder / "a/1.jpg").write_bytes(with_scans(good_jpeg(), 50))
     monkeypatch.setattr("PIL.JpegImagePlugin.JpegImageFile.load", none)
     with pytest.raises(LostError, match=r"a/1\.jpg cannot be read: Cannot allocate memory"):
-        find_window(source, VIEW, 3, 0, 0)
+        load_sample(source, VIEW, 3, 0, 0)
 
 
 def made_here(path: str, split: str) -> SimpleNamespace:
@@ -245,12 +245,12 @@ def made_here(path: str, split: str) -> SimpleNamespace:
 @pytest.mark.usefixtures("hasty")
 def test_a_users_own_source_is_told_apart_alike() -> None:
     name = "tests.data.test_reading:made_here"
-    content, system = (open_source(SourceSpec(name, path, "train")) for path in ("content", "system"))
-    assert isinstance(content, EncodedSource)
-    assert isinstance(system, EncodedSource)
-    assert find_window(content, VIEW, 3, 0, 1).bad[0].sample == 1
+    content, system = (open_dataset(DatasetSpec(name, path, "train")) for path in ("content", "system"))
+    assert isinstance(content, EncodedDataset)
+    assert isinstance(system, EncodedDataset)
+    assert load_sample(content, VIEW, 3, 0, 1).bad[0].sample == 1
     with pytest.raises(LostError, match="Input/output error"):
-        find_window(system, VIEW, 3, 0, 1)
+        load_sample(system, VIEW, 3, 0, 1)
 
 
 @pytest.mark.usefixtures("hasty")
@@ -271,9 +271,9 @@ def test_data_that_is_opened_for_the_first_time_tells_a_wrong_path_at_once(
 ) -> None:
     for act in (
         lambda: detect_source("auto", str(tmp_path / "nowhere")),
-        lambda: open_source(SourceSpec("folder", str(tmp_path / "nowhere"), "train")),
-        lambda: open_source(SourceSpec("npz", str(tmp_path / "nowhere.npz"), "train")),
-        lambda: open_source(SourceSpec("tar", str(tmp_path / "nowhere.tar"), "train")),
+        lambda: open_dataset(DatasetSpec("folder", str(tmp_path / "nowhere"), "train")),
+        lambda: open_dataset(DatasetSpec("npz", str(tmp_path / "nowhere.npz"), "train")),
+        lambda: open_dataset(DatasetSpec("tar", str(tmp_path / "nowhere.tar"), "train")),
     ):
         with pytest.raises(UserError, match="does not exist") as caught:
             act()
@@ -299,7 +299,7 @@ def test_pipes_and_devices_are_refused_as_data_and_nobody_waits(tmp_path: Path, 
     place = tmp_path / f"set.{kind}"
     os.mkfifo(place)
     with pytest.raises(UserError, match=r"a pipe, not a regular file|is a file, not a folder"):
-        open_source(SourceSpec(kind, str(place), "train"))
+        open_dataset(DatasetSpec(kind, str(place), "train"))
 
 
 def test_a_link_to_a_device_among_the_images_is_named(folder: Path) -> None:
@@ -336,7 +336,7 @@ def test_data_that_this_run_has_opened_before_is_waited_for_and_then_is_a_loss(
 
 @pytest.mark.slow
 def test_a_fork_server_that_is_gone_is_a_loss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, digest = SourceSpec("folder", str(folder), "train"), opened(folder).digest()
+    spec, digest = DatasetSpec("folder", str(folder), "train"), opened(folder).digest()
     assert len(list(process_batches(spec, digest, VIEW, 3, REQUESTS, 1))) == 2
 
     def gone(*args: object) -> None:

@@ -24,7 +24,7 @@ from drumline.data import verify
 from drumline.data.examine import examine
 from drumline.data.image.decode import decode
 from drumline.data.packed import format as packed
-from drumline.data.sources import EncodedSource, SourceSpec, open_source
+from drumline.data.sources import DatasetSpec, EncodedDataset, open_dataset
 from drumline.data.verify import (
     BAD,
     WARNINGS,
@@ -99,8 +99,8 @@ def test_good_images_raise_no_alarm(report: DatasetReport) -> None:
 
 def test_ids_and_splits_are_those_of_the_run(damaged: Path, report: DatasetReport) -> None:
     for side in ("train", "eval"):
-        source = open_source(SourceSpec("folder", str(damaged), side))
-        assert isinstance(source, EncodedSource)
+        source = open_dataset(DatasetSpec("folder", str(damaged), side))
+        assert isinstance(source, EncodedDataset)
         assert dict(report.splits)[side] == len(source)
         for finding in report.findings:
             if finding.split == side:

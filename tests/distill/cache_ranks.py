@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from drumline.core.environment import read_rank_info
 from drumline.core.errors import UserError
-from drumline.data.feed.batch import make_batch
-from drumline.data.feed.order import Request
-from drumline.data.feed.views import Batch, View
-from drumline.data.sources import ArraySource, SourceSpec, open_source
+from drumline.data.feed.batch import Batch, make_batch
+from drumline.data.feed.sampler import Request
+from drumline.data.feed.transform import Transform
+from drumline.data.sources import ArrayDataset, DatasetSpec, open_dataset
 from drumline.distill.cache import fill as fill_module
 from drumline.distill.cache import format as cache_module
 from drumline.distill.cache.fill import Teacher, fill, spot_check
@@ -36,14 +36,14 @@ SEED, CLASSES, WIDTH = 7, 10, 6
 SMALL_BLOCK = 512
 """1,438 digits: three blocks of two chunks, the last chunk of 158."""
 MEAN, STD = (0.5,), (0.25,)
-VIEW = View(size=8, augment="shift")
+VIEW = Transform(size=8, augment="shift")
 FULL = Rule(CLASSES, "float32", pooled=WIDTH)
 TOP = Rule(CLASSES, "bfloat16", top=3)
 
 
-def digits() -> ArraySource:
-    source = open_source(SourceSpec("digits", "", "train"))
-    assert isinstance(source, ArraySource)
+def digits() -> ArrayDataset:
+    source = open_dataset(DatasetSpec("digits", "", "train"))
+    assert isinstance(source, ArrayDataset)
     return source
 
 
@@ -72,7 +72,7 @@ def key(rule: Rule = FULL, **changed: Any) -> Key:
     chosen: dict[str, Any] = {
         "teacher": "convnet; sha256 0; fp32",
         "source": digits(),
-        "view": VIEW,
+        "transform": VIEW,
         "mean": MEAN,
         "std": STD,
         "seed": SEED,

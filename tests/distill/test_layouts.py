@@ -14,7 +14,7 @@ from torch import Tensor
 from drumline.config.recipe import Data, Distill, Model, Parallel, Recipe, Run, Train
 from drumline.config.rules import problems
 from drumline.core.errors import UserError
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
 from drumline.distill import stages
 from drumline.distill.run import distill
 from drumline.distill.stages import Relayed, Stages, cut_teacher, lay_teacher, plan_stages, stage_devices

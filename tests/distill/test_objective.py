@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from drumline.config.recipe import Distill, Recipe
 from drumline.core.errors import UserError
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
 from drumline.distill.bundle import Bundle, Said
 from drumline.distill.choose import choose
 from drumline.distill.gather import Gathered, Spread

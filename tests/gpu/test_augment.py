@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drumline.data.feed.order import Request
+from drumline.data.feed.sampler import Request
 from drumline.data.image import pixels
 from drumline.data.image.augment import Augmentation, apply, plan
 from tests.data.image.test_pixels import SHAPES, coefficients, every_kind

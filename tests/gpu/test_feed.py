@@ -14,15 +14,15 @@ from PIL import Image
 
 from drumline.config.recipe import Checkpoint, Data, Model, Optim, Recipe, Run, Train
 from drumline.data.feed import loader
-from drumline.data.feed.batch import make_batch
+from drumline.data.feed.bad_samples import BadSamples
+from drumline.data.feed.batch import NOTHING, make_batch
 from drumline.data.feed.choose import choose_workers, gpu_unavailable
-from drumline.data.feed.ledger import Ledger
 from drumline.data.feed.loader import Workers, batches
-from drumline.data.feed.order import Request, evaluation_requests, training_requests
-from drumline.data.feed.views import NOTHING, View
-from drumline.data.gpu import share
+from drumline.data.feed.sampler import Request, evaluation_requests, training_requests
+from drumline.data.feed.transform import Transform
+from drumline.data.gpu import fraction
 from drumline.data.image.augment import Augmentation
-from drumline.data.sources import Source, SourceSpec, open_source
+from drumline.data.sources import Dataset, DatasetSpec, open_dataset
 from drumline.parallel.world import single_process
 from drumline.state.verify import verify_run
 from drumline.train.loop import train
@@ -68,12 +68,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened(folder: Path, split: str = "train") -> tuple[SourceSpec, Source]:
-    spec = SourceSpec("folder", str(folder), split)  # type: ignore[arg-type]
-    return spec, open_source(spec)
+def opened(folder: Path, split: str = "train") -> tuple[DatasetSpec, Dataset]:
+    spec = DatasetSpec("folder", str(folder), split)  # type: ignore[arg-type]
+    return spec, open_dataset(spec)
 
 
-def requests(source: Source, batch: int = 16, epochs: int = 3) -> list[Request]:
+def requests(source: Dataset, batch: int = 16, epochs: int = 3) -> list[Request]:
     steps = len(source) // batch * epochs
     return list(
         training_requests(
@@ -82,7 +82,7 @@ def requests(source: Source, batch: int = 16, epochs: int = 3) -> list[Request]:
             batch=batch,
             first_step=0,
             last_step=steps,
-            part=slice(0, batch),
+            local=slice(0, batch),
         )
     )
 
@@ -99,55 +99,57 @@ def requests(source: Source, batch: int = 16, epochs: int = 3) -> list[Request]:
     ids=["threads", "processes", "none", "gpu", "both"],
 )
 @pytest.mark.parametrize(
-    "view",
+    "transform",
     [
-        View(64, "crop-flip", on_bad="substitute"),
-        View(56, "crop-flip", on_bad="substitute", mixup=0.4, augmentation=STRONG, interpolation="bicubic"),
-        View(64, "crop-flip", on_bad="substitute", resize="pillow13", exif="apply"),
+        Transform(64, "crop-flip", on_bad="substitute"),
+        Transform(
+            56, "crop-flip", on_bad="substitute", mixup=0.4, augmentation=STRONG, interpolation="bicubic"
+        ),
+        Transform(64, "crop-flip", on_bad="substitute", resize="pillow13", exif="apply"),
     ],
     ids=["plain", "augmented", "pillow13"],
 )
 def test_batches_on_the_gpu_are_those_of_make_batch(
-    files: Path, workers: Workers, view: View, monkeypatch: pytest.MonkeyPatch
+    files: Path, workers: Workers, transform: Transform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shares = iter([0.0, 0.4, 1.0, 0.1] * 20)
-    if workers.decode == "both":  # however the share goes up and down
-        monkeypatch.setattr(share, "next_share", lambda *_: next(shares))
-        monkeypatch.setattr(share, "UNDER_WAY", 0)
-        monkeypatch.setattr(share, "WINDOW", 1)
+    if workers.decode == "both":  # however the fraction goes up and down
+        monkeypatch.setattr(fraction, "next_fraction", lambda *_: next(shares))
+        monkeypatch.setattr(fraction, "UNDER_WAY", 0)
+        monkeypatch.setattr(fraction, "WINDOW", 1)
     spec, source = opened(files)
-    asked, ledger = requests(source), Ledger("training", len(source), 0.5)
-    feed = batches(spec, source, view, 5, iter(asked), workers, DEVICE, ledger)
+    asked, bad_samples = requests(source), BadSamples("training", len(source), 0.5)
+    feed = batches(spec, source, transform, 5, iter(asked), workers, DEVICE, bad_samples)
     count = 0
     with closing(feed):
         for got, request in zip(feed, asked, strict=True):
-            made = make_batch(source, replace(view, augmentation=Augmentation()), 5, request).batch
-            if view.augmentation.active:
+            made = make_batch(source, replace(transform, augmentation=Augmentation()), 5, request).batch
+            if transform.augmentation.active:
                 from drumline.data.image.augment import apply, plan
 
                 made = made._replace(
-                    images=apply(made.images, plan(view.augmentation, 5, request, view.size))
+                    images=apply(made.images, plan(transform.augmentation, 5, request, transform.size))
                 )
             for ours, theirs in zip(got, made, strict=True):
                 assert ours.device == DEVICE or ours is NOTHING
                 assert torch.equal(ours.cpu(), theirs)
             count += len(got.labels)
     assert count == sum(len(request.samples) for request in asked)
-    assert 0 < len(ledger.bad) <= 3
+    assert 0 < len(bad_samples.bad) <= 3
 
 
 @needs_engine
 def test_most_jpegs_really_are_decoded_on_the_gpu(files: Path) -> None:
     from drumline.data.feed.loader import PinnedRing
     from drumline.data.feed.threads import threaded_batches
-    from drumline.data.gpu.feed import DeviceDecoder
+    from drumline.data.gpu.decoder import DeviceDecoder
 
     _, source = opened(files)
-    view = View(64, "crop-flip", on_bad="substitute")
-    decoder = DeviceDecoder(len(source), view, DEVICE)
-    feed = threaded_batches(source, view, 5, requests(source), 2, PinnedRing().take, decoder.route)  # type: ignore[arg-type]
+    transform = Transform(64, "crop-flip", on_bad="substitute")
+    decoder = DeviceDecoder(len(source), transform, DEVICE)
+    feed = threaded_batches(source, transform, 5, requests(source), 2, PinnedRing().take, decoder.route)  # type: ignore[arg-type]
     with closing(feed), closing(decoder):
-        shares = [0 if made.coded is None else len(made.coded.slots) for made in feed]
+        shares = [0 if made.undecoded is None else len(made.undecoded.slots) for made in feed]
     assert sum(shares) > 0.6 * 16 * len(shares)
 
 
@@ -158,14 +160,14 @@ def test_the_gpu_takes_what_the_threads_are_too_slow_for(
     """One thread cannot feed a step that does nothing; it can feed one that takes long."""
     reached = []
 
-    class Watched(share.Share):
+    class Watched(fraction.GpuFraction):
         def handed(self, wanted: torch.cuda.Event, ready: torch.cuda.Event) -> None:
             super().handed(wanted, ready)
             reached.append(self.value)
 
-    monkeypatch.setattr(loader, "Share", Watched)
+    monkeypatch.setattr(loader, "GpuFraction", Watched)
     spec, source = opened(files)
-    view = View(64, "crop-flip", on_bad="substitute")
+    transform = Transform(64, "crop-flip", on_bad="substitute")
 
     def walk(busy_ms: float) -> float:
         reached.clear()
@@ -173,12 +175,12 @@ def test_the_gpu_takes_what_the_threads_are_too_slow_for(
         feed = batches(
             spec,
             source,
-            view,
+            transform,
             5,
             iter(asked),
             Workers("threads", 1, decode="both"),
             DEVICE,
-            Ledger("x", 99, 1),
+            BadSamples("x", 99, 1),
         )
         with closing(feed):
             for _ in feed:
@@ -192,21 +194,28 @@ def test_the_gpu_takes_what_the_threads_are_too_slow_for(
 @needs_engine
 def test_evaluation_views_are_equal_too(files: Path) -> None:
     spec, source = opened(files, "val")
-    view = View(64, "none", on_bad="black")
+    transform = Transform(64, "none", on_bad="black")
     asked = list(evaluation_requests(samples=len(source), batch=5, rank=0, world=1))
     feed = batches(
-        spec, source, view, 0, iter(asked), Workers("threads", 2, decode="gpu"), DEVICE, Ledger("x", 99, 1)
+        spec,
+        source,
+        transform,
+        0,
+        iter(asked),
+        Workers("threads", 2, decode="gpu"),
+        DEVICE,
+        BadSamples("x", 99, 1),
     )
     with closing(feed):
         for got, request in zip(feed, asked, strict=True):
-            assert torch.equal(got.images.cpu(), make_batch(source, view, 0, request).batch.images)
+            assert torch.equal(got.images.cpu(), make_batch(source, transform, 0, request).batch.images)
 
 
 @needs_engine
 def test_the_choice_is_measured_and_told(files: Path) -> None:
     spec, source = opened(files)
-    view = View(64, "crop-flip", on_bad="substitute")
-    _, why = choose_workers(spec, source, view, 0, DEVICE, count=4, pool="auto", decode="auto")
+    transform = Transform(64, "crop-flip", on_bad="substitute")
+    _, why = choose_workers(spec, source, transform, 0, DEVICE, count=4, pool="auto", decode="auto")
     assert "CPU" in why
     assert "GPU" in why
     assert "img/s" in why
@@ -242,18 +251,18 @@ def test_runs_have_the_same_bits_whoever_decodes(files: Path, tmp_path: Path) ->
 
 def test_the_feed_gives_its_memory_back(files: Path) -> None:
     spec, source = opened(files)
-    view = View(64, "crop-flip", on_bad="substitute")
+    transform = Transform(64, "crop-flip", on_bad="substitute")
 
     def walk() -> None:
         feed = batches(
             spec,
             source,
-            view,
+            transform,
             5,
             iter(requests(source, epochs=8)),
             Workers("threads", 3, decode="cpu" if gpu_unavailable(DEVICE) else "gpu"),
             DEVICE,
-            Ledger("training", len(source), 0.5),
+            BadSamples("training", len(source), 0.5),
         )
         with closing(feed):
             for _ in feed:

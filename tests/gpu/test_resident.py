@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from drumline.data.feed.batch import Batch
 from drumline.data.feed.resident import ResidentSet, resident_feed
-from drumline.data.feed.views import Batch, View
+from drumline.data.feed.transform import Transform
 from drumline.data.image.augment import Augmentation
 from tests.data.feed.test_resident import SEED, array_source, assert_same, expected, training
 
@@ -31,33 +32,33 @@ def no_waiting() -> Iterator[None]:
 @pytest.mark.parametrize("strong", [Augmentation(), STRONG])
 def test_resident_batches_are_the_loaders(augment: str, strong: Augmentation) -> None:
     source = array_source(count=5000, size=32)
-    view = View(32, augment, mixup=0.2, cutmix=1.0, augmentation=strong)  # type: ignore[arg-type]
-    held = ResidentSet.upload(source, view, DEVICE)
+    transform = Transform(32, augment, mixup=0.2, cutmix=1.0, augmentation=strong)  # type: ignore[arg-type]
+    held = ResidentSet.upload(source, transform, DEVICE)
     for ours, request in zip(
         resident_feed(held, SEED, training(source, 128, 60)), training(source, 128, 60), strict=True
     ):
         assert all(tensor.device == DEVICE for tensor in ours[:4])
-        assert_same(Batch(*(tensor.cpu() for tensor in ours)), expected(source, view, request))
+        assert_same(Batch(*(tensor.cpu() for tensor in ours)), expected(source, transform, request))
 
 
 def test_batches_are_right_while_the_device_is_busy_and_others_are_made() -> None:
     source = array_source(count=5000, size=32)
-    view = View(32, "shift-flip", cutmix=1.0)
-    held = ResidentSet.upload(source, view, DEVICE)
+    transform = Transform(32, "shift-flip", cutmix=1.0)
+    held = ResidentSet.upload(source, transform, DEVICE)
     matrix = torch.randn(4096, 4096, device=DEVICE)
     sums = []
     for batch in resident_feed(held, SEED, training(source, 128, 300)):
         matrix = (matrix @ matrix).clamp_(-1, 1)
         sums.append(torch.stack([batch.images.sum(), batch.labels.sum(), batch.samples.sum()]))
     for ours, request in zip(torch.stack(sums).tolist(), training(source, 128, 300), strict=True):
-        plain = expected(source, view, request)
+        plain = expected(source, transform, request)
         assert ours == [int(plain.images.sum()), int(plain.labels.sum()), int(plain.samples.sum())]
 
 
 @pytest.mark.usefixtures("no_waiting")
 def test_feeding_never_waits_for_the_device_and_costs_the_loop_little() -> None:
     source = array_source(count=50_000, size=32)
-    held = ResidentSet.upload(source, View(32, "shift-flip"), DEVICE)
+    held = ResidentSet.upload(source, Transform(32, "shift-flip"), DEVICE)
     feed = resident_feed(held, SEED, training(source, 128, 3000))
     for _ in range(1000):
         next(feed)

@@ -17,8 +17,8 @@ from torch import nn
 
 from drumline.config.recipe import Optim
 from drumline.core.environment import read_rank_info
-from drumline.data.feed.order import share
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
+from drumline.data.feed.sampler import rank_slice
 from drumline.models import create_model
 from drumline.observe.run_log import RunLog
 from drumline.parallel.fsdp import (
@@ -177,7 +177,7 @@ def images(seed: int) -> Batch:
 
 def take(step: TrainStep, first: int = 0, last: int = STEPS, rehearse: bool = True) -> None:
     world = step.world
-    mine = share(BATCH, world.rank, world.size)
+    mine = rank_slice(BATCH, world.rank, world.size)
     if rehearse:
         step.rehearse(tiny.part(images(77), mine))
     for index in range(first, last):

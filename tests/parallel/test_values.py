@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from drumline.core.heartbeat import Beat, Phase
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
 from drumline.parallel.values import decode, encode
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from drumline.config.recipe import Train
 from drumline.core.environment import read_rank_info
 from drumline.core.errors import UserError
-from drumline.data.feed.order import evaluation_requests, share
+from drumline.data.feed.sampler import evaluation_requests, rank_slice
 from drumline.observe.run_log import RunLog
 from drumline.parallel.layout import BufferMean
 from drumline.parallel.process_group import init_world
@@ -75,7 +75,7 @@ def steps(world: World, folder: Path) -> dict[str, Any]:
     trained = tiny.state(tiny.plain(), world)
     step = tiny.step_of(trained, 10, world, accumulate=2)
     reader = MeterReader(step.meter, world)
-    mine = share(10, world.rank, world.size)
+    mine = rank_slice(10, world.rank, world.size)
     step.rehearse(tiny.part(tiny.make(10, 77), mine))
     for index, rate in enumerate((0.1, 0.05, 0.2)):
         step(tiny.part(tiny.make(10, index), mine), index, rate)
@@ -96,7 +96,7 @@ def bits(world: World, folder: Path) -> dict[str, Any]:
     model = nn.Sequential(*tiny.normed(world.rank)[:-1], nn.Dropout(0.5), nn.Linear(6, tiny.CLASSES))
     trained = tiny.state(model, world, train=Train(ema=0.9))
     step = tiny.step_of(trained, 10, world, clip=0.5)
-    mine = share(10, world.rank, world.size)
+    mine = rank_slice(10, world.rank, world.size)
 
     def state() -> dict[str, torch.Tensor]:
         groups = trained.tensors()

@@ -22,7 +22,7 @@ from drumline.core.errors import UserError
 from drumline.data import identity
 from drumline.data.packed.format import Options
 from drumline.data.packed.write import pack_set
-from drumline.data.sources import Source, SourceSpec, open_source
+from drumline.data.sources import Dataset, DatasetSpec, open_dataset
 from drumline.launch.network import free_port
 from drumline.parallel.world import World
 from drumline.state.provenance import code_digest, software
@@ -56,7 +56,7 @@ def photos(root: Path) -> Path:
 
 
 def opened(source: str, path: Path) -> Any:
-    train, evaluation = (open_source(SourceSpec(source, str(path), split)) for split in ("train", "eval"))  # type: ignore[arg-type]
+    train, evaluation = (open_dataset(DatasetSpec(source, str(path), split)) for split in ("train", "eval"))  # type: ignore[arg-type]
     return SimpleNamespace(train=train, eval=evaluation)
 
 
@@ -140,7 +140,7 @@ def test_large_sets_are_compared_block_by_block(tmp_path: Path, monkeypatch: pyt
     there = changed(here, lambda root: (root / "train/bee/3.bmp").rename(root / "train/bee/8.bmp"))
     found = compared(opened("folder", here), opened("folder", there))
     assert "sample 8 is 'bee/4.bmp', on rank 0 'bee/3.bmp'" in found
-    source: Source = opened("folder", here).train
+    source: Dataset = opened("folder", here).train
     assert len(identity.block_digests(source)) == 4
     assert identity.content_digests(source, 1)[0] != identity.content_digests(source, 5)[0]
 

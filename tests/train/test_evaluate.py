@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from drumline.core.errors import UserError
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
 from drumline.parallel.world import World, single_process
 from drumline.state.checkpoint import Position
 from drumline.train import loop

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from drumline.data.feed.order import Request
-from drumline.data.feed.views import View, mixing_plan
+from drumline.data.feed.sampler import Request
+from drumline.data.feed.transform import Transform, mixing_plan
 from drumline.train.objective import Classification, mixed, partner
 from tests.train import tiny
 
 
-def plan(view: View, count: int, seed: int = 3) -> torch.Tensor:
+def plan(transform: Transform, count: int, seed: int = 3) -> torch.Tensor:
     import numpy as np
 
-    return torch.from_numpy(mixing_plan(view, seed, Request(2, np.arange(50, 50 + count))))
+    return torch.from_numpy(mixing_plan(transform, seed, Request(2, np.arange(50, 50 + count))))
 
 
 @pytest.mark.parametrize(
@@ -28,10 +28,15 @@ def test_neighbours_are_partners_and_a_last_odd_one_is_its_own(count: int, expec
 
 @pytest.mark.parametrize("count", [6, 7])
 @pytest.mark.parametrize(
-    "view", [View(8, "none", mixup=0.4), View(8, "none", cutmix=1.0), View(8, "none", mixup=0.4, cutmix=1.0)]
+    "transform",
+    [
+        Transform(8, "none", mixup=0.4),
+        Transform(8, "none", cutmix=1.0),
+        Transform(8, "none", mixup=0.4, cutmix=1.0),
+    ],
 )
-def test_mixing_equals_a_loop_over_images(view: View, count: int) -> None:
-    images, mix = torch.randn(count, 3, 8, 8), plan(view, count)
+def test_mixing_equals_a_loop_over_images(transform: Transform, count: int) -> None:
+    images, mix = torch.randn(count, 3, 8, 8), plan(transform, count)
     expected = images.clone()
     for i in range(count):
         other = i + 1 if i % 2 == 0 else i - 1
@@ -55,7 +60,7 @@ def test_an_unmixed_image_keeps_its_bits() -> None:
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("count", [6, 7])
 def test_mixed_labels_cost_what_soft_labels_cost(count: int, smoothing: float) -> None:
-    mix = plan(View(8, "none", mixup=0.4, cutmix=1.0), count)
+    mix = plan(Transform(8, "none", mixup=0.4, cutmix=1.0), count)
     batch = tiny.make(count, mix=mix)
     logits = torch.randn(count, tiny.CLASSES)
     outcome = Classification(smoothing)(_giving(logits), torch.empty(0), batch)

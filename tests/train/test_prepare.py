@@ -15,7 +15,7 @@ from drumline.config.recipe import Checkpoint, Data, Model, Optim, Parallel, Rec
 from drumline.core.errors import UserError
 from drumline.core.machine import usable_cores
 from drumline.data.classes import Classes
-from drumline.data.sources import ArraySource
+from drumline.data.sources import ArrayDataset
 from drumline.parallel.world import single_process
 from drumline.train import assemble, prepare
 from drumline.train.prepare_model import prepare_model
@@ -133,8 +133,8 @@ def test_optimizer_tensors_carry_the_names_of_their_parameters() -> None:
 
 def test_digits_are_the_data_when_nothing_is_said() -> None:
     sets = prepare.prepare_sets(Recipe(), ONE)
-    assert (sets.name, len(sets.train), len(sets.eval), sets.view.size) == ("digits", 1438, 359, 8)
-    assert (sets.view.augment, sets.workers.count, sets.eval_batch) == ("shift", 0, 256)
+    assert (sets.name, len(sets.train), len(sets.eval), sets.transform.size) == ("digits", 1438, 359, 8)
+    assert (sets.transform.augment, sets.workers.count, sets.eval_batch) == ("shift", 0, 256)
     assert sets.workers_why == ""
     pixels = sets.train.images / 255  # type: ignore[union-attr]
     assert sets.mean == pytest.approx([pixels.mean()])
@@ -143,17 +143,17 @@ def test_digits_are_the_data_when_nothing_is_said() -> None:
 
 def test_arrays_keep_their_size_and_must_be_square_for_auto(tmp_path: Path) -> None:
     square = prepare.prepare_sets(Recipe(data=Data(path=npz(tmp_path, (12, 12, 3)), holdout=0.2)), ONE)
-    assert square.view.size == 12
+    assert square.transform.size == 12
     wide = npz(tmp_path, (12, 16, 3), "wide.npz")
     with pytest.raises(UserError, match="the stored images are 16 x 12, not square"):
         prepare.prepare_sets(Recipe(data=Data(path=wide, holdout=0.2)), ONE)
-    assert prepare.prepare_sets(Recipe(data=Data(path=wide, holdout=0.2, size=10)), ONE).view.size == 10
+    assert prepare.prepare_sets(Recipe(data=Data(path=wide, holdout=0.2, size=10)), ONE).transform.size == 10
 
 
 @pytest.mark.parametrize(("path", "augment"), [("", "none"), ("classes=3,size=8,samples=64", "none")])
 def test_synthetic_data_is_not_augmented(path: str, augment: str) -> None:
     sets = prepare.prepare_sets(Recipe(data=Data(source="synthetic", path=path)), ONE)
-    assert sets.view.augment == augment
+    assert sets.transform.augment == augment
 
 
 def test_image_files_are_cropped_and_normalised_as_imagenet_is(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_image_files_are_cropped_and_normalised_as_imagenet_is(tmp_path: Path) -
             Image.new("RGB", (30, 20)).save(tmp_path / split / label / "a.png")
     data = Data(path=str(tmp_path))
     sets = prepare.prepare_sets(Recipe(data=data), ONE)
-    assert (sets.view.size, sets.view.augment, sets.eval_batch) == (224, "crop-flip", 2)
+    assert (sets.transform.size, sets.transform.augment, sets.eval_batch) == (224, "crop-flip", 2)
     assert (sets.mean, sets.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     assert sets.workers.count == usable_cores()
     assert str(sets.workers) in sets.workers_why
@@ -178,7 +178,7 @@ def test_ranks_share_a_global_batch_and_resume_in_the_middle() -> None:
     """Two ranks' batches put together are one rank's, from any step on; pairs to be mixed stay together."""
     recipe = Recipe(data=Data(batch=10, mixup=0.3))
     sets = prepare.prepare_sets(recipe, ONE)
-    assert isinstance(sets.train, ArraySource)
+    assert isinstance(sets.train, ArrayDataset)
     whole = list(sets.training(recipe, ONE, 0, 5))
     late = list(sets.training(recipe, ONE, 3, 5))
     assert [torch.equal(a.images, b.images) for a, b in zip(whole[3:], late, strict=True)] == [True, True]
@@ -205,7 +205,7 @@ def test_synthetic_batches_repeat_and_resume_at_the_same_one() -> None:
 def test_evaluation_sees_every_sample_once_unchanged() -> None:
     recipe = Recipe(data=Data(mixup=0.5, augment="shift-flip"))
     sets = prepare.prepare_sets(recipe, ONE)
-    assert isinstance(sets.eval, ArraySource)
+    assert isinstance(sets.eval, ArrayDataset)
     batches = [
         batch for rank in range(3) for batch in sets.evaluation(recipe, replace(ONE, rank=rank, size=3))
     ]

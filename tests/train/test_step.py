@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from drumline.config.recipe import Optim, Train
-from drumline.data.feed.order import bounds
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
+from drumline.data.feed.sampler import bounds
 from drumline.train.state import TrainState
 from drumline.train.step import Normalise
 from tests.train import ranks, tiny

@@ -13,7 +13,7 @@ import torch
 
 from drumline.config.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Run, Train
 from drumline.core.errors import LostError, UserError
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
 from drumline.observe import display
 from drumline.parallel.world import single_process
 from drumline.state.folder import resume_command

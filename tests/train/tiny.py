@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from drumline.config.recipe import Optim, Recipe, Train
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
 from drumline.parallel.layout import Averaged
 from drumline.parallel.world import World, single_process
 from drumline.train.assemble import prepare_state

@@ -104,7 +104,7 @@ def summary(out: Path) -> Packed:
     import numpy as np
 
     from drumline.data.packed.format import RECORD, SPLITS, index_file, read_manifest
-    from drumline.data.sources import PackedFiles, SourceSpec, open_source
+    from drumline.data.sources import DatasetSpec, PackedFiles, open_dataset
 
     manifest = read_manifest(out)
     parts = [(split, part) for split in SPLITS if (part := manifest.split(split))]
@@ -114,7 +114,7 @@ def summary(out: Path) -> Packed:
         unreadable = np.flatnonzero(records["width"] == 0)
         bad += len(unreadable)
         if len(unreadable) and len(told) < _LISTED:
-            source = open_source(SourceSpec("packed", str(out), split))
+            source = open_dataset(DatasetSpec("packed", str(out), split))
             assert isinstance(source, PackedFiles)
             told += [_complaint(source, sample) for sample in unreadable[: _LISTED - len(told)].tolist()]
     return Packed(

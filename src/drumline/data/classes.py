@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from drumline.core.text import printable
 
 if TYPE_CHECKING:
-    from drumline.data.sources.base import Source
+    from drumline.data.sources.base import Dataset
 
 FOLDERS = ("folder", "tar")
 """Sources whose classes are folders: their names are names, even when they are numbers."""
@@ -33,7 +33,7 @@ class Classes:
     """False where the names are only the numbers 0 to K-1, as in idx and npz files."""
 
     @staticmethod
-    def of(source: Source) -> Classes:
+    def of(source: Dataset) -> Classes:
         return Classes(
             source.classes, source.name in FOLDERS or source.classes != numbers(len(source.classes))
         )
@@ -108,7 +108,7 @@ def describe_difference(
     return "; ".join(parts) or "they are in another order"
 
 
-def set_words(train: Source, evaluation: Source) -> list[str]:
+def set_words(train: Dataset, evaluation: Dataset) -> list[str]:
     """Warnings about classes that training or evaluation has no samples of. Synthetic sets are made to measure."""
     if train.name == "synthetic":
         return []
@@ -140,7 +140,7 @@ def some_names(names: Sequence[str]) -> str:
     return ", ".join(map(_quoted, names[:SHOWN])) + (f" and {rest:,} more" if rest > 0 else "")
 
 
-def _present(source: Source) -> set[int]:
+def _present(source: Dataset) -> set[int]:
     return set(np.unique(source.labels).tolist())
 
 

@@ -20,7 +20,7 @@ from drumline.core.errors import UserError
 from drumline.data.image.decode import FORMATS, decode
 from drumline.data.image.jpeg import read_header, stream_fault
 from drumline.data.image.limits import TooLarge
-from drumline.data.sources import ArraySource, EncodedSource, Source
+from drumline.data.sources import ArrayDataset, Dataset, EncodedDataset
 from drumline.data.sources.packed import PackedFiles
 
 
@@ -35,15 +35,15 @@ class Examination:
     notes: tuple[str, ...] = ()
 
 
-def examine_range(source: Source, start: int, stop: int) -> list[Examination]:
+def examine_range(source: Dataset, start: int, stop: int) -> list[Examination]:
     """The samples from `start` to before `stop`."""
-    if isinstance(source, ArraySource):  # opening it has checked all there is
+    if isinstance(source, ArrayDataset):  # opening it has checked all there is
         images = source.take(np.arange(start, stop))
         return [Examination(hashlib.blake2b(image, digest_size=16).digest()) for image in images]
     return [examine_sample(source, sample) for sample in range(start, stop)]
 
 
-def examine_sample(source: EncodedSource, sample: int) -> Examination:
+def examine_sample(source: EncodedDataset, sample: int) -> Examination:
     """A sample as its source gives it; one that cannot be read is told apart from one that was read and is bad."""
     where = source.where(sample)
     try:

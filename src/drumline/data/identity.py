@@ -19,7 +19,7 @@ import numpy as np
 
 from drumline.core.errors import UserError
 from drumline.core.text import printable
-from drumline.data.sources.base import ArraySource, MappedFiles, Source
+from drumline.data.sources.base import ArrayDataset, Dataset, MappedFiles
 
 BLOCK = 1024
 """Samples per digest."""
@@ -57,7 +57,7 @@ class Identity:
         }
 
 
-def identify(source: Source, seed: int) -> Identity:
+def identify(source: Dataset, seed: int) -> Identity:
     """The identity of a source. Reads the chosen samples."""
     return Identity(len(source), block_digests(source), *content_digests(source, seed))
 
@@ -73,22 +73,22 @@ def changed_samples(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return "sample contents differ" if then.get("contents") != now["contents"] else ""
 
 
-def block_digests(source: Source) -> list[str]:
+def block_digests(source: Dataset) -> list[str]:
     """A digest of the entries of every `BLOCK` samples."""
     blocks = range(-(-len(source) // BLOCK))
     return [_digest(repr(_columns(source, block)).encode()) for block in blocks]
 
 
-def block_entries(source: Source, block: int) -> list[Entry]:
+def block_entries(source: Dataset, block: int) -> list[Entry]:
     """What is compared of each sample of a block, in order."""
     return [list(entry) for entry in zip(*_columns(source, block), strict=True)]
 
 
-def _columns(source: Source, block: int) -> tuple[list[str], list[int], list[int]]:
+def _columns(source: Dataset, block: int) -> tuple[list[str], list[int], list[int]]:
     """Names, sizes and labels of a block's samples."""
     ids = np.arange(block * BLOCK, min((block + 1) * BLOCK, len(source)))
     labels: list[int] = source.labels[ids].tolist()
-    if isinstance(source, ArraySource):
+    if isinstance(source, ArrayDataset):
         return [""] * len(ids), [-1] * len(ids), labels
     asked = len(ids)
     if not isinstance(source, MappedFiles):
@@ -96,10 +96,10 @@ def _columns(source: Source, block: int) -> tuple[list[str], list[int], list[int
     return source.sample_names(ids), [*source.sample_sizes(ids[:asked]), *[-1] * (len(ids) - asked)], labels
 
 
-def content_digests(source: Source, seed: int) -> tuple[list[int], list[str]]:
+def content_digests(source: Dataset, seed: int) -> tuple[list[int], list[str]]:
     """Ids of samples chosen by the seed, and a digest of each one's stored content."""
     count = CONTENTS
-    if isinstance(source, ArraySource):
+    if isinstance(source, ArrayDataset):
         count = max(count, ARRAY_BYTES // max(1, int(np.prod(source.shape))))
     ids = chosen(len(source), count, seed)
     return ids, [_content(source, sample) for sample in ids]
@@ -133,8 +133,8 @@ def _words(entry: Entry, other: Entry) -> str:
     return " ".join(parts)
 
 
-def _content(source: Source, sample: int) -> str:
-    if isinstance(source, ArraySource):
+def _content(source: Dataset, sample: int) -> str:
+    if isinstance(source, ArrayDataset):
         return _digest(source.take(np.array([sample])).tobytes())
     try:
         return _digest(source.read(sample))

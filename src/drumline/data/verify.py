@@ -31,8 +31,8 @@ from drumline.core.text import printable
 from drumline.core.wording import count
 from drumline.data.examine import Examination, examine_range
 from drumline.data.reading import patiently, read_whole
-from drumline.data.sources import EncodedSource, Source, SourceSpec, detect_source, open_source
-from drumline.data.sources.base import NoEvalSplit, passed_over_words
+from drumline.data.sources import Dataset, DatasetSpec, EncodedDataset, detect_source, open_dataset
+from drumline.data.sources.base import NoEvalSplit, describe_skipped
 from drumline.data.sources.folder import EVAL_FOLDERS, EXTENSIONS
 from drumline.data.sources.packed import PackedArrays
 
@@ -123,7 +123,7 @@ def verify_dataset(path: Path, source: str = "auto", workers: int | None = None)
     workers = min(workers or usable_cores(), -(-total // CHUNK))
     digests = {split.name: np.zeros((len(split.source), 2), np.uint64) for split in splits}
     notes: Counter[str] = Counter()
-    files = all(isinstance(split.source, EncodedSource) for split in splits)
+    files = all(isinstance(split.source, EncodedDataset) for split in splits)
     results = _in_processes(splits, workers) if files and workers > 1 else _in_this_process(splits)
     with closing(results), closing(progress(results, "checking", total)) as shown:
         for split, sample, result in shown:
@@ -203,7 +203,7 @@ class _Loose:
     root: str
 
 
-class _LooseFiles(EncodedSource):
+class _LooseFiles(EncodedDataset):
     """Image files outside of any layout, sorted by path; also links to nothing and other things with such a name."""
 
     def __init__(self, root: str) -> None:
@@ -239,17 +239,17 @@ class _LooseFiles(EncodedSource):
 @dataclass(frozen=True)
 class _Split:
     name: str
-    spec: SourceSpec | _Loose
-    source: Source
+    spec: DatasetSpec | _Loose
+    source: Dataset
 
     def where(self, sample: int) -> str:
-        if isinstance(self.source, EncodedSource):
+        if isinstance(self.source, EncodedDataset):
             return self.source.where(sample)
         return f"{self.name} image {sample}"
 
 
-def _open(spec: SourceSpec | _Loose) -> Source:
-    return _LooseFiles(spec.root) if isinstance(spec, _Loose) else open_source(spec, again=True)
+def _open(spec: DatasetSpec | _Loose) -> Dataset:
+    return _LooseFiles(spec.root) if isinstance(spec, _Loose) else open_dataset(spec, again=True)
 
 
 def _open_splits(path: Path, name: str) -> tuple[list[_Split], list[Finding]]:
@@ -259,13 +259,13 @@ def _open_splits(path: Path, name: str) -> tuple[list[_Split], list[Finding]]:
     refused: UserError | None = None
     sides: tuple[Literal["train", "eval"], ...] = ("train", "eval")
     for side in sides:
-        spec = SourceSpec(name, str(path), side)
+        spec = DatasetSpec(name, str(path), side)
         try:
-            opened = open_source(spec)
+            opened = open_dataset(spec)
             if isinstance(opened, PackedArrays):
                 opened.check()
             splits.append(_Split(side, spec, opened))
-            if isinstance(opened, EncodedSource) and (words := passed_over_words(opened)):
+            if isinstance(opened, EncodedDataset) and (words := describe_skipped(opened)):
                 findings.append(Finding(side, -1, "passed-over", str(path), f"has {words}"))
         except NoEvalSplit:
             continue
@@ -339,11 +339,11 @@ def _in_processes(splits: list[_Split], workers: int) -> _Results:
         pool.shutdown(cancel_futures=True)
 
 
-_opened: dict[SourceSpec | _Loose, Source] = {}
+_opened: dict[DatasetSpec | _Loose, Dataset] = {}
 """In a checking process: what it has opened."""
 
 
-def _work(spec: SourceSpec | _Loose, start: int, stop: int) -> list[Examination]:
+def _work(spec: DatasetSpec | _Loose, start: int, stop: int) -> list[Examination]:
     if spec not in _opened:
         _opened[spec] = _open(spec)
     return examine_range(_opened[spec], start, stop)

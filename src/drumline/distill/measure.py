@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from drumline.config.recipe import Recipe
 from drumline.core.progress import progress
-from drumline.data.feed.order import evaluation_starts
+from drumline.data.feed.sampler import evaluation_starts
 from drumline.distill.load import Loaded
 from drumline.distill.teacher import Teacher
 from drumline.parallel.grid import Grid

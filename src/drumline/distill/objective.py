@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import UserError
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
 from drumline.distill.bundle import Said
 from drumline.distill.gather import Spread
 from drumline.distill.method import Memory, Method, Needs, Seen

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
 from drumline.distill.teacher import Taught, Teacher
 from drumline.observe.display import Display
 from drumline.parallel.grid import Grid

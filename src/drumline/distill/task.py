@@ -71,7 +71,7 @@ def lesson(
     student, from_weights = prepare_model(recipe, classes, world)
     stages = plan_stages(recipe, grid)
     teachers = load_teachers(recipe, classes, world, on_host=stages is not None)
-    pair = _Pair.of(recipe, chosen, student, teachers, sets.view.size, world)
+    pair = _Pair.of(recipe, chosen, student, teachers, sets.transform.size, world)
     bundle = pair.bundle(recipe.run.seed, runs_student=not stage.name or pair.reads_student, world=world)
     words = [
         *from_weights,
@@ -83,7 +83,7 @@ def lesson(
     if cached:
         refuse_uncacheable(recipe, pair.teacher_taps, sets.name)
     weights = weights_sha256(pair.teachers) if cached else ""
-    cuts = _cuts(pair, teachers, stages, recipe, sets.view.size, display) if stages else []
+    cuts = _cuts(pair, teachers, stages, recipe, sets.transform.size, display) if stages else []
     compiled = recipe.train.compile and not cached and stages is None
     teacher = _teacher(recipe, chosen, pair, teachers, world, compiled)
     teacher.agree(world)
@@ -100,7 +100,7 @@ def lesson(
         for line in told if cached else ():  # to be known before a cache is filled for hours
             display.log(line)
     if stage.name:
-        _freeze_idle(bundle, teacher, sets.view.size)
+        _freeze_idle(bundle, teacher, sets.transform.size)
     together = spread.prepare_shards(recipe, world)
     _span(bundle, recipe, grid.peers, together)
     stored = None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import UserError
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
 from drumline.parallel.world import World
 from drumline.state.fingerprint import fingerprints_of, state_sha256
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FILTERS = {"box": 0, "bilinear": 1, "bicubic": 2, "lanczos": 3}
-READ_FILES, READ_SIZES, MAKE_WINDOWS, GATHER = range(4)
+READ_FILES, READ_SIZES, MAKE_CROPS, GATHER = range(4)
 DONE, LEFT_TO_PILLOW = 0, 1
 STORED = 3
 """What a JPEG's header tells: width, height, and whether there is EXIF."""
@@ -127,7 +127,7 @@ def jpeg_size(data: bytes) -> tuple[int, int, int] | None:
     return (int(stored[0]), int(stored[1]), int(stored[2])) if found else None
 
 
-def jpeg_window(
+def jpeg_crop(
     data: bytes, stored: tuple[int, int], geometry: NDArray[np.int32], size: int, filter: str, version: str
 ) -> NDArray[np.uint8] | None:
     """One sample's window; None when it is left to Pillow."""

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from drumline.core.errors import UserError
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
 from drumline.models.blocks import repeated_blocks
 from drumline.parallel.by_host import GatherByHost, ReduceScatterByHost
 from drumline.parallel.layout import (

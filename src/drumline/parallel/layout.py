@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from drumline.core.errors import UserError
-from drumline.data.feed.order import bounds
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
+from drumline.data.feed.sampler import bounds
 from drumline.parallel.pipeline.instructions import Kind
 from drumline.parallel.pipeline.record import Recorder, timed
 from drumline.parallel.pipeline.simulate import Span

@@ -25,7 +25,7 @@ from drumline.data.identity import (
     first_difference,
     identify,
 )
-from drumline.data.sources import EncodedSource, Source
+from drumline.data.sources import Dataset, EncodedDataset
 from drumline.parallel.world import World
 from drumline.state.folder import changed_environment
 from drumline.state.provenance import describe_environment, software
@@ -122,7 +122,7 @@ def check_data(sets: Sets, seed: int, world: World) -> dict[str, dict[str, str |
     return found
 
 
-def _other_samples(source: Source, identity: Identity, world: World) -> str:
+def _other_samples(source: Dataset, identity: Identity, world: World) -> str:
     """The first difference between this rank's list of samples and rank 0's. Every rank calls it."""
     digests = identity.blocks
     (count, names), first = (
@@ -149,16 +149,16 @@ def _other_samples(source: Source, identity: Identity, world: World) -> str:
     return ""
 
 
-def _entries(source: Source, block: int | None) -> list[Any]:
+def _entries(source: Dataset, block: int | None) -> list[Any]:
     return [] if block is None else block_entries(source, block)
 
 
-def _other_contents(source: Source, identity: Identity, world: World) -> str:
+def _other_contents(source: Dataset, identity: Identity, world: World) -> str:
     """The first of the chosen samples whose content is not rank 0's. Every rank calls it."""
     first: list[str] = world.broadcast_object(identity.contents)
     for sample, here, there in zip(identity.chosen, identity.contents, first, strict=False):
         if here != there:
-            name = printable(source.where(sample)) if isinstance(source, EncodedSource) else "its pixels"
+            name = printable(source.where(sample)) if isinstance(source, EncodedDataset) else "its pixels"
             how = "cannot be read here" if here == UNREADABLE else "has other content than on rank 0"
             return f"sample {sample:,} ({name}) {how}"
     return ""

@@ -9,27 +9,27 @@ from __future__ import annotations
 from pathlib import Path
 
 from drumline.core.files import write_bytes
-from drumline.data.feed.ledger import Ledger
+from drumline.data.feed.bad_samples import BadSamples
 from drumline.parallel.world import World
 
 FILE = "broken-samples.tsv"
 
 
-def agree(ledgers: tuple[Ledger, Ledger], world: World) -> None:
-    """Brings the ranks' ledgers together. Every rank calls it; costs one small message when nothing is new."""
-    counts = world.all_gather_floats([len(ledger.bad) for ledger in ledgers])
+def agree(sets: tuple[BadSamples, BadSamples], world: World) -> None:
+    """Merges what the ranks have found. Every rank calls it; costs one small message when nothing is new."""
+    counts = world.all_gather_floats([len(one.bad) for one in sets])
     if any(row != counts[0] for row in counts) or any(counts[0]):
-        for ledger, others in zip(
-            ledgers, zip(*world.all_gather_object([x.bad for x in ledgers]), strict=True), strict=True
+        for one, others in zip(
+            sets, zip(*world.all_gather_object([one.bad for one in sets]), strict=True), strict=True
         ):
-            ledger.merge(others)
+            one.merge(others)
 
 
-def record(ledgers: tuple[Ledger, Ledger], folder: Path) -> None:
+def record(sets: tuple[BadSamples, BadSamples], folder: Path) -> None:
     """Writes the list into the run folder, in the order of sets and ids; what stands there already stays."""
     file = folder / FILE
     before = file.read_text().splitlines() if file.exists() else []
-    lines = {_key(line): line for ledger in ledgers for line in ledger.lines()}
+    lines = {_key(line): line for one in sets for line in one.lines()}
     lines |= {_key(line): line for line in before}
     if len(lines) > len(before):
         write_bytes(file, "".join(f"{lines[key]}\n" for key in sorted(lines)).encode())
@@ -40,10 +40,10 @@ def _key(line: str) -> tuple[bool, int]:
     return split != "training", int(sample)
 
 
-def words(ledgers: tuple[Ledger, Ledger], listed: bool = True) -> list[str]:
+def words(sets: tuple[BadSamples, BadSamples], listed: bool = True) -> list[str]:
     """What to tell about them; nothing when all is well."""
     where = f" (all in {FILE})" if listed else ""
-    training, evaluation = ledgers
+    training, evaluation = sets
     told = []
     if training.bad:
         told.append(

@@ -20,7 +20,7 @@ from safetensors.torch import save
 from torch import nn
 
 from drumline.core.files import write_bytes
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
 from drumline.guards.finding import Finding
 from drumline.guards.forwards import tensors_in
 from drumline.parallel.local import local_part

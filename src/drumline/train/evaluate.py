@@ -17,7 +17,7 @@ from torch import nn
 
 from drumline.core.errors import UserError
 from drumline.core.heartbeat import Phase, enter
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
 from drumline.parallel.world import World
 from drumline.train.step import Normalise
 

@@ -17,7 +17,7 @@ from drumline.config.layouts import STAGED
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.core.heartbeat import Phase, enter
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
 from drumline.guards.finding import Finding
 from drumline.state.chain import FIRST_STEPS, is_full
 from drumline.state.folder import resume_command

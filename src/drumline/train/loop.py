@@ -397,5 +397,5 @@ def _result(run: Running, position: Position, score: Score | None) -> Result:
         teacher_top1=run.task.rival_top1,
         agreement=score.agreement if score else None,
         images_per_s=round(run.reporter.images_per_s, 1),
-        broken_samples=sum(len(ledger.bad) for ledger in run.sets.bad),
+        broken_samples=sum(len(bad_samples.bad) for bad_samples in run.sets.bad),
     )

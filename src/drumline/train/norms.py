@@ -21,7 +21,7 @@ from drumline.config.recipe import Recipe
 from drumline.config.rules import shard_count
 from drumline.core.errors import UserError
 from drumline.core.text import counted
-from drumline.data.feed.order import bounds, share
+from drumline.data.feed.sampler import bounds, rank_slice
 from drumline.parallel.norm import WorldNorm
 from drumline.parallel.pipeline.norm import FEW
 from drumline.parallel.world import World
@@ -123,7 +123,8 @@ def smallest(recipe: Recipe, world: World) -> Piece:
 def _least(batch: int, parts: int, micro: int, unit: int) -> int:
     """Samples of the smallest micro-batch of the smallest part."""
     own = min(
-        (share(batch, part, parts, unit) for part in range(parts)), key=lambda each: each.stop - each.start
+        (rank_slice(batch, part, parts, unit) for part in range(parts)),
+        key=lambda each: each.stop - each.start,
     )
     cuts = bounds(own.stop - own.start, micro, unit)
     return min(last - first for first, last in pairwise(cuts))

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from drumline.core.errors import UserError
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
 
 
 class Outcome(NamedTuple):

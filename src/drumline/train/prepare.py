@@ -21,16 +21,23 @@ from drumline.core.environment import threads_asked
 from drumline.core.errors import UserError
 from drumline.core.machine import cores_per_process
 from drumline.data.classes import Classes, describe_difference, set_words
+from drumline.data.feed.bad_samples import BadSamples
 from drumline.data.feed.choose import choose_workers
-from drumline.data.feed.ledger import Ledger
 from drumline.data.feed.loader import Batches, Workers, batches, blank_batches, resident_batches
-from drumline.data.feed.order import Request, evaluation_requests, steps_per_epoch, training_requests
 from drumline.data.feed.resident import ResidentSet, fits_on_device, resident_feed
-from drumline.data.feed.views import Augment, View
+from drumline.data.feed.sampler import Request, evaluation_requests, steps_per_epoch, training_requests
+from drumline.data.feed.transform import Augment, Transform
 from drumline.data.image.augment import Augmentation, mean_colour
-from drumline.data.sources import ArraySource, EncodedSource, Source, SourceSpec, detect_source, open_source
+from drumline.data.sources import (
+    ArrayDataset,
+    Dataset,
+    DatasetSpec,
+    EncodedDataset,
+    detect_source,
+    open_dataset,
+)
 from drumline.data.sources import channel_statistics as measured_statistics
-from drumline.data.sources.base import NoEvalSplit, NoTrainSplit, passed_over_words
+from drumline.data.sources.base import NoEvalSplit, NoTrainSplit, describe_skipped
 from drumline.parallel.layout import resolve_layout
 from drumline.parallel.world import World
 from drumline.state.claim import claimed
@@ -48,46 +55,46 @@ class Sets:
     """The training and evaluation data of a run, and how to look at them."""
 
     name: str
-    train_spec: SourceSpec
-    eval_spec: SourceSpec
-    train: Source
-    eval: Source
-    view: View
+    train_spec: DatasetSpec
+    eval_spec: DatasetSpec
+    train: Dataset
+    eval: Dataset
+    transform: Transform
     mean: tuple[float, ...]
     std: tuple[float, ...]
     workers: Workers
     workers_why: str
     """Why these, in words; empty where there was nothing to choose."""
-    bad: tuple[Ledger, Ledger]
+    bad: tuple[BadSamples, BadSamples]
     """Broken samples met so far, of the training and of the evaluation set."""
     device: torch.device
 
     @cached_property
     def resident_train(self) -> ResidentSet | None:
         """The training set on the GPU, where it fits there whole."""
-        return _resident(self.train, self.view, self.device)
+        return _resident(self.train, self.transform, self.device)
 
     @cached_property
     def resident_eval(self) -> ResidentSet | None:
         """The evaluation set on the GPU, where it fits there whole."""
-        return _resident(self.eval, self.view.for_evaluation(), self.device)
+        return _resident(self.eval, self.transform.for_evaluation(), self.device)
 
     @property
     def warnings(self) -> list[str]:
         """Warnings about files that are not images and classes without samples."""
         sides = (("training", self.train), ("evaluation", self.eval))
         return [
-            f"WARNING: the {side} set has {passed_over_words(source)}"
+            f"WARNING: the {side} set has {describe_skipped(source)}"
             for side, source in (
                 sides[:1] if self.train_spec.holdout else sides
             )  # a holdout has the same folders
-            if isinstance(source, EncodedSource) and source.passed_over
+            if isinstance(source, EncodedDataset) and source.skipped
         ] + set_words(self.train, self.eval)
 
     @property
     def unit(self) -> int:
         """Samples that stay together on one process: pairs, where they are mixed."""
-        return 2 if self.view.mixes else 1
+        return 2 if self.transform.mixes else 1
 
     @property
     def eval_batch(self) -> int:
@@ -100,10 +107,10 @@ class Sets:
         resident = self.name == "synthetic"
         requests = self.requests(recipe, world, 0 if resident and not blank else first_step, last_step)
         if blank:
-            return blank_batches(self.train, self.view, recipe.run.seed, requests, world.device)
+            return blank_batches(self.train, self.transform, recipe.run.seed, requests, world.device)
         if resident:
             return resident_batches(
-                self.train, self.view, recipe.run.seed, requests, first_step, world.device
+                self.train, self.transform, recipe.run.seed, requests, first_step, world.device
             )
         return self.feed(recipe.run.seed, requests, world.device)
 
@@ -112,7 +119,7 @@ class Sets:
         if self.resident_train is not None:
             return resident_feed(self.resident_train, seed, requests)
         return batches(
-            self.train_spec, self.train, self.view, seed, requests, self.workers, device, self.bad[0]
+            self.train_spec, self.train, self.transform, seed, requests, self.workers, device, self.bad[0]
         )
 
     def requests(self, recipe: Recipe, world: World, first_step: int, last_step: int) -> Iterator[Request]:
@@ -123,7 +130,7 @@ class Sets:
             batch=recipe.data.batch,
             first_step=first_step,
             last_step=last_step,
-            part=own_share(recipe, world.rank, world.size, self.unit),
+            local=own_share(recipe, world.rank, world.size, self.unit),
         )
 
     def evaluation(self, recipe: Recipe, world: World, blank: bool = False) -> Batches:
@@ -131,15 +138,15 @@ class Sets:
         requests = evaluation_requests(
             samples=len(self.eval), batch=self.eval_batch, rank=world.rank, world=world.size
         )
-        view = self.view.for_evaluation()
+        transform = self.transform.for_evaluation()
         if blank:
-            return blank_batches(self.eval, view, recipe.run.seed, requests, world.device)
+            return blank_batches(self.eval, transform, recipe.run.seed, requests, world.device)
         if self.resident_eval is not None:
             return resident_feed(self.resident_eval, recipe.run.seed, requests)
         return batches(
             self.eval_spec,
             self.eval,
-            view,
+            transform,
             recipe.run.seed,
             requests,
             self.workers,
@@ -176,18 +183,18 @@ def prepare_sets(recipe: Recipe, world: World, to_score: bool = False) -> Sets:
     data = recipe.data
     again = bool(claimed())  # a start of this very run has opened the data before
     name = detect_source(data.source, data.path, again)
-    train_spec = SourceSpec(source=name, path=data.path, split="train", holdout=data.holdout)
-    eval_spec = SourceSpec(source=name, path=data.path, split="eval", holdout=data.holdout)
+    train_spec = DatasetSpec(source=name, path=data.path, split="train", holdout=data.holdout)
+    eval_spec = DatasetSpec(source=name, path=data.path, split="eval", holdout=data.holdout)
     try:
-        train, evaluation = open_source(train_spec, again), open_source(eval_spec, again)
+        train, evaluation = open_dataset(train_spec, again), open_dataset(eval_spec, again)
     except (NoEvalSplit, NoTrainSplit):
         if not to_score:
             raise
         train_spec = eval_spec = replace(eval_spec, whole=True)
-        train = evaluation = open_source(eval_spec)
+        train = evaluation = open_dataset(eval_spec)
     _refuse_other_classes(train, evaluation)
     mean, std = _statistics(data, train)
-    view = View(
+    transform = Transform(
         size=_size(data, train),
         augment=_augment(data, train),
         eval_crop=data.eval_crop,
@@ -200,15 +207,15 @@ def prepare_sets(recipe: Recipe, world: World, to_score: bool = False) -> Sets:
         on_bad="raise" if data.strict else "substitute",
     )
     bad = (
-        Ledger("training", len(train), data.bad_limit),
-        Ledger("evaluation", len(evaluation), data.bad_limit),
+        BadSamples("training", len(train), data.bad_limit),
+        BadSamples("evaluation", len(evaluation), data.bad_limit),
     )
     count = cores_per_process(world.local_size) if data.workers == "auto" else data.workers
     # Every rank for itself, at the same time as in the run to come: machines differ, and pixels do not.
     workers, why = choose_workers(
         train_spec,
         train,
-        view,
+        transform,
         recipe.run.seed,
         world.device,
         count=count,
@@ -217,7 +224,7 @@ def prepare_sets(recipe: Recipe, world: World, to_score: bool = False) -> Sets:
         decode="cpu" if recipe.run.strict and data.decode == "auto" else data.decode,
     )
     return Sets(
-        name, train_spec, eval_spec, train, evaluation, view, mean, std, workers, why, bad, world.device
+        name, train_spec, eval_spec, train, evaluation, transform, mean, std, workers, why, bad, world.device
     )
 
 
@@ -254,7 +261,7 @@ def prepare_plan(recipe: Recipe, samples: int, world: World) -> Plan:
 
 
 def normaliser(sets: Sets, recipe: Recipe, world: World) -> Normalise:
-    """The device half of the view."""
+    """The device half of the transform."""
     return Normalise.build(sets.mean, sets.std, world.device, channels_last(recipe, world))
 
 
@@ -321,7 +328,7 @@ def threads_per_process(
     return 1 if strict else threads_asked(env) or cores_per_process(local_size)
 
 
-def _refuse_other_classes(train: Source, evaluation: Source) -> None:
+def _refuse_other_classes(train: Dataset, evaluation: Dataset) -> None:
     """A user's own source names the classes of each split by itself."""
     known, here = Classes.of(train), Classes.of(evaluation)
     if known.names != here.names and (len(known) != len(here) or (known.named and here.named)):
@@ -339,10 +346,10 @@ def _steps(epochs: float, per_epoch: int) -> int:
     return max(1, round(epochs * per_epoch)) if epochs else 0
 
 
-def _size(data: Data, source: Source) -> int:
+def _size(data: Data, source: Dataset) -> int:
     if data.size != "auto":
         return data.size
-    if not isinstance(source, ArraySource):
+    if not isinstance(source, ArrayDataset):
         return 224
     height, width, _ = source.shape
     if height != width:
@@ -352,8 +359,8 @@ def _size(data: Data, source: Source) -> int:
     return height
 
 
-def _augment(data: Data, source: Source) -> Augment:
-    arrays = isinstance(source, ArraySource)
+def _augment(data: Data, source: Dataset) -> Augment:
+    arrays = isinstance(source, ArrayDataset)
     if data.augment == "auto":
         if not arrays:
             return "crop-flip"
@@ -372,14 +379,14 @@ def _augment(data: Data, source: Source) -> Augment:
     return data.augment
 
 
-def _resident(source: Source, view: View, device: torch.device) -> ResidentSet | None:
+def _resident(source: Dataset, transform: Transform, device: torch.device) -> ResidentSet | None:
     if (
         device.type != "cuda"
-        or not isinstance(source, ArraySource)
-        or not fits_on_device(source, view, device)
+        or not isinstance(source, ArrayDataset)
+        or not fits_on_device(source, transform, device)
     ):
         return None
-    return ResidentSet.upload(source, view, device)
+    return ResidentSet.upload(source, transform, device)
 
 
 def _augmentation(data: Data, mean: tuple[float, ...]) -> Augmentation:
@@ -393,9 +400,9 @@ def _augmentation(data: Data, mean: tuple[float, ...]) -> Augmentation:
     )
 
 
-def _statistics(data: Data, source: Source) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _statistics(data: Data, source: Dataset) -> tuple[tuple[float, ...], tuple[float, ...]]:
     if data.mean:
         return data.mean, data.std
-    if isinstance(source, ArraySource):
+    if isinstance(source, ArrayDataset):
         return measured_statistics(source)
     return IMAGENET_MEAN, IMAGENET_STD

@@ -91,18 +91,18 @@ def to_device(module: nn.Module, recipe: Recipe, world: World) -> nn.Module:
 
 def model_record(recipe: Recipe, sets: Sets) -> ModelRecord:
     """What is stored with the model that this run trains."""
-    classes, view = Classes.of(sets.train), sets.view
+    classes, transform = Classes.of(sets.train), sets.transform
     return ModelRecord(
         model=recipe.model.name,
         outputs=len(classes) if recipe.model.classes == "auto" else recipe.model.classes,
         classes=classes,
-        size=view.size,
+        size=transform.size,
         mean=tuple(sets.mean),
         std=tuple(sets.std),
-        eval_crop=view.eval_crop,
-        resize=view.resize,
-        interpolation=view.interpolation,
-        exif=view.exif,
+        eval_crop=transform.eval_crop,
+        resize=transform.resize,
+        interpolation=transform.interpolation,
+        exif=transform.exif,
     )
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.files import write_text
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
 from drumline.models.foreign import Tapped
 from drumline.parallel.holding import Holding, Whole
 from drumline.parallel.layout import micro_batches_of

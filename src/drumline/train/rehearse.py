@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from drumline.core.errors import UserError
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
 from drumline.parallel.layout import Recorded, resolve_layout
 from drumline.parallel.pipeline.simulate import Span
 from drumline.train import prepare

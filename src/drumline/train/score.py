@@ -18,8 +18,8 @@ from drumline.core.errors import UserError
 from drumline.core.progress import progress
 from drumline.core.wording import loss
 from drumline.data.classes import Classes, OtherClasses, label_map, some_names
-from drumline.data.feed.order import evaluation_starts
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
+from drumline.data.feed.sampler import evaluation_starts
 from drumline.observe.display import make_display
 from drumline.parallel.grid import Grid, make_grid
 from drumline.parallel.pipeline.chain import Chain

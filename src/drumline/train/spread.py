@@ -10,7 +10,7 @@ from torch import nn
 
 from drumline.config.recipe import Recipe
 from drumline.config.rules import shard_count
-from drumline.data.feed.order import share
+from drumline.data.feed.sampler import rank_slice
 from drumline.parallel.layout import Averaged, Exchange
 from drumline.parallel.norm import PLAIN, WorldNorm, over_everybody, world_total
 from drumline.parallel.strict.lockstep import Together
@@ -25,7 +25,7 @@ def own_share(recipe: Recipe, rank: int, processes: int, unit: int) -> slice:
     """A rank's part of every global batch: equal shares, or in strict mode its shards."""
     batch = recipe.data.batch
     if not recipe.run.strict:
-        return share(batch, rank, processes, unit)
+        return rank_slice(batch, rank, processes, unit)
     shards = shard_count(recipe)
     first, last = owned(shards, processes)[rank]
     return slice(first * (batch // shards), last * (batch // shards))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from drumline.config.layouts import STAGED
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
-from drumline.data.feed.order import bounds, share
+from drumline.data.feed.sampler import bounds, rank_slice
 from drumline.models.copies import copy_model
 from drumline.models.foreign import Tapped
 from drumline.observe.display import Display
@@ -86,7 +86,7 @@ def lay_in_stages(
         size for replica in range(shape.replicas) for size in _micro_sizes(recipe, replica, shape, sets.unit)
     ]
     autocast = prepare.precision(recipe, world)
-    sample = _sample(max(sizes), sets.view.size, world.device, prepare.channels_last(recipe, world))
+    sample = _sample(max(sizes), sets.transform.size, world.device, prepare.channels_last(recipe, world))
     root.train()
     traced = trace(root, cut.kwargs, sample=sample, leaves=leaves)
     names, told = _names(recipe, traced, root, shape, sample, autocast, grid, display, before)
@@ -264,7 +264,7 @@ def _sample(size: int, side: int, device: torch.device, channels_last: bool) -> 
 
 def _micro_sizes(recipe: Recipe, replica: int, shape: Shape, unit: int) -> list[int]:
     """Samples of each of a replica's micro-batches."""
-    own = share(recipe.data.batch, replica, shape.replicas, unit)
+    own = rank_slice(recipe.data.batch, replica, shape.replicas, unit)
     return [last - first for first, last in pairwise(bounds(own.stop - own.start, shape.micro_batches, unit))]
 
 

@@ -24,8 +24,8 @@ from drumline.core import lock
 from drumline.core.errors import UserError
 from drumline.core.heartbeat import Phase, enter
 from drumline.core.text import counted
+from drumline.data.feed.batch import Batch
 from drumline.data.feed.loader import Batches, Workers
-from drumline.data.feed.views import Batch
 from drumline.models.copies import copy_model
 from drumline.observe import text_log
 from drumline.observe.display import Display, make_display
@@ -377,8 +377,8 @@ def _opening_words(
     left_out = len(sets.train) - plan.per_epoch * recipe.data.batch
     words = [
         f"{recipe.model.name}: {parameters:,} parameters, {precision}; {sets.name}: {len(sets.train):,} to train, "
-        f"{len(sets.eval):,} to evaluate, {classes}, {sets.view.size} px, "
-        f"{sets.view.augment}",
+        f"{len(sets.eval):,} to evaluate, {classes}, {sets.transform.size} px, "
+        f"{sets.transform.augment}",
         f"{world.size} process{'es' * (world.size > 1)} on {device}"
         + (f" over {world.backend}" if world.size > 1 else "")
         + f"; global batch {recipe.data.batch}, {counted(plan.total, 'step')}, {plan.per_epoch:,} per epoch"

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
 from drumline.parallel.layout import Exchange, Passes
 from drumline.parallel.local import local_part
 from drumline.parallel.world import World

@@ -15,7 +15,7 @@ from torch import nn
 from drumline.config.recipe import Recipe
 from drumline.data.classes import Classes
 from drumline.data.feed.loader import Batches
-from drumline.data.feed.order import Request
+from drumline.data.feed.sampler import Request
 from drumline.observe.display import Display
 from drumline.parallel.grid import Grid
 from drumline.parallel.pipeline.pipelined import Ahead

@@ -12,12 +12,13 @@ from PIL import Image
 
 from drumline.core.errors import UserError
 from drumline.data.feed.batch import finished, make_batch
-from drumline.data.feed.order import Request
-from drumline.data.feed.views import View, flips, mixing_plan, shift_offsets
+from drumline.data.feed.sample import BadSample, load_sample
+from drumline.data.feed.sampler import Request
+from drumline.data.feed.transform import Transform, mixing_plan, shift_offsets
 from drumline.data.image.augment import Augmentation, plan
-from drumline.data.image.window import Bad, find_window
-from drumline.data.sources import ArraySource, SourceSpec, open_source
-from drumline.data.sources.base import EncodedSource
+from drumline.data.image.geometry import mirrored
+from drumline.data.sources import ArrayDataset, DatasetSpec, open_dataset
+from drumline.data.sources.base import EncodedDataset
 
 SEED = 11
 
@@ -27,13 +28,13 @@ def request(count: int, epoch: int = 3) -> Request:
     return Request(epoch, np.random.default_rng(1).permutation(count).astype(np.int64))
 
 
-def array_source(channels: int, size: int = 16, count: int = 12) -> ArraySource:
+def array_source(channels: int, size: int = 16, count: int = 12) -> ArrayDataset:
     draw = np.random.default_rng(0)
     images = draw.integers(0, 256, (count, size, size, channels), dtype=np.uint8)
-    return ArraySource("noise", images, np.arange(count) % 5, tuple("abcde"))
+    return ArrayDataset("noise", images, np.arange(count) % 5, tuple("abcde"))
 
 
-class Files(EncodedSource):
+class Files(EncodedDataset):
     """Files of many shapes and formats, in memory."""
 
     SHAPES = ((40, 30), (30, 40), (33, 33), (200, 20), (7, 90), (1, 1), (256, 256), (64, 48), (65, 47))
@@ -60,12 +61,12 @@ class Files(EncodedSource):
 @pytest.mark.parametrize("evaluating", [False, True])
 def test_files_are_cropped_resized_and_mirrored_as_pillow_does(evaluating: bool) -> None:
     source, wanted = Files(), request(len(Files.SHAPES))
-    view = View(24, "crop-flip", mixup=0.5)
-    view = view.for_evaluation() if evaluating else view
-    batch = make_batch(source, view, SEED, wanted).batch
+    transform = Transform(24, "crop-flip", mixup=0.5)
+    transform = transform.for_evaluation() if evaluating else transform
+    batch = make_batch(source, transform, SEED, wanted).batch
     for slot, sample in enumerate(wanted.samples.tolist()):
         image = source.picture(sample)
-        row = view.geometry(SEED, wanted.epoch, [sample], np.array([image.size]))[0].tolist()
+        row = transform.geometry(SEED, wanted.epoch, [sample], np.array([image.size]))[0].tolist()
         left, top, right, bottom, width, height, x, y, mirror = row
         expected = image.crop((left, top, right, bottom)).resize((width, height), Image.Resampling.BILINEAR)
         expected = expected.crop((x, y, x + 24, y + 24))
@@ -82,26 +83,27 @@ def test_files_are_cropped_resized_and_mirrored_as_pillow_does(evaluating: bool)
 @pytest.mark.parametrize(("augment", "pad"), [("shift", 2), ("shift-flip", 2)])
 def test_shifting_is_padding_and_cutting_each_image(channels: int, augment: str, pad: int) -> None:
     source, wanted = array_source(channels), request(12)
-    batch = make_batch(source, View(16, augment), SEED, wanted).batch  # type: ignore[arg-type]
-    offsets, mirrored = shift_offsets(SEED, wanted, pad), flips(SEED, wanted)
+    batch = make_batch(source, Transform(16, augment), SEED, wanted).batch  # type: ignore[arg-type]
+    offsets = shift_offsets(SEED, wanted, pad)
+    flipped = mirrored(SEED, wanted.epoch, wanted.samples)
     for slot, sample in enumerate(wanted.samples):
         canvas = np.zeros((16 + 2 * pad, 16 + 2 * pad, channels), np.uint8)
         canvas[pad:-pad, pad:-pad] = source.images[sample]
         x, y = offsets[slot]
         expected = canvas[y : y + 16, x : x + 16]
-        if augment == "shift-flip" and mirrored[slot]:
+        if augment == "shift-flip" and flipped[slot]:
             expected = expected[:, ::-1]
         assert np.array_equal(batch.images[slot], expected)
-    assert mirrored.any()
-    assert not mirrored.all()
+    assert flipped.any()
+    assert not flipped.all()
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_random_crops_of_arrays_are_pillows(channels: int) -> None:
-    source, wanted, view = array_source(channels), request(12), View(20, "crop-flip")
-    batch = make_batch(source, view, SEED, wanted).batch
+    source, wanted, transform = array_source(channels), request(12), Transform(20, "crop-flip")
+    batch = make_batch(source, transform, SEED, wanted).batch
     assert batch.images.shape == (12, 20, 20, channels)
-    rows = view.geometry(SEED, wanted.epoch, wanted.samples, np.full((12, 2), 16)).tolist()
+    rows = transform.geometry(SEED, wanted.epoch, wanted.samples, np.full((12, 2), 16)).tolist()
     for slot, sample in enumerate(wanted.samples):
         stored = source.images[sample]
         image = Image.fromarray(stored[..., 0] if channels == 1 else stored)
@@ -113,12 +115,12 @@ def test_random_crops_of_arrays_are_pillows(channels: int) -> None:
 @pytest.mark.parametrize("channels", [1, 3])
 def test_arrays_seen_plainly_are_themselves_or_pillows_resize(channels: int) -> None:
     source, wanted = array_source(channels), request(12)
-    same = make_batch(source, View(16, "none"), SEED, wanted).batch.images
+    same = make_batch(source, Transform(16, "none"), SEED, wanted).batch.images
     assert np.array_equal(same, source.images[wanted.samples])
     same[0] = 0
     assert source.images[wanted.samples[0]].any()
     for size in (9, 25):
-        seen = make_batch(source, View(size, "none"), SEED, wanted).batch.images
+        seen = make_batch(source, Transform(size, "none"), SEED, wanted).batch.images
         for slot, sample in enumerate(wanted.samples):
             stored = source.images[sample]
             image = Image.fromarray(stored[..., 0] if channels == 1 else stored)
@@ -127,14 +129,14 @@ def test_arrays_seen_plainly_are_themselves_or_pillows_resize(channels: int) -> 
 
 
 def test_epochs_and_seeds_see_an_image_differently() -> None:
-    source, view = array_source(3), View(16, "shift-flip")
+    source, transform = array_source(3), Transform(16, "shift-flip")
     seen = [
-        make_batch(source, view, seed, request(12, epoch)).batch.images
+        make_batch(source, transform, seed, request(12, epoch)).batch.images
         for seed, epoch in ((0, 0), (0, 1), (1, 0))
     ]
     assert not torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[0], seen[2])
-    assert torch.equal(seen[0], make_batch(source, view, 0, request(12, 0)).batch.images)
+    assert torch.equal(seen[0], make_batch(source, transform, 0, request(12, 0)).batch.images)
 
 
 @pytest.mark.parametrize(
@@ -149,35 +151,37 @@ def test_epochs_and_seeds_see_an_image_differently() -> None:
     ],
 )
 def test_a_sample_is_seen_the_same_in_any_company(augment: str, files: bool) -> None:
-    source, view = Files() if files else array_source(3), View(16, augment)  # type: ignore[arg-type]
+    source, transform = Files() if files else array_source(3), Transform(16, augment)  # type: ignore[arg-type]
     wanted = request(9)
-    whole = make_batch(source, view, SEED, wanted).batch.images
-    parts = [make_batch(source, view, SEED, Request(3, wanted.samples[i : i + 4])) for i in (0, 4, 8)]
+    whole = make_batch(source, transform, SEED, wanted).batch.images
+    parts = [make_batch(source, transform, SEED, Request(3, wanted.samples[i : i + 4])) for i in (0, 4, 8)]
     assert torch.equal(torch.cat([part.batch.images for part in parts]), whole)
 
 
 def test_what_is_still_to_be_done_travels_with_the_batch() -> None:
     source, wanted = array_source(3), request(12)
-    view = View(16, "none", cutmix=1.0, augmentation=Augmentation(erasing=0.7))
-    made = make_batch(source, view, SEED, wanted)
-    expected = plan(view.augmentation, SEED, wanted, 16)
+    transform = Transform(16, "none", cutmix=1.0, augmentation=Augmentation(erasing=0.7))
+    made = make_batch(source, transform, SEED, wanted)
+    expected = plan(transform.augmentation, SEED, wanted, 16)
     assert made.plan is not None
     assert np.array_equal(made.plan.table, expected.table)
     assert made.plan.runs == expected.runs
-    assert np.array_equal(made.batch.mix, mixing_plan(view, SEED, wanted))
-    assert make_batch(source, View(16, "none"), SEED, wanted).plan is None
+    assert np.array_equal(made.batch.mix, mixing_plan(transform, SEED, wanted))
+    assert make_batch(source, Transform(16, "none"), SEED, wanted).plan is None
     assert made.bad == ()
 
 
 def test_a_batch_does_not_share_memory_with_its_request() -> None:
     wanted = request(5)
     labels = np.arange(5, dtype=np.int64)
-    made = finished(torch.zeros(5, 4, 4, 3, dtype=torch.uint8), labels, (), View(4, "none"), SEED, wanted)
+    made = finished(
+        torch.zeros(5, 4, 4, 3, dtype=torch.uint8), labels, (), Transform(4, "none"), SEED, wanted
+    )
     made.batch.samples[0] = 99
     assert 99 not in wanted.samples
 
 
-def broken_folder(place: Path) -> SourceSpec:
+def broken_folder(place: Path) -> DatasetSpec:
     for label in ("cat", "dog"):
         (place / "train" / label).mkdir(parents=True)
         for number in range(3):
@@ -185,25 +189,25 @@ def broken_folder(place: Path) -> SourceSpec:
             Image.fromarray(pixels).save(place / "train" / label / f"good{number}.png")
     (place / "train" / "dog" / "bad.jpg").write_bytes(b"\xff\xd8\xff nothing more")
     (place / "val").symlink_to(place / "train")
-    return SourceSpec("folder", str(place), "train")
+    return DatasetSpec("folder", str(place), "train")
 
 
 def test_a_broken_file_is_refused_by_name(tmp_path: Path) -> None:
-    source = open_source(broken_folder(tmp_path))
+    source = open_dataset(broken_folder(tmp_path))
     with pytest.raises(UserError, match=r"dog/bad\.jpg"):
-        make_batch(source, View(8, "crop-flip"), SEED, Request(0, np.arange(7)))
+        make_batch(source, Transform(8, "crop-flip"), SEED, Request(0, np.arange(7)))
 
 
 @pytest.mark.parametrize("on_bad", ["substitute", "black"])
 def test_a_broken_file_is_replaced_noted_and_keeps_its_slot(tmp_path: Path, on_bad: str) -> None:
-    source = open_source(broken_folder(tmp_path))
-    assert isinstance(source, EncodedSource)
-    view = View(8, "crop-flip", on_bad=on_bad)  # type: ignore[arg-type]
-    made = make_batch(source, view, SEED, Request(0, np.arange(7)))
-    found = find_window(source, view, SEED, 0, 3)
+    source = open_dataset(broken_folder(tmp_path))
+    assert isinstance(source, EncodedDataset)
+    transform = Transform(8, "crop-flip", on_bad=on_bad)  # type: ignore[arg-type]
+    made = make_batch(source, transform, SEED, Request(0, np.arange(7)))
+    found = load_sample(source, transform, SEED, 0, 3)
     assert made.batch.samples.tolist() == list(range(7))
     assert made.bad == found.bad
-    assert all(isinstance(bad, Bad) and bad.sample == 3 for bad in made.bad)
+    assert all(isinstance(bad, BadSample) and bad.sample == 3 for bad in made.bad)
     assert "bad.jpg" in made.bad[0].what
     assert np.array_equal(made.batch.images[3], found.pixels)
     assert made.batch.labels[3] == found.label

@@ -17,14 +17,14 @@ from drumline.core.errors import UserError
 from drumline.data.feed import choose
 from drumline.data.feed.choose import choose_workers
 from drumline.data.feed.loader import Workers
-from drumline.data.feed.views import View
-from drumline.data.sources import Source, SourceSpec, open_source
+from drumline.data.feed.transform import Transform
+from drumline.data.sources import Dataset, DatasetSpec, open_dataset
 from drumline.parallel.world import single_process
 from drumline.train import prepare
 from tests.data.damage import encoded, good_jpeg, picture
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-VIEW = View(size=32, augment="crop-flip", on_bad="substitute")
+VIEW = Transform(size=32, augment="crop-flip", on_bad="substitute")
 needs_native = pytest.mark.skipif(
     not native.decodes_jpeg(), reason="the native part is not built with libjpeg-turbo here"
 )
@@ -53,14 +53,16 @@ def folder_of(folder: Path, suffix: str) -> Path:
     return folder
 
 
-def opened(path: Path) -> tuple[SourceSpec, Source]:
-    spec = SourceSpec("folder", str(path), "train")
-    return spec, open_source(spec)
+def opened(path: Path) -> tuple[DatasetSpec, Dataset]:
+    spec = DatasetSpec("folder", str(path), "train")
+    return spec, open_dataset(spec)
 
 
-def chosen(path: Path, device: torch.device = CPU, view: View = VIEW, **asked: Any) -> tuple[Workers, str]:
+def chosen(
+    path: Path, device: torch.device = CPU, transform: Transform = VIEW, **asked: Any
+) -> tuple[Workers, str]:
     return choose_workers(
-        *opened(path), view, 0, device, **{"count": 2, "pool": "auto", "decode": "auto"} | asked
+        *opened(path), transform, 0, device, **{"count": 2, "pool": "auto", "decode": "auto"} | asked
     )
 
 
@@ -137,9 +139,9 @@ def test_nothing_is_measured_or_told_without_workers(photos: Path) -> None:
 @pytest.mark.usefixtures("unmeasured")
 def test_nothing_is_measured_or_told_without_image_files(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", images=np.zeros((9, 8, 8, 3), np.uint8), labels=np.arange(9) % 3)
-    spec = SourceSpec("npz", str(tmp_path / "a.npz"), "train", 0.3)
-    view = View(size=8, augment="none")
-    found = choose_workers(spec, open_source(spec), view, 0, CPU, count=2, pool="auto", decode="auto")
+    spec = DatasetSpec("npz", str(tmp_path / "a.npz"), "train", 0.3)
+    transform = Transform(size=8, augment="none")
+    found = choose_workers(spec, open_dataset(spec), transform, 0, CPU, count=2, pool="auto", decode="auto")
     assert found == (Workers("threads", 0), "")
 
 
@@ -229,7 +231,7 @@ def test_a_strict_run_meets_its_broken_sample_while_measuring(photos: Path, tmp_
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(file.read_bytes()[: 300 if number == 3 else None])
     with pytest.raises(UserError, match="is cut off"):
-        chosen(tmp_path, view=replace(VIEW, on_bad="raise"))
+        chosen(tmp_path, transform=replace(VIEW, on_bad="raise"))
     assert chosen(tmp_path)[0].count == 2, "else it is substituted, in the trial too"
 
 

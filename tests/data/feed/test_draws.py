@@ -66,7 +66,7 @@ def test_uniform_numbers_are_uniform() -> None:
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 2.0, 8.0])
 def test_symmetric_beta_has_its_mean_and_variance(alpha: float) -> None:
-    share = symmetric_beta(0, 0, np.arange(40_000), Purpose.MIX_SHARE, alpha)
+    share = symmetric_beta(0, 0, np.arange(40_000), Purpose.MIX_FRACTION, alpha)
     assert abs(share.mean() - 0.5) < 0.01
     assert share.var() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.03)
     assert share.min() >= 0
@@ -74,5 +74,5 @@ def test_symmetric_beta_has_its_mean_and_variance(alpha: float) -> None:
 
 
 def test_symmetric_beta_of_a_sample_depends_on_no_other() -> None:
-    whole = symmetric_beta(0, 2, np.arange(100), Purpose.MIX_SHARE, 0.3)
-    assert np.array_equal(whole[40:50], symmetric_beta(0, 2, np.arange(40, 50), Purpose.MIX_SHARE, 0.3))
+    whole = symmetric_beta(0, 2, np.arange(100), Purpose.MIX_FRACTION, 0.3)
+    assert np.array_equal(whole[40:50], symmetric_beta(0, 2, np.arange(40, 50), Purpose.MIX_FRACTION, 0.3))

@@ -20,20 +20,20 @@ from PIL import Image
 
 from drumline import native
 from drumline.core.errors import UserError
-from drumline.data.feed.batch import make_batch
-from drumline.data.feed.ledger import Ledger
+from drumline.data.feed.bad_samples import BadSamples
+from drumline.data.feed.batch import Batch, make_batch
 from drumline.data.feed.loader import RESIDENT_BATCHES, Batches, Workers, batches, resident_batches
-from drumline.data.feed.order import Request, training_requests
 from drumline.data.feed.processes import _Maker, _Refusal, _say_but_for_a_lost_trainer, process_batches
-from drumline.data.feed.views import Batch, View
+from drumline.data.feed.sample import BadSample
+from drumline.data.feed.sampler import Request, training_requests
+from drumline.data.feed.transform import Transform
 from drumline.data.image.augment import Augmentation, apply
-from drumline.data.image.window import Bad
-from drumline.data.sources import EncodedSource, SourceSpec, open_source
+from drumline.data.sources import DatasetSpec, EncodedDataset, open_dataset
 from tests.data.test_native import needs_jpeg
 
 CPU = torch.device("cpu")
 SEED = 3
-VIEW = View(16, "crop-flip", mixup=0.3)
+VIEW = Transform(16, "crop-flip", mixup=0.3)
 NONE = Workers("threads", 0)
 BOTH = [
     pytest.param(Workers("threads", 3), marks=needs_jpeg),
@@ -73,13 +73,13 @@ def damaged(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def spec(folder: Path) -> SourceSpec:
-    return SourceSpec("folder", str(folder), "train")
+def spec(folder: Path) -> DatasetSpec:
+    return DatasetSpec("folder", str(folder), "train")
 
 
 def requests(first: int = 0, last: int = 9) -> Iterator[Request]:
     return training_requests(
-        seed=SEED, samples=14, batch=4, first_step=first, last_step=last, part=slice(0, 4)
+        seed=SEED, samples=14, batch=4, first_step=first, last_step=last, local=slice(0, 4)
     )
 
 
@@ -88,12 +88,12 @@ def load(
     workers: Workers,
     first: int = 0,
     last: int = 9,
-    view: View = VIEW,
-    ledger: Ledger | None = None,
+    transform: Transform = VIEW,
+    bad_samples: BadSamples | None = None,
 ) -> Batches:
-    source = open_source(spec(folder))
-    ledger = ledger or Ledger("training", len(source), 0.0)
-    return batches(spec(folder), source, view, SEED, requests(first, last), workers, CPU, ledger)
+    source = open_dataset(spec(folder))
+    bad_samples = bad_samples or BadSamples("training", len(source), 0.0)
+    return batches(spec(folder), source, transform, SEED, requests(first, last), workers, CPU, bad_samples)
 
 
 def same(a: Batch, b: Batch) -> bool:
@@ -116,7 +116,7 @@ def feeds() -> list[str]:
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[Batch]:
     """Made directly, one request after the other."""
-    source = open_source(spec(folder))
+    source = open_dataset(spec(folder))
     return [make_batch(source, VIEW, SEED, request).batch for request in requests()]
 
 
@@ -162,11 +162,11 @@ def test_resuming_needs_only_the_requests_still_to_come(
 
 @pytest.mark.parametrize("workers", ALL, ids=named)
 def test_pixels_are_augmented_after_whoever_made_them(folder: Path, workers: Workers) -> None:
-    view = View(16, "crop-flip", augmentation=Augmentation((0.4, 0.4, 0.4, 0.1), (2, 9), 0.5))
-    source = open_source(spec(folder))
-    with closing(load(folder, workers, last=4, view=view)) as loaded:
+    transform = Transform(16, "crop-flip", augmentation=Augmentation((0.4, 0.4, 0.4, 0.1), (2, 9), 0.5))
+    source = open_dataset(spec(folder))
+    with closing(load(folder, workers, last=4, transform=transform)) as loaded:
         for batch, request in zip(loaded, requests(last=4), strict=True):
-            made = make_batch(source, view, SEED, request)
+            made = make_batch(source, transform, SEED, request)
             assert made.plan is not None
             images = apply(made.batch.images, made.plan)
             assert same(batch, made.batch._replace(images=images))
@@ -192,29 +192,29 @@ def test_a_broken_file_surfaces_as_the_users_error_with_its_name(damaged: Path, 
 def test_broken_samples_are_replaced_alike_and_noted_alike(
     damaged: Path, workers: Workers, on_bad: str
 ) -> None:
-    view = View(16, "crop-flip", on_bad=on_bad)  # type: ignore[arg-type]
-    source, ledger = open_source(spec(damaged)), Ledger("training", 14, 0.2)
-    plain = Ledger("training", 14, 0.2)
-    with closing(load(damaged, workers, view=view, ledger=ledger)) as loaded:
+    transform = Transform(16, "crop-flip", on_bad=on_bad)  # type: ignore[arg-type]
+    source, bad_samples = open_dataset(spec(damaged)), BadSamples("training", 14, 0.2)
+    plain = BadSamples("training", 14, 0.2)
+    with closing(load(damaged, workers, transform=transform, bad_samples=bad_samples)) as loaded:
         for batch, request in zip(loaded, requests(), strict=True):
-            made = make_batch(source, view, SEED, request)
+            made = make_batch(source, transform, SEED, request)
             plain.add(made.bad)
             assert same(batch, made.batch)
             for slot in np.flatnonzero(np.isin(request.samples, (6, 11))):
                 assert batch.images[slot].any() == (on_bad == "substitute")
                 if on_bad == "black":
                     assert batch.labels[slot] == source.labels[request.samples[slot]]
-    assert set(ledger.bad) == {6, 11}
-    assert ledger.lines() == plain.lines()
+    assert set(bad_samples.bad) == {6, 11}
+    assert bad_samples.lines() == plain.lines()
 
 
 @pytest.mark.parametrize("workers", ALL, ids=named)
 def test_too_many_broken_samples_end_the_run_and_its_workers(damaged: Path, workers: Workers) -> None:
     before = children()
-    view, ledger = View(16, "crop-flip", on_bad="substitute"), Ledger("training", 14, 0.07)
+    transform, bad_samples = Transform(16, "crop-flip", on_bad="substitute"), BadSamples("training", 14, 0.07)
     with (
         pytest.raises(UserError, match=r"2 of 14 training samples .* allows 1") as caught,
-        closing(load(damaged, workers, view=view, ledger=ledger)) as loaded,
+        closing(load(damaged, workers, transform=transform, bad_samples=bad_samples)) as loaded,
     ):
         list(loaded)
     assert "cat/6.jpg" in caught.value.what
@@ -225,13 +225,15 @@ def test_too_many_broken_samples_end_the_run_and_its_workers(damaged: Path, work
 
 @pytest.mark.slow
 def test_what_a_process_found_broken_comes_back_as_it_was(damaged: Path) -> None:
-    view = View(16, "crop-flip", on_bad="black")
-    source = open_source(spec(damaged))
-    assert isinstance(source, EncodedSource)
-    with closing(process_batches(spec(damaged), source.digest(), view, SEED, requests(last=4), 1)) as loaded:
+    transform = Transform(16, "crop-flip", on_bad="black")
+    source = open_dataset(spec(damaged))
+    assert isinstance(source, EncodedDataset)
+    with closing(
+        process_batches(spec(damaged), source.digest(), transform, SEED, requests(last=4), 1)
+    ) as loaded:
         for made, request in zip(loaded, requests(last=4), strict=True):
-            assert tuple(made.bad) == make_batch(source, view, SEED, request).bad
-            assert all(isinstance(bad, Bad) for bad in made.bad)
+            assert tuple(made.bad) == make_batch(source, transform, SEED, request).bad
+            assert all(isinstance(bad, BadSample) for bad in made.bad)
             assert made.epoch == request.epoch
 
 
@@ -292,11 +294,11 @@ def test_loading_leaves_the_global_generators_alone(folder: Path, workers: Worke
 @pytest.mark.slow
 def test_workers_open_the_source_themselves(folder: Path, expected: list[Batch]) -> None:
     """A source that cannot be sent to another process is no hindrance."""
-    source = open_source(spec(folder))
+    source = open_dataset(spec(folder))
     source.unsendable = lambda: None  # type: ignore[union-attr]
-    ledger = Ledger("training", 14, 0.0)
+    bad_samples = BadSamples("training", 14, 0.0)
     with closing(
-        batches(spec(folder), source, VIEW, SEED, requests(), Workers("processes", 1), CPU, ledger)
+        batches(spec(folder), source, VIEW, SEED, requests(), Workers("processes", 1), CPU, bad_samples)
     ) as loaded:
         assert same(next(loaded), expected[0])
 
@@ -306,12 +308,12 @@ def test_a_source_that_is_gone_or_another_when_a_worker_opens_it_is_a_loss(
     folder: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("drumline.data.reading.PAUSES", (0.0,))
-    source = open_source(spec(folder))
-    assert isinstance(source, EncodedSource)
+    source = open_dataset(spec(folder))
+    assert isinstance(source, EncodedDataset)
     if place == "another":
         shutil.copytree(folder, tmp_path / place)
         (tmp_path / place / "train/cat/3.webp").unlink()
-    maker = _Maker(SourceSpec("folder", str(tmp_path / place), "train"), source.digest(), VIEW, SEED)
+    maker = _Maker(DatasetSpec("folder", str(tmp_path / place), "train"), source.digest(), VIEW, SEED)
     answer = maker[next(iter(requests()))]
     assert isinstance(answer, _Refusal)
     assert answer.lost
@@ -326,8 +328,8 @@ def test_an_error_among_the_requests_surfaces_after_the_batches_before_it(
         yield from requests(last=3)
         raise UserError("the order ended", "mend it")
 
-    source, ledger, before = open_source(spec(folder)), Ledger("training", 14, 0.0), children()
-    loaded = batches(spec(folder), source, VIEW, SEED, ending(), workers, CPU, ledger)
+    source, bad_samples, before = open_dataset(spec(folder)), BadSamples("training", 14, 0.0), children()
+    loaded = batches(spec(folder), source, VIEW, SEED, ending(), workers, CPU, bad_samples)
 
     def consume() -> None:
         for number, batch in enumerate(loaded):
@@ -344,29 +346,32 @@ def test_an_error_among_the_requests_surfaces_after_the_batches_before_it(
 
 
 def test_arrays_are_made_in_the_callers_thread_whatever_the_workers() -> None:
-    source = open_source(SourceSpec("digits", "", "train"))
-    view, wanted = View(8, "shift"), [Request(0, np.arange(5)), Request(1, np.arange(7))]
-    ledger, before = Ledger("training", len(source), 0.0), children()
+    source = open_dataset(DatasetSpec("digits", "", "train"))
+    transform, wanted = Transform(8, "shift"), [Request(0, np.arange(5)), Request(1, np.arange(7))]
+    bad_samples, before = BadSamples("training", len(source), 0.0), children()
     for workers in (NONE, Workers("threads", 3), Workers("processes", 3)):
-        loaded = batches(SourceSpec("digits", "", "train"), source, view, SEED, wanted, workers, CPU, ledger)
+        loaded = batches(
+            DatasetSpec("digits", "", "train"), source, transform, SEED, wanted, workers, CPU, bad_samples
+        )
         for batch, request in zip(loaded, wanted, strict=True):
             assert feeds() == []
-            assert same(batch, make_batch(source, view, SEED, request).batch)
+            assert same(batch, make_batch(source, transform, SEED, request).batch)
     assert workers_of(before) == []
 
 
 @pytest.mark.parametrize("first", [0, 3, 8, 29])
 def test_resident_batches_repeat_and_a_step_always_gets_the_same_one(first: int) -> None:
-    source = open_source(SourceSpec("synthetic", "classes=3,size=8,samples=640", "train"))
-    view = View(8, "none")
+    source = open_dataset(DatasetSpec("synthetic", "classes=3,size=8,samples=640", "train"))
+    transform = Transform(8, "none")
 
     def asked() -> Iterator[Request]:
-        return training_requests(seed=0, samples=640, batch=4, first_step=0, last_step=50, part=slice(0, 4))
+        return training_requests(seed=0, samples=640, batch=4, first_step=0, last_step=50, local=slice(0, 4))
 
     made = [
-        make_batch(source, view, 0, request).batch for request in itertools.islice(asked(), RESIDENT_BATCHES)
+        make_batch(source, transform, 0, request).batch
+        for request in itertools.islice(asked(), RESIDENT_BATCHES)
     ]
-    with closing(resident_batches(source, view, 0, asked(), first, CPU)) as loaded:
+    with closing(resident_batches(source, transform, 0, asked(), first, CPU)) as loaded:
         for step, batch in zip(range(first, first + 20), loaded, strict=False):
             assert same(batch, made[step % RESIDENT_BATCHES])
 
@@ -394,12 +399,14 @@ def test_memory_stays_flat_over_hundreds_of_batches(tmp_path: Path) -> None:
         file = io.BytesIO()
         Image.fromarray(pixels).save(file, "JPEG")
         (place / f"{number}.jpg").write_bytes(file.getvalue())
-    source, ledger = open_source(spec(tmp_path)), Ledger("training", 8, 0.0)
+    source, bad_samples = open_dataset(spec(tmp_path)), BadSamples("training", 8, 0.0)
     wanted = (Request(epoch, np.arange(8)) for epoch in itertools.count())
     workers = Workers("threads", 2)
     process = psutil.Process()
-    view = View(32, "crop-flip")
-    with closing(batches(spec(tmp_path), source, view, SEED, wanted, workers, CPU, ledger)) as loaded:
+    transform = Transform(32, "crop-flip")
+    with closing(
+        batches(spec(tmp_path), source, transform, SEED, wanted, workers, CPU, bad_samples)
+    ) as loaded:
         for _ in itertools.islice(loaded, 100):
             pass
         before, descriptors = process.memory_info().rss, _count("fd")

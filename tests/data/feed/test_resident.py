@@ -10,37 +10,37 @@ import numpy as np
 import pytest
 import torch
 
-from drumline.data.feed.batch import make_batch
-from drumline.data.feed.order import Request, evaluation_requests, training_requests
+from drumline.data.feed.batch import Batch, make_batch
 from drumline.data.feed.resident import CHUNK_BATCHES, ResidentSet, fits_on_device, resident_feed
-from drumline.data.feed.views import Batch, View
+from drumline.data.feed.sampler import Request, evaluation_requests, training_requests
+from drumline.data.feed.transform import Transform
 from drumline.data.image.augment import Augmentation, apply
-from drumline.data.sources import ArraySource, EncodedSource, PooledSource, SourceSpec, open_source
+from drumline.data.sources import ArrayDataset, DatasetSpec, EncodedDataset, PooledDataset, open_dataset
 
 CPU, SEED = torch.device("cpu"), 3
 
 
-def array_source(count: int = 90, size: int = 16, channels: int = 3, pool: int = 0) -> ArraySource:
+def array_source(count: int = 90, size: int = 16, channels: int = 3, pool: int = 0) -> ArrayDataset:
     draw = np.random.default_rng(0)
     images = draw.integers(0, 256, (pool or count, size, size, channels), dtype=np.uint8)
-    kind = PooledSource if pool else ArraySource
+    kind = PooledDataset if pool else ArrayDataset
     return kind("noise", images, draw.integers(0, 5, count), tuple("abcde"))
 
 
-def training(source: ArraySource, batch: int, steps: int) -> Iterator[Request]:
+def training(source: ArrayDataset, batch: int, steps: int) -> Iterator[Request]:
     part = slice(0, batch)
     return training_requests(
-        seed=SEED, samples=len(source), batch=batch, first_step=0, last_step=steps, part=part
+        seed=SEED, samples=len(source), batch=batch, first_step=0, last_step=steps, local=part
     )
 
 
-def evaluation(source: ArraySource, batch: int) -> Iterator[Request]:
+def evaluation(source: ArrayDataset, batch: int) -> Iterator[Request]:
     return evaluation_requests(samples=len(source), batch=batch, rank=0, world=1)
 
 
-def expected(source: ArraySource, view: View, request: Request) -> Batch:
+def expected(source: ArrayDataset, transform: Transform, request: Request) -> Batch:
     """The loader's batch, augmented."""
-    made = make_batch(source, view, SEED, request)
+    made = make_batch(source, transform, SEED, request)
     if made.plan is None:
         return made.batch
     return made.batch._replace(images=apply(made.batch.images, made.plan))
@@ -58,63 +58,63 @@ def assert_same(ours: Batch, theirs: Batch) -> None:
 @pytest.mark.parametrize("augment", ["none", "shift", "shift-flip"])
 def test_resident_batches_are_the_loaders(augment: str, size: int, channels: int) -> None:
     source = array_source(channels=channels)
-    view = View(size, augment)  # type: ignore[arg-type]
-    held = ResidentSet.upload(source, view, CPU)
+    transform = Transform(size, augment)  # type: ignore[arg-type]
+    held = ResidentSet.upload(source, transform, CPU)
     asked = list(chain(training(source, 8, 30), evaluation(source, 25)))
     fed = list(resident_feed(held, SEED, iter(asked)))
     assert len(fed) == len(asked)
     for ours, request in zip(fed, asked, strict=True):
-        assert_same(ours, expected(source, view, request))
+        assert_same(ours, expected(source, transform, request))
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.2, 1.0)])
 def test_mixing_plans_come_along(mixup: float, cutmix: float) -> None:
     source = array_source()
-    view = View(16, "shift-flip", mixup=mixup, cutmix=cutmix)
-    held = ResidentSet.upload(source, view, CPU)
+    transform = Transform(16, "shift-flip", mixup=mixup, cutmix=cutmix)
+    held = ResidentSet.upload(source, transform, CPU)
     for ours, request in zip(
         resident_feed(held, SEED, training(source, 7, 30)), training(source, 7, 30), strict=True
     ):
-        assert_same(ours, expected(source, view, request))
+        assert_same(ours, expected(source, transform, request))
 
 
 def test_a_pool_stands_for_a_set_of_any_length() -> None:
     source = array_source(count=1000, pool=17)
-    view = View(16, "shift-flip")
-    held = ResidentSet.upload(source, view, CPU)
+    transform = Transform(16, "shift-flip")
+    held = ResidentSet.upload(source, transform, CPU)
     for ours, request in zip(
         resident_feed(held, SEED, training(source, 100, 12)), training(source, 100, 12), strict=True
     ):
-        assert_same(ours, expected(source, view, request))
+        assert_same(ours, expected(source, transform, request))
 
 
 def test_a_memory_mapped_or_embedded_set_is_uploaded_whole() -> None:
-    source = open_source(SourceSpec(source="digits", path="", split="train"))
-    assert isinstance(source, ArraySource)
-    view = View(source.shape[0], "shift")
-    held = ResidentSet.upload(source, view, CPU)
+    source = open_dataset(DatasetSpec(source="digits", path="", split="train"))
+    assert isinstance(source, ArrayDataset)
+    transform = Transform(source.shape[0], "shift")
+    held = ResidentSet.upload(source, transform, CPU)
     for ours, request in zip(
         resident_feed(held, SEED, training(source, 64, 9)), training(source, 64, 9), strict=True
     ):
-        assert_same(ours, expected(source, view, request))
+        assert_same(ours, expected(source, transform, request))
 
 
 def test_augmentation_is_applied_to_each_batch() -> None:
     source = array_source()
     strong = Augmentation(jitter=(0.4, 0.4, 0.4, 0.1), randaugment=(2, 9), erasing=0.5, fill=(1, 2, 3))
-    view = View(16, "shift-flip", mixup=0.2, augmentation=strong)
-    held = ResidentSet.upload(source, view, CPU)
+    transform = Transform(16, "shift-flip", mixup=0.2, augmentation=strong)
+    held = ResidentSet.upload(source, transform, CPU)
     for ours, request in zip(
         resident_feed(held, SEED, training(source, 20, 10)), training(source, 20, 10), strict=True
     ):
-        assert_same(ours, expected(source, view, request))
-        plain = replace(view, augmentation=Augmentation())
+        assert_same(ours, expected(source, transform, request))
+        plain = replace(transform, augmentation=Augmentation())
         assert not torch.equal(ours.images, expected(source, plain, request).images)
 
 
 def test_batches_stay_as_they_were_when_later_ones_are_made() -> None:
     source = array_source()
-    held = ResidentSet.upload(source, View(16, "shift-flip", cutmix=1.0), CPU)
+    held = ResidentSet.upload(source, Transform(16, "shift-flip", cutmix=1.0), CPU)
     kept, copies = [], []
     for batch in resident_feed(held, SEED, training(source, 2, 3 * CHUNK_BATCHES)):
         kept.append(batch)
@@ -125,26 +125,26 @@ def test_batches_stay_as_they_were_when_later_ones_are_made() -> None:
 
 def test_feeds_may_share_a_set_at_once() -> None:
     source = array_source()
-    view = View(16, "shift-flip")
-    held = ResidentSet.upload(source, view, CPU)
+    transform = Transform(16, "shift-flip")
+    held = ResidentSet.upload(source, transform, CPU)
     feeds = [resident_feed(held, seed, training(source, 8, 20)) for seed in (SEED, SEED + 1)]
     for ours, other, request in zip(*feeds, training(source, 8, 20), strict=True):
-        assert_same(ours, expected(source, view, request))
+        assert_same(ours, expected(source, transform, request))
         assert torch.equal(ours.samples, other.samples)
         assert not torch.equal(ours.images, other.images)
 
 
 def test_crops_and_files_are_not_resident() -> None:
-    class Files(EncodedSource):
+    class Files(EncodedDataset):
         def read(self, sample: int) -> bytes:
             raise AssertionError
 
         def where(self, sample: int) -> str:
             raise AssertionError
 
-    assert fits_on_device(array_source(), View(16, "shift-flip"), CPU)
-    assert not fits_on_device(array_source(), View(16, "crop-flip"), CPU)
-    assert not fits_on_device(Files("files", np.zeros(3, np.int64), ("a",)), View(16, "none"), CPU)
+    assert fits_on_device(array_source(), Transform(16, "shift-flip"), CPU)
+    assert not fits_on_device(array_source(), Transform(16, "crop-flip"), CPU)
+    assert not fits_on_device(Files("files", np.zeros(3, np.int64), ("a",)), Transform(16, "none"), CPU)
 
 
 @pytest.mark.parametrize(
@@ -153,9 +153,9 @@ def test_crops_and_files_are_not_resident() -> None:
 def test_a_set_takes_at_most_a_tenth_of_the_free_memory(
     monkeypatch: pytest.MonkeyPatch, augment: str, stored: int
 ) -> None:
-    source, view = array_source(count=50), View(16, augment)  # type: ignore[arg-type]
+    source, transform = array_source(count=50), Transform(16, augment)  # type: ignore[arg-type]
     bytes_ = 50 * 3 * stored
-    assert ResidentSet.upload(source, view, CPU).windows.untyped_storage().nbytes() == bytes_
+    assert ResidentSet.upload(source, transform, CPU).windows.untyped_storage().nbytes() == bytes_
     for free, fits in ((bytes_ * 10, True), (bytes_ * 10 - 1, False)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 1 << 40))
-        assert fits_on_device(source, view, torch.device("cuda", 0)) == fits
+        assert fits_on_device(source, transform, torch.device("cuda", 0)) == fits

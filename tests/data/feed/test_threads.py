@@ -22,14 +22,14 @@ from PIL import Image
 
 from drumline.core.errors import LostError, UserError
 from drumline.data.feed import threads as module
-from drumline.data.feed.batch import Made, make_batch
-from drumline.data.feed.order import Request
+from drumline.data.feed.batch import HostBatch, make_batch
+from drumline.data.feed.sampler import Request
 from drumline.data.feed.threads import threaded_batches
-from drumline.data.feed.views import View
+from drumline.data.feed.transform import Transform
 from drumline.data.image.augment import Augmentation
 from drumline.data.packed.format import Options
 from drumline.data.packed.write import pack_set
-from drumline.data.sources import EncodedSource, SourceSpec, open_source
+from drumline.data.sources import DatasetSpec, EncodedDataset, open_dataset
 from drumline.data.sources.base import MappedFiles
 from tests.data.test_native import jpeg, needs_jpeg, photo
 
@@ -92,17 +92,17 @@ def broken(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(scope="module")
-def specs(tmp_path_factory: pytest.TempPathFactory, broken: bool) -> dict[str, SourceSpec]:
+def specs(tmp_path_factory: pytest.TempPathFactory, broken: bool) -> dict[str, DatasetSpec]:
     place = tmp_path_factory.mktemp("threads")
     folder = write(place / "photos", broken)
     with tarfile.open(place / "photos.tar", "w") as archive:
         archive.add(folder, "photos")
     pack_set("folder", str(folder), place / "packed", Options(), 1, False, lambda text: None)
     return {
-        "folder": SourceSpec("folder", str(folder), "train"),
-        "tar": SourceSpec("tar", str(place / "photos.tar"), "train"),
-        "packed": SourceSpec("packed", str(place / "packed"), "train"),
-        "custom": SourceSpec(
+        "folder": DatasetSpec("folder", str(folder), "train"),
+        "tar": DatasetSpec("tar", str(place / "photos.tar"), "train"),
+        "packed": DatasetSpec("packed", str(place / "packed"), "train"),
+        "custom": DatasetSpec(
             "tests.data.feed.test_threads:in_memory", "broken" if broken else "sound", "train"
         ),
     }
@@ -111,9 +111,9 @@ def specs(tmp_path_factory: pytest.TempPathFactory, broken: bool) -> dict[str, S
 KINDS = ("folder", "tar", "packed", "custom")
 
 
-def opened(spec: SourceSpec) -> EncodedSource:
-    source = open_source(spec)
-    assert isinstance(source, EncodedSource)
+def opened(spec: DatasetSpec) -> EncodedDataset:
+    source = open_dataset(spec)
+    assert isinstance(source, EncodedDataset)
     return source
 
 
@@ -131,12 +131,12 @@ def fresh(*shape: int) -> torch.Tensor:
 
 
 def run(
-    source: EncodedSource, view: View, threads: int, wanted: Iterable[Request] | None = None
-) -> Iterator[Made]:
-    return threaded_batches(source, view, SEED, requests() if wanted is None else wanted, threads, fresh)
+    source: EncodedDataset, transform: Transform, threads: int, wanted: Iterable[Request] | None = None
+) -> Iterator[HostBatch]:
+    return threaded_batches(source, transform, SEED, requests() if wanted is None else wanted, threads, fresh)
 
 
-def assert_equal(found: Made, expected: Made) -> None:
+def assert_equal(found: HostBatch, expected: HostBatch) -> None:
     for ours, theirs in zip(found.batch, expected.batch, strict=True):
         assert ours.dtype == theirs.dtype
         assert torch.equal(ours, theirs)
@@ -147,14 +147,16 @@ def assert_equal(found: Made, expected: Made) -> None:
         assert np.array_equal(found.plan.table, expected.plan.table)
         assert found.plan.runs == expected.plan.runs
     assert found.epoch == expected.epoch
-    assert found.coded is None
+    assert found.undecoded is None
 
 
 VIEWS = {
-    "training": View(16, "crop-flip", mixup=0.3, on_bad="substitute"),
-    "evaluation": View(16, "crop-flip", on_bad="substitute").for_evaluation(),
-    "turned": View(20, "crop-flip", exif="apply", resize="pillow13", interpolation="bicubic", on_bad="black"),
-    "augmented": View(
+    "training": Transform(16, "crop-flip", mixup=0.3, on_bad="substitute"),
+    "evaluation": Transform(16, "crop-flip", on_bad="substitute").for_evaluation(),
+    "turned": Transform(
+        20, "crop-flip", exif="apply", resize="pillow13", interpolation="bicubic", on_bad="black"
+    ),
+    "augmented": Transform(
         12, "crop-flip", augmentation=Augmentation(randaugment=(2, 9), erasing=0.5), on_bad="substitute"
     ),
 }
@@ -162,15 +164,15 @@ VIEWS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("threads", "view"),
+    ("threads", "transform"),
     [(1, "training"), (5, "training"), (2, "evaluation"), (5, "turned"), (3, "augmented")],
 )
 def test_batches_are_those_made_plainly(
-    specs: dict[str, SourceSpec], kind: str, threads: int, view: str, broken: bool
+    specs: dict[str, DatasetSpec], kind: str, threads: int, transform: str, broken: bool
 ) -> None:
     source = opened(specs[kind])
-    found = list(run(source, VIEWS[view], threads))
-    expected = [make_batch(source, VIEWS[view], SEED, request) for request in requests()]
+    found = list(run(source, VIEWS[transform], threads))
+    expected = [make_batch(source, VIEWS[transform], SEED, request) for request in requests()]
     assert len(found) == 9
     for ours, theirs in zip(found, expected, strict=True):
         assert_equal(ours, theirs)
@@ -178,17 +180,17 @@ def test_batches_are_those_made_plainly(
 
 
 def test_most_samples_are_made_without_python(
-    specs: dict[str, SourceSpec], broken: bool, monkeypatch: pytest.MonkeyPatch
+    specs: dict[str, DatasetSpec], broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the tests above would compare Python with Python."""
     source, left = opened(specs["folder"]), set[int]()
 
-    def counted(source: EncodedSource, view: View, seed: int, epoch: int, sample: int) -> object:
+    def counted(source: EncodedDataset, transform: Transform, seed: int, epoch: int, sample: int) -> object:
         left.add(sample)
-        return original(source, view, seed, epoch, sample)
+        return original(source, transform, seed, epoch, sample)
 
-    original = module.find_window
-    monkeypatch.setattr(module, "find_window", counted)
+    original = module.load_sample
+    monkeypatch.setattr(module, "load_sample", counted)
     list(run(source, VIEWS["training"], 2))
     assert left == {3, 6, 9, 17, 22, *(BROKEN if broken else ())}
     left.clear()
@@ -197,11 +199,11 @@ def test_most_samples_are_made_without_python(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_resuming_anywhere_gives_the_rest(specs: dict[str, SourceSpec], kind: str) -> None:
-    source, view = opened(specs[kind]), VIEWS["training"]
-    expected = [make_batch(source, view, SEED, request) for request in requests()]
+def test_resuming_anywhere_gives_the_rest(specs: dict[str, DatasetSpec], kind: str) -> None:
+    source, transform = opened(specs[kind]), VIEWS["training"]
+    expected = [make_batch(source, transform, SEED, request) for request in requests()]
     for first in (1, 4, 8):
-        found = list(run(source, view, 2, requests()[first:]))
+        found = list(run(source, transform, 2, requests()[first:]))
         assert len(found) == 9 - first
         for ours, theirs in zip(found, expected[first:], strict=True):
             assert_equal(ours, theirs)
@@ -209,7 +211,7 @@ def test_resuming_anywhere_gives_the_rest(specs: dict[str, SourceSpec], kind: st
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_of_changing_length_and_repeated_samples_are_right(
-    specs: dict[str, SourceSpec], kind: str
+    specs: dict[str, DatasetSpec], kind: str
 ) -> None:
     source = opened(specs[kind])
     draw = np.random.default_rng(1)
@@ -221,21 +223,21 @@ def test_batches_of_changing_length_and_repeated_samples_are_right(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_broken_sample_is_raised_where_its_batch_was_wanted_with_its_name(
-    specs: dict[str, SourceSpec], kind: str, threads: int, broken: bool
+    specs: dict[str, DatasetSpec], kind: str, threads: int, broken: bool
 ) -> None:
-    source, view = opened(specs[kind]), View(16, "crop-flip")
+    source, transform = opened(specs[kind]), Transform(16, "crop-flip")
     wanted = [Request(0, np.arange(5 * i, 5 * i + 5)) for i in range(6)]
-    made = run(source, view, threads, wanted)
+    made = run(source, transform, threads, wanted)
     if broken:
         with pytest.raises(UserError) as caught:
             next(made)
         with pytest.raises(UserError) as expected:
-            make_batch(source, view, SEED, wanted[0])
+            make_batch(source, transform, SEED, wanted[0])
         assert (caught.value.what, caught.value.fix) == (expected.value.what, expected.value.fix)
         assert caught.value.fix
     else:
         for ours, request in zip(made, wanted, strict=True):
-            assert_equal(ours, make_batch(source, view, SEED, request))
+            assert_equal(ours, make_batch(source, transform, SEED, request))
     assert_nothing_left()
 
 
@@ -262,7 +264,7 @@ def assert_nothing_left(before: int | None = None) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("taken", [0, 1, 8])
 def test_closing_at_any_time_leaves_no_threads_and_no_descriptors(
-    specs: dict[str, SourceSpec], kind: str, taken: int
+    specs: dict[str, DatasetSpec], kind: str, taken: int
 ) -> None:
     source = opened(specs[kind])
     with closing(run(source, VIEWS["training"], 3)) as warm:  # type: ignore[type-var]
@@ -281,7 +283,7 @@ def test_closing_at_any_time_leaves_no_threads_and_no_descriptors(
 
 @pytest.mark.parametrize("error", [UserError("the order ended", "mend it"), ZeroDivisionError()])
 def test_an_error_among_the_requests_surfaces_and_leaves_nothing(
-    specs: dict[str, SourceSpec], error: Exception
+    specs: dict[str, DatasetSpec], error: Exception
 ) -> None:
     def ending() -> Iterator[Request]:
         yield from requests()[:6]
@@ -296,7 +298,7 @@ def test_an_error_among_the_requests_surfaces_and_leaves_nothing(
 
 
 def test_an_error_that_is_nobodys_fault_surfaces_from_a_users_source() -> None:
-    class Odd(EncodedSource):
+    class Odd(EncodedDataset):
         def read(self, sample: int) -> bytes:
             if sample == 3:
                 raise LookupError("a mistake in the user's code")
@@ -307,9 +309,9 @@ def test_an_error_that_is_nobodys_fault_surfaces_from_a_users_source() -> None:
 
     source = Odd("odd", np.zeros(SAMPLES, np.int64), ("a", "b"))
     for on_bad in ("raise", "substitute"):
-        view = View(8, "none", on_bad=on_bad)  # type: ignore[arg-type]
+        transform = Transform(8, "none", on_bad=on_bad)  # type: ignore[arg-type]
         with pytest.raises(LookupError, match="a mistake"):
-            list(run(source, view, 2, [Request(0, np.arange(6))]))
+            list(run(source, transform, 2, [Request(0, np.arange(6))]))
     assert_nothing_left()
 
 
@@ -318,16 +320,16 @@ def test_a_file_that_vanishes_is_a_loss_and_not_substituted(
     tmp_path: Path, on_bad: Literal["substitute", "black", "raise"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("drumline.data.reading.PAUSES", (0.0,))
-    source = opened(SourceSpec("folder", str(write(tmp_path, broken=False)), "train"))
+    source = opened(DatasetSpec("folder", str(write(tmp_path, broken=False)), "train"))
     Path(source.where(7)).unlink()
     with pytest.raises(LostError, match=r"007.*No such file"):
-        list(run(source, View(16, "none", on_bad=on_bad), 2, [Request(0, np.arange(5, 10))]))
+        list(run(source, Transform(16, "none", on_bad=on_bad), 2, [Request(0, np.arange(5, 10))]))
 
 
 def test_a_packed_sample_whose_bytes_changed_is_not_decoded(tmp_path: Path) -> None:
     folder = write(tmp_path / "photos", broken=False)
     pack_set("folder", str(folder), tmp_path / "packed", Options(), 1, False, lambda text: None)
-    spec = SourceSpec("packed", str(tmp_path / "packed"), "train")
+    spec = DatasetSpec("packed", str(tmp_path / "packed"), "train")
     source = opened(spec)
     assert isinstance(source, MappedFiles)
     shard = max((tmp_path / "packed").rglob("*train*"), key=lambda file: file.stat().st_size)
@@ -336,13 +338,13 @@ def test_a_packed_sample_whose_bytes_changed_is_not_decoded(tmp_path: Path) -> N
     del source
     data[at] ^= 1
     shard.write_bytes(data)
-    source, view = opened(spec), View(16, "crop-flip", on_bad="black")
-    (made,) = run(source, view, 2, [Request(0, np.arange(6))])
+    source, transform = opened(spec), Transform(16, "crop-flip", on_bad="black")
+    (made,) = run(source, transform, 2, [Request(0, np.arange(6))])
     assert [bad.sample for bad in made.bad] == [2]
     assert not made.batch.images[2].any()
 
 
-def test_what_is_under_way_is_bounded(specs: dict[str, SourceSpec]) -> None:
+def test_what_is_under_way_is_bounded(specs: dict[str, DatasetSpec]) -> None:
     source, asked = opened(specs["folder"]), 0
 
     def endless() -> Iterator[Request]:
@@ -358,7 +360,7 @@ def test_what_is_under_way_is_bounded(specs: dict[str, SourceSpec]) -> None:
 
 
 def test_memory_stays_flat_and_slots_are_used_again(
-    specs: dict[str, SourceSpec], monkeypatch: pytest.MonkeyPatch
+    specs: dict[str, DatasetSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, slots = opened(specs["folder"]), []
     original = module.Slot.__init__
@@ -395,13 +397,13 @@ def test_memory_stays_flat_and_slots_are_used_again(
     assert len(after - addresses) < len(after) // 3
 
 
-def test_buffers_may_be_used_again_once_a_batch_was_taken(specs: dict[str, SourceSpec]) -> None:
+def test_buffers_may_be_used_again_once_a_batch_was_taken(specs: dict[str, DatasetSpec]) -> None:
     """A ring just large enough for what is under way and the batch in hand."""
-    source, view = opened(specs["tar"]), VIEWS["training"]
+    source, transform = opened(specs["tar"]), VIEWS["training"]
     wanted = [Request(i, requests()[0].samples) for i in range(30)]
     free = [torch.full((7, 16, 16, 3), 77, dtype=torch.uint8) for _ in range(8)]
-    with closing(threaded_batches(source, view, SEED, wanted, 3, lambda *shape: free.pop(0))) as batches:
+    with closing(threaded_batches(source, transform, SEED, wanted, 3, lambda *shape: free.pop(0))) as batches:
         for made, request in zip(batches, wanted, strict=True):
-            assert_equal(made, make_batch(source, view, SEED, request))
+            assert_equal(made, make_batch(source, transform, SEED, request))
             made.batch.images.fill_(77)
             free.append(made.batch.images)

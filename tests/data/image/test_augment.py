@@ -14,7 +14,7 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 
 from drumline.data.feed.draws import Purpose, uniform
-from drumline.data.feed.order import Request
+from drumline.data.feed.sampler import Request
 from drumline.data.image import pixels
 from drumline.data.image.augment import (
     Augmentation,

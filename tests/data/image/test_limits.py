@@ -16,15 +16,15 @@ from PIL import Image
 from drumline.config.rules import MAX_SIDE
 from drumline.data.examine import examine_sample
 from drumline.data.feed.batch import make_batch
-from drumline.data.feed.order import Request
+from drumline.data.feed.sampler import Request
 from drumline.data.feed.threads import threaded_batches
-from drumline.data.feed.views import View
+from drumline.data.feed.transform import Transform
 from drumline.data.image.decode import decode
 from drumline.data.image.jpeg import clean_end, read_header, stream_fault
 from drumline.data.image.limits import MAX_BYTES, MAX_PARTS, MAX_PIXELS, TooLarge, check_file, scans_allowed
 from drumline.data.packed.format import Options
 from drumline.data.packed.write import pack_set
-from drumline.data.sources import EncodedSource, SourceSpec, open_source
+from drumline.data.sources import DatasetSpec, EncodedDataset, open_dataset
 from tests.data.damage import encoded, good_jpeg, picture, with_scans
 from tests.data.feed.test_threads import assert_equal, fresh
 from tests.data.test_native import needs_jpeg
@@ -161,15 +161,15 @@ def sparse(tmp_path: Path) -> Path:
 
 @needs_jpeg
 def test_a_huge_sparse_file_is_a_broken_sample_on_every_path_and_is_not_read(sparse: Path) -> None:
-    source = open_source(SourceSpec("folder", str(sparse), "train"))
-    assert isinstance(source, EncodedSource)
-    view, request = View(16, "crop-flip", on_bad="substitute"), Request(0, np.arange(5))
+    source = open_dataset(DatasetSpec("folder", str(sparse), "train"))
+    assert isinstance(source, EncodedDataset)
+    transform, request = Transform(16, "crop-flip", on_bad="substitute"), Request(0, np.arange(5))
     started = time.monotonic()
-    made = make_batch(source, view, 3, request)
+    made = make_batch(source, transform, 3, request)
     assert [bad.sample for bad in made.bad] == [2]
     assert f"is too large: 10,000,000,000 bytes (the limit is {MAX_BYTES:,})" in made.bad[0].what
     for threads in (1, 3):
-        (threaded,) = threaded_batches(source, view, 3, [request], threads, fresh)
+        (threaded,) = threaded_batches(source, transform, 3, [request], threads, fresh)
         assert_equal(threaded, made)
     assert examine_sample(source, 2).findings[0][0] == "bomb"
     assert time.monotonic() - started < 5
@@ -190,13 +190,13 @@ def test_a_huge_member_of_an_archive_is_a_broken_sample(sparse: Path, tmp_path: 
         os.truncate(file.fileno(), file.tell() + huge.size)
         file.seek(0, 2)
         file.write(bytes(1024))
-    source = open_source(SourceSpec("tar", str(archive), "train"))
-    assert isinstance(source, EncodedSource)
-    view = View(16, "crop-flip", on_bad="substitute")
-    made = make_batch(source, view, 3, Request(0, np.arange(4)))
+    source = open_dataset(DatasetSpec("tar", str(archive), "train"))
+    assert isinstance(source, EncodedDataset)
+    transform = Transform(16, "crop-flip", on_bad="substitute")
+    made = make_batch(source, transform, 3, Request(0, np.arange(4)))
     assert {bad.sample for bad in made.bad} == {3}
     assert "is too large" in made.bad[0].what
-    (threaded,) = threaded_batches(source, view, 3, [Request(0, np.arange(4))], 2, fresh)
+    (threaded,) = threaded_batches(source, transform, 3, [Request(0, np.arange(4))], 2, fresh)
     assert_equal(threaded, made)
 
 
@@ -206,9 +206,9 @@ def test_samples_over_the_limits_are_packed_as_unreadable_and_refused_alike(tmp_
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(data)
     pack_set("folder", str(tmp_path / "photos"), tmp_path / "packed", Options(), 1, False, lambda text: None)
-    view, request = View(16, "crop-flip", on_bad="substitute"), Request(0, np.arange(3))
+    transform, request = Transform(16, "crop-flip", on_bad="substitute"), Request(0, np.arange(3))
     batches = [
-        make_batch(open_source(SourceSpec(kind, str(tmp_path / place), "train")), view, 3, request)
+        make_batch(open_dataset(DatasetSpec(kind, str(tmp_path / place), "train")), transform, 3, request)
         for kind, place in (("folder", "photos"), ("packed", "packed"))
     ]
     assert [bad.sample for bad in batches[0].bad] == [bad.sample for bad in batches[1].bad] == [1]

@@ -34,7 +34,7 @@ from drumline.data.packed.format import (
     shard_file,
     write_manifest,
 )
-from drumline.data.sources import ArraySource, PackedFiles, SourceSpec, detect_source, open_source
+from drumline.data.sources import ArrayDataset, DatasetSpec, PackedFiles, detect_source, open_dataset
 from drumline.data.sources.base import holdout_mask
 from drumline.data.sources.packed import PackedArrays
 
@@ -86,7 +86,7 @@ def write(
 
 
 def opened(folder: Path, split: Literal["train", "eval"] = "train", holdout: float = 0.0) -> Any:
-    return open_source(SourceSpec("packed", str(folder), split, holdout))
+    return open_dataset(DatasetSpec("packed", str(folder), split, holdout))
 
 
 def refusal(folder: Path) -> UserError:
@@ -145,7 +145,7 @@ def test_arrays_come_back_as_one_array_over_the_file(tmp_path, channels):
     kind = Kind.RGB if channels == 3 else Kind.GREY
     samples = [stored(image.tobytes(), kind, 7, 6) for image in images]
     source = opened(write(tmp_path / "set", samples, None, "arrays"))
-    assert isinstance(source, ArraySource)
+    assert isinstance(source, ArrayDataset)
     assert source.shape == (6, 7, channels)
     np.testing.assert_array_equal(source.images, images)
     np.testing.assert_array_equal(source.take(np.array([3, 1])), images[[3, 1]])

@@ -29,7 +29,7 @@ from drumline.data.packed import stored
 from drumline.data.packed import write as work
 from drumline.data.packed.format import Kind, Options, read_manifest
 from drumline.data.packed.write import pack_set
-from drumline.data.sources import ArraySource, EncodedSource, PackedFiles, SourceSpec, open_source
+from drumline.data.sources import ArrayDataset, DatasetSpec, EncodedDataset, PackedFiles, open_dataset
 
 RNG = np.random.default_rng(7)
 
@@ -96,7 +96,7 @@ def packed(
 
 
 def opened(folder: Path, split: str, source: str = "packed") -> Any:
-    return open_source(SourceSpec(source, str(folder), split))  # type: ignore[arg-type]
+    return open_dataset(DatasetSpec(source, str(folder), split))  # type: ignore[arg-type]
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -118,7 +118,7 @@ def test_files_are_kept_byte_for_byte_under_their_ids(photos, tmp_path):
     for split in ("train", "eval"):
         ours, theirs = opened(out, split), opened(photos, split, "folder")
         assert isinstance(ours, PackedFiles)
-        assert isinstance(theirs, EncodedSource)
+        assert isinstance(theirs, EncodedDataset)
         assert ours.classes == theirs.classes
         np.testing.assert_array_equal(ours.labels, theirs.labels)
         for i in range(len(theirs)):
@@ -211,7 +211,7 @@ def test_arrays_come_back_as_arrays_with_their_name(tmp_path):
     for options in ({}, {"raw": True}, {"shard_mb": 1}):
         out = packed(tmp_path / "set.npz", tmp_path / "out", force=True, **options)
         train, evaluation = opened(out, "train"), opened(out, "eval")
-        assert isinstance(train, ArraySource)
+        assert isinstance(train, ArrayDataset)
         assert train.name == "npz"
         np.testing.assert_array_equal(train.images, images)
         np.testing.assert_array_equal(evaluation.images, images[:3])
@@ -231,12 +231,12 @@ def test_holdout_is_stored_as_the_source_would_divide(tmp_path):
     undivided = packed(tmp_path / "in", tmp_path / "whole")
     assert read_manifest(undivided).eval is None
     for split in ("train", "eval"):
-        theirs = open_source(SourceSpec("folder", str(tmp_path / "in"), split, 0.25))  # type: ignore[arg-type]
-        later = open_source(SourceSpec("packed", str(undivided), split, 0.25))  # type: ignore[arg-type]
-        assert isinstance(theirs, EncodedSource)
+        theirs = open_dataset(DatasetSpec("folder", str(tmp_path / "in"), split, 0.25))  # type: ignore[arg-type]
+        later = open_dataset(DatasetSpec("packed", str(undivided), split, 0.25))  # type: ignore[arg-type]
+        assert isinstance(theirs, EncodedDataset)
         expected = [theirs.read(i) for i in range(len(theirs))]
         assert [opened(out, split).read(i) for i in range(len(theirs))] == expected
-        assert isinstance(later, EncodedSource)
+        assert isinstance(later, EncodedDataset)
         assert [later.read(i) for i in range(len(later))] == expected
 
 
@@ -545,7 +545,7 @@ def test_a_file_that_cannot_be_read_ends_the_pack_with_its_name(photos, tmp_path
     def read(self: Any, sample: int) -> bytes:
         raise UserError(f"no permission to read {self.where(sample)}", fix="chmod")
 
-    monkeypatch.setattr("drumline.data.sources.folder.FolderSource.read", read)
+    monkeypatch.setattr("drumline.data.sources.folder.FolderDataset.read", read)
     assert "1.jpg" in refusal(lambda: packed(photos, tmp_path / "out")).what
 
 
@@ -634,7 +634,7 @@ def test_a_huge_image_is_marked_and_never_decoded(tmp_path, side):
     bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0))
     (tmp_path / "a").mkdir()
     (tmp_path / "a/1.png").write_bytes(bomb + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b""))
-    source = open_source(SourceSpec("folder", str(tmp_path), "train"))
+    source = open_dataset(DatasetSpec("folder", str(tmp_path), "train"))
     for options in (Options(), Options(raw=True), Options(resize_short=8)):
         kept = stored.store(source, 0, options)
         assert (kept.width, kept.height, kept.kind) == (0, 0, Kind.OTHER)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drumline.core.errors import UserError
-from drumline.data.sources import ArraySource, SourceSpec, detect_source, open_source
+from drumline.data.sources import ArrayDataset, DatasetSpec, detect_source, open_dataset
 from drumline.data.sources.plain_pickle import PlainArray, read_plain_pickle
 
 RNG = np.random.default_rng(1)
@@ -117,13 +117,13 @@ def write100_binary(folder: Path) -> Path:
     return folder
 
 
-def opened(source: str, path: Path, split: str = "train") -> ArraySource:
-    found = open_source(SourceSpec(source, str(path), split))  # type: ignore[arg-type]
-    assert isinstance(found, ArraySource)
+def opened(source: str, path: Path, split: str = "train") -> ArrayDataset:
+    found = open_dataset(DatasetSpec(source, str(path), split))  # type: ignore[arg-type]
+    assert isinstance(found, ArrayDataset)
     return found
 
 
-def check(source: ArraySource, planes: list[np.ndarray], labels: list[int]) -> None:
+def check(source: ArrayDataset, planes: list[np.ndarray], labels: list[int]) -> None:
     """Published layout: 1,024 red, then green, then blue values, each in rows."""
     stacked = np.concatenate(planes)
     assert source.shape == (32, 32, 3)

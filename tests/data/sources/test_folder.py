@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from drumline.core.errors import LostError, UserError
-from drumline.data.sources import EncodedSource, SourceSpec, holdout_mask, open_source
-from drumline.data.sources.base import passed_over_words
+from drumline.data.sources import DatasetSpec, EncodedDataset, holdout_mask, open_dataset
+from drumline.data.sources.base import describe_skipped
 
 
 def put(root: Path, *names: str) -> Path:
@@ -24,13 +24,13 @@ def put(root: Path, *names: str) -> Path:
     return root
 
 
-def opened(path: Path, split: Literal["train", "eval"] = "train", holdout: float = 0.0) -> EncodedSource:
-    source = open_source(SourceSpec("folder", str(path), split, holdout))
-    assert isinstance(source, EncodedSource)
+def opened(path: Path, split: Literal["train", "eval"] = "train", holdout: float = 0.0) -> EncodedDataset:
+    source = open_dataset(DatasetSpec("folder", str(path), split, holdout))
+    assert isinstance(source, EncodedDataset)
     return source
 
 
-def listing(source: EncodedSource) -> list[tuple[str, int]]:
+def listing(source: EncodedDataset) -> list[tuple[str, int]]:
     return [(source.where(i), int(source.labels[i])) for i in range(len(source))]
 
 
@@ -231,16 +231,16 @@ def test_files_that_are_passed_over_are_counted_by_their_endings(tmp_path):
         "b/4.png",
         "b/5.png",
     )
-    source = open_source(SourceSpec("folder", str(tmp_path), "train", 0.0))
-    assert isinstance(source, EncodedSource)
+    source = open_dataset(DatasetSpec("folder", str(tmp_path), "train", 0.0))
+    assert isinstance(source, EncodedDataset)
     assert len(source) == 3
-    assert source.passed_over == {".heic": 2, ".txt": 1, "README": 1}
-    assert passed_over_words(source) == (
+    assert source.skipped == {".heic": 2, ".txt": 1, "README": 1}
+    assert describe_skipped(source) == (
         "4 files that are not images by their endings and are passed over: .heic 2, .txt 1, README 1"
     )
-    source.passed_over = {".g\x1bif": 1}
+    source.skipped = {".g\x1bif": 1}
     assert (
-        passed_over_words(source)
+        describe_skipped(source)
         == "1 file that is not an image by its ending and is passed over: .g\\x1bif 1"
     )
 
@@ -303,7 +303,7 @@ def test_refuses_pipes_with_image_names(tmp_path):
 
 
 def test_a_spec_travels_through_pickle_small():
-    spec = SourceSpec("folder", "/data/set", "eval", 0.1)
+    spec = DatasetSpec("folder", "/data/set", "eval", 0.1)
     assert pickle.loads(pickle.dumps(spec)) == spec
     assert len(pickle.dumps(spec)) < 300
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from drumline.core.errors import UserError
-from drumline.data.sources import ArraySource, SourceSpec, detect_source, open_source
+from drumline.data.sources import ArrayDataset, DatasetSpec, detect_source, open_dataset
 
 RNG = np.random.default_rng(0)
 IMAGES = {
@@ -34,9 +34,9 @@ def write(folder: Path, mark: str = "-", packed: bool = False) -> Path:
     return folder
 
 
-def opened(path: Path, split: str) -> ArraySource:
-    source = open_source(SourceSpec("idx", str(path), split))  # type: ignore[arg-type]
-    assert isinstance(source, ArraySource)
+def opened(path: Path, split: str) -> ArrayDataset:
+    source = open_dataset(DatasetSpec("idx", str(path), split))  # type: ignore[arg-type]
+    assert isinstance(source, ArrayDataset)
     return source
 
 
@@ -137,7 +137,7 @@ def test_refuses_eval_labels_beyond_the_training_classes(tmp_path):
 
 def test_refuses_a_holdout_since_idx_has_a_split(tmp_path):
     with pytest.raises(UserError, match=r"data\.holdout is 0\.1"):
-        open_source(SourceSpec("idx", str(write(tmp_path)), "train", 0.1))
+        open_dataset(DatasetSpec("idx", str(write(tmp_path)), "train", 0.1))
 
 
 @pytest.mark.parametrize("shape", [(2**32 - 1, 2**32 - 1, 2**32 - 1), (2**31, 28, 28), (10**5, 28, 28)])

@@ -13,20 +13,20 @@ import torch
 
 from drumline.core.errors import UserError
 from drumline.data.sources import (
-    ArraySource,
-    EncodedSource,
-    PooledSource,
-    SourceSpec,
+    ArrayDataset,
+    DatasetSpec,
+    EncodedDataset,
+    PooledDataset,
     channel_statistics,
     detect_source,
-    open_source,
+    open_dataset,
 )
 from drumline.data.sources.digits import scale
 
 
-def arrays(source: str, path: str = "", split: str = "train") -> ArraySource:
-    found = open_source(SourceSpec(source, path, split))  # type: ignore[arg-type]
-    assert isinstance(found, ArraySource)
+def arrays(source: str, path: str = "", split: str = "train") -> ArrayDataset:
+    found = open_dataset(DatasetSpec(source, path, split))  # type: ignore[arg-type]
+    assert isinstance(found, ArrayDataset)
     return found
 
 
@@ -88,7 +88,7 @@ def test_synthetic_splits_share_patterns_but_no_image():
 def test_synthetic_imagenet_size_takes_little_memory_and_time():
     start = time.monotonic()
     source = arrays("synthetic", "classes=1000,size=224,samples=1281167")
-    assert isinstance(source, PooledSource)
+    assert isinstance(source, PooledDataset)
     assert len(source) == 1281167
     assert source.images.nbytes <= 64 << 20
     ids = np.array([0, 445, 1281166, 3])
@@ -130,7 +130,7 @@ def own(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text(
             "import numpy as np, torch\nfrom types import SimpleNamespace as S\n" + code
         )
-        return open_source(SourceSpec(f"{name}:{factory}", "some path", split))  # type: ignore[arg-type]
+        return open_dataset(DatasetSpec(f"{name}:{factory}", "some path", split))  # type: ignore[arg-type]
 
     monkeypatch.syspath_prepend(str(tmp_path))
     return write
@@ -142,7 +142,7 @@ def test_own_arrays_get_path_and_split(own):
         "    assert path == 'some path' and split == 'train'\n"
         "    return S(images=np.full((6, 4, 4), 7, np.uint8), labels=[0, 1, 2, 0, 1, 2], classes=['a', 'b', 'c'])\n"
     )
-    assert isinstance(source, ArraySource)
+    assert isinstance(source, ArrayDataset)
     assert (source.shape, source.classes) == ((4, 4, 1), ("a", "b", "c"))
     assert source.name.endswith(":make")
 
@@ -159,7 +159,7 @@ def test_own_tensors_are_converted_once(own, images):
     source = own(
         f"def make(path, split):\n    return S(images={images}, labels=list(torch.tensor([0, 1])))\n"
     )
-    assert isinstance(source, ArraySource)
+    assert isinstance(source, ArrayDataset)
     assert type(source.images) is np.ndarray
     assert source.images[1, 2, 3, 1] == torch.arange(96).reshape(2, 3, 4, 4)[1, 1, 2, 3]
     assert source.classes == ("0", "1")
@@ -172,7 +172,7 @@ def test_own_files_are_read_and_named(own):
         "    def read(self, sample): return bytearray([sample])\n"
         "def make(path, split): return Mine()\n"
     )
-    assert isinstance(source, EncodedSource)
+    assert isinstance(source, EncodedDataset)
     assert source.read(1) == b"\x01"
     assert source.where(1).endswith(":make sample 1")
     assert source.labels.dtype == np.int64
@@ -245,7 +245,7 @@ def test_own_read_must_give_bytes_and_its_missing_file_is_named(own):
 
 def test_a_module_that_is_not_there_is_a_user_error():
     with pytest.raises(UserError, match="importing no_such_module_here raised ModuleNotFoundError") as caught:
-        open_source(SourceSpec("no_such_module_here:make", "", "train"))
+        open_dataset(DatasetSpec("no_such_module_here:make", "", "train"))
     assert "PYTHONPATH" in caught.value.fix
 
 
@@ -268,7 +268,7 @@ def test_unknown_sources_are_refused_with_the_nearest_name():
     with pytest.raises(UserError, match="did you mean cifar10"):
         detect_source("cifar-10", "x")
     with pytest.raises(UserError, match="unknown"):
-        open_source(SourceSpec(":", "x", "train"))
+        open_dataset(DatasetSpec(":", "x", "train"))
 
 
 # statistics
@@ -277,7 +277,7 @@ def test_unknown_sources_are_refused_with_the_nearest_name():
 def test_channel_statistics_are_exact_for_any_chunk(monkeypatch):
     rng = np.random.default_rng(3)
     images = rng.integers(0, 256, (37, 9, 11, 3), np.uint8)
-    source = ArraySource("x", images, np.zeros(37, np.int64), ("a",))
+    source = ArrayDataset("x", images, np.zeros(37, np.int64), ("a",))
     mean, std = channel_statistics(source)
     flat = images.reshape(-1, 3).astype(np.float64) / 255
     assert np.allclose(mean, flat.mean(axis=0), rtol=1e-12)
@@ -289,8 +289,8 @@ def test_channel_statistics_are_exact_for_any_chunk(monkeypatch):
 
 def test_channel_statistics_count_repeated_images_as_often_as_they_are_shown():
     rng = np.random.default_rng(4)
-    pooled = PooledSource("x", rng.integers(0, 256, (3, 4, 4, 1), np.uint8), np.zeros(8, np.int64), ("a",))
-    whole = ArraySource("x", pooled.take(np.arange(8)), pooled.labels, pooled.classes)
+    pooled = PooledDataset("x", rng.integers(0, 256, (3, 4, 4, 1), np.uint8), np.zeros(8, np.int64), ("a",))
+    whole = ArrayDataset("x", pooled.take(np.arange(8)), pooled.labels, pooled.classes)
     assert channel_statistics(pooled) == channel_statistics(whole)
 
 
@@ -303,5 +303,5 @@ def test_channel_statistics_refuse_a_constant_channel():
     images = np.random.default_rng(5).integers(0, 256, (4, 4, 4, 3), np.uint8)
     images[..., 2] = 9
     with pytest.raises(UserError, match="channel 2 has the same value") as caught:
-        channel_statistics(ArraySource("x", images, np.zeros(4, np.int64), ("a",)))
+        channel_statistics(ArrayDataset("x", images, np.zeros(4, np.int64), ("a",)))
     assert "data.std" in caught.value.fix

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from drumline.core.errors import UserError
-from drumline.data.sources import ArraySource, SourceSpec, detect_source, open_source
+from drumline.data.sources import ArrayDataset, DatasetSpec, detect_source, open_dataset
 
 RNG = np.random.default_rng(2)
 GREY = RNG.integers(0, 256, (12, 6, 5), np.uint8)
@@ -24,10 +24,10 @@ RGB = RNG.integers(0, 256, (12, 6, 5, 3), np.uint8)
 LABELS = np.arange(12) % 3
 
 
-def opened(path: Path, split: str = "train", holdout: float = 0.0) -> ArraySource:
+def opened(path: Path, split: str = "train", holdout: float = 0.0) -> ArrayDataset:
     assert detect_source("auto", str(path)) == "npz"
-    source = open_source(SourceSpec("npz", str(path), split, holdout))  # type: ignore[arg-type]
-    assert isinstance(source, ArraySource)
+    source = open_dataset(DatasetSpec("npz", str(path), split, holdout))  # type: ignore[arg-type]
+    assert isinstance(source, ArrayDataset)
     return source
 
 
@@ -188,7 +188,7 @@ def test_refuses_eval_without_split_or_holdout_and_holdout_beside_a_split(tmp_pa
 
 def test_refuses_a_missing_file(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
-        open_source(SourceSpec("npz", str(tmp_path / "no.npz"), "train"))
+        open_dataset(DatasetSpec("npz", str(tmp_path / "no.npz"), "train"))
 
 
 def npz_of(path, name, header, data=b"", compression=zipfile.ZIP_STORED):
@@ -249,4 +249,4 @@ def test_a_damaged_npz_is_read_or_refused_but_never_breaks(tmp_path, place, valu
     broken[place % len(broken)] = value
     path.write_bytes(broken[: len(broken) - cut])
     with suppress(UserError):
-        open_source(SourceSpec("npz", str(path), "train"))
+        open_dataset(DatasetSpec("npz", str(path), "train"))

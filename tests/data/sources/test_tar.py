@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from drumline.core.errors import UserError
-from drumline.data.sources import SourceSpec, detect_source, open_source
+from drumline.data.sources import DatasetSpec, detect_source, open_dataset
 from drumline.data.sources.base import MappedFiles, holdout_mask
 from drumline.data.sources.tar import members, open_tar
 from tests.data.sources.test_folder import FILES
@@ -59,8 +59,8 @@ PLAIN = [("a/1.jpg", b"one"), ("b/2.jpg", b"two")]
 
 
 def assert_same(file: Path, folder: Path, split: str, holdout: float = 0.0) -> None:
-    ours = open_source(SourceSpec("tar", str(file), split, holdout))  # type: ignore[arg-type]
-    theirs = open_source(SourceSpec("folder", str(folder), split, holdout))  # type: ignore[arg-type]
+    ours = open_dataset(DatasetSpec("tar", str(file), split, holdout))  # type: ignore[arg-type]
+    theirs = open_dataset(DatasetSpec("folder", str(folder), split, holdout))  # type: ignore[arg-type]
     assert isinstance(ours, MappedFiles)
     assert ours.classes == theirs.classes
     np.testing.assert_array_equal(ours.labels, theirs.labels)
@@ -71,7 +71,7 @@ def assert_same(file: Path, folder: Path, split: str, holdout: float = 0.0) -> N
 
 def refusal(file: Path, split: str = "train", holdout: float = 0.0) -> UserError:
     with pytest.raises(UserError) as caught:
-        open_source(SourceSpec("tar", str(file), split, holdout))  # type: ignore[arg-type]
+        open_dataset(DatasetSpec("tar", str(file), split, holdout))  # type: ignore[arg-type]
     assert caught.value.fix
     assert file.name in caught.value.what
     return caught.value
@@ -120,8 +120,8 @@ def test_holdout_takes_the_samples_it_takes_from_a_folder(tmp_path):
     file = archive(root, tmp_path / "x.tar")
     assert_same(file, root, "train", 0.25)
     assert_same(file, root, "eval", 0.25)
-    labels = open_source(SourceSpec("tar", str(file), "train")).labels
-    assert len(open_source(SourceSpec("tar", str(file), "eval", 0.25))) == holdout_mask(labels, 0.25).sum()
+    labels = open_dataset(DatasetSpec("tar", str(file), "train")).labels
+    assert len(open_dataset(DatasetSpec("tar", str(file), "eval", 0.25))) == holdout_mask(labels, 0.25).sum()
     assert "no evaluation split" in refusal(file, "eval").what
 
 
@@ -138,7 +138,7 @@ def test_archives_of_the_tar_program_are_read(tmp_path):
 def test_pointers_lead_to_the_bytes_that_read_gives(tmp_path):
     import ctypes
 
-    source = open_tar(SourceSpec("tar", str(made(tmp_path / "x.tar", *PLAIN, ("b/3.png", b""))), "train"))
+    source = open_tar(DatasetSpec("tar", str(made(tmp_path / "x.tar", *PLAIN, ("b/3.png", b""))), "train"))
     ids = np.array([2, 0, 1])
     source.read_ahead(ids)
     addresses, lengths = source.pointers(ids)
@@ -152,7 +152,7 @@ def test_pointers_lead_to_the_bytes_that_read_gives(tmp_path):
 
 def test_of_two_members_with_one_name_the_later_counts(tmp_path):
     source = open_tar(
-        SourceSpec("tar", str(made(tmp_path / "x.tar", *PLAIN, ("./a//1.jpg", b"newer"))), "train")
+        DatasetSpec("tar", str(made(tmp_path / "x.tar", *PLAIN, ("./a//1.jpg", b"newer"))), "train")
     )
     assert [source.read(i) for i in range(len(source))] == [b"newer", b"two"]
 
@@ -160,7 +160,7 @@ def test_of_two_members_with_one_name_the_later_counts(tmp_path):
 def test_other_and_hidden_members_are_ignored_and_counted(tmp_path):
     fifo = link("a/pipe", "", tarfile.FIFOTYPE)
     extra = [(".x/1.jpg", b""), ("a/._1.jpg", b""), ("a/note.txt", b"1"), ("README", b"")]
-    source = open_tar(SourceSpec("tar", str(made(tmp_path / "x.tar", *PLAIN, *extra, fifo)), "train"))
+    source = open_tar(DatasetSpec("tar", str(made(tmp_path / "x.tar", *PLAIN, *extra, fifo)), "train"))
     assert (len(source), source.ignored, source.classes) == (2, 5, ("a", "b"))
 
 
@@ -235,7 +235,7 @@ def test_a_cut_archive_is_refused_wherever_it_is_cut(tmp_path):
         words = refusal(cut).what
         assert "is cut off" in words or size == 0, size
     cut.write_bytes(whole[: 2560 + 512])
-    assert len(open_tar(SourceSpec("tar", str(cut), "train"))) == 2
+    assert len(open_tar(DatasetSpec("tar", str(cut), "train"))) == 2
 
 
 def resized(file: Path, at: int, size: bytes) -> Path:
@@ -257,7 +257,7 @@ def test_a_member_that_reaches_one_byte_beyond_the_archive_is_refused(tmp_path):
 
 def test_links_have_no_data_whatever_size_they_state(tmp_path):
     file = made(tmp_path / "x.tar", link("a/notes", "a/1.jpg", tarfile.LNKTYPE), *PLAIN)
-    source = open_tar(SourceSpec("tar", str(resized(file, 0, b"%011o\0" % 700)), "train"))
+    source = open_tar(DatasetSpec("tar", str(resized(file, 0, b"%011o\0" % 700)), "train"))
     assert [source.read(i) for i in range(len(source))] == [b"one", b"two"]
 
 
@@ -297,11 +297,11 @@ def test_nothing_is_written_to_disk(tmp_path):
     file = made(tmp_path / "x.tar", *PLAIN)
     code = (
         "import sys\n"
-        "from drumline.data.sources import SourceSpec, open_source\n"
+        "from drumline.data.sources import DatasetSpec, open_dataset\n"
         "def watch(event, args):\n"
         "    if event == 'open' and isinstance(args[1], str) and set(args[1]) & set('wax+'): sys.exit(3)\n"
         "sys.addaudithook(watch)\n"
-        f"source = open_source(SourceSpec('tar', {str(file)!r}, 'train'))\n"
+        f"source = open_dataset(DatasetSpec('tar', {str(file)!r}, 'train'))\n"
         "assert source.read(1) == b'two'\n"
     )
     assert subprocess.run([sys.executable, "-B", "-c", code], cwd=tmp_path).returncode == 0

@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drumline.core.errors import UserError
-from drumline.data.feed.order import Request, share, training_requests
-from drumline.data.feed.views import View
+from drumline.data.feed.sampler import Request, rank_slice, training_requests
+from drumline.data.feed.transform import Transform
 from drumline.data.image.augment import Augmentation
-from drumline.data.sources import ArraySource, Source, SourceSpec, open_source
+from drumline.data.sources import ArrayDataset, Dataset, DatasetSpec, open_dataset
 from drumline.distill.cache import format as cache_module
 from drumline.distill.cache.format import Cache, open_cache
-from drumline.distill.cache.key import LOOKED_AT, Key, content_of, describe_view
+from drumline.distill.cache.key import LOOKED_AT, Key, content_of, describe_transform
 from drumline.distill.cache.payload import Rule, decode, differences, encode
 from drumline.distill.cache.rows import CachedRows, with_rows
 from drumline.parallel.world import single_process
@@ -164,7 +164,7 @@ def test_differences_to_live_outputs_are_the_largest_of_each_row(rule: Rule) -> 
 
 
 def test_every_part_of_a_view_that_decides_pixels_is_in_the_key() -> None:
-    base = View(size=8, augment="none")
+    base = Transform(size=8, augment="none")
     changed = {
         "size": 9,
         "augment": "crop-flip",
@@ -175,28 +175,30 @@ def test_every_part_of_a_view_that_decides_pixels_is_in_the_key() -> None:
         "augmentation": Augmentation(erasing=0.5),
         "on_bad": "substitute",
     }
-    assert set(changed) | {"mixup", "cutmix"} == {item.name for item in fields(View)}
-    texts = {describe_view(replace(base, **{name: value}), MEAN, STD) for name, value in changed.items()}
+    assert set(changed) | {"mixup", "cutmix"} == {item.name for item in fields(Transform)}
+    texts = {describe_transform(replace(base, **{name: value}), MEAN, STD) for name, value in changed.items()}
     texts |= {
-        describe_view(base, (0.4,), STD),
-        describe_view(base, MEAN, (0.2,)),
-        describe_view(base, MEAN, STD),
+        describe_transform(base, (0.4,), STD),
+        describe_transform(base, MEAN, (0.2,)),
+        describe_transform(base, MEAN, STD),
     }
     assert len(texts) == len(changed) + 3
     moving = replace(base, augment="crop-flip")
-    assert describe_view(moving, MEAN, STD) == describe_view(replace(moving, eval_crop=0.5), MEAN, STD)
+    assert describe_transform(moving, MEAN, STD) == describe_transform(
+        replace(moving, eval_crop=0.5), MEAN, STD
+    )
 
 
 @pytest.mark.parametrize("mixed", [{"mixup": 0.2}, {"cutmix": 1.0}])
 def test_mixed_images_are_refused(mixed: dict[str, float]) -> None:
     with pytest.raises(UserError, match="depend on their neighbour in the batch") as refused:
-        key(view=replace(VIEW, **mixed))
+        key(transform=replace(VIEW, **mixed))
     assert "--distill.cache" in refused.value.fix
 
 
 DIFFERENT: dict[str, tuple[dict[str, object], str]] = {
     "teacher": ({"teacher": "convnet; sha256 1; fp32"}, "the teacher: sha256 0 → sha256 1"),
-    "transform": ({"transform": "size=9"}, "the view of the images: size=8"),
+    "transform": ({"transform": "size=9"}, "the transform of the images: size=8"),
     "source": ({"source": "cifar10"}, "the data: digits → cifar10"),
     "samples": ({"samples": 1439}, "the number of samples: 1438 → 1439"),
     "labels_crc": ({"labels_crc": 1}, "the checksum of the labels: "),
@@ -225,11 +227,11 @@ def test_another_key_is_refused_and_the_difference_named(tmp_path: Path, name: s
     assert "another folder with --distill.cache, or delete" in refused.value.fix
 
 
-def coloured(samples: int = 200, changed: int | None = None) -> ArraySource:
+def coloured(samples: int = 200, changed: int | None = None) -> ArrayDataset:
     images = np.random.default_rng(0).integers(0, 256, (samples, 4, 4, 3), np.uint8)
     if changed is not None:
         images[changed, 3, 3, 2] ^= 1
-    return ArraySource("npz", images, np.arange(samples, dtype=np.int64) % 2, ("a", "b"))
+    return ArrayDataset("npz", images, np.arange(samples, dtype=np.int64) % 2, ("a", "b"))
 
 
 class Files:
@@ -252,17 +254,17 @@ def own(path: str, split: str) -> Files:
     return Files()
 
 
-def files(monkeypatch: pytest.MonkeyPatch, **options: int) -> tuple[Source, Files]:
+def files(monkeypatch: pytest.MonkeyPatch, **options: int) -> tuple[Dataset, Files]:
     given = Files(**options)
     monkeypatch.setattr(f"{__name__}.own", lambda path, split: given)
-    return open_source(SourceSpec(f"{__name__}:own", "", "train")), given
+    return open_dataset(DatasetSpec(f"{__name__}:own", "", "train")), given
 
 
 @pytest.mark.parametrize("changed", [0, 3, 199])
 def test_other_images_with_the_same_labels_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: int
 ) -> None:
-    pairs: list[tuple[Source, Source]] = [
+    pairs: list[tuple[Dataset, Dataset]] = [
         (coloured(), coloured(changed=changed)),
         (files(monkeypatch)[0], files(monkeypatch, changed=changed)[0]),
     ]
@@ -281,7 +283,7 @@ def test_equal_sets_have_equal_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder.mkdir(parents=True)
     for number in range(3):
         (folder / f"{number}.jpg").write_bytes(b"%d" % number)
-    alike = [open_source(SourceSpec("folder", str(tmp_path), "train")) for _ in range(2)]
+    alike = [open_dataset(DatasetSpec("folder", str(tmp_path), "train")) for _ in range(2)]
     before = key(source=alike[0])
     assert key(source=alike[1]) == before
     (folder / "2.jpg").write_bytes(b"3")
@@ -306,13 +308,17 @@ def test_an_image_that_cannot_be_read_is_refused_unless_the_view_goes_on_without
     whole, broken = files(monkeypatch)[0], files(monkeypatch, broken=0)[0]
     with pytest.raises(UserError, match="cannot be read"):
         key(source=broken)
-    view = replace(VIEW, on_bad="substitute")
-    assert key(source=broken, view=view) == key(source=broken, view=view) != key(source=whole, view=view)
+    transform = replace(VIEW, on_bad="substitute")
+    assert (
+        key(source=broken, transform=transform)
+        == key(source=broken, transform=transform)
+        != key(source=whole, transform=transform)
+    )
 
 
 def test_two_differences_are_both_named_and_equal_parts_are_not(tmp_path: Path) -> None:
     open_cache(tmp_path, key(), HERE)
-    other = key(view=replace(VIEW, size=16, augment="shift-flip"), seed=3)
+    other = key(transform=replace(VIEW, size=16, augment="shift-flip"), seed=3)
     with pytest.raises(UserError) as refused:
         open_cache(tmp_path, other, HERE)
     assert "size=8; augment=shift → size=16; augment=shift-flip" in refused.value.what
@@ -384,7 +390,7 @@ def requests(epochs: range = range(2), batch: int = 64) -> list[Request]:
             batch=batch,
             first_step=epochs.start * per_epoch,
             last_step=epochs.stop * per_epoch,
-            part=slice(0, batch),
+            local=slice(0, batch),
         )
     )
 
@@ -491,7 +497,7 @@ def live(epoch: int, samples: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
 def test_the_rows_of_a_request_are_the_live_outputs_bit_for_bit(whole: Cache, world: int) -> None:
     for epoch in range(2):
         for rank in range(world):
-            part = share(100, rank, world)
+            part = rank_slice(100, rank, world)
             asked = [
                 Request(epoch, request.samples[part]) for request in requests(range(epoch, epoch + 1), 100)
             ]

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import drumline
-from drumline.data.sources.base import SourceSpec
+from drumline.data.sources.base import DatasetSpec
 from drumline.data.sources.digits import open_digits
 
 parser = argparse.ArgumentParser()
@@ -36,7 +36,7 @@ rank, world = dist.get_rank(), dist.get_world_size()
 
 
 def digits(split):
-    source = open_digits(SourceSpec("digits", "", split))
+    source = open_digits(DatasetSpec("digits", "", split))
     pixels = torch.from_numpy(source.take(np.arange(len(source)))).permute(0, 3, 1, 2)
     return pixels.float() / 255, torch.from_numpy(source.labels)
 

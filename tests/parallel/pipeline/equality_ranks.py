@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from drumline.core.environment import read_rank_info
-from drumline.data.feed.order import bounds, share
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
+from drumline.data.feed.sampler import bounds, rank_slice
 from drumline.models.registry import create_model
 from drumline.models.resnet import BasicBlock, ResNet
 from drumline.parallel.grid import Grid, make_grid
@@ -147,7 +147,7 @@ def batch_of(replicas: int, replica: int) -> Batch:
     total = SAMPLES[replicas]
     random = torch.Generator().manual_seed(4)
     images = torch.randint(0, 256, (total, SIDE, SIDE, 3), generator=random, dtype=torch.uint8)
-    rows = share(total, replica, replicas)
+    rows = rank_slice(total, replica, replicas)
     labels = torch.arange(total) % CLASSES
     everything = Batch(images, labels, torch.arange(total), torch.zeros(total, 0))
     return Batch(*(tensor[rows.start : rows.stop] for tensor in everything[:4]))

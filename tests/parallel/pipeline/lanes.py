@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drumline.data.feed.order import bounds
+from drumline.data.feed.sampler import bounds
 from drumline.parallel.pipeline.boundary import TensorSpec
 from drumline.parallel.pipeline.carriers import Carrier
 from drumline.parallel.pipeline.execute import Lane

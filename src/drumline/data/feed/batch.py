@@ -1,6 +1,6 @@
 """A whole batch made by one thread: the plain way that every faster way must equal.
 
-Promises: a pure function of (source, view, seed, request). Loader processes use it as it is; the threads of
+Promises: a pure function of (source, transform, seed, request). Loader processes use it as it is; the threads of
 `threads.py` and the GPU path are tested against it bit for bit.
 """
 
@@ -12,15 +12,32 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from drumline.data.feed.order import Request
-from drumline.data.feed.views import Batch, View, flips, mixing_plan, resize_array, shift_offsets
+from drumline.data.feed.sample import BadSample, cut, load_sample
+from drumline.data.feed.sampler import Request
+from drumline.data.feed.transform import Transform, mixing_plan, resize_array, shift_offsets
 from drumline.data.image.augment import AugmentPlan, plan
-from drumline.data.image.geometry import Geometry
-from drumline.data.image.window import Bad, cut, find_window
-from drumline.data.sources import ArraySource, Source
+from drumline.data.image.geometry import Geometry, mirrored
+from drumline.data.sources import ArrayDataset, Dataset
+
+NOTHING = torch.empty((0, 0), dtype=torch.uint8)
 
 
-class Coded(NamedTuple):
+class Batch(NamedTuple):
+    """What travels from the loader to the step."""
+
+    images: torch.Tensor
+    """(n, height, width, channels) uint8."""
+    labels: torch.Tensor
+    """(n,) int64."""
+    samples: torch.Tensor
+    """(n,) int64, the sample ids asked for (a broken one's id stays, though a substitute is shown)."""
+    mix: torch.Tensor
+    """(n, MIX_COLUMNS) float32, or (n, 0) when nothing is mixed."""
+    extra: torch.Tensor = NOTHING
+    """(n, k) uint8: what an objective stored for each sample, such as its teacher's outputs; `NOTHING` without."""
+
+
+class Undecoded(NamedTuple):
     """Samples of a batch that are still JPEGs, to be decoded and cut on the device."""
 
     slots: NDArray[np.int64]
@@ -39,27 +56,31 @@ class Coded(NamedTuple):
     """0 where the coded data runs clean to its end marker."""
 
 
-class Made(NamedTuple):
+class HostBatch(NamedTuple):
     """A batch on the host, what is still to be done to its pixels on its device, and the samples that were broken."""
 
     batch: Batch
     plan: AugmentPlan | None
-    bad: tuple[Bad, ...]
+    bad: tuple[BadSample, ...]
     epoch: int
-    coded: Coded | None = None
+    undecoded: Undecoded | None = None
 
 
-def make_batch(source: Source, view: View, seed: int, request: Request) -> Made:
+def make_batch(source: Dataset, transform: Transform, seed: int, request: Request) -> HostBatch:
     """The batch that a request asks for."""
-    if isinstance(source, ArraySource):
-        pixels, labels, bad = _array_pixels(source, view, seed, request), source.labels[request.samples], ()
-        return finished(torch.from_numpy(pixels), labels, bad, view, seed, request)
-    found = [find_window(source, view, seed, request.epoch, int(sample)) for sample in request.samples]
+    if isinstance(source, ArrayDataset):
+        pixels, labels, bad = (
+            _array_pixels(source, transform, seed, request),
+            source.labels[request.samples],
+            (),
+        )
+        return finished(torch.from_numpy(pixels), labels, bad, transform, seed, request)
+    found = [load_sample(source, transform, seed, request.epoch, int(sample)) for sample in request.samples]
     return finished(
         torch.from_numpy(np.stack([one.pixels for one in found])),
         np.array([one.label for one in found], np.int64),
         tuple(bad for one in found for bad in one.bad),
-        view,
+        transform,
         seed,
         request,
     )
@@ -68,38 +89,42 @@ def make_batch(source: Source, view: View, seed: int, request: Request) -> Made:
 def finished(
     images: torch.Tensor,
     labels: NDArray[np.int64],
-    bad: tuple[Bad, ...],
-    view: View,
+    bad: tuple[BadSample, ...],
+    transform: Transform,
     seed: int,
     request: Request,
-) -> Made:
+) -> HostBatch:
     """Pixels and labels together with all that a request and its draws decide."""
     batch = Batch(
         images=images,
         labels=torch.from_numpy(labels),
         samples=torch.from_numpy(request.samples.copy()),
-        mix=torch.from_numpy(mixing_plan(view, seed, request)),
+        mix=torch.from_numpy(mixing_plan(transform, seed, request)),
     )
-    pixels = plan(view.augmentation, seed, request, view.size) if view.augmentation.active else None
-    return Made(batch, pixels, bad, request.epoch)
+    pixels = (
+        plan(transform.augmentation, seed, request, transform.size) if transform.augmentation.active else None
+    )
+    return HostBatch(batch, pixels, bad, request.epoch)
 
 
-def _array_pixels(source: ArraySource, view: View, seed: int, request: Request) -> NDArray[np.uint8]:
+def _array_pixels(
+    source: ArrayDataset, transform: Transform, seed: int, request: Request
+) -> NDArray[np.uint8]:
     stored = source.take(request.samples)
-    if view.augment == "crop-flip":
+    if transform.augment == "crop-flip":
         sizes = np.full((len(stored), 2), stored.shape[2:0:-1], np.int32)
-        rows = view.geometry(seed, request.epoch, request.samples, sizes)
-        return np.stack([cut(image, row, view) for image, row in zip(stored, rows, strict=True)])
-    images = resize_array(stored, view)
-    if view.augment == "none":
+        rows = transform.geometry(seed, request.epoch, request.samples, sizes)
+        return np.stack([cut(image, row, transform) for image, row in zip(stored, rows, strict=True)])
+    images = resize_array(stored, transform)
+    if transform.augment == "none":
         return np.ascontiguousarray(images)
     count, height, width, _ = images.shape
-    pad = view.pad
+    pad = transform.pad
     offsets = shift_offsets(seed, request, pad)
     rows = offsets[:, 1, None] + np.arange(height)
     columns = offsets[:, 0, None] + np.arange(width)
-    if view.augment == "shift-flip":
-        mirrored = flips(seed, request)
-        columns[mirrored] = columns[mirrored, ::-1]
+    if transform.augment == "shift-flip":
+        flipped = mirrored(seed, request.epoch, request.samples)
+        columns[flipped] = columns[flipped, ::-1]
     padded = np.pad(images, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
     return padded[np.arange(count)[:, None, None], rows[:, :, None], columns[:, None, :]]

@@ -17,14 +17,14 @@ import torch
 
 from drumline import native
 from drumline.core.errors import UserError
+from drumline.data.feed.bad_samples import BadSamples
 from drumline.data.feed.batch import make_batch
-from drumline.data.feed.ledger import Ledger
 from drumline.data.feed.loader import READY, Workers, batches
-from drumline.data.feed.order import Request, epoch_order
+from drumline.data.feed.sampler import Request, epoch_order
 from drumline.data.feed.threads import MADE_AHEAD, READ_AHEAD
-from drumline.data.feed.views import View
+from drumline.data.feed.transform import Transform
 from drumline.data.image.augment import Augmentation
-from drumline.data.sources import ArraySource, EncodedSource, Source, SourceSpec
+from drumline.data.sources import ArrayDataset, Dataset, DatasetSpec, EncodedDataset
 
 MEASURE_S = 0.4
 TRIAL_BATCH = 64
@@ -36,9 +36,9 @@ threads."""
 
 
 def choose_workers(
-    spec: SourceSpec,
-    source: Source,
-    view: View,
+    spec: DatasetSpec,
+    source: Dataset,
+    transform: Transform,
     seed: int,
     device: torch.device,
     *,
@@ -47,7 +47,7 @@ def choose_workers(
     decode: Literal["auto", "cpu", "gpu"],
 ) -> tuple[Workers, str]:
     """The workers for this source on this machine, and why. `count` is how many there may be."""
-    if isinstance(source, ArraySource):
+    if isinstance(source, ArrayDataset):
         return Workers("threads", 0), ""
     _refuse_impossible(pool, decode, device, count)
     if count == 0:
@@ -64,12 +64,19 @@ def choose_workers(
         )
 
     # Pixels are augmented on the device, whoever decodes.
-    view = replace(view, augmentation=Augmentation())
+    transform = replace(transform, augmentation=Augmentation())
 
     def rate(workers: Workers) -> float:
         with closing(
             batches(
-                spec, source, view, seed, _trial(source), workers, device, Ledger("trial", len(source), 1)
+                spec,
+                source,
+                transform,
+                seed,
+                _trial(source),
+                workers,
+                device,
+                BadSamples("trial", len(source), 1),
             )
         ) as feed:
             return _rate(lambda: len(next(feed).labels), ahead=READ_AHEAD + MADE_AHEAD + READY)
@@ -78,7 +85,7 @@ def choose_workers(
     if pool == "processes":
         workers = Workers("processes", count)
     elif pool == "auto":
-        workers, told = _threads_or_processes(source, view, seed, workers, rate(workers))
+        workers, told = _threads_or_processes(source, transform, seed, workers, rate(workers))
     if (
         decode == "auto"
         and device.type == "cuda"
@@ -127,17 +134,17 @@ def _refuse_impossible(pool: str, decode: str, device: torch.device, count: int)
 
 
 def _threads_or_processes(
-    source: EncodedSource, view: View, seed: int, threads: Workers, by_threads: float
+    source: EncodedDataset, transform: Transform, seed: int, threads: Workers, by_threads: float
 ) -> tuple[Workers, str]:
     """Threads, unless so much is left to Python (other formats than JPEG) that they wait for each other."""
     requests = _trial(source)
-    alone = _rate(lambda: len(make_batch(source, view, seed, next(requests)).batch.labels))
+    alone = _rate(lambda: len(make_batch(source, transform, seed, next(requests)).batch.labels))
     processes = Workers("processes", threads.count)
     figures = f"{by_threads:,.0f} img/s by {threads}, about {alone * threads.count:,.0f} by {processes}"
     return (processes if alone * threads.count > PROCESS_GAIN * by_threads else threads), figures
 
 
-def _trial(source: Source) -> Iterator[Request]:
+def _trial(source: Dataset) -> Iterator[Request]:
     """Small batches of the set, again and again."""
     batch = min(TRIAL_BATCH, len(source))
     order = epoch_order(0, 0, len(source))

@@ -28,7 +28,7 @@ class Purpose(IntEnum):
     FLIP = 2
     SHIFT = 3
     MIX_CHOICE = 4
-    MIX_SHARE = 5
+    MIX_FRACTION = 5
     MIX_BOX = 6
     MODEL = 9
     ERASE = 10

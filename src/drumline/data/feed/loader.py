@@ -3,7 +3,7 @@
 Promises: the sequence of batches depends on the requests alone, never on the kind or number of workers; resuming
 needs only the requests still to come; what is under way is bounded and its buffers are used again, so nothing grows.
 The feed runs in a thread of its own and copies on a stream of its own: the step finds its batch on the device. A
-broken sample is dealt with as the view says and noted in the ledger; a refusal surfaces as the `UserError` it was.
+broken sample is handled as `Transform.on_bad` says and recorded in `BadSamples`; a worker's `UserError` is raised.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Literal
 
 import torch
 
-from drumline.data.feed.ahead import ahead
-from drumline.data.feed.batch import Made, finished, make_batch
-from drumline.data.feed.ledger import Ledger
-from drumline.data.feed.order import Request
+from drumline.data.feed.bad_samples import BadSamples
+from drumline.data.feed.batch import Batch, HostBatch, finished, make_batch
+from drumline.data.feed.prefetch import prefetch
 from drumline.data.feed.processes import process_batches
+from drumline.data.feed.sample import BadSample, load_sample
+from drumline.data.feed.sampler import Request
 from drumline.data.feed.threads import Room, Route, threaded_batches
-from drumline.data.feed.views import Batch, View
-from drumline.data.gpu.share import Share
+from drumline.data.feed.transform import Transform
+from drumline.data.gpu.fraction import GpuFraction
 from drumline.data.image.augment import apply
-from drumline.data.image.window import Bad, find_window
-from drumline.data.sources import ArraySource, EncodedSource, Source, SourceSpec
+from drumline.data.sources import ArrayDataset, Dataset, DatasetSpec, EncodedDataset
 
 Batches = Generator[Batch, None, None]
 """An iterator to be closed when no more batches are wanted: that ends its workers."""
@@ -56,41 +56,48 @@ class Workers:
 
 
 def batches(
-    spec: SourceSpec,
-    source: Source,
-    view: View,
+    spec: DatasetSpec,
+    source: Dataset,
+    transform: Transform,
     seed: int,
     requests: Iterable[Request],
     workers: Workers,
     device: torch.device,
-    ledger: Ledger,
+    bad_samples: BadSamples,
 ) -> Batches:
     """The batches of the requests, in their order, on the device. Close the iterator to end the workers."""
-    share = Share() if workers.decode == "both" and device.type == "cuda" else None
-    asked = _Asked(spec, source, view, seed, requests, workers, share)
+    fraction = GpuFraction() if workers.decode == "both" and device.type == "cuda" else None
+    asked = _Asked(spec, source, transform, seed, requests, workers, fraction)
     made = _on_device(asked, device) if device.type == "cuda" else _on_host(asked)
     # An array batch on a CPU is cut faster than another thread could be told to cut it.
-    running_ahead = ahead(made, READY) if isinstance(source, EncodedSource) or device.type == "cuda" else made
+    running_ahead = (
+        prefetch(made, READY) if isinstance(source, EncodedDataset) or device.type == "cuda" else made
+    )
     with closing(running_ahead) as feed:
         while True:
-            wanted = share.wanted(device) if share else None
+            wanted = fraction.wanted(device) if fraction else None
             item = next(feed, None)
             if item is None:
                 return
             batch, bad, ready = item
-            ledger.add(bad)
-            if share and wanted and ready:
-                share.handed(wanted, ready)
+            bad_samples.add(bad)
+            if fraction and wanted and ready:
+                fraction.handed(wanted, ready)
             yield _handed_over(batch, ready, device)
 
 
 def resident_batches(
-    source: Source, view: View, seed: int, requests: Iterable[Request], first_step: int, device: torch.device
+    source: Dataset,
+    transform: Transform,
+    seed: int,
+    requests: Iterable[Request],
+    first_step: int,
+    device: torch.device,
 ) -> Batches:
     """A few batches made once and repeated for ever: what the model takes when data costs nothing. Used for
     synthetic data; step n always gets batch n mod RESIDENT_BATCHES."""
     pool = [
-        Batch(*(tensor.to(device) for tensor in make_batch(source, view, seed, request).batch))
+        Batch(*(tensor.to(device) for tensor in make_batch(source, transform, seed, request).batch))
         for request in itertools.islice(requests, RESIDENT_BATCHES)
     ]
     rotated = [pool[(first_step + i) % len(pool)] for i in range(len(pool))]
@@ -98,17 +105,17 @@ def resident_batches(
 
 
 def blank_batches(
-    source: Source, view: View, seed: int, requests: Iterable[Request], device: torch.device
+    source: Dataset, transform: Transform, seed: int, requests: Iterable[Request], device: torch.device
 ) -> Batches:
     """The batches of the requests with images that take no memory and show nothing, and the labels that the source
     gives: for a process that computes a later part of the model and must keep step with those who read."""
     pixel = torch.zeros((1, 1, 1, 3), dtype=torch.uint8, device=device)
     for request in requests:
         made = finished(
-            pixel.expand(len(request.samples), view.size, view.size, 3),
+            pixel.expand(len(request.samples), transform.size, transform.size, 3),
             source.labels[request.samples],
             (),
-            view,
+            transform,
             seed,
             request,
         )
@@ -141,30 +148,32 @@ class PinnedRing:
 class _Asked:
     """What a feed was asked for; each part of the way takes what it needs."""
 
-    spec: SourceSpec
-    source: Source
-    view: View
+    spec: DatasetSpec
+    source: Dataset
+    transform: Transform
     seed: int
     requests: Iterable[Request]
     workers: Workers
-    share: Share | None = None
+    fraction: GpuFraction | None = None
 
-    def on_host(self, room: Room, route: Route | None = None) -> Generator[Made, None, None]:
+    def on_host(self, room: Room, route: Route | None = None) -> Generator[HostBatch, None, None]:
         """The batches as the workers make them."""
-        source, view, seed, workers = self.source, self.view, self.seed, self.workers
-        if workers.count == 0 or isinstance(source, ArraySource):
-            yield from (make_batch(source, view, seed, request) for request in self.requests)
+        source, transform, seed, workers = self.source, self.transform, self.seed, self.workers
+        if workers.count == 0 or isinstance(source, ArrayDataset):
+            yield from (make_batch(source, transform, seed, request) for request in self.requests)
         elif workers.kind == "processes":
-            yield from process_batches(self.spec, source.digest(), view, seed, self.requests, workers.count)
+            yield from process_batches(
+                self.spec, source.digest(), transform, seed, self.requests, workers.count
+            )
         else:
-            yield from threaded_batches(source, view, seed, self.requests, workers.count, room, route)
+            yield from threaded_batches(source, transform, seed, self.requests, workers.count, room, route)
 
 
 def _fresh(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.uint8)
 
 
-Ready = tuple[Batch, tuple[Bad, ...], torch.cuda.Event | None]
+Ready = tuple[Batch, tuple[BadSample, ...], torch.cuda.Event | None]
 
 
 def _on_host(asked: _Asked) -> Generator[Ready, None, None]:
@@ -179,16 +188,16 @@ def _on_device(asked: _Asked, device: torch.device) -> Generator[Ready, None, No
     room, stream, source = PinnedRing(), _side_stream(device), asked.source
     with torch.cuda.device(device), ExitStack() as cleanup:
         decoder = None
-        if asked.workers.decode != "cpu" and isinstance(source, EncodedSource):
-            from drumline.data.gpu.feed import DeviceDecoder
+        if asked.workers.decode != "cpu" and isinstance(source, EncodedDataset):
+            from drumline.data.gpu.decoder import DeviceDecoder
 
             with torch.cuda.stream(stream):
                 decoder = cleanup.enter_context(
-                    closing(DeviceDecoder(len(source), asked.view, device, asked.share))
+                    closing(DeviceDecoder(len(source), asked.transform, device, asked.fraction))
                 )
         route = decoder.route if decoder else None
         host = cleanup.enter_context(closing(asked.on_host(room.take, route)))
-        for made in asked.share.timed(host) if asked.share else host:
+        for made in asked.fraction.timed(host) if asked.fraction else host:
             batch, bad = made.batch, made.bad
             pixels = batch.images
             if not pixels.is_pinned():
@@ -196,21 +205,21 @@ def _on_device(asked: _Asked, device: torch.device) -> Generator[Ready, None, No
                 pixels.copy_(batch.images)
             with torch.cuda.stream(stream):
                 images = pixels.to(device, non_blocking=True)
-                if decoder and made.coded:
-                    for slot in decoder.fill(images, made.coded).tolist():
-                        assert isinstance(source, EncodedSource)
+                if decoder and made.undecoded:
+                    for slot in decoder.fill(images, made.undecoded).tolist():
+                        assert isinstance(source, EncodedDataset)
                         sample = int(batch.samples[slot])
-                        found = find_window(source, asked.view, asked.seed, made.epoch, sample)
+                        found = load_sample(source, asked.transform, asked.seed, made.epoch, sample)
                         images[slot].copy_(torch.from_numpy(found.pixels))
                         batch.labels[slot] = found.label
                         bad += found.bad
                 copied = torch.cuda.Event()
                 copied.record(stream)
-                for buffer in (pixels, made.coded.data) if made.coded else (pixels,):
+                for buffer in (pixels, made.undecoded.data) if made.undecoded else (pixels,):
                     room.give_back(buffer, copied)
                 others = (tensor.pin_memory().to(device, non_blocking=True) for tensor in batch[1:4])
                 moved = Batch(apply(images, made.plan) if made.plan else images, *others)
-                ready = torch.cuda.Event(enable_timing=asked.share is not None)
+                ready = torch.cuda.Event(enable_timing=asked.fraction is not None)
                 ready.record(stream)
             yield moved, bad, ready
 

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from types import TracebackType
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils import data as torch_data
 
 from drumline.core.errors import LostError, UserError
 from drumline.core.processes import end_with_owner
-from drumline.data.feed.batch import Made, make_batch
-from drumline.data.feed.order import Request
-from drumline.data.feed.views import View
-from drumline.data.sources import Source, SourceSpec, open_same
+from drumline.data.feed.batch import HostBatch, make_batch
+from drumline.data.feed.sampler import Request
+from drumline.data.feed.transform import Transform
+from drumline.data.sources import Dataset, DatasetSpec, open_same
 
 
 @dataclass(frozen=True)
@@ -36,35 +36,35 @@ class _Refusal:
     lost: bool
 
 
-class _Maker(Dataset["Made | _Refusal"]):
+class _Maker(torch_data.Dataset["HostBatch | _Refusal"]):
     """Makes the batch of a request; opens the source on first use in each process."""
 
-    def __init__(self, spec: SourceSpec, digest: str, view: View, seed: int) -> None:
-        self.spec, self.digest, self.view, self.seed = spec, digest, view, seed
-        self.source: Source | None = None
+    def __init__(self, spec: DatasetSpec, digest: str, transform: Transform, seed: int) -> None:
+        self.spec, self.digest, self.transform, self.seed = spec, digest, transform, seed
+        self.source: Dataset | None = None
 
-    def __getitem__(self, request: Request) -> Made | _Refusal:
+    def __getitem__(self, request: Request) -> HostBatch | _Refusal:
         try:
             if self.source is None:
                 self.source = open_same(self.spec, self.digest)
-            return make_batch(self.source, self.view, self.seed, request)
+            return make_batch(self.source, self.transform, self.seed, request)
         except UserError as error:
             return _Refusal(error.what, error.fix, isinstance(error, LostError))
 
 
 def process_batches(
-    spec: SourceSpec, digest: str, view: View, seed: int, requests: Iterable[Request], workers: int
-) -> Generator[Made, None, None]:
+    spec: DatasetSpec, digest: str, transform: Transform, seed: int, requests: Iterable[Request], workers: int
+) -> Generator[HostBatch, None, None]:
     """The batches of the requests, in their order. `digest` is that of the source as the trainer has opened it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["drumline.core.forkserver", "drumline.data.feed.processes"])
-    iterator: Iterator[Made | _Refusal] | None = None
+    iterator: Iterator[HostBatch | _Refusal] | None = None
     try:
         with warnings.catch_warnings():
             # The number of workers is the user's choice, or ours from the cores we may use.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
-            loader = DataLoader(
-                _Maker(spec, digest, view, seed),
+            loader = torch_data.DataLoader(
+                _Maker(spec, digest, transform, seed),
                 sampler=_Requests(requests),
                 batch_size=None,
                 num_workers=workers,

@@ -14,10 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from drumline.data.feed.order import Request
-from drumline.data.feed.views import Batch, View, flips, mixing_plan, resize_array, shift_offsets
+from drumline.data.feed.batch import Batch
+from drumline.data.feed.sampler import Request
+from drumline.data.feed.transform import Transform, mixing_plan, resize_array, shift_offsets
 from drumline.data.image.augment import AugmentPlan, apply, plans
-from drumline.data.sources import ArraySource, Source
+from drumline.data.image.geometry import mirrored
+from drumline.data.sources import ArrayDataset, Dataset
 
 FREE_SHARE = 0.1
 """Of the device's free memory that a set may take."""
@@ -27,56 +29,56 @@ and 110 at 32768, where the numbers leave the cache."""
 UPLOAD_BYTES = 1 << 26
 
 
-def fits_on_device(source: Source, view: View, device: torch.device) -> bool:
+def fits_on_device(source: Dataset, transform: Transform, device: torch.device) -> bool:
     """Whether the set can be resident: equally large images, no resizing crops, and a tenth of the free memory."""
-    if not isinstance(source, ArraySource) or view.augment == "crop-flip":
+    if not isinstance(source, ArrayDataset) or transform.augment == "crop-flip":
         return False
     if device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(device)
-    return _stored_bytes(source, view) <= FREE_SHARE * free
+    return _stored_bytes(source, transform) <= FREE_SHARE * free
 
 
 @dataclass(frozen=True)
 class ResidentSet:
     """A set on a device. Make it once with `upload` and feed from it as often as wanted."""
 
-    source: ArraySource
-    view: View
+    source: ArrayDataset
+    transform: Transform
     windows: torch.Tensor
     """(starts, H, W, C): every window of the padded images, by the pixel it starts at. A view of memory that holds
     each pixel once; where samples are mirrored, the mirrored images follow the plain ones."""
 
     @staticmethod
-    def upload(source: ArraySource, view: View, device: torch.device) -> ResidentSet:
-        """Copies the set to the device, resized to the view's size and padded there."""
-        assert view.augment != "crop-flip"
-        count, size, channels, pad = len(source.images), view.size, source.shape[2], view.pad
-        copies, side = _copies(view), size + 2 * pad
+    def upload(source: ArrayDataset, transform: Transform, device: torch.device) -> ResidentSet:
+        """Copies the set to the device, resized to the transform's size and padded there."""
+        assert transform.augment != "crop-flip"
+        count, size, channels, pad = len(source.images), transform.size, source.shape[2], transform.pad
+        copies, side = _copies(transform), size + 2 * pad
         stored = torch.zeros((copies, count, side, side, channels), dtype=torch.uint8, device=device)
         inner = stored[:, :, pad : pad + size, pad : pad + size]
         step = max(1, UPLOAD_BYTES // (size * size * channels))
         for first in range(0, count, step):
             ids = np.arange(first, min(first + step, count))
-            images = torch.from_numpy(resize_array(source.take(ids), view)).to(device)
+            images = torch.from_numpy(resize_array(source.take(ids), transform)).to(device)
             inner[0, first : first + len(ids)] = images
             if copies == 2:
                 inner[1, first : first + len(ids)] = images.flip(2)
         starts = copies * count * side * side - (size - 1) * side - (size - 1)
         strides = (channels, side * channels, channels, 1)
-        return ResidentSet(source, view, stored.as_strided((starts, size, size, channels), strides))
+        return ResidentSet(source, transform, stored.as_strided((starts, size, size, channels), strides))
 
     def starts(self, seed: int, request: Request) -> NDArray[np.int64]:
         """The window of each sample: the shift and the mirroring that the loader would draw for it."""
-        count, size, pad = len(self.source.images), self.view.size, self.view.pad
+        count, size, pad = len(self.source.images), self.transform.size, self.transform.pad
         image, side = request.samples % count, size + 2 * pad
         if not pad:
             return image * side**2
         offsets = shift_offsets(seed, request, pad)
-        if self.view.augment == "shift-flip":
-            mirrored = flips(seed, request)
-            offsets[mirrored, 0] = 2 * pad - offsets[mirrored, 0]
-            image = image + mirrored * count
+        if self.transform.augment == "shift-flip":
+            flipped = mirrored(seed, request.epoch, request.samples)
+            offsets[flipped, 0] = 2 * pad - offsets[flipped, 0]
+            image = image + flipped * count
         return (image * side + offsets[:, 1]) * side + offsets[:, 0]
 
 
@@ -119,12 +121,14 @@ class _Chunk:
 def _prepared(resident: ResidentSet, seed: int, requests: list[Request]) -> _Chunk:
     samples = np.concatenate([request.samples for request in requests])
     together = Request(requests[0].epoch, samples)
-    view, source = resident.view, resident.source
+    transform, source = resident.transform, resident.source
     # Six float32 to a sample lie in three rows of int64, or there are none.
-    mix = mixing_plan(view, seed, together).reshape(-1).view(np.int64).reshape(-1, len(samples))
+    mix = mixing_plan(transform, seed, together).reshape(-1).view(np.int64).reshape(-1, len(samples))
     rows = resident.starts(seed, together), source.labels[samples], samples
     numbers = np.concatenate([np.stack(rows), mix])
-    todo = plans(view.augmentation, seed, requests, view.size) if view.augmentation.active else []
+    todo = (
+        plans(transform.augmentation, seed, requests, transform.size) if transform.augmentation.active else []
+    )
     return _Chunk(len(requests), numbers, todo)
 
 
@@ -144,10 +148,10 @@ def _chunks(requests: Iterable[Request]) -> Iterator[list[Request]]:
         yield several
 
 
-def _copies(view: View) -> int:
-    return 2 if view.augment == "shift-flip" else 1
+def _copies(transform: Transform) -> int:
+    return 2 if transform.augment == "shift-flip" else 1
 
 
-def _stored_bytes(source: ArraySource, view: View) -> int:
-    side = view.size + 2 * view.pad
-    return _copies(view) * len(source.images) * side * side * source.shape[2]
+def _stored_bytes(source: ArrayDataset, transform: Transform) -> int:
+    side = transform.size + 2 * transform.pad
+    return _copies(transform) * len(source.images) * side * side * source.shape[2]

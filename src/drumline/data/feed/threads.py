@@ -1,7 +1,7 @@
 """Batches made by native threads: files are read ahead in the order they are wanted, then cut where they lie.
 
 Promises: the batches of `make_batch`, bit for bit, whatever the number of threads. On the usual way (a JPEG that the
-native part takes) Python does no more for a sample than find its path; the rest goes through `find_window` in Python
+native part takes) Python does no more for a sample than find its path; the rest goes through `load_sample` in Python
 threads. Memory is bounded: a fixed number of batches is under way, and their buffers are used again.
 """
 
@@ -18,21 +18,21 @@ from numpy.typing import NDArray
 
 from drumline import native
 from drumline.core.errors import LostError, UserError
-from drumline.data.feed.batch import Coded, Made, finished
-from drumline.data.feed.order import Request
-from drumline.data.feed.views import View
+from drumline.data.feed.batch import HostBatch, Undecoded, finished
+from drumline.data.feed.sample import BadSample, LoadedSample, elongated, load_sample, native_decodes
+from drumline.data.feed.sampler import Request
+from drumline.data.feed.transform import Transform
 from drumline.data.image.geometry import COLUMNS
-from drumline.data.image.window import Bad, Found, elongated, find_window, takes_natively
-from drumline.data.sources import EncodedSource
+from drumline.data.sources import EncodedDataset
 from drumline.data.sources.base import MappedFiles
-from drumline.data.sources.folder import FolderSource
+from drumline.data.sources.folder import FolderDataset
 from drumline.native import Pool, Work
 
 READ_AHEAD, MADE_AHEAD = 2, 2
 """Batches whose files are being read, and batches whose windows are being made, beside the one waited for."""
 READERS = 8
 """Threads that read files: they wait for the disk, not for a core."""
-CODED_ALIGNMENT, CODED_LEAST = 16, 4 << 20
+UNDECODED_ALIGNMENT, UNDECODED_LEAST = 16, 4 << 20
 """Bytes sent to the device: each sample's begin at a multiple of the first; the whole takes a power of two, at least
 the second, so that buffers fit again."""
 Room = Callable[..., torch.Tensor]
@@ -45,14 +45,14 @@ Route = Callable[
 
 
 def threaded_batches(
-    source: EncodedSource,
-    view: View,
+    source: EncodedDataset,
+    transform: Transform,
     seed: int,
     requests: Iterable[Request],
     threads: int,
     room: Room,
     route: Route | None = None,
-) -> Generator[Made, None, None]:
+) -> Generator[HostBatch, None, None]:
     """The batches of the requests, in their order. What `route` sends to the device is passed on as it is stored.
     Close the generator to end the threads."""
     makers, readers = Pool(threads), Pool(READERS)
@@ -61,7 +61,7 @@ def threaded_batches(
     reading: deque[Slot] = deque()
     making: deque[Slot] = deque()
 
-    def move(reads: int, makes: int) -> Generator[Made, None, None]:
+    def move(reads: int, makes: int) -> Generator[HostBatch, None, None]:
         """Passes batches on until no more than these are under way."""
         while len(reading) > reads:
             reading[0].make(readers, makers, rest)
@@ -72,7 +72,7 @@ def threaded_batches(
 
     try:
         for request in requests:
-            slot = free.pop() if free else Slot(source, view, seed, room, route)
+            slot = free.pop() if free else Slot(source, transform, seed, room, route)
             reading.append(slot)
             slot.read(request, readers, rest)
             yield from move(READ_AHEAD, MADE_AHEAD)
@@ -90,8 +90,10 @@ def threaded_batches(
 class Slot:
     """One batch under way, and the arrays it shares with the native threads."""
 
-    def __init__(self, source: EncodedSource, view: View, seed: int, room: Room, route: Route | None) -> None:
-        self.source, self.view, self.seed, self.room, self.route = source, view, seed, room, route
+    def __init__(
+        self, source: EncodedDataset, transform: Transform, seed: int, room: Room, route: Route | None
+    ) -> None:
+        self.source, self.transform, self.seed, self.room, self.route = source, transform, seed, room, route
         self.request = Request(0, np.empty(0, np.int64))
         self.images = torch.empty(0, dtype=torch.uint8)
         self.arrays = Arrays(0)
@@ -99,15 +101,15 @@ class Slot:
         """What native threads read from and Python must keep alive: paths, or bytes that Python read."""
         self.sound: Future[NDArray[np.bool_]] | None = None
         self.loads: list[Future[bytes]] = []
-        self.by_python: dict[int, Future[Found]] = {}
-        self.coded: Coded | None = None
+        self.by_python: dict[int, Future[LoadedSample]] = {}
+        self.undecoded: Undecoded | None = None
         self.under_way: list[tuple[Pool, int]] = []
 
     def read(self, request: Request, readers: Pool, rest: ThreadPoolExecutor) -> None:
         """Begins to fetch the encoded samples."""
         count, samples = len(request.samples), request.samples
         self.request = request
-        self.images = self.room(count, self.view.size, self.view.size, 3)
+        self.images = self.room(count, self.transform.size, self.transform.size, 3)
         if len(self.arrays.lengths) != count:
             self.arrays.free_files()
             self.arrays = Arrays(count)
@@ -116,7 +118,7 @@ class Slot:
             self.source.read_ahead(samples)
             self.sound = rest.submit(self.source.sound_jpegs, samples)
             self._submit(readers, native.READ_SIZES)
-        elif isinstance(self.source, FolderSource):
+        elif isinstance(self.source, FolderDataset):
             paths = (ctypes.c_char_p * count)(*self.source.paths(samples))
             self.borrowed = [paths]
             self._submit(readers, native.READ_FILES, paths)
@@ -129,11 +131,11 @@ class Slot:
             self._take_loads(readers)
         self.settle()
         arrays, epoch, samples = self.arrays, self.request.epoch, self.request.samples
-        natively = (arrays.status == 0) & takes_natively(arrays.stored, self.view)
+        natively = (arrays.status == 0) & native_decodes(arrays.stored, self.transform)
         if self.sound is not None:
             natively &= self.sound.result()
         sizes = np.where(natively[:, None], arrays.stored[:, :2], 1)
-        arrays.geometry[:] = self.view.geometry(self.seed, epoch, samples, sizes)
+        arrays.geometry[:] = self.transform.geometry(self.seed, epoch, samples, sizes)
         natively &= ~elongated(arrays.geometry)
         for slot in np.flatnonzero(~natively).tolist():
             self._leave_to_python(slot, rest)
@@ -142,26 +144,26 @@ class Slot:
             self._gather(np.flatnonzero(layouts >= 0), layouts, readers)
             natively &= layouts < 0
         arrays.stored[~natively] = 0
-        self._submit(makers, native.MAKE_WINDOWS)
+        self._submit(makers, native.MAKE_CROPS)
 
-    def finish(self, rest: ThreadPoolExecutor) -> Made:
+    def finish(self, rest: ThreadPoolExecutor) -> HostBatch:
         """The batch, once it is whole."""
         self.settle()
         undone = self.arrays.status != native.DONE
-        if self.coded is not None:
-            undone[self.coded.slots] = False
+        if self.undecoded is not None:
+            undone[self.undecoded.slots] = False
         for slot in np.flatnonzero(undone).tolist():
             if slot not in self.by_python:
                 self._leave_to_python(slot, rest)
-        labels, bad = self.source.labels[self.request.samples], list[Bad]()
+        labels, bad = self.source.labels[self.request.samples], list[BadSample]()
         for slot in sorted(self.by_python):
             found = self.by_python[slot].result()
             self.images[slot] = torch.from_numpy(found.pixels)
             labels[slot] = found.label
             bad += found.bad
-        made = finished(self.images, labels, tuple(bad), self.view, self.seed, self.request)
-        made = made._replace(coded=self.coded)
-        self.by_python, self.borrowed, self.sound, self.coded = {}, [], None, None
+        made = finished(self.images, labels, tuple(bad), self.transform, self.seed, self.request)
+        made = made._replace(undecoded=self.undecoded)
+        self.by_python, self.borrowed, self.sound, self.undecoded = {}, [], None, None
         return made
 
     def settle(self) -> None:
@@ -174,11 +176,11 @@ class Slot:
     def _leave_to_python(self, slot: int, rest: ThreadPoolExecutor) -> None:
         sample = int(self.request.samples[slot])
         self.by_python[slot] = rest.submit(
-            find_window, self.source, self.view, self.seed, self.request.epoch, sample
+            load_sample, self.source, self.transform, self.seed, self.request.epoch, sample
         )
 
     def _take_loads(self, readers: Pool) -> None:
-        """Bytes that Python read; what could not be read is left to `find_window`, which says why."""
+        """Bytes that Python read; what could not be read is left to `load_sample`, which says why."""
         for slot, load in enumerate(self.loads):
             error = load.exception()
             left = isinstance(error, UserError) and not isinstance(error, LostError)
@@ -195,10 +197,10 @@ class Slot:
             return
         arrays = self.arrays
         data, lengths = arrays.data[slots], arrays.lengths[slots]
-        ends = np.cumsum(lengths + -lengths % CODED_ALIGNMENT)
+        ends = np.cumsum(lengths + -lengths % UNDECODED_ALIGNMENT)
         offsets = np.concatenate([[0], ends[:-1]])
-        target = self.room(max(CODED_LEAST, 1 << int(ends[-1] - 1).bit_length()))
-        self.coded = Coded(
+        target = self.room(max(UNDECODED_LEAST, 1 << int(ends[-1] - 1).bit_length()))
+        self.undecoded = Undecoded(
             slots,
             self.request.samples[slots],
             target,
@@ -217,18 +219,18 @@ class Slot:
             lengths=lengths.ctypes.data,
             out=target.data_ptr(),
             offsets=offsets.ctypes.data,
-            status=self.coded.status.ctypes.data,
+            status=self.undecoded.status.ctypes.data,
         )
         self.under_way.append((readers, readers.submit(work)))
 
     def _submit(self, pool: Pool, kind: int, paths: ctypes.Array[ctypes.c_char_p] | None = None) -> None:
-        view, arrays = self.view, self.arrays
+        transform, arrays = self.transform, self.arrays
         work = Work(
             kind=kind,
             count=len(arrays.lengths),
-            size=view.size,
-            filter=native.FILTERS[view.interpolation],
-            version13=view.resize == "pillow13",
+            size=transform.size,
+            filter=native.FILTERS[transform.interpolation],
+            version13=transform.resize == "pillow13",
             paths=ctypes.addressof(paths) if paths is not None else None,
             data=arrays.data.ctypes.data,
             lengths=arrays.lengths.ctypes.data,

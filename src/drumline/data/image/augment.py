@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from drumline.data.feed.draws import Purpose, uniform
-from drumline.data.feed.order import Ids, Request
+from drumline.data.feed.sampler import Ids, Request
 from drumline.data.image import pixels
 from drumline.data.image.geometry import exp_small
 

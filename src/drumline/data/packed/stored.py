@@ -26,7 +26,7 @@ from drumline.data.image.jpeg import read_header
 from drumline.data.image.limits import MAX_PIXELS, TooLarge, check_file
 from drumline.data.image.resize import resize
 from drumline.data.packed.format import Kind, Options, Stored
-from drumline.data.sources import ArraySource, Source, SourceSpec, open_same
+from drumline.data.sources import ArrayDataset, Dataset, DatasetSpec, open_same
 from drumline.data.sources.base import Images
 from drumline.data.sources.packed import PackedFiles
 
@@ -36,9 +36,9 @@ CHUNK = 16
 """Samples handed to a process at a time."""
 
 
-def store(source: Source, sample: int, options: Options) -> Stored:
+def store(source: Dataset, sample: int, options: Options) -> Stored:
     """A sample as it is packed. Never fails on a bad image; a file that cannot be read at all is a `LostError`."""
-    if isinstance(source, ArraySource):
+    if isinstance(source, ArrayDataset):
         return _raw(_shortened(source.take(np.array([sample]))[0], options.resize_short))
     if isinstance(source, PackedFiles) and source.kinds[sample] >= Kind.RGB:
         source.check(sample)
@@ -78,14 +78,14 @@ def as_it_is(data: bytes) -> Stored:
 
 
 def stored_samples(
-    source: Source, spec: SourceSpec, options: Options, first: int, workers: int
+    source: Dataset, spec: DatasetSpec, options: Options, first: int, workers: int
 ) -> Generator[Stored]:
     """The samples from `first` on, in order, made by this process or by `workers` others, which open `spec`."""
     if workers == 1:
         for sample in range(first, len(source)):
             yield store(source, sample, options)
         return
-    assert not isinstance(source, ArraySource)
+    assert not isinstance(source, ArrayDataset)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["drumline.core.forkserver", "drumline.data.packed.stored"])
     pool = ProcessPoolExecutor(workers, context, _start_worker, (spec, source.digest(), options))
@@ -143,12 +143,12 @@ def _orientation(image: Image.Image) -> int | None:
     return value if value in range(2, 9) else 1
 
 
-_asked: tuple[SourceSpec, str, Options] | None = None
-_here: Source | None = None
+_asked: tuple[DatasetSpec, str, Options] | None = None
+_here: Dataset | None = None
 """What this packing process works on: as it was told, and opened."""
 
 
-def _start_worker(spec: SourceSpec, digest: str, options: Options) -> None:
+def _start_worker(spec: DatasetSpec, digest: str, options: Options) -> None:
     serve_owner()
     global _asked
     _asked = spec, digest, options

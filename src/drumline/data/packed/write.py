@@ -41,7 +41,7 @@ from drumline.data.packed.format import (
     write_manifest,
 )
 from drumline.data.packed.stored import JPEG_QUALITY, store, stored_samples
-from drumline.data.sources import ArraySource, Source, SourceSpec, detect_source, open_source
+from drumline.data.sources import ArrayDataset, Dataset, DatasetSpec, detect_source, open_dataset
 from drumline.data.sources.base import NoEvalSplit
 
 PROGRESS = "progress.json"
@@ -87,17 +87,19 @@ class _Job:
     name: str
     path: str
     options: Options
-    specs: dict[str, SourceSpec]
-    sources: dict[str, Source]
+    specs: dict[str, DatasetSpec]
+    sources: dict[str, Dataset]
     names: dict[str, list[bytes]]
     digest: str
 
 
 def _job(name: str, path: str, options: Options) -> _Job:
-    specs: dict[str, SourceSpec] = {split: SourceSpec(name, path, split, options.holdout) for split in SPLITS}
-    sources = {"train": open_source(specs["train"])}
+    specs: dict[str, DatasetSpec] = {
+        split: DatasetSpec(name, path, split, options.holdout) for split in SPLITS
+    }
+    sources = {"train": open_dataset(specs["train"])}
     with suppress(NoEvalSplit):
-        sources["eval"] = open_source(specs["eval"])
+        sources["eval"] = open_dataset(specs["eval"])
     names = {split: _names(source, path) for split, source in sources.items()}
     digest = hashlib.sha256(json.dumps([VERSION, JPEG_QUALITY, name, asdict(options)]).encode())
     for split, source in sources.items():
@@ -108,9 +110,9 @@ def _job(name: str, path: str, options: Options) -> _Job:
     return _Job(name, path, options, specs, sources, names, digest.hexdigest())
 
 
-def _names(source: Source, path: str) -> list[bytes]:
+def _names(source: Dataset, path: str) -> list[bytes]:
     """Each sample's name within the source; arrays have none."""
-    if isinstance(source, ArraySource):
+    if isinstance(source, ArrayDataset):
         return [b""] * len(source)
     root = str(Path(path).expanduser())
     names = []
@@ -240,7 +242,7 @@ def _announce(job: _Job, out: Path, done: dict[str, Split], say: Callable[[str],
     say(
         f"{job.path or job.name}: {counts} samples, {len(job.sources['train'].classes):,} classes ({job.name})"
     )
-    arrays = isinstance(job.sources["train"], ArraySource)
+    arrays = isinstance(job.sources["train"], ArrayDataset)
     if arrays:
         how = "pixels as they are"
     elif job.options.raw:
@@ -268,9 +270,9 @@ def _announce(job: _Job, out: Path, done: dict[str, Split], say: Callable[[str],
         )
 
 
-def _estimate(source: Source, options: Options) -> int:
+def _estimate(source: Dataset, options: Options) -> int:
     """About how many bytes a split takes: exact for arrays and small sets."""
-    looked_at = 1 if isinstance(source, ArraySource) else LOOKED_AT
+    looked_at = 1 if isinstance(source, ArrayDataset) else LOOKED_AT
     samples = np.unique(np.linspace(0, len(source) - 1, looked_at).astype(np.int64)).tolist()
     stored = sum(len(store(source, sample, options).data) for sample in samples)
     return stored * len(source) // len(samples) + RECORD.itemsize * len(source)
@@ -288,7 +290,7 @@ def _pack_split(job: _Job, partial: Path, split: str, done: dict[str, Split], wo
     """Appends the samples that are still missing, and notes every few seconds how far it is."""
     source, names, state = job.sources[split], job.names[split], done[split]
     labels = source.labels.tolist()
-    arrays = isinstance(source, ArraySource)
+    arrays = isinstance(source, ArrayDataset)
     with SplitWriter(partial, split, None if arrays else job.options.shard_mb << 20, state) as writer:
         next_commit, waiting = time.monotonic() + COMMIT_SECONDS, 0
         with (
@@ -321,7 +323,7 @@ def _manifest(job: _Job, partial: Path, splits: dict[str, Split]) -> Manifest:
     train = job.sources["train"]
     return Manifest(
         source=train.name,
-        holds="arrays" if isinstance(train, ArraySource) else "files",
+        holds="arrays" if isinstance(train, ArrayDataset) else "files",
         classes=train.classes,
         options=job.options,
         job=job.digest,

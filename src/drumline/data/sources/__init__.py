@@ -1,4 +1,4 @@
-"""Where samples come from. `open_source(spec)` gives a source; `detect_source` resolves `auto`.
+"""Where samples come from. `open_dataset(spec)` gives a source; `detect_source` resolves `auto`.
 
 Promises: sample ids are positions and never change; the same spec gives the same samples in every process.
 """
@@ -13,12 +13,12 @@ from drumline.core.errors import UserError
 from drumline.data.packed.format import looks_packed
 from drumline.data.reading import LONGER, patiently_opened
 from drumline.data.sources.base import (
-    ArraySource,
-    EncodedSource,
+    ArrayDataset,
+    Dataset,
+    DatasetSpec,
+    EncodedDataset,
     MappedFiles,
-    PooledSource,
-    Source,
-    SourceSpec,
+    PooledDataset,
     channel_statistics,
     holdout_mask,
     refuse_holdout,
@@ -34,27 +34,27 @@ from drumline.data.sources.synthetic import open_synthetic
 from drumline.data.sources.tar import ENDINGS, open_tar
 
 __all__ = [
-    "ArraySource",
-    "EncodedSource",
+    "ArrayDataset",
+    "Dataset",
+    "DatasetSpec",
+    "EncodedDataset",
     "MappedFiles",
     "PackedFiles",
-    "PooledSource",
-    "Source",
-    "SourceSpec",
+    "PooledDataset",
     "channel_statistics",
     "detect_source",
     "holdout_mask",
+    "open_dataset",
     "open_same",
-    "open_source",
 ]
 
-_MAY_HOLD_OUT: dict[str, Callable[[SourceSpec], Source]] = {
+_MAY_HOLD_OUT: dict[str, Callable[[DatasetSpec], Dataset]] = {
     "folder": open_folder,
     "tar": open_tar,
     "packed": open_packed,
     "npz": open_npz,
 }
-_OWN_SPLIT: dict[str, Callable[[SourceSpec], Source]] = {
+_OWN_SPLIT: dict[str, Callable[[DatasetSpec], Dataset]] = {
     "idx": open_idx,
     "cifar10": open_cifar,
     "cifar100": open_cifar,
@@ -63,19 +63,19 @@ _OWN_SPLIT: dict[str, Callable[[SourceSpec], Source]] = {
 }
 
 
-def open_source(spec: SourceSpec, again: bool = False) -> Source:
+def open_dataset(spec: DatasetSpec, again: bool = False) -> Dataset:
     """Opens a split. Anything a user can mend is a `UserError` with path and fix; a system that fails is waited for,
     then it is a `LostError`. `again`: this run has opened it before, so that anything wrong now is a loss."""
     return patiently_opened(lambda: _open(spec), spec.path, again, LONGER if again else ())
 
 
-def open_same(spec: SourceSpec, digest: str) -> Source:
+def open_same(spec: DatasetSpec, digest: str) -> Dataset:
     """Opens a split that another process of this run has opened. Were a file missing at this moment, ids would mean
     other files from then on: so it has to have the same digest, and is waited for until it has."""
 
-    def opened() -> Source:
+    def opened() -> Dataset:
         source = _open(spec)
-        if isinstance(source, EncodedSource) and source.digest() != digest:
+        if isinstance(source, EncodedDataset) and source.digest() != digest:
             raise UserError(
                 f"{spec.path} has changed since the run began: {len(source):,} samples are there now",
                 fix="put back what is missing or take out what was added; then go on with --checkpoint.resume auto",
@@ -85,7 +85,7 @@ def open_same(spec: SourceSpec, digest: str) -> Source:
     return patiently_opened(opened, spec.path, again=True)
 
 
-def _open(spec: SourceSpec) -> Source:
+def _open(spec: DatasetSpec) -> Dataset:
     name = _known(spec.source)
     if name in _MAY_HOLD_OUT:
         return _MAY_HOLD_OUT[name](spec)
@@ -95,7 +95,7 @@ def _open(spec: SourceSpec) -> Source:
 
 def detect_source(source: str, path: str, again: bool = False) -> str:
     """The source's name, with `auto` resolved by what lies at the path: nothing given, the digits; an .npz
-    file; a tar archive; a packed set; idx or CIFAR files; else class folders. `again` as for `open_source`."""
+    file; a tar archive; a packed set; idx or CIFAR files; else class folders. `again` as for `open_dataset`."""
     return patiently_opened(lambda: _detect(source, path), path, again, LONGER if again else ())
 
 

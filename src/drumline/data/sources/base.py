@@ -1,6 +1,6 @@
 """What every data source gives: images or file bytes, labels, class names, by sample id.
 
-Promises: a sample id is a position in its source and means the same image for ever; a `SourceSpec` is all a
+Promises: a sample id is a position in its source and means the same image for ever; a `DatasetSpec` is all a
 loader process needs to open the source itself; splits depend on positions alone, never on a seed.
 """
 
@@ -31,7 +31,7 @@ CHUNK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
-class SourceSpec:
+class DatasetSpec:
     """A plain, picklable description of a source. Processes open the source from it, so that no data travels
     through process start."""
 
@@ -46,11 +46,11 @@ class SourceSpec:
     """Use every sample if the data does not have both splits, as `drumline eval` does."""
 
 
-class ArraySource:
+class ArrayDataset:
     """A whole set of equally large images, in memory or memory-mapped.
 
     `images` is (N, H, W, C) uint8 with C 1 or 3, `labels` (N,) int64. Read samples through `take`: a source
-    may hold fewer images than samples (`PooledSource`).
+    may hold fewer images than samples (`PooledDataset`).
     """
 
     def __init__(self, name: str, images: Images, labels: Labels, classes: tuple[str, ...]) -> None:
@@ -80,7 +80,7 @@ class ArraySource:
         assert len(self.images) == len(self.labels), (len(self.images), len(self.labels))
 
 
-class PooledSource(ArraySource):
+class PooledDataset(ArrayDataset):
     """Sample i shows image i mod len(images): a set of any length in little memory."""
 
     def take(self, ids: NDArray[np.integer]) -> Images:
@@ -90,10 +90,10 @@ class PooledSource(ArraySource):
         assert 0 < len(self.images) <= len(self.labels)
 
 
-class EncodedSource(ABC):
+class EncodedDataset(ABC):
     """A set of image files: `read` gives a sample's bytes, `where` its path for messages."""
 
-    passed_over: Mapping[str, int] = MappingProxyType({})
+    skipped: Mapping[str, int] = MappingProxyType({})
     """How many files beside the images are not taken for images, by their endings."""
 
     def __init__(self, name: str, labels: Labels, classes: tuple[str, ...]) -> None:
@@ -135,13 +135,13 @@ class EncodedSource(ABC):
         return None
 
 
-def passed_over_words(source: EncodedSource) -> str:
+def describe_skipped(source: EncodedDataset) -> str:
     """What was passed over, in words, or nothing."""
-    endings = sorted(source.passed_over.items(), key=lambda each: (-each[1], each[0]))
+    endings = sorted(source.skipped.items(), key=lambda each: (-each[1], each[0]))
     if not endings:
         return ""
     some = ", ".join(f"{printable(ending)} {number:,}" for ending, number in endings[:5])
-    number = sum(source.passed_over.values())
+    number = sum(source.skipped.values())
     files = (
         "1 file that is not an image by its ending and is"
         if number == 1
@@ -150,7 +150,7 @@ def passed_over_words(source: EncodedSource) -> str:
     return f"{files} passed over: {some}{', ...' if len(endings) > 5 else ''}"
 
 
-class MappedFiles(EncodedSource):
+class MappedFiles(EncodedDataset):
     """Image files inside a few large files, memory-mapped: sample i is `lengths[i]` bytes from `offsets[i]` on in
     file `parts[i]`. Whoever opens one has checked that every sample lies inside its file. A file that is made
     shorter while it is mapped ends the process (SIGBUS): nothing may write to it then."""
@@ -204,7 +204,7 @@ class MappedFiles(EncodedSource):
                 memory.obj.madvise(mmap.MADV_WILLNEED, first, start + length - first)
 
 
-Source = ArraySource | EncodedSource
+Dataset = ArrayDataset | EncodedDataset
 
 
 class NoEvalSplit(UserError):
@@ -247,7 +247,7 @@ def holdout_mask(labels: Labels, share: float) -> NDArray[np.bool_]:
     return mask
 
 
-def holdout_ids(labels: Labels, spec: SourceSpec, where: str) -> NDArray[np.int64]:
+def holdout_ids(labels: Labels, spec: DatasetSpec, where: str) -> NDArray[np.int64]:
     """Positions, in rising order, that belong to the spec's split of a set that has no split of its own."""
     if spec.holdout == 0:
         if spec.split == "train" or spec.whole:
@@ -266,7 +266,7 @@ def holdout_ids(labels: Labels, spec: SourceSpec, where: str) -> NDArray[np.int6
     return ids
 
 
-def refuse_holdout(spec: SourceSpec, where: str) -> None:
+def refuse_holdout(spec: DatasetSpec, where: str) -> None:
     """A holdout beside a split of the data's own would be silently ignored, so it is refused."""
     if spec.holdout:
         raise UserError(
@@ -275,7 +275,7 @@ def refuse_holdout(spec: SourceSpec, where: str) -> None:
         )
 
 
-def channel_statistics(source: ArraySource) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def channel_statistics(source: ArrayDataset) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of each channel over all samples, with 255 as 1.
 
     Exact integer sums, rounded once at the end: the same bits on every machine and for every chunk size.

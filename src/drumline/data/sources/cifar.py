@@ -13,7 +13,7 @@ import numpy as np
 
 from drumline.core.errors import UserError
 from drumline.data.reading import read_whole, refused
-from drumline.data.sources.base import ArraySource, Images, Labels, SourceSpec
+from drumline.data.sources.base import ArrayDataset, DatasetSpec, Images, Labels
 from drumline.data.sources.plain_pickle import PlainArray, read_plain_pickle, text
 
 PIXELS = 3 * 32 * 32
@@ -22,7 +22,7 @@ MAX_FILE = 256 << 20
 _AGAIN = "get the file anew from the data set's authors"
 
 
-def open_cifar(spec: SourceSpec) -> ArraySource:
+def open_cifar(spec: DatasetSpec) -> ArrayDataset:
     """The images of a split. The path is the folder with the files, or the one that holds
     `cifar-10-batches-py` and so on; the Python version wins where both are."""
     edition, folder = _found(spec.source, spec.path)
@@ -31,7 +31,7 @@ def open_cifar(spec: SourceSpec) -> ArraySource:
     planes = np.concatenate([pixels for pixels, _ in parts]).reshape(-1, 3, 32, 32)
     labels = np.concatenate([part_labels for _, part_labels in parts])
     images = np.ascontiguousarray(planes.transpose(0, 2, 3, 1))
-    return ArraySource(spec.source, images, labels, _class_names(folder, edition))
+    return ArrayDataset(spec.source, images, labels, _class_names(folder, edition))
 
 
 def has_cifar(source: str, path: str) -> bool:

@@ -18,10 +18,10 @@ from drumline.core.errors import UserError
 from drumline.data.image.limits import check_bytes
 from drumline.data.reading import USERS, patiently
 from drumline.data.sources.arrays import image_array, label_array, numbered_classes, within_classes
-from drumline.data.sources.base import ArraySource, EncodedSource, Labels, Source, SourceSpec
+from drumline.data.sources.base import ArrayDataset, Dataset, DatasetSpec, EncodedDataset, Labels
 
 
-def open_custom(spec: SourceSpec) -> Source:
+def open_custom(spec: DatasetSpec) -> Dataset:
     """The object that the factory gives for this split. Without `classes` the training split is asked for
     too, since its labels say how many there are."""
     name, factory = spec.source, _import(spec.source)
@@ -34,7 +34,7 @@ def open_custom(spec: SourceSpec) -> Source:
     if hasattr(given, "images"):
         images = image_array(_numpy(given.images, f"{name}: images"), f"{name}: images")
         labels = _labels(given, len(images), name)
-        return ArraySource(name, images, labels, _classes(given, labels, spec, factory))
+        return ArrayDataset(name, images, labels, _classes(given, labels, spec, factory))
     if not callable(given.read):
         raise UserError(
             f"{name}: read is a {type(given.read).__name__}", fix="make it a method: read(sample) -> bytes"
@@ -43,7 +43,7 @@ def open_custom(spec: SourceSpec) -> Source:
     return CustomFiles(name, labels, _classes(given, labels, spec, factory), given)
 
 
-class CustomFiles(EncodedSource):
+class CustomFiles(EncodedDataset):
     """Encoded images from a user's object; its own `where(sample)` is used if it has one."""
 
     def __init__(self, name: str, labels: Labels, classes: tuple[str, ...], given: Any) -> None:
@@ -117,7 +117,7 @@ def _labels(given: Any, count: int | None, name: str) -> Labels:
     return label_array(labels, labels.size if count is None else count, f"{name}: labels")
 
 
-def _classes(given: Any, labels: Labels, spec: SourceSpec, factory: Callable[..., Any]) -> tuple[str, ...]:
+def _classes(given: Any, labels: Labels, spec: DatasetSpec, factory: Callable[..., Any]) -> tuple[str, ...]:
     what = f"{spec.source}: labels"
     names = getattr(given, "classes", None)
     if names is not None:

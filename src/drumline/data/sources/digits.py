@@ -11,18 +11,18 @@ from pathlib import Path
 
 import numpy as np
 
-from drumline.data.sources.base import ArraySource, Images, SourceSpec
+from drumline.data.sources.base import ArrayDataset, DatasetSpec, Images
 
 FILE = Path(__file__).parents[1] / "embedded" / "digits.npz"
 
 
-def open_digits(spec: SourceSpec) -> ArraySource:
+def open_digits(spec: DatasetSpec) -> ArrayDataset:
     """The digits of a split. `spec.path` is not used."""
     with np.load(FILE, allow_pickle=False) as arrays:
         values, labels = arrays["images"], arrays["labels"]
     chosen = (np.arange(len(labels)) % 5 == 4) == (spec.split == "eval")
     images = scale(values[chosen])[..., None]
-    return ArraySource("digits", images, labels[chosen].astype(np.int64), tuple("0123456789"))
+    return ArrayDataset("digits", images, labels[chosen].astype(np.int64), tuple("0123456789"))
 
 
 def scale(values: Images) -> Images:

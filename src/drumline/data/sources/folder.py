@@ -21,11 +21,11 @@ from drumline.core.errors import LostError, UserError
 from drumline.core.suggest import near
 from drumline.data.reading import USERS, NotRegular, not_regular, patiently, read_whole, refused
 from drumline.data.sources.base import (
-    EncodedSource,
+    DatasetSpec,
+    EncodedDataset,
     Labels,
     NoEvalSplit,
     NoTrainSplit,
-    SourceSpec,
     holdout_ids,
     refuse_holdout,
 )
@@ -36,7 +36,7 @@ EVAL_FOLDERS = ("val", "valid", "validation", "test")
 SPLIT_LIKE = ("train", "training", *EVAL_FOLDERS, "testing", "eval", "dev")
 
 
-class FolderSource(EncodedSource):
+class FolderDataset(EncodedDataset):
     """Class folders on disk. Holds one block of file names, not a million strings: 1.28 million files take
     about 50 MB. Each process that reads it scans the folders itself, some 1.4 s for as many."""
 
@@ -49,7 +49,7 @@ class FolderSource(EncodedSource):
         others: Counter[str],
     ) -> None:
         super().__init__("folder", labels, classes)
-        self._files, self._rows, self.passed_over = files, rows, others
+        self._files, self._rows, self.skipped = files, rows, others
 
     def read(self, sample: int) -> bytes:
         path = self.where(sample)
@@ -84,7 +84,7 @@ class FolderSource(EncodedSource):
         return [os.fsencode(self._files.path(row)) for row in self._rows[samples].tolist()]
 
 
-def open_folder(spec: SourceSpec) -> FolderSource:
+def open_folder(spec: DatasetSpec) -> FolderDataset:
     """The files of a split: `train/` and `val/` (or valid, validation, test) below the path, or class folders
     alone, divided by `holdout`."""
     path = str(Path(spec.path).expanduser())
@@ -100,7 +100,7 @@ def open_folder(spec: SourceSpec) -> FolderSource:
                 )
         files, labels, others = _scan(train_root, classes, classes)
         rows = holdout_ids(labels, spec, path)
-        return FolderSource(labels[rows], tuple(classes), files, rows, others)
+        return FolderDataset(labels[rows], tuple(classes), files, rows, others)
     refuse_holdout(spec, path)
     root, names = train_root, classes
     if spec.split == "eval":
@@ -111,7 +111,7 @@ def open_folder(spec: SourceSpec) -> FolderSource:
                 fix="use the same class names in both; the training split must have every class",
             )
     files, labels, others = _scan(root, names, classes)
-    return FolderSource(labels, tuple(classes), files, np.arange(len(labels)), others)
+    return FolderDataset(labels, tuple(classes), files, np.arange(len(labels)), others)
 
 
 class _Files:

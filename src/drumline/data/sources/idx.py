@@ -17,12 +17,12 @@ import numpy as np
 from drumline.core.errors import UserError
 from drumline.data.reading import refused
 from drumline.data.sources.arrays import refuse_bomb
-from drumline.data.sources.base import ArraySource, Images, SourceSpec
+from drumline.data.sources.base import ArrayDataset, DatasetSpec, Images
 
 _PREFIX = {"train": "train", "eval": "t10k"}
 
 
-def open_idx(spec: SourceSpec) -> ArraySource:
+def open_idx(spec: DatasetSpec) -> ArrayDataset:
     """The images of a split. The path is the folder with the four files, or one that has them in `raw/`."""
     folder = idx_folder(spec.path)
     if folder is None:
@@ -46,7 +46,7 @@ def open_idx(spec: SourceSpec) -> ArraySource:
             f"{labels_file} contains the label {labels.max()}, but training labels end at {len(classes) - 1}",
             fix="use train and t10k files of the same data set",
         )
-    return ArraySource("idx", images[..., None], labels.astype(np.int64), classes)
+    return ArrayDataset("idx", images[..., None], labels.astype(np.int64), classes)
 
 
 def idx_folder(path: str) -> Path | None:

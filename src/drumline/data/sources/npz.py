@@ -25,7 +25,7 @@ from drumline.data.sources.arrays import (
     refuse_bomb,
     within_classes,
 )
-from drumline.data.sources.base import ArraySource, SourceSpec, holdout_ids, refuse_holdout
+from drumline.data.sources.base import ArrayDataset, DatasetSpec, holdout_ids, refuse_holdout
 
 STYLES = (
     (("x_train", "y_train"), ("x_test", "y_test")),
@@ -35,7 +35,7 @@ STYLES = (
 """Names of the training pair and of the evaluation pair."""
 
 
-def open_npz(spec: SourceSpec) -> ArraySource:
+def open_npz(spec: DatasetSpec) -> ArrayDataset:
     """The images of a split. Labels are 0 to K-1, and every class occurs in training."""
     file = Path(spec.path).expanduser()
     try:
@@ -51,7 +51,7 @@ def open_npz(spec: SourceSpec) -> ArraySource:
         raise refused(file, error) from error
 
 
-def _opened(spec: SourceSpec, stream: BinaryIO, file: Path) -> ArraySource:
+def _opened(spec: DatasetSpec, stream: BinaryIO, file: Path) -> ArrayDataset:
     try:
         arrays = np.load(stream, allow_pickle=False)
     except Exception as error:  # a damaged file, or one made to, gets nearly anything out of NumPy
@@ -67,7 +67,7 @@ def _opened(spec: SourceSpec, stream: BinaryIO, file: Path) -> ArraySource:
 _HOW = "write it with np.savez(file, x_train=..., y_train=..., x_test=..., y_test=...), without objects"
 
 
-def _open(spec: SourceSpec, arrays: NpzFile, file: Path) -> ArraySource:
+def _open(spec: DatasetSpec, arrays: NpzFile, file: Path) -> ArrayDataset:
     names = set(arrays.files)
     style = next((style for style in STYLES if names.issuperset(style[0])), None)
     if style is None:
@@ -90,10 +90,10 @@ def _open(spec: SourceSpec, arrays: NpzFile, file: Path) -> ArraySource:
             stored = _array(arrays, train[1], file)
             train_labels = label_array(stored, stored.size, f"{file}: {train[1]}")
         classes = numbered_classes(train_labels, f"{file}: {train[1]}")
-        return ArraySource("npz", images, within_classes(labels, classes, f"{file}: {labels_name}"), classes)
+        return ArrayDataset("npz", images, within_classes(labels, classes, f"{file}: {labels_name}"), classes)
     classes = numbered_classes(labels, f"{file}: {labels_name}")
     ids = holdout_ids(labels, spec, str(file))
-    return ArraySource("npz", images[ids], labels[ids], classes)
+    return ArrayDataset("npz", images[ids], labels[ids], classes)
 
 
 def _array(arrays: NpzFile, name: str, file: Path) -> NDArray[Any]:

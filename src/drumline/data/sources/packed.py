@@ -30,10 +30,10 @@ from drumline.data.packed.format import (
     shard_file,
 )
 from drumline.data.sources.base import (
-    ArraySource,
+    ArrayDataset,
+    DatasetSpec,
     Images,
     MappedFiles,
-    SourceSpec,
     holdout_ids,
     map_file,
     refuse_holdout,
@@ -46,7 +46,7 @@ MANY_SHARDS = 256
 """A mapped shard holds a descriptor; a process often may have no more than 1,024."""
 
 
-def open_packed(spec: SourceSpec) -> PackedFiles | PackedArrays:
+def open_packed(spec: DatasetSpec) -> PackedFiles | PackedArrays:
     """The samples of a split. Without an evaluation split of its own the set is divided by `holdout`."""
     root = Path(spec.path).expanduser()
     manifest = read_manifest(root)
@@ -169,7 +169,7 @@ class PackedFiles(MappedFiles):
         )
 
 
-class PackedArrays(ArraySource):
+class PackedArrays(ArrayDataset):
     """Equally large images as one memory-mapped array. `images` cannot be written to; `take` gives copies."""
 
     def __init__(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from drumline.core.errors import UserError
-from drumline.data.sources.base import Images, PooledSource, SourceSpec
+from drumline.data.sources.base import DatasetSpec, Images, PooledDataset
 
 POOL_BYTES = 64 << 20
 GRID = 4
@@ -30,7 +30,7 @@ class Sizes:
     samples: int = 2048
 
 
-def open_synthetic(spec: SourceSpec) -> PooledSource:
+def open_synthetic(spec: DatasetSpec) -> PooledDataset:
     """Sample i shows image i mod (pool) and has that image's label, (i mod pool) mod classes.
 
     A pool smaller than the number of classes shows only its first classes: at size 224 that is 445.
@@ -44,7 +44,7 @@ def open_synthetic(spec: SourceSpec) -> PooledSource:
     for label in range(shown):
         images[label::shown] += _pattern(label, sizes.size) >> 1
     labels = np.arange(samples, dtype=np.int64) % pool % shown
-    return PooledSource("synthetic", images, labels, tuple(str(number) for number in range(sizes.classes)))
+    return PooledDataset("synthetic", images, labels, tuple(str(number) for number in range(sizes.classes)))
 
 
 def parse_sizes(path: str) -> Sizes:

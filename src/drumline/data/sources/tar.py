@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from drumline.core.errors import UserError
 from drumline.data.reading import open_regular, refused
 from drumline.data.sources.base import (
+    DatasetSpec,
     Images,
     MappedFiles,
     NoEvalSplit,
     NoTrainSplit,
-    SourceSpec,
     holdout_ids,
     map_file,
     refuse_holdout,
@@ -82,7 +82,7 @@ class TarFiles(MappedFiles):
         return _decode(self._names[start : int(self._ends[sample])])
 
 
-def open_tar(spec: SourceSpec) -> TarFiles:
+def open_tar(spec: DatasetSpec) -> TarFiles:
     """The images of a split: `train/` and `val/` (or valid, validation, test) in the archive, or class folders alone,
     divided by `holdout`."""
     file = Path(spec.path).expanduser()
@@ -113,7 +113,7 @@ def open_tar(spec: SourceSpec) -> TarFiles:
     labels = np.array([image.label for image in found], dtype=np.int64)
     rows = np.arange(len(found), dtype=np.int64) if evaluation else holdout_ids(labels, spec, str(file))
     source = TarFiles(file, tuple(classes), found, rows, members - len(found))
-    source.passed_over = Counter(
+    source.skipped = Counter(
         file_ending(other)
         for name in names
         for folder in _walk(root.folders[name])

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from drumline.core.errors import UserError
 from drumline.core.heartbeat import Phase, enter
+from drumline.data.feed.batch import Batch
 from drumline.data.feed.loader import Batches
-from drumline.data.feed.order import Request
-from drumline.data.feed.views import Batch
+from drumline.data.feed.sampler import Request
 from drumline.distill.cache.format import (
     CHECKSUMS,
     SAME_BITS,

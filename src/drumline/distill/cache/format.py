@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from drumline.core.errors import UserError
 from drumline.core.files import write_bytes, write_file, write_text
-from drumline.data.feed.order import Ids
+from drumline.data.feed.sampler import Ids
 from drumline.distill.cache.key import WORDS, Key
 from drumline.parallel.world import World
 from drumline.state.provenance import device_name

@@ -1,6 +1,6 @@
 """What decides a teacher's outputs, as a key: two runs with the same one may share a cache.
 
-Promises: a pure function of the settings and the data: teacher, view, seed, labels, the stored content of a few
+Promises: a pure function of the settings and the data: teacher, transform, seed, labels, the stored content of a few
 images spread over the set, and what is kept of an output. Refuses views that mix images.
 """
 
@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 
 from drumline.core.errors import LostError, UserError
-from drumline.data.feed.views import View
-from drumline.data.sources import ArraySource, Source
+from drumline.data.feed.transform import Transform
+from drumline.data.sources import ArrayDataset, Dataset
 from drumline.distill.cache.payload import Rule
 
 FORMAT = 1
@@ -23,7 +23,7 @@ LOOKED_AT = 64
 """Images whose content is in the key."""
 WORDS = {
     "teacher": "the teacher",
-    "transform": "the view of the images",
+    "transform": "the image transform",
     "source": "the data",
     "samples": "the number of samples",
     "labels_crc": "the checksum of the labels",
@@ -45,7 +45,7 @@ class Key:
     teacher: str
     """Names, SHA-256 of the weights, precision, and how several are made one; parts separated by `; `."""
     transform: str
-    """Whatever decides pixels: `describe_view`."""
+    """Whatever decides pixels: `describe_transform`."""
     source: str
     samples: int
     labels_crc: int
@@ -67,15 +67,15 @@ class Key:
 def make_key(
     *,
     teacher: str,
-    source: Source,
-    view: View,
+    source: Dataset,
+    transform: Transform,
     mean: Sequence[float],
     std: Sequence[float],
     seed: int,
     rule: Rule,
 ) -> Key:
     """The key of a teacher's outputs on a set. Refuses views that mix images."""
-    if view.mixes:
+    if transform.mixes:
         raise UserError(
             "distill.cache: mixed images depend on their neighbour in the batch (data.mixup, data.cutmix), and "
             "outputs are kept per sample",
@@ -83,11 +83,11 @@ def make_key(
         )
     return Key(
         teacher=teacher,
-        transform=describe_view(view, mean, std),
+        transform=describe_transform(transform, mean, std),
         source=source.name,
         samples=len(source),
         labels_crc=zlib.crc32(source.labels.tobytes()),
-        content=content_of(source, unreadable=view.on_bad != "raise"),
+        content=content_of(source, unreadable=transform.on_bad != "raise"),
         seed=seed,
         classes=rule.classes,
         top_k=rule.top,
@@ -96,14 +96,14 @@ def make_key(
     )
 
 
-def content_of(source: Source, unreadable: bool = False) -> str:
+def content_of(source: Dataset, unreadable: bool = False) -> str:
     """Start of the SHA-256 of up to LOOKED_AT images as they are stored: the first, the last, and others evenly
     between. With `unreadable`, one that cannot be read counts as such; without, it is refused."""
     count = min(len(source), LOOKED_AT)
     digest = hashlib.sha256()
     for sample in (np.arange(count) * (len(source) - 1) // max(1, count - 1)).tolist():
         try:
-            if isinstance(source, ArraySource):
+            if isinstance(source, ArrayDataset):
                 pixels = source.take(np.array([sample]))
                 kind, data = str(pixels.shape), pixels.tobytes()
             else:
@@ -116,12 +116,12 @@ def content_of(source: Source, unreadable: bool = False) -> str:
     return digest.hexdigest()[:16]
 
 
-def describe_view(view: View, mean: Sequence[float], std: Sequence[float]) -> str:
-    """Everything of a view that decides what a teacher is shown, as text."""
-    chosen = {item.name: getattr(view, item.name) for item in fields(view)}
+def describe_transform(transform: Transform, mean: Sequence[float], std: Sequence[float]) -> str:
+    """Everything of a transform that decides what a teacher is shown, as text."""
+    chosen = {item.name: getattr(transform, item.name) for item in fields(transform)}
     for mixed in ("mixup", "cutmix"):
         del chosen[mixed]
-    if view.augment != "none":
+    if transform.augment != "none":
         del chosen["eval_crop"]
     pixels = asdict(chosen.pop("augmentation"))
     # Six digits: measured statistics may differ in the last one from machine to machine.

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from drumline.core.errors import UserError
-from drumline.data.feed.ahead import ahead
 from drumline.data.feed.loader import Batches
-from drumline.data.feed.order import Ids, Request
+from drumline.data.feed.prefetch import prefetch
+from drumline.data.feed.sampler import Ids, Request
 from drumline.distill.cache.format import Cache
 
 READY = 2
@@ -48,7 +48,7 @@ class CachedRows:
     def for_requests(self, requests: Iterable[Request]) -> Generator[Tensor, None, None]:
         """(n, row_bytes) uint8 of each request, in order, made ahead by a thread. An epoch is verified before its
         first row is given out: block by block, one between two requests of the epoch before. Close it to end it."""
-        return ahead(self._rows(requests), READY)
+        return prefetch(self._rows(requests), READY)
 
     def _rows(self, requests: Iterable[Request]) -> Generator[Tensor, None, None]:
         opened: dict[int, _Epoch] = {}

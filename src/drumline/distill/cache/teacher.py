@@ -19,9 +19,9 @@ from torch import Tensor
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.core.progress import progress
+from drumline.data.feed.batch import Batch
 from drumline.data.feed.loader import Batches
-from drumline.data.feed.order import Request
-from drumline.data.feed.views import Batch
+from drumline.data.feed.sampler import Request
 from drumline.distill.cache.fill import CHUNK, fill, spot_check
 from drumline.distill.cache.format import Cache, open_cache
 from drumline.distill.cache.key import make_key
@@ -78,11 +78,11 @@ def store(
     if Path(recipe.distill.cache).is_file():
         raise UserError(f"distill.cache = {recipe.distill.cache}: is a file", "give a folder, or a new name")
     normalise = prepare.normaliser(sets, recipe, world)
-    rule = _rule(recipe, teacher, sets.view.size, world)
+    rule = _rule(recipe, teacher, sets.transform.size, world)
     key = make_key(
         teacher=identity,
         source=sets.train,
-        view=sets.view,
+        transform=sets.transform,
         mean=sets.mean,
         std=sets.std,
         seed=recipe.run.seed,
@@ -121,7 +121,9 @@ def store(
     )
     kept += " and pooled features" if rule.pooled else ""
     return Stored(
-        cache, world.device, (f"teacher's outputs from {cache.folder}: {state}; {kept} of each view", doubt)
+        cache,
+        world.device,
+        (f"teacher's outputs from {cache.folder}: {state}; {kept} of each sample", doubt),
     )
 
 

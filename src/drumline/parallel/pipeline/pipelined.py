@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import UserError
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
 from drumline.parallel.grid import Grid
 from drumline.parallel.layout import BufferMean, Draws, Everything, Passes, micro_batches_of, used_somewhere
 from drumline.parallel.pipeline.boundary import Bound, TensorSpec

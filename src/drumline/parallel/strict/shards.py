@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import UserError
-from drumline.data.feed.views import Batch
+from drumline.data.feed.batch import Batch
 from drumline.parallel.layout import Draws, Everything, Passes
 from drumline.parallel.strict.lockstep import Together
 from drumline.parallel.strict.ordered import OrderedSum

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from drumline.data.feed.order import bounds
+from drumline.data.feed.sampler import bounds
 
 Node = tuple[int, int]
 """The shards from the first number up to, and without, the second."""

@@ -1,23 +1,22 @@
-"""How samples are looked at, and the uint8 batch that comes of it.
+"""The transform of a dataset: how stored images become the model's input.
 
-Promises: a batch is a pure function of (source, view, seed, request); which worker, thread or rank makes it changes
-nothing. What is random is decided here and in `geometry.py` from draws; pixels of image files come from `window.py`.
+Promises: pure functions of (transform, seed, request). Every random choice is drawn here and in `geometry.py`, by
+sample id; `sample.py` and `batch.py` apply it to pixels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from drumline.data.feed.draws import Purpose, symmetric_beta, uniform
-from drumline.data.feed.order import Request
+from drumline.data.feed.sampler import Request
 from drumline.data.image.augment import Augmentation
-from drumline.data.image.geometry import Geometry, evaluation_geometry, mirrored, training_geometry
+from drumline.data.image.geometry import Geometry, evaluation_geometry, training_geometry
 from drumline.data.image.resize import Smooth, Version, resize
 
 Augment = Literal["none", "shift", "shift-flip", "crop-flip"]
@@ -25,26 +24,8 @@ MIX_COLUMNS = 6
 """Per sample: pixel share, label share, and the box (x0, y0, x1, y1) that takes the partner's pixels."""
 
 
-NOTHING = torch.empty((0, 0), dtype=torch.uint8)
-
-
-class Batch(NamedTuple):
-    """What travels from the loader to the step."""
-
-    images: torch.Tensor
-    """(n, height, width, channels) uint8."""
-    labels: torch.Tensor
-    """(n,) int64."""
-    samples: torch.Tensor
-    """(n,) int64, the sample ids asked for (a broken one's id stays, though a substitute is shown)."""
-    mix: torch.Tensor
-    """(n, MIX_COLUMNS) float32, or (n, 0) when nothing is mixed."""
-    extra: torch.Tensor = NOTHING
-    """(n, k) uint8: what an objective stored for each sample, such as its teacher's outputs; `NOTHING` without."""
-
-
 @dataclass(frozen=True)
-class View:
+class Transform:
     """How samples are looked at."""
 
     size: int
@@ -68,7 +49,7 @@ class View:
     def mixes(self) -> bool:
         return self.mixup > 0 or self.cutmix > 0
 
-    def for_evaluation(self) -> View:
+    def for_evaluation(self) -> Transform:
         """The same look without anything random. A substitute would be counted twice, so a broken image is black."""
         return replace(
             self,
@@ -98,27 +79,24 @@ def shift_offsets(seed: int, request: Request, pad: int) -> NDArray[np.int64]:
     return (draws * (2 * pad + 1)).astype(np.int64)
 
 
-def flips(seed: int, request: Request) -> NDArray[np.bool_]:
-    """Which samples of a request are mirrored."""
-    return mirrored(seed, request.epoch, request.samples)
-
-
-def mixing_plan(view: View, seed: int, request: Request) -> NDArray[np.float32]:
+def mixing_plan(transform: Transform, seed: int, request: Request) -> NDArray[np.float32]:
     """How each sample is mixed with its neighbour in the batch (slot 2i with 2i + 1). Each sample's share and
     box come from its own id; pairs never straddle two processes, so the plan is the same on any world."""
-    epoch, samples, size = request.epoch, request.samples, view.size
-    if not view.mixes:
+    epoch, samples, size = request.epoch, request.samples, transform.size
+    if not transform.mixes:
         return np.empty((len(samples), 0), np.float32)
     plan = np.zeros((len(samples), MIX_COLUMNS), np.float32)
     plan[:, :2] = 1.0
-    if view.mixup and view.cutmix:
+    if transform.mixup and transform.cutmix:
         cut = uniform(seed, epoch, samples, Purpose.MIX_CHOICE, 1)[:, 0] < 0.5
     else:
-        cut = np.full(len(samples), view.cutmix > 0)
-    if view.mixup:
-        plan[~cut, :2] = symmetric_beta(seed, epoch, samples[~cut], Purpose.MIX_SHARE, view.mixup)[:, None]
-    if view.cutmix and cut.any():
-        share = symmetric_beta(seed, epoch, samples[cut], Purpose.MIX_SHARE, view.cutmix)
+        cut = np.full(len(samples), transform.cutmix > 0)
+    if transform.mixup:
+        plan[~cut, :2] = symmetric_beta(seed, epoch, samples[~cut], Purpose.MIX_FRACTION, transform.mixup)[
+            :, None
+        ]
+    if transform.cutmix and cut.any():
+        share = symmetric_beta(seed, epoch, samples[cut], Purpose.MIX_FRACTION, transform.cutmix)
         half = np.sqrt(1.0 - share) * size / 2
         centre = uniform(seed, epoch, samples[cut], Purpose.MIX_BOX, 2) * size
         low = np.clip(np.rint(centre - half[:, None]), 0, size)
@@ -128,11 +106,14 @@ def mixing_plan(view: View, seed: int, request: Request) -> NDArray[np.float32]:
     return plan
 
 
-def resize_array(images: NDArray[np.uint8], view: View) -> NDArray[np.uint8]:
-    """A whole array set at the view's side length."""
-    size = view.size
+def resize_array(images: NDArray[np.uint8], transform: Transform) -> NDArray[np.uint8]:
+    """A whole array set at the transform's side length."""
+    size = transform.size
     if images.shape[1:3] == (size, size):
         return images
     return np.stack(
-        [resize(image, (size, size), version=view.resize, filter=view.interpolation) for image in images]
+        [
+            resize(image, (size, size), version=transform.resize, filter=transform.interpolation)
+            for image in images
+        ]
     )

@@ -13,10 +13,10 @@ from PIL import Image
 from drumline import native
 from drumline.core.errors import UserError
 from drumline.data.feed.draws import Purpose, bits
-from drumline.data.feed.views import View
+from drumline.data.feed.sample import SUBSTITUTES, LoadedSample, crop_encoded, load_sample, substitute
+from drumline.data.feed.transform import Transform
 from drumline.data.image.geometry import Geometry, evaluation_geometry, training_geometry
-from drumline.data.image.window import SUBSTITUTES, Found, find_window, substitute, window_of
-from drumline.data.sources import EncodedSource
+from drumline.data.sources import EncodedDataset
 from tests.data.damage import KINDS, flipped, good_jpeg
 from tests.data.test_native import FILTERS, frame, in_three_scans, jpeg, kinds, needs_jpeg, photo
 
@@ -24,7 +24,7 @@ SEED = 5
 Rule = Callable[[NDArray[np.int32]], Geometry]
 
 
-class Memory(EncodedSource):
+class Memory(EncodedDataset):
     """Files in memory; None cannot be read."""
 
     def __init__(self, *files: bytes | None) -> None:
@@ -44,21 +44,21 @@ class Memory(EncodedSource):
 
 
 @pytest.fixture
-def plainly(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes, View, Rule], bytes | str]:
+def plainly(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes, Transform, Rule], bytes | str]:
     """What becomes of a file where there is no native part: its pixels, or why it is refused."""
 
-    def run(data: bytes, view: View, rule: Rule) -> bytes | str:
+    def run(data: bytes, transform: Transform, rule: Rule) -> bytes | str:
         with monkeypatch.context() as patch:
             patch.setattr(native, "available", lambda: False)
             patch.setattr(native, "decodes_jpeg", lambda: False)
-            return outcome(data, view, rule)
+            return outcome(data, transform, rule)
 
     return run
 
 
-def outcome(data: bytes, view: View, rule: Rule) -> bytes | str:
+def outcome(data: bytes, transform: Transform, rule: Rule) -> bytes | str:
     try:
-        return window_of(data, "it", view, rule).tobytes()
+        return crop_encoded(data, "it", transform, rule).tobytes()
     except UserError as error:
         return error.what
 
@@ -81,15 +81,15 @@ def everything(sizes: NDArray[np.int32]) -> Geometry:
 
 
 RULES: tuple[Rule, ...] = (top_only, lower_right, everything)
-Plainly = Callable[[bytes, View, Rule], bytes | str]
-VIEW = View(8, "none")
+Plainly = Callable[[bytes, Transform, Rule], bytes | str]
+VIEW = Transform(8, "none")
 
 
-def assert_same(data: bytes, plainly: Plainly, what: object, view: View = VIEW) -> bool:
+def assert_same(data: bytes, plainly: Plainly, what: object, transform: Transform = VIEW) -> bool:
     """Both ways end alike under every rule. Says whether the file is good."""
-    ends = [plainly(data, view, rule) for rule in RULES]
+    ends = [plainly(data, transform, rule) for rule in RULES]
     for rule, expected in zip(RULES, ends, strict=True):
-        assert outcome(data, view, rule) == expected, (what, rule.__name__)
+        assert outcome(data, transform, rule) == expected, (what, rule.__name__)
     return not isinstance(ends[0], str)
 
 
@@ -211,17 +211,17 @@ def test_images_are_turned_as_exif_or_xmp_says_or_left(
 ) -> None:
     pixels = photo(1, 60, 50)
     xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf tiff:Orientation="%d"/></x:xmpmeta>' % orientation
-    view = View(8, "none", exif=apply)  # type: ignore[arg-type]
-    untouched = outcome(jpeg(pixels), view, everything)
+    transform = Transform(8, "none", exif=apply)  # type: ignore[arg-type]
+    untouched = outcome(jpeg(pixels), transform, everything)
     for data in (with_segment(jpeg(pixels), 0xE1, exif_block(orientation)), jpeg(pixels, xmp=xmp)):
-        assert_same(data, plainly, orientation, view)
-        same = outcome(data, view, everything) == untouched
+        assert_same(data, plainly, orientation, transform)
+        same = outcome(data, transform, everything) == untouched
         assert same == (apply == "ignore" or orientation == 1)
 
 
 @needs_jpeg
 def test_exif_behind_the_frame_header_turns_the_image_too(plainly: Plainly) -> None:
-    assert_same(turned(exif_after_frame=True), plainly, "EXIF behind SOF", View(8, "none", exif="apply"))
+    assert_same(turned(exif_after_frame=True), plainly, "EXIF behind SOF", Transform(8, "none", exif="apply"))
 
 
 REFUSED = {
@@ -265,7 +265,7 @@ def test_several_pictures_in_a_file_show_the_first(plainly: Plainly) -> None:
 @pytest.mark.parametrize("filter", FILTERS)
 @pytest.mark.parametrize("version", ["pillow12", "pillow13"])
 def test_every_filter_and_version_is_the_same_both_ways(filter: str, version: str, plainly: Plainly) -> None:
-    view = View(9, "none", interpolation=filter, resize=version)  # type: ignore[arg-type]
+    transform = Transform(9, "none", interpolation=filter, resize=version)  # type: ignore[arg-type]
     png = io.BytesIO()
     Image.fromarray(photo(1, 60, 50)).save(png, "PNG")
     for data in (*HIT.values(), png.getvalue()):
@@ -274,7 +274,7 @@ def test_every_filter_and_version_is_the_same_both_ways(filter: str, version: st
             def rule(sizes: NDArray[np.int32], sample: int = sample) -> Geometry:
                 return training_geometry(sizes, 9, SEED, 0, np.array([sample]))
 
-            assert outcome(data, view, rule) == plainly(data, view, rule)
+            assert outcome(data, transform, rule) == plainly(data, transform, rule)
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -286,7 +286,7 @@ def test_an_image_too_elongated_for_its_short_side_is_refused_with_its_size(
     def rule(sizes: NDArray[np.int32]) -> Geometry:
         return evaluation_geometry(sizes, 224, 0.875)
 
-    end = (plainly if plain else outcome)(data, View(224, "none"), rule)
+    end = (plainly if plain else outcome)(data, Transform(224, "none"), rule)
     assert isinstance(end, str)
     assert "60000 x 1" in end
 
@@ -304,9 +304,9 @@ def sources() -> Iterator[Memory]:
 def test_a_broken_sample_is_replaced_by_the_first_sound_one_its_draws_name(
     source: Memory, epoch: int
 ) -> None:
-    view = View(16, "crop-flip", on_bad="substitute")
+    transform = Transform(16, "crop-flip", on_bad="substitute")
     for sample in range(12):
-        found = find_window(source, view, SEED, epoch, sample)
+        found = load_sample(source, transform, SEED, epoch, sample)
         candidates = [sample]
         while candidates[-1] % 3 == 0:
             number = len(candidates) - 1
@@ -319,7 +319,9 @@ def test_a_broken_sample_is_replaced_by_the_first_sound_one_its_draws_name(
         data = source.files[candidates[-1]]
         assert data is not None
         # With the crop draws of the sample that was asked for.
-        seen = window_of(data, "", view, lambda sizes, s=sample: view.geometry(SEED, epoch, [s], sizes))
+        seen = crop_encoded(
+            data, "", transform, lambda sizes, s=sample: transform.geometry(SEED, epoch, [s], sizes)
+        )
         assert np.array_equal(found.pixels, seen)
 
 
@@ -333,26 +335,26 @@ def test_substitutes_vary_with_epoch_and_sample_and_reach_all() -> None:
 
 def test_black_keeps_the_label_and_notes_the_sample() -> None:
     source = Memory(GOOD, None, GOOD)
-    found = find_window(source, View(16, "none", on_bad="black"), SEED, 0, 1)
+    found = load_sample(source, Transform(16, "none", on_bad="black"), SEED, 0, 1)
     assert not found.pixels.any()
     assert found.pixels.shape == (16, 16, 3)
     assert found.label == 1
     assert [one.sample for one in found.bad] == [1]
-    sound = find_window(source, View(16, "none", on_bad="black"), SEED, 0, 2)
+    sound = load_sample(source, Transform(16, "none", on_bad="black"), SEED, 0, 2)
     assert sound.pixels.any()
-    assert sound == Found(sound.pixels, 2, ())
+    assert sound == LoadedSample(sound.pixels, 2, ())
 
 
 def test_raise_gives_the_error_as_it_was() -> None:
     with pytest.raises(UserError, match="file 1 cannot be read") as caught:
-        find_window(Memory(GOOD, None), View(16, "none"), SEED, 0, 1)
+        load_sample(Memory(GOOD, None), Transform(16, "none"), SEED, 0, 1)
     assert caught.value.fix == "check the disk"
 
 
 def test_a_set_in_which_nothing_can_be_read_ends_instead_of_searching_for_ever() -> None:
     source = Memory(None, None, None)
     with pytest.raises(UserError, match="3 samples cannot be read, the last of them") as caught:
-        find_window(source, View(16, "none", on_bad="substitute"), SEED, 0, 1)
+        load_sample(source, Transform(16, "none", on_bad="substitute"), SEED, 0, 1)
     assert "verify" in caught.value.fix
     assert len(source.asked) == SUBSTITUTES
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drumline.data.feed.order import (
+from drumline.data.feed.sampler import (
     bounds,
     epoch_order,
     evaluation_requests,
-    share,
+    rank_slice,
     steps_per_epoch,
     training_requests,
 )
@@ -54,7 +54,7 @@ def test_bounds_cover_everything_in_near_equal_parts(total: int, parts: int, uni
 def test_shares_of_a_divisible_batch_are_equal_and_disjoint(batch: int, world: int) -> None:
     batch *= world
     slots = np.arange(batch)
-    parts = [slots[share(batch, rank, world)] for rank in range(world)]
+    parts = [slots[rank_slice(batch, rank, world)] for rank in range(world)]
     assert {len(part) for part in parts} == {batch // world}
     assert np.array_equal(np.concatenate(parts), slots)
 
@@ -73,11 +73,11 @@ def test_ranks_together_see_the_global_batches_whatever_the_world(
     total = steps_per_epoch(samples, batch) * epochs
 
     def rank_requests(rank: int, world: int) -> list[np.ndarray]:
-        part = share(batch, rank, world)
+        part = rank_slice(batch, rank, world)
         return [
             request.samples
             for request in training_requests(
-                seed=1, samples=samples, batch=batch, first_step=0, last_step=total, part=part
+                seed=1, samples=samples, batch=batch, first_step=0, last_step=total, local=part
             )
         ]
 
@@ -93,7 +93,7 @@ def test_ranks_together_see_the_global_batches_whatever_the_world(
 
 def test_the_incomplete_last_batch_is_dropped_and_other_samples_are_left_out_next_epoch() -> None:
     requests = list(
-        training_requests(seed=0, samples=103, batch=10, first_step=0, last_step=20, part=slice(0, 10))
+        training_requests(seed=0, samples=103, batch=10, first_step=0, last_step=20, local=slice(0, 10))
     )
     left_out = [
         set(range(103)) - set(np.concatenate([r.samples for r in requests if r.epoch == epoch]).tolist())
@@ -107,7 +107,7 @@ def test_the_incomplete_last_batch_is_dropped_and_other_samples_are_left_out_nex
 def test_resuming_at_any_step_gives_the_requests_that_were_still_to_come(first: int) -> None:
     def requests(first_step: int) -> list[tuple[int, list[int]]]:
         made = training_requests(
-            seed=5, samples=47, batch=5, first_step=first_step, last_step=30, part=slice(1, 4)
+            seed=5, samples=47, batch=5, first_step=first_step, last_step=30, local=slice(1, 4)
         )
         return [(request.epoch, request.samples.tolist()) for request in made]
 

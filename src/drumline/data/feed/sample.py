@@ -17,13 +17,13 @@ from drumline import native
 from drumline.core.errors import LostError, UserError
 from drumline.core.text import counted
 from drumline.data.feed.draws import Purpose, bits
-from drumline.data.feed.views import View
+from drumline.data.feed.transform import Transform
 from drumline.data.image.decode import decode
 from drumline.data.image.geometry import Column, Geometry
 from drumline.data.image.limits import MAX_PIXELS
 from drumline.data.image.resize import resize_by_pillow, vertical_first
 from drumline.data.reading import lost
-from drumline.data.sources import EncodedSource
+from drumline.data.sources import EncodedDataset
 
 Window = NDArray[np.uint8]
 GeometryOf = Callable[[NDArray[np.int32]], Geometry]
@@ -32,40 +32,44 @@ SUBSTITUTES = 100
 """Tries before a set is called unreadable."""
 
 
-class Bad(NamedTuple):
+class BadSample(NamedTuple):
     """A sample whose content could not be used."""
 
     sample: int
     what: str
 
 
-class Found(NamedTuple):
+class LoadedSample(NamedTuple):
     """What stands in a slot of the batch: pixels, the label that goes with them, and what was broken on the way."""
 
     pixels: Window
     label: int
-    bad: tuple[Bad, ...] = ()
+    bad: tuple[BadSample, ...] = ()
 
 
-def find_window(source: EncodedSource, view: View, seed: int, epoch: int, sample: int) -> Found:
-    """The window of a sample; of a broken one what `view.on_bad` says."""
-    bad: list[Bad] = []
+def load_sample(
+    source: EncodedDataset, transform: Transform, seed: int, epoch: int, sample: int
+) -> LoadedSample:
+    """The window of a sample; of a broken one what `transform.on_bad` says."""
+    bad: list[BadSample] = []
     candidate = sample
     for attempt in range(SUBSTITUTES):
         try:
-            pixels = _window(source, view, seed, epoch, sample, candidate)
-            return Found(pixels, int(source.labels[candidate]), tuple(bad))
+            pixels = _window(source, transform, seed, epoch, sample, candidate)
+            return LoadedSample(pixels, int(source.labels[candidate]), tuple(bad))
         except MemoryError as error:
             raise lost(source.where(candidate), error) from error
         except LostError:  # says nothing about the sample
             raise
         except UserError as error:
-            if view.on_bad == "raise":
+            if transform.on_bad == "raise":
                 raise
-            bad.append(Bad(candidate, error.what))
-        if view.on_bad == "black":
-            return Found(
-                np.zeros((view.size, view.size, 3), np.uint8), int(source.labels[sample]), tuple(bad)
+            bad.append(BadSample(candidate, error.what))
+        if transform.on_bad == "black":
+            return LoadedSample(
+                np.zeros((transform.size, transform.size, 3), np.uint8),
+                int(source.labels[sample]),
+                tuple(bad),
             )
         candidate = substitute(seed, epoch, sample, attempt, len(source))
     tried = counted(len({each.sample for each in bad}), "sample")
@@ -75,16 +79,18 @@ def find_window(source: EncodedSource, view: View, seed: int, epoch: int, sample
     )
 
 
-def _window(source: EncodedSource, view: View, seed: int, epoch: int, sample: int, shown: int) -> Window:
+def _window(
+    source: EncodedDataset, transform: Transform, seed: int, epoch: int, sample: int, shown: int
+) -> Window:
     """The window of the sample that is shown, cut by the draws of the one that was asked for."""
 
     def geometry(sizes: NDArray[np.int32]) -> Geometry:
-        return view.geometry(seed, epoch, [sample], sizes)
+        return transform.geometry(seed, epoch, [sample], sizes)
 
     stored = source.decoded(shown)
     if stored is None:
-        return window_of(source.read(shown), source.where(shown), view, geometry)
-    pixels = _window_of_pixels(stored, source.where(shown), view, geometry)
+        return crop_encoded(source.read(shown), source.where(shown), transform, geometry)
+    pixels = _crop_decoded(stored, source.where(shown), transform, geometry)
     return pixels if pixels.shape[2] == 3 else np.repeat(pixels, 3, axis=2)
 
 
@@ -94,37 +100,39 @@ def substitute(seed: int, epoch: int, sample: int, attempt: int, samples: int) -
     return int((high << 32 | low) % samples)
 
 
-def window_of(data: bytes, where: str, view: View, geometry: GeometryOf) -> Window:
+def crop_encoded(data: bytes, where: str, transform: Transform, geometry: GeometryOf) -> Window:
     """The window of an encoded image; `geometry` tells what to cut once the stored size is known."""
     stored = native.jpeg_size(data) if native.decodes_jpeg() else None
-    if stored is not None and takes_natively(np.array([stored], np.int32), view)[0]:
+    if stored is not None and native_decodes(np.array([stored], np.int32), transform)[0]:
         row = _checked_row((stored[0], stored[1]), where, geometry)
-        pixels = native.jpeg_window(data, stored[:2], row, view.size, view.interpolation, view.resize)
+        pixels = native.jpeg_crop(
+            data, stored[:2], row, transform.size, transform.interpolation, transform.resize
+        )
         if pixels is not None:
             return pixels
-    return _window_of_pixels(np.asarray(decode(data, where, view.exif)), where, view, geometry)
+    return _crop_decoded(np.asarray(decode(data, where, transform.exif)), where, transform, geometry)
 
 
-def cut(image: Window, row: NDArray[np.int32], view: View) -> Window:
+def cut(image: Window, row: NDArray[np.int32], transform: Transform) -> Window:
     """The window that a geometry row asks for, of a decoded image (1 or 3 channels)."""
     left, top, right, bottom, width, height, x, y, mirror = row.tolist()
-    columns_first = vertical_first(view.resize, right - left, bottom - top, width, height)
-    size = view.size
+    columns_first = vertical_first(transform.resize, right - left, bottom - top, width, height)
+    size = transform.size
     if native.available():
-        return native.window(image, row, (size, size), view.interpolation, columns_first)
+        return native.window(image, row, (size, size), transform.interpolation, columns_first)
     resized = resize_by_pillow(
-        image[top:bottom, left:right], (width, height), columns_first, view.interpolation
+        image[top:bottom, left:right], (width, height), columns_first, transform.interpolation
     )
     window = resized[y : y + size, x : x + size]
     return np.ascontiguousarray(window[:, ::-1] if mirror else window)
 
 
-def takes_natively(stored: NDArray[np.int32], view: View) -> NDArray[np.bool_]:
+def native_decodes(stored: NDArray[np.int32], transform: Transform) -> NDArray[np.bool_]:
     """Which JPEGs the native part may decode, by what their headers tell (`native.STORED` numbers each): those within
     limits, and not to be turned."""
     wide, high, has_exif = stored.T.astype(np.int64)
     within = (wide > 0) & (wide * high <= MAX_PIXELS)
-    return within & (has_exif == 0) if view.exif == "apply" else within
+    return within & (has_exif == 0) if transform.exif == "apply" else within
 
 
 def elongated(rows: Geometry) -> NDArray[np.bool_]:
@@ -132,9 +140,9 @@ def elongated(rows: Geometry) -> NDArray[np.bool_]:
     return rows[:, Column.WIDTH].astype(np.int64) * rows[:, Column.HEIGHT] > MAX_PIXELS
 
 
-def _window_of_pixels(image: Window, where: str, view: View, geometry: GeometryOf) -> Window:
+def _crop_decoded(image: Window, where: str, transform: Transform, geometry: GeometryOf) -> Window:
     height, width = image.shape[:2]
-    return cut(image, _checked_row((width, height), where, geometry), view)
+    return cut(image, _checked_row((width, height), where, geometry), transform)
 
 
 def _checked_row(size: tuple[int, int], where: str, geometry: GeometryOf) -> NDArray[np.int32]:

@@ -17,7 +17,7 @@ import torch
 WINDOW = 4
 """Batches that a decision rests on."""
 UNDER_WAY = 8
-"""Batches on their way when the share changes: they say nothing about the new one."""
+"""Batches on their way when the fraction changes: they say nothing about the new one."""
 IDLE, HOST_WAIT = 0.005, 0.05
 """Parts of the time from which on the device is said to wait for batches, and the feed for the CPU's half of them."""
 FIRST_RISE, RETREAT, FALL = 1 / 8, 31 / 32, 1 / 128
@@ -25,22 +25,22 @@ FIRST_RISE, RETREAT, FALL = 1 / 8, 31 / 32, 1 / 128
 Item = TypeVar("Item")
 
 
-def next_share(share: float, idle: float, host_wait: float) -> float:
-    """The share from now on, from the part of the time in which the device had nothing to do for want of a batch, and
-    that in which the feed waited for the CPU's half. No more moves than was missing, and not beyond the point where
-    both halves would take the same time."""
+def next_fraction(fraction: float, idle: float, host_wait: float) -> float:
+    """The next fraction, from the fraction of time that the device was idle for want of a batch, and that in which
+    the feed waited for the CPU's half. Moves no more than was missing, and not beyond the point where both halves
+    take the same time."""
     if idle < IDLE:
-        return max(0.0, share - FALL)
+        return max(0.0, fraction - FALL)
     if host_wait < HOST_WAIT:  # the GPU's half is the slower one
-        return share * RETREAT
-    if share == 0.0:
+        return fraction * RETREAT
+    if fraction == 0.0:
         return min(idle, FIRST_RISE)
-    level = share / ((1.0 - share) * (1.0 - host_wait) + share)
-    return share + min(idle, level - share)
+    level = fraction / ((1.0 - fraction) * (1.0 - host_wait) + fraction)
+    return fraction + min(idle, level - fraction)
 
 
-class Share:
-    """The share, kept by what the two ends of a feed see: its own thread, and the one that takes the batches."""
+class GpuFraction:
+    """The fraction, kept by what the two ends of a feed see: its own thread, and the one that takes the batches."""
 
     def __init__(self) -> None:
         self.value = 0.0
@@ -90,8 +90,8 @@ class Share:
     def _decide(self) -> None:
         waited, fed = self._host_s - self._host_before, self._fed_s - self._fed_before
         idle = self._idle_ms / self._took_ms if self._took_ms > 0 else 0.0
-        share = next_share(self.value, idle, waited / fed if fed > 0 else 0.0)
-        self._skip = UNDER_WAY if share > self.value or idle >= IDLE else 0
+        fraction = next_fraction(self.value, idle, waited / fed if fed > 0 else 0.0)
+        self._skip = UNDER_WAY if fraction > self.value or idle >= IDLE else 0
         self._batches, self._idle_ms, self._took_ms = 0, 0.0, 0.0
         self._host_before, self._fed_before = self._host_s, self._fed_s
-        self.value = share
+        self.value = fraction

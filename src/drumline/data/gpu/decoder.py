@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 
 from drumline.core.errors import UserError
-from drumline.data.feed.batch import Coded
-from drumline.data.feed.views import View
+from drumline.data.feed.batch import Undecoded
+from drumline.data.feed.transform import Transform
 from drumline.data.gpu import PITCH_MULTIPLE, place
+from drumline.data.gpu.fraction import GpuFraction
 from drumline.data.gpu.nvjpeg import NvJpegError, PlaneDecoder
 from drumline.data.gpu.resample import Resampler
 from drumline.data.gpu.rule import layout_of_file
-from drumline.data.gpu.share import Share
 
 ARENA_BYTES = 1 << 30
 """Decoded planes of one batch; samples beyond are decoded on the CPU."""
@@ -31,11 +31,13 @@ _UNKNOWN, _NOT_HERE = -2, -1
 class DeviceDecoder:
     """Decodes and cuts samples on a device, on the stream that is current, for one thread."""
 
-    def __init__(self, samples: int, view: View, device: torch.device, share: Share | None = None) -> None:
-        self.view, self.device, self.share = view, device, share
+    def __init__(
+        self, samples: int, transform: Transform, device: torch.device, fraction: GpuFraction | None = None
+    ) -> None:
+        self.transform, self.device, self.fraction = transform, device, fraction
         self._layouts = np.full(samples, _UNKNOWN, np.int8)
         self._planes: PlaneDecoder | None = None  # made when first needed, which may be never
-        self._resample = Resampler(device, view.size, view.resize, view.interpolation)
+        self._resample = Resampler(device, transform.size, transform.resize, transform.interpolation)
 
     def route(
         self,
@@ -47,7 +49,7 @@ class DeviceDecoder:
     ) -> NDArray[np.int8]:
         """How each sample lies in the arena once decoded (`Layout`), or -1: not to be decoded here."""
         layouts = np.where(candidates, self._layouts[samples], np.int8(_NOT_HERE))
-        wanted = len(samples) if self.share is None else round(self.share.value * len(samples))
+        wanted = len(samples) if self.fraction is None else round(self.fraction.value * len(samples))
         missing = wanted - int((layouts >= 0).sum())
         for slot in np.flatnonzero(layouts == _UNKNOWN).tolist():
             if missing <= 0:
@@ -64,22 +66,26 @@ class DeviceDecoder:
         self._layouts[sample] = _NOT_HERE if layout is None else layout
         return int(self._layouts[sample])
 
-    def fill(self, images: torch.Tensor, coded: Coded) -> NDArray[np.int64]:
-        """Puts the windows of the coded samples into their rows of `images`; gives the rows that failed."""
-        places = place(coded.layouts, coded.sizes[:, 0], coded.sizes[:, 1])
+    def fill(self, images: torch.Tensor, undecoded: Undecoded) -> NDArray[np.int64]:
+        """Puts the windows of the undecoded samples into their rows of `images`; gives the rows that failed."""
+        places = place(undecoded.layouts, undecoded.sizes[:, 0], undecoded.sizes[:, 1])
         arena = torch.empty(places.end, dtype=torch.uint8, device=self.device)
         try:
             self._planes = self._planes or PlaneDecoder(self.device)
-            statuses = self._planes.decode(coded.data.numpy(), coded.offsets, coded.lengths, arena, places)
+            statuses = self._planes.decode(
+                undecoded.data.numpy(), undecoded.offsets, undecoded.lengths, arena, places
+            )
         except NvJpegError as error:
             raise UserError(f"decoding on the GPU: {error}", "use data.decode cpu") from error
-        windows = torch.empty((len(coded.slots), *images.shape[1:]), dtype=torch.uint8, device=self.device)
-        self._resample(arena, places, coded.geometry, windows)
-        rows = torch.from_numpy(coded.slots).pin_memory().to(self.device, non_blocking=True)
+        windows = torch.empty(
+            (len(undecoded.slots), *images.shape[1:]), dtype=torch.uint8, device=self.device
+        )
+        self._resample(arena, places, undecoded.geometry, windows)
+        rows = torch.from_numpy(undecoded.slots).pin_memory().to(self.device, non_blocking=True)
         images.index_copy_(0, rows, windows)
-        failed = (statuses != 0) | (coded.status != 0)
-        self._layouts[coded.samples[failed]] = _NOT_HERE
-        return coded.slots[failed]
+        failed = (statuses != 0) | (undecoded.status != 0)
+        self._layouts[undecoded.samples[failed]] = _NOT_HERE
+        return undecoded.slots[failed]
 
     def close(self) -> None:
         """Gives back what nvJPEG holds."""

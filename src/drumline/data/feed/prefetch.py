@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 _END = object()
 
 
-def ahead(items: Generator[Item, None, None], ready: int) -> Generator[Item, None, None]:
+def prefetch(items: Generator[Item, None, None], ready: int) -> Generator[Item, None, None]:
     """The items of a generator, with up to `ready` of them waiting. Closes the generator at the end."""
     waiting: queue.Queue[tuple[object, BaseException | None]] = queue.Queue(ready)
     ending = threading.Event()

@@ -12,12 +12,12 @@ from fractions import Fraction
 
 from drumline.core.errors import UserError
 from drumline.core.text import printable
-from drumline.data.image.window import Bad
+from drumline.data.feed.sample import BadSample
 
 SHOWN = 3
 
 
-class Ledger:
+class BadSamples:
     """The broken samples of one set. `limit` is how many there may be."""
 
     def __init__(self, what: str, samples: int, share: float) -> None:
@@ -26,7 +26,7 @@ class Ledger:
         self.limit = math.ceil(Fraction(repr(float(share))) * samples)
         self.bad: dict[int, str] = {}
 
-    def add(self, bad: Iterable[Bad]) -> None:
+    def add(self, bad: Iterable[BadSample]) -> None:
         """Notes broken samples; refuses to go on when there are too many."""
         for sample, why in bad:
             self.bad.setdefault(sample, printable(why))
@@ -40,7 +40,7 @@ class Ledger:
     def merge(self, others: Sequence[dict[int, str]]) -> None:
         """Takes in what other processes noted."""
         for other in others:
-            self.add(Bad(sample, why) for sample, why in other.items())
+            self.add(BadSample(sample, why) for sample, why in other.items())
 
     def lines(self) -> list[str]:
         """Every broken sample, one a line, by sample id."""

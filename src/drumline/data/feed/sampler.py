@@ -51,14 +51,14 @@ def bounds(total: int, parts: int, unit: int = 1) -> tuple[int, ...]:
     return (*(whole * part // parts * unit for part in range(parts)), total)
 
 
-def share(batch: int, rank: int, world: int, unit: int = 1) -> slice:
+def rank_slice(batch: int, rank: int, world: int, unit: int = 1) -> slice:
     """The part of every global batch that belongs to a rank; the same for each step, so shapes are fixed."""
     cuts = bounds(batch, world, unit)
     return slice(cuts[rank], cuts[rank + 1])
 
 
 def training_requests(
-    *, seed: int, samples: int, batch: int, first_step: int, last_step: int, part: slice
+    *, seed: int, samples: int, batch: int, first_step: int, last_step: int, local: slice
 ) -> Iterator[Request]:
     """The requests of one rank from optimizer step `first_step` up to `last_step`, over epochs."""
     per_epoch = steps_per_epoch(samples, batch)
@@ -66,7 +66,7 @@ def training_requests(
     for step in range(first_step, last_step):
         epoch, position = divmod(step, per_epoch)
         order = epoch_order(seed, epoch, samples)
-        yield Request(epoch, order[position * batch : (position + 1) * batch][part])
+        yield Request(epoch, order[position * batch : (position + 1) * batch][local])
 
 
 def evaluation_starts(*, samples: int, batch: int, rank: int, world: int) -> range:

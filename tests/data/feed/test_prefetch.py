@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 
 from drumline.core.errors import UserError
-from drumline.data.feed.ahead import ahead
+from drumline.data.feed.prefetch import prefetch
 
 
 class Source:
@@ -51,18 +51,18 @@ def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("count", [0, 1, 50])
 def test_items_come_in_order_and_the_source_is_closed_once(count: int, ready: int) -> None:
     source = Source(count)
-    assert list(ahead(source, ready)) == list(range(count))
+    assert list(prefetch(source, ready)) == list(range(count))
     assert len(source.closed_by) == 1
     assert feeds() == []
 
 
 def test_items_that_are_none_or_false_are_items() -> None:
-    assert list(ahead((item for item in (None, False, 0, ())), 2)) == [None, False, 0, ()]
+    assert list(prefetch((item for item in (None, False, 0, ())), 2)) == [None, False, 0, ()]
 
 
 def test_it_runs_ahead_but_no_further_than_asked() -> None:
     source = Source(100)
-    with closing(ahead(source, 3)) as items:
+    with closing(prefetch(source, 3)) as items:
         assert next(items) == 0
         # Three wait in the queue, and one in the thread's hands.
         until(lambda: source.given >= 5)
@@ -77,7 +77,7 @@ def test_it_runs_ahead_but_no_further_than_asked() -> None:
 @pytest.mark.parametrize("error", [UserError("what", "fix"), ValueError("odd"), KeyboardInterrupt()])
 def test_what_the_source_raises_is_raised_where_its_item_was_wanted(error: BaseException) -> None:
     source = Source(4, error)
-    items = ahead(source, 2)
+    items = prefetch(source, 2)
     assert [next(items) for _ in range(4)] == [0, 1, 2, 3]
     with pytest.raises(type(error)) as caught:
         next(items)
@@ -89,7 +89,7 @@ def test_what_the_source_raises_is_raised_where_its_item_was_wanted(error: BaseE
 @pytest.mark.parametrize("taken", [1, 2, 5])
 def test_closing_early_ends_the_thread_and_closes_the_source_first(taken: int) -> None:
     source = Source(10**9)
-    items = ahead(source, 2)
+    items = prefetch(source, 2)
     for _ in range(taken):
         next(items)
     (feed,) = feeds()
@@ -103,7 +103,7 @@ def test_an_error_at_the_consumer_ends_the_thread() -> None:
     source = Source(10**9)
 
     def consume() -> None:
-        with closing(ahead(source, 2)) as items:
+        with closing(prefetch(source, 2)) as items:
             for item in items:
                 assert item < 3
 
@@ -125,14 +125,14 @@ def test_a_generators_own_ending_is_run_in_the_thread_it_ran_in() -> None:
         finally:
             threads.append(threading.current_thread())
 
-    with closing(ahead(generator(), 2)) as items:
+    with closing(prefetch(generator(), 2)) as items:
         next(items)
     assert threads[0] is threads[1]
     assert threads[0] is not threading.current_thread()
 
 
 def test_what_is_never_asked_for_anything_starts_no_thread() -> None:
-    items = ahead(Source(5), 2)
+    items = prefetch(Source(5), 2)
     assert feeds() == []
     items.close()
     assert feeds() == []

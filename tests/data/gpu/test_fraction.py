@@ -8,23 +8,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumline.data.gpu import share as module
-from drumline.data.gpu.share import FALL, FIRST_RISE, IDLE, RETREAT, UNDER_WAY, WINDOW, Share, next_share
+from drumline.data.gpu import fraction as module
+from drumline.data.gpu.fraction import (
+    FALL,
+    FIRST_RISE,
+    IDLE,
+    RETREAT,
+    UNDER_WAY,
+    WINDOW,
+    GpuFraction,
+    next_fraction,
+)
 
 COST = 0.06
 """What decoding everything on the GPU adds to a step there."""
 
 
 def settled(cpu: float, gpu: float, step: float) -> tuple[float, float]:
-    """Follows the rule in a model of a feed: CPU, GPU and step in batches a second, each alone. Gives the share and
-    the mean speed after it has settled."""
-    share, speeds = 0.0, []
+    """Follows the rule in a model of a feed: CPU, GPU and step in batches a second, each alone. Returns the fraction
+    and the mean speed after it has settled."""
+    fraction, speeds = 0.0, []
     for _ in range(400):
-        host, device, busy = (1 - share) / cpu, share / gpu, (1 + COST * share) / step
+        host, device, busy = (1 - fraction) / cpu, fraction / gpu, (1 + COST * fraction) / step
         took = max(host, device, busy)
         speeds.append(1 / took)
-        share = next_share(share, (took - busy) / took, (took - device) / took if took == host else 0.0)
-    return share, sum(speeds[200:]) / 200
+        fraction = next_fraction(
+            fraction, (took - busy) / took, (took - device) / took if took == host else 0.0
+        )
+    return fraction, sum(speeds[200:]) / 200
 
 
 @given(st.floats(1.0, 20.0), st.floats(0.5, 20.0))
@@ -35,27 +46,27 @@ def test_nothing_moves_while_the_cpu_keeps_up(cpu: float, gpu: float) -> None:
 @given(st.floats(1.0, 20.0), st.floats(0.1, 5.0), st.floats(1.0, 60.0))
 def test_the_speed_comes_near_to_what_both_can_do(cpu: float, gain: float, step: float) -> None:
     gpu = gain * cpu
-    share, speed = settled(cpu, gpu, step)
+    fraction, speed = settled(cpu, gpu, step)
     best = max(
         1 / max((1 - f) / cpu, f / gpu, (1 + COST * f) / step) for f in (n / 1000 for n in range(1001))
     )
-    assert 0.0 <= share <= 1.0
+    assert 0.0 <= fraction <= 1.0
     assert speed > 0.9 * best
     if cpu + gpu > 1.5 * step:  # enough to spare: then the step hardly waits
         assert speed > 0.97 * best
 
 
 def test_what_is_missing_moves_and_comes_back_slowly() -> None:
-    assert next_share(0.0, 0.1, 1.0) == pytest.approx(0.1)
-    assert next_share(0.0, 0.9, 1.0) == FIRST_RISE
-    assert next_share(0.2, 0.1, 0.9) == pytest.approx(0.3), "no more than was missing"
-    assert next_share(0.2, 0.9, 0.5) == pytest.approx(0.2 / 0.6), (
+    assert next_fraction(0.0, 0.1, 1.0) == pytest.approx(0.1)
+    assert next_fraction(0.0, 0.9, 1.0) == FIRST_RISE
+    assert next_fraction(0.2, 0.1, 0.9) == pytest.approx(0.3), "no more than was missing"
+    assert next_fraction(0.2, 0.9, 0.5) == pytest.approx(0.2 / 0.6), (
         "the GPU's fifth took half as long as the rest"
     )
-    assert next_share(0.5, 0.0, 0.0) == 0.5 - FALL
-    assert next_share(0.0, 0.0, 0.0) == 0.0
-    assert next_share(1.0, 0.2, 0.5) == 1.0
-    assert next_share(0.5, 0.2, 0.0) == 0.5 * RETREAT, "the GPU's half is the slower one"
+    assert next_fraction(0.5, 0.0, 0.0) == 0.5 - FALL
+    assert next_fraction(0.0, 0.0, 0.0) == 0.0
+    assert next_fraction(1.0, 0.2, 0.5) == 1.0
+    assert next_fraction(0.5, 0.2, 0.0) == 0.5 * RETREAT, "the GPU's half is the slower one"
 
 
 class Event:
@@ -76,45 +87,45 @@ class Event:
 def test_a_decision_rests_on_batches_made_with_the_share_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[float, float, float]] = []
 
-    def note(share: float, idle: float, host_wait: float) -> float:
-        asked.append((share, idle, host_wait))
-        return share + 0.25
+    def note(fraction: float, idle: float, host_wait: float) -> float:
+        asked.append((fraction, idle, host_wait))
+        return fraction + 0.25
 
-    monkeypatch.setattr(module, "next_share", note)
-    share = Share()
+    monkeypatch.setattr(module, "next_fraction", note)
+    fraction = GpuFraction()
     for number in range(2 * (UNDER_WAY + WINDOW) + 1):
         # Each needs 10 ms; the first eight come 5 ms late, the next four 2 ms, then in time.
         late = 5.0 if number < UNDER_WAY else 2.0 if number < UNDER_WAY + WINDOW else -1.0
-        share.handed(Event(10.0 * number), Event(10.0 * number + late))  # type: ignore[arg-type]
+        fraction.handed(Event(10.0 * number), Event(10.0 * number + late))  # type: ignore[arg-type]
     assert [(before, pytest.approx(idle)) for before, idle, _ in asked] == [(0.0, 0.2), (0.25, 0.0)]
-    assert share.value == 0.5
+    assert fraction.value == 0.5
 
 
 def test_no_time_is_asked_for_before_it_has_come() -> None:
-    share = Share()
+    fraction = GpuFraction()
     for number in range(40):
-        share.handed(Event(10.0 * number, now=0.0), Event(10.0 * number + 1, now=0.0))  # type: ignore[arg-type]
-    share = Share()
-    share.handed(Event(0.0, now=500.0), Event(1.0, now=500.0))  # type: ignore[arg-type]
+        fraction.handed(Event(10.0 * number, now=0.0), Event(10.0 * number + 1, now=0.0))  # type: ignore[arg-type]
+    fraction = GpuFraction()
+    fraction.handed(Event(0.0, now=500.0), Event(1.0, now=500.0))  # type: ignore[arg-type]
     for number in range(40):  # each came in time, but the step has not yet got as far as wanting the next
-        share.handed(Event(1000.0 + number, now=500.0), Event(0.0, now=500.0))  # type: ignore[arg-type]
-    assert share.value == 0.0
+        fraction.handed(Event(1000.0 + number, now=500.0), Event(0.0, now=500.0))  # type: ignore[arg-type]
+    assert fraction.value == 0.0
 
 
 def test_a_quiet_feed_gives_back_at_every_window() -> None:
-    share = Share()
-    share.value = 0.5
+    fraction = GpuFraction()
+    fraction.value = 0.5
     batches = UNDER_WAY + 3 * WINDOW
     for number in range(batches + 1):
-        share.handed(Event(10.0 * number), Event(10.0 * number - 5))  # type: ignore[arg-type]
-    assert share.value == pytest.approx(0.5 - 3 * FALL)
+        fraction.handed(Event(10.0 * number), Event(10.0 * number - 5))  # type: ignore[arg-type]
+    assert fraction.value == pytest.approx(0.5 - 3 * FALL)
     assert IDLE > 0
 
 
 def test_waiting_for_the_host_is_measured_between_items(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = count(0.0, 1.0)  # each look at the clock is a second later
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
-    share = Share()
-    assert list(share.timed(iter("abc"))) == ["a", "b", "c"]
+    fraction = GpuFraction()
+    assert list(fraction.timed(iter("abc"))) == ["a", "b", "c"]
     # Of the two looks an item takes, the time between them is the wait; the rest is the feed's own work.
-    assert (share._host_s, share._fed_s) == (3.0, 6.0)
+    assert (fraction._host_s, fraction._fed_s) == (3.0, 6.0)
