@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from drumline.core.errors import UserError
 from drumline.models import create_model
 from drumline.observe.timeline import perfetto, timeline_svg
-from drumline.parallel.pipeline.cut import even
-from drumline.parallel.pipeline.mailbox import Mailbox, Move, Place, straight, through_host
+from drumline.parallel.pipeline.cut import even_cuts
+from drumline.parallel.pipeline.mailbox import LaneDevice, Mailbox, Move, copy_direct, copy_through_host
 from drumline.parallel.pipeline.profile import choose_split
 from drumline.parallel.pipeline.record import Recorder
 from drumline.parallel.pipeline.schedule import SCHEDULES
@@ -54,7 +54,7 @@ from pipelines import (
     turns,
 )
 
-MOVES: dict[str, Move] = {"device to device": straight, "through the host": through_host}
+MOVES: dict[str, Move] = {"device to device": copy_direct, "through the host": copy_through_host}
 ONE, EACH, OWN = "one stream", "a stream a stage", "copies on their own"
 STREAMS = (ONE, EACH, OWN)
 
@@ -67,7 +67,7 @@ def slowly(seconds: float) -> Move:
 
     def move(into: Tensor, tensor: Tensor) -> None:
         begun = time.perf_counter()
-        straight(into, tensor)
+        copy_direct(into, tensor)
         sleep_until(begun + seconds)
 
     return move
@@ -76,11 +76,11 @@ def slowly(seconds: float) -> Move:
 def on_cpu(rounds: int, transfer: float, cases: Sequence[Case], log: Log, out: Path | None) -> int:
     """Copies that take `transfer` seconds each."""
     boxes = {
-        (case, overlap): Mailbox([Place.on(CPU) for _ in range(case.ranks)], overlap, slowly(transfer))
+        (case, overlap): Mailbox([LaneDevice.on(CPU) for _ in range(case.ranks)], overlap, slowly(transfer))
         for case in cases
         for overlap in (False, True)
     }
-    runs = {key: Asleep(key[0], dict(enumerate(box.seats))) for key, box in boxes.items()}
+    runs = {key: Asleep(key[0], dict(enumerate(box.transports))) for key, box in boxes.items()}
     for key, run in runs.items():
         run.step(boxes[key])
 
@@ -237,14 +237,14 @@ def same_bits(works: Sequence[Work], log: Log, until: float = float("inf")) -> i
 
 
 def piped_and_differing(job: ModelInStages, whole: nn.Module, schedule: str, stages: int) -> list[str]:
-    box = Mailbox([Place.on(job.device) for _ in range(2)])
-    lanes = job.cut(even(job.traced, stages), schedule, box)
+    box = Mailbox([LaneDevice.on(job.device) for _ in range(2)])
+    lanes = job.cut(even_cuts(job.traced, stages), schedule, box)
     for _ in range(2):
         job.step(box, lanes)
     return differing(whole, job.model)
 
 
-def mailbox_with(streams: str, places: Sequence[Place], move: Move) -> Mailbox:
+def mailbox_with(streams: str, places: Sequence[LaneDevice], move: Move) -> Mailbox:
     """Two places; the same ones for every case, because memory is kept by stream and would not be enough for all."""
     return Mailbox([places[0]] * 2 if streams == ONE else places, overlap=streams == OWN, move=move)
 
@@ -263,11 +263,11 @@ def overlap_on_gpu(
     settle: Callable[[], None] = (
         partial(torch.cuda.synchronize, device) if device.type == "cuda" else _nothing
     )
-    moves = MOVES if device.type == "cuda" else {"device to device": straight}
+    moves = MOVES if device.type == "cuda" else {"device to device": copy_direct}
     cuts = {stages: balanced(job, stages) for stages in (2, 4)}
     keys = [(schedule, move, streams) for schedule in schedules for move in moves for streams in STREAMS]
     runs: dict[Any, Callable[..., None]] = {"whole": job.whole}
-    places = [Place.on(device) for _ in range(2)]
+    places = [LaneDevice.on(device) for _ in range(2)]
     for key in keys:
         schedule, move, streams = key
         box = mailbox_with(streams, places, moves[move])

@@ -28,10 +28,10 @@ from torch.autograd.graph import saved_tensors_hooks
 sys.path.insert(0, str(Path(__file__).parent))
 
 from drumline.models import create_model
-from drumline.parallel.pipeline.cut import even
+from drumline.parallel.pipeline.cut import even_cuts
 from drumline.parallel.pipeline.execute import Lane
 from drumline.parallel.pipeline.instructions import Instruction, Kind
-from drumline.parallel.pipeline.mailbox import Mailbox, Place
+from drumline.parallel.pipeline.mailbox import LaneDevice, Mailbox
 from drumline.parallel.pipeline.schedule import SCHEDULES, promised_in_flight
 from harness import Parser
 from pipelines import CPU, Log, ModelInStages
@@ -97,8 +97,8 @@ class Row:
 def measure(job: ModelInStages, schedule: str, ranks: int) -> Iterator[Row]:
     chunks = 2 if schedule == "interleaved" else 1
     count = len(job.pieces)
-    box = Mailbox([Place.on(CPU) for _ in range(ranks)])
-    lanes = job.cut(even(job.traced, ranks * chunks), schedule, box)
+    box = Mailbox([LaneDevice.on(CPU) for _ in range(ranks)])
+    lanes = job.cut(even_cuts(job.traced, ranks * chunks), schedule, box)
     lasting = frozenset(
         tensor.untyped_storage().data_ptr() for tensor in (*job.model.parameters(), *job.model.buffers())
     )
@@ -120,10 +120,10 @@ def measure(job: ModelInStages, schedule: str, ranks: int) -> Iterator[Row]:
             ranks,
             rank,
             promised_in_flight(schedule, ranks, chunks, count, rank),
-            lane.high_water.micro_batches,
+            lane.peak.micro_batches,
             bytes_by_list(lane, one),
             kept.most,
-            lane.high_water.bytes,
+            lane.peak.bytes,
         )
         assert kept.now == 0, f"{kept.now} bytes are still kept after the step"
 

@@ -41,10 +41,10 @@ from drumline.core.environment import read_rank_info
 from drumline.launch.network import free_port
 from drumline.launch.worker import cuda_settings
 from drumline.parallel.grid import Grid, make_grid
-from drumline.parallel.pipeline.mailbox import Mailbox, Place
+from drumline.parallel.pipeline.mailbox import LaneDevice, Mailbox
 from drumline.parallel.pipeline.pipelined import GradientSum
 from drumline.parallel.pipeline.schedule import SCHEDULES
-from drumline.parallel.pipeline.wire import Wire
+from drumline.parallel.pipeline.transport import ProcessTransport
 from drumline.parallel.process_group import init_world
 from drumline.parallel.world import World
 from harness import Parser
@@ -100,11 +100,13 @@ def by_itself(case: Case) -> Case:
 
 
 def in_threads(plan: Plan, log: Log, device: torch.device = CPU) -> dict[Case, list[float]]:
-    boxes = {ranks: Mailbox([Place.on(device) for _ in range(ranks)]) for ranks in sorted({1, *plan.ranks})}
+    boxes = {
+        ranks: Mailbox([LaneDevice.on(device) for _ in range(ranks)]) for ranks in sorted({1, *plan.ranks})
+    }
     measures = {}
     for case in plan.every():
         box = boxes[case.ranks]
-        asleep = Asleep(case, dict(enumerate(box.seats)), device=device)
+        asleep = Asleep(case, dict(enumerate(box.transports)), device=device)
         asleep.step(box)
         measures[case] = partial(asleep.step, box)
     return turns(plan.rounds, measures, lambda case, seconds: log_step(log, "threads", case, seconds))
@@ -124,7 +126,7 @@ def one_rank(plan: Plan, out: Path) -> None:
     torch.set_num_threads(1)
     world = init_world(read_rank_info(os.environ), "cpu", "gloo", 300)
     grids = {ranks: make_grid(world, ranks) for ranks in sorted({1, 2, *plan.ranks})}
-    wires = {ranks: Wire(grid.down, grid.up) for ranks, grid in grids.items()}
+    wires = {ranks: ProcessTransport(grid.down, grid.up) for ranks, grid in grids.items()}
     log = Log(str(out)) if world.is_rank_zero else Log(None)
 
     def steps(case: Case, asleep: Asleep | None, count: int) -> float:
@@ -147,7 +149,7 @@ def one_rank(plan: Plan, out: Path) -> None:
     world.close()
 
 
-def exchanges(plan: Plan, world: World, grid: Grid, wire: Wire, log: Log) -> None:
+def exchanges(plan: Plan, world: World, grid: Grid, wire: ProcessTransport, log: Log) -> None:
     """Two replicas of two ranks: a step without exchange, with one for each stage as soon as it is complete, and
     with all of them once a rank has computed everything."""
 

@@ -24,14 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drumline.parallel.pipeline.boundary import TensorSpec, boundaries
-from drumline.parallel.pipeline.carriers import Carrier
 from drumline.parallel.pipeline.cut import trace
 from drumline.parallel.pipeline.execute import Lane, run_lanes
-from drumline.parallel.pipeline.instructions import Instruction
+from drumline.parallel.pipeline.instructions import Instruction, Span
 from drumline.parallel.pipeline.mailbox import Mailbox
 from drumline.parallel.pipeline.record import Recorder
 from drumline.parallel.pipeline.schedule import instruction_lists
-from drumline.parallel.pipeline.simulate import Span, Times
+from drumline.parallel.pipeline.simulate import Times
+from drumline.parallel.pipeline.transport import Transport
 
 CPU = torch.device("cpu")
 T = TypeVar("T")
@@ -157,12 +157,12 @@ def sleep_until(moment: float) -> None:
 
 
 class Asleep:
-    """The lanes of a case whose stages sleep, as far as `carriers` has them: all in one process, or one of many."""
+    """The lanes of a case whose stages sleep, as far as `transports` has them: all in one process, or one of many."""
 
     def __init__(
         self,
         case: Case,
-        carriers: Mapping[int, Carrier],
+        transports: Mapping[int, Transport],
         reduces: bool = False,
         device: torch.device = CPU,
     ) -> None:
@@ -180,10 +180,10 @@ class Asleep:
                 },
                 last,
                 lambda stage, micro: [spec],
-                carrier,
+                transport,
                 device,
             )
-            for rank, carrier in carriers.items()
+            for rank, transport in transports.items()
         ]
 
     def feed(self, micro: int) -> Tensor:
@@ -228,7 +228,7 @@ class ModelInStages:
 
     def cut(self, names: Sequence[str], schedule: str, box: Mailbox) -> list[Lane]:
         """The lanes, by where stages begin."""
-        ranks = len(box.places)
+        ranks = len(box.lanes)
         segments = self.traced.split(names)
         stages = [segment.bind(self.model) for segment in segments]
         specs = {len(each): boundaries(stages, each, self.autocast) for each, _ in self.pieces}
@@ -239,7 +239,7 @@ class ModelInStages:
                 dict(list(enumerate(stages))[rank::ranks]),
                 len(stages) - 1,
                 lambda stage, micro: specs[len(self.pieces[micro][0])][stage],
-                box.seats[rank],
+                box.transports[rank],
                 self.device,
             )
             for rank in range(ranks)
@@ -259,7 +259,7 @@ class ModelInStages:
         """`around` is entered around each forward; the arithmetic is if there is none."""
         around = around or (lambda stage, micro: self.arithmetic())
         run_lanes(
-            box, lanes, lambda micro: self.pieces[micro][0], self.score, switch=around, recorders=recorders
+            box, lanes, lambda micro: self.pieces[micro][0], self.score, around=around, recorders=recorders
         )
 
     def score(self, micro: int, output: Tensor) -> Tensor:

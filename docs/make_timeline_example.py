@@ -10,8 +10,9 @@ import random
 from pathlib import Path
 
 from drumline.observe.timeline import timeline_svg
+from drumline.parallel.pipeline.instructions import Span
 from drumline.parallel.pipeline.schedule import instruction_lists
-from drumline.parallel.pipeline.simulate import Span, Times, simulate
+from drumline.parallel.pipeline.simulate import Times, simulate
 
 PICTURE = Path(__file__).parent / "images" / "timeline-1f1b.svg"
 

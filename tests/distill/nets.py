@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drumline.models.taps import Output, TapInfo, Taps, VisionModel, global_pool, he_init, stage_taps
+from drumline.models.base import Output, TapInfo, Taps, VisionModel, global_pool, he_init, tap_table
 
 
 class Alone(VisionModel):
@@ -26,7 +26,7 @@ class Alone(VisionModel):
         he_init(self)
         self.head_name = "head_"
         self.block_names = ()
-        self.tap_info = stage_taps(
+        self.tap_info = tap_table(
             TapInfo(widths[0], ""), [TapInfo(width, "") for width in widths[1:]], widths[-1]
         )
 

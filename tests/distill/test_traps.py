@@ -28,7 +28,7 @@ from drumline.distill.objective import Distillation, Part
 from drumline.distill.task import anatomy
 from drumline.distill.teacher import Live, Taught, Teacher
 from drumline.models import create_model
-from drumline.models.foreign import with_taps
+from drumline.models.tapped import with_taps
 from drumline.parallel.layout import Averaged
 from drumline.parallel.world import World, single_process
 from drumline.train.assemble import prepare_state

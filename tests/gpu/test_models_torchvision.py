@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drumline.models.pool import pool_to
+from drumline.models.base import pool_to
 from drumline.models.registry import IMAGENET, create_model
 from drumline.state.weights import export_weights, load_weights
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from drumline.parallel.pipeline import schedule as schedules
 from drumline.parallel.pipeline.execute import Lane, run_lanes
 from drumline.parallel.pipeline.instructions import Kind
-from drumline.parallel.pipeline.mailbox import Mailbox, Move, Place, straight, through_host
+from drumline.parallel.pipeline.mailbox import LaneDevice, Mailbox, Move, copy_direct, copy_through_host
 from drumline.parallel.pipeline.record import Recorder
 from tests.parallel.pipeline import lanes
 from tests.parallel.pipeline.test_execute import chunks_of, step
@@ -32,7 +32,7 @@ def both(channels_last: bool) -> tuple[lanes.Chain, lanes.Chain]:
 
 
 @pytest.mark.usefixtures("repeatable")
-@pytest.mark.parametrize("move", [straight, through_host])
+@pytest.mark.parametrize("move", [copy_direct, copy_through_host])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
     ("schedule", "ranks", "count"), [("gpipe", 2, 4), ("1f1b", 4, 5), ("interleaved", 2, 4)]
@@ -42,13 +42,13 @@ def test_gradients_are_those_of_accumulation(
 ) -> None:
     batches = on_gpu(count, channels_last=True)
     alone, piped = both(channels_last=True)
-    box = Mailbox([Place.on(GPU) for _ in range(ranks)], overlap, move)
+    box = Mailbox([LaneDevice.on(GPU) for _ in range(ranks)], overlap, move)
     stages = lanes.cut(piped, ranks * chunks_of(schedule))
     for _ in range(3):
         lanes.accumulate(alone, batches)
     run = step(box, schedule, stages, batches, steps=3)
     assert lanes.differing(alone, piped) == []
-    assert [lane.high_water.micro_batches for lane in run] == [
+    assert [lane.peak.micro_batches for lane in run] == [
         schedules.in_flight(lane.instructions) for lane in run
     ]
 
@@ -62,7 +62,7 @@ def test_autocast_of_the_caller_holds_in_the_lanes() -> None:
             value = lanes.loss(alone(images), labels)
         value.backward()
     with torch.autocast("cuda", torch.bfloat16):
-        step(Mailbox([Place.on(GPU) for _ in range(2)]), "1f1b", lanes.cut(piped, 2), batches)
+        step(Mailbox([LaneDevice.on(GPU) for _ in range(2)]), "1f1b", lanes.cut(piped, 2), batches)
     assert lanes.differing(alone, piped) == []
 
 
@@ -85,10 +85,10 @@ def test_copies_run_beside_the_computing_and_the_host_never_waits() -> None:
     took: dict[bool, float] = {}
     for overlap in (True, False):
         stages = [Burn(last=False), Burn(last=True)]
-        box = Mailbox([Place.on(GPU), Place.on(GPU)], overlap, through_host)
+        box = Mailbox([LaneDevice.on(GPU), LaneDevice.on(GPU)], overlap, copy_through_host)
         lists = schedules.instruction_lists("gpipe", 2, 1, len(inputs), reduces=False)
         specs = lanes.boundaries(stages, inputs)
-        each = [Lane(lists[r], {r: stages[r]}, 1, specs, box.seats[r], GPU) for r in range(2)]
+        each = [Lane(lists[r], {r: stages[r]}, 1, specs, box.transports[r], GPU) for r in range(2)]
         run = partial(run_lanes, box, each, lambda micro: inputs[micro], lambda micro, output: output)
         for _ in range(3):
             run()
@@ -111,7 +111,7 @@ def test_copies_run_beside_the_computing_and_the_host_never_waits() -> None:
 def test_memory_does_not_grow_with_steps() -> None:
     batches = on_gpu(5, channels_last=True)
     _, piped = both(channels_last=True)
-    box = Mailbox([Place.on(GPU) for _ in range(4)])
+    box = Mailbox([LaneDevice.on(GPU) for _ in range(4)])
     step(box, "1f1b", lanes.cut(piped, 4), batches, steps=3)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from drumline.models.base import VisionModel
 from drumline.models.registry import CIFAR, IMAGENET, create_model
-from drumline.models.taps import VisionModel
 
 NAMES = (*IMAGENET, *(f"cifar/{name}" for name in CIFAR))
 """Every network of ours, once."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drumline.models.taps import Taps, VisionModel
+from drumline.models.base import Taps, VisionModel
 from tests.models.quick import NAMES, on_meta, quick_model
 
 SIDE = 32

@@ -18,9 +18,9 @@ import pytest
 
 from drumline.observe.shades import shades
 from drumline.observe.timeline import bubble_share, perfetto, timeline_svg
-from drumline.parallel.pipeline.instructions import Kind
+from drumline.parallel.pipeline.instructions import Kind, Span
 from drumline.parallel.pipeline.schedule import instruction_lists
-from drumline.parallel.pipeline.simulate import Span, Times, simulate
+from drumline.parallel.pipeline.simulate import Times, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 LANES = ("rank 0: stage 0 (conv1 .. layer2.1)", "rank 1: stage 1 (layer3.0 .. fc)")

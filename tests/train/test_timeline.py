@@ -8,8 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from drumline.core.machine import host_name
-from drumline.parallel.pipeline.instructions import Kind
-from drumline.parallel.pipeline.simulate import Span
+from drumline.parallel.pipeline.instructions import Kind, Span
 from drumline.train.timeline import AFTER, TRACE, Picture, in_turn
 
 

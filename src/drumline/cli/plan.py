@@ -20,8 +20,8 @@ from drumline.core.result import json_line, print_result
 from drumline.parallel.pipeline.split import (
     Memory,
     balance,
+    check_stage_count,
     even_split,
-    refuse_too_many,
     speed_up,
     stage_times,
 )
@@ -324,8 +324,8 @@ def _measure(options: Options) -> tuple[Profile, dict[str, Any]]:
     from drumline.config.recipe import Recipe
     from drumline.core.progress import progress
     from drumline.models.registry import create_model
-    from drumline.parallel.pipeline.cut import trace, with_something_to_train
-    from drumline.parallel.pipeline.profile import places, profile
+    from drumline.parallel.pipeline.cut import trace, trainable_units
+    from drumline.parallel.pipeline.profile import cut_points, profile
     from drumline.parallel.process_group import pick_device, resolve_device_type
     from drumline.parallel.world import single_process
     from drumline.train import prepare
@@ -346,8 +346,8 @@ def _measure(options: Options) -> tuple[Profile, dict[str, Any]]:
     shape = (options.batch, 3, size, size)
     _try(options.cuts, model, size)
     traced = trace(model, sample=torch.empty(shape))
-    points = with_something_to_train(traced, places(traced, inside_blocks=options.all), model)
-    refuse_too_many(options.cuts, len(points), max(options.stages, default=1))
+    points = trainable_units(traced, cut_points(traced, inside_blocks=options.all), model)
+    check_stage_count(options.cuts, len(points), max(options.stages, default=1))
     try:
         measured = profile(
             traced,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from drumline.distill.method import Needs, Taps
-from drumline.models.taps import Output
+from drumline.models.base import Output
 
 
 class Said(NamedTuple):

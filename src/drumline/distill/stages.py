@@ -21,8 +21,8 @@ from drumline.distill.teacher import Taught, Teacher
 from drumline.observe.display import Display
 from drumline.parallel.grid import Grid
 from drumline.parallel.pipeline.chain import Chain
-from drumline.parallel.pipeline.cut import Segment, Traced, even, trace
-from drumline.parallel.pipeline.profile import places, profile
+from drumline.parallel.pipeline.cut import Segment, Traced, even_cuts, trace
+from drumline.parallel.pipeline.profile import cut_points, profile
 from drumline.parallel.pipeline.settle import settle
 from drumline.parallel.pipeline.shape import Shape
 from drumline.parallel.pipeline.split import min_max_split
@@ -101,7 +101,7 @@ def cut_teacher(
     sample = torch.empty((samples, 3, size, size), device=world.device)
     try:
         traced = trace(module.eval(), {"taps": True} if taps else {}, sample=sample)
-        names = even(traced, shape.stages)  # refuses too many
+        names = even_cuts(traced, shape.stages)  # refuses too many
         if shape.over_processes and recipe.parallel.split != "even":
             if world.is_rank_zero:
                 display.log("measuring where to cut the teacher")
@@ -166,7 +166,7 @@ def _balanced(
     traced: Traced, module: nn.Module, sample: Tensor, stages: int, autocast: torch.dtype | None
 ) -> tuple[str, ...]:
     """By measured times of the forward alone: a teacher has no other."""
-    points = places(traced)
+    points = cut_points(traced)
     measured = profile(traced, module, tuple(sample.shape), sample.device, autocast, points=points)
     times = [unit.forward_s for unit in measured.units]
     split = min_max_split(times, stages, crossing=measured.crossings, slack=0.01)

@@ -27,9 +27,9 @@ from drumline.distill.method import Anatomy, Method, Needs
 from drumline.distill.objective import Distillation, Part
 from drumline.distill.stages import Relayed, Stages, cut_teacher, lay_teacher, plan_stages
 from drumline.distill.teacher import Live, Teacher, weights_sha256
+from drumline.models.base import VisionModel
 from drumline.models.copies import copy_model
-from drumline.models.foreign import Tapped, norm_before, with_taps
-from drumline.models.taps import VisionModel
+from drumline.models.tapped import Tapped, norm_before, with_taps
 from drumline.observe.display import Display
 from drumline.parallel.grid import Grid
 from drumline.parallel.layout import resolve_layout
@@ -235,9 +235,9 @@ class _Pair:
             ("teacher", self.teachers[0], self.teacher_taps),
         )
         return [
-            f"taps of the {side}: {', '.join(f'{tap} = {model.places[tap]}' for tap in read)}"
+            f"taps of the {side}: {', '.join(f'{tap} = {model.locations[tap]}' for tap in read)}"
             for side, model, taps in sides
-            if isinstance(model, Tapped) and (read := [tap for tap in taps if tap in model.places])
+            if isinstance(model, Tapped) and (read := [tap for tap in taps if tap in model.locations])
         ]
 
     @property
@@ -284,7 +284,9 @@ def anatomy(model: nn.Module, name: str, example: Tensor) -> Anatomy:
     for tap, value in taps.items():
         wanted, form = (2, "N x C") if tap == "pooled" else (4, "N x C x H x W")
         if value.ndim != wanted:
-            place = f" ({model.places[tap]})" if isinstance(model, Tapped) and tap in model.places else ""
+            place = (
+                f" ({model.locations[tap]})" if isinstance(model, Tapped) and tap in model.locations else ""
+            )
             raise UserError(
                 f"{tap}{place} of {name} has shape {' x '.join(map(str, value.shape))}, and must be {form}",
                 "name another place by distill.student_taps or distill.teacher_taps",

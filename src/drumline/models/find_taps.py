@@ -1,7 +1,7 @@
-"""Where the stages of any network are, found by running it once.
+"""Finds the stages of any network by running it once.
 
-Promises: the forward that finds out leaves modes, buffers and random generators as they were. Refuses a place whose
-module is not called. What a place is, see `foreign.py`.
+Promises: the probe leaves modes, buffers and random generators as they were. Rejects a tap location whose module is
+not called. `tapped.py` explains what a location is.
 """
 
 from __future__ import annotations
@@ -21,90 +21,95 @@ from drumline.core.errors import UserError
 INPUT = ":input"
 
 
-def find_places(model: nn.Module, example: Tensor) -> dict[str, str]:
-    """Tap to place, found by running the model once on `example` in evaluation mode.
+def find_taps(model: nn.Module, example: Tensor, named: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The location of each tap, found by running the model once on `example` in evaluation mode. `named` locations
+    take precedence over found ones.
 
-    Stages are the entries of timm's `feature_info` where there is one. Else they are the shallowest modules that
-    end each size of the map: the last one before it halves, down to the last map. If there are more than four, the
-    first is `stem`. `stageN.pre` is there where a stage ends in an activation module; `pooled` is the input of the
-    linear layer that gives the logits. Maps are N x C x H x W; a model that spends less than a quarter of its
-    layers on such maps (a vision transformer after its patches) has no stages.
+    If timm's `feature_info` lists the stages, they are taken from there. Otherwise a stage ends with the shallowest
+    module that ends each size of the feature map: the last one before the map is halved, down to the last map. If
+    there are more than four, the first is `stem`. A stage that ends in an activation module also has `stageN.pre`.
+    `pooled` is the input of the linear layer that returns the logits. Feature maps are N x C x H x W. A model that
+    spends less than a quarter of its layers on such maps (a vision transformer after its patches) has no stages.
     """
-    record = probe(model, example)
-    places = stage_places(model, record)
-    places |= pre_places(model, record, places)
-    return {tap: places[tap] for tap in sorted(places, key=tap_order)}
+    log = probe(model, example)
+    locations = {**_stage_locations(model, log), **(named or {})}
+    locations = {**_pre_locations(model, log, locations), **locations}
+    return {tap: locations[tap] for tap in sorted(locations, key=tap_order)}
 
 
-def stage_places(model: nn.Module, record: Record) -> dict[str, str]:
-    """Stem, stages and pooled."""
-    ends = _timm_ends(model, record) or _map_ends(model, record)
+def _stage_locations(model: nn.Module, log: CallLog) -> dict[str, str]:
+    """The locations of stem, stages and pooled."""
+    ends = _timm_ends(model, log) or _map_ends(model, log)
     names = [f"stage{number}" for number in range(1, len(ends) + 1)]
     if len(ends) > 4:
         names = ["stem", *names[:-1]]
-    places = dict(zip(names, ends, strict=True))
-    head = record.head
-    if head is not None and head.name and head.entry is not None and head.entry.tensor.dim() == 2:
-        places["pooled"] = head.name + INPUT
-    return places
+    locations = dict(zip(names, ends, strict=True))
+    head = log.head
+    if head is not None and head.name and head.input is not None and head.input.tensor.dim() == 2:
+        locations["pooled"] = head.name + INPUT
+    return locations
 
 
-def pre_places(model: nn.Module, record: Record, places: Mapping[str, str]) -> dict[str, str]:
-    """`stageN.pre` of the stages whose output an activation module gave."""
+def _pre_locations(model: nn.Module, log: CallLog, locations: Mapping[str, str]) -> dict[str, str]:
+    """`stageN.pre` of the stages whose output comes from an activation module."""
     pre = {}
-    for tap, place in places.items():
+    for tap, location in locations.items():
         if not tap.startswith("stage") or tap.endswith(".pre"):
             continue
-        stage = record.at(model, tap, place)
-        for call in reversed(record.calls):
-            if not _activates(call.module) or not stage.is_(call.leaving):
+        stage = log.at(model, tap, location)
+        for call in reversed(log.calls):
+            if not _activates(call.module) or not stage.same_value(call.output):
                 continue
-            if record.last(call.module) is call and call.entry is not None:
+            if log.last(call.module) is call and call.input is not None:
                 pre[f"{tap}.pre"] = call.name + INPUT
                 break
     return pre
 
 
-def norm_name(tap: str, marks: Mapping[str, Mark], record: Record) -> str:
-    """The name of the BatchNorm before a tap's activation; '' where none is known."""
-    before = marks.get(f"{tap}.pre")
-    mark = before or marks[tap]
-    norms = [call for call in reversed(record.calls) if isinstance(call.module, _BatchNorm)]
+def norm_name(tap: str, snapshots: Mapping[str, Snapshot], log: CallLog) -> str:
+    """The name of the BatchNorm before a tap's activation, or '' if none is known."""
+    before = snapshots.get(f"{tap}.pre")
+    snapshot = before or snapshots[tap]
+    norms = [call for call in reversed(log.calls) if isinstance(call.module, _BatchNorm)]
     for call in norms:
-        if call.leaving is not None and call.leaving.time <= mark.time and call.leaving.shares(mark):
+        if (
+            call.output is not None
+            and call.output.time <= snapshot.time
+            and call.output.same_memory(snapshot)
+        ):
             return call.name
     if before is None and not tap.endswith(".pre"):
         return ""
     number = int(tap.removesuffix(".pre").removeprefix("stage"))
-    earlier = marks.get(f"stage{number - 1}", marks.get("stem"))
+    earlier = snapshots.get(f"stage{number - 1}", snapshots.get("stem"))
     since = earlier.time if earlier is not None else -1
     for call in norms:
-        if since < call.start < mark.time and call.module.num_features == mark.tensor.shape[1]:
+        if since < call.start < snapshot.time and call.module.num_features == snapshot.tensor.shape[1]:
             return call.name
     return ""
 
 
-def probe(model: nn.Module, example: Tensor, taps: bool = False) -> Record:
-    """Runs the model once and writes down every call."""
+def probe(model: nn.Module, example: Tensor, taps: bool = False) -> CallLog:
+    """Runs the model once and logs every call of a module."""
     calls: list[Call] = []
     open_calls: list[Call] = []
     names = {module: name for name, module in model.named_modules()}
     clock = iter(range(1 << 62))
 
-    def mark(values: object) -> Mark | None:
+    def snapshot(values: object) -> Snapshot | None:
         tensor = first_tensor(values)
-        return None if tensor is None else Mark(tensor, tensor._version, next(clock))
+        return None if tensor is None else Snapshot(tensor, tensor._version, next(clock))
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        entry = mark((*args, *kwargs.values()))
-        call = Call(names[module], module, next(clock), entry)
+        given = snapshot((*args, *kwargs.values()))
+        call = Call(names[module], module, next(clock), given)
         if open_calls:
             open_calls[-1].inner.append(call)
         open_calls.append(call)
         calls.append(call)
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        open_calls.pop().leaving = mark(output)
+        open_calls.pop().output = snapshot(output)
 
     handles = []
     for module in names:
@@ -112,18 +117,18 @@ def probe(model: nn.Module, example: Tensor, taps: bool = False) -> Record:
         handles.append(module.register_forward_hook(leave))
     try:
         with _undisturbed(model, example.device):
-            # An example made in inference mode has no versions.
+            # A tensor created in inference mode has no version counter.
             image = example.clone() if example.is_inference() else example
             model(image, taps=True) if taps else model(image)
     finally:
         for handle in handles:
             handle.remove()
-    return Record(calls, (example.shape[-2], example.shape[-1]))
+    return CallLog(calls, (example.shape[-2], example.shape[-1]))
 
 
 @dataclass(frozen=True)
-class Record:
-    """What one forward did: all calls in the order of their start, the model's own first."""
+class CallLog:
+    """All calls of one forward in the order of their start, the model's own first."""
 
     calls: list[Call]
     image: tuple[int, int]
@@ -131,27 +136,28 @@ class Record:
     def last(self, module: nn.Module) -> Call | None:
         return next((call for call in reversed(self.calls) if call.module is module), None)
 
-    def at(self, model: nn.Module, tap: str, place: str) -> Mark:
-        """The tensor at a place."""
-        call = self.last(model.get_submodule(place.removesuffix(INPUT)))
-        mark = None if call is None else call.entry if place.endswith(INPUT) else call.leaving
-        if mark is None:
-            what = "is not called in a forward" if call is None else "has no tensor there"
-            raise UserError(f"{tap}={place}: {place.removesuffix(INPUT)} {what}", fix="name another module")
-        return mark
+    def at(self, model: nn.Module, tap: str, location: str) -> Snapshot:
+        """The tensor at a location."""
+        name = location.removesuffix(INPUT)
+        call = self.last(model.get_submodule(name))
+        found = None if call is None else call.input if location.endswith(INPUT) else call.output
+        if found is None:
+            problem = "is not called in a forward" if call is None else "has no tensor there"
+            raise UserError(f"taps: {tap}={location}: {name} {problem}", fix="name a different module")
+        return found
 
     @property
     def head(self) -> Call | None:
-        logits = self.calls[0].leaving
-        given = (c for c in reversed(self.calls) if isinstance(c.module, nn.Linear) and c.leaving is not None)
-        return next((call for call in given if logits is not None and logits.is_(call.leaving)), None)
+        logits = self.calls[0].output
+        linear = (c for c in reversed(self.calls) if isinstance(c.module, nn.Linear) and c.output is not None)
+        return next((call for call in linear if logits is not None and logits.same_value(call.output)), None)
 
-    def size(self, mark: Mark | None) -> tuple[int, int] | None:
-        """Height and width of a map: four dimensions, the last two in the image's proportion (which N x H x W x C
-        is not)."""
-        if mark is None or mark.tensor.dim() != 4:
+    def size(self, snapshot: Snapshot | None) -> tuple[int, int] | None:
+        """Height and width of a feature map, or None for anything else. A map has four dimensions, the last two in
+        proportion to the image (unlike N x H x W x C)."""
+        if snapshot is None or snapshot.tensor.dim() != 4:
             return None
-        (height, width), (full_height, full_width) = mark.tensor.shape[2:], self.image
+        (height, width), (full_height, full_width) = snapshot.tensor.shape[2:], self.image
         alike = abs(height - width * full_height / full_width) <= 1.5
         return (height, width) if alike and height <= full_height and width <= full_width else None
 
@@ -163,25 +169,26 @@ class Call:
     name: str
     module: nn.Module
     start: int
-    entry: Mark | None
-    leaving: Mark | None = None
+    input: Snapshot | None
+    output: Snapshot | None = None
     inner: list[Call] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A tensor as it was at a moment of the probe."""
+class Snapshot:
+    """A tensor at one moment of the probe."""
 
     tensor: Tensor
     version: int
     time: int
 
-    def is_(self, other: Mark | None) -> bool:
-        """The same memory, not written to in between."""
-        return other is not None and self.version == other.version and self.shares(other)
+    def same_value(self, other: Snapshot | None) -> bool:
+        """Whether both are the same memory, not written to in between."""
+        return other is not None and self.version == other.version and self.same_memory(other)
 
-    def shares(self, other: Mark) -> bool:
-        """The same memory, seen in the same shape. The probe keeps every tensor, so no address comes twice."""
+    def same_memory(self, other: Snapshot) -> bool:
+        """Whether both are the same memory in the same shape. The probe keeps every tensor, so no address is
+        reused."""
         mine, theirs = self.tensor, other.tensor
         return mine is theirs or (mine.data_ptr() == theirs.data_ptr() != 0 and mine.shape == theirs.shape)
 
@@ -194,11 +201,11 @@ def tap_order(tap: str) -> tuple[int, int, int]:
 
 
 def first_tensor(values: object) -> Tensor | None:
-    """The first tensor of an output, or of the arguments of a call. What torch.fx traces counts as one."""
+    """The first tensor of an output, or of the arguments of a call. A torch.fx proxy counts as a tensor."""
     if isinstance(values, Tensor | Proxy):
         return cast("Tensor", values)
     if isinstance(values, list | tuple):
-        # A plain loop: torch.compile cannot follow a generator expression that binds a name.
+        # A plain loop: torch.compile does not support a generator expression that binds a name.
         for value in values:
             tensor = first_tensor(value)
             if tensor is not None:
@@ -208,7 +215,7 @@ def first_tensor(values: object) -> Tensor | None:
 
 @contextmanager
 def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards modes, buffers and random generators are as before."""
+    """Evaluation mode without gradients. Restores modes, buffers and random generators afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, name, b, b.clone())
@@ -231,33 +238,33 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
                     buffer.copy_(before)
 
 
-def _timm_ends(model: nn.Module, record: Record) -> list[str]:
-    """timm's own list of feature maps, those that are N x C x H x W and not merely pooled."""
+def _timm_ends(model: nn.Module, log: CallLog) -> list[str]:
+    """The entries of timm's `feature_info` that are N x C x H x W and not just pooled."""
     info = getattr(model, "feature_info", None)
     entries = info if isinstance(info, list | tuple) else getattr(info, "info", ())
     modules = dict(model.named_modules())
     ends = []
     for entry in entries:
         name = entry.get("module", "") if isinstance(entry, dict) else ""
-        call = record.last(modules[name]) if name and name in modules else None
+        call = log.last(modules[name]) if name and name in modules else None
         if call is None:
             continue
         before = entry.get("hook_type", "") == "forward_pre"
-        mark = call.entry if before else call.leaving
-        if mark is None or record.size(mark) is None or mark.tensor.shape[1] != entry.get("num_chs"):
+        end = call.input if before else call.output
+        if end is None or log.size(end) is None or end.tensor.shape[1] != entry.get("num_chs"):
             continue
         if before or _ends_a_stage(call.module):
             ends.append(name + INPUT if before else name)
     return ends
 
 
-def _map_ends(model: nn.Module, record: Record) -> list[str]:
-    """The module that ends each size of the map."""
+def _map_ends(model: nn.Module, log: CallLog) -> list[str]:
+    """The module that ends each size of the feature map."""
     units: list[Call] = []
-    _unfold(record.calls[0].inner, record, units)
+    _unfold(log.calls[0].inner, log, units)
     trunk: list[tuple[tuple[int, int], Call]] = []
     for unit in reversed(units):
-        size = record.size(unit.leaving)
+        size = log.size(unit.output)
         assert size is not None
         # A map smaller than a later one is a side branch, such as squeeze-and-excitation's.
         if not trunk or size >= trunk[-1][0]:
@@ -265,7 +272,7 @@ def _map_ends(model: nn.Module, record: Record) -> list[str]:
     runs: list[tuple[tuple[int, int], list[Call]]] = []
     for size, unit in reversed(trunk):
         if not runs or _shrinks(runs[-1][0], size, 0.7):
-            pooled = size == (1, 1) and (not _layers(unit.module) or record.size(unit.entry) == size)
+            pooled = size == (1, 1) and (not _layers(unit.module) or log.size(unit.input) == size)
             if runs and pooled:
                 break
             runs.append((size, []))
@@ -274,52 +281,52 @@ def _map_ends(model: nn.Module, record: Record) -> list[str]:
     if 4 * sum(_layers(unit.module) for _, run in runs for unit in run) < _layers(model):
         return []
     ends = (
-        [unit.name for unit in run if _ends_a_stage(unit.module) and record.last(unit.module) is unit]
+        [unit.name for unit in run if _ends_a_stage(unit.module) and log.last(unit.module) is unit]
         for _, run in runs
     )
     return [names[-1] for names in ends if names]
 
 
-def _unfold(calls: Iterable[Call], record: Record, units: list[Call]) -> None:
-    """Appends the shallowest calls that give maps of one size each, in order; a call that spans several sizes, or
-    turns a map into something else, is replaced by those inside it."""
+def _unfold(calls: Iterable[Call], log: CallLog, units: list[Call]) -> None:
+    """Appends the shallowest calls that each return maps of one size, in order. A call that spans several sizes, or
+    that turns a map into something else, is replaced by the calls inside it."""
     for call in calls:
-        entry, leaving = record.size(call.entry), record.size(call.leaving)
-        if leaving is None:
-            if entry is not None:
-                _unfold(call.inner, record, units)
+        before, after = log.size(call.input), log.size(call.output)
+        if after is None:
+            if before is not None:
+                _unfold(call.inner, log, units)
             continue
         opened = False
-        if entry is not None and call.inner:
-            # One halving is a stage's own start, unless the larger map has had no layer yet.
-            inside = {size for inner in call.inner if (size := record.size(inner.leaving)) is not None}
-            fresh = not any(record.size(unit.leaving) == entry and _layers(unit.module) for unit in units)
-            halved = _shrinks(entry, leaving, 0.7) and {entry, leaving} <= inside
-            opened = _shrinks(entry, leaving, 0.35) or (fresh and halved)
+        if before is not None and call.inner:
+            # One halving only starts a stage, unless no layer has worked on the larger map yet.
+            inside = {size for inner in call.inner if (size := log.size(inner.output)) is not None}
+            fresh = not any(log.size(unit.output) == before and _layers(unit.module) for unit in units)
+            halved = _shrinks(before, after, 0.7) and {before, after} <= inside
+            opened = _shrinks(before, after, 0.35) or (fresh and halved)
         if opened:
             count = len(units)
-            _unfold(call.inner, record, units)
-            opened = any(record.size(unit.leaving) == leaving for unit in units[count:])
+            _unfold(call.inner, log, units)
+            opened = any(log.size(unit.output) == after for unit in units[count:])
         if not opened:
             units.append(call)
 
 
-def _shrinks(old: tuple[int, int], new: tuple[int, int], share: float) -> bool:
-    return new[0] < share * old[0] or new[1] < share * old[1]
+def _shrinks(old: tuple[int, int], new: tuple[int, int], ratio: float) -> bool:
+    return new[0] < ratio * old[0] or new[1] < ratio * old[1]
 
 
 def _layers(module: nn.Module) -> int:
-    """How many modules in it hold a matrix or a filter of their own."""
-    return sum(any(p.dim() >= 2 for p in part.parameters(recurse=False)) for part in module.modules())
+    """How many modules in it have a weight matrix or filter of their own."""
+    return sum(any(p.dim() >= 2 for p in m.parameters(recurse=False)) for m in module.modules())
 
 
 def _ends_a_stage(module: nn.Module) -> bool:
-    """Not a pooling, a dropout or an identity."""
+    """False for pooling, dropout and identity modules."""
     return _activates(module) or next(module.parameters(), None) is not None
 
 
 def _activates(module: nn.Module) -> bool:
-    """An activation function of torch's or timm's."""
+    """Whether it is an activation function of torch or timm."""
     home = type(module).__module__.rpartition(".")[2]
     no_map = isinstance(
         module, nn.MultiheadAttention | nn.Softmax | nn.Softmax2d | nn.LogSoftmax | nn.Softmin | nn.GLU

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from drumline.models.taps import (
+from drumline.models.base import (
     Output,
     TapInfo,
     Taps,
@@ -19,7 +19,7 @@ from drumline.models.taps import (
     global_pool,
     he_init,
     small_linear_init,
-    stage_taps,
+    tap_table,
 )
 
 _LAST = 1280
@@ -72,7 +72,7 @@ class MobileNetV2(VisionModel):
         stages = [
             TapInfo(width, f"features.{at}.conv.3") for width, at in ((24, 3), (32, 6), (96, 13), (320, 17))
         ]
-        self.tap_info = stage_taps(TapInfo(32, "features.0.1"), stages, _LAST)
+        self.tap_info = tap_table(TapInfo(32, "features.0.1"), stages, _LAST)
 
     def forward(self, x: Tensor, taps: bool = False) -> Output:
         """Logits, or (logits, taps)."""
@@ -133,7 +133,7 @@ class CifarMobileNetV2(VisionModel):
             TapInfo(self._SETTING[at][1], f"stages.{at}.{self._SETTING[at][2] - 1}.conv.7")
             for at in self._tap_at
         ]
-        self.tap_info = stage_taps(TapInfo(16, "conv1.1"), infos, _LAST)
+        self.tap_info = tap_table(TapInfo(16, "conv1.1"), infos, _LAST)
 
     def forward(self, x: Tensor, taps: bool = False) -> Output:
         """Logits, or (logits, taps)."""

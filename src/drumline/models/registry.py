@@ -20,11 +20,11 @@ from torch import nn
 from drumline.core.errors import UserError
 from drumline.core.suggest import did_you_mean, near
 from drumline.core.text import either
+from drumline.models.base import VisionModel
 from drumline.models.mobilenet import CifarMobileNetV2, MobileNetV2
 from drumline.models.names import suggest
 from drumline.models.resnet import BasicBlock, Bottleneck, ResNet
 from drumline.models.shufflenet import ShuffleNetV1, ShuffleNetV2
-from drumline.models.taps import VisionModel
 from drumline.models.vgg import VGG, CifarVGG
 from drumline.models.wrn import WideResNet
 

@@ -11,7 +11,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drumline.models.taps import Output, Stage, TapInfo, Taps, VisionModel, global_pool, he_init, stage_taps
+from drumline.models.base import Output, Stage, TapInfo, Taps, VisionModel, global_pool, he_init, tap_table
 
 
 class BasicBlock(nn.Module):
@@ -115,7 +115,7 @@ class ResNet(VisionModel):
             TapInfo(width * block.expansion, f"{name}.{depth - 1}.{block.last_norm}")
             for name, depth, width in zip(self.stage_names, depths, widths[1:], strict=True)
         ]
-        self.tap_info = stage_taps(TapInfo(widths[0], "bn1"), stages, entry)
+        self.tap_info = tap_table(TapInfo(widths[0], "bn1"), stages, entry)
 
     def forward(self, x: Tensor, taps: bool = False) -> Output:
         """Logits, or (logits, taps). The stem's tap is what stage 1 reads: after the max-pool, if any."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drumline.models.taps import Output, Stage, TapInfo, Taps, VisionModel, global_pool, stage_taps
+from drumline.models.base import Output, Stage, TapInfo, Taps, VisionModel, global_pool, tap_table
 
 
 class GroupedBlock(nn.Module):
@@ -114,7 +114,7 @@ class ShuffleNetV1(VisionModel):
             TapInfo(width, f"layer{number}.{depth - 1}.bn3")
             for number, (width, depth) in enumerate(zip(widths, depths, strict=True), 1)
         ]
-        self.tap_info = stage_taps(TapInfo(24, "bn1"), infos, entry)
+        self.tap_info = tap_table(TapInfo(24, "bn1"), infos, entry)
 
     def forward(self, x: Tensor, taps: bool = False) -> Output:
         """Logits, or (logits, taps)."""
@@ -144,7 +144,7 @@ class ShuffleNetV2(VisionModel):
 
         self.head_name = "linear"
         self.block_names = _block_names(depths)
-        self.tap_info = stage_taps(TapInfo(24, "bn1"), [TapInfo(width, "") for width in widths], last)
+        self.tap_info = tap_table(TapInfo(24, "bn1"), [TapInfo(width, "") for width in widths], last)
 
     def forward(self, x: Tensor, taps: bool = False) -> Output:
         """Logits, or (logits, taps)."""

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drumline.core.errors import UserError
-from drumline.models.pool import pool_to
-from drumline.models.taps import (
+from drumline.models.base import (
     Output,
     TapInfo,
     Taps,
     VisionModel,
     global_pool,
     he_init,
+    pool_to,
     small_linear_init,
-    stage_taps,
+    tap_table,
 )
 
 _WIDTHS = (64, 128, 256, 512, 512)
@@ -68,7 +68,7 @@ class VGG(VisionModel):
 
         self.head_name = "classifier.6"
         self.block_names = ()
-        self.tap_info = stage_taps(infos[0], infos[1:], 4096)
+        self.tap_info = tap_table(infos[0], infos[1:], 4096)
 
     def forward(self, x: Tensor, taps: bool = False) -> Output:
         """Logits, or (logits, taps)."""
@@ -114,7 +114,7 @@ class CifarVGG(VisionModel):
             TapInfo(width, f"block{number}.{3 * count - 2}")
             for number, (width, count) in enumerate(zip(_WIDTHS, counts, strict=True))
         ]
-        self.tap_info = stage_taps(infos[0], infos[1:], _WIDTHS[-1])
+        self.tap_info = tap_table(infos[0], infos[1:], _WIDTHS[-1])
 
     def forward(self, x: Tensor, taps: bool = False) -> Output:
         """Logits, or (logits, taps)."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drumline.models.taps import Output, TapInfo, Taps, VisionModel, global_pool, he_init, stage_taps
+from drumline.models.base import Output, TapInfo, Taps, VisionModel, global_pool, he_init, tap_table
 
 Entered = tuple[Tensor, Tensor, Tensor]
 """A block's or stage's output, its first BatchNorm's output, and that activated."""
@@ -84,7 +84,7 @@ class WideResNet(VisionModel):
         )
         norms = ("block2.layer.0.bn1", "block3.layer.0.bn1", "bn1")
         stages = [TapInfo(width, norm) for width, norm in zip(widths, norms, strict=True)]
-        self.tap_info = stage_taps(TapInfo(16, ""), stages, widths[2])
+        self.tap_info = tap_table(TapInfo(16, ""), stages, widths[2])
 
     def forward(self, x: Tensor, taps: bool = False) -> Output:
         """Logits, or (logits, taps)."""

@@ -17,8 +17,8 @@ from xml.sax.saxutils import escape
 
 from drumline.core.text import printable
 from drumline.observe.shades import shades
-from drumline.parallel.pipeline.instructions import Instruction, Kind
-from drumline.parallel.pipeline.simulate import Span, bubble
+from drumline.parallel.pipeline.instructions import Instruction, Kind, Span
+from drumline.parallel.pipeline.simulate import bubble
 
 
 def timeline_svg(

@@ -21,9 +21,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.sampler import bounds
-from drumline.parallel.pipeline.instructions import Kind
+from drumline.parallel.pipeline.instructions import Kind, Span
 from drumline.parallel.pipeline.record import Recorder, timed
-from drumline.parallel.pipeline.simulate import Span
 from drumline.parallel.world import World
 
 # torch 2.13 renames the option; `BufferMean` does what it would do, with every rank's statistics.

@@ -24,8 +24,8 @@ from drumline.core.errors import UserError
 from drumline.core.files import write_file
 from drumline.core.text import counted, either
 from drumline.data.classes import Classes, OtherClasses, head_order
+from drumline.models.base import VisionModel
 from drumline.models.registry import CIFAR, IMAGENET, create_model
-from drumline.models.taps import VisionModel
 from drumline.state.checkpoint import MANIFEST, known_sha256, read_group, read_manifest
 from drumline.state.model_record import ModelRecord, metadata_record, record_of
 from drumline.state.shards import is_shard

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from drumline.core.files import write_text
 from drumline.data.feed.batch import Batch
-from drumline.models.foreign import Tapped
+from drumline.models.tapped import Tapped
 from drumline.parallel.holding import Holding, Whole
 from drumline.parallel.layout import micro_batches_of
 from drumline.parallel.local import joined
 from drumline.parallel.norm import WorldNorm
-from drumline.parallel.pipeline.simulate import Span
+from drumline.parallel.pipeline.instructions import Span
 from drumline.parallel.world import World
 from drumline.train.certificate import (
     Certificate,

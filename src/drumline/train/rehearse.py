@@ -17,7 +17,7 @@ from torch import nn
 from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch
 from drumline.parallel.layout import Recorded, resolve_layout
-from drumline.parallel.pipeline.simulate import Span
+from drumline.parallel.pipeline.instructions import Span
 from drumline.train import prepare
 from drumline.train.prove import prove, prove_replicated, prove_sharded
 from drumline.train.start import Running

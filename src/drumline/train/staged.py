@@ -19,18 +19,17 @@ from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.data.feed.sampler import bounds, rank_slice
 from drumline.models.copies import copy_model
-from drumline.models.foreign import Tapped
+from drumline.models.tapped import Tapped
 from drumline.observe.display import Display
 from drumline.parallel.grid import Grid
 from drumline.parallel.layout import refuse_hooked
 from drumline.parallel.norm import world_total
-from drumline.parallel.pipeline.boundary import Bound, TensorSpec, boundaries
+from drumline.parallel.pipeline.boundary import StageModule, TensorSpec, boundaries
 from drumline.parallel.pipeline.chain import Chain
-from drumline.parallel.pipeline.cut import Segment, Traced, even, trace, with_something_to_train
-from drumline.parallel.pipeline.norm import apply_norm_mode, norm_count
-from drumline.parallel.pipeline.norm import words as norm_words
+from drumline.parallel.pipeline.cut import Segment, Traced, even_cuts, trace, trainable_units
+from drumline.parallel.pipeline.norm import apply_norm_mode, describe_norm, norm_count
 from drumline.parallel.pipeline.pipelined import Pipelined, Staged, Tail
-from drumline.parallel.pipeline.profile import choose_split, places
+from drumline.parallel.pipeline.profile import choose_split, cut_points
 from drumline.parallel.pipeline.settle import settle
 from drumline.parallel.pipeline.shape import Shape, pipeline_shape
 from drumline.parallel.world import World
@@ -133,7 +132,7 @@ def lay_in_stages(
     words = (
         _layout_words(recipe, shape, all_sizes),
         f"stages: {stage_words(segments)}{told}",
-        norm_words(
+        describe_norm(
             mode,
             norm_count(root),
             shape.micro_batches,
@@ -178,14 +177,14 @@ def _names(
     """Where stages begin, and a word on why there. Rank 0 measures, all ranks agree."""
     split, stages = recipe.parallel.split, shape.stages
     if split in ("even", "time"):
-        units = with_something_to_train(traced, places(traced), root)
+        units = trainable_units(traced, cut_points(traced), root)
         if shape.chunks > 1 and stages > (most := len(units)):
             raise UserError(
                 f"parallel.stages = {shape.lanes} x parallel.chunks = {shape.chunks}: {traced.name} can be cut into "
                 f"at most {most} stages",
                 "give fewer stages, use --parallel.schedule 1f1b, or name cuts inside blocks with parallel.split",
             )
-        equal = even(traced, stages, units)  # refuses too many stages before anybody measures
+        equal = even_cuts(traced, stages, units)  # refuses too many stages before anybody measures
         if split == "even":
             return equal, " (even)"
     if split != "time":
@@ -226,7 +225,7 @@ def _names(
 
 
 def _by_stage(
-    task: Task, segments: Sequence[Segment], stages: Mapping[int, Bound]
+    task: Task, segments: Sequence[Segment], stages: Mapping[int, StageModule]
 ) -> dict[int, list[nn.Parameter]]:
     """The parameters of this process's stages."""
     held = dict(task.cut.root(task.module).named_parameters())
@@ -248,7 +247,7 @@ def _by_stage(
 
 
 def _specs(
-    every: Sequence[Bound], sample: Tensor, autocast: torch.dtype | None
+    every: Sequence[StageModule], sample: Tensor, autocast: torch.dtype | None
 ) -> Callable[[int, int], Sequence[TensorSpec]]:
     @lru_cache(maxsize=16)
     def of_size(size: int) -> list[tuple[TensorSpec, ...]]:

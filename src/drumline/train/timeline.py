@@ -17,8 +17,8 @@ from typing import Protocol
 from drumline.core.files import write_text
 from drumline.core.machine import host_name
 from drumline.observe.timeline import perfetto, timeline_svg
-from drumline.parallel.pipeline.instructions import Kind, Lists
-from drumline.parallel.pipeline.simulate import Span, Times, bubble, simulate, step_time
+from drumline.parallel.pipeline.instructions import InstructionLists, Kind, Span
+from drumline.parallel.pipeline.simulate import Times, bubble, simulate, step_time
 from drumline.parallel.world import World
 
 AFTER = 4
@@ -57,7 +57,7 @@ class Picture:
         """Before step `step`, with which a run begins: some steps later, one is drawn."""
         self.at = step + AFTER
 
-    def expect(self, lists: Lists, rehearsed: Sequence[Span]) -> None:
+    def expect(self, lists: InstructionLists, rehearsed: Sequence[Span]) -> None:
         """From this process's share of a rehearsed step: how long one will take."""
         stages = 1 + max(item.stage for items in lists for item in items)
         self._predicted = simulate(lists, typical_times(self._drawn(rehearsed), stages))

@@ -29,7 +29,7 @@ from drumline.models.resnet import BasicBlock, ResNet
 from drumline.parallel.grid import Grid, make_grid
 from drumline.parallel.norm import world_total
 from drumline.parallel.pipeline.boundary import TensorSpec, boundaries
-from drumline.parallel.pipeline.cut import Segment, even, trace
+from drumline.parallel.pipeline.cut import Segment, even_cuts, trace
 from drumline.parallel.pipeline.norm import MODES, Mode, apply_norm_mode, commit_statistics
 from drumline.parallel.pipeline.pipelined import Pipelined, Staged, Tail
 from drumline.parallel.pipeline.schedule import SCHEDULES, promised_in_flight
@@ -246,7 +246,7 @@ def cut_of(name: str, stages: int) -> tuple[Sequence[Segment], Callable[[int, in
     """The segments of a model, and what enters each; the same for all cases."""
     model = built(name)
     traced = _traced(name)
-    segments = traced.split(even(traced, stages))
+    segments = traced.split(even_cuts(traced, stages))
 
     @cache
     def of_size(size: int) -> list[tuple[TensorSpec, ...]]:
@@ -353,8 +353,8 @@ class Room:
         for lane, each in enumerate(exchange.lanes):
             place = grid.place if exchange.shape.over_processes else lane
             promised = promised_in_flight(case.schedule, case.stages, case.chunks, MICRO, place)
-            if each.high_water.micro_batches != promised:
-                yield f"holds {each.high_water.micro_batches} micro-batches on rank {place}, promised {promised}"
+            if each.peak.micro_batches != promised:
+                yield f"holds {each.peak.micro_batches} micro-batches on rank {place}, promised {promised}"
 
     def _both_at_once(self, case: Case, grid: Grid, batch: Batch) -> dict[str, Tensor]:
         """Accumulation by one process for each replica, which meet in the norms."""

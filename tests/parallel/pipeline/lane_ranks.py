@@ -15,10 +15,9 @@ import torch
 
 from drumline.core.environment import read_rank_info
 from drumline.parallel.pipeline import schedule as schedules
-from drumline.parallel.pipeline.carriers import Carrier
 from drumline.parallel.pipeline.execute import Lane
 from drumline.parallel.pipeline.record import Recorder
-from drumline.parallel.pipeline.wire import Wire
+from drumline.parallel.pipeline.transport import ProcessTransport, Transport
 from drumline.parallel.process_group import init_world
 from drumline.parallel.world import World
 from tests.parallel.pipeline import lanes
@@ -41,10 +40,10 @@ def main(folder: Path) -> None:
     in_flight, promised = [], []
     for schedule, count, channels_last in cases():
         chunks = 2 if schedule == "interleaved" else 1
-        wire = Wire(*linked) if chunks == 2 else Wire(world, world)
+        wire = ProcessTransport(*linked) if chunks == 2 else ProcessTransport(world, world)
         found, lane = differing(world, wire, schedule, chunks, count, channels_last)
         wrong += [f"{schedule} {count}: {name}" for name in found]
-        in_flight.append(lane.high_water.micro_batches)
+        in_flight.append(lane.peak.micro_batches)
         promised.append(schedules.promised_in_flight(schedule, world.size, chunks, count, world.rank))
     report: dict[str, Any] = {"wrong": wrong, "in_flight": in_flight, "promised": promised}
     report["evaluated"] = evaluated(world)
@@ -53,13 +52,13 @@ def main(folder: Path) -> None:
 
 
 def differing(
-    world: World, carrier: Carrier, schedule: str, chunks: int, count: int, channels_last: bool
+    world: World, transport: Transport, schedule: str, chunks: int, count: int, channels_last: bool
 ) -> tuple[list[str], Lane]:
     """The names of this rank's stages whose bits are not those of one process, after two steps."""
     batches = lanes.micro_batches(count, channels_last)
     alone, piped = lanes.model(channels_last), lanes.model(channels_last)
     stages = lanes.cut(piped, world.size * chunks)
-    lane = lanes.lane(schedule, world.size, world.rank, stages, batches, carrier)
+    lane = lanes.lane(schedule, world.size, world.rank, stages, batches, transport)
     recorder = Recorder(world.rank, world.device)
     for _ in range(2):
         lanes.accumulate(alone, batches)
@@ -84,9 +83,11 @@ def evaluated(world: World) -> bool:
     whole = lanes.model().eval()
     stages = lanes.cut(whole, 4)
     with torch.inference_mode():
-        items = schedules.forwards(2, 2, len(batches))[world.rank]
+        items = schedules.forward_lists(2, 2, len(batches))[world.rank]
         own = {number: stages[number] for number in range(world.rank, 4, 2)}
-        lane = Lane(items, own, 3, lanes.boundaries(stages, batches), Wire(world, world), world.device)
+        lane = Lane(
+            items, own, 3, lanes.boundaries(stages, batches), ProcessTransport(world, world), world.device
+        )
         outputs = lane.forward_only(lambda micro: batches[micro])
         expected = [whole(images) for images in batches] if world.rank == 1 else []
         return len(outputs) == len(expected) and all(

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from drumline.data.feed.sampler import bounds
 from drumline.parallel.pipeline.boundary import TensorSpec
-from drumline.parallel.pipeline.carriers import Carrier
 from drumline.parallel.pipeline.execute import Lane
 from drumline.parallel.pipeline.schedule import instruction_lists
+from drumline.parallel.pipeline.transport import Transport
 
 CPU = torch.device("cpu")
 UNITS = 8
@@ -117,7 +117,7 @@ def lane(
     rank: int,
     stages: Sequence[nn.Module],
     batches: Sequence[tuple[Tensor, Tensor]],
-    carrier: Carrier,
+    transport: Transport,
     device: torch.device = CPU,
 ) -> Lane:
     chunks = len(stages) // ranks
@@ -126,7 +126,7 @@ def lane(
         {number: stages[number] for number in range(rank, len(stages), ranks)},
         len(stages) - 1,
         boundaries(stages, [images for images, _ in batches]),
-        carrier,
+        transport,
         device,
     )
 

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from drumline.core.errors import UserError
 from drumline.models import create_model
-from drumline.models.foreign import Tapped, with_taps
-from drumline.parallel.pipeline.cut import Bound, Traced, boundaries, even, trace, with_something_to_train
+from drumline.models.tapped import Tapped, with_taps
+from drumline.parallel.pipeline.cut import StageModule, Traced, boundaries, even_cuts, trace, trainable_units
 from drumline.train.recompute import recompute_blocks
 
 
@@ -33,7 +33,7 @@ def loss(output: Any) -> Tensor:
     return torch.stack([tensor.float().square().sum() * 0.1 for tensor in tensors(output)]).sum()
 
 
-def chain(stages: list[Bound], x: Tensor, backward: bool) -> Any:
+def chain(stages: list[StageModule], x: Tensor, backward: bool) -> Any:
     """Stage after stage, each with an autograd graph of its own, as between processes."""
     inputs: tuple[Tensor, ...] = (x,)
     entered: list[list[Tensor]] = []
@@ -245,7 +245,7 @@ def test_a_block_that_depends_on_the_batch_size_is_kept_whole() -> None:
 def test_stages_take_any_batch_size() -> None:
     model = Transformer().eval()
     traced = trace(model, sample=images(batch=7))
-    stages = [segment.bind(model) for segment in traced.split(even(traced, 4))]
+    stages = [segment.bind(model) for segment in traced.split(even_cuts(traced, 4))]
     for batch in (1, 5):
         x = images(batch=batch)
         assert torch.equal(chain(stages, x, backward=False), model(x))
@@ -262,7 +262,7 @@ def test_tracing_leaves_no_mark() -> None:
     draws, python_draws = torch.get_rng_state(), random.getstate()
     attributes = {name: set(vars(part)) for name, part in model.named_modules()}
     traced = trace(model, sample=images())
-    stages = [segment.bind(model) for segment in traced.split(even(traced, 3))]
+    stages = [segment.bind(model) for segment in traced.split(even_cuts(traced, 3))]
     boundaries(stages, images())
     assert [part.training for part in model.modules()] == modes
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
@@ -391,11 +391,11 @@ def test_units_lie_between_blocks() -> None:
     traced = trace(create_model("resnet18", classes=5), sample=images())
     names = [point.name for point in traced.units]
     assert names == ["conv1", *(f"layer{n}{i}" for n in (1, 2, 3, 4) for i in ("", ".1")), "fc"]
-    assert even(traced, 2) == ("layer3",)
-    assert even(traced, 1) == ()
-    assert len(even(traced, 10)) == 9
+    assert even_cuts(traced, 2) == ("layer3",)
+    assert even_cuts(traced, 1) == ()
+    assert len(even_cuts(traced, 10)) == 9
     with pytest.raises(UserError, match=r"parallel.stages = 11: ResNet can be cut into at most 10 stages"):
-        even(traced, 11)
+        even_cuts(traced, 11)
 
 
 def test_wrong_names_are_told() -> None:
@@ -523,7 +523,7 @@ def test_what_is_frozen_goes_with_what_is_trained_after_it() -> None:
     def units(*frozen: int) -> list[str]:
         for number, part in enumerate(model):
             part.requires_grad_(number not in frozen)
-        return [unit.name for unit in with_something_to_train(traced, traced.units, model)]
+        return [unit.name for unit in trainable_units(traced, traced.units, model)]
 
     assert units() == ["0", "1", "2", "3", "4", "5"]
     assert units(0, 1) == ["0", "3", "4", "5"]
@@ -531,12 +531,12 @@ def test_what_is_frozen_goes_with_what_is_trained_after_it() -> None:
     assert units(4, 5) == ["0", "1", "2", "3"]
     assert units(0, 1, 2, 3, 4) == units(1, 2, 3, 4, 5) == units(*range(6)) == ["0"]
     units(0, 1, 5)
-    kept = with_something_to_train(traced, traced.units, model)
-    assert even(traced, 2, kept) == ("3",)
+    kept = trainable_units(traced, traced.units, model)
+    assert even_cuts(traced, 2, kept) == ("3",)
     with pytest.raises(UserError, match="at most 3 stages with something to train on both sides"):
-        even(traced, 4, kept)
+        even_cuts(traced, 4, kept)
     with pytest.raises(UserError, match="cannot be cut between blocks"):
-        even(traced, 2, kept[:1])
+        even_cuts(traced, 2, kept[:1])
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -695,4 +695,4 @@ def test_models_of_libraries_cut_at_every_unit_compute_the_same_bits(library: st
         assert_same_bits(model, [point.name for point in traced.units[1:]], traced, x, training=training)
     tapped = with_taps(model, "", x)
     traced = trace(tapped, {"taps": True}, sample=x)
-    assert_same_bits(tapped, list(even(traced, 4)), traced, x, {"taps": True}, training=False)
+    assert_same_bits(tapped, list(even_cuts(traced, 4)), traced, x, {"taps": True}, training=False)

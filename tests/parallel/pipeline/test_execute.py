@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 from drumline.parallel.pipeline import schedule as schedules
 from drumline.parallel.pipeline.boundary import TensorSpec
-from drumline.parallel.pipeline.carriers import Carrier, dense, flat
 from drumline.parallel.pipeline.execute import Lane, run_lanes
 from drumline.parallel.pipeline.instructions import Kind
-from drumline.parallel.pipeline.mailbox import Mailbox, Place, straight
+from drumline.parallel.pipeline.mailbox import LaneDevice, Mailbox, copy_direct
 from drumline.parallel.pipeline.record import Recorder
-from drumline.parallel.pipeline.wire import Wire
+from drumline.parallel.pipeline.transport import ProcessTransport, Transport, dense, flat
 from drumline.parallel.world import Pending, single_process
 from tests.launch.ranks import one_thread, results_of
 from tests.parallel.pipeline import lanes
@@ -42,8 +41,8 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-def places(count: int) -> list[Place]:
-    return [Place.on(CPU) for _ in range(count)]
+def places(count: int) -> list[LaneDevice]:
+    return [LaneDevice.on(CPU) for _ in range(count)]
 
 
 def step(
@@ -54,8 +53,10 @@ def step(
     steps: int = 1,
     **options: Any,
 ) -> list[Lane]:
-    ranks = len(box.places)
-    all_lanes = [lanes.lane(schedule, ranks, rank, stages, batches, box.seats[rank]) for rank in range(ranks)]
+    ranks = len(box.lanes)
+    all_lanes = [
+        lanes.lane(schedule, ranks, rank, stages, batches, box.transports[rank]) for rank in range(ranks)
+    ]
     for _ in range(steps):
         run_lanes(
             box,
@@ -83,7 +84,7 @@ def test_gradients_and_statistics_are_those_of_accumulation(schedule: str, ranks
     assert lanes.state(piped)
     for rank, lane in enumerate(run):
         promised = schedules.promised_in_flight(schedule, ranks, chunks, count, rank)
-        assert lane.high_water.micro_batches == schedules.in_flight(lane.instructions) == promised
+        assert lane.peak.micro_batches == schedules.in_flight(lane.instructions) == promised
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -205,9 +206,10 @@ def test_a_gradient_on_its_way_is_not_a_parameter_s_own(idle: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "carrier", [Mailbox(places(1)).seats[0], Wire(single_process(CPU), single_process(CPU))]
+    "transport",
+    [Mailbox(places(1)).transports[0], ProcessTransport(single_process(CPU), single_process(CPU))],
 )
-def test_a_rank_that_sends_to_itself_may_change_what_it_gets(carrier: Carrier) -> None:
+def test_a_rank_that_sends_to_itself_may_change_what_it_gets(transport: Transport) -> None:
     """The stage before still needs its output for its own gradient."""
 
     class Give(nn.Linear):
@@ -220,7 +222,7 @@ def test_a_rank_that_sends_to_itself_may_change_what_it_gets(carrier: Carrier) -
 
     stages, inputs = [Give(3, 3), Double()], [torch.ones(1, 3)] * 2
     items = schedules.instruction_lists("interleaved", 1, 2, 2, reduces=False)[0]
-    lane = Lane(items, dict(enumerate(stages)), 1, lanes.boundaries(stages, inputs), carrier, CPU)
+    lane = Lane(items, dict(enumerate(stages)), 1, lanes.boundaries(stages, inputs), transport, CPU)
     lane.run(lambda micro: inputs[micro], lambda micro, output: output)
     found, stages[0].weight.grad = stages[0].weight.grad, None
     for each in inputs:
@@ -244,15 +246,15 @@ def test_what_nccl_has_sent_is_given_back_before_the_step_ends() -> None:
             return Pending(tensor, self.works[-1])
 
     world: Any = Sending()
-    wire, kept = Wire(world, world), []
+    wire, kept = ProcessTransport(world, world), []
     for micro in range(4):
         output = torch.ones(3)
         kept.append(weakref.ref(output.untyped_storage()))
-        wire.send_output(0, micro, [output])
+        wire.send(Kind.SEND_OUTPUT, 0, micro, [output])
         del output
         for work in world.works[:-1]:  # all but the last have arrived
             work.done = True
-    wire.send_output(0, 4, [torch.ones(3)])
+    wire.send(Kind.SEND_OUTPUT, 0, 4, [torch.ones(3)])
     assert [each() is None for each in kept] == [True, True, True, False]
     wire.finish()
 
@@ -261,7 +263,7 @@ def run_two(
     stages: Sequence[nn.Module],
     inputs: Sequence[Tensor],
     overlap: bool = True,
-    move: Callable[[Tensor, Tensor], None] = straight,
+    move: Callable[[Tensor, Tensor], None] = copy_direct,
     schedule: str = "gpipe",
     recorders: Sequence[Recorder] | None = None,
 ) -> float:
@@ -270,7 +272,7 @@ def run_two(
     lists = schedules.instruction_lists(schedule, len(stages), 1, len(inputs), reduces=False)
     specs = lanes.boundaries(stages, inputs)
     all_lanes = [
-        Lane(items, {rank: stages[rank]}, len(stages) - 1, specs, box.seats[rank], CPU)
+        Lane(items, {rank: stages[rank]}, len(stages) - 1, specs, box.transports[rank], CPU)
         for rank, items in enumerate(lists)
     ]
     start = time.perf_counter()
@@ -281,7 +283,7 @@ def run_two(
 def after(seconds: float, into: Tensor, tensor: Tensor) -> None:
     """A slow link."""
     time.sleep(seconds)
-    straight(into, tensor)
+    copy_direct(into, tensor)
 
 
 class Sleep(torch.autograd.Function):
@@ -355,7 +357,8 @@ def test_the_first_failing_lane_ends_the_others_with_its_error(schedule: str) ->
     hook = stages[2].register_forward_pre_hook(fail)
     lists = schedules.instruction_lists(schedule, 4, 1, 4, reduces=False)
     all_lanes = [
-        Lane(items, {rank: stages[rank]}, 3, specs, box.seats[rank], CPU) for rank, items in enumerate(lists)
+        Lane(items, {rank: stages[rank]}, 3, specs, box.transports[rank], CPU)
+        for rank, items in enumerate(lists)
     ]
     feed = lambda micro: batches[micro][0]  # noqa: E731
     score = lambda micro, output: lanes.loss(output, batches[micro][1])  # noqa: E731
@@ -419,7 +422,7 @@ def test_room_for_boundaries_is_as_much_as_the_schedule_needs() -> None:
     held = {}
     for schedule in ("1f1b", "gpipe"):
         run = step(Mailbox(places(2)), schedule, lanes.cut(lanes.model(), 2), batches)
-        held[schedule] = [lane.high_water.bytes for lane in run]
+        held[schedule] = [lane.peak.bytes for lane in run]
     activation, tail = 2 * 4 * 6 * 6 * 4, 2 * (8 + 3 * 4)
     both = 2 * activation  # of two micro-batches' samples: x and skip
     assert held["1f1b"] == [2 * both, 2 * (both + tail)]
@@ -443,7 +446,7 @@ def test_evaluation_gives_the_outputs_of_the_whole_model(ranks: int, chunks: int
     batches = [images for images, _ in lanes.micro_batches(5)]
     whole = lanes.model().eval()
     stages = lanes.cut(whole, ranks * chunks)
-    lists = schedules.forwards(ranks, chunks, len(batches))
+    lists = schedules.forward_lists(ranks, chunks, len(batches))
     box = Mailbox(places(ranks))
     with torch.inference_mode():
         specs = lanes.boundaries(stages, batches)
@@ -453,7 +456,7 @@ def test_evaluation_gives_the_outputs_of_the_whole_model(ranks: int, chunks: int
                 {number: stages[number] for number in range(rank, len(stages), ranks)},
                 len(stages) - 1,
                 specs,
-                box.seats[rank],
+                box.transports[rank],
                 CPU,
             )
             for rank, items in enumerate(lists)
@@ -470,7 +473,7 @@ def test_a_stage_whose_gradient_nobody_announced_is_refused() -> None:
     box = Mailbox(places(2))
     lists = schedules.instruction_lists("gpipe", 2, 1, 1, reduces=False)
     silent = lambda stage, micro: [TensorSpec((2,), torch.float32, False)]  # noqa: E731
-    all_lanes = [Lane(lists[r], {r: stages[r]}, 1, silent, box.seats[r], CPU) for r in range(2)]
+    all_lanes = [Lane(lists[r], {r: stages[r]}, 1, silent, box.transports[r], CPU) for r in range(2)]
     with pytest.raises(AssertionError, match="output 0 of stage 0"):
         run_lanes(box, all_lanes, lambda micro: torch.ones(2), lambda micro, output: output)
 

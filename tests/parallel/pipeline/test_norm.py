@@ -15,9 +15,9 @@ from drumline.parallel.pipeline.norm import (
     MODES,
     apply_norm_mode,
     commit_statistics,
+    describe_norm,
     forget_statistics,
     norm_count,
-    words,
 )
 from drumline.train.ema import Average
 from drumline.train.recompute import recompute_blocks
@@ -311,30 +311,30 @@ def test_other_norms_are_left_alone() -> None:
     assert [type(part) for part in model] == kinds
     assert all(part.training and "forward" not in vars(part) for part in model)
     assert norm_count(model) == 0
-    assert words("micro", norm_count(model), 4, 16) == ""
-    assert words("deferred", norm_count(model), 4, 16) == (
+    assert describe_norm("micro", norm_count(model), 4, 16) == ""
+    assert describe_norm("deferred", norm_count(model), 4, 16) == (
         "parallel.batchnorm = deferred changes nothing: the model has no BatchNorm"
     )
 
 
 def test_the_choice_is_said_with_its_meaning() -> None:
     assert norm_count(Net()) == 3
-    assert words("micro", 3, 4, 16) == (
+    assert describe_norm("micro", 3, 4, 16) == (
         "BatchNorm micro: each of 4 micro-batches of 16 samples is normalised by itself; "
         "running statistics move 4 times a step"
     )
-    assert words("deferred", 3, 4, 16).endswith("move once a step, by all micro-batches together")
-    assert "over all 2 replicas, 32 samples together; running statistics move 4 times" in words(
+    assert describe_norm("deferred", 3, 4, 16).endswith("move once a step, by all micro-batches together")
+    assert "over all 2 replicas, 32 samples together; running statistics move 4 times" in describe_norm(
         "sync", 3, 4, 16, 2
     )
-    assert "stay as they are; weight and bias are trained" in words("frozen", 3, 4, 16)
-    assert words("micro", 3, 1, 16).endswith(
+    assert "stay as they are; weight and bias are trained" in describe_norm("frozen", 3, 4, 16)
+    assert describe_norm("micro", 3, 1, 16).endswith(
         "the batch of 16 samples is normalised by itself; running statistics move once a step"
     )
 
 
 def test_few_samples_are_warned_of_where_they_are_normalised_alone() -> None:
-    assert "Warning: statistics of 4 samples are noisy" in words("micro", 3, 4, 4, 2)
-    assert "Warning: statistics of 1 sample are noisy" in words("deferred", 3, 4, 1)
-    assert "Warning" not in words("sync", 3, 4, 4, 2)
-    assert "Warning" not in words("frozen", 3, 4, 1)
+    assert "Warning: statistics of 4 samples are noisy" in describe_norm("micro", 3, 4, 4, 2)
+    assert "Warning: statistics of 1 sample are noisy" in describe_norm("deferred", 3, 4, 1)
+    assert "Warning" not in describe_norm("sync", 3, 4, 4, 2)
+    assert "Warning" not in describe_norm("frozen", 3, 4, 1)

@@ -13,7 +13,14 @@ from drumline.core.errors import UserError
 from drumline.models import create_model
 from drumline.parallel.pipeline import profile as module
 from drumline.parallel.pipeline.cut import boundaries, trace
-from drumline.parallel.pipeline.profile import Profile, UnitProfile, choose_split, places, profile, time_split
+from drumline.parallel.pipeline.profile import (
+    Profile,
+    UnitProfile,
+    choose_split,
+    cut_points,
+    profile,
+    time_split,
+)
 
 CPU = torch.device("cpu")
 SHAPE = (4, 3, 16, 16)
@@ -146,7 +153,7 @@ def test_a_frozen_beginning_takes_no_time_backward_and_keeps_nothing() -> None:
 def test_no_stage_begins_between_two_uses_of_one_parameter() -> None:
     model = Tied().train()
     traced = trace(model, sample=torch.empty(SHAPE))
-    assert [point.name for point in places(traced)] == ["one", "three"]
+    assert [point.name for point in cut_points(traced)] == ["one", "three"]
     assert [unit.name for unit in measured(model).units] == ["one", "three"]
 
 

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drumline.core.errors import UserError
-from drumline.parallel.pipeline.instructions import Instruction, Kind, Lists
+from drumline.parallel.pipeline.instructions import Instruction, InstructionLists, Kind
 from drumline.parallel.pipeline.schedule import (
     SCHEDULES,
     channel,
     check,
-    forwards,
+    forward_lists,
     ideal_bubble,
     in_flight,
     instruction_lists,
@@ -58,14 +58,14 @@ def test_no_schedule_stands_still_where_a_link_takes_one_message_after_the_other
     """NCCL: begun by the host, in order, each once both sides and the computing before it have come to it."""
     for schedule, ranks, chunks, micro_batches in SHAPES:
         assert goes_on(instruction_lists(schedule, ranks, chunks, micro_batches, False), links=True)
-        assert goes_on(forwards(ranks, chunks, micro_batches), links=True)
+        assert goes_on(forward_lists(ranks, chunks, micro_batches), links=True)
 
 
 def test_one_group_for_all_messages_of_a_way_would_stand_still() -> None:
     assert not goes_on(instruction_lists("1f1b", 4, 1, 8, False), links=False)
 
 
-def goes_on(lists: Lists, links: bool) -> bool:
+def goes_on(lists: InstructionLists, links: bool) -> bool:
     """Whether all is done in the end. Every rank has a queue of computing (and waits), and one of messages for each
     link, or one for all messages of a way."""
     ranks = len(lists)
@@ -109,7 +109,7 @@ def test_forward_passes_alone_are_sound_for_any_number_of_micro_batches() -> Non
     for ranks in range(1, 7):
         for chunks in range(1, 4):
             for micro_batches in range(1, 13):
-                lists = forwards(ranks, chunks, micro_batches)
+                lists = forward_lists(ranks, chunks, micro_batches)
                 check(lists)
                 done = Counter(item.kind for items in lists for item in items)
                 assert done[Kind.FORWARD] == ranks * chunks * micro_batches

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumline.parallel.pipeline.instructions import Instruction, Kind
-from drumline.parallel.pipeline.schedule import forwards, ideal_bubble, instruction_lists
-from drumline.parallel.pipeline.simulate import Span, Times, bubble, simulate, step_time
+from drumline.parallel.pipeline.instructions import Instruction, Kind, Span
+from drumline.parallel.pipeline.schedule import forward_lists, ideal_bubble, instruction_lists
+from drumline.parallel.pipeline.simulate import Times, bubble, simulate, step_time
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
 RECEIVE = {Kind.WAIT_INPUT: Kind.RECEIVE_INPUT, Kind.WAIT_GRADIENT: Kind.RECEIVE_GRADIENT}
@@ -240,7 +240,7 @@ def test_a_small_step_by_hand() -> None:
 
 
 def test_a_forward_pass_alone_fills_and_never_drains() -> None:
-    spans = simulate(forwards(3, 1, 5), equal(3, 1, 0, 0.5))
+    spans = simulate(forward_lists(3, 1, 5), equal(3, 1, 0, 0.5))
     assert step_time(spans) == 5 + 2 * 1.5
 
 

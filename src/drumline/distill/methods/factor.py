@@ -17,7 +17,7 @@ from drumline.core.errors import UserError
 from drumline.distill.method import Anatomy, Method, Needs, Seen, Taps, Weights
 from drumline.distill.methods.pairing import common_grid, last_stage
 from drumline.distill.methods.vectors import unit
-from drumline.models.pool import pool_to
+from drumline.models.base import pool_to
 
 
 def factor(student: Tensor, teacher: Tensor) -> Tensor:

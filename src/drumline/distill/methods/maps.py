@@ -27,7 +27,7 @@ from drumline.distill.methods.pairing import (
     stages_among,
     sum_of,
 )
-from drumline.models.pool import pool_to
+from drumline.models.base import pool_to
 
 
 def hint(regressed: Tensor, teacher: Tensor) -> Tensor:

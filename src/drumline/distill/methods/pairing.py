@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drumline.core.errors import UserError
 from drumline.distill.method import Anatomy, Needs
-from drumline.models.pool import pool_to
+from drumline.models.base import pool_to
 
 Pair = tuple[str, str]
 """A tap of the student and the teacher's tap that it is compared with."""

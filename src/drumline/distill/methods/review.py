@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from drumline.core.errors import UserError
 from drumline.distill.method import Anatomy, Method, Needs, Seen, Taps, Weights
 from drumline.distill.methods.pairing import Pair, needs_of, require_pairs, sum_of
-from drumline.models.pool import pool_to
+from drumline.models.base import pool_to
 
 PYRAMID = (4, 2, 1)
 """The grids on which maps are compared, after the whole map."""

@@ -26,7 +26,7 @@ from drumline.distill.methods.pairing import (
     require_pairs,
     sum_of,
 )
-from drumline.models.pool import pool_to
+from drumline.models.base import pool_to
 
 
 def nst(student: Tensor, teacher: Tensor) -> Tensor:

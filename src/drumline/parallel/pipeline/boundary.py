@@ -40,7 +40,7 @@ class TensorSpec:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-class Bound(nn.Module):
+class StageModule(nn.Module):
     """A stage of one model. The model's tensors stay the model's own: this module has no parameters."""
 
     def __init__(self, root: nn.Module, forwards: Mapping[bool, Any]) -> None:
@@ -61,7 +61,7 @@ class Bound(nn.Module):
 
 
 def boundaries(
-    stages: Sequence[Bound], sample: Tensor, autocast: torch.dtype | None = None
+    stages: Sequence[StageModule], sample: Tensor, autocast: torch.dtype | None = None
 ) -> list[tuple[TensorSpec, ...]]:
     """What enters each stage, the first one too, for a micro-batch like `sample`, whose values are not read. In the
     mode that the model is in; autocast is that of the sample's kind of device."""
@@ -124,7 +124,7 @@ class Fakes:
 class _Chain(nn.Module):
     """The stages in a row, with their model registered, for a call with other tensors than its own."""
 
-    def __init__(self, roots: Sequence[nn.Module], stages: Sequence[Bound]) -> None:
+    def __init__(self, roots: Sequence[nn.Module], stages: Sequence[StageModule]) -> None:
         super().__init__()
         self.roots = nn.ModuleList(roots)
         self.stages = tuple(stages)

@@ -16,9 +16,9 @@ from drumline.parallel.grid import Grid
 from drumline.parallel.pipeline.boundary import TensorSpec, boundaries
 from drumline.parallel.pipeline.cut import Segment
 from drumline.parallel.pipeline.execute import Lane
-from drumline.parallel.pipeline.schedule import forwards
+from drumline.parallel.pipeline.schedule import forward_lists
 from drumline.parallel.pipeline.shape import Shape
-from drumline.parallel.pipeline.wire import Wire
+from drumline.parallel.pipeline.transport import ProcessTransport
 
 
 class Chain(nn.Module):
@@ -39,7 +39,7 @@ class Chain(nn.Module):
         self._stages = [segment.bind(model) for segment in segments]
         self._shape, self._grid, self._devices, self._autocast = shape, grid, devices, autocast
         self._specs: dict[tuple[int, ...], list[tuple[TensorSpec, ...]]] = {}
-        self._wire = Wire(grid.down, grid.up) if shape.over_processes else None
+        self._wire = ProcessTransport(grid.down, grid.up) if shape.over_processes else None
 
     def train(self, mode: bool = True) -> Chain:
         """Of the model too."""
@@ -69,12 +69,12 @@ class Chain(nn.Module):
         return logits
 
     def _over_processes(
-        self, shapes: Sequence[tuple[int, ...]], feed: Callable[[int], Tensor], wire: Wire
+        self, shapes: Sequence[tuple[int, ...]], feed: Callable[[int], Tensor], wire: ProcessTransport
     ) -> list[Any]:
         shape, place = self._shape, self._grid.place
         specs = [self._entering(size) for size in shapes]
         lane = Lane(
-            forwards(shape.lanes, shape.chunks, len(shapes))[place],
+            forward_lists(shape.lanes, shape.chunks, len(shapes))[place],
             {number: stage for number, stage in enumerate(self._stages) if number % shape.lanes == place},
             shape.stages - 1,
             lambda stage, micro: specs[micro][stage],

@@ -22,16 +22,16 @@ from torch import Tensor, fx, nn
 from drumline.core.errors import UserError
 from drumline.core.text import either
 from drumline.models.blocks import repeated_blocks
-from drumline.models.foreign import Tapped
-from drumline.parallel.pipeline.boundary import Bound, TensorSpec, boundaries
+from drumline.models.tapped import Tapped
+from drumline.parallel.pipeline.boundary import StageModule, TensorSpec, boundaries
 from drumline.parallel.pipeline.operations import Record
 from drumline.parallel.pipeline.trace import record
 
-__all__ = ["Bound", "Point", "Segment", "TensorSpec", "Traced", "boundaries", "even", "trace"]
+__all__ = ["CutPoint", "Segment", "StageModule", "TensorSpec", "Traced", "boundaries", "even_cuts", "trace"]
 
 
 @dataclass(frozen=True)
-class Point:
+class CutPoint:
     """A place at which a stage may begin."""
 
     name: str
@@ -60,9 +60,9 @@ class Segment:
     graphs: Mapping[bool, fx.Graph] = field(repr=False)
     """Its operations, by mode."""
 
-    def bind(self, root: nn.Module) -> Bound:
+    def bind(self, root: nn.Module) -> StageModule:
         """The stage as a module that computes with the tensors of `root`: the traced model or one like it."""
-        return Bound(root, {training: _compiled(graph) for training, graph in self.graphs.items()})
+        return StageModule(root, {training: _compiled(graph) for training, graph in self.graphs.items()})
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class Traced:
     """A model's operations and where they can be cut."""
 
     name: str
-    points: tuple[Point, ...]
+    points: tuple[CutPoint, ...]
     """The beginning of the model, then every legal cut, in order."""
-    units: tuple[Point, ...]
+    units: tuple[CutPoint, ...]
     """The beginning, the repeated blocks, and the model's children with weights that lie in no block; in a model
     without blocks every module with weights. The default choice of cuts: none lies between two uses of one
     tensor that a step moves."""
@@ -108,7 +108,7 @@ class Traced:
         self._check_shared(segments)
         return segments
 
-    def _point(self, name: str) -> Point:
+    def _point(self, name: str) -> CutPoint:
         known = {alias: point for point in self.points for alias in point.aliases}
         if name in known:
             return known[name]
@@ -126,7 +126,7 @@ class Traced:
             f"did you mean {either(near)}?" if near else "use another parallel.layout",
         )
 
-    def _segment(self, number: int, first: Point, last: Point | None) -> Segment:
+    def _segment(self, number: int, first: CutPoint, last: CutPoint | None) -> Segment:
         graphs = {
             training: _stage_graph(found, first.places[training], last.places[training] if last else None)
             for training, found in self.records.items()
@@ -191,7 +191,7 @@ def trace(
     )
 
 
-def even(traced: Traced, stages: int, units: Sequence[Point] | None = None) -> tuple[str, ...]:
+def even_cuts(traced: Traced, stages: int, units: Sequence[CutPoint] | None = None) -> tuple[str, ...]:
     """The names of the cuts that give each stage as many units as the others, or one more or less."""
     units = traced.units if units is None else units
     count = len(units)
@@ -207,7 +207,7 @@ def even(traced: Traced, stages: int, units: Sequence[Point] | None = None) -> t
     return tuple(units[stage * count // stages].name for stage in range(1, stages))
 
 
-def with_something_to_train(traced: Traced, units: Sequence[Point], root: nn.Module) -> tuple[Point, ...]:
+def trainable_units(traced: Traced, units: Sequence[CutPoint], root: nn.Module) -> tuple[CutPoint, ...]:
     """The units, those without a parameter that is trained joined to the one after; the last ones to the one before.
     What is frozen is cheap, and a stage of it alone would have no optimizer."""
     trained = {name for name, parameter in root.named_parameters() if parameter.requires_grad}
@@ -220,14 +220,14 @@ def with_something_to_train(traced: Traced, units: Sequence[Point], root: nn.Mod
     return tuple(kept if something else kept[:-1] or kept)
 
 
-def _points(records: Mapping[bool, Record], prefix: str) -> tuple[tuple[Point, ...], dict[str, str]]:
+def _points(records: Mapping[bool, Record], prefix: str) -> tuple[tuple[CutPoint, ...], dict[str, str]]:
     """The legal places, and the others with the reason. The wrapper of a model with taps leaves no trace in names."""
     begins = {training: _first_calls(found, prefix) for training, found in records.items()}
     places: dict[tuple[int, int], list[str]] = {(0, 0): []}
     for name, place in begins[True].items():
         if name in begins[False]:
             places.setdefault((begins[False][name], place), []).append(name)
-    points: list[Point] = []
+    points: list[CutPoint] = []
     illegal: dict[str, str] = {}
     for pair, names in sorted(places.items(), key=lambda found: found[0][1]):
         names.sort(key=lambda name: name.count("."))
@@ -238,7 +238,7 @@ def _points(records: Mapping[bool, Record], prefix: str) -> tuple[tuple[Point, .
             illegal |= dict.fromkeys(names, "training and evaluation come here in another order")
         else:
             crossing = tuple(node.name for node in records[True].crossing(pair[1]))
-            points.append(Point(names[0] if names else "", tuple(names), pair[1], crossing, pair))
+            points.append(CutPoint(names[0] if names else "", tuple(names), pair[1], crossing, pair))
     return tuple(points), illegal
 
 
@@ -253,7 +253,7 @@ def _first_calls(found: Record, prefix: str) -> dict[str, int]:
     return begins
 
 
-def _units(model: nn.Module, prefix: str, points: Sequence[Point], found: Record) -> tuple[Point, ...]:
+def _units(model: nn.Module, prefix: str, points: Sequence[CutPoint], found: Record) -> tuple[CutPoint, ...]:
     blocks = {id(block) for block in repeated_blocks(model)}
     names = {name for name, module in model.named_modules(remove_duplicate=False) if id(module) in blocks}
     inside = [
@@ -279,7 +279,7 @@ def _units(model: nn.Module, prefix: str, points: Sequence[Point], found: Record
 
 
 def _keeps_together(
-    point: Point, records: Mapping[bool, Record], held: Mapping[str, Sequence[str]], model: nn.Module
+    point: CutPoint, records: Mapping[bool, Record], held: Mapping[str, Sequence[str]], model: nn.Module
 ) -> bool:
     """Whether each tensor that a step moves is used on one side only."""
     moved = {name for found in records.values() for name in found.written_buffers}

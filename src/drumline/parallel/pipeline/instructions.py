@@ -1,4 +1,4 @@
-"""What one rank of a pipeline does in one optimizer step: a list of instructions.
+"""What one rank of a pipeline does in one optimizer step: a list of instructions, and spans that say when it did.
 
 Promises: the executor and the simulator run the same list, in its order. Nothing is implied: every tensor that moves
 is received, waited for and sent by an instruction of its own.
@@ -12,28 +12,28 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """`stage` and `micro` of an instruction are those of the computing it is about."""
+    """`stage` and `micro` of an instruction are those of the computation that it serves."""
 
     RECEIVE_INPUT = "receive input"
-    """Makes room for what stage - 1 sends and begins to receive it; does not wait."""
+    """Allocates buffers for what stage - 1 sends and starts to receive it. Does not wait."""
     WAIT_INPUT = "wait for input"
-    """The input is there (on a GPU: the computing stream waits, not the host)."""
+    """Waits until the input is there (on a GPU the compute stream waits, not the host)."""
     FORWARD = "forward"
     SEND_OUTPUT = "send output"
-    """Begins to send to stage + 1; does not wait."""
+    """Starts to send to stage + 1. Does not wait."""
     RECEIVE_GRADIENT = "receive gradient"
-    """Makes room for the gradient of this stage's output, from stage + 1, and begins to receive it."""
+    """Allocates buffers for the gradient of this stage's output, from stage + 1, and starts to receive it."""
     WAIT_GRADIENT = "wait for gradient"
     BACKWARD = "backward"
     SEND_GRADIENT = "send gradient"
-    """Begins to send the gradient of this stage's input to stage - 1; does not wait."""
+    """Starts to send the gradient of this stage's input to stage - 1. Does not wait."""
     REDUCE = "reduce"
-    """Begins to exchange the stage's gradients with the other replicas; `micro` is -1."""
+    """Starts to sum the stage's gradients over the replicas. `micro` is -1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One thing to do. Stage 0 reads images, the last one ends in the loss: neither receives or sends there."""
+    """One thing to do. Stage 0 receives and sends nothing at its input, nor the last stage at its output."""
 
     kind: Kind
     stage: int
@@ -44,5 +44,18 @@ class Instruction:
         return f"{self.kind} of stage {self.stage}{micro}"
 
 
-Lists = Sequence[Sequence[Instruction]]
+InstructionLists = Sequence[Sequence[Instruction]]
 """One list for each rank of a pipeline. Stage s belongs to rank s mod ranks."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a rank (`lane`) was busy with, measured or simulated. A simulated copy is a span of its sender, with the
+    kind of the send. A simulated wait has a span if it took any time."""
+
+    lane: int
+    kind: Kind
+    stage: int
+    micro: int
+    start: float
+    end: float

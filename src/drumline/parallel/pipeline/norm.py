@@ -85,7 +85,7 @@ def norm_count(module: nn.Module) -> int:
     return sum(1 for _ in _norms(module))
 
 
-def words(
+def describe_norm(
     mode: Mode, norms: int, micro_batches: int, samples: int, replicas: int = 1, uneven: bool = False
 ) -> str:
     """The choice and what it means, in one line; empty where there is none to make. `samples` are those of the

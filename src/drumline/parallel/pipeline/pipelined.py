@@ -20,16 +20,15 @@ from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch
 from drumline.parallel.grid import Grid
 from drumline.parallel.layout import BufferMean, Draws, Everything, Passes, micro_batches_of, used_somewhere
-from drumline.parallel.pipeline.boundary import Bound, TensorSpec
-from drumline.parallel.pipeline.carriers import Carrier
+from drumline.parallel.pipeline.boundary import StageModule, TensorSpec
 from drumline.parallel.pipeline.execute import Lane, run_lanes
-from drumline.parallel.pipeline.mailbox import Mailbox, Place
+from drumline.parallel.pipeline.instructions import Span
+from drumline.parallel.pipeline.mailbox import LaneDevice, Mailbox
 from drumline.parallel.pipeline.norm import commit_statistics, forget_statistics
 from drumline.parallel.pipeline.record import Recorder
 from drumline.parallel.pipeline.schedule import instruction_lists
 from drumline.parallel.pipeline.shape import Shape
-from drumline.parallel.pipeline.simulate import Span
-from drumline.parallel.pipeline.wire import Wire
+from drumline.parallel.pipeline.transport import ProcessTransport, Transport
 from drumline.parallel.world import Pending, World
 
 BUCKET_BYTES = 25 * 2**20
@@ -61,7 +60,7 @@ class Staged:
 
     module: nn.Module
     """All that is trained; tensors of stages that other processes compute are on the meta device."""
-    stages: Mapping[int, Bound]
+    stages: Mapping[int, StageModule]
     parameters: Mapping[int, Sequence[nn.Parameter]]
     """Of each of these stages; what is trained beside the model belongs to the last."""
     tail: Tail
@@ -96,8 +95,12 @@ class Pipelined(Everything):
             for micro in range(shape.micro_batches)
             for stage in self._own
         ]
-        self._box = None if shape.over_processes else Mailbox([Place.on(device) for device in staged.devices])
-        carriers: Sequence[Carrier] = self._box.seats if self._box else (Wire(grid.down, grid.up),)
+        self._box = (
+            None if shape.over_processes else Mailbox([LaneDevice.on(device) for device in staged.devices])
+        )
+        transports: Sequence[Transport] = (
+            self._box.transports if self._box else (ProcessTransport(grid.down, grid.up),)
+        )
         numbers = range(shape.lanes) if self._box else (grid.place,)
         self._sizes: list[int] = []
         self.lanes = [
@@ -106,11 +109,11 @@ class Pipelined(Everything):
                 {stage: each for stage, each in staged.stages.items() if stage % shape.lanes == number},
                 shape.stages - 1,
                 self._entering,
-                carrier,
+                transport,
                 device,
                 staged.parameters,
             )
-            for number, carrier, device in zip(numbers, carriers, staged.devices, strict=True)
+            for number, transport, device in zip(numbers, transports, staged.devices, strict=True)
         ]
         self._recorders = [
             Recorder(number, device) for number, device in zip(numbers, staged.devices, strict=True)

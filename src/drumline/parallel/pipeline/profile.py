@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from drumline.core.errors import UserError
-from drumline.parallel.pipeline.cut import Point, Traced
-from drumline.parallel.pipeline.split import min_max_split, refuse_too_many
+from drumline.parallel.pipeline.cut import CutPoint, Traced
+from drumline.parallel.pipeline.split import check_stage_count, min_max_split
 
 NOISY = 0.05
 """From this spread of the rounds on, a profile is called noisy."""
@@ -88,16 +88,16 @@ def profile(
     repeats: int = 9,
     watch: Watch = iter,
     channels_last: bool = False,
-    points: Sequence[Point] | None = None,
+    points: Sequence[CutPoint] | None = None,
 ) -> Profile:
     """Measures `root`, whose trace is `traced`, on images of `shape` (N x C x H x W), from one of `points` to the
-    next: `places(traced)` unless given.
+    next: `cut_points(traced)` unless given.
 
     `repeats` rounds are measured, after two that warm up. Modes are `root`'s: a model in training is measured so.
     """
     assert repeats >= 1
     with _own_random_numbers(device):
-        units = _units(traced, places(traced) if points is None else points, root, device)
+        units = _units(traced, cut_points(traced) if points is None else points, root, device)
         images = torch.randn(*shape, device=device)
         if channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
@@ -142,17 +142,18 @@ def choose_split(
     repeats: int = 9,
     watch: Watch = iter,
     channels_last: bool = False,
-    points: Sequence[Point] | None = None,
+    points: Sequence[CutPoint] | None = None,
 ) -> tuple[tuple[str, ...], Profile]:
     """Where `stages` stages begin (all but the first) so that the slowest is as fast as it can be, and the profile it
-    was decided by. `shape` is a micro-batch's, `points` are where stages may begin: `places(traced)` unless given."""
-    points = places(traced) if points is None else points
-    refuse_too_many(traced.name, len(points), stages)
+    was decided by. `shape` is a micro-batch's, `points` are where stages may begin: `cut_points(traced)` unless
+    given."""
+    points = cut_points(traced) if points is None else points
+    check_stage_count(traced.name, len(points), stages)
     measured = profile(traced, root, shape, device, autocast, repeats, watch, channels_last, points)
     return time_split(measured, stages), measured
 
 
-def places(traced: Traced, inside_blocks: bool = False) -> tuple[Point, ...]:
+def cut_points(traced: Traced, inside_blocks: bool = False) -> tuple[CutPoint, ...]:
     """Where stages may begin, the beginning of the model first: between blocks, or wherever the model can be cut. No
     two uses of one parameter lie on both sides of such a place."""
     points = traced.points if inside_blocks else traced.units
@@ -190,7 +191,7 @@ _Timer = Callable[[], float]
 """Seconds of something measured; on a GPU waits until they are known."""
 
 
-def _parts(traced: Traced, point: Point) -> bool:
+def _parts(traced: Traced, point: CutPoint) -> bool:
     """Whether the model falls apart here. What two stages refuse to share, more stages refuse too."""
     try:
         traced.split([point.name])
@@ -199,7 +200,7 @@ def _parts(traced: Traced, point: Point) -> bool:
     return True
 
 
-def _units(traced: Traced, points: Sequence[Point], root: nn.Module, device: torch.device) -> list[_Unit]:
+def _units(traced: Traced, points: Sequence[CutPoint], root: nn.Module, device: torch.device) -> list[_Unit]:
     """The units, bound to a copy of the model on the device."""
     own = copy.deepcopy(root).to(device)
     for parameter in own.parameters():

@@ -22,7 +22,7 @@ from itertools import chain
 
 from drumline.config.layouts import INSTEAD_OF_SPLIT, WHY_NOT_SPLIT, splits_backward
 from drumline.core.errors import UserError
-from drumline.parallel.pipeline.instructions import Instruction, Kind, Lists
+from drumline.parallel.pipeline.instructions import Instruction, InstructionLists, Kind
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
@@ -45,7 +45,7 @@ def instruction_lists(
     return tuple(_with_transfers(order, ranks * chunks, reduces) for order in orders)
 
 
-def forwards(ranks: int, chunks: int, micro_batches: int) -> tuple[tuple[Instruction, ...], ...]:
+def forward_lists(ranks: int, chunks: int, micro_batches: int) -> tuple[tuple[Instruction, ...], ...]:
     """The lists of a pass without gradients (evaluation, a teacher); any number of micro-batches."""
     _refuse_counts(ranks, micro_batches)
     orders = (_passes(Kind.FORWARD, ranks, chunks, micro_batches, rank) for rank in range(ranks))
@@ -92,7 +92,7 @@ def channel(instruction: Instruction, ranks: int) -> Channel | None:
     return None
 
 
-def check(lists: Lists) -> None:
+def check(lists: InstructionLists) -> None:
     """Proves the lists sound by running them with mailboxes that hold any number of tensors: each instruction has
     what it needs, each receive meets its own send, none is left over, and no rank waits for ever. A send never waits,
     so what runs here also runs where a transfer begins only once both sides are there."""
@@ -227,7 +227,7 @@ _NEEDS = {
 class _Check:
     """One run of the lists; see `check`."""
 
-    def __init__(self, lists: Lists) -> None:
+    def __init__(self, lists: InstructionLists) -> None:
         self.lists, self.ranks = lists, len(lists)
         self.stages = 1 + max(item.stage for items in lists for item in items)
         self.done: set[Instruction] = set()

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from drumline.parallel.pipeline.instructions import Instruction, Kind, Lists
+from drumline.parallel.pipeline.instructions import Instruction, InstructionLists, Kind, Span
 from drumline.parallel.pipeline.schedule import Channel, channel
 
 
@@ -28,20 +28,7 @@ class Times:
     """A copy begins only once it is also being received (NCCL, gloo); otherwise as soon as it is sent."""
 
 
-@dataclass(frozen=True)
-class Span:
-    """What a rank (`lane`) was busy with. A simulated copy is a span of its sender, with the kind of the send; a wait
-    is idle time, and has a span if it took any."""
-
-    lane: int
-    kind: Kind
-    stage: int
-    micro: int
-    start: float
-    end: float
-
-
-def simulate(lists: Lists, times: Times) -> tuple[Span, ...]:
+def simulate(lists: InstructionLists, times: Times) -> tuple[Span, ...]:
     """The spans of one step, from second 0, in order of their start."""
     stages = 1 + max(item.stage for items in lists for item in items)
     for name, counts in (
@@ -85,7 +72,7 @@ class _Run:
     """Each rank goes on until it must wait for a copy that has not begun. No time depends on which rank goes first:
     each is a maximum of earlier times, plus a duration."""
 
-    def __init__(self, lists: Lists, times: Times) -> None:
+    def __init__(self, lists: InstructionLists, times: Times) -> None:
         self.lists, self.times, self.ranks = lists, times, len(lists)
         self.now = [0.0] * self.ranks
         self.reduced = [0.0] * self.ranks

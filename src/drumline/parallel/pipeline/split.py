@@ -82,11 +82,11 @@ def step_optimal_split(
 
 def even_split(units: int, stages: int) -> Split:
     """As many units in each stage, or one more or less, whatever they cost: `parallel.split = even`."""
-    refuse_too_many("the model", units, stages)
+    check_stage_count("the model", units, stages)
     return tuple(stage * units // stages for stage in range(1, stages))
 
 
-def refuse_too_many(model: str, units: int, stages: int) -> None:
+def check_stage_count(model: str, units: int, stages: int) -> None:
     """Before anything is measured for a split that cannot be."""
     if stages < 1:
         raise UserError(f"{stages} stages: a model has at least one", "give 1 or more")
@@ -137,7 +137,7 @@ class _Costs:
         crossing: Sequence[float] | None = None,
     ) -> None:
         units = len(times)
-        refuse_too_many("the model", units, stages)
+        check_stage_count("the model", units, stages)
         assert all(time >= 0 and math.isfinite(time) for time in times)
         assert transfer is None or len(transfer) == units - 1
         assert crossing is None or len(crossing) == units - 1

@@ -35,10 +35,10 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.proxy import TraceError
 
 from drumline.core.errors import UserError
-from drumline.models.foreign import TapHook
+from drumline.models.tapped import TapHook
 from drumline.parallel.pipeline.boundary import Fakes, untouched
 from drumline.parallel.pipeline.operations import Entry, Record, Seen, storage, tensors
-from drumline.parallel.pipeline.refusals import (
+from drumline.parallel.pipeline.untraceable import (
     kept_tensors_refused,
     no_counting,
     no_draws,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drumline.models.foreign import Tapped, norm_before, with_taps
 from drumline.models.registry import create_model
+from drumline.models.tapped import Tapped, norm_before, with_taps
 
 # cuBLAS reads this when its first handle is made; without it deterministic algorithms refuse matrix products.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -87,13 +87,15 @@ def images() -> Tensor:
 def test_places_and_heads(name: str, ends: list[str], pre: str) -> None:
     model = with_taps(made(name), "", images()).eval()
     assert isinstance(model, Tapped)
-    found = [place for tap, place in model.places.items() if tap != "pooled" and not tap.endswith(".pre")]
+    found = [place for tap, place in model.locations.items() if tap != "pooled" and not tap.endswith(".pre")]
     assert found == ends
-    assert ("stem" in model.places) == (len(ends) == 5)
-    assert [tap for tap in model.places if tap.endswith(".pre")] == [f"stage{number}.pre" for number in pre]
+    assert ("stem" in model.locations) == (len(ends) == 5)
+    assert [tap for tap in model.locations if tap.endswith(".pre")] == [
+        f"stage{number}.pre" for number in pre
+    ]
     with torch.inference_mode():
         logits, taps = model(images(), taps=True)
-        head = model.model.get_submodule(model.places["pooled"].removesuffix(":input"))
+        head = model.model.get_submodule(model.locations["pooled"].removesuffix(":input"))
         torch.testing.assert_close(head(taps["pooled"]), logits)
     sides = [
         tensor.shape[-1] for tap, tensor in taps.items() if tensor.dim() == 4 and not tap.endswith(".pre")

@@ -14,7 +14,8 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
 from drumline.core.errors import UserError
-from drumline.models.foreign import Tapped, find_places, norm_before, places_from_text, with_taps
+from drumline.models.find_taps import find_taps
+from drumline.models.tapped import Tapped, norm_before, parse_taps, with_taps
 from tests.models.quick import quick_model
 
 SIDE = 32
@@ -230,7 +231,7 @@ RESNET = {
     ],
 )
 def test_stages_end_where_the_map_halves(name: str, expected: dict[str, str]) -> None:
-    found = find_places(made(name), images())
+    found = find_taps(made(name), images())
     assert found == expected
     assert list(found) == list(expected)
 
@@ -239,7 +240,7 @@ def test_one_module_of_two_sizes_is_looked_into() -> None:
     """`features` halves the map once, as a stage does; but it is the whole network."""
     features = nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), nn.ReLU(), nn.Conv2d(4, 6, 3, 2, 1), nn.ReLU())
     model = nn.Sequential(features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5))
-    found = find_places(model, images())
+    found = find_taps(model, images())
     assert (found["stage1"], found["stage2"]) == ("0.1", "0.3")
 
 
@@ -256,14 +257,14 @@ def test_a_squeeze_is_no_stage() -> None:
             x = self.conv2(x * self.gate(self.pool(x)).sigmoid())
             return self.fc(self.last(x).flatten(1))
 
-    found = find_places(Squeezed(), images())
+    found = find_taps(Squeezed(), images())
     assert found == {"stage1": "conv1", "stage2": "conv2", "pooled": "fc:input"}
 
 
 def test_what_follows_the_global_pool_is_no_stage() -> None:
     head = [nn.AdaptiveAvgPool2d(1), nn.Conv2d(6, 9, 1), nn.ReLU(), nn.Flatten(), nn.Linear(9, 5)]
     model = nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), nn.Conv2d(4, 6, 3, 2, 1), *head)
-    assert find_places(model, images()) == {"stage1": "0", "stage2": "1", "pooled": "6:input"}
+    assert find_taps(model, images()) == {"stage1": "0", "stage2": "1", "pooled": "6:input"}
 
 
 def test_a_module_used_again_later_names_only_its_last_call() -> None:
@@ -274,9 +275,9 @@ def test_a_module_used_again_later_names_only_its_last_call() -> None:
     )
     tail = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5)]
     expected = {"stage1": "0", "stage2.pre": "0.1:input", "stage2": "1", "pooled": "4:input"}
-    assert find_places(nn.Sequential(first, second, *tail), images()) == expected
+    assert find_taps(nn.Sequential(first, second, *tail), images()) == expected
     flat = {"stage1": "0", "stage2.pre": "1:input", "stage2": "1", "pooled": "6:input"}
-    assert find_places(nn.Sequential(*first, *second, *tail), images()) == flat
+    assert find_taps(nn.Sequential(*first, *second, *tail), images()) == flat
 
 
 def test_an_activation_whose_output_is_written_to_is_not_the_stages_end() -> None:
@@ -295,7 +296,7 @@ def test_an_activation_whose_output_is_written_to_is_not_the_stages_end() -> Non
     model = with_taps(nn.Sequential(Added(), after, *tail), "", images())
     assert isinstance(model, Tapped)
     # The next stage's in-place activation writes over stage1, and is not its end either.
-    assert model.places == {"stage1": "0", "stage2": "1", "pooled": "4:input"}
+    assert model.locations == {"stage1": "0", "stage2": "1", "pooled": "4:input"}
     assert model.copied == ("stage1",)
 
 
@@ -305,10 +306,10 @@ def test_timms_list_of_features_is_used_where_it_names_maps() -> None:
     model.feature_info = [  # type: ignore[assignment]
         {"module": name, "num_chs": channels, "reduction": 2} for name, channels in entries
     ]
-    found = find_places(model, images())
+    found = find_taps(model, images())
     assert (found["stem"], found["stage1"], found["stage4"]) == ("relu", "layer1.0", "layer4")
     model.feature_info = [{"module": "layer2", "num_chs": 13}, {"module": "gone", "num_chs": 8}]  # type: ignore[assignment]
-    assert find_places(model, images()) == RESNET
+    assert find_taps(model, images()) == RESNET
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -450,7 +451,7 @@ def test_a_tap_overwritten_in_training_alone_is_named() -> None:
 
     model = with_taps(Sly(), "", images())
     model.eval()(images(), taps=True)
-    with pytest.raises(AssertionError, match="tap stage1: conv was written over"):
+    with pytest.raises(AssertionError, match="tap stage1: conv was overwritten"):
         model.train()(images(), taps=True)
 
 
@@ -557,12 +558,12 @@ def test_a_sum_made_elsewhere_takes_the_stages_last_norm() -> None:
 def test_the_head_is_the_layer_that_gave_the_logits() -> None:
     for name, head in (("resnet", "fc"), ("mobilenet", "classifier.1"), ("vgg", "3"), ("vit", "head")):
         model = tapped(name).eval()
-        assert model.places["pooled"] == f"{head}:input"
+        assert model.locations["pooled"] == f"{head}:input"
         found = model.model.get_submodule(head)
         logits, taps = model(images(), taps=True)
         assert torch.equal(found(taps["pooled"]), logits)
     changed = with_taps(nn.Sequential(vgg(), nn.Softmax(1)), "", images())
-    assert "pooled" not in changed.places
+    assert "pooled" not in changed.locations
 
 
 def test_our_own_models_stay_as_they_are_without_text() -> None:
@@ -592,20 +593,20 @@ def test_text_names_other_places_in_a_model_of_ours() -> None:
 
 def test_text_goes_before_what_is_found() -> None:
     model = tapped("resnet", " stage2 = layer2.0 , stem=maxpool")
-    assert model.places == {
+    assert model.locations == {
         **RESNET,
         "stem": "maxpool",
         "stage2": "layer2.0",
         "stage2.pre": "layer2.0.relu:input",
     }
-    assert tapped("vit", "stage1=patches").places == {"stage1": "patches", "pooled": "head:input"}
+    assert tapped("vit", "stage1=patches").locations == {"stage1": "patches", "pooled": "head:input"}
 
 
 def test_text_is_read_as_written() -> None:
     text = "stage1=layer1,stage1.pre=layer1.1.relu:input,pooled=fc:input"
     expected = {"stage1": "layer1", "stage1.pre": "layer1.1.relu:input", "pooled": "fc:input"}
-    assert places_from_text(text) == places_from_text(text, made("resnet")) == expected
-    assert places_from_text("") == {}
+    assert parse_taps(text) == parse_taps(text, made("resnet")) == expected
+    assert parse_taps("") == {}
 
 
 @pytest.mark.parametrize(
@@ -617,15 +618,15 @@ def test_text_is_read_as_written() -> None:
         ("stage0=layer1", r"no tap 'stage0'\n  fix: taps are stem, stage1"),
         ("stem.pre=relu:input", "no tap 'stem.pre'"),
         ("fc=fc", "no tap 'fc'"),
-        ("stage1", "'stage1' is not TAP=PLACE"),
-        ("stage1=", "'stage1=' is not TAP=PLACE"),
-        ("stage1=layer1:output", "a place ends in :input or has no colon"),
+        ("stage1", "'stage1' is not TAP=MODULE"),
+        ("stage1=", "'stage1=' is not TAP=MODULE"),
+        ("stage1=layer1:output", "a location is a module name"),
         ("stage1=layer1,stage1=layer2", "stage1 is given twice, as layer1 and layer2"),
     ],
 )
 def test_wrong_text_is_refused_in_a_sentence(text: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        places_from_text(text, made("resnet"))
+        parse_taps(text, made("resnet"))
 
 
 def test_a_module_that_is_not_called_is_refused() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drumline.models.pool import _means, pool_to
+from drumline.models.base import _means, pool_to
 
 
 def feature_map(height: int, width: int) -> Tensor:
