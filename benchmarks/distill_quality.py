@@ -264,7 +264,7 @@ def beside_teacher(
     (loaded,) = load_teachers(replace(recipe, distill=teacher), Classes.of(sets.train), grid.world)
     guesses = torch.full((len(sets.eval),), -1, device=grid.world.device)
     score_module(loaded.module, sets, recipe, grid, record=guesses)
-    return replace(classification(recipe, sets, plan, grid, display), rival=guesses)
+    return replace(classification(recipe, sets, plan, grid, display), teacher_predictions=guesses)
 
 
 class Interrupted(Exception):

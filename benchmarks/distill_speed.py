@@ -47,7 +47,7 @@ from torch import nn
 from distill_arms import Arm, ByHand, Ours, Plan, has_torchvision, make_recipe
 from drumline.core.errors import UserError
 from drumline.distill.cache import teacher as stored
-from drumline.distill.task import lesson
+from drumline.distill.task import distillation_task
 from drumline.models import create_model
 from drumline.state.weights import export_weights
 from drumline.train import prepare
@@ -245,7 +245,7 @@ def entries(folder: Path, plan: Plan, compiled: bool) -> list[Entry]:
             # A folder for each: kernels that differ give outputs that do.
             cache = str(folder / f"cache-{kernels}-{compiled}")
             recipe = replace(recipe, distill=replace(recipe.distill, cache=cache))
-        build = classification if name == ALONE else lesson
+        build = classification if name == ALONE else distillation_task
         return Entry(name, kernels, compiled, lambda cleanup: Ours.open(recipe, build, plan, cleanup))
 
     def by_hand(name: str) -> Entry:
@@ -292,13 +292,13 @@ def verdicts(found: Found, plan: Plan) -> list[str]:
     """A line for each target and for each cache."""
     lines = []
     for kernels in (SAME_BITS, FASTEST):
-        for name, rival, least in TARGETS:
-            against = (rival, FASTEST if rival == NAIVE else kernels)
+        for name, baseline, least in TARGETS:
+            against = (baseline, FASTEST if baseline == NAIVE else kernels)
             if (name, kernels) in found and against in found:
                 ratio = times(found[name, kernels], found[against])
                 lines.append(
                     f"{'pass' if ratio >= least else 'FAIL'}: {name} ({kernels}) is {ratio:.2f} times as fast as "
-                    f"{rival} ({against[1]}); at least {least:g} wanted"
+                    f"{baseline} ({against[1]}); at least {least:g} wanted"
                 )
     for (name, kernels), measured in found.items():
         if name == CACHED and (LIVE, kernels) in found:

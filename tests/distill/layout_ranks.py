@@ -19,7 +19,7 @@ from drumline.core.environment import read_rank_info
 from drumline.core.errors import UserError
 from drumline.distill.objective import Distillation
 from drumline.distill.stages import Relayed
-from drumline.distill.task import lesson
+from drumline.distill.task import distillation_task
 from drumline.distill.teacher import Live, Teacher
 from drumline.models import create_model
 from drumline.parallel.process_group import init_world
@@ -71,7 +71,7 @@ def learn(recipe: Recipe, world: World) -> tuple[dict[str, Any], Task]:
     built: list[Task] = []
 
     def build(*given: Any) -> Task:
-        built.append(lesson(*given))
+        built.append(distillation_task(*given))
         return built[0]
 
     result = train(recipe, world, build)

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from drumline.config.recipe import Data, Distill, Model, Optim, Recipe, Run, Train
 from drumline.core.environment import read_rank_info
 from drumline.distill.methods import METHODS
-from drumline.distill.task import Stage, lesson
+from drumline.distill.task import Stage, distillation_task
 from drumline.models import create_model
 from drumline.observe.display import make_display
 from drumline.observe.run_log import RunLog
@@ -72,7 +72,7 @@ def two_steps(folder: Path, name: str, world: World) -> dict[str, Any]:
     recipe = recipe_of(folder, methods)
     sets = prepare.prepare_sets(recipe, world)
     plan = prepare.prepare_plan(recipe, len(sets.train), world)
-    task = lesson(recipe, sets, plan, make_grid(world), make_display(world.rank), Stage(stage))
+    task = distillation_task(recipe, sets, plan, make_grid(world), make_display(world.rank), Stage(stage))
     state = assemble.prepare_state(recipe, task.module, world, task.model)
     step = TrainStep(
         state,

@@ -220,20 +220,20 @@ WRONG: list[tuple[Distill, Parallel, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("lesson", "parallel", "field", "what"), WRONG)
+@pytest.mark.parametrize(("settings", "parallel", "field", "what"), WRONG)
 def test_a_recipe_says_where_its_teacher_cannot_lie(
-    lesson: Distill, parallel: Parallel, field: str, what: str
+    settings: Distill, parallel: Parallel, field: str, what: str
 ) -> None:
     found = [
-        problem for problem in problems(Recipe(distill=lesson, parallel=parallel)) if problem.field == field
+        problem for problem in problems(Recipe(distill=settings, parallel=parallel)) if problem.field == field
     ]
     assert len(found) == 1
     assert what in found[0].what
 
 
 def test_a_teacher_in_virtual_stages_goes_with_a_student_without_any() -> None:
-    lesson = Distill(teacher_layout="model", teacher_stages=2)
-    assert not list(problems(Recipe(distill=lesson, parallel=Parallel(virtual=True))))
+    settings = Distill(teacher_layout="model", teacher_stages=2)
+    assert not list(problems(Recipe(distill=settings, parallel=Parallel(virtual=True))))
 
 
 def test_a_pipeline_in_one_process_has_no_places_for_a_teacher() -> None:

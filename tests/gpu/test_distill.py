@@ -43,7 +43,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def recipe_of(path: str, *methods: str, **changes: object) -> Recipe:
     options = ("crd.K:512",) if "crd" in methods else ()
-    lesson = Distill(
+    settings = Distill(
         teacher=("resnet14",),
         teacher_weights=(path,),
         method=methods,
@@ -51,7 +51,7 @@ def recipe_of(path: str, *methods: str, **changes: object) -> Recipe:
         options=options,
         initial_epochs=0.25 if any(METHODS[name].initial for name in methods) else "auto",
     )
-    return replace(BASE, distill=replace(lesson, **changes))  # type: ignore[arg-type]
+    return replace(BASE, distill=replace(settings, **changes))  # type: ignore[arg-type]
 
 
 def sha256(recipe: Recipe, folder: Path, name: str, capture: str = "on") -> str:

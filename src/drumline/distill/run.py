@@ -14,7 +14,7 @@ from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.data.sources import detect_source
 from drumline.distill.choose import choose
-from drumline.distill.task import Stage, lesson
+from drumline.distill.task import Stage, distillation_task
 from drumline.observe.display import make_display
 from drumline.parallel.world import World
 from drumline.state.checkpoint import checkpoints, is_checkpoint, newest_valid
@@ -33,7 +33,7 @@ def distill(recipe: Recipe, world: World) -> Result:
             remember(recipe.run.name)
         for name, epochs in stages:
             stage = _stage_recipe(recipe, name, epochs)
-            result = train(stage, world, partial(lesson, stage=Stage(name, done)))
+            result = train(stage, world, partial(distillation_task, stage=Stage(name, done)))
             if not result.finished:
                 make_display(world.rank).log(
                     f"stopped in the initial stage of {name}; to resume, repeat the command with "
@@ -41,7 +41,7 @@ def distill(recipe: Recipe, world: World) -> Result:
                 )
                 return replace(result, run=str(Path(result.run).parent))
             done = (*done, Path(stage.run.dir) / stage.run.name)
-    return train(recipe, world, partial(lesson, stage=Stage(before=done)))
+    return train(recipe, world, partial(distillation_task, stage=Stage(before=done)))
 
 
 def _is_past(recipe: Recipe) -> bool:

@@ -55,7 +55,7 @@ class Stage:
     """Run folders of the stages before, in their order."""
 
 
-def lesson(
+def distillation_task(
     recipe: Recipe,
     sets: prepare.Sets,
     plan: prepare.Plan,
@@ -128,8 +128,8 @@ def lesson(
         model=pair.bare,
         objective=objective,
         words=tuple(words),
-        rival=predictions,
-        rival_top1=score.accuracy if score else None,
+        teacher_predictions=predictions,
+        teacher_top1=score.accuracy if score else None,
         evaluates=not stage.name,
         feed=stored.feed if stored and grid.ends else unchanged,
         together=together,

@@ -40,7 +40,7 @@ class Score:
     nonfinite: int = 0
     """Samples for which the model gave NaN or infinity."""
     agreed: int | None = None
-    """Samples whose first guess was the rival's, where there is one."""
+    """Samples for which model and teacher predict the same class; None without a teacher."""
 
     @property
     def accuracy(self) -> float:
@@ -52,7 +52,7 @@ class Score:
 
     @property
     def agreement(self) -> float | None:
-        """Share of the samples whose first guess was the rival's."""
+        """Fraction of the samples for which model and teacher predict the same class."""
         return None if self.agreed is None else self.agreed / self.samples
 
 
@@ -66,13 +66,13 @@ def evaluate(
     world: World,
     autocast: torch.dtype | None,
     watch: Callable[[int], None] = lambda done: None,
-    rival: torch.Tensor | None = None,
+    teacher_predictions: torch.Tensor | None = None,
     record: torch.Tensor | None = None,
     readers: int = 1,
     outputs: torch.Tensor | None = None,
 ) -> Score:
     """Runs `model` (not wrapped) in eval mode over this rank's batches and adds up over the world; where it gives
-    None, another rank has the output. `rival` holds another model's first guess by sample id, to count agreement;
+    None, another rank has the output. `teacher_predictions`: the teacher's class by sample id, to count agreement;
     `record` takes this model's, for this rank's samples. `readers` go through the set side by side. `outputs` has the
     model's output that each label means, where its classes have other numbers than the data's."""
     was_training = model.training
@@ -91,8 +91,8 @@ def evaluate(
             logits = output[: len(batch.labels)].float()
             labels = batch.labels if outputs is None else outputs[batch.labels]
             totals[:TALLY] += tally(logits, labels, most)
-            if rival is not None:
-                totals[TALLY] += (logits.argmax(dim=1) == rival[batch.samples]).sum()
+            if teacher_predictions is not None:
+                totals[TALLY] += (logits.argmax(dim=1) == teacher_predictions[batch.samples]).sum()
             if record is not None:
                 record[batch.samples] = logits.argmax(dim=1)
         done += len(batch.labels)
@@ -113,7 +113,7 @@ def evaluate(
         top5=top5,
         loss=mean,
         nonfinite=nonfinite,
-        agreed=None if rival is None else agreed,
+        agreed=None if teacher_predictions is None else agreed,
     )
 
 

@@ -231,7 +231,14 @@ def score_model(run: Running) -> tuple[Score, Score | None]:
         watch = partial(run.reporter.display.evaluation, total=len(run.sets.eval))
         scorable = run.laid.chain(module) if run.laid else module
         with _whole(run, module):
-            return score_module(scorable, run.sets, run.recipe, run.grid, watch, rival=run.task.rival)
+            return score_module(
+                scorable,
+                run.sets,
+                run.recipe,
+                run.grid,
+                watch,
+                teacher_predictions=run.task.teacher_predictions,
+            )
 
     average = run.state.average
     return scored(run.state.model), scored(average.module) if average else None
@@ -394,7 +401,7 @@ def _result(run: Running, position: Position, score: Score | None) -> Result:
         samples=score.samples if score else 0,
         best_top1=position.best_accuracy if judged else None,
         best_epoch=round(position.best_step / per_epoch, 3) if judged else None,
-        teacher_top1=run.task.rival_top1,
+        teacher_top1=run.task.teacher_top1,
         agreement=score.agreement if score else None,
         images_per_s=round(run.reporter.images_per_s, 1),
         broken_samples=sum(len(bad_samples.bad) for bad_samples in run.sets.bad),

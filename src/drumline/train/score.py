@@ -66,13 +66,13 @@ def score_module(
     grid: Grid,
     watch: Callable[[int], None] = lambda done: None,
     through: Callable[[Iterator[Batch]], Iterator[Batch]] = lambda batches: batches,
-    rival: torch.Tensor | None = None,
+    teacher_predictions: torch.Tensor | None = None,
     record: torch.Tensor | None = None,
     outputs: torch.Tensor | None = None,
 ) -> Score:
     """The score of a (not wrapped) module on the evaluation set, or of one that gives None but where a pipeline ends.
     `watch` is called with the number of samples done; the
-    batches are drawn `through` a function that may show them; `rival`, `record` and `outputs` are of `evaluate`."""
+    batches are drawn `through` a function that may show them; the other arguments are those of `evaluate`."""
     world = grid.world
     with closing(
         sets.evaluation(recipe, grid.peers, blank=isinstance(module, Chain) and not grid.reads)
@@ -86,7 +86,7 @@ def score_module(
             world,
             prepare.precision(recipe, world),
             watch,
-            rival,
+            teacher_predictions,
             record,
             grid.replicas,
             outputs,

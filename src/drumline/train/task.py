@@ -71,10 +71,10 @@ class Task:
     cut: Cut = Cut()
     words: tuple[str, ...] = ()
     """What to say of it."""
-    rival: torch.Tensor | None = None
-    """Another model's first guess by evaluation sample, to count agreement with."""
-    rival_top1: float | None = None
-    """The other model's score."""
+    teacher_predictions: torch.Tensor | None = None
+    """The class that the teacher predicts for each evaluation sample, to count agreement."""
+    teacher_top1: float | None = None
+    """The teacher's accuracy."""
     evaluates: bool = True
     """Whether the model's score means anything."""
     feed: Feed = unchanged
