@@ -181,12 +181,12 @@ def accidents(bench: Bench, mounts: bool) -> Iterator[Callable[[], Outcome]]:
         wait_for_save(bench.folder / "runs" / name, run)
         run.send_signal(which)
         code = run.wait(60)
-        stopped = "stopped on request" in run.said()
+        stopped = "stopped: " in run.said()
         verified, _ = state_of(bench.folder, name)
         again = drumline("train", *bench.words, f"run.name={name}", *RESUME, folder=bench.folder)
         _, same = same_bits(bench, name, again)
         said = "saved and stopped" if stopped else "died"
-        expected = (0, True) if which == signal.SIGTERM else (-9, False)
+        expected = (143, True) if which == signal.SIGTERM else (-9, False)
         return Outcome(fault, said, code, verified, words_of(same), same and (code, stopped) == expected)
 
     def stopped_for_a_while() -> Outcome:

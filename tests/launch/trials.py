@@ -125,11 +125,11 @@ def cut_then_sigterm(trial: Trial) -> str:
     time.sleep(1.0)
     assert "SIGTERM: the processes finish their step" in second.said(), second.said()
     code, seconds = second.ends(15)
-    assert code == 128 + signal.SIGTERM, second.said()
+    assert code == 128 + signal.SIGKILL, second.said()
     assert not is_running(trial.worker(1))
     first.signal(signal.SIGTERM)
-    assert first.ends()[0] in (128 + signal.SIGTERM, -signal.SIGTERM), first.said()
-    return f"answers at once, ends {seconds + 1:.0f} s later with 143, its worker with it"
+    assert first.ends()[0] in (128 + signal.SIGKILL, -signal.SIGTERM), first.said()
+    return f"answers at once, ends {seconds + 1:.0f} s later with 137, its worker with it"
 
 
 def cut_then_worker_killed(trial: Trial) -> str:

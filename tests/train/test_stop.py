@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ def test_a_signal_is_seen_at_the_next_step(number: signal.Signals) -> None:
         os.kill(os.getpid(), number)
         assert stop.seen(2)
         assert stop.seen(3)
+        assert stop.stopped_by == number.name
         stop.settle()
 
 
@@ -51,6 +53,17 @@ def test_a_hang_up_that_nohup_ignores_stops_nothing(monkeypatch: pytest.MonkeyPa
         signal.signal(signal.SIGHUP, before)
 
 
+def test_a_run_in_another_thread_needs_no_signal_handlers() -> None:
+    """As in a notebook's thread, where Python allows none."""
+
+    def run() -> bool:
+        with StopSign(single_process(tiny.CPU)) as stop:
+            return stop.seen(1)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(run).result()
+
+
 @pytest.mark.slow
 def test_a_run_whose_terminal_is_closed_saves_and_can_go_on(tmp_path: Path) -> None:
     words = (*TINY, "run.name=x", "train.epochs=500", "train.log_every=1", "checkpoint.every_epochs=0")
@@ -64,9 +77,10 @@ def test_a_run_whose_terminal_is_closed_saves_and_can_go_on(tmp_path: Path) -> N
         if select.select([terminal], [], [], 0.05)[0]:
             os.read(terminal, 1 << 16)
     os.close(terminal)
-    while os.waitpid(child, os.WNOHANG) == (0, 0):
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    assert os.waitstatus_to_exitcode(ended[1]) == 128 + signal.SIGHUP
     assert "stopped: SIGHUP after step " in (tmp_path / "runs/x/log.txt").read_text()
     assert newest_valid(tmp_path / "runs/x/checkpoints")[0] is not None
 
@@ -90,7 +104,7 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
     assert done.stderr.startswith(
         "SIGTERM: finishing the step, then saving; SIGTERM again ends the run at once"
     )
-    assert done.returncode == -signal.SIGTERM
+    assert done.returncode == 128 + signal.SIGKILL
 
 
 class Pair:
@@ -118,7 +132,7 @@ def test_requests_are_looked_for_as_often_as_the_steps_of_this_process_are_long(
         assert stop.seconds_per_step == pytest.approx(2.5)
         os.kill(os.getpid(), signal.SIGTERM)
         assert any(stop.seen(step) for step in (first + 4, first + 5))
-        assert stop.signal == "SIGTERM"
+        assert stop.stopped_by == "SIGTERM"
 
 
 @pytest.mark.slow

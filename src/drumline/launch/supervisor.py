@@ -28,7 +28,7 @@ from drumline.launch.failure import (
 from drumline.launch.hang import Limits, Pulse, Sign, is_busy, is_hung, standing, verdict
 from drumline.launch.joining import OVER, Ended, NotMet, all_done, all_failed, clock_notes, join, losses
 from drumline.launch.nodes import Round, ranks_of, worker_variables
-from drumline.launch.signals import Requests
+from drumline.launch.signals import STOPS, Requests
 from drumline.launch.stacks import is_stopped
 from drumline.launch.worker_environment import Handout
 from drumline.launch.workers import Crew
@@ -53,8 +53,11 @@ LEAVE_SECONDS = 2.0
 LONGEST_PAUSE = 60.0
 """Before a restart."""
 
-STOPPED = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
-"""Exit codes of a worker that left because it was asked to."""
+STOPPED = tuple(128 + number for number in STOPS)
+"""Exit codes of a worker that saved and left because a signal stopped the run."""
+
+KILLED = 128 + signal.SIGKILL
+"""Exit code of a launcher that had to kill its workers before they saved."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +260,8 @@ class Watch:
         so in its exit code, or be ended by the signal before it has a handler."""
         if local_rank in self._crew.killed or code == 0:
             return False
-        if local_rank in self._crew.terminated and (code in STOPPED or code == -signal.SIGTERM):
+        asked = local_rank in self._crew.terminated and code == -signal.SIGTERM
+        if code in STOPPED or asked:
             return read_failure(self._handout.error_file(local_rank)) is not None
         return True
 
@@ -399,8 +403,8 @@ class Watch:
         self._announce(render_failure(cause), text_log.FAILED)
         if self._used and self._used == self._care.restarts:
             self._announce(f"all {self._used} restarts of launch.restarts are used up")
-        if self._requests and cause.rank < 0:
-            return 128 + self._requests.first
+        if self._requests and (cause.rank < 0 or cause.exit_code in STOPPED):
+            return KILLED if self._crew.killed else 128 + self._requests.first
         return cause.exit_code
 
     def _when(self) -> str:
@@ -410,12 +414,13 @@ class Watch:
         return pause + (", as soon as the machines have met again" if self._contact is not None else "")
 
     def _say_stopped(self) -> int:
-        """Workers that ended because they were asked to."""
-        number = self._requests.first
-        code = max(exit_code for exit_code, _ in self._crew.ended.values())
-        if self._crew.killed or code <= 0:
-            code = 128 + number
-            words = f"was stopped by {number.name}"
+        """Workers that ended because a signal stopped the run, which the launcher or another machine received."""
+        codes = [exit_code for exit_code, _ in self._crew.ended.values()]
+        code = 128 + self._requests.first if self._requests else max(codes)
+        if self._crew.killed:
+            code = KILLED
+        if self._crew.killed or min(codes) < 0:
+            words = f"was stopped by {self._requests.first.name}"
             cause = Failure(self._ranks[0], words, time.monotonic(), exit_code=code, ends=True)
             self._post(on_host(cause, self._host))
         return code

@@ -114,19 +114,21 @@ def _work(info: RankInfo | None, recipe: Recipe, device_type: str, job: str) -> 
     if world.is_rank_zero:
         print_result(asdict(result))
     world.close()
+    stopped_by = getattr(result, "stopped_by", "")
+    code = 128 + signal.Signals[stopped_by] if stopped_by else 0
     if world.size > 1:
-        _end()
-    return 0
+        _end(code)
+    return code
 
 
-def _end() -> NoReturn:
+def _end(code: int) -> NoReturn:
     """Ends a rank that is done without taking the interpreter down: gloo's threads outlive their group, and one that
     wants Python then aborts the process (rare; seen with torch 2.13), which would count as a loss."""
     atexit._run_exitfuncs()
     with suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def _ignore_stops() -> None:

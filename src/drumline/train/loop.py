@@ -55,7 +55,8 @@ from drumline.train.task import Builder, classification
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended. `top1` and the like are of the last evaluation."""
+    """How a run ended. `top1` and the like are of the last evaluation. `stopped_by` names the signal that stopped the
+    run before its last step; empty if it finished."""
 
     run: str
     finished: bool
@@ -73,6 +74,7 @@ class Result:
     """Share of the evaluation samples with the teacher's first guess, where there is a teacher."""
     images_per_s: float
     broken_samples: int
+    stopped_by: str = ""
 
 
 def train(recipe: Recipe, world: World, build: Builder = classification) -> Result:
@@ -97,6 +99,8 @@ def train(recipe: Recipe, world: World, build: Builder = classification) -> Resu
             tell_broken(run)
             export(run, position)
             result = _result(run, position, score)
+            if not result.finished:
+                result = replace(result, stopped_by=stop.stopped_by)
             asked_by = "" if LAUNCHER in os.environ else stop.signal  # the launcher passes on what it got
             run.log(_closing_words(run, result, asked_by, time.monotonic() - began))
         return result

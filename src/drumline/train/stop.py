@@ -3,7 +3,8 @@
 Promises: SIGINT, SIGTERM and SIGHUP (a terminal that is closed) never tear a step; every rank leaves the loop after
 the same step, so the saved state is one state; an alarm that one rank raises reaches all of them in the same way.
 Agreement travels as a tiny message on the host, started at one check and read at the next, so no step waits for it;
-checks are about a tenth of a second apart. A second signal ends the process at once.
+checks are about a tenth of a second apart. A second signal ends the process at once, without saving. Outside the main
+thread, where Python allows no signal handler, only an alarm ends a run early.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -24,6 +26,8 @@ from drumline.parallel.world import World
 CHECK_SECONDS = 0.1
 SAME_REQUEST_SECONDS = 0.5
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+KILLED = 128 + signal.SIGKILL
+"""Exit code of a process that ended without saving."""
 
 
 class StopSign:
@@ -38,9 +42,10 @@ class StopSign:
         """`watch` is asked after each check's step; what it gives, if not 0, becomes everybody's `alarm`. `record` is
         given the last line of a process that a second signal ends, inside the signal handler."""
         self.world, self.watch, self.record = world, watch, record
-        self.asked = False
         self.signal = ""
-        """The name of the signal that asked this process."""
+        """The name of the signal that this process received."""
+        self.stopped_by = ""
+        """The name of the signal that stopped the run, once `seen` has returned True. The same on every rank."""
         self.seconds_per_step = 0.0
         """As measured since the last check, the slowest rank's; 0 until known. The same on every rank."""
         self.alarm = 0
@@ -54,7 +59,7 @@ class StopSign:
 
     def __enter__(self) -> StopSign:
         self._terminals = [number for number in (1, 2) if os.isatty(number)]
-        for number in STOPS:
+        for number in STOPS if threading.current_thread() is threading.main_thread() else ():
             # A signal ignored on purpose (nohup, a shell's background job) stays ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._ask)
@@ -71,22 +76,32 @@ class StopSign:
             if step >= self._next_check:
                 self.seconds_per_step = self._measure(step)
                 self._next_check = step + self._interval()
+            self.stopped_by = self.signal
             return self.asked
         self.alarm = 0
         if step < self._next_check:
             return False
         if self._on_its_way is not None:
             self._on_its_way.wait()  # type: ignore[attr-defined]
-            agreed, microseconds, self.alarm = self._message.tolist()
+            number, microseconds, self.alarm = self._message.tolist()
             self.seconds_per_step = microseconds / 1e6
-            if agreed:
-                self._on_its_way = None
+            if number:
+                self._on_its_way, self.stopped_by = None, signal.Signals(number).name
                 return True
-        mine = [int(self.asked), round(1e6 * self._measure(step)), self.watch(step)]
+        mine = [
+            signal.Signals[self.signal] if self.signal else 0,
+            round(1e6 * self._measure(step)),
+            self.watch(step),
+        ]
         self._message = torch.tensor(mine)
         self._on_its_way = self.world.all_reduce_max_async(self._message)
         self._next_check = step + self._interval()
         return False
+
+    @property
+    def asked(self) -> bool:
+        """Whether this process has received a signal."""
+        return bool(self.signal)
 
     def settle(self) -> None:
         """Waits for a message still on its way, so that the ranks part in step."""
@@ -119,9 +134,8 @@ class StopSign:
         if self.asked:
             self.record(f"{text_log.STOPPED}{name} again: ended at once, without saving")
             text_log.leave_bar()
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        self.asked, self.signal = True, name
+            os._exit(KILLED)
+        self.signal = name
         if LAUNCHER not in os.environ and self.world.size == 1:  # otherwise the launcher says it
             text_log.say(
                 f"{name}: finishing the step, then saving; {name} again ends the run at once, without saving"

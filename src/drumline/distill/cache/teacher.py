@@ -8,6 +8,7 @@ that need more of the teacher than a cache keeps, and data that has no sample id
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
@@ -105,10 +106,13 @@ def store(
     with StopSign(world) as stop:
         whole = fill(cache, epochs, said, shown, world, stopping=lambda: stop.asked)
     if not whole:
-        raise UserError(
-            f"stopped on request while {cache.folder} was being filled; what is there stays",
-            "the same command goes on with what is missing",
+        stopped = UserError(
+            f"stopped while filling {cache.folder}; the blocks filled so far are kept",
+            "repeat the command to continue",
+            code="stopped",
         )
+        stopped.exit_code = 128 + signal.Signals[stop.signal or "SIGTERM"]
+        raise stopped
     doubt = spot_check(
         cache, epochs, said, lambda requests: sets.feed(recipe.run.seed, requests, world.device), world
     )
