@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import drumline
-from drumline.guards.compare import digest, numbers
+from drumline.guards.checks.drift import digest, fingerprints
 from harness import Parser, name_of, pick_device, synchronize
 
 EVERY = 100
@@ -95,7 +95,7 @@ def compare(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(value, torch.Tensor)
     }
     for tensors in (dict(model.named_parameters()), gradients, state):
-        digest(numbers(tensors))
+        digest(fingerprints(tensors))
 
 
 def timed(work: Callable[[], None], times: int, device: torch.device) -> float:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     __version__: str
     from drumline.data.image.resize import resize
-    from drumline.guards.watch import guard
+    from drumline.guards.finding import GuardError
+    from drumline.guards.script.watch import guard
     from drumline.models import create_model
 
-__all__ = ["__version__", "create_model", "guard", "resize"]
+__all__ = ["GuardError", "__version__", "create_model", "guard", "resize"]
 
 
 def __getattr__(name: str) -> Any:
@@ -26,9 +27,13 @@ def __getattr__(name: str) -> Any:
 
         return create_model
     if name == "guard":
-        from drumline.guards.watch import guard
+        from drumline.guards.script.watch import guard
 
         return guard
+    if name == "GuardError":
+        from drumline.guards.finding import GuardError
+
+        return GuardError
     if name == "resize":
         from drumline.data.image.resize import resize
 

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import drumline
-from drumline.guards import Stopped
 from tests.guards.test_delayed import Middle
 
 pytestmark = [
@@ -42,7 +41,7 @@ def test_a_bad_batch_under_autocast_is_named_and_kept(tmp_path: Path, fused: boo
             step()
         x[3, 1, 2, 2] = torch.nan
         step()  # told one step later, so that the GPU need not wait
-        with pytest.raises(Stopped, match="gradients of step 4 are not finite: the batch itself"):
+        with pytest.raises(drumline.GuardError, match="gradients of step 4 are not finite: the batch itself"):
             step()
     kept = load_file(tmp_path / "step-4-rank-0.safetensors")["call0.input0"]
     assert torch.equal(kept.isnan(), x.isnan().cpu())
@@ -68,7 +67,7 @@ def test_a_gradient_that_goes_bad_in_backward_is_named_one_step_later(tmp_path: 
         model[2].on = True
         step()
         with pytest.raises(
-            Stopped, match=r"gradients of step 5 are not finite: .* in backward, .* '1\.bias'"
+            drumline.GuardError, match=r"gradients of step 5 are not finite: .* in backward, .* '1\.bias'"
         ):
             step()
 

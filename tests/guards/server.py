@@ -19,7 +19,7 @@ import torch.distributed
 import torch.distributed.optim
 import torch.nn.parallel
 
-import drumline.guards.watch  # noqa: F401
+import drumline.guards.script.watch  # noqa: F401
 
 
 def main() -> None:

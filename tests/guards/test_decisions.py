@@ -12,31 +12,36 @@ from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 
 from drumline.core.errors import UserError
-from drumline.guards.closing import unequal_steps, unlike_rates
-from drumline.guards.compare import (
-    apart,
-    difference,
-    digest,
-    far_apart,
-    glance,
-    levels,
-    numbers,
-    sharing,
-    twins,
+from drumline.guards.checks.datasets import contents_of
+from drumline.guards.checks.devices import (
+    LEAST_BYTES,
+    LEAST_BYTES_OF_DEVICE,
+    home,
+    memory_elsewhere,
+    memory_imbalance,
+    misplaced,
+    shared_gpu,
 )
-from drumline.guards.contents import contents_of
-from drumline.guards.counts import miscounted
-from drumline.guards.devices import home, imbalance, misplaced, shared, trespass
-from drumline.guards.finding import Finding, Stopped, Teller
-from drumline.guards.gradients import all_finite
-from drumline.guards.hang import Beat, judge
-from drumline.guards.losses import Losses
-from drumline.guards.meeting import Absent, Meeting
-from drumline.guards.place import Place, line_to_change
-from drumline.guards.probes import Probes
-from drumline.guards.rates import Rates
-from drumline.guards.rounds import _unloaded
-from drumline.guards.setups import unlike_trained
+from drumline.guards.checks.drift import (
+    batch_fingerprint,
+    difference,
+    different_rates,
+    digest,
+    distance,
+    fingerprints,
+    state_on_some_ranks,
+)
+from drumline.guards.checks.evaluation import miscounted
+from drumline.guards.checks.nonfinite import all_finite
+from drumline.guards.checks.rates import Rates
+from drumline.guards.checks.samples import equal_batches, shared_ids
+from drumline.guards.checks.settings import different_scales, frozen_on_some_ranks, input_scales
+from drumline.guards.checks.steps import RankStatus, judge, unequal_steps
+from drumline.guards.finding import Finding, GuardError, Reporter
+from drumline.guards.script.losses import Losses
+from drumline.guards.script.probes import Probes
+from drumline.guards.script.rendezvous import Rendezvous, RendezvousTimeout
+from drumline.guards.script.source_lines import SourceLine, line_to_change
 
 
 def test_a_finding_reads_as_what_where_since_fix() -> None:
@@ -51,29 +56,29 @@ def test_a_finding_reads_as_what_where_since_fix() -> None:
 
 def test_stop_raises_and_warn_prints_once_per_guard(capsys: pytest.CaptureFixture[str]) -> None:
     finding = Finding("drift", "ranks differ")
-    with pytest.raises(Stopped) as stopped:
-        Teller("stop").tell(finding)
+    with pytest.raises(GuardError) as stopped:
+        Reporter("stop").report(finding)
     assert stopped.value.finding == finding
-    teller = Teller("warn")
+    reporter = Reporter("warn")
     for _ in range(3):
-        teller.tell(finding)
-    teller.tell(Finding("bypass", "other"))
-    told = capsys.readouterr().err
-    assert told == (
+        reporter.report(finding)
+    reporter.report(Finding("bypass", "other"))
+    printed = capsys.readouterr().err
+    assert printed == (
         "drumline guard [drift]: ranks differ\n  silence: ignore=['drift']\n"
         "drumline guard [bypass]: other\n  silence: ignore=['bypass']\n"
     )
     with pytest.raises(UserError, match="action='shout'"):
-        Teller("shout")  # type: ignore[arg-type]
+        Reporter("shout")  # type: ignore[arg-type]
 
 
 def test_an_ignored_guard_never_reports(capsys: pytest.CaptureFixture[str]) -> None:
-    teller = Teller("stop", ["drift"])
-    teller.tell(Finding("drift", "ranks differ"))
-    teller.warn(Finding("drift", "ranks differ"))
+    reporter = Reporter("stop", ["drift"])
+    reporter.report(Finding("drift", "ranks differ"))
+    reporter.warn(Finding("drift", "ranks differ"))
     assert capsys.readouterr().err == ""
     with pytest.raises(UserError, match="use 'set-epoch'"):
-        Teller("warn", ["set-epochs"])
+        Reporter("warn", ["set-epochs"])
 
 
 def test_the_majority_names_the_tensor_and_the_rank() -> None:
@@ -84,25 +89,25 @@ def test_the_majority_names_the_tensor_and_the_rank() -> None:
     assert difference([right, right, {"a": 1}]) == ("b", [2])
 
 
-def test_numbers_see_a_swap_a_sign_and_an_ulp_in_any_layout() -> None:
+def test_fingerprints_see_a_swap_a_sign_and_an_ulp_in_any_layout() -> None:
     tensor = torch.arange(1.0, 9.0).reshape(1, 2, 2, 2)
     same = {"t": tensor.clone().to(memory_format=torch.channels_last)}
-    assert digest(numbers({"t": tensor})) == digest(numbers(same))
+    assert digest(fingerprints({"t": tensor})) == digest(fingerprints(same))
     for change in (lambda t: t.flip(0, 1), lambda t: -t, lambda t: torch.nextafter(t, t + 1)):
-        assert digest(numbers({"t": tensor})) != digest(numbers({"t": change(tensor)}))
+        assert digest(fingerprints({"t": tensor})) != digest(fingerprints({"t": change(tensor)}))
     sparse = torch.eye(3).to_sparse()
-    assert numbers({"s": sparse}) == {}
+    assert fingerprints({"s": sparse}) == {}
 
 
 def test_equal_batches_are_seen_and_a_few_shared_ids_are_normal() -> None:
     x = torch.randn(4, 3, 70, 70)
-    assert glance([x]) == glance([x.clone()]) != glance([x + 1])
-    assert twins([5, 7, 5]) == [0, 2]
-    assert twins([None, None]) == []
-    assert sharing([[1, 2, 3, 4], [5, 6, 7, 1]]) is None
-    assert sharing([[1, 2, 3, 4], [5, 6, 7, 8], [4, 3, 2, 9]]) == (0, 2, 3)
-    assert apart([[1.0, 2.0], [1.0, 2.0]]) == 0
-    assert apart([[1.0, 2.0], [1.0, 1.0]]) == 0.5
+    assert batch_fingerprint([x]) == batch_fingerprint([x.clone()]) != batch_fingerprint([x + 1])
+    assert equal_batches([5, 7, 5]) == [0, 2]
+    assert equal_batches([None, None]) == []
+    assert shared_ids([[1, 2, 3, 4], [5, 6, 7, 1]]) is None
+    assert shared_ids([[1, 2, 3, 4], [5, 6, 7, 8], [4, 3, 2, 9]]) == (0, 2, 3)
+    assert distance([[1.0, 2.0], [1.0, 2.0]]) == 0
+    assert distance([[1.0, 2.0], [1.0, 1.0]]) == 0.5
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -113,17 +118,17 @@ def test_one_bad_value_is_seen_and_large_ones_are_not_taken_for_it(bad: float) -
     assert not all_finite(gradients)
 
 
-def beats(**ranks: Beat) -> dict[int, Beat]:
+def beats(**ranks: RankStatus) -> dict[int, RankStatus]:
     return {int(name[1:]): beat for name, beat in ranks.items()}
 
 
 def test_a_rank_that_has_ended_or_waits_elsewhere_is_waited_for_in_vain() -> None:
-    waiting = Beat(24, "step", 31, True)
-    verdict = judge(beats(r0=waiting, r1=Beat(24, "finished", 40)), 30)
+    waiting = RankStatus(24, "step", 31, True)
+    verdict = judge(beats(r0=waiting, r1=RankStatus(24, "finished", 40)), 30)
     assert verdict is not None
     assert verdict.hopeless
     assert verdict.finding.where == "rank 0 waits in step 25; rank 1 finished after step 24"
-    verdict = judge(beats(r0=waiting, r1=Beat(24, "between", 31, True, "train.py:9")), 30)
+    verdict = judge(beats(r0=waiting, r1=RankStatus(24, "between", 31, True, "train.py:9")), 30)
     assert verdict is not None
     assert verdict.hopeless
     assert "rank 1 is past step 24 at train.py:9" in verdict.finding.where
@@ -132,26 +137,26 @@ def test_a_rank_that_has_ended_or_waits_elsewhere_is_waited_for_in_vain() -> Non
 @pytest.mark.parametrize(
     "other",
     [
-        Beat(24, "step", 500, True),  # both are slow
-        Beat(25, "between", 500, True),  # is ahead: waits for the slow one itself
-        Beat(25, "finished"),
+        RankStatus(24, "step", 500, True),  # both are slow
+        RankStatus(25, "between", 500, True),  # is ahead: waits for the slow one itself
+        RankStatus(25, "finished"),
     ],
 )
-def test_slow_steps_are_nobodys_fault(other: Beat) -> None:
-    assert judge(beats(r0=Beat(24, "step", 500, True), r1=other), 30) is None
+def test_slow_steps_are_nobodys_fault(other: RankStatus) -> None:
+    assert judge(beats(r0=RankStatus(24, "step", 500, True), r1=other), 30) is None
 
 
 @pytest.mark.parametrize(
     ("other", "says"),
     [
-        (Beat(2, "step", 31, True, passes=[[1, 1], [3, 2]]), "rank 1 skipped step 3: 2 forward passes"),
-        (Beat(2, "step", 31, True, passes=[[1, 1], [2, 2], [3, 1]]), "rank 1 skipped step 2"),
-        (Beat(2, "step", 31, True, passes=[[1, 1], [3, 1]]), "rank 1 waits somewhere else"),
-        (Beat(3, "step", 31, True, passes=[[1, 1]], meets=True), "rank 1 waits somewhere else"),
+        (RankStatus(2, "step", 31, True, passes=[[1, 1], [3, 2]]), "rank 1 skipped step 3: 2 forward passes"),
+        (RankStatus(2, "step", 31, True, passes=[[1, 1], [2, 2], [3, 1]]), "rank 1 skipped step 2"),
+        (RankStatus(2, "step", 31, True, passes=[[1, 1], [3, 1]]), "rank 1 waits somewhere else"),
+        (RankStatus(3, "step", 31, True, passes=[[1, 1]], comparing=True), "rank 1 waits somewhere else"),
     ],
 )
-def test_ranks_that_wait_for_each_other_at_different_points_are_ended(other: Beat, says: str) -> None:
-    ready = Beat(2, "step", 31, True, passes=[[1, 1], [3, 1]], meets=True)
+def test_ranks_that_wait_for_each_other_at_different_points_are_ended(other: RankStatus, says: str) -> None:
+    ready = RankStatus(2, "step", 31, True, passes=[[1, 1], [3, 1]], comparing=True)
     verdict = judge(beats(r0=ready, r1=other), 30)
     assert verdict is not None
     assert verdict.hopeless
@@ -162,20 +167,28 @@ def test_ranks_that_wait_for_each_other_at_different_points_are_ended(other: Bea
 
 
 def test_a_busy_rank_is_named_and_never_hopeless() -> None:
-    verdict = judge(beats(r0=Beat(24, "step", 31, True), r1=Beat(24, "between", 31, False, "save.py:3")), 30)
+    verdict = judge(
+        beats(r0=RankStatus(24, "step", 31, True), r1=RankStatus(24, "between", 31, False, "save.py:3")), 30
+    )
     assert verdict is not None
     assert not verdict.hopeless
     assert "rank 1 keeps the others waiting" in verdict.finding.what
-    several = beats(r0=Beat(24, "step", 31, True), r1=Beat(24, "finished"), r2=Beat(24, "between", 31, False))
+    several = beats(
+        r0=RankStatus(24, "step", 31, True),
+        r1=RankStatus(24, "finished"),
+        r2=RankStatus(24, "between", 31, False),
+    )
     verdict = judge(several, 30)
     assert verdict is not None
     assert not verdict.hopeless
-    assert judge(beats(r0=Beat(24, "step", 5, True), r1=Beat(24, "finished")), 30) is None
+    assert judge(beats(r0=RankStatus(24, "step", 5, True), r1=RankStatus(24, "finished")), 30) is None
 
 
 def test_a_rank_that_computes_waits_for_nobody() -> None:
-    evaluates = Beat(24, "step", 500, False, "evaluate.py:7")  # a forward without no_grad(), after the loop
-    assert judge(beats(r0=evaluates, r1=Beat(24, "between", 500, True, "train.py:9")), 30) is None
+    evaluates = RankStatus(
+        24, "step", 500, False, "evaluate.py:7"
+    )  # a forward without no_grad(), after the loop
+    assert judge(beats(r0=evaluates, r1=RankStatus(24, "between", 500, True, "train.py:9")), 30) is None
 
 
 def report(
@@ -191,33 +204,56 @@ def report(
 
 
 def test_memory_on_another_ranks_gpu_is_named() -> None:
-    finding = trespass([0, 1], [report("A"), report("B", elsewhere={"A": 2**30})])
+    def found(elsewhere: dict[str, int], host: str = "a", any_gpu: bool = False) -> str | None:
+        reports = [report("A"), report("B", elsewhere=elsewhere, host=host)]
+        finding = memory_elsewhere([0, 1], reports, "now", any_gpu)
+        return None if finding is None else finding.what
+
+    assert found({"A": 2**30}) == "rank 1 holds 1.00 GiB on the GPU of rank 0"
+    assert found({"C": 2**30}) is None, "a GPU that no rank uses: a model spread on purpose"
+    assert found({"C": 2**29}, any_gpu=True) == "rank 1 holds 0.50 GiB on GPU C, which is not its own"
+    assert found({"A": 2**30}, host="b") is None
+    assert found({}, any_gpu=True) is None
+
+
+def test_two_ranks_on_one_gpu_are_reported() -> None:
+    finding = shared_gpu([0, 1], [report("A"), report("A")])
     assert finding is not None
-    assert finding.what == "rank 1 holds 1.00 GiB on the GPU of rank 0"
-    assert trespass([0, 1], [report("A"), report("B", elsewhere={"C": 2**30})]) is None
-    assert trespass([0, 1], [report("A"), report("B", elsewhere={"A": 2**30}, host="b")]) is None
+    assert "ranks 0 and 1 use the same GPU" in finding.what
+    assert shared_gpu([0, 1], [report("A"), report("A", host="b")]) is None
+    assert shared_gpu([0, 1], [report(""), report("")]) is None
 
 
-def test_two_ranks_on_one_gpu_and_unequal_memory_are_told() -> None:
-    finding = shared([0, 1], [report("A"), report("A")])
-    assert finding is not None
-    assert "ranks 0 and 1 work on the same GPU" in finding.what
-    assert shared([0, 1], [report("A"), report("A", host="b")]) is None
-    assert shared([0, 1], [report(""), report("")]) is None
-    finding = imbalance([0, 1, 2, 3], [report("A", 25), report("B"), report("C"), report("D")])
-    assert finding is not None
-    assert finding.what == "25.0 GiB in use on the GPU of rank 0, 10.0 on others"
-    assert imbalance([0, 1], [report("A", 11), report("B")]) is None
-    assert imbalance([0, 1], [report("A", 1.9), report("B", 0.5)]) is None
-    assert imbalance([0, 1], [report("", 0), report("", 0)]) is None
+@pytest.mark.parametrize(
+    ("used", "least", "found"),
+    [
+        ([25, 10, 10, 10], LEAST_BYTES_OF_DEVICE, 0),
+        ([10, 11], LEAST_BYTES_OF_DEVICE, None),
+        ([1.9, 0.5], LEAST_BYTES_OF_DEVICE, None),
+        ([1.9, 0.5], LEAST_BYTES, 0),
+        ([0.4, 0.1], LEAST_BYTES, None),
+        ([10.0, 10.2, 11.0, 9.0], LEAST_BYTES, None),
+        ([10], LEAST_BYTES, None),
+        ([0, 0], LEAST_BYTES, None),
+    ],
+)
+def test_a_rank_with_far_more_memory_than_the_median_is_reported(
+    used: list[float], least: int, found: int | None
+) -> None:
+    reports = [report(name, each) for name, each in zip("ABCD", used, strict=False)]
+    finding = memory_imbalance(range(len(used)), reports, "now", least)
+    assert (None if finding is None else finding.where) == (
+        None if found is None else f"rank {found}, cuda:0 on a"
+    )
 
 
-def test_a_tensor_elsewhere_is_named_in_a_world_of_several() -> None:
+def test_a_tensor_on_a_different_device_is_named() -> None:
     here, there = torch.device("cpu"), torch.empty(2, device="meta")
-    finding = misplaced(here, {"teacher parameter 'fc.weight'": there}, 1, 2)
+    tensors = {"parameter 'a'": torch.ones(1), "teacher parameter 'fc.weight'": there, "buffer 'b'": there}
+    finding = misplaced(tensors, here, 1, "now")
     assert finding is not None
-    assert finding.what == "teacher parameter 'fc.weight' lies on meta, but rank 1 works on cpu"
-    assert misplaced(here, {"teacher parameter 'fc.weight'": there}, 0, 1) is None
+    assert finding.what == "teacher parameter 'fc.weight' and 1 more are on meta, but rank 1 computes on cpu"
+    assert misplaced({"parameter 'a'": torch.ones(1)}, here, 1, "now") is None
     assert home([torch.ones(1), there]) is None
     assert home([torch.ones(1)]) == here
 
@@ -252,7 +288,7 @@ def test_a_rate_may_begin_and_end_at_zero_but_not_stay_there() -> None:
     told = []
     for step in range(1, 8):
         watched.forward()
-        told.append(watched.look(step))
+        told.append(watched.check(step))
         scheduler.step()
     assert [finding is None for finding in told] == [True] * 6 + [False]
     assert told[-1] is not None
@@ -263,14 +299,14 @@ def test_a_phase_at_zero_that_the_schedule_leaves_again_is_healthy() -> None:
     watched, scheduler = rates(lambda step: 0.0 if 2 <= step < 40 else 1.0)
     for step in range(1, 30):
         watched.forward()
-        assert watched.look(step) is None
+        assert watched.check(step) is None
         watched.optimizer.step()
         scheduler.step()
 
 
 def test_a_schedule_that_is_never_followed_is_told_after_two_epochs_or_at_the_end() -> None:
     watched, _ = rates(lambda step: 1.0, per_epoch=3)
-    assert [watched.look(step) is None for step in range(1, 9)] == [True] * 6 + [False] * 2
+    assert [watched.check(step) is None for step in range(1, 9)] == [True] * 6 + [False] * 2
     assert watched.at_close(1, 0) is None
     finding = watched.at_close(5, 0)
     assert finding is not None
@@ -284,12 +320,12 @@ def test_the_line_that_takes_the_wrapper_off_is_found_in_the_source(tmp_path: Pa
         "raw = model.module\nmodel = model.module\n"
     )
     found = line_to_change(None, [str(file)])
-    assert found == Place(str(file), 5)
+    assert found == SourceLine(str(file), 5)
     assert str(found) == f"{file}:5: `model = model.module`"
     file = tmp_path / "other.py"
     file.write_text("torch.save(model.module.state_dict())\nmodel.module.encode(x)\nout = model.module(x)\n")
-    assert line_to_change(None, [str(file)]) == Place(str(file), 3)
-    called = Place(str(file), 2)
+    assert line_to_change(None, [str(file)]) == SourceLine(str(file), 3)
+    called = SourceLine(str(file), 2)
     assert line_to_change(called, [str(file)]) == called
     file = tmp_path / "right.py"
     file.write_text("torch.save(model.module.state_dict())\nout = model(x)\n")
@@ -298,21 +334,23 @@ def test_the_line_that_takes_the_wrapper_off_is_found_in_the_source(tmp_path: Pa
 
 def test_inputs_on_different_scales_are_seen_and_other_data_is_not() -> None:
     x = torch.randn(16, 3, 4, 4)
-    mine = levels([x, torch.arange(16)])
+    mine = input_scales([x, torch.arange(16)])
     assert len(mine) == 1
-    assert far_apart([mine, levels([40 * x + 128])]) == (0, 1)
-    assert far_apart([mine, levels([x + 12])]) == (0, 1)
-    assert far_apart([mine, mine, levels([3 * x + 5])]) is None
-    assert far_apart([mine, levels([torch.ones(16, 3)])]) is None, "constant inputs have no scale"
-    assert far_apart([mine, []]) is None
+    assert different_scales([mine, input_scales([40 * x + 128])]) == (0, 1)
+    assert different_scales([mine, input_scales([x + 12])]) == (0, 1)
+    assert different_scales([mine, mine, input_scales([3 * x + 5])]) is None
+    assert different_scales([mine, input_scales([torch.ones(16, 3)])]) is None, (
+        "constant inputs have no scale"
+    )
+    assert different_scales([mine, []]) is None
 
 
 def test_a_parameter_frozen_on_one_rank_is_named() -> None:
-    assert unlike_trained([0, 1], ["11", "11"], ["a", "b"], 1) is None
-    finding = unlike_trained([0, 4, 5], ["11", "11", "10"], ["a", "b"], 1)
+    assert frozen_on_some_ranks([0, 1], ["11", "11"], ["a", "b"], 1) is None
+    finding = frozen_on_some_ranks([0, 4, 5], ["11", "11", "10"], ["a", "b"], 1)
     assert finding is not None
     assert finding.what == "parameter 'b' is frozen on rank 5 and trained on rank 0"
-    finding = unlike_trained([0, 1], ["00", "11"], ["a", "b"], 1)
+    finding = frozen_on_some_ranks([0, 1], ["00", "11"], ["a", "b"], 1)
     assert finding is not None
     assert finding.what == "parameters 'a' and 1 more are frozen on rank 0 and trained on rank 1"
 
@@ -320,9 +358,9 @@ def test_a_parameter_frozen_on_one_rank_is_named() -> None:
 def test_a_state_of_the_optimizer_on_some_ranks_is_named() -> None:
     fresh = {"param_groups[0]['lr']": 1}
     loaded = {**fresh, "exp_avg of fc.weight": 7}
-    assert _unloaded([0, 1], [fresh, fresh]) is None
-    assert _unloaded([0, 1], [loaded, loaded]) is None
-    finding = _unloaded([0, 1, 2], [loaded, fresh, fresh])
+    assert state_on_some_ranks([0, 1], [fresh, fresh]) is None
+    assert state_on_some_ranks([0, 1], [loaded, loaded]) is None
+    finding = state_on_some_ranks([0, 1, 2], [loaded, fresh, fresh])
     assert finding is not None
     assert "on rank 0 and none on ranks 1, 2" in finding.what
 
@@ -340,8 +378,8 @@ def test_unequal_steps_and_rates_are_named_at_the_end() -> None:
     finding = unequal_steps([0, 1], [even, word(23, [[1, 1]], 0.1)], 10)
     assert finding is not None
     assert finding.what == "ranks took unequal numbers of steps"
-    assert unlike_rates([0, 1], [even, short]) is None
-    finding = unlike_rates([0, 1], [even, word(24, [[1, 1]], 0.05)])
+    assert different_rates([0, 1], [even, short]) is None
+    finding = different_rates([0, 1], [even, word(24, [[1, 1]], 0.05)])
     assert finding is not None
     assert "param_groups[0]['lr'] is 0.1 on rank 0 and 0.05 on rank 1" in finding.what
 
@@ -377,16 +415,16 @@ def test_the_level_of_losses_leaves_out_what_is_not_finite() -> None:
     assert losses.level() is None
 
 
-def test_a_meeting_gives_up_in_bounded_time_and_a_late_rank_still_compares(
+def test_a_rendezvous_gives_up_in_bounded_time_and_a_late_rank_still_compares(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = torch.distributed.HashStore()
-    early, late = Meeting(0, (0, 1), store), Meeting(1, (0, 1), store)
-    early.patience = 0.3
-    with pytest.raises(Absent):
+    early, late = Rendezvous(0, (0, 1), store), Rendezvous(1, (0, 1), store)
+    early.timeout = 0.3
+    with pytest.raises(RendezvousTimeout):
         early.gather("5", "mine", lambda: None)
     assert late.gather("5", "theirs", lambda: None) == ["mine", "theirs"]
-    absent = Meeting(0, (0, 1, 2), store)
-    monkeypatch.setattr("drumline.guards.meeting._ABSENT_AFTER", 0.1)
+    absent = Rendezvous(0, (0, 1, 2), store)
+    monkeypatch.setattr("drumline.guards.script.rendezvous._GUARD_MISSING_SECONDS", 0.1)
     with pytest.raises(UserError, match="not called on rank 2"):
         absent.gather("6", "mine", lambda: None)

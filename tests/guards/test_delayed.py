@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.guards.delayed import AT_ONCE, Delayed, Finiteness
-from drumline.guards.forwards import Forwards
-from drumline.guards.nonfinite import locate
+from drumline.guards.checks.nonfinite import Origin
+from drumline.guards.script.forwards import Forwards
+from drumline.guards.script.nonfinite import IMMEDIATE_STEPS, DelayedCheck, GradientCheck
+from drumline.guards.script.replay import locate
 
 
 def model() -> nn.Sequential:
@@ -22,56 +23,56 @@ def filled(net: nn.Module, value: float = 1.0) -> None:
         parameter.grad = torch.full_like(parameter, value)
 
 
-def test_finite_gradients_however_large_are_nobodys_business() -> None:
+def test_large_finite_gradients_are_not_reported() -> None:
     net = model()
-    delayed = Delayed(net.parameters())
+    delayed = DelayedCheck(net.parameters())
     for value in (0.0, 3e38, -3e38, 1e-45):
         filled(net, value)
-        delayed.look(1, [], [])
-        assert delayed.verdict() is None
-    assert delayed.verdict() is None, "nothing is told twice"
+        delayed.check(1, [], [])
+        assert delayed.result() is None
+    assert delayed.result() is None, "nothing is reported twice"
 
 
 def test_a_bad_gradient_is_found_and_the_update_taken_back() -> None:
     for bad in (torch.nan, torch.inf, -torch.inf):
         net = model()
-        delayed = Delayed(net.parameters())
+        delayed = DelayedCheck(net.parameters())
         filled(net)
         net[0].weight.grad[2, 1] = bad  # type: ignore[index,union-attr]
         net[1].bias.grad[0] = bad  # type: ignore[index,union-attr]
         before = [parameter.detach().clone() for parameter in net.parameters()]
-        delayed.look(7, [], [4, 5])
+        delayed.check(7, [], [4, 5])
         torch.optim.SGD(net.parameters(), lr=1.0).step()
-        found = delayed.verdict()
+        found = delayed.result()
         assert found is not None
-        assert (found.step, found.ids, found.gone) == (7, [4, 5], True)
-        delayed.put_back()
+        assert (found.step, found.ids, found.gradients_gone) == (7, [4, 5], True)
+        delayed.undo()
         assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
-        assert delayed.verdict() is None
+        assert delayed.result() is None
 
 
 def test_parameters_without_gradient_and_of_several_types_are_passed_over() -> None:
     net = model()
     net[1] = net[1].to(torch.bfloat16)
-    delayed = Delayed(net.parameters())
-    delayed.look(1, [], [])
-    assert delayed.verdict() is None
+    delayed = DelayedCheck(net.parameters())
+    delayed.check(1, [], [])
+    assert delayed.result() is None
     net[1].weight.grad = torch.full_like(net[1].weight, torch.inf)  # type: ignore[arg-type,assignment]
-    delayed.look(2, [], [])
-    found = delayed.verdict()
+    delayed.check(2, [], [])
+    found = delayed.result()
     assert found is not None
 
 
-def test_on_a_cpu_every_step_is_looked_at_before_it_is_taken() -> None:
+def test_on_a_cpu_every_step_is_checked_before_the_update() -> None:
     net = model()
-    finite = Finiteness()
+    finite = GradientCheck()
     held = list(net.parameters())
     filled(net)
-    assert list(finite.look(0, held, AT_ONCE + 1, [], [])) == []
+    assert list(finite.check(0, held, IMMEDIATE_STEPS + 1, [], [])) == []
     filled(net, torch.nan)
-    (found,) = finite.look(0, held, AT_ONCE + 2, [], [9])
-    assert (found.step, found.ids, found.gone) == (AT_ONCE + 2, [9], False)
-    assert list(finite.left()) == []
+    (found,) = finite.check(0, held, IMMEDIATE_STEPS + 2, [], [9])
+    assert (found.step, found.ids, found.gradients_gone) == (IMMEDIATE_STEPS + 2, [9], False)
+    assert list(finite.remaining()) == []
 
 
 class BadBackward(torch.autograd.Function):
@@ -101,7 +102,7 @@ def test_the_first_bad_gradient_in_the_order_of_backward_is_named_after_it_is_go
     net(torch.randn(5, 3)).sum().backward()
     (call,) = forwards.calls
     named = dict(net.named_parameters())
-    assert locate([call], named) == {"stage": "backward", "name": "1.bias"}
+    assert locate([call], named) == Origin("gradient", "1.bias")
     net.zero_grad()
-    assert locate([call], named, gone=True) == {"stage": "backward", "name": "1.bias"}
+    assert locate([call], named, gradients_gone=True) == Origin("gradient", "1.bias")
     assert all(p.grad is None for p in net.parameters())

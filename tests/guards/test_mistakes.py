@@ -39,7 +39,7 @@ FOUND = {
     "gradient-changed": ("bypass", 1, ["something changed them afterwards", "'head.bias'"]),
     "drift": ("drift", 1, ["parameter 'conv.weight' differs on ranks 0, 1", "before wrapping in DDP"]),
     "late-drift": ("drift", 8, ["'head.weight'", "(equal at step 4)"]),
-    "rate": ("drift", 1, ["param_groups[0]['lr']", "on every rank alike"]),
+    "rate": ("drift", 1, ["param_groups[0]['lr']", "equally on every rank"]),
     "same-samples": ("same-samples", 1, ["ranks 0, 1 got equal inputs twice in a row", "DistributedSampler"]),
     "same-ids": ("same-samples", 1, ["ranks 0 and 1 share 8 sample ids"]),
     "unused": ("parameters", 1, ["had no gradient", "'extra.weight', 'extra.bias'"]),
@@ -49,7 +49,7 @@ FOUND = {
     "left-in-eval": ("eval-mode", 7, ["trained in eval mode", "model.train()"]),
     "bad-batch": ("non-finite", 5, ["the batch itself is not finite", "where: rank 1", "saved"]),
     "bad-layer": ("non-finite", 5, ["the output of Conv2d 'conv' is the first", "where: rank 1"]),
-    "bad-loss": ("non-finite", 5, ["gradient that the loss gives it is not", "where: rank 1"]),
+    "bad-loss": ("non-finite", 5, ["the loss or its gradient is not", "where: rank 1"]),
 }
 
 

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import drumline
 from drumline.core.errors import UserError
-from drumline.guards import Stopped
 
 
 class Net(nn.Module):
@@ -68,7 +67,7 @@ def test_a_bad_step_changes_nothing_and_leaves_its_batch_for_replay(tmp_path: Pa
     model.poison = True
     watch.batch([5, 6, 7, 8, 9, 10])
     with pytest.raises(
-        Stopped, match=r"gradients of step 2 .* output of Linear 'last' is the first"
+        drumline.GuardError, match=r"gradients of step 2 .* output of Linear 'last' is the first"
     ) as stopped:
         step()
     assert stopped.value.finding.where == "rank 0"
@@ -103,11 +102,11 @@ def test_a_parameter_that_is_bad_already_is_named(tmp_path: Path) -> None:
     drumline.guard(model, optimizer, folder=tmp_path)
     with torch.no_grad():
         model.first.bias[0] = torch.nan
-    with pytest.raises(Stopped, match=r"parameter 'first.bias' was not finite before this step"):
+    with pytest.raises(drumline.GuardError, match=r"parameter 'first.bias' was not finite before this step"):
         step_of(model, optimizer, x)()
 
 
-def test_a_parameter_that_is_never_reached_is_told_after_20_steps(
+def test_a_parameter_that_is_never_reached_is_reported_after_20_steps(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model, _, x = made()
@@ -136,7 +135,7 @@ def test_the_batch_is_kept_for_the_second_of_two_optimizers_too(tmp_path: Path) 
         first.step()
         if number == 1:
             second.step()
-    with pytest.raises(Stopped, match=r"in backward, the gradient of 'last.bias' is the first"):
+    with pytest.raises(drumline.GuardError, match=r"in backward, the gradient of 'last.bias' is the first"):
         second.step()
     assert torch.equal(load_file(tmp_path / "step-2-rank-0.safetensors")["call0.input0"], x)
     assert json.loads((tmp_path / "step-2-rank-0.json").read_text())["ids"] == [2]

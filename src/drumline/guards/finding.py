@@ -1,8 +1,7 @@
-"""What a guard found, in words, and the two ways to tell it.
+"""A finding of a guard, the exception that stops training with it, and the reporter that prints or raises it.
 
-Promises: a finding always says what is wrong, where, since when and what to do, each on a line of its own; `tell`
-stops with it or prints it once per guard, and does nothing else. A warning says how to silence it. Refuses any action
-but "stop" and "warn", and a guard in `ignore` that does not exist.
+Promises: a finding says what is wrong, where, since when and what to do. A reporter raises it or prints it once per
+guard, and a warning names the option that silences it. Rejects unknown actions and unknown guards in `ignore`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from drumline.core.errors import UserError
 
 Action = Literal["stop", "warn"]
 
-CODES = (
+GUARDS = (
     "accumulation",
     "averaging",
     "buffers",
@@ -54,15 +53,15 @@ CODES = (
     "zero-grad",
     "zero-gradients",
 )
-"""Every guard by its short name (docs/guards.md)."""
+"""The guards of a user's loop (docs/guards.md)."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One mistake. `guard` is its short name ("bypass", "drift", ...), the same in code, messages and documentation.
+    """One mistake. `guard` is the guard's name ("bypass", "drift", ...) in code, messages and documentation.
 
-    `where` names the tensor, rank, file and line, as far as known; `since` a step, or the moment; empty lines
-    are left out.
+    `where` names the tensor, rank, file and line, as far as they are known. `since` names a step or a moment. Empty
+    fields are not printed.
     """
 
     guard: str
@@ -79,44 +78,59 @@ class Finding:
         return "\n".join(lines)
 
 
-class Stopped(RuntimeError):
-    """Training was stopped by a guard; `finding` says why."""
+Found = tuple[Finding, bool]
+"""A finding, and whether it is certain. Only certain findings stop a script; the others warn."""
+
+
+class GuardError(RuntimeError):
+    """A guard stopped training. `finding` says why."""
 
     def __init__(self, finding: Finding) -> None:
         self.finding = finding
         super().__init__(str(finding))
 
 
-class Teller:
-    """Tells findings: raises `Stopped`, or prints each guard's first one on stderr."""
+class Reporter:
+    """Reports findings: raises `GuardError`, or prints the first finding of each guard on stderr."""
 
     def __init__(self, action: Action, ignore: Collection[str] = ()) -> None:
         if action not in ("stop", "warn"):
             raise UserError(f"guard: action={action!r} is unknown", 'use action="stop" or action="warn"')
-        for code in ignore:
-            if code not in CODES:
-                near = get_close_matches(code, CODES, 1)
+        for guard in ignore:
+            if guard not in GUARDS:
+                near = get_close_matches(guard, GUARDS, 1)
                 raise UserError(
-                    f"guard: ignore={code!r} is unknown",
-                    f"use {near[0]!r}" if near else f"use one of: {', '.join(CODES)}",
+                    f"guard: ignore={guard!r} is unknown",
+                    f"use {near[0]!r}" if near else f"use one of: {', '.join(GUARDS)}",
                 )
         self.action = action
         self.ignore = frozenset(ignore)
-        self.told: list[Finding] = []
+        self.reported: list[Finding] = []
 
-    def tell(self, finding: Finding) -> None:
+    def report(self, finding: Finding) -> None:
         """Stops, or warns once per guard."""
         if self.action == "stop" and finding.guard not in self.ignore:
-            self.told.append(finding)
-            raise Stopped(finding)
+            self.reported.append(finding)
+            raise GuardError(finding)
         self.warn(finding)
 
     def warn(self, finding: Finding) -> None:
         """Warns once per guard, whatever the action."""
-        if not self.has_told(finding.guard):
-            self.told.append(finding)
+        if not self.is_done(finding.guard):
+            self.reported.append(finding)
             print(f"{finding}\n  silence: ignore=[{finding.guard!r}]", file=sys.stderr, flush=True)
 
-    def has_told(self, guard: str) -> bool:
-        """Whether this guard has reported, or is ignored, so that it need not check any more."""
-        return guard in self.ignore or any(told.guard == guard for told in self.told)
+    def is_done(self, guard: str) -> bool:
+        """Whether this guard has reported or is ignored, so that it does not need to check any more."""
+        return guard in self.ignore or any(finding.guard == guard for finding in self.reported)
+
+
+def rank_names(ranks: Collection[int]) -> str:
+    """`rank 1`, or `ranks 1, 2`."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def listed(names: Collection[str], most: int = 5) -> str:
+    """The first names, and how many more there are."""
+    shown = ", ".join(list(names)[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown

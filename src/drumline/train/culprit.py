@@ -21,8 +21,8 @@ from torch import nn
 
 from drumline.core.files import write_bytes
 from drumline.data.feed.batch import Batch
+from drumline.guards.checks.nonfinite import tensors_in
 from drumline.guards.finding import Finding
-from drumline.guards.forwards import tensors_in
 from drumline.parallel.local import local_part
 from drumline.parallel.pipeline.pipelined import Pipelined
 from drumline.parallel.world import World

@@ -27,8 +27,8 @@ import torch.distributed as dist
 import torch.distributed.optim
 import torch.nn.parallel
 
-import drumline.guards.watch
-from drumline.guards import Stopped
+import drumline.guards.script.watch
+from drumline.guards.finding import GuardError
 from drumline.launch.network import free_port
 from tests.guards.cases.common import CASES, Case
 
@@ -118,15 +118,15 @@ def _one(case: Case) -> dict[str, Any]:
     with contextlib.redirect_stderr(text):
         try:
             case.run()
-        except Stopped as stop:
+        except GuardError as stop:
             stopped = [stop.finding.guard]
             print(stop, file=text)
         except Exception:
             error = traceback.format_exc()
-        for watch in list(drumline.guards.watch.OPEN):
+        for watch in list(drumline.guards.script.watch.OPEN):
             try:
                 watch.close()
-            except Stopped as stop:
+            except GuardError as stop:
                 stopped = [*stopped, stop.finding.guard]
                 print(stop, file=text)
             except Exception:

@@ -1,16 +1,15 @@
-"""Which samples each rank trains on, seen at the data loaders: forgotten `set_epoch`, samples that ranks share.
+"""Which samples each rank trains on, seen at the data loaders: `set_epoch` not called, samples that ranks share.
 
-Promises: the order of samples is untouched. Only batches that a step was trained on count: a look at one batch, an
-evaluation or an extra pass is no training. Sampling with replacement, data that each rank reads in order, and data
-sets that differ between ranks are never reported. What ranks compare is `Reading.summary`; `overlap` decides, and is
-pure.
+Promises: the order of samples is untouched. Only batches that a step was trained on count; peeking at a batch, an
+evaluation or an extra pass does not. Sampling with replacement, data that each rank reads in order, and data sets
+that differ between ranks are never reported.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -18,21 +17,22 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler, WeightedRandomSampler
 
-from drumline.guards.compare import glance
-from drumline.guards.contents import length_of, parts_of, root_of
+from drumline.guards.checks.datasets import columns_of, length_of, root_of
+from drumline.guards.checks.drift import batch_fingerprint
+from drumline.guards.checks.nonfinite import tensors_in
+from drumline.guards.checks.samples import is_sampled
 from drumline.guards.finding import Finding
-from drumline.guards.forwards import Call, tensors_in
+from drumline.guards.script.forwards import Call
 
-_ENOUGH = 8
-"""Samples in the same random order that are no coincidence: 1 in 8!."""
+_SAME_ORDER = 8
+"""So many samples in the same random order are no coincidence: 1 in 8!."""
 _ORDER_KEPT = 256
 _SEEN_KEPT = 2048
-_MOST_KEPT = 8
-_SPLIT = "give the loader a DistributedSampler (or cut the data by rank), with the same seed and epoch on all ranks"
+_MOST_TENSORS = 8
 
 
 @dataclass
-class Pass:
+class LoaderPass:
     """One pass of a loop over a loader."""
 
     loader: Any
@@ -41,7 +41,7 @@ class Pass:
     order: list[int] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
     one_of: int = 1
-    """Of the ids seen, one in so many is kept."""
+    """One in so many of the ids seen is kept."""
     count: int = 0
     repeated: bool = False
 
@@ -50,24 +50,24 @@ class Pass:
         self.count += len(ids)
         self.order.extend(ids[: _ORDER_KEPT - len(self.order)])
         for one in ids:
-            if _spread(one) % self.one_of == 0:
+            if is_sampled(one, self.one_of):
                 self.repeated = self.repeated or one in self.seen
                 self.seen.add(one)
         while len(self.seen) > _SEEN_KEPT:
             self.one_of *= 2
-            self.seen = {one for one in self.seen if _spread(one) % self.one_of == 0}
+            self.seen = {one for one in self.seen if is_sampled(one, self.one_of)}
 
 
-class Reading:
+class Loaders:
     """The loaders of one training loop."""
 
     def __init__(self) -> None:
-        self._passes: weakref.WeakKeyDictionary[Any, Pass] = weakref.WeakKeyDictionary()
-        self._got: dict[int, tuple[Pass, list[int]]] = {}
-        self._looked: list[tuple[Pass, list[int]]] = []
-        self._used: list[tuple[Pass, list[int]]] = []
-        self._trained: list[Pass] = []
-        self._step: list[tuple[Pass, list[int]]] = []
+        self._passes: weakref.WeakKeyDictionary[Any, LoaderPass] = weakref.WeakKeyDictionary()
+        self._got: dict[int, tuple[LoaderPass, list[int]]] = {}
+        self._evaluated: list[tuple[LoaderPass, list[int]]] = []
+        self._used: list[tuple[LoaderPass, list[int]]] = []
+        self._trained: list[LoaderPass] = []
+        self._step: list[tuple[LoaderPass, list[int]]] = []
         """Batches of the step in progress."""
         self._repeats: Finding | None = None
         self.labels: list[torch.Tensor] = []
@@ -75,52 +75,52 @@ class Reading:
         self._inputs: list[torch.Tensor] = []
 
     def reads(self, loader: Any, iterator: Any) -> None:
-        """A pass begins. With persistent workers the iterator stays, and holds indices of the pass before."""
+        """A pass begins. With persistent workers the iterator stays, and holds indices of the last pass."""
         if iterator is None:
             known = self._passes.get(getattr(loader, "_iterator", None) or self)
             if known is not None:
-                self._passes[loader._iterator] = Pass(loader, _epoch_of(loader))
+                self._passes[loader._iterator] = LoaderPass(loader, _epoch_of(loader))
         elif iterator not in self._passes:
-            self._passes[iterator] = Pass(loader, _epoch_of(loader))
+            self._passes[iterator] = LoaderPass(loader, _epoch_of(loader))
         elif self._passes[iterator].loader is None:
             self._passes[iterator].loader, self._passes[iterator].epoch = loader, _epoch_of(loader)
 
-    def drew(self, iterator: Any, indices: Any) -> None:
-        """Indices of a batch to come. The first are drawn while the iterator is made, before it is known."""
+    def draws(self, iterator: Any, indices: Any) -> None:
+        """Indices of a next batch. The first are drawn while the iterator is created, before it is known."""
         if iterator not in self._passes:
-            self._passes[iterator] = Pass(None, None)
+            self._passes[iterator] = LoaderPass(None, None)
         ids = indices if isinstance(indices, list) else [indices]
         if all(hasattr(one, "__index__") for one in ids):
             self._passes[iterator].drawn.append([int(one) for one in ids])
 
-    def got(self, iterator: Any, batch: Any) -> None:
-        """The loop got a batch: of each loader the last one before a forward counts."""
+    def receives(self, iterator: Any, batch: Any) -> None:
+        """The loop received a batch. The last one of each loader before a forward pass counts."""
         current = self._passes.get(iterator)
         if current is None:
             return
-        self._looked.clear()
+        self._evaluated.clear()
         ids = current.drawn.popleft() if current.drawn else []
         self._got[id(current.loader)] = (current, ids)
         self._compare_workers(current, batch)
-        if len(self.labels) < _MOST_KEPT:
+        if len(self.labels) < _MOST_TENSORS:
             tensors = list(tensors_in(batch))
             self.labels.extend(t for t in tensors if t.dim() == 1 and t.dtype == torch.int64)
             self._inputs.extend(t for t in tensors if t.dim() > 1 and t.is_floating_point())
 
     def forward(self, trains: bool) -> None:
-        """A forward pass of the model, with gradients or without. A batch that is only used without gradients belongs
-        to an evaluation; one that is trained on next had its labels made by the model."""
+        """A forward pass of the model, with or without gradients. A batch that is only used without gradients belongs
+        to an evaluation; one that is used again with gradients was labelled by the model first."""
         if trains:
-            for current, ids in (*self._looked, *self._got.values()):
+            for current, ids in (*self._evaluated, *self._got.values()):
                 self._used.append((current, ids))
                 self._step.append((current, ids))
-            self._looked.clear()
+            self._evaluated.clear()
         else:
-            self._looked.extend(self._got.values())
+            self._evaluated.extend(self._got.values())
         self._got.clear()
 
-    def look(self, step: int) -> Finding | None:
-        """Before a step: what was read for it was trained on."""
+    def check(self, step: int) -> Finding | None:
+        """Just before a step: its batches are trained on."""
         for current, ids in self._used:
             if not any(current is known for known in self._trained):
                 self._trained.append(current)
@@ -130,8 +130,8 @@ class Reading:
         repeats, self._repeats = self._repeats, None
         return repeats or self._same_order(step)
 
-    def _compare_workers(self, current: Pass, batch: Any) -> None:
-        """The workers of a stream take turns: if each reads the whole of it, their batches repeat."""
+    def _compare_workers(self, current: LoaderPass, batch: Any) -> None:
+        """The workers of a stream take turns: if each reads the whole stream, their batches repeat."""
         workers = getattr(current.loader, "num_workers", 0)
         if (
             workers < 2
@@ -139,7 +139,7 @@ class Reading:
             or len(current.order) >= 2 * workers
         ):
             return
-        current.order.append(glance(tensor for tensor in tensors_in(batch) if not tensor.is_cuda))
+        current.order.append(batch_fingerprint(tensor for tensor in tensors_in(batch) if not tensor.is_cuda))
         first, second = set(current.order[:workers]), set(current.order[workers:])
         if len(current.order) == 2 * workers and len(first) == len(second) == 1 and first != second:
             self._repeats = Finding(
@@ -151,7 +151,7 @@ class Reading:
             )
 
     def in_order(self, calls: Sequence[Call]) -> bool:
-        """Whether the model was called on a batch in the order in which the loader gave it."""
+        """Whether the model was called on a batch in the loader's order."""
         for given in self._inputs:
             for tensor in tensors_in([(call.args, call.kwargs) for call in calls]):
                 if tensor.shape == given.shape and len(given) > 3:
@@ -167,14 +167,14 @@ class Reading:
         self._inputs.clear()
 
     def _same_order(self, step: int) -> Finding | None:
-        for place, later in enumerate(self._trained):
-            for earlier in self._trained[:place]:
+        for index, later in enumerate(self._trained):
+            for earlier in self._trained[:index]:
                 if later.loader is None or earlier.loader is None:
                     continue
                 if later.loader is not earlier.loader and later.loader.dataset is not earlier.loader.dataset:
                     continue
                 count = min(len(later.order), len(earlier.order))
-                if count < _ENOUGH or later.order[:count] != earlier.order[:count]:
+                if count < _SAME_ORDER or later.order[:count] != earlier.order[:count]:
                     continue
                 if _in_order(later.order) or later.repeated:
                     continue
@@ -183,11 +183,11 @@ class Reading:
 
     @property
     def passes(self) -> int:
-        """Passes that were trained on, as far as they are kept."""
+        """The number of passes that were trained on, as far as they are kept."""
         return len(self._trained)
 
     def summary(self) -> dict[str, Any] | None:
-        """What the ranks compare, of the loader trained on last."""
+        """What the ranks compare: the loader that was trained on last."""
         if not self._trained or self._trained[-1].loader is None:
             return None
         last = self._trained[-1]
@@ -198,7 +198,7 @@ class Reading:
         replaces = replaces or (isinstance(sampler, RandomSampler) and sampler.replacement)
         distributed = isinstance(sampler, DistributedSampler)
         return {
-            "data": parts_of(root),
+            "data": columns_of(root),
             "seen": sorted(real(one) for one in last.seen),
             "one_of": last.one_of,
             "ids": sorted(real(one) for current, ids in self._step if current is last for one in ids)[
@@ -212,62 +212,13 @@ class Reading:
         }
 
 
-def overlap(ranks: Sequence[int], said: Sequence[Mapping[str, Any] | None], step: int) -> Finding | None:
-    """Whether two ranks read the same samples of the same data, or a sampler does not fit the ranks."""
-    known = [(rank, one) for rank, one in zip(ranks, said, strict=True) if one is not None]
-    for rank, one in known:
-        if one["replicas"] is not None and one["replicas"] != len(ranks) and len(known) == len(ranks):
-            return Finding(
-                "same-samples",
-                f"the DistributedSampler is for {one['replicas']} replicas and {len(ranks)} ranks train: samples "
-                + ("are never read" if one["replicas"] > len(ranks) else "are read by several ranks"),
-                f"rank {rank}",
-                f"step {step}",
-                "leave num_replicas and rank of the DistributedSampler to the process group",
-            )
-    for place, (first, mine) in enumerate(known):
-        for second, theirs in known[place + 1 :]:
-            if mine["data"] != theirs["data"] or mine["replaces"] or theirs["replaces"]:
-                continue
-            pair = f"ranks {first} and {second}"
-            if mine["shuffle"] != theirs["shuffle"] and mine["shuffle"] and theirs["shuffle"]:
-                return Finding(
-                    "same-samples",
-                    "ranks shuffle differently, so their parts overlap and some samples are never read",
-                    f"{pair}: seed and epoch of the DistributedSampler are {mine['shuffle']} and {theirs['shuffle']}",
-                    f"step {step}",
-                    "give every rank the same seed and call set_epoch with the same number",
-                )
-            whole = all(
-                one["size"] and one["planned"] and one["planned"] > 0.75 * one["size"] >= 4
-                for one in (mine, theirs)
-            )
-            each = max(mine["one_of"], theirs["one_of"])
-            common = {one for one in set(mine["seen"]) & set(theirs["seen"]) if _spread(one) % each == 0}
-            least = min(sum(_spread(one) % each == 0 for one in side["seen"]) for side in (mine, theirs))
-            if whole:
-                what, where = (
-                    "every rank goes through all of the data",
-                    f"{pair} read {mine['planned']} samples a pass",
-                )
-            elif len(common) >= _ENOUGH and 10 * len(common) > least:
-                share = 100 * len(common) / least
-                what, where = "two ranks train on the same samples", f"{pair} share {share:.0f} % of a pass"
-            else:
-                continue
-            return Finding(
-                "same-samples", what, f"{where} ({mine['size']} in the data set)", f"step {step}", _SPLIT
-            )
-    return None
-
-
 def _in_order(ids: Sequence[int]) -> bool:
-    """Whether ids rise, but for a few steps back: padding begins anew."""
+    """Whether ids rise, except for a few that fall where padding begins."""
     back = sum(second < first for first, second in pairwise(ids))
     return 10 * back <= len(ids)
 
 
-def _unshuffled(later: Pass, passes: int, step: int) -> Finding:
+def _unshuffled(later: LoaderPass, passes: int, step: int) -> Finding:
     sampler = _sampler_of(later.loader)
     if hasattr(sampler, "set_epoch"):
         what = f"the sampler's epoch was {later.epoch} in all of {passes} passes"
@@ -285,7 +236,7 @@ def _unshuffled(later: Pass, passes: int, step: int) -> Finding:
 
 
 def _sampler_of(loader: Any) -> Any:
-    """The sampler under a batch sampler of torch, or what the user gave."""
+    """The sampler inside a batch sampler of torch, or the user's own."""
     batches = getattr(loader, "batch_sampler", None)
     if batches is None:
         return getattr(loader, "sampler", None)
@@ -298,7 +249,7 @@ def _epoch_of(loader: Any) -> int | None:
 
 
 def _planned(loader: Any) -> int | None:
-    """Samples in a pass of one rank, as far as the loader knows."""
+    """The number of samples in a pass of one rank, as far as the loader knows it."""
     batches = length_of(loader)
     if batches is None or isinstance(loader.dataset, IterableDataset):
         return None
@@ -309,8 +260,3 @@ def _planned(loader: Any) -> int | None:
     if isinstance(size, int):
         return batches * size
     return len(sampler) if loader.batch_sampler is None else None
-
-
-def _spread(number: int) -> int:
-    """Ids in an order without pattern, the same on every rank."""
-    return (number * 0x9E3779B97F4A7C15 >> 16) & 0xFFFFFFFF

@@ -1,8 +1,8 @@
 """Functions of torch that a training loop calls, observed while a guard is open: backward, clipping, the loss scaler,
 collectives, data loaders.
 
-Promises: every call goes to torch unchanged, with the same result; what a listener sees is passed on after or before
-the call, never instead of it. The functions are put back when the last guard closes. Code that imported a collective,
+Promises: every call goes to torch unchanged, with the same result; listeners are called before or after it, never
+instead of it. The functions are restored when the last guard closes. Code that imported a collective,
 `cross_entropy`, `nan_to_num` or `clip_grad_value_` by name before the guard opened is not observed.
 """
 
@@ -26,9 +26,9 @@ class Listener:
         """`torch.autograd.backward` is called on these tensors."""
 
     def backward_ended(self) -> None:
-        """All gradients of that call are in place."""
+        """All gradients of that call are complete."""
 
-    def clipped(self, parameters: Any, limit: float) -> None:
+    def clips(self, parameters: Any, limit: float) -> None:
         """Gradients are about to be clipped."""
 
     def scales(self, scaler: Any) -> None:
@@ -37,26 +37,26 @@ class Listener:
     def unscales(self, scaler: Any, optimizer: Any) -> None:
         """An enabled GradScaler is about to unscale an optimizer's gradients."""
 
-    def exchanges(self, tensor: Any) -> None:
-        """`all_reduce` is called on this tensor."""
+    def reduces(self, tensor: Any) -> None:
+        """`all_reduce` was called on this tensor."""
 
-    def aims(self, target: Any, settings: dict[str, Any]) -> None:
+    def computes_loss(self, target: Any, settings: dict[str, Any]) -> None:
         """`cross_entropy` is called with this target, and with these further arguments."""
 
-    def replaces(self, tensor: Any) -> None:
+    def replaces_nan(self, tensor: Any) -> None:
         """`nan_to_num` is called on a tensor that has a gradient."""
 
-    def reduced(self, tensor: Any, outputs: Any) -> None:
-        """A collective without gradients was called on this tensor."""
+    def detaches(self, tensor: Any, outputs: Any) -> None:
+        """A collective without gradients was called on a tensor that has one."""
 
     def reads(self, loader: Any, iterator: Any) -> None:
         """A pass over a loader begins."""
 
-    def drew(self, iterator: Any, indices: Any) -> None:
-        """The sampler gave the next batch's indices."""
+    def draws(self, iterator: Any, indices: Any) -> None:
+        """The sampler gave the indices of a next batch."""
 
-    def got(self, iterator: Any, batch: Any) -> None:
-        """The loop got a batch."""
+    def receives(self, iterator: Any, batch: Any) -> None:
+        """The loop received a batch."""
 
 
 _LISTENERS: list[Listener] = []
@@ -64,14 +64,14 @@ _ORIGINALS: list[tuple[Any, str, Any]] = []
 
 
 def listen(listener: Listener) -> None:
-    """Begins to pass calls on; the first listener puts the observers in place."""
+    """Starts to notify a listener; the first one installs the taps."""
     if not _LISTENERS:
-        _observe()
+        _install()
     _LISTENERS.append(listener)
 
 
 def unlisten(listener: Listener) -> None:
-    """Ends it; the last one puts torch's functions back."""
+    """Stops notifying a listener; the last one restores torch's functions."""
     _LISTENERS.remove(listener)
     if not _LISTENERS:
         while _ORIGINALS:
@@ -89,7 +89,7 @@ def _replace(owner: Any, name: str, build: Callable[[Any], Callable[..., Any]]) 
     setattr(owner, name, functools.wraps(original)(build(original)))
 
 
-def _observe() -> None:
+def _install() -> None:
     _replace(torch.autograd, "backward", _backward)
     _replace(clip_grad, "_clip_grads_with_norm_", lambda original: _clip(original, "max_norm"))
     for owner in (clip_grad, torch.nn.utils):
@@ -126,7 +126,7 @@ def _clip(original: Any, name: str) -> Callable[..., Any]:
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         for listener in _LISTENERS:
-            listener.clipped(parameters, float(kwargs.get(name, args[0] if args else 0.0)))
+            listener.clips(parameters, float(kwargs.get(name, args[0] if args else 0.0)))
         return original(parameters, *args, **kwargs)
 
     return clip
@@ -152,22 +152,22 @@ def _unscale(original: Any) -> Callable[..., Any]:
     return unscale_
 
 
-def _collective(original: Any, place: int) -> Callable[..., Any]:
-    """`place`: where the tensor stands among the arguments."""
+def _collective(original: Any, position: int) -> Callable[..., Any]:
+    """`position`: of the tensor among the arguments."""
 
     def collective(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         if torch.compiler.is_compiling():
             return result
-        tensor = args[place] if len(args) > place else next(iter(kwargs.values()), None)
+        tensor = args[position] if len(args) > position else next(iter(kwargs.values()), None)
         tensor = kwargs.get("input_tensor", kwargs.get("tensor", tensor))
         if not isinstance(tensor, torch.Tensor):
             return result
         for listener in _LISTENERS:
-            if place == 0:
-                listener.exchanges(tensor)
+            if position == 0:
+                listener.reduces(tensor)
             if torch.is_grad_enabled() and tensor.requires_grad:
-                listener.reduced(tensor, args[0] if args and place else None)
+                listener.detaches(tensor, args[0] if args and position else None)
         return result
 
     return collective
@@ -178,7 +178,7 @@ def _cross_entropy(original: Any) -> Callable[..., Any]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             settings = kwargs | ({"weight": args[0]} if args else {})
             for listener in _LISTENERS:
-                listener.aims(target, settings)
+                listener.computes_loss(target, settings)
         return original(input, target, *args, **kwargs)
 
     return cross_entropy
@@ -188,7 +188,7 @@ def _nan_to_num(original: Any) -> Callable[..., Any]:
     def nan_to_num(input: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and isinstance(input, torch.Tensor) and input.requires_grad:
             for listener in _LISTENERS:
-                listener.replaces(input)
+                listener.replaces_nan(input)
         return original(input, *args, **kwargs)
 
     return nan_to_num
@@ -210,7 +210,7 @@ def _next_index(original: Any) -> Callable[..., Any]:
     def next_index(self: Any) -> Any:
         indices = original(self)
         for listener in _LISTENERS:
-            listener.drew(self, indices)
+            listener.draws(self, indices)
         return indices
 
     return next_index
@@ -220,7 +220,7 @@ def _next(original: Any) -> Callable[..., Any]:
     def next_batch(self: Any) -> Any:
         batch = original(self)
         for listener in _LISTENERS:
-            listener.got(self, batch)
+            listener.receives(self, batch)
         return batch
 
     return next_batch
