@@ -16,9 +16,11 @@ import torch
 from drumline.cli import main
 from drumline.config.recipe import Distill
 from drumline.core.errors import UserError
+from drumline.core.files import CorruptError
+from drumline.core.sealed import write_sealed
 from drumline.models import create_model
-from drumline.state import manifest as manifest_module
-from drumline.state.checkpoint import CorruptError, Position, known_sha256, write_checkpoint, write_checksums
+from drumline.state.checkpoint import known_sha256, write_checkpoint, write_checksums
+from drumline.state.manifest import Position
 from drumline.state.tensors import write_tensors
 from drumline.state.weights import export_weights, load_weights
 
@@ -125,7 +127,7 @@ def test_a_sealed_lie_in_a_checkpoint_is_told_without_a_traceback(
     content = json.loads(path.read_text())
     del content["seal"]
     change(content)
-    path.write_text(manifest_module._sealed(content))
+    write_sealed(path, content)
     assert main(["verify", str(run)]) == 1
     told = capsys.readouterr()
     assert "BAD  step-3" in told.out

@@ -14,7 +14,8 @@ from PIL import Image
 from drumline.cli import main
 from drumline.data.classes import Classes
 from drumline.models import create_model
-from drumline.state.checkpoint import Position, write_checkpoint
+from drumline.state.checkpoint import write_checkpoint
+from drumline.state.manifest import Position
 from drumline.state.weights import export_tensors
 from tests.train.test_score import RECORD
 

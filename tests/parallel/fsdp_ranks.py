@@ -35,8 +35,9 @@ from drumline.parallel.layout import Averaged, lay_out
 from drumline.parallel.local import local_part
 from drumline.parallel.process_group import init_world
 from drumline.parallel.world import World, single_process
-from drumline.state.checkpoint import Position, read_checkpoint, write_checkpoint
+from drumline.state.checkpoint import read_checkpoint, write_checkpoint
 from drumline.state.manager import CheckpointManager, ShardWriter
+from drumline.state.manifest import Position
 from drumline.train.ema import Average
 from drumline.train.finite import Finite
 from drumline.train.objective import Classification

@@ -11,15 +11,10 @@ import torch
 from torch import nn
 
 from drumline.core.errors import UserError
+from drumline.core.files import CorruptError
 from drumline.parallel.fsdp import kept_whole, shard
 from drumline.parallel.world import single_process
-from drumline.state.checkpoint import (
-    CorruptError,
-    copy_into,
-    read_checkpoint,
-    verify_checkpoint,
-    write_checkpoint,
-)
+from drumline.state.checkpoint import copy_into, read_checkpoint, verify_checkpoint, write_checkpoint
 from drumline.state.fingerprint import fingerprint
 from drumline.state.shards import shard_rows
 from drumline.state.verify import verify_run
@@ -140,8 +135,8 @@ def test_a_checkpoint_in_pieces_holds_the_state_of_its_step(size: int, tmp_path:
     manifest, groups = read_checkpoint(Path(found["folder"]) / "checkpoints" / "step-3")
     assert torch.equal(groups.pop("memory")["bank"], torch.arange(7.0))
     assert farthest(groups, found["saved"]) == 0
-    assert manifest.pieces is not None
-    assert manifest.pieces.count == size
+    assert manifest.sharding is not None
+    assert manifest.sharding.count == size
     # The state's hash is that of a plain checkpoint of the same tensors.
     plain = {**found["saved"], "memory": {"bank": torch.arange(7.0)}}
     written = write_checkpoint(tmp_path, plain, manifest.position, ranks.RECIPE, {})

@@ -17,8 +17,9 @@ from drumline.config.toml import dump_recipe
 from drumline.core.errors import UserError
 from drumline.state import chain
 from drumline.state.chain import record_text
-from drumline.state.checkpoint import Position, write_checkpoint
+from drumline.state.checkpoint import write_checkpoint
 from drumline.state.compare import compare
+from drumline.state.manifest import Position
 
 ENVIRONMENT = {
     "device": "cpu",

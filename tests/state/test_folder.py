@@ -19,7 +19,7 @@ from drumline.config.recipe import Checkpoint, Data, Model, Optim, Parallel, Rec
 from drumline.config.toml import dump_recipe
 from drumline.core import lock
 from drumline.core.errors import UserError
-from drumline.state.checkpoint import Position, write_checkpoint
+from drumline.state.checkpoint import write_checkpoint
 from drumline.state.folder import (
     auto_stem,
     changed_environment,
@@ -30,6 +30,7 @@ from drumline.state.folder import (
     run_of,
     write_facts,
 )
+from drumline.state.manifest import Position
 
 
 def recipe(folder: Path, name: str = "auto", resume: str = "never", model: str = "resnet8") -> Recipe:
@@ -256,7 +257,7 @@ def test_a_lock_that_was_taken_away_before_it_was_ours_locks_nobody_out(
 
 def test_a_lock_file_that_never_stays_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a file system that gives a file another number each time it is asked."""
-    monkeypatch.setattr(lock, "_stands", lambda lock, path: False)
+    monkeypatch.setattr(lock, "_is_linked", lambda lock, path: False)
     with pytest.raises(UserError, match=r"cannot be locked .the lock file keeps changing"):
         open_run(recipe(tmp_path, "a"), "digits")
 

@@ -20,8 +20,9 @@ import torch
 
 from drumline.core.errors import UserError
 from drumline.state import checkpoint, manager
-from drumline.state.checkpoint import Position, checkpoints, read_checkpoint, step_of, verify_checkpoint
+from drumline.state.checkpoint import checkpoints, read_checkpoint, step_of, verify_checkpoint
 from drumline.state.manager import CheckpointManager, superseded
+from drumline.state.manifest import Position
 
 Make = Callable[..., CheckpointManager]
 

@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from drumline.core.errors import UserError
+from drumline.core.files import CorruptError
+from drumline.core.sealed import read_sealed, write_sealed
 from drumline.data.classes import Classes, numbers
-from drumline.state.checkpoint import CorruptError, Position, read_manifest, write_checkpoint
+from drumline.state.checkpoint import write_checkpoint
+from drumline.state.manifest import Position, read_manifest
 from drumline.state.model_record import ENVIRONMENT, KEY, ModelRecord, metadata_record, read_record, record_of
 from drumline.state.tensors import file_metadata
 from drumline.train.resume import compare_records
@@ -88,12 +91,9 @@ def test_a_record_that_cannot_be_is_refused(given: Any, tmp_path: Path) -> None:
 
 def test_a_manifest_with_such_a_record_is_unsound(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, {"model": {"w": torch.ones(2)}}, Position(1, 1), "", {})
-    text = json.loads((folder / "manifest.json").read_text())
-    from drumline.state import manifest
-
-    del text["seal"]
-    text["environment"][ENVIRONMENT] = changed(size=-1)
-    (folder / "manifest.json").write_text(manifest._sealed(text))
+    content = read_sealed(folder / "manifest.json", 1)
+    content["environment"][ENVIRONMENT] = changed(size=-1)
+    write_sealed(folder / "manifest.json", content)
     with pytest.raises(CorruptError, match="size"):
         read_manifest(folder)
 

@@ -16,8 +16,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from drumline.core.files import CorruptError, open_regular, read_small
 from drumline.state import tensors as tensor_file
-from drumline.state.tensors import CorruptError, opened, read_small, read_tensors, verify_file, write_tensors
+from drumline.state.tensors import read_tensors, verify_file, write_tensors
 
 TENSORS = {
     "b.weight": torch.arange(6.0).reshape(2, 3),
@@ -154,15 +155,15 @@ def test_what_is_no_plain_file_is_refused_and_not_waited_for(tmp_path: Path, kin
         path.symlink_to(path)
     else:
         path = Path(f"{path}\0")
-    words = {"link": "is a link", "loop": "is a link", "nul": "null"}.get(kind, "not a plain file")
-    with pytest.raises(CorruptError, match=words), opened(path):
+    words = {"link": "is a link", "loop": "is a link", "nul": "null"}.get(kind, "not a regular file")
+    with pytest.raises(CorruptError, match=words), open_regular(path):
         pass
 
 
 def test_a_small_file_that_is_large_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "m").write_bytes(b"x")
     os.truncate(tmp_path / "m", 1 << 40)
-    with pytest.raises(CorruptError, match="no such file of ours has more than 100"):
+    with pytest.raises(CorruptError, match="more than the limit of 100"):
         read_small(tmp_path / "m", 100)
 
 

@@ -11,8 +11,9 @@ import torch
 
 from drumline.core.errors import UserError
 from drumline.state.chain import FILE, HEADER, record_text
-from drumline.state.checkpoint import Position, newest_valid, write_checkpoint, write_checksums
+from drumline.state.checkpoint import newest_valid, write_checkpoint, write_checksums
 from drumline.state.fingerprint import state_sha256
+from drumline.state.manifest import Position
 from drumline.state.verify import verify_run
 
 WHOLE = (HEADER + record_text(1, {"ids": {"batch": 7}}, True, "")[0]).encode()

@@ -14,7 +14,7 @@ from torch import nn
 from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch
 from drumline.parallel.world import World, single_process
-from drumline.state.checkpoint import Position
+from drumline.state.manifest import Position
 from drumline.train import loop
 from drumline.train.evaluate import Score, evaluate, padded, tally
 from tests.train import ranks, tiny

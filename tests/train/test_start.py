@@ -24,9 +24,10 @@ from drumline.core import lock
 from drumline.core.errors import UserError
 from drumline.parallel.holding import Whole
 from drumline.parallel.world import single_process
-from drumline.state.checkpoint import Position, newest_valid, read_checkpoint, step_of
+from drumline.state.checkpoint import newest_valid, read_checkpoint, step_of
 from drumline.state.folder import open_run
 from drumline.state.manager import CheckpointManager
+from drumline.state.manifest import Position
 from drumline.state.provenance import describe_environment
 from drumline.state.verify import verify_run
 from drumline.train import prepare

@@ -1,29 +1,35 @@
-"""The one place that writes files whole or not at all.
+"""Atomic writes, and reads that trust no file.
 
-Promises: under the final name stands the old content or the new, never a part, even after kill -9, a full
-disk or a power cut; a failed write leaves no temporary file (kill -9 may leave one, its name ends in `.tmp`).
-Refuses to put a folder where something already stands, and to write into a run folder that a later start of the run
-has taken over.
+Promises: a file under its final name has the old content or the new one, never a part, even after kill -9, a full
+disk or a power cut. A failed write leaves no temporary file; kill -9 may leave one, whose name ends in `.tmp`.
+Reading never follows a link and never blocks on a pipe. Rejects a folder whose final name is taken, and any write to
+a run folder that a later start of the run has taken over.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import stat
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
 from drumline.core import lock
 
 
-def write_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary file beside `path`, then put it in place, durable on return.
+class CorruptError(Exception):
+    """A stored file is missing, damaged or not what it claims to be. The message names the file and the reason."""
 
-    Any error of `write` or of the disk is raised again after the temporary file is gone.
+
+def write_file(path: Path, write: Callable[[Path], None]) -> None:
+    """Calls `write` on a temporary file beside `path`, then renames that file to `path`. Durable on return.
+
+    If `write` or the disk fails, the temporary file is removed and the error is raised.
     """
-    # A name of its own per call: two writers of one path cannot mix their bytes.
+    # Each call has its own name: two writers of one path cannot mix their bytes.
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     lock.check(path)
     try:
@@ -38,7 +44,7 @@ def write_file(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """`write_file` for bytes at hand."""
+    """`write_file` for bytes."""
 
     def write(temporary: Path) -> None:
         temporary.write_bytes(content)
@@ -47,23 +53,67 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """`write_file` for text at hand: UTF-8, line ends as given on every system."""
+    """`write_file` for text, in UTF-8. Line endings stay as they are."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def append_to(path: Path) -> FileIO:
-    """A file open for appending, made where it is new. Refuses a link: it could lead anywhere."""
+    """Opens a file for appending and creates it if it is missing. Rejects a link, which could lead anywhere."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     return FileIO(os.open(path, flags, 0o666), "ab")
 
 
+def read_small(path: Path, most: int) -> bytes:
+    """The content of a regular file of at most `most` bytes. Raises `CorruptError`, or FileNotFoundError."""
+    with open_regular(path, raise_missing=True) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise CorruptError(f"{path}: {size:,} bytes, more than the limit of {most:,}")
+        content, done = bytearray(size), 0
+        while done < size:
+            done += read_into(path, file, memoryview(content)[done:])
+        return bytes(content)
+
+
+@contextmanager
+def open_regular(path: Path, raise_missing: bool = False) -> Iterator[FileIO]:
+    """Opens a regular file for reading. Raises `CorruptError` for a link, a folder or a pipe, without waiting for it,
+    and for a missing file, unless `raise_missing` asks for FileNotFoundError."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if raise_missing:
+            raise
+        raise CorruptError(f"{path}: is missing") from None
+    except (OSError, ValueError) as error:
+        link = path.is_symlink() if "\0" not in str(path) else False
+        reason = "is a link, not a file" if link else getattr(error, "strerror", None) or str(error)
+        raise CorruptError(f"{path}: {reason}") from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise CorruptError(f"{path}: is not a regular file")
+    with FileIO(handle, "rb") as file:
+        yield file
+
+
+def read_into(path: Path, file: FileIO, into: memoryview) -> int:
+    """Reads at least one byte into the memory and returns how many. Raises `CorruptError` at the end of the file."""
+    try:
+        count = file.readinto(into)
+    except OSError as error:
+        raise CorruptError(f"{path}: {error.strerror}") from None
+    if not count:
+        raise CorruptError(f"{path}: was truncated while it was read")
+    return count
+
+
 def sync_folder(path: Path) -> None:
-    """Make the names inside a folder durable: a rename is only safe once its folder is synced."""
+    """Makes the names inside a folder durable: a rename is only safe once its folder is synced."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
     except OSError as error:
-        # Some network file systems know no fsync of folders and say EINVAL.
+        # Some network file systems cannot sync a folder and return EINVAL.
         if error.errno != errno.EINVAL:
             raise
     finally:
@@ -71,18 +121,17 @@ def sync_folder(path: Path) -> None:
 
 
 def rename_folder(temporary: Path, final: Path) -> None:
-    """Put a finished folder in place: sync every file and folder below it, rename, sync the parent.
+    """Renames a finished folder to its final name, after syncing every file and folder below it.
 
-    Raises FileExistsError, and leaves `temporary` alone, when anything stands under `final`. Both must lie
-    on one file system, best beside each other.
+    Raises FileExistsError, and leaves `temporary` alone, if `final` exists. Both must be on one file system.
     """
     for folder, _, names in os.walk(temporary, topdown=False):
         for name in names:
             _sync_file(Path(folder, name))
         sync_folder(Path(folder))
-    # Looked at only now: os.rename alone would silently replace an empty folder.
+    # Checked last: os.rename alone would silently replace an empty folder.
     if os.path.lexists(final):
-        raise FileExistsError(errno.EEXIST, "will not replace what stands there", str(final))
+        raise FileExistsError(errno.EEXIST, "the name is taken", str(final))
     lock.check(final)
     temporary.rename(final)
     sync_folder(final.parent)

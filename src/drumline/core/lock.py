@@ -17,8 +17,8 @@ import os
 import socket
 import threading
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -163,7 +163,7 @@ def acquire(folder: Path) -> Lock:
             os.close(descriptor)
             raise _not_locked(folder, error, before) from error
         # What was opened before another run took it away locks nobody out.
-        if _stands(descriptor, folder / FILE):
+        if _is_linked(descriptor, folder / FILE):
             try:
                 _write(descriptor, owner)
             except BaseException:
@@ -172,6 +172,31 @@ def acquire(folder: Path) -> Lock:
             return Lock(folder, owner, descriptor)
         os.close(descriptor)
     raise _not_locked(folder, OSError(errno.ENOLCK, "the lock file keeps changing"), None)
+
+
+@contextmanager
+def exclusive(file: Path, held: UserError) -> Iterator[None]:
+    """Holds a lock file, also against other machines that share its folder, and deletes it at the end. A file that a
+    killed process left locks nothing. Raises `held` while another process holds the lock, or OSError."""
+    while True:
+        descriptor = os.open(file, _FLAGS, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The holder before deletes its file at the end: a file that was opened until then locks nothing.
+            if _is_linked(descriptor, file):
+                break
+        except BlockingIOError:
+            os.close(descriptor)
+            raise held from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)  # while it is locked: later, it could be the next holder's
+        os.close(descriptor)
 
 
 def check(path: Path) -> None:
@@ -238,7 +263,7 @@ def _not_locked(folder: Path, error: OSError, owner: Owner | None) -> UserError:
     )
 
 
-def _stands(descriptor: int, path: Path) -> bool:
+def _is_linked(descriptor: int, path: Path) -> bool:
     """Whether an open file is still the one of this name."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())

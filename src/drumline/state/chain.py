@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drumline.core import files as atomic
+from drumline.core.files import read_small
 from drumline.core.text import printable
-from drumline.state.tensors import read_small
 
 FILE = "fingerprints.txt"
 HEADER = "# drumline fingerprints 1: STEP GROUP NAME VALUE; the name * is the whole group; chain covers all above\n"

@@ -21,7 +21,7 @@ import torch
 
 from drumline.core import lock
 from drumline.core.errors import UserError
-from drumline.core.files import rename_folder, write_text
+from drumline.core.files import CorruptError, read_small, rename_folder, write_text
 from drumline.state.fingerprint import state_sha256
 from drumline.state.manifest import (
     FORMAT,
@@ -29,46 +29,11 @@ from drumline.state.manifest import (
     STEP,
     Manifest,
     Position,
-    manifest_text,
     read_manifest,
 )
 from drumline.state.model_record import record_of
 from drumline.state.shards import read_shards
-from drumline.state.tensors import (
-    CorruptError,
-    Tensors,
-    file_sha256,
-    read_small,
-    read_tensors,
-    verify_file,
-    write_tensors,
-)
-
-__all__ = [
-    "MANIFEST",
-    "CorruptError",
-    "Groups",
-    "Manifest",
-    "Position",
-    "begin_folder",
-    "check_fit",
-    "checkpoints",
-    "copy_into",
-    "is_checkpoint",
-    "is_temporary",
-    "known_sha256",
-    "newest_valid",
-    "read_checkpoint",
-    "read_group",
-    "read_live",
-    "read_manifest",
-    "step_of",
-    "temporary_name",
-    "verify_checkpoint",
-    "verify_checksums",
-    "write_checkpoint",
-    "write_checksums",
-]
+from drumline.state.tensors import Tensors, file_sha256, read_tensors, verify_file, write_tensors
 
 T = TypeVar("T")
 Groups = Mapping[str, Mapping[str, torch.Tensor]]
@@ -96,7 +61,7 @@ def write_checkpoint(
             size, sha256 = write_tensors(path, tensors, described)
             files[path.name] = {"bytes": size, "sha256": sha256}
         manifest = Manifest(FORMAT, position, files, state_sha256(groups), recipe, environment)
-        (temporary / MANIFEST).write_text(manifest_text(manifest))
+        manifest.write(temporary)
         rename_folder(temporary, final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -287,7 +252,7 @@ def check_fit(groups: Groups, live: Groups, where: Path) -> None:
 
 
 def _read_group(folder: Path, manifest: Manifest, group: str) -> Tensors:
-    if manifest.pieces is not None and group in manifest.pieces.shapes:
+    if manifest.sharding is not None and group in manifest.sharding.shapes:
         return read_shards(folder, manifest, group)
     expected = manifest.files[f"{group}.safetensors"]
     return read_tensors(folder / f"{group}.safetensors", expected["bytes"], expected["sha256"])

@@ -17,19 +17,12 @@ from typing import Any
 import torch
 
 from drumline.core.errors import UserError
+from drumline.core.files import CorruptError, read_small
 from drumline.state import chain
 from drumline.state.chain import Record
-from drumline.state.checkpoint import (
-    CorruptError,
-    checkpoints,
-    is_checkpoint,
-    read_checkpoint,
-    read_manifest,
-    step_of,
-    verify_checkpoint,
-)
+from drumline.state.checkpoint import checkpoints, is_checkpoint, read_checkpoint, step_of, verify_checkpoint
 from drumline.state.folder import changed_environment, changed_settings
-from drumline.state.tensors import read_small
+from drumline.state.manifest import read_manifest
 from drumline.state.verify import MAX_RECORD
 
 GROUP_WORDS = {"ids": "samples of the global batch"}

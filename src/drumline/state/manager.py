@@ -23,20 +23,19 @@ import torch
 
 from drumline.core import lock
 from drumline.core.errors import UserError
+from drumline.core.files import CorruptError
 from drumline.core.lock import Superseded
 from drumline.state.checkpoint import (
-    CorruptError,
     Groups,
-    Position,
     begin_folder,
     checkpoints,
     is_temporary,
-    read_manifest,
     step_of,
     temporary_name,
     verify_checkpoint,
     write_checkpoint,
 )
+from drumline.state.manifest import Position, read_manifest
 from drumline.state.shards import LocalGroups, TensorShard, seal_shards, write_shards
 
 FAILURES = 3

@@ -21,27 +21,17 @@ from typing import Any
 
 import torch
 
-from drumline.core.files import rename_folder, write_text
+from drumline.core.files import CorruptError, read_small, rename_folder, write_text
 from drumline.state.fingerprint import state_sha256
 from drumline.state.manifest import (
     FORMAT_SHARDED,
-    MANIFEST,
     SHARD,
-    Layout,
     Manifest,
     Position,
-    manifest_text,
+    Sharding,
     shard_name,
 )
-from drumline.state.tensors import (
-    CorruptError,
-    Entry,
-    Tensors,
-    read_small,
-    read_tensors,
-    tensor_index,
-    write_tensors,
-)
+from drumline.state.tensors import Entry, Tensors, read_tensors, tensor_index, write_tensors
 
 RECEIPT_LIMIT = 16 << 20
 POLL_SECONDS = 0.1
@@ -120,7 +110,7 @@ def seal_shards(
         for group, tensors in (whole or {}).items():
             size, sha256 = write_tensors(temporary / f"{group}.safetensors", tensors)
             files[f"{group}.safetensors"] = {"bytes": size, "sha256": sha256}
-        layout = Layout(world, shapes)
+        layout = Sharding(world, shapes)
         groups: dict[str, Mapping[str, torch.Tensor]] = {
             group: _OnDisk(temporary, group, layout)
             for group in shapes  # of one tensor at a time
@@ -134,7 +124,7 @@ def seal_shards(
             environment,
             layout,
         )
-        (temporary / MANIFEST).write_text(manifest_text(manifest))
+        manifest.write(temporary)
         for rank in range(world):
             (temporary / _RECEIPT.format(rank=rank)).unlink()
         final = temporary.with_name(f"step-{position.step}")
@@ -147,7 +137,7 @@ def seal_shards(
 
 def read_shards(folder: Path, manifest: Manifest, group: str) -> Tensors:
     """The joined tensors of a group, from bytes that have the hashes of the manifest. Raises `CorruptError`."""
-    layout = manifest.pieces
+    layout = manifest.sharding
     assert layout is not None
     parts = []
     for rank in range(layout.count):
@@ -165,7 +155,7 @@ def read_shards(folder: Path, manifest: Manifest, group: str) -> Tensors:
 class _OnDisk(Mapping[str, torch.Tensor]):
     """The tensors of a group that has just been written, each read and joined when it is asked for."""
 
-    def __init__(self, folder: Path, group: str, layout: Layout) -> None:
+    def __init__(self, folder: Path, group: str, layout: Sharding) -> None:
         self.layout, self.group = layout, group
         files = [folder / shard_name(group, rank, layout.count) for rank in range(layout.count)]
         self.indices = [tensor_index(file) for file in files]
@@ -185,7 +175,7 @@ class _OnDisk(Mapping[str, torch.Tensor]):
 def _names(
     folder: Path,
     group: str,
-    layout: Layout,
+    layout: Sharding,
     parts: Sequence[Mapping[str, torch.Tensor] | Mapping[str, Entry]],
 ) -> list[str]:
     """All names of a group, when every piece has just the rows that are its own. Raises `CorruptError`."""

@@ -12,20 +12,17 @@ import hashlib
 import json
 import math
 import os
-import stat
 import struct
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from drumline.core.files import CorruptError, open_regular, read_into
 
 MAX_HEADER = 64 << 20
 MAX_SIDE = 1 << 48
@@ -52,10 +49,6 @@ _TYPES = {
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 Tensors = dict[str, torch.Tensor]
-
-
-class CorruptError(Exception):
-    """Something saved that does not verify; the message says which file and why."""
 
 
 def write_tensors(
@@ -90,7 +83,7 @@ def write_tensors(
 
 def read_tensors(path: Path, size: int | None = None, sha256: str | None = None) -> Tensors:
     """The tensors of a file, which has this size and hash where they are given. Raises `CorruptError`."""
-    with opened(path) as file:
+    with open_regular(path) as file:
         found = _expected_size(path, file, size)
         free = psutil.virtual_memory().available
         if found > free:
@@ -125,7 +118,7 @@ class Index:
         """One tensor."""
         entry = self.entries[name]
         buffer = torch.empty(entry.end - entry.start, dtype=torch.uint8)
-        with opened(self.path) as file:
+        with open_regular(self.path) as file:
             file.seek(self.offset + entry.start)
             _read(self.path, file, len(buffer), buffer.numpy().data)
         return buffer.view(entry.dtype).reshape(entry.shape)
@@ -133,7 +126,7 @@ class Index:
 
 def tensor_index(path: Path) -> Index:
     """The names and places of a file's tensors. Raises `CorruptError`."""
-    with opened(path) as file:
+    with open_regular(path) as file:
         size = _expected_size(path, file, None)
         length = _header_length(path, _read_bytes(path, file, min(8, size)), size)
         header = _header(path, _read_bytes(path, file, length))
@@ -142,7 +135,7 @@ def tensor_index(path: Path) -> Index:
 
 def file_metadata(path: Path) -> dict[str, str]:
     """The texts that a file's header carries besides its tensors. Raises `CorruptError`."""
-    with opened(path) as file:
+    with open_regular(path) as file:
         size = _expected_size(path, file, None)
         length = _header_length(path, _read_bytes(path, file, min(8, size)), size)
         found = _json(path, _read_bytes(path, file, length)).get("__metadata__", {})
@@ -153,11 +146,11 @@ def verify_file(
     path: Path, size: int, sha256: str, watch: Callable[[int], None] = lambda count: None
 ) -> None:
     """Checks size and hash without holding the file in memory; `watch` gets the bytes read. Raises `CorruptError`."""
-    with opened(path) as file:
+    with open_regular(path) as file:
         digest, buffer = hashlib.sha256(), bytearray(min(_CHUNK, size + 1))
         left = _expected_size(path, file, size)
         while left:
-            count = _readinto(path, file, memoryview(buffer)[:left])
+            count = read_into(path, file, memoryview(buffer)[:left])
             digest.update(memoryview(buffer)[:count])
             left -= count
             watch(count)
@@ -167,39 +160,8 @@ def verify_file(
 
 def file_sha256(path: Path) -> tuple[int, str]:
     """Size and SHA-256 of a plain file, as it is now."""
-    with opened(path) as file:
+    with open_regular(path) as file:
         return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def read_small(path: Path, most: int) -> bytes:
-    """All bytes of a plain file that has no reason to be large. Raises `CorruptError`, or FileNotFoundError."""
-    with opened(path, missing=True) as file:
-        size = _expected_size(path, file, None)
-        if size > most:
-            raise CorruptError(f"{path}: {size:,} bytes, no such file of ours has more than {most:,}")
-        content = bytearray(size)
-        _read(path, file, size, memoryview(content))
-        return bytes(content)
-
-
-@contextmanager
-def opened(path: Path, missing: bool = False) -> Iterator[FileIO]:
-    """A plain file open for reading. What is a link, a folder or a pipe is unsound, and is not waited for."""
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        if missing:
-            raise
-        raise CorruptError(f"{path}: is missing") from None
-    except (OSError, ValueError) as error:
-        link = path.is_symlink() if "\0" not in str(path) else False
-        reason = "is a link, not a file" if link else getattr(error, "strerror", None) or str(error)
-        raise CorruptError(f"{path}: {reason}") from None
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise CorruptError(f"{path}: is not a plain file")
-    with FileIO(handle, "rb") as file:
-        yield file
 
 
 def _tensors(path: Path, buffer: torch.Tensor) -> Tensors:
@@ -296,7 +258,7 @@ def _read(path: Path, file: FileIO, size: int, into: memoryview) -> str:
     """Fills the memory; gives the hash of what it was filled with."""
     digest, done = hashlib.sha256(), 0
     while done < size:
-        count = _readinto(path, file, into[done : done + _CHUNK])
+        count = read_into(path, file, into[done : done + _CHUNK])
         digest.update(into[done : done + count])
         done += count
     return digest.hexdigest()
@@ -306,16 +268,6 @@ def _read_bytes(path: Path, file: FileIO, size: int) -> bytes:
     content = bytearray(size)
     _read(path, file, size, memoryview(content))
     return bytes(content)
-
-
-def _readinto(path: Path, file: FileIO, into: memoryview) -> int:
-    try:
-        count = file.readinto(into)
-    except OSError as error:
-        raise CorruptError(f"{path}: {error.strerror}") from None
-    if not count:
-        raise CorruptError(f"{path}: was cut off while it was read")
-    return count
 
 
 def _write(file: FileIO, content: memoryview) -> None:

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drumline.core.errors import UserError
+from drumline.core.files import CorruptError, read_small
 from drumline.state.chain import FILE as FINGERPRINTS
 from drumline.state.chain import Damaged, read_whole
 from drumline.state.checkpoint import (
     CHECKSUMS,
     RETRIES,
-    CorruptError,
-    Manifest,
     checkpoints,
     is_checkpoint,
     is_temporary,
@@ -28,7 +27,7 @@ from drumline.state.checkpoint import (
     step_of,
     verify_checksums,
 )
-from drumline.state.tensors import read_small
+from drumline.state.manifest import Manifest
 
 Watch = Callable[[Iterable[Path], int], Iterable[Path]]
 MAX_RECORD = 64 << 20

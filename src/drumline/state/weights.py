@@ -21,15 +21,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from drumline.core.errors import UserError
-from drumline.core.files import write_file
+from drumline.core.files import CorruptError, write_file
 from drumline.core.text import counted, either
 from drumline.data.classes import Classes, OtherClasses, head_order
 from drumline.models.base import VisionModel
 from drumline.models.registry import CIFAR, IMAGENET, create_model
-from drumline.state.checkpoint import MANIFEST, known_sha256, read_group, read_manifest
+from drumline.state.checkpoint import known_sha256, read_group
+from drumline.state.manifest import MANIFEST, read_manifest
 from drumline.state.model_record import ModelRecord, metadata_record, record_of
 from drumline.state.shards import is_shard
-from drumline.state.tensors import CorruptError, file_metadata, read_tensors, write_tensors
+from drumline.state.tensors import file_metadata, read_tensors, write_tensors
 
 State = Mapping[str, Tensor]
 

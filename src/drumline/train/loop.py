@@ -24,20 +24,14 @@ from drumline.config.recipe import Recipe
 from drumline.core import lock, wording
 from drumline.core.environment import LAUNCHER
 from drumline.core.errors import LostError, UserError
-from drumline.core.files import write_file
+from drumline.core.files import CorruptError, write_file
 from drumline.core.heartbeat import Phase, beat, enter
 from drumline.core.lock import Superseded
 from drumline.observe import text_log
 from drumline.parallel.world import World
-from drumline.state.checkpoint import (
-    CorruptError,
-    Groups,
-    Position,
-    read_group,
-    verify_checkpoint,
-    write_checksums,
-)
+from drumline.state.checkpoint import Groups, read_group, verify_checkpoint, write_checksums
 from drumline.state.folder import resume_command
+from drumline.state.manifest import Position
 from drumline.state.model_record import record_of
 from drumline.state.tensors import verify_file
 from drumline.state.weights import export_tensors

@@ -15,10 +15,12 @@ from torch import nn
 from drumline.config.layouts import STAGED
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
+from drumline.core.files import CorruptError
 from drumline.data.classes import Classes
 from drumline.models import create_model
 from drumline.parallel.world import World
-from drumline.state.checkpoint import MANIFEST, CorruptError, read_live, verify_checkpoint, verify_checksums
+from drumline.state.checkpoint import read_live, verify_checkpoint, verify_checksums
+from drumline.state.manifest import MANIFEST
 from drumline.state.model_record import ModelRecord
 from drumline.state.weights import WeightFields, load_weights, resolve_weights
 from drumline.train.prepare import Sets, channels_last

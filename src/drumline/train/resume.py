@@ -15,12 +15,14 @@ import torch
 from drumline.config.recipe import Recipe
 from drumline.config.toml import dump_recipe
 from drumline.core.errors import UserError
+from drumline.core.files import CorruptError
 from drumline.data.classes import describe_difference
 from drumline.data.identity import changed_samples
 from drumline.parallel.holding import Holding, Parts
 from drumline.parallel.world import World
-from drumline.state.checkpoint import CorruptError, Position, read_checkpoint, read_manifest
+from drumline.state.checkpoint import read_checkpoint
 from drumline.state.folder import changed_environment, changed_settings, repeatable
+from drumline.state.manifest import Position, read_manifest
 from drumline.state.model_record import ModelRecord, record_of
 from drumline.train import prepare
 from drumline.train.state import TrainState

@@ -34,7 +34,7 @@ from drumline.parallel.grid import Grid, make_grid
 from drumline.parallel.holding import Holding, Parts, Whole
 from drumline.parallel.layout import Recorded, data_parallel_word, resolve_layout
 from drumline.parallel.world import World
-from drumline.state.checkpoint import Position, checkpoints
+from drumline.state.checkpoint import checkpoints
 from drumline.state.folder import (
     UNSAVED,
     Opened,
@@ -43,6 +43,7 @@ from drumline.state.folder import (
     write_facts,
 )
 from drumline.state.manager import CheckpointManager, ShardWriter, set_aside
+from drumline.state.manifest import Position
 from drumline.state.model_record import ENVIRONMENT
 from drumline.state.provenance import describe_environment
 from drumline.train import prepare, spread

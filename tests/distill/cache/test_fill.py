@@ -63,7 +63,8 @@ def test_a_stopped_fill_goes_on_to_the_same_bytes(tmp_path: Path, calls: int) ->
 def test_a_killed_fill_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     killed = tmp_path / "killed"
     program = (
-        "import time, torch; from pathlib import Path; from drumline.distill import cache; torch.set_num_threads(1)\n"
+        "import time, torch; from pathlib import Path; from drumline.distill.cache import format as cache\n"
+        "torch.set_num_threads(1)\n"
         "from drumline.parallel.world import single_process; from tests.distill import cache_ranks\n"
         "cache.BLOCK, here = cache_ranks.SMALL_BLOCK, single_process(torch.device('cpu'))\n"
         f"cache_ranks.filled(Path({str(killed)!r}), here, range(4), stopping=lambda: time.sleep(0.2))"

@@ -10,23 +10,22 @@ run is filling; a damaged file, naming it.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import json
-import os
 import struct
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from drumline.core.errors import UserError
-from drumline.core.files import write_bytes, write_file, write_text
+from drumline.core.files import CorruptError, write_file, write_text
+from drumline.core.lock import exclusive
+from drumline.core.sealed import read_sealed, write_sealed
 from drumline.data.feed.sampler import Ids
 from drumline.distill.cache.key import WORDS, Key
 from drumline.parallel.world import World
@@ -184,18 +183,12 @@ def open_cache(folder: Path, key: Key, world: World) -> Cache:
     return Cache(folder, key, machine)
 
 
-@contextmanager
-def sole_filler(folder: Path) -> Iterator[None]:
-    """Keeps other runs from writing to a folder, also on other machines that share it; refused while one does. The
-    lock's file is gone afterwards, and what a killed run leaves of it locks nobody out."""
-    path = folder / LOCK
-    lock = _locked(path)
-    try:
-        yield
-    finally:
-        # While it is locked still: later, it could be the next run's.
-        path.unlink(missing_ok=True)
-        lock.close()
+def sole_filler(folder: Path) -> AbstractContextManager[None]:
+    """Keeps other runs from writing to a folder, also on other machines that share it."""
+    held = UserError(
+        f"distill.cache = {folder}: is being filled by another run", "wait for it, or give another folder"
+    )
+    return exclusive(folder / LOCK, held)
 
 
 def from_first(world: World, work: Callable[[], T]) -> T:
@@ -243,8 +236,7 @@ def _begin(folder: Path, key: Key, world: World) -> None:
             with sole_filler(folder):
                 # Looked for again: another run may have been first.
                 if not (folder / MANIFEST).exists():
-                    content = _sealed({"key": asdict(key), "machine": describe_machine(world)})
-                    write_bytes(folder / MANIFEST, content)
+                    write_sealed(folder / MANIFEST, {"key": asdict(key), "machine": describe_machine(world)})
     except OSError as error:
         raise unwritable(folder, error) from error
     _read_manifest(folder, key)
@@ -255,48 +247,19 @@ def _counts(path: Path) -> bool:
     return path.suffix != ".tmp" and path.name != LOCK
 
 
-def _locked(path: Path) -> IO[bytes]:
-    while True:
-        lock = path.open("ab")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            raise UserError(
-                f"distill.cache = {path.parent}: is being filled by another run",
-                "wait for it, or give another folder",
-            ) from None
-        except OSError:
-            lock.close()
-            raise
-        # The run before removes its file at the end. One that was opened until then locks nobody out.
-        if _stands(lock, path):
-            return lock
-        lock.close()
-
-
-def _stands(lock: IO[bytes], path: Path) -> bool:
-    """Whether an open file is still the one of this name."""
-    try:
-        return os.path.samestat(os.fstat(lock.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 def _read_manifest(folder: Path, key: Key) -> dict[str, str]:
     """The machine that a manifest names, when it is sound and has this key."""
     path, another = folder / MANIFEST, "give another folder with --distill.cache, or delete this one"
     try:
-        text = path.read_bytes()
-        content = json.loads(text)
+        content = read_sealed(path, newest=1)
+        stored, machine = dict(content["key"]), dict(content["machine"])
     except OSError as error:
         raise UserError(f"distill.cache: {path}: {error.strerror or error}", another) from error
-    except ValueError as error:
-        raise UserError(f"distill.cache: {path}: unreadable ({error})", another) from error
-    # The text, not its meaning: 1E3 for 1000 has changed too.
-    if not isinstance(content, dict) or _sealed({k: v for k, v in content.items() if k != "seal"}) != text:
-        raise UserError(f"distill.cache: {path}: its checksum does not match", another)
-    stored, wanted = content.get("key", {}), asdict(key)
+    except CorruptError as reason:
+        raise UserError(f"distill.cache: {reason}", another) from None
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"distill.cache: {path}: not the manifest of a cache", another) from None
+    wanted = asdict(key)
     odd = [
         f"{WORDS.get(name, name)}: {' → '.join(_differing(stored.get(name), wanted.get(name)))}"
         for name in {**wanted, **stored}
@@ -304,7 +267,7 @@ def _read_manifest(folder: Path, key: Key) -> dict[str, str]:
     ]
     if odd:
         raise UserError(f"distill.cache = {folder}: was filled for something else. {'. '.join(odd)}", another)
-    return {str(name): str(value) for name, value in content["machine"].items()}
+    return {str(name): str(value) for name, value in machine.items()}
 
 
 def _differing(stored: object, wanted: object) -> tuple[str, str]:
@@ -312,15 +275,6 @@ def _differing(stored: object, wanted: object) -> tuple[str, str]:
     old, new = str(stored).split("; "), str(wanted).split("; ")
     gone, come = [part for part in old if part not in new], [part for part in new if part not in old]
     return "; ".join(gone) or "nothing", "; ".join(come) or "nothing"
-
-
-def _sealed(content: dict[str, Any]) -> bytes:
-    """JSON with the SHA-256 of itself."""
-
-    def text(part: dict[str, Any]) -> str:
-        return json.dumps(part, indent=1, sort_keys=True)
-
-    return text({**content, "seal": hashlib.sha256(text(content).encode()).hexdigest()}).encode()
 
 
 def _damaged(path: Path, reason: str) -> UserError:
