@@ -31,7 +31,6 @@ from pathlib import Path
 
 import torch
 
-from drumline.config.arguments import parse
 from drumline.config.recipe import Distill, Recipe
 from drumline.core.errors import UserError
 from drumline.core.files import write_text
@@ -287,7 +286,7 @@ def timed(run: Callable[[Recipe, World], Result], recipe: Recipe, world: World) 
 
 def recipe_of(setting: Setting, job: Job, places: Sequence[str]) -> Recipe:
     data = [f"data.path={setting.data}"] if setting.data else []
-    return parse([*job.words.split(), *data, *places], "distill", "").recipe
+    return Recipe.from_args([*job.words.split(), *data, *places])
 
 
 def entry(job: Job, teacher: str, result: Result, seconds: float) -> Done:

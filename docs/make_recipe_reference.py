@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from drumline.config.fields import RecipeField, describe_field, expected, recipe_fields, sections
+from drumline.config.fields import Field, recipe_fields, sections
 from drumline.config.toml import literal
 
 PAGE = Path(__file__).with_name("recipe.md")
@@ -15,8 +15,8 @@ PAGE = Path(__file__).with_name("recipe.md")
 _OPENING = """\
 # Recipe
 
-A recipe is the whole configuration of a run. Every field has a default, so an empty recipe is a valid one.
-Three ways to set a field; the command line beats the file, and the last of a repeated flag counts:
+A recipe is the whole configuration of a run. Every field has a default, so an empty recipe is valid. There are three
+ways to set a field. The command line overrides the file, and the last of a repeated flag counts:
 
 | where | for example |
 |---|---|
@@ -25,10 +25,23 @@ Three ways to set a field; the command line beats the file, and the last of a re
 | as a flag | `drumline train recipe.toml --optim.lr 0.2` |
 
 Lists are `[0.9, 0.99]` in a file, `optim.betas=0.9,0.99` or `--optim.betas 0.9 0.99` on the command line.
-`--train.compile` and `--train.no-compile` turn a switch on and off. An unknown name is an error that names
-the nearest one. `--dry-run` prints the resolved recipe with the origin of each value, and what would happen.
+`--train.compile` and `--train.no-compile` turn a switch on and off. An unknown name is an error that suggests the
+nearest one. `--dry-run` prints the resolved recipe with the origin of each value, and what would happen.
+`drumline train --help` lists the fields on the terminal, `drumline train --help optim` explains a section, and
+`drumline train --help optim.lr` a field.
 
-<!-- Written by make_recipe_reference.py from src/drumline/recipe.py: change that file, not this one. -->
+In Python, `Recipe.from_args` takes the same arguments and makes the same checks:
+
+```python
+from drumline.config.recipe import Recipe
+
+recipe = Recipe.from_args(["recipe.toml", "optim.lr=0.2"])
+```
+
+A mistake raises `UserError` with every error and its fix. `Recipe(optim=Optim(lr=0.2), train=Train(epochs=3))`
+builds a recipe from its sections, which a type checker understands; `recipe.check()` then makes the same checks.
+
+<!-- Written by make_recipe_reference.py from src/drumline/config/recipe.py: change that file, not this one. -->
 """
 
 
@@ -44,8 +57,8 @@ def reference() -> str:
     return "\n".join(blocks)
 
 
-def _row(field: RecipeField) -> str:
-    cells = (f"`{field.key}`", expected(field.hint), f"`{literal(field.default)}`", describe_field(field))
+def _row(field: Field) -> str:
+    cells = (f"`{field.key}`", field.takes(), f"`{literal(field.default)}`", field.help)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 

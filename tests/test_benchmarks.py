@@ -20,7 +20,7 @@ import pytest
 import torch
 from PIL import Image
 
-from drumline.config.arguments import parse
+from drumline.config.recipe import Recipe
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if "\ndef main(" in path.read_text())
@@ -119,7 +119,7 @@ def test_faults_takes_every_layout_and_adds_up_what_was_logged(
     assert {size for setting in every for size in setting.worlds} == {1, 2, 3, 4}
     assert all(len(setting.worlds) == 1 for setting in every if setting.layout != "strict")
     for setting in every:
-        parse([*setting.words(), "run.name=killed"], "train", "")
+        Recipe.from_args([*setting.words(), "run.name=killed"])
     killed = {"kind": "a rank", "at": 1.0, "step": 9, "by_itself": True, "processes": 2, "resumed": 5}
     lines = [
         {"layout": "ddp", "source": "digits", "kills": [{**killed, "recovered": 3.0}] * 2, "worlds": [2]},

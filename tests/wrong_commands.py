@@ -120,9 +120,13 @@ WRONG_COMMANDS = [
     # Names in the file.
     _file("unknown key", "[optim]\n\nlrr = 0.2\n", "recipe.toml:3", "optim.lrr", "did you mean lr"),
     _file(
-        "key in another section", "[train]\nlr = 0.2\n", "recipe.toml:2", "train.lr", "`lr` lives in [optim]"
+        "key in another section",
+        "[train]\nlr = 0.2\n",
+        "recipe.toml:2",
+        "train.lr",
+        "`lr` belongs in [optim]",
     ),
-    _file("key outside sections", "lr = 0.2\n", "recipe.toml:1", "`lr` lives in [optim]"),
+    _file("key outside sections", "lr = 0.2\n", "recipe.toml:1", "`lr` belongs in [optim]"),
     _file(
         "unknown section", "[optimizer]\nlr = 1\n", "recipe.toml:1", "[optimizer]", "did you mean [optim]?"
     ),
@@ -178,7 +182,7 @@ WRONG_COMMANDS = [
     _line(
         "fewer shards than processes",
         "--run.strict --run.shards 2 parallel.processes=4",
-        "--run.shards 2: fewer shards than the 4 processes",
+        "--run.shards 2: fewer shards than processes (4)",
         "--run.shards 4",
     ),
     _line(
@@ -207,20 +211,38 @@ WRONG_COMMANDS = [
     _line(
         "strict DataParallel",
         "--run.strict parallel.layout=dp",
-        "does not go with run.strict",
+        "does not work with run.strict",
         "use ddp, or auto",
     ),
     _line("fp16 on a CPU", "train.precision=fp16 run.device=cpu", "run.device = cpu", "use bf16 or fp32"),
     _line("GPU decode on a CPU", "data.decode=gpu run.device=cpu", "run.device = cpu", "use auto or cpu"),
     _line("packed set without a path", "data.source=packed", 'data.path = "" (default)', "folder or file"),
-    _line("too few strengths", "--data.jitter 0.4,0.4", "has 2 value(s)", "such as 0.4,0.4,0.4,0.1"),
-    _line("strength below nothing", "data.jitter=0,-1,0,0", "data.jitter=0,-1,0,0: has a strength below 0"),
-    _line("hue too far", "data.jitter=0.4,0.4,0.4,0.6", "turns the hue too far", "at most 0.5 as the last"),
-    _line("one number for two", "--data.randaugment 9", "has 1 value(s)", "such as 2,9"),
-    _line("no operation", "data.randaugment=0,9", "data.randaugment=0,9: does nothing", "at least 1"),
-    _line("a million operations", "data.randaugment=1000000,9", "leaves nothing to see", "at most 100"),
+    _line(
+        "too few strengths",
+        "--data.jitter 0.4,0.4",
+        "has 2 values",
+        "give 4: brightness",
+        "such as 0.4,0.4,0.4,0.1",
+    ),
+    _line(
+        "strength below nothing",
+        "data.jitter=0,-1,0,0",
+        "data.jitter=0,-1,0,0: contrast is too small",
+        "give at least 0",
+    ),
+    _line("hue too far", "data.jitter=0.4,0.4,0.4,0.6", "hue is too large", "give at most 0.5 as hue"),
+    _line("one number for two", "--data.randaugment 9", "has 1 value", "operations, magnitude, such as 2,9"),
+    _line(
+        "no operation", "data.randaugment=0,9", "data.randaugment=0,9: operations is too small", "at least 1"
+    ),
+    _line("a million operations", "data.randaugment=1000000,9", "operations is too large", "at most 100"),
     _line("next to no mixup", "data.mixup=1e-300", "too small", "at least 0.001, or 0"),
-    _line("magnitude off the scale", "--data.randaugment 2 31", "--data.randaugment 2 31", "0 to 30"),
+    _line(
+        "magnitude off the scale",
+        "--data.randaugment 2 31",
+        "--data.randaugment 2 31",
+        "give at most 30 as magnitude",
+    ),
     _line("limit in percent", "--data.bad-limit 5", "--data.bad-limit 5: too large", "give at most 1"),
     _line("more than certain", "data.erasing=1.5", "data.erasing=1.5: too large", "give at most 1"),
     _line("a rate that overflows", "optim.lr=1e39", "optim.lr=1e39: too large", "give at most"),

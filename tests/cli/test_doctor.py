@@ -50,7 +50,7 @@ def test_a_healthy_machine_has_nothing_to_mend(healthy: None, capsys: pytest.Cap
     findings = examine()
     assert {finding.status for finding in findings} == {"ok"}, findings
     assert not any(finding.fix for finding in findings)
-    assert doctor.doctor() == 0
+    assert doctor.main([]) == 0
     output = capsys.readouterr().out
     assert output.endswith("no errors, no warnings: ready to train\n")
     for name in ("Python", "drumline", "torch", "GPU", "CPU cores", "memory", "shared memory", "open files"):
@@ -108,7 +108,7 @@ def test_a_failing_line_gives_exit_code_1(
     healthy: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    assert doctor.doctor() == 1
+    assert doctor.main([]) == 1
     assert "1 error, no warnings: fix the errors before training" in capsys.readouterr().out
 
 
@@ -215,7 +215,7 @@ def test_the_fix_stands_below_its_line() -> None:
 def test_models_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     registry = SimpleNamespace(model_names=lambda: ("resnet18", "vgg8"))
     monkeypatch.setitem(sys.modules, "drumline.models.registry", registry)  # type: ignore[arg-type]
-    assert doctor.doctor(models=True) == 0
+    assert doctor.main(["--models"]) == 0
     assert capsys.readouterr().out == "resnet18\nvgg8\n"
 
 

@@ -33,7 +33,7 @@ def made_up(*seconds: float, noise: float = 0.01) -> Profile:
 WHERE = {"device": "cpu", "precision": "fp32", "batch": 8, "size": 224, "returns": "Tensor"}
 
 
-def test_the_words_are_read() -> None:
+def test_the_options_are_read() -> None:
     assert read(["--cuts", "resnet50"]) == Options("resnet50")
     line = "--stages 2 4 --cuts=timm/vit --micro-batches 16 --size auto --all --device cpu"
     asked = read(line.split())
@@ -45,19 +45,19 @@ def test_the_words_are_read() -> None:
     ("line", "parts"),
     [
         ("", ["plan needs a model", "drumline plan --cuts resnet50"]),
-        ("resnet50", ["resnet50: plan takes flags only", "drumline plan --cuts resnet50"]),
+        ("resnet50", ["resnet50: plan takes only options", "drumline plan --cuts resnet50"]),
         ("--cuts", ["--cuts: needs a value"]),
-        ("--cuts a --stage 4", ["--stage: plan has no such flag", "did you mean --stages?"]),
+        ("--cuts a --stage 4", ["--stage: plan has no such option", "did you mean --stages?"]),
         ("--cuts a --microbatches 4", ["did you mean --micro-batches?"]),
-        ("--cuts a --stages 1", ["--stages 1: expected whole numbers from 2 on"]),
+        ("--cuts a --stages 1", ["--stages 1: too small", "give at least 2"]),
         ("--cuts a --stages two", ["--stages two"]),
-        ("--cuts a --batch 0", ["--batch 0: expected a whole number from 1"]),
+        ("--cuts a --batch 0", ["--batch 0: too small", "give at least 1"]),
         ("--cuts a --device tpu", ["--device tpu: expected one of auto, cpu, cuda"]),
-        ("--cuts a --json=yes", ["--json=yes: takes no value"]),
+        ("--cuts a --json=yes", ["--json=yes: expected true or false"]),
         ("--cuts a --size x --batch y", ["--size x", "--batch y"]),
     ],
 )
-def test_wrong_words_are_all_told_with_a_fix(line: str, parts: list[str]) -> None:
+def test_wrong_options_are_all_reported_with_a_fix(line: str, parts: list[str]) -> None:
     with pytest.raises(UserError) as told:
         read(line.split())
     assert all(part in str(told.value) for part in parts)

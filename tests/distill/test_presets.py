@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.config.fields import from_words, recipe_fields, with_values
+from drumline.config.fields import from_text, recipe_fields, with_values
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.distill.presets import is_preset, listing, preset_names, preset_words, published
@@ -70,7 +70,7 @@ def test_every_word_is_a_value_that_its_field_can_hold() -> None:
         values = {}
         for key, text in fields(name).items():
             if known := recipe_fields().get(key):
-                values[key] = from_words(known.hint, [text])
+                values[key] = from_text(known.hint, [text])
             else:
                 assert key in {f"distill.{own}" for own in DISTILL}
         with_values(Recipe(), values)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drumline.config.arguments import parse
+from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.parallel.world import single_process
 from drumline.state.verify import verify_run
@@ -379,7 +379,7 @@ def test_what_cannot_be_trained_in_stages_is_refused_by_name(
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    recipe = parse((*SMALL, *PIECES, *words.split()), "train", "").recipe
+    recipe = Recipe.from_args((*SMALL, *PIECES, *words.split()))
     threads = torch.get_num_threads()
     with pytest.raises(UserError) as refused:
         train_here(recipe, single_process(torch.device("cpu")))

@@ -280,7 +280,7 @@ def test_damaged_files_are_refused(
 @pytest.mark.parametrize("words", [[], ["one"], ["a", "b", "c"], ["a", "--loud"]])
 def test_anything_but_two_paths_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", *words]) == 2
-    assert "drumline compare runs/A runs/B" in capsys.readouterr().err
+    assert "drumline compare" in capsys.readouterr().err
 
 
 def test_a_path_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.config.arguments import parse
 from drumline.config.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Run, Train
 from drumline.config.toml import dump_recipe
 from drumline.core import lock
@@ -122,14 +121,14 @@ def test_a_named_run_goes_back_to_its_own_checkpoint_by_the_command_of_the_guide
     (tmp_path / "runs" / "photos" / "recipe.toml").write_text("")
     monkeypatch.chdir(tmp_path)
     words = ["runs/photos/recipe.toml", f"checkpoint.resume={earlier}"]
-    back = open_run(parse([*words, "run.name=photos"], "train", "").recipe, "digits")
+    back = open_run(Recipe.from_args([*words, "run.name=photos"]), "digits")
     assert (back.path.resolve(), back.resume_from, back.resumes_elsewhere) == (
         tmp_path / "runs" / "photos",
         earlier,
         False,
     )
     back.lock.close()
-    new = open_run(parse(words, "train", "").recipe, "digits")
+    new = open_run(Recipe.from_args(words), "digits")
     assert new.path.name != "photos"
     assert new.resumes_elsewhere
     new.lock.close()

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from drumline.config.arguments import parse
 from drumline.config.recipe import Recipe
 from drumline.core.environment import read_rank_info
 from drumline.distill.run import distill
@@ -75,7 +74,7 @@ def blocks(classes: int) -> nn.Module:
 
 
 def recipe_of(folder: Path, name: str, *words: str) -> Recipe:
-    return parse((*WORDS, f"run.dir={folder}", f"run.name={name}", *words), "train", "").recipe
+    return Recipe.from_args((*WORDS, f"run.dir={folder}", f"run.name={name}", *words))
 
 
 def main(folder: Path) -> None:

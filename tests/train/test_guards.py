@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from drumline.config.arguments import parse
 from drumline.config.recipe import Distill, Parallel, Recipe
 from drumline.core.errors import UserError
 from drumline.guards.finding import Finding
@@ -215,7 +214,7 @@ def breaking(classes: int) -> nn.Module:
 def test_what_is_not_finite_ends_a_run_before_it_is_scored_or_saved(
     tmp_path: Path, words: str, said: str
 ) -> None:
-    recipe = parse(
+    recipe = Recipe.from_args(
         (
             "data.source=tests.train.few_ranks:load",
             "data.batch=8",
@@ -226,10 +225,8 @@ def test_what_is_not_finite_ends_a_run_before_it_is_scored_or_saved(
             "run.name=auto",
             f"run.dir={tmp_path}",
             *words.split(),
-        ),
-        "train",
-        "",
-    ).recipe
+        )
+    )
     with pytest.raises(UserError) as ended:
         train(recipe, single_process(tiny.CPU))
     (folder,) = tmp_path.iterdir()

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from drumline.config.arguments import parse
 from drumline.config.recipe import Data, Recipe, Run, Train
 from drumline.core.errors import UserError
 from drumline.parallel.norm import over_everybody
@@ -43,7 +42,7 @@ def pooled(classes: int) -> nn.Module:
 def test_one_value_per_channel_is_refused_before_training(
     tmp_path: Path, words: str, named: str, remedy: str
 ) -> None:
-    recipe = parse(
+    recipe = Recipe.from_args(
         (
             "data.source=tests.train.few_ranks:load",
             "model.name=tests.train.test_norms:pooled",
@@ -52,10 +51,8 @@ def test_one_value_per_channel_is_refused_before_training(
             "run.device=cpu",
             f"run.dir={tmp_path}",
             *words.split(),
-        ),
-        "train",
-        "",
-    ).recipe
+        )
+    )
     with pytest.raises(UserError) as refused:
         train(recipe, single_process(tiny.CPU))
     assert refused.value.what.startswith(named)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from drumline.config.arguments import parse
+from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.parallel.world import single_process
 from drumline.train.loop import train
@@ -47,7 +47,7 @@ def by_function(classes: int) -> nn.Module:
     ],
 )
 def test_a_sparse_gradient_is_refused_by_name_before_the_first_step(tmp_path: Path, words: str) -> None:
-    recipe = parse(
+    recipe = Recipe.from_args(
         (
             "data.source=tests.train.few_ranks:load",
             "data.batch=16",
@@ -56,10 +56,8 @@ def test_a_sparse_gradient_is_refused_by_name_before_the_first_step(tmp_path: Pa
             "run.device=cpu",
             f"run.dir={tmp_path}",
             *words.split(),
-        ),
-        "train",
-        "",
-    ).recipe
+        )
+    )
     with pytest.raises(UserError) as refused:
         train(recipe, single_process(tiny.CPU))
     assert refused.value.what.startswith("the gradient of 2.table.weight is sparse")

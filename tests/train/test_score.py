@@ -183,7 +183,7 @@ def test_weights_on_their_own_bring_what_they_know(
     assert main(["eval", str(weights), data]) == 2
     assert f"runs the code of {__name__}" in capfd.readouterr().err
     assert main(["eval", str(weights), f"model.name={RECORD.model}"]) == 2
-    assert "its data is not known" in capfd.readouterr().err
+    assert "its data is unknown" in capfd.readouterr().err
     assert main(["eval", str(weights), f"model.name={RECORD.model}", data, "--dry-run"]) == 0
     resolved = capfd.readouterr().out
     assert all(line in resolved for line in ("size = 8", "mean = [0.5]", "std = [0.25]", "eval_crop = 1.0"))

@@ -1,32 +1,36 @@
-"""`drumline demo`: a teacher, a student alone and a student taught, on the embedded digits, as three commands.
+"""`drumline demo`: a teacher, a student alone and a distilled student, on the embedded digits, as three commands.
 
-Promises: every command is printed as one would type it; the student alone and the taught one differ in the teacher
-only; the runs land in one new folder, and the last of them is verified.
+Prints every command as you would type it. The student alone and the distilled one differ only in the teacher. The
+runs are in one new folder, and the last of them is verified.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from drumline.config.arguments import parse
+from drumline.cli.help import Command
+from drumline.config.arguments import RecipeOptions, read_recipe
 from drumline.core.result import print_result
-from drumline.state.folder import next_free
 
-HELP = """usage: drumline demo [section.key=value ...]
-
-On the 1,797 embedded handwritten digits, with two processes each: train a teacher (resnet8x4), train a small student
-(resnet8, a sixteenth of its size) alone, teach the same student by the teacher, verify the run, and compare. Takes
-about a minute on two CPU cores. Any recipe field may be changed, for all three runs.
-
-examples:
+COMMAND = Command(
+    name="demo",
+    usage="[section.key=value ...] [--dry-run]",
+    about="""
+        On the 1,797 embedded handwritten digits, with two processes each: train a teacher
+        (resnet8x4), train a small student (resnet8, a sixteenth of its size) alone, distil
+        the teacher into the same student, verify the run, and compare the three. Takes about
+        a minute on two CPU cores. Any field of the recipe can be set, for all three runs.
+    """,
+    options=RecipeOptions,
+    examples="""
   drumline demo
-  drumline demo train.epochs=3 parallel.processes=1
-  drumline demo --dry-run                               print the commands, run nothing
-"""
+  drumline demo parallel.processes=1 run.device=cpu
+  drumline demo --dry-run        print the commands, run nothing
+""",
+)
 
 SHARED = (
     "data.source=digits",
@@ -40,34 +44,36 @@ STUDENT = ("model.name=resnet8", "train.epochs=5", "optim.lr=0.05")
 AIMS = (
     "train a teacher",
     "train a small student alone, for comparison",
-    "teach the same student by the teacher",
+    "distil the teacher into the same student",
     "verify the student's run, byte by byte",
 )
 
 
-def demo(words: list[str], run: Callable[[list[str]], int]) -> int:
-    """Runs the commands one after the other by `run`, which takes a command line and gives its exit code."""
-    if "-h" in words or "--help" in words:
-        print(HELP, end="")
-        return 0
-    asked = parse([*SHARED, *words], "demo", HELP)
-    dry = asked.dry_run
+def main(argv: list[str]) -> int:
+    """Runs the commands one after the other."""
+    from drumline.cli import main as drumline
+
+    asked = read_recipe([*SHARED, *argv], "demo", RecipeOptions)
+    dry = asked.options.dry_run
     base = Path(asked.recipe.run.dir)
     folder = base / ("demo-N" if asked.recipe.run.name == "auto" else asked.recipe.run.name)
     if asked.recipe.run.name == "auto" and not dry:
+        from drumline.state.folder import next_free
+
         base.mkdir(parents=True, exist_ok=True)
         folder = next_free(base, "demo")
-    common = [*SHARED, *words, f"run.dir={folder}"]
+    common = [*SHARED, *argv, f"run.dir={folder}"]
     taught = [f"distill.teacher_weights={folder / 'teacher'}", "run.name=taught"]
-    lines = [
+    commands = [
         ["train", *TEACHER, *common, "run.name=teacher"],
         ["train", *STUDENT, *common, "run.name=alone"],
         ["distill", *STUDENT, *common, *taught],
         ["verify", str(folder / "taught")],
     ]
-    for number, (line, aim) in enumerate(zip(lines, AIMS, strict=True), 1):
-        print(f"\n[{number} of {len(lines)}] {aim}\n$ drumline {' '.join(line)}", file=sys.stderr, flush=True)
-        if not dry and (code := run(line)):
+    for number, (command, aim) in enumerate(zip(commands, AIMS, strict=True), 1):
+        shown = f"\n[{number} of {len(commands)}] {aim}\n$ drumline {' '.join(command)}"
+        print(shown, file=sys.stderr, flush=True)
+        if not dry and (code := drumline(command)):
             return code
     if not dry:
         _compare(folder)
@@ -75,13 +81,19 @@ def demo(words: list[str], run: Callable[[list[str]], int]) -> int:
 
 
 def _compare(folder: Path) -> None:
-    """The three scores side by side, as the runs wrote them down."""
+    """Prints the three scores side by side, as the runs recorded them."""
     scores = {name: _last_evaluation(folder / name) for name in ("teacher", "alone", "taught")}
-    print("\n            top-1    right", file=sys.stderr)
+    print("\n            top-1    correct", file=sys.stderr)
     for name, score in scores.items():
         agrees = f"   agrees with the teacher on {score['agreement']:.1%}" if "agreement" in score else ""
-        right = f"{score['correct']} of {score['samples']}"
-        print(f"  {name:<8} {score['top1']:>7.2%}   {right}{agrees}", file=sys.stderr)
+        correct = f"{score['correct']} of {score['samples']}"
+        print(f"  {name:<8} {score['top1']:>7.2%}   {correct}{agrees}", file=sys.stderr)
+    if scores["teacher"]["top1"] <= scores["alone"]["top1"]:
+        print(
+            "\nThe teacher is no better than the student alone, so this comparison says nothing about distillation: "
+            "train for more epochs.",
+            file=sys.stderr,
+        )
     print("\nnext: drumline train data.path=FOLDER model.name=resnet18 run.name=NAME", file=sys.stderr)
     summary: dict[str, Any] = {f"{name}_top1": score["top1"] for name, score in scores.items()}
     print_result({"folder": str(folder), **summary, "agreement": scores["taught"]["agreement"]})

@@ -1,7 +1,7 @@
-"""Looks at this machine the way a run will meet it: versions, GPUs, limits, network, disk.
+"""`drumline doctor`: check this machine as a run will use it: versions, GPUs, limits, network, disk.
 
-Promises: each line says what was found and whether it will do, and every line that will not do says what to
-change; limits are those of the container or job, not of the hardware. Changes nothing that stays.
+Each line reports one finding as ok, warn or fail, and what to change if it is not ok. Limits are those of the
+container or job, not of the hardware. Changes nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
-import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.text import Text
 
-from drumline import native
+from drumline.cli.help import Command
+from drumline.config.arguments import read_options
 from drumline.core import machine
 from drumline.core.errors import UserError
 from drumline.launch import network
@@ -48,8 +47,32 @@ dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
+class Options:
+    """The options of `drumline doctor`."""
+
+    models: bool = False
+    """List the built-in models for model.name and stop."""
+
+
+COMMAND = Command(
+    name="doctor",
+    usage="[--models]",
+    about="""
+        Check this machine: versions, GPUs, cores, memory, limits, network interfaces,
+        transports. Each line is ok, warn or fail, with what to do; the last line counts
+        errors and warnings. Exit code 1 if anything fails.
+    """,
+    options=Options,
+    examples="""
+  drumline doctor
+  drumline doctor --models
+""",
+)
+
+
+@dataclass(frozen=True)
 class Finding:
-    """One line of the examination."""
+    """One line of the report."""
 
     name: str
     status: Literal["ok", "warn", "fail"]
@@ -57,10 +80,9 @@ class Finding:
     fix: str = ""
 
 
-def doctor(models: bool = False) -> int:
-    """Prints the examination (or, with `models`, the names of the models) and gives the exit code: 1 when
-    something would stop a run."""
-    if models:
+def main(argv: list[str]) -> int:
+    """Prints the findings; returns 1 if something would stop a run."""
+    if read_options(argv, Options, "doctor").models:
         from drumline.models.registry import model_names
 
         for name in model_names():
@@ -72,15 +94,15 @@ def doctor(models: bool = False) -> int:
 
 
 def examine() -> list[Finding]:
-    """Everything worth knowing, in the order of the data's way: software, compute, memory, network, disk."""
+    """All findings: software, compute, memory, network, disk."""
     findings: list[Finding] = []
-    for look in (_software, _native, _gpus, _limits, _network, _distributed, _disk):
-        findings.extend(look())
+    for check in (_software, _native, _gpus, _limits, _network, _distributed, _disk):
+        findings.extend(check())
     return findings
 
 
 def render(findings: list[Finding], console: Console) -> None:
-    """One line each, the fix below where there is one, and a last line that sums up."""
+    """One line each, with its fix below, and a summary."""
     styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
@@ -104,6 +126,8 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _software() -> Iterator[Finding]:
+    import torch
+
     yield Finding("Python", "ok", f"{platform.python_version()} ({sys.executable})")
     ours = _version("drumline")
     yield Finding("drumline", "ok", ours or "not installed, run from its source folder")
@@ -129,11 +153,15 @@ def _software() -> Iterator[Finding]:
 
 
 def _native() -> Iterator[Finding]:
+    from drumline import native
+
     fix = "" if native.decodes_jpeg() else "JPEGs are decoded at half the speed; the pixels are the same"
-    yield Finding("native part", "ok" if native.decodes_jpeg() else "warn", native.describe(), fix)
+    yield Finding("native code", "ok" if native.decodes_jpeg() else "warn", native.describe(), fix)
 
 
 def _gpus() -> Iterator[Finding]:
+    import torch
+
     driver = _nvidia_driver()
     if not torch.cuda.is_available():
         if torch.version.cuda and driver:
@@ -198,7 +226,7 @@ def _network() -> Iterator[Finding]:
 
 
 def _interface_variables(env: Mapping[str, str], names: list[str]) -> Iterator[Finding]:
-    """The user's own choices for gloo and NCCL, where set, against what exists."""
+    """Whether the interfaces that the user set for gloo and NCCL exist."""
     for variable, prefixes in (("GLOO_SOCKET_IFNAME", False), ("NCCL_SOCKET_IFNAME", True)):
         value = env.get(variable)
         if not value:
@@ -215,8 +243,8 @@ def _interface_variables(env: Mapping[str, str], names: list[str]) -> Iterator[F
 
 
 def _selects(value: str, names: list[str], prefixes: bool) -> bool:
-    """Whether a list of interfaces picks any that exists. NCCL takes prefixes, `=` for exact names and `^` for
-    those to leave out; gloo takes exact names."""
+    """Whether a list of interfaces selects any that exists. NCCL accepts prefixes, `=` for exact names and `^` to
+    exclude names; gloo accepts exact names."""
     if prefixes and value.startswith("^"):
         return any(not _selects(value[1:], [name], True) for name in names)
     exact = not prefixes or value.startswith("=")
@@ -225,7 +253,7 @@ def _selects(value: str, names: list[str], prefixes: bool) -> bool:
 
 
 def _host_name() -> Finding:
-    """torch looks the machine's own name up several times at a start; a broken name service costs seconds."""
+    """torch resolves the machine's own name several times at start; a broken name service costs seconds."""
     name, begin = socket.gethostname(), time.monotonic()
     fix = f"add a line `127.0.1.1 {name}` to /etc/hosts"
     try:
@@ -239,6 +267,9 @@ def _host_name() -> Finding:
 
 
 def _distributed() -> Iterator[Finding]:
+    import torch
+    import torch.distributed as dist
+
     available = {
         "NCCL": dist.is_nccl_available(),
         "Gloo": dist.is_gloo_available(),
@@ -254,7 +285,7 @@ def _distributed() -> Iterator[Finding]:
 
 
 def _self_test(env: dict[str, str]) -> Finding:
-    """A gloo group of one on the interface a run here would use, in a process of its own: it may hang."""
+    """A gloo group of one on the interface that a run would use, in its own process because it may hang."""
     try:
         interface = network.loopback()
     except UserError as error:
@@ -275,12 +306,15 @@ def _self_test(env: dict[str, str]) -> Finding:
     except subprocess.CalledProcessError as error:
         reason = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
         return Finding(
-            "gloo test", "fail", reason, "check GLOO_SOCKET_IFNAME, and that torch is installed whole"
+            "gloo test",
+            "fail",
+            reason,
+            "check GLOO_SOCKET_IFNAME, and that the installation of torch is complete",
         )
     return Finding(
         "gloo test",
         "ok",
-        f"a group met on {interface.name} in {time.monotonic() - begin:.1f} s, start included",
+        f"a group started on {interface.name} in {time.monotonic() - begin:.1f} s",
     )
 
 
@@ -292,7 +326,7 @@ def _disk() -> Iterator[Finding]:
     )
     yield Finding(
         "disk", status, f"{free / GIB:.1f} GiB free in {here}",
-        "" if status == "ok" else "make room, or put runs elsewhere with --run.dir",
+        "" if status == "ok" else "free some space, or put runs elsewhere with --run.dir",
     )  # fmt: skip
     try:
         with tempfile.TemporaryFile(dir=here) as file:
@@ -300,23 +334,21 @@ def _disk() -> Iterator[Finding]:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        yield Finding(
-            "writable", "fail", f"{here}: {error.strerror}", "change to another folder, or use --run.dir"
-        )
+        yield Finding("writable", "fail", f"{here}: {error.strerror}", "use a different folder, or --run.dir")
     else:
         yield Finding("writable", "ok", str(here))
 
 
-def _attempt(name: str, look: Callable[[], str], otherwise: Literal["warn", "fail"]) -> Finding:
-    """What `look` finds, or its `UserError` as a finding."""
+def _attempt(name: str, check: Callable[[], str], otherwise: Literal["warn", "fail"]) -> Finding:
+    """The result of `check`, or its `UserError` as a finding."""
     try:
-        return Finding(name, "ok", look())
+        return Finding(name, "ok", check())
     except UserError as error:
         return Finding(name, otherwise, error.what, error.fix)
 
 
 def _version(package: str) -> str:
-    """The installed version; empty when it is not installed."""
+    """The installed version; empty if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -324,7 +356,7 @@ def _version(package: str) -> str:
 
 
 def _nvidia_driver(proc: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """The loaded driver's version, or empty without one."""
+    """The version of the loaded driver, or empty without one."""
     try:
         first = proc.read_text().splitlines()[0]
     except (OSError, IndexError):

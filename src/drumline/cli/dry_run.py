@@ -1,24 +1,22 @@
-"""`--dry-run`: what a command would do, and what is wrong with it that can be seen without training.
+"""`--dry-run`: what a command would do, and every error that can be found without training.
 
-Promises: writes nothing and starts nothing; opens the data, finds checkpoints and the run folder, and loads the
-weights and teachers into their models, as the run would. Code that a recipe file names is not run without `--trust`.
-Every mistake is reported at once, with the message that the run would give.
+Writes nothing and starts nothing. Opens the data, finds checkpoints and the run folder, and loads weights and
+teachers into their models, as the run would. Does not run code that a recipe file names without `--trust`. All errors
+are reported at once, with the message that the run would give.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from drumline.config.arguments import COMMAND_LINE, Invocation, describe, names_code
-from drumline.config.recipe import Recipe
-from drumline.config.toml import together
-from drumline.core.errors import UserError
+from drumline.config.arguments import COMMAND_LINE, Invocation, RecipeOptions, describe, names_code
+from drumline.core.errors import UserError, combined
 from drumline.core.text import counted, message
 
 if TYPE_CHECKING:
@@ -26,52 +24,40 @@ if TYPE_CHECKING:
     from drumline.train.prepare import Sets
 
 
-def what_would_happen(recipe: Recipe, came_from: Mapping[str, str], trust: bool, distils: bool) -> list[str]:
-    """The lines below a dry run's recipe. Raises a `UserError` with all that would end the run."""
-    run = _DryRun(recipe, came_from, trust)
-    return _all_of(
-        run.data,
-        run.model,
-        *((run.teachers,) if distils else ()),
-        run.processes,
-        run.folder,
-    )
-
-
-def what_would_be_scored(recipe: Recipe, came_from: Mapping[str, str], trust: bool) -> list[str]:
-    """The same for `drumline eval`."""
-    run = _DryRun(recipe, came_from, trust, to_score=True)
-    return _all_of(run.data, run.scored, run.processes)
-
-
-def show(invocation: Invocation, lines: Callable[[Recipe, Mapping[str, str], bool], list[str]]) -> int:
-    """Prints the recipe on stdout and what would happen on stderr. Errors end it as they would end the run."""
-    print(describe(invocation.recipe, invocation.came_from), end="", flush=True)
-    for line in lines(invocation.recipe, invocation.came_from, invocation.trust):
+def show(invocation: Invocation[RecipeOptions], command: Literal["train", "distill", "eval"]) -> int:
+    """Prints the recipe on stdout and what would happen on stderr. Raises a `UserError` with everything that would
+    end the run."""
+    print(describe(invocation.recipe, invocation.origins), end="", flush=True)
+    for line in _what_would_happen(invocation, command):
         print(message(line), file=sys.stderr)
     return 0
 
 
-def _all_of(*checks: Callable[[], list[str]]) -> list[str]:
+def _what_would_happen(invocation: Invocation[RecipeOptions], command: str) -> list[str]:
+    run = _DryRun(invocation, to_score=command == "eval")
+    checks = {
+        "train": (run.data, run.model, run.processes, run.folder),
+        "distill": (run.data, run.model, run.teachers, run.processes, run.folder),
+        "eval": (run.data, run.scored, run.processes),
+    }
     lines: list[str] = []
-    mistakes = []
-    for check in checks:
+    errors = []
+    for check in checks[command]:
         try:
             lines += check()
-        except UserError as mistake:
-            mistakes.append(mistake)
-    if mistakes:
-        raise together(mistakes)
+        except UserError as error:
+            errors.append(error)
+    if errors:
+        raise combined(errors)
     return [*lines, "nothing was started"]
 
 
 class _DryRun:
     """Each method checks one thing with the run's own functions, and returns lines about it."""
 
-    def __init__(
-        self, recipe: Recipe, came_from: Mapping[str, str], trust: bool, to_score: bool = False
-    ) -> None:
-        self.recipe, self._came_from, self._trust, self._to_score = recipe, came_from, trust, to_score
+    def __init__(self, invocation: Invocation[RecipeOptions], to_score: bool) -> None:
+        self.recipe, self._origins, self._to_score = invocation.recipe, invocation.origins, to_score
+        self._trust = invocation.options.trust
         self._source = ""
         self._sets: Sets | None = None
 
@@ -83,7 +69,7 @@ class _DryRun:
         self._source = detect_source(data.source, data.path)
         if self._is_untrusted((self._source,), "data.source"):
             return [f"data: {self._source}; not opened, because that would run its code; --trust allows it"]
-        # No workers: to choose their number, the data would be timed.
+        # No workers: choosing their number would time the data.
         quick = replace(self.recipe, data=replace(data, workers=0, decode="cpu"))
         self._sets = sets = prepare_sets(quick, self._world(), self._to_score)
         name = f"data: {self._source}{f' {data.path}' if data.path else ''}"
@@ -109,15 +95,15 @@ class _DryRun:
             resolve_weights(weights, FIELDS)
         if self._is_untrusted((name,), "model.name"):
             return [f"model: {name}; not built, because that would run its code; --trust allows it"]
-        words: tuple[str, ...] = ()
+        messages: tuple[str, ...] = ()
         if weights and self._sets is not None:
-            module, words = prepare_model(self.recipe, Classes.of(self._sets.train), self._world())
+            module, messages = prepare_model(self.recipe, Classes.of(self._sets.train), self._world())
         else:
             count = len(self._sets.train.classes) if self._sets else 1000 if classes == "auto" else classes
             with torch.device("meta"):
                 module = build_model(self.recipe, count)
         parameters = sum(parameter.numel() for parameter in module.parameters())
-        return [f"model: {name}, {parameters:,} parameters", *words]
+        return [f"model: {name}, {parameters:,} parameters", *messages]
 
     def scored(self) -> list[str]:
         from drumline.state.weights import resolve_weights
@@ -131,8 +117,8 @@ class _DryRun:
             ]
         if self._sets is None:
             return [f"model: {model.name}, weights {file}; not checked, because the data was not opened"]
-        *_, words = model_to_score(self.recipe, self._sets, self._world())
-        return [f"model: {model.name}", *words]
+        *_, messages = model_to_score(self.recipe, self._sets, self._world())
+        return [f"model: {model.name}", *messages]
 
     def teachers(self) -> list[str]:
         from drumline.data.classes import Classes
@@ -143,14 +129,14 @@ class _DryRun:
         choose(distill)
         names = check_teachers(distill)
         by = ", ".join(f"{name} ({path})" for name, path in zip(names, distill.teacher_weights, strict=True))
-        words: list[str] = []
+        messages: list[str] = []
         if self._is_untrusted(names, "distill.teacher"):
             by += "; not built, because that would run its code; --trust allows it"
         elif sets is not None:
             loaded = load_teachers(self.recipe, Classes.of(sets.train), self._world())
-            words = [note for each in loaded for note in each.notes]
-            words += other_views(self.recipe, sets, loaded)
-        return [f"teacher: {by}; method {'+'.join(distill.method)}", *words]
+            messages = [note for each in loaded for note in each.notes]
+            messages += other_views(self.recipe, sets, loaded)
+        return [f"teacher: {by}; method {'+'.join(distill.method)}", *messages]
 
     def _world(self) -> World:
         import torch
@@ -192,16 +178,16 @@ class _DryRun:
         return [f"run folder: {base / name}{resumed or ' (new)'}"]
 
     def _is_untrusted(self, names: Iterable[str], field: str) -> bool:
-        from_file = self._came_from.get(field, COMMAND_LINE) != COMMAND_LINE
+        from_file = self._origins.get(field, COMMAND_LINE) != COMMAND_LINE
         return from_file and not self._trust and any(map(names_code, names))
 
 
 def _check_writable(base: Path) -> None:
-    """The folder, or the nearest one above it that exists."""
-    place = base.absolute()
+    """Checks the folder, or the nearest existing folder above it."""
+    folder = base.absolute()
     with suppress(OSError):
-        while not place.exists() and place != place.parent:
-            place = place.parent
-        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-            reason = "is not a folder" if not place.is_dir() else "is not writable"
-            raise UserError(f"run.dir = {base}: {place} {reason}", "give another run.dir")
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            reason = "is not a folder" if not folder.is_dir() else "is not writable"
+            raise UserError(f"run.dir = {base}: {folder} {reason}", "give a different run.dir")

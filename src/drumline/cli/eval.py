@@ -1,64 +1,74 @@
-"""`drumline eval`: what a path to a model means, as settings of a recipe.
+"""`drumline eval`: score a trained model.
 
-Promises: a run folder, one of its checkpoints or its weights bring the run's recipe along; weights on their own bring
-what their record says (model, image size, mean and deviation). The command line beats both. Code that a file names is
-never run unless the command line repeats or trusts it.
+A run folder, one of its checkpoints or its weights bring the recipe of the run. Weights alone bring what their record
+has: model, image size, mean and standard deviation. The command line overrides both. Code that a file names runs only
+if the command line names or trusts it.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from drumline.config.arguments import COMMAND_LINE, Invocation, names_code, parse
+from drumline.cli.help import Command
+from drumline.cli.train import announce
+from drumline.config.arguments import COMMAND_LINE, Invocation, RecipeOptions, names_code, read_recipe
 from drumline.core.errors import UserError
 
-HELP = """usage: drumline eval PATH [section.key=value ...] [--dry-run] [--trust]
+COMMAND = Command(
+    name="eval",
+    usage="PATH [section.key=value ...] [options]",
+    about="""
+        Score a trained model on the evaluation split: every sample once, on any number of
+        processes. PATH is one of
+          RUN                       a run folder: its best weights, else its last, else its
+                                    newest checkpoint
+          RUN/checkpoints/step-N    one of its checkpoints
+          RUN/weights[/FILE]        weights of a run
+          WEIGHTS                   a .safetensors, .pt or .pth file of any origin
+          RECIPE.toml               a recipe that sets model.weights
 
-Score a trained model on the evaluation split: every sample once, on any number of processes.
+        A run brings its recipe: model, data, image size, mean and standard deviation. Weights
+        that Drumline exported bring all of it except the data, from any folder. For other
+        weights give model.name and, if they differ from the defaults, data.size, data.mean
+        and data.std.
 
-PATH is one of
-  RUN                       a run folder: its best weights, else its last, else its newest checkpoint
-  RUN/checkpoints/step-N    one of its checkpoints
-  RUN/weights[/FILE]        weights of a run
-  WEIGHTS                   a .safetensors, .pt or .pth file of any origin
-  RECIPE.toml               a recipe that sets model.weights
+        Classes are matched by name. Data that has its classes in a different order, or only
+        some of them, is scored correctly; a class that the model was not trained on is an
+        error. Data without class names (idx, npz) must have as many classes as the model.
 
-A run brings its recipe: model, data, image size, mean and deviation. Weights that drumline exported bring
-all of it but the data, wherever the file lies. For other weights give model.name and, where they differ from
-the defaults, data.size, data.mean and data.std.
+        Data does not need splits: class folders alone, or val/ alone, are scored in full. If
+        the data has both splits, only the evaluation split (val/) is scored. A run's
+        data.holdout applies only to its own data.
 
-Classes are matched by name. Data that has its classes in another order, or only some of them, is scored
-correctly; a class that the model was not trained on is an error. Data without class names (idx, npz) must
-have as many classes as the model.
+        useful fields:
+          data.path=FOLDER          other data: its evaluation split or, without splits, all
+          model.name=NAME           the model of weights from elsewhere
+          data.size=N               a different image size
+          train.precision=fp32      a different precision
+          parallel.processes=N      more processes: the same score, sooner
+          run.device=cpu            without the GPU
+        Every field of `drumline train --help` is accepted; those of the optimizer, for
+        example, have no effect.
 
-Data does not need splits: class folders alone, or val/ alone, are scored in full. If the data has both splits,
-only the evaluation split (val/) is scored. A run's data.holdout applies only to its own data.
+        If stdout is not a terminal, its last line is JSON: weights, samples, correct,
+        correct5, top1, top5, loss (null if it is not finite), nonfinite_samples, classes,
+        broken_samples.
 
-useful settings:
-  data.path=FOLDER          other data: its evaluation split or, without splits, all of it
-  model.name=NAME           the model of weights from elsewhere
-  data.size=N               another image size
-  train.precision=fp32      another precision
-  parallel.processes=N      more processes: the same score, sooner
-  run.device=cpu            without the GPU
-Every field of `drumline train --help` is accepted; those of the optimizer, for example, have no effect.
-
-When stdout is not a terminal, its last line is JSON: weights, samples, correct, correct5, top1, top5, loss
-(null when it is not finite), nonfinite_samples, classes, broken_samples.
-
-Exit code 0: scored. 2: an error, with what to do about it, such as other classes or NaN in the weights.
-
-examples:
-  drumline eval runs/photos                           the best weights of a run
-  drumline eval runs/photos/checkpoints/step-500      one of its checkpoints
-  drumline eval runs/photos data.path=other           on other photographs
-  drumline eval runs/photos data.path=photos/val      all images of a folder
-  drumline eval best.safetensors data.path=photos     exported weights, anywhere
+        Exit code 0: scored. 2: an error, with a fix, such as different classes or NaN in the
+        weights.
+    """,
+    options=RecipeOptions,
+    examples="""
+  drumline eval runs/photos                        the best weights of a run
+  drumline eval runs/photos/checkpoints/step-500   one of its checkpoints
+  drumline eval runs/photos data.path=other        on other photographs
+  drumline eval runs/photos data.path=photos/val   all images of a folder
+  drumline eval best.safetensors data.path=photos  exported weights, anywhere
   drumline eval resnet50.pth model.name=resnet50 data.path=photos
-"""
+""",
+)
 HERE = (
     "parallel.nodes=1",
     "parallel.node_rank=auto",
@@ -66,20 +76,19 @@ HERE = (
     "launch.min_nodes=auto",
     "launch.restarts=0",
 )
-"""A score is made on this machine, and is not resumed."""
+"""A model is scored on this machine, and the score is not resumed."""
 
 
-def evaluate(argv: Sequence[str]) -> int:
-    """Runs the command; gives its exit code."""
-    if "-h" in argv or "--help" in argv:
-        print(HELP, end="")
-        return 0
+def main(argv: list[str]) -> int:
+    path = Path(argv[0]) if argv and _is_path(argv[0]) else None
+    if path is not None:
+        announce("eval", argv[0])
+
     from drumline.state.folder import run_of
 
-    path = Path(argv[0]) if argv and _is_path(argv[0]) else None
-    invocation = parse([*_settings(path), *argv[1:]] if path else argv, "eval", "")
+    invocation = read_recipe([*_settings(path), *argv[1:]] if path else argv, "eval", RecipeOptions)
     if path is not None:
-        _refuse_unknowns(path, invocation)
+        _reject_unknowns(path, invocation)
         invocation = _without_the_runs_holdout(path, invocation)
     if not invocation.recipe.model.weights:
         beside = argv and argv[0].endswith("recipe.toml") and run_of(Path(argv[0]))
@@ -89,22 +98,22 @@ def evaluate(argv: Sequence[str]) -> int:
             if beside
             else "give a run folder, a checkpoint or a weights file as the first argument",
         )
-    if invocation.dry_run:
-        from drumline.cli.dry_run import show, what_would_be_scored
+    if invocation.options.dry_run:
+        from drumline.cli.dry_run import show
 
-        return show(invocation, what_would_be_scored)
+        return show(invocation, "eval")
 
     from drumline.launch.worker import run
 
     return run(["eval", *argv], invocation.recipe, "drumline.train.score:score")
 
 
-def _is_path(word: str) -> bool:
-    return not word.startswith("-") and "=" not in word and not word.endswith(".toml")
+def _is_path(text: str) -> bool:
+    return not text.startswith("-") and "=" not in text and not text.endswith(".toml")
 
 
 def _settings(path: Path) -> list[str]:
-    """The words that stand for a path: the run's recipe, what the weights know about themselves, the weights."""
+    """The arguments that a path stands for: the run's recipe, what the record of the weights has, the weights."""
     from drumline.state.folder import run_of
     from drumline.state.weights import resolve_weights, weights_record
 
@@ -112,20 +121,20 @@ def _settings(path: Path) -> list[str]:
         raise UserError(f"{path} does not exist", "give a run folder, a checkpoint or a weights file")
     run = run_of(path)
     record = weights_record(resolve_weights(path))
-    words = [str(run / "recipe.toml"), *HERE] if run else []
+    argv = [str(run / "recipe.toml"), *HERE] if run else []
     if record is not None:
-        words += [f"{field}={value}" for field, value in record.settings().items()]
+        argv += [f"{field}={value}" for field, value in record.settings().items()]
         if run is None and not names_code(record.model):
-            words.append(f"model.name={record.model}")
-    return [*words, f"model.weights={path}"]
+            argv.append(f"model.name={record.model}")
+    return [*argv, f"model.weights={path}"]
 
 
-def _without_the_runs_holdout(path: Path, invocation: Invocation) -> Invocation:
+def _without_the_runs_holdout(path: Path, invocation: Invocation[RecipeOptions]) -> Invocation[RecipeOptions]:
     """Drops the run's data.holdout for other data, unless the command line sets it."""
     from drumline.config.toml import load_recipe
     from drumline.state.folder import run_of
 
-    recipe, given, run = invocation.recipe, invocation.came_from, run_of(path)
+    recipe, given, run = invocation.recipe, invocation.origins, run_of(path)
     if run is None or given.get("data.path") != COMMAND_LINE or given.get("data.holdout") == COMMAND_LINE:
         return invocation
     own = load_recipe(str(run / "recipe.toml")).recipe.data.path
@@ -134,14 +143,14 @@ def _without_the_runs_holdout(path: Path, invocation: Invocation) -> Invocation:
     return replace(invocation, recipe=replace(recipe, data=replace(recipe.data, holdout=0.0)))
 
 
-def _refuse_unknowns(path: Path, invocation: Invocation) -> None:
-    """What weights on their own leave open must be said: a default would be scored without a word."""
+def _reject_unknowns(path: Path, invocation: Invocation[RecipeOptions]) -> None:
+    """Weights alone do not say everything that a score needs, and a default would be used silently."""
     from drumline.state.folder import run_of
     from drumline.state.weights import resolve_weights, weights_record
 
     if run_of(path):
         return
-    given, record = invocation.came_from, weights_record(resolve_weights(path))
+    given, record = invocation.origins, weights_record(resolve_weights(path))
     if "model.name" not in given:
         code = record is not None and record.model
         raise UserError(
@@ -153,4 +162,4 @@ def _refuse_unknowns(path: Path, invocation: Invocation) -> None:
             else "add model.name=NAME (`drumline doctor --models` lists them)",
         )
     if "data.path" not in given and "data.source" not in given:
-        raise UserError(f"{path} is not part of a run, so its data is not known", "add data.path=FOLDER")
+        raise UserError(f"{path} is not part of a run, so its data is unknown", "add data.path=FOLDER")

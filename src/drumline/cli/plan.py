@@ -1,20 +1,20 @@
-"""`drumline plan --cuts MODEL`: its words, its help, and what it prints.
+"""`drumline plan --cuts MODEL`: where a model can be cut into stages.
 
-Promises: every place where a stage may begin is listed with what was measured there, on the device in question and
-with the spread of the measurement; a split is given as the flags to paste, with what it can gain at most, and
-plainly called not worth it where it is not. Refuses unknown flags and values before torch is imported.
+Lists every module with which a stage may begin, with the times measured there and their spread. A split is printed as
+the flags to paste, with the most it can gain, and is called not worth it where it is not. Options are checked before
+torch is imported.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from difflib import get_close_matches
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from drumline.config.toml import together
+from drumline.cli.help import Command
+from drumline.config.arguments import read_options
+from drumline.config.limits import Range
+from drumline.config.recipe import AutoInt, Precision
 from drumline.core.errors import UserError
 from drumline.core.result import json_line, print_result
 from drumline.parallel.pipeline.split import (
@@ -31,49 +31,52 @@ if TYPE_CHECKING:
 
     from drumline.parallel.pipeline.profile import Profile
 
-HELP = """usage: drumline plan --cuts MODEL [--flags]
-
-List where a model can be cut into pipeline stages, with measured times: what lies before each place, the unit that
-begins there (time forward and backward, activations kept, parameters) and what crosses into it. MODEL is any name
-that --model.name takes: resnet50, cifar/vgg13, torchvision/NAME, timm/NAME, package.module:factory.
-
-flags:
-  --stages 2 4         also choose where so many stages begin, by time, and print the flags to paste
-  --batch 8            images in one micro-batch
-  --micro-batches auto micro-batches of a step, for the predicted speed-up; auto: four for each stage
-  --size auto          pixels of a side; auto: the model's own, 32 for CIFAR networks, else 224
-  --classes 1000
-  --device auto        auto, cpu or cuda
-  --precision auto     as --train.precision: auto, fp32, bf16, fp16
-  --repeats 9          rounds that are measured
-  --all                places inside blocks too, not only between them
-  --json               print the result as JSON only
-
-Times are of this machine and device, measured now; the spread of the rounds is printed with them.
-
-examples:
-  drumline plan --cuts resnet50 --stages 2 4
-  drumline plan --cuts cifar/resnet56 --batch 32 --device cpu
-"""
-
 
 @dataclass(frozen=True)
 class Options:
-    """What the words ask for."""
+    """The options of `drumline plan`."""
 
-    cuts: str
-    stages: tuple[int, ...] = ()
-    batch: int = 8
-    micro_batches: int = 0
-    """0: four for each stage, as `parallel.micro_batches = auto`."""
-    size: int = 0
-    """0: the model's own."""
-    classes: int = 1000
-    device: str = "auto"
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    repeats: int = 9
+    cuts: str = ""
+    """The model: any value of model.name."""
+    stages: Annotated[tuple[int, ...], Range(2, 4096)] = ()
+    """Also choose where this many stages begin, by time, and print the flags to paste."""
+    batch: Annotated[int, Range(1, 65536)] = 8
+    """Images per micro-batch."""
+    micro_batches: Annotated[AutoInt, Range(1, 65536)] = "auto"
+    """Micro-batches per step, for the predicted speed-up. `auto`: four per stage."""
+    size: Annotated[AutoInt, Range(1, 16384)] = "auto"
+    """Side of the images in pixels. `auto`: the model's own, 32 for CIFAR networks, otherwise 224."""
+    classes: Annotated[int, Range(1, 10**7)] = 1000
+    """Outputs of the classifier."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to measure on."""
+    precision: Precision = "auto"
+    """As train.precision."""
+    repeats: Annotated[int, Range(1, 1000)] = 9
+    """Rounds to measure."""
     all: bool = False
+    """List cuts inside blocks too, not only between them."""
     json: bool = False
+    """Print only the result, as JSON."""
+
+
+COMMAND = Command(
+    name="plan",
+    usage="--cuts MODEL [options]",
+    about="""
+        List where a model can be cut into pipeline stages, with measured times: the time
+        before each cut, the unit that begins there (forward and backward time, activations
+        kept, parameters) and what is sent to it. MODEL is any value of model.name:
+        resnet50, cifar/vgg13, torchvision/NAME, timm/NAME, package.module:factory.
+
+        Times are measured now, on this machine and device, and printed with their spread.
+    """,
+    options=Options,
+    examples="""
+  drumline plan --cuts resnet50 --stages 2 4
+  drumline plan --cuts cifar/resnet56 --batch 32 --device cpu
+""",
+)
 
 
 @dataclass(frozen=True)
@@ -102,14 +105,14 @@ class StageSplit:
         return f"--parallel.layout pipeline --parallel.stages {self.stages} --parallel.split {','.join(self.names)}"
 
 
-def plan(words: list[str]) -> int:
-    """Reads the words after `drumline plan`, measures, and prints."""
-    if "-h" in words or "--help" in words:
-        print(HELP, end="")
-        return 0
-    options = read(words)
+def main(argv: list[str]) -> int:
+    """Measures and prints."""
+    options = read(argv)
     measured, where = _measure(options)
-    splits = [split(measured, stages, options.micro_batches or 4 * stages) for stages in options.stages]
+    splits = [
+        split(measured, stages, 4 * stages if options.micro_batches == "auto" else options.micro_batches)
+        for stages in options.stages
+    ]
     result = {
         "model": options.cuts,
         **where,
@@ -128,6 +131,17 @@ def plan(words: list[str]) -> int:
             print(line)
     print_result(result)
     return 0
+
+
+def read(argv: list[str]) -> Options:
+    """Reads the arguments; there must be a model."""
+    if argv and not argv[0].startswith("-"):
+        what = f"{argv[0]}: plan takes only options"
+        raise UserError(what, f"for a model of that name: drumline plan --cuts {argv[0]}")
+    options = read_options(argv, Options, "plan")
+    if not options.cuts:
+        raise UserError("plan needs a model", "for example drumline plan --cuts resnet50")
+    return options
 
 
 def split(measured: Profile, stages: int, micro_batches: int) -> StageSplit:
@@ -224,40 +238,8 @@ def describe_split(found: StageSplit) -> list[str]:
     return [*lines, f"  not worth it: {stages} devices, less than {stages / 2:g} x the speed. {why}"]
 
 
-def read(words: Sequence[str]) -> Options:
-    """The words after `drumline plan`; every mistake is told at once."""
-    values: dict[str, Any] = {}
-    mistakes: list[UserError] = []
-    waiting = deque(words)
-    while waiting:
-        try:
-            name, value = _flag(waiting.popleft(), waiting)
-            values[name] = value
-        except UserError as mistake:
-            mistakes.append(mistake)
-    if "cuts" not in values and not mistakes:
-        mistakes.append(UserError("plan needs a model", "for example drumline plan --cuts resnet50"))
-    if mistakes:
-        raise together(mistakes)
-    return Options(**values)
-
-
 _WIDTH = 80
 _COLUMNS = (6, 7, 7, 6, 8, 11, 12)
-_LARGEST = {"batch": 65536, "micro_batches": 65536, "size": 16384, "classes": 10**7, "repeats": 1000}
-_CHOICES = {"device": ("auto", "cpu", "cuda"), "precision": ("auto", "fp32", "bf16", "fp16")}
-_EXAMPLES = {
-    "cuts": "resnet50",
-    "stages": "2 4",
-    "batch": "8",
-    "micro_batches": "8",
-    "size": "224",
-    "classes": "1000",
-    "device": "cpu",
-    "precision": "fp32",
-    "repeats": "9",
-}
-_SWITCHES = ("all", "json")
 
 
 def _row(place: str, *cells: str) -> str:
@@ -265,56 +247,6 @@ def _row(place: str, *cells: str) -> str:
     row = "".join(f" {cell:>{width}}" for cell, width in zip(cells, _COLUMNS, strict=True))
     room = _WIDTH - len(row)
     return f"{place:<{room}}{row}" if len(place) <= room else f"{place}\n{'':<{room}}{row}"
-
-
-def _flag(word: str, waiting: deque[str]) -> tuple[str, Any]:
-    spelled, equals, text = word.partition("=")
-    name = spelled.removeprefix("--").replace("-", "_")
-    if not spelled.startswith("--"):
-        raise UserError(
-            f"{word}: plan takes flags only", f"for a model of that name: drumline plan --cuts {word}"
-        )
-    if name not in (*_EXAMPLES, *_SWITCHES):
-        near = get_close_matches(name, (*_EXAMPLES, *_SWITCHES), n=1)
-        fix = f"did you mean --{near[0].replace('_', '-')}?" if near else "see `drumline plan --help`"
-        while waiting and not waiting[0].startswith("-"):
-            waiting.popleft()  # its value: no second mistake
-        raise UserError(f"{spelled}: plan has no such flag", fix)
-    if name in _SWITCHES:
-        if equals:
-            raise UserError(f"{word}: takes no value", f"write {spelled}, or leave it out")
-        return name, True
-    if not equals:
-        if not waiting or waiting[0].startswith("--"):
-            raise UserError(f"{spelled}: needs a value", f"for example {spelled} {_EXAMPLES[name]}")
-        text = waiting.popleft()
-        while name == "stages" and waiting and not waiting[0].startswith("-"):
-            text += f" {waiting.popleft()}"
-    return name, _value(name, text, spelled)
-
-
-def _value(name: str, text: str, spelled: str) -> Any:
-    if name == "cuts":
-        return text
-    fix = f"for example {spelled} {_EXAMPLES[name]}"
-    if name in _CHOICES:
-        if text not in _CHOICES[name]:
-            raise UserError(f"{spelled} {text}: expected one of {', '.join(_CHOICES[name])}", fix)
-        return text
-    if name == "stages":
-        numbers = text.replace(",", " ").split()
-        if not numbers or not all(_is_count(number, 2, 4096) for number in numbers):
-            raise UserError(f"{spelled} {text}: expected whole numbers from 2 on", fix)
-        return tuple(int(number) for number in numbers)
-    if text == "auto" and name in ("size", "micro_batches"):
-        return 0
-    if not _is_count(text, 1, _LARGEST[name]):
-        raise UserError(f"{spelled} {text}: expected a whole number from 1 to {_LARGEST[name]}", fix)
-    return int(text)
-
-
-def _is_count(text: str, least: int, most: int) -> bool:
-    return text.isascii() and text.isdigit() and least <= int(text[:9]) <= most
 
 
 def _measure(options: Options) -> tuple[Profile, dict[str, Any]]:
@@ -342,7 +274,7 @@ def _measure(options: Options) -> tuple[Profile, dict[str, Any]]:
     model = create_model(options.cuts, options.classes).train()
     if not dense:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    size = options.size or _own_size(options.cuts, model)
+    size = _own_size(options.cuts, model) if options.size == "auto" else options.size
     shape = (options.batch, 3, size, size)
     _try(options.cuts, model, size)
     traced = trace(model, sample=torch.empty(shape))

@@ -1,8 +1,8 @@
-"""The fields of a recipe as data: name, type, default, docstring, and how a value for one is read.
+"""Fields as data: name, type, default, limits and docstring of a recipe field or a command's option.
 
-Promises: files and the command line read values by the same rules, and no field is known here by name, so a
-section added to `Recipe` is read, written and described like the others.
-Refuses (`WrongValue`) what is of another type: text for a number, true for 1, a number that is not finite.
+Files and the command line read values by the same rules. No field is known here by name, so a section added to
+`Recipe` is read, written and described like the others. A value of the wrong type raises `WrongValue`: text for a
+number, true for 1, a number that is not finite.
 """
 
 from __future__ import annotations
@@ -12,48 +12,84 @@ import inspect
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from types import MappingProxyType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from drumline.config.limits import Values, Wrong
 from drumline.config.recipe import Recipe
 from drumline.core.suggest import near
 
 
 @dataclass(frozen=True)
-class RecipeField:
-    """One field: its dotted name such as `optim.lr`, its type, and the value it has when nothing is said."""
+class Field:
+    """A field of a recipe, named `section.key`, or an option of a command, which has no section. An option without a
+    default (`MISSING`) is positional."""
 
     name: str
     hint: Any
     default: Any
+    limits: tuple[Any, ...]
+    owner: type
 
     @property
     def section(self) -> str:
-        return self.name.partition(".")[0]
+        return self.name.rpartition(".")[0]
 
     @property
     def key(self) -> str:
-        return self.name.partition(".")[2]
+        return self.name.rpartition(".")[2]
+
+    @property
+    def help(self) -> str:
+        """The docstring below the field, on one line."""
+        return _docstrings(self.owner)[self.key]
+
+    def check(self, value: Any) -> Wrong | None:
+        """What is wrong with a value of the right type."""
+        return next(filter(None, (limit.check(value) for limit in self.limits)), None)
+
+    def takes(self) -> str:
+        """The type and limits in plain English."""
+        return "; ".join([expected(self.hint), *map(str, self.limits)])
+
+    def example(self) -> Any:
+        """A value to show in a fix. Not an empty or false default, which would teach nothing."""
+        if isinstance(self.default, bool):
+            return not self.default
+        if self.default not in ("", (), MISSING):
+            return self.default
+        listed = [limit.example for limit in self.limits if isinstance(limit, Values)]
+        kind = get_args(self.hint)[0] if get_origin(self.hint) is tuple else self.hint
+        return listed[0] if listed else from_text(self.hint, [_SAMPLES[kind]])
 
 
 class WrongValue(ValueError):
-    """A value that its field cannot hold; `expected(hint)` says what it could."""
+    """A value of the wrong type; `expected(hint)` describes the right one."""
+
+
+def fields_of(kind: type, section: str = "") -> Mapping[str, Field]:
+    """The fields of a dataclass by name, in order."""
+    hints, bare = get_type_hints(kind, include_extras=True), get_type_hints(kind)
+    found = {}
+    for each in fields(kind):
+        name = f"{section}.{each.name}" if section else each.name
+        limits = getattr(hints[each.name], "__metadata__", ())
+        found[name] = Field(name, bare[each.name], each.default, limits, kind)
+    return found
 
 
 @cache
-def recipe_fields() -> Mapping[str, RecipeField]:
+def recipe_fields() -> Mapping[str, Field]:
     """Every field by its dotted name, in the order of the recipe."""
-    defaults = Recipe()
-    found = {}
-    for section, kind in sections().items():
-        hints = get_type_hints(kind)
-        for key in fields(kind):
-            name = f"{section}.{key.name}"
-            found[name] = RecipeField(name, hints[key.name], getattr(getattr(defaults, section), key.name))
-    return MappingProxyType(found)
+    return MappingProxyType(
+        {
+            name: each
+            for section, kind in sections().items()
+            for name, each in fields_of(kind, section).items()
+        }
+    )
 
 
 @cache
@@ -63,13 +99,8 @@ def sections() -> Mapping[str, Any]:
     return MappingProxyType({section.name: hints[section.name] for section in fields(Recipe)})
 
 
-def describe_field(field: RecipeField) -> str:
-    """The docstring below the field, on one line."""
-    return _docstrings(sections()[field.section])[field.key]
-
-
 def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """`recipe` with the fields in `values`, given by dotted name, set."""
+    """`recipe` with new values for some fields, given by dotted name. Does not check them."""
     changed = {}
     for section in sections():
         own = {
@@ -80,21 +111,21 @@ def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 
 
 def from_toml(hint: Any, raw: Any) -> Any:
-    """The value of type `hint` that a parsed TOML value stands for. A whole number will do for a number."""
+    """The value of type `hint` of a parsed TOML value. A whole number is accepted for a number."""
     return _read(hint, raw, _toml_leaf)
 
 
-def from_words(hint: Any, words: Sequence[str]) -> Any:
-    """The value of type `hint` that words of a command line stand for; a list as `0.9 0.99` or `0.9,0.99`."""
+def from_text(hint: Any, texts: Sequence[str]) -> Any:
+    """The value of type `hint` of a command line's arguments; a list is `0.9 0.99` or `0.9,0.99`."""
     if get_origin(hint) is tuple:
-        return _read(hint, [part for word in words for part in word.split(",") if part], _word_leaf)
-    if len(words) != 1:
+        return _read(hint, [item for text in texts for item in text.split(",") if item], _text_leaf)
+    if len(texts) != 1:
         raise WrongValue
-    return _read(hint, words[0], _word_leaf)
+    return _read(hint, texts[0], _text_leaf)
 
 
 def expected(hint: Any) -> str:
-    """What a value of type `hint` looks like, in words that fit after "expected"."""
+    """A description of the type that fits after "expected"."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return f"one of {', '.join(map(str, arguments))}" if len(arguments) > 1 else str(arguments[0])
@@ -106,37 +137,22 @@ def expected(hint: Any) -> str:
     return _SINGULARS[hint]
 
 
-def example(field: RecipeField) -> Any:
-    """A value to show in a fix; not an empty or false default, which would teach nothing."""
-    if isinstance(field.default, bool):
-        return not field.default
-    if field.default not in ("", ()):
-        return field.default
-    if get_origin(field.hint) is not tuple:
-        return from_words(field.hint, [_SAMPLES[field.hint]])
-    # How long a list must be the type does not say, but the docstring may show one.
-    for shown in (*describe_field(field).split("`")[1::2], _SAMPLES[get_args(field.hint)[0]]):
-        with suppress(WrongValue):
-            return from_words(field.hint, [shown])
-    raise AssertionError(field.name)
-
-
 def choices(hint: Any) -> tuple[str, ...]:
-    """The words that a value of type `hint` may be; none for a type that is not a choice."""
+    """The names that a value of type `hint` may be; none for a type without names."""
     if get_origin(hint) is Literal:
         return tuple(map(str, get_args(hint)))
     if get_origin(hint) in (Union, UnionType):
-        return tuple(word for arm in get_args(hint) for word in choices(arm))
+        return tuple(name for arm in get_args(hint) for name in choices(arm))
     return ()
 
 
-def nearest_choice(hint: Any, word: str) -> str:
-    """The choice of `hint` that a wrong word may have meant; empty when none is near."""
-    known, lower = choices(hint), word.lower()
+def nearest_choice(hint: Any, text: str) -> str:
+    """The choice of `hint` that is most similar to `text`; empty if none is similar."""
+    known, lower = choices(hint), text.lower()
     if VALUES.get(lower) in known:
         return VALUES[lower]
-    begun = [choice for choice in known if lower and choice.startswith(lower)]
-    return next(iter([*begun, *near(lower, known)]), "")
+    longer = [choice for choice in known if lower and choice.startswith(lower)]
+    return next(iter([*longer, *near(lower, known)]), "")
 
 
 VALUES = {
@@ -151,11 +167,11 @@ VALUES = {
     **dict.fromkeys(("error", "raise", "abort"), "stop"),
     **dict.fromkeys(("ignore", "off"), "warn"),
 }
-"""Choices by what other programs call them."""
+"""Choices by their names in other programs."""
 
 
 def nearest(name: str) -> tuple[str, ...]:
-    """Fields that a wrong name, dotted or bare, may have meant, best first; empty when nothing is near."""
+    """Fields that are most similar to an unknown name, dotted or not, best first; empty if none is similar."""
     section, _, key = name.lower().replace("-", "_").rpartition(".")
     by_key: dict[str, list[str]] = {}
     for field in recipe_fields().values():
@@ -168,8 +184,8 @@ def nearest(name: str) -> tuple[str, ...]:
     beside = {field.key: field.name for field in recipe_fields().values() if field.section in inside}
     if key in beside:
         return (beside[key],)
-    if begun := [full for known, full in beside.items() if known.startswith(f"{key}_")]:
-        return tuple(begun)
+    if longer := [full for known, full in beside.items() if known.startswith(f"{key}_")]:
+        return tuple(longer)
     if key in by_key:
         return tuple(by_key[key])
     if not section and (meant := near(key, MAIN_FIELDS)):
@@ -180,7 +196,7 @@ def nearest(name: str) -> tuple[str, ...]:
         return (beside[close[0]],)
     if len(key) >= 4 and (close := near(key, by_key)):
         return tuple(by_key[close[0]])
-    return _described_by(key.replace("_", " ")) if "_" in key else ()
+    return ()
 
 
 MAIN_FIELDS = {
@@ -195,7 +211,7 @@ MAIN_FIELDS = {
     "guard": "action",
     "checkpoint": "resume",
 }
-"""What a section's name alone stands for."""
+"""The field that a section's name alone stands for."""
 
 ELSEWHERE = {
     **dict.fromkeys(("batch_size", "batchsize", "bs"), "data.batch"),
@@ -223,7 +239,7 @@ ELSEWHERE = {
     **dict.fromkeys(("experiment", "exp_name"), "run.name"),
     **dict.fromkeys(("temperature", "tau"), "distill.T"),
 }
-"""Fields by what other programs call them."""
+"""Fields by their names in other programs."""
 
 
 _SINGULARS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -231,17 +247,14 @@ _PLURALS = {bool: "true or false", int: "whole numbers", float: "numbers", str: 
 _SAMPLES = {int: "1,2,3", float: "0.25,0.5,0.75", str: "NAME"}
 
 
-def _described_by(words: str) -> tuple[str, ...]:
-    """Fields whose docstring has `words`: how `learning_rate` leads to `optim.lr`."""
-    return tuple(field.name for field in recipe_fields().values() if words in describe_field(field).lower())
-
-
 @cache
 def _docstrings(kind: type) -> Mapping[str, str]:
-    """The string below each field of a dataclass, by field. Python keeps it in the source only."""
+    """The string below each field of a dataclass, by field. Only the source contains it."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(body, ast.ClassDef)
-    found = {}
+    found = {
+        key: text for base in kind.__bases__ if base is not object for key, text in _docstrings(base).items()
+    }
     for above, below in zip(body.body, body.body[1:], strict=False):
         if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr):
             assert isinstance(above.target, ast.Name)
@@ -250,7 +263,7 @@ def _docstrings(kind: type) -> Mapping[str, str]:
 
 
 def _read(hint: Any, raw: Any, leaf: Callable[[type, Any], Any]) -> Any:
-    """Follow the shape of `hint` through `raw`; `leaf` reads the single values."""
+    """Reads `raw` as the type `hint`; `leaf` reads the single values."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return _first(arguments, lambda choice: _same(choice, leaf(type(choice), raw)))
@@ -258,7 +271,7 @@ def _read(hint: Any, raw: Any, leaf: Callable[[type, Any], Any]) -> Any:
         return _first(arguments, lambda arm: _read(arm, raw, leaf))
     if origin is tuple:
         if isinstance(raw, str) and arguments == (str, ...):
-            raw = [raw]  # a list of one name may be written as the name
+            raw = [raw]  # a list of one name may be written as the name alone
         if not isinstance(raw, list):
             raise WrongValue
         kinds = arguments[:1] * len(raw) if arguments[-1] is ... else arguments
@@ -269,7 +282,7 @@ def _read(hint: Any, raw: Any, leaf: Callable[[type, Any], Any]) -> Any:
 
 
 def _first(arms: Sequence[Any], read: Callable[[Any], Any]) -> Any:
-    """What the first arm that can be read gives."""
+    """The result of the first arm that can be read."""
     for arm in arms:
         try:
             return read(arm)
@@ -292,13 +305,13 @@ def _toml_leaf(kind: type, raw: Any) -> Any:
     return raw
 
 
-def _word_leaf(kind: type, word: str) -> Any:
+def _text_leaf(kind: type, text: str) -> Any:
     if kind is bool:
-        if word.lower() not in ("true", "false"):
+        if text.lower() not in ("true", "false"):
             raise WrongValue
-        return word.lower() == "true"
+        return text.lower() == "true"
     try:
-        return _finite(word) if kind is float else kind(word)
+        return _finite(text) if kind is float else kind(text)
     except ValueError as error:
         raise WrongValue from error
 

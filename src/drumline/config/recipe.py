@@ -1,342 +1,378 @@
 """The whole configuration of a run as one frozen, printable value.
 
-Promises: a recipe saved with a run is enough to run it again; every field has a default and a docstring. What is
-impossible is told by `recipe_checks.py`, naming the field, the value and the fix.
-Reading and writing files lives in `recipe_file.py`, the command line in `arguments.py`.
+A recipe that is saved with a run is enough to repeat the run. Every field has a default, a docstring, and beside its
+type the values that it may hold; `--help`, docs/recipe.md and the checks read all three. Combinations of fields that
+cannot work are in `rules.py`. Reading and writing TOML is in `toml.py`, the command line in `arguments.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from drumline.config.limits import Length, Range, Values
 
 AutoInt = int | Literal["auto"]
 AutoFloat = float | Literal["auto"]
+Fraction = Annotated[float, Range(0, below=1)]
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Where a run lives and what makes it repeatable."""
+    """Where a run is stored and what makes it repeatable."""
 
     dir: str = "runs"
-    """Folder that holds the run folders."""
+    """Folder that contains the run folders."""
     name: str = "auto"
-    """Name of the run folder below `dir`. `auto` takes `<data>-<model>-N` with the next free N, where `<data>` is the
-    name of the data folder or file, or of the source where it needs none: `photos-resnet50-1`, `digits-resnet18-1`. A
-    recipe that is given from its own run folder, RUN/recipe.toml, goes on in RUN with `checkpoint.resume=auto`, and
-    makes a new run beside RUN otherwise, wherever RUN was moved to."""
-    seed: int = 0
-    """Seed of everything random: initial weights, sample order, augmentation, mixing."""
+    """Name of the run folder inside `dir`. `auto`: `<data>-<model>-N` with the next free N, where `<data>` is the
+    name of the data folder or file, or of the source if it needs no path: `photos-resnet50-1`, `digits-resnet18-1`.
+    The recipe in a run folder, RUN/recipe.toml, continues RUN with `checkpoint.resume=auto`; without it, the recipe
+    starts a new run beside RUN. Both work after RUN was moved."""
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
+    """Seed of everything random: initial weights, sample order, augmentation, mixup."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute. `auto` takes CUDA when there is a GPU."""
+    """Device to train on. `auto`: CUDA if there is a GPU."""
     deterministic: bool = True
-    """Use only kernels that give the same bits on every run (GPU: costs up to about 10 %)."""
+    """Use only kernels that give the same bits on every run. On a GPU this costs up to about 10 %."""
     strict: bool = False
-    """The same bits on any number of processes up to `shards`, whatever is killed and restarted: each shard of the
-    global batch is computed alone, and gradients are added in a fixed order."""
-    shards: AutoInt = "auto"
-    """Equal parts of the global batch in strict mode; part of what decides the bits. `auto`: 8."""
+    """Give the same bits on any number of processes up to `shards`, also after kills and restarts. Each shard of the
+    global batch is computed on its own, and gradients are added in a fixed order."""
+    shards: Annotated[AutoInt, Range(1)] = "auto"
+    """Equal slices of the global batch in strict mode. The bits depend on this number. `auto`: 8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Which images, in which batches, seen how."""
+    """The images, and how they are batched, augmented and decoded."""
 
     source: str = "auto"
-    """`folder`, `tar`, `packed` (by `drumline pack`), `idx`, `cifar10`, `cifar100`, `npz`, `digits` (embedded),
-    `synthetic`, or your own as `package.module:factory`. `auto` looks at `path`; without a path it takes
-    the embedded digits."""
+    """Kind of data: `folder`, `tar`, `packed` (written by `drumline pack`), `idx`, `cifar10`, `cifar100`, `npz`,
+    `digits` (embedded), `synthetic`, or your own as `package.module:factory`. `auto`: detected from `path`; without a
+    path, the embedded digits."""
     path: str = ""
-    """Folder or file with the data. A folder (or tar) source wants `train/<class>/` and `val/<class>/`, or class
+    """Folder or file with the data. A folder or tar file contains `train/<class>/` and `val/<class>/`, or class
     folders alone together with `holdout`."""
-    batch: int = 128
-    """Global batch: samples per optimizer step over all processes and accumulation steps together."""
-    size: AutoInt = "auto"
-    """Side of the square image the model sees. `auto`: the stored size for arrays, 224 for image files."""
-    workers: AutoInt = "auto"
+    batch: Annotated[int, Range(1)] = 128
+    """Global batch: samples per optimizer step, over all processes and accumulation steps together."""
+    size: Annotated[AutoInt, Range(1)] = "auto"
+    """Side of the square image that the model gets. `auto`: the stored size for arrays, 224 for image files."""
+    workers: Annotated[AutoInt, Range(0)] = "auto"
     """Threads or processes per training process that read and decode. Never changes a pixel or the order."""
     pool: Literal["auto", "threads", "processes"] = "auto"
-    """What the workers are. `auto`: native threads where they measure faster (JPEG), else processes."""
+    """Kind of workers. `auto`: native threads where they are faster (JPEG), processes otherwise."""
     decode: Literal["auto", "cpu", "gpu"] = "auto"
-    """Where JPEGs are decoded. `gpu`: by nvJPEG those that come out bit-equal to Pillow, the rest on the CPU.
-    `auto` measures both and says what it took: threads, and the GPU for what they are too slow for. The pixels are
-    the same."""
+    """Where JPEGs are decoded. `gpu`: nvJPEG decodes the files for which its result equals Pillow's bit for bit, and
+    the CPU the others. `auto`: measures both, prefers threads, and uses the GPU for what they cannot keep up with.
+    The pixels are the same in all cases."""
     augment: Literal["auto", "none", "shift", "shift-flip", "crop-flip"] = "auto"
-    """`shift`: pad by an eighth and crop back. `shift-flip`: with a mirror (CIFAR's usual).
-    `crop-flip`: random resized crop with a mirror (ImageNet's usual). `auto` picks by source."""
-    jitter: tuple[float, ...] = ()
+    """Augmentation of training images. `shift`: pad by an eighth and crop back. `shift-flip`: the same with a random
+    flip (usual for CIFAR). `crop-flip`: random resized crop with a random flip (usual for ImageNet). `auto`: depends
+    on the source."""
+    jitter: Annotated[
+        tuple[float, ...],
+        Values(
+            {"brightness": Range(0), "contrast": Range(0), "saturation": Range(0), "hue": Range(0, 0.5)},
+            example=(0.4, 0.4, 0.4, 0.1),
+        ),
+    ] = ()
     """Colour jitter as four strengths: brightness, contrast, saturation, hue (`0.4,0.4,0.4,0.1`). Empty: none."""
-    randaugment: tuple[int, ...] = ()
-    """RandAugment as two numbers: operations per sample, and magnitude from 0 to 30 (`2,9`). Empty: none."""
-    erasing: float = 0.0
-    """Probability that a box of a sample is erased to the mean colour."""
-    mixup: float = 0.0
-    """Alpha of mixup's Beta distribution; 0 turns it off."""
-    cutmix: float = 0.0
-    """Alpha of cutmix's Beta distribution; 0 turns it off. With `mixup` too, each pair takes one of both."""
-    holdout: float = 0.0
-    """Share of the training samples set aside for evaluation when the data has no split of its own.
-    Which ones depends on the sample's position alone, not on the seed."""
-    eval_crop: float = 0.875
-    """Evaluation of image files: the centre crop is this share of the resized short side."""
+    randaugment: Annotated[
+        tuple[int, ...], Values({"operations": Range(1, 100), "magnitude": Range(0, 30)}, example=(2, 9))
+    ] = ()
+    """RandAugment as two numbers: operations per sample, and magnitude (`2,9`). Empty: none."""
+    erasing: Annotated[float, Range(0, 1)] = 0.0
+    """Probability that a rectangle of a sample is replaced by the mean colour."""
+    mixup: Annotated[float, Range(0.001, 8, or_zero=True)] = 0.0
+    """Alpha of mixup's Beta distribution. 0: off."""
+    cutmix: Annotated[float, Range(0.001, 8, or_zero=True)] = 0.0
+    """Alpha of cutmix's Beta distribution. 0: off. If `mixup` is on too, each pair of samples uses one of the two."""
+    holdout: Fraction = 0.0
+    """Fraction of the training samples to set aside for evaluation if the data has no evaluation split. The choice
+    depends on a sample's position only, not on the seed."""
+    eval_crop: Annotated[float, Range(above=0, most=1)] = 0.875
+    """Evaluation of image files: side of the centre crop as a fraction of the resized short side."""
     resize: Literal["pillow12", "pillow13"] = "pillow12"
-    """Whose resize to give, bit for bit, whatever is installed: Pillow up to 12, or from 13 on, which differs."""
+    """Version of Pillow whose resize is reproduced bit for bit, whatever version is installed. Pillow 13 differs from
+    12 and earlier."""
     interpolation: Literal["bilinear", "bicubic", "box", "lanczos"] = "bilinear"
     """Filter of the resize."""
     strict: bool = False
-    """Stop at the first sample that cannot be read. Else a broken training sample is replaced by another one (the
-    same on every run), a broken evaluation image is black, and all are listed at the end."""
-    bad_limit: float = 0.01
-    """Share of a set's samples that may be broken before the run stops."""
+    """Stop at the first sample that cannot be read. Otherwise a broken training sample is replaced by another one
+    (the same one on every run), a broken evaluation image is black, and all of them are listed at the end."""
+    bad_limit: Annotated[float, Range(0, 1)] = 0.01
+    """Fraction of a set's samples that may be broken before the run stops."""
     exif: Literal["ignore", "apply"] = "ignore"
     """EXIF orientation of image files. `ignore` gives the pixels that torchvision and timm train on."""
-    mean: tuple[float, ...] = ()
-    """Per-channel mean (0 to 1) to subtract. Empty: measured on array sources, ImageNet's for image files."""
-    std: tuple[float, ...] = ()
-    """Per-channel deviation (0 to 1) to divide by. Empty: as for `mean`."""
+    mean: Annotated[
+        tuple[float, ...],
+        Range(0, 1, hint="pixel values are between 0 and 1 here, so divide by 255 if necessary"),
+        Length((1, 3), "one for grey images, three for colour"),
+    ] = ()
+    """Mean to subtract from each channel. Empty: measured for array sources, ImageNet's for image files."""
+    std: Annotated[
+        tuple[float, ...],
+        Range(above=0, most=1, hint="pixel values are between 0 and 1 here, so divide by 255 if necessary"),
+        Length((1, 3), "one for grey images, three for colour"),
+    ] = ()
+    """Standard deviation to divide each channel by. Empty: as for `mean`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Which network."""
+    """The network."""
 
     name: str = "resnet18"
-    """A name of ours (`drumline doctor --models` lists them), `torchvision/NAME`, `timm/NAME`, or
-    `package.module:factory`, called as `factory(classes=N)`."""
+    """Architecture. A built-in model (`drumline doctor --models` lists them), `torchvision/NAME`, `timm/NAME`, or
+    your own `package.module:factory`, which is called as `factory(classes=N)`."""
     weights: str = ""
-    """A run folder, a checkpoint, or a weights file (.safetensors, .pt, .pth) to start from."""
-    classes: AutoInt = "auto"
-    """Outputs of the classifier. `auto` takes the number of classes in the data."""
+    """Run folder, checkpoint or weights file (.safetensors, .pt, .pth) to start from."""
+    classes: Annotated[AutoInt, Range(2)] = "auto"
+    """Outputs of the classifier. `auto`: the number of classes in the data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optim:
-    """How parameters move."""
+    """The optimizer and the learning rate."""
 
     name: Literal["sgd", "adamw", "lars", "lamb"] = "sgd"
     """Optimizer."""
-    lr: float = 0.1
-    """Peak learning rate, at `reference_batch` when `lr_scaling` is on."""
+    # Above 3e38 the rate does not fit into a float32 tensor.
+    lr: Annotated[float, Range(0, 1e6)] = 0.1
+    """Peak learning rate. With `lr_scaling`, the rate for `reference_batch`."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Scale `lr` by (global batch / `reference_batch`), or its square root."""
-    reference_batch: int = 256
-    """Batch that `lr` was chosen for; used by `lr_scaling` only."""
-    momentum: float = 0.9
+    """Multiply `lr` by (global batch / `reference_batch`), or by its square root."""
+    reference_batch: Annotated[int, Range(1)] = 256
+    """Batch that `lr` was chosen for. Only `lr_scaling` uses it."""
+    momentum: Fraction = 0.9
     """Momentum of sgd and lars."""
     nesterov: bool = False
     """Nesterov momentum for sgd."""
-    weight_decay: float = 5e-4
-    """Weight decay (decoupled in adamw and lamb)."""
+    weight_decay: Annotated[float, Range(0)] = 5e-4
+    """Weight decay. Decoupled in adamw and lamb."""
     decay_all: bool = True
-    """Decay every parameter, as the classic recipes do. `False` spares biases and normalisation layers."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Moment decay rates of adamw and lamb."""
-    eps: float = 1e-8
-    """Denominator guard of adamw and lamb."""
-    trust: float = 0.001
+    """Decay every parameter, as the classic recipes do. `False`: not biases and normalisation layers."""
+    betas: Annotated[tuple[float, float], Range(0, below=1)] = (0.9, 0.999)
+    """Decay rates of the moments in adamw and lamb."""
+    eps: Annotated[float, Range(0)] = 1e-8
+    """Added to the denominator in adamw and lamb."""
+    trust: Annotated[float, Range(0)] = 0.001
     """Trust coefficient of lars."""
-    clip: float = 0.0
-    """Clip the gradient's global norm to this; 0 turns it off."""
+    clip: Annotated[float, Range(0)] = 0.0
+    """Maximum norm of all gradients together; larger ones are scaled down. 0: off."""
     schedule: Literal["cosine", "step", "constant"] = "cosine"
     """Shape of the learning rate after warm-up."""
-    warmup_epochs: float = 0.0
+    warmup_epochs: Annotated[float, Range(0)] = 0.0
     """Epochs of linear warm-up from near zero."""
-    milestones: tuple[float, ...] = ()
-    """Epochs at which `step` multiplies the rate by `gamma`. Empty: at 1/2 and 3/4 of the run."""
-    gamma: float = 0.1
-    """Factor of each milestone."""
-    final_lr: float = 0.0
-    """Where `cosine` ends, as a share of the peak rate."""
+    milestones: Annotated[tuple[float, ...], Range(above=0)] = ()
+    """Epochs at which schedule `step` multiplies the rate by `gamma`. Empty: at 1/2 and 3/4 of the run."""
+    gamma: Annotated[float, Range(0)] = 0.1
+    """Factor at each milestone."""
+    final_lr: Annotated[float, Range(0, 1)] = 0.0
+    """Rate at the end of schedule `cosine`, as a fraction of the peak rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """How long and in which arithmetic."""
+    """How long to train, and in which arithmetic."""
 
-    epochs: float = 10.0
-    """Passes over the training data. Ignored when `steps` is set."""
-    steps: int = 0
-    """Total optimizer steps; 0 means `epochs` decides."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Arithmetic of forward and backward. `auto`: bf16 on a GPU that has it, fp16 on an older one, fp32 on a
+    epochs: Annotated[float, Range(0)] = 10.0
+    """Passes over the training data. Ignored if `steps` is set."""
+    steps: Annotated[int, Range(0)] = 0
+    """Total optimizer steps. 0: `epochs` decides."""
+    precision: Precision = "auto"
+    """Arithmetic of forward and backward. `auto`: bf16 on a GPU that supports it, fp16 on an older one, fp32 on a
     CPU."""
-    accumulate: int = 1
-    """Split each process's share of the global batch into this many micro-batches."""
-    label_smoothing: float = 0.0
-    """Share of the target spread over all classes."""
-    ema: float = 0.0
-    """Decay of a moving average of the weights, evaluated and saved beside the model; 0 turns it off."""
+    accumulate: Annotated[int, Range(1)] = 1
+    """Micro-batches into which each process splits its slice of the global batch."""
+    label_smoothing: Fraction = 0.0
+    """Fraction of the target that is spread over all classes."""
+    ema: Fraction = 0.0
+    """Decay of a moving average of the weights, which is evaluated and saved beside the model. 0: off."""
     sync_bn: bool = False
-    """BatchNorm over the whole global batch instead of each process's (strict mode: each shard's) part of it."""
+    """Compute BatchNorm statistics over the whole global batch, not over each process's slice of it (in strict mode:
+    each shard)."""
     channels_last: bool = True
     """NHWC memory layout on a GPU. On a CPU the layout stays NCHW."""
     compile: bool = False
-    """Run the model through torch.compile."""
+    """Compile the model with torch.compile."""
     capture: Literal["auto", "on", "off"] = "auto"
-    """Record the whole step as one CUDA graph and replay it. Same bits, no launch cost."""
+    """Record the whole step as one CUDA graph and replay it. Same bits, without the cost of launching kernels."""
     gradient_checkpointing: bool = False
-    """Recompute each block's activations in backward (torch.utils.checkpoint): less memory, about a third
-    more compute, same result."""
-    eval_every: float = 1.0
-    """Evaluate every this many epochs; the end of the run is always evaluated. 0: only the end."""
-    log_every: int = 50
-    """Write metrics every this many steps."""
+    """Recompute the activations of each block in backward (torch.utils.checkpoint). Less memory, about a third more
+    compute, same result."""
+    eval_every: Annotated[float, Range(0)] = 1.0
+    """Epochs between evaluations. The end of the run is always evaluated. 0: only the end."""
+    log_every: Annotated[int, Range(1)] = 50
+    """Steps between lines of metrics.jsonl."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Distill:
-    """How a student learns from a teacher. Only `drumline distill` reads this section."""
+    """How a student learns from a teacher. Only `drumline distill` uses this section."""
 
     teacher: tuple[str, ...] = ()
-    """Model name of the teacher; several make an ensemble. Empty: that of the run which `teacher_weights` names."""
+    """Model name of the teacher; several names are an ensemble. Empty: the model of the run that `teacher_weights`
+    names."""
     teacher_weights: tuple[str, ...] = ()
     """Run folder, checkpoint or weights file of each teacher."""
     method: tuple[str, ...] = ("kd",)
-    """`kd`, `dkd`, `dist`, `hint`, `attention`, `similarity`, `correlation`, `vid`, `rkd`, `pkt`, `crd`, `reviewkd`,
-    `ofd`, `factor`, `nst`, `kdsvd`, `fsp`, `abound`, `srd`; several as `crd,rkd`. kd joins any of them by its weight
-    `a`."""
-    r: AutoFloat = "auto"
-    """Weight of the labels' cross-entropy. `auto`: the method's paper."""
-    a: AutoFloat = "auto"
-    """Weight of kd, the divergence of softened logits. `auto`: the method's paper."""
-    b: tuple[float, ...] = ()
-    """Weight of each other method, in their order. Empty: their papers."""
-    T: AutoFloat = "auto"
-    """Temperature of the logits. `auto`: the method's paper."""
+    """Distillation methods: `kd`, `dkd`, `dist`, `hint`, `attention`, `similarity`, `correlation`, `vid`, `rkd`,
+    `pkt`, `crd`, `reviewkd`, `ofd`, `factor`, `nst`, `kdsvd`, `fsp`, `abound`, `srd`; several as `crd,rkd`. kd can be
+    added to any of them with its weight `a`."""
+    r: Annotated[AutoFloat, Range(0)] = "auto"
+    """Weight of the cross-entropy with the labels. `auto`: as in the method's paper."""
+    a: Annotated[AutoFloat, Range(0)] = "auto"
+    """Weight of kd, the divergence of softened logits. `auto`: as in the method's paper."""
+    b: Annotated[tuple[float, ...], Range(0)] = ()
+    """Weight of each other method, in the order of `method`. Empty: as in their papers."""
+    T: Annotated[AutoFloat, Range(above=0)] = "auto"
+    """Temperature of the logits. `auto`: as in the method's paper."""
     standardise: bool = False
     """Standardise logits (z-score of each row) before methods that compare them."""
     options: tuple[str, ...] = ()
-    """A method's own numbers, as `beta:2,warmup:20`, or `dkd.beta:2` where two methods are combined."""
-    initial_epochs: AutoFloat = "auto"
-    """Length of the initial stage of fsp, abound and factor. `auto`: the method's paper."""
+    """Options of a method, as `beta:2,warmup:20`, or `dkd.beta:2` if several methods are combined."""
+    initial_epochs: Annotated[AutoFloat, Range(0)] = "auto"
+    """Epochs of the initial stage of fsp, abound and factor. `auto`: as in the method's paper."""
     student_taps: str = ""
-    """Where taps lie in a student that is not one of ours, as `stage1=layer1`, with commas
-    between several. Empty: found."""
+    """Modules to tap in a student that is not a built-in model, as `stage1=layer1`, separated by commas. Empty: found
+    automatically."""
     teacher_taps: str = ""
     """The same for the teacher."""
-    teacher_precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Arithmetic of the teacher. `auto`: as the student's."""
+    teacher_precision: Precision = "auto"
+    """Arithmetic of the teacher. `auto`: that of the student."""
     teacher_layout: Literal["auto", "single", "model", "pipeline"] = "auto"
-    """Where the teacher lies, which need not be as the student. `single`: whole, on the device of every process that
-    computes the loss. `pipeline`: in stages over the processes of the student's pipeline, one on each; a step's
-    micro-batches go through the teacher first. `model`: in stages over the GPUs of each process, which take turns:
-    for a teacher that is too large for one. `auto`: single."""
-    teacher_stages: AutoInt = "auto"
-    """Stages of `teacher_layout` model. `auto`: as many as the process has GPUs to itself."""
+    """Layout of the teacher, which may differ from the student's. `single`: whole, on the device of every process
+    that computes the loss. `pipeline`: in stages over the processes of the student's pipeline; the micro-batches of a
+    step pass through the teacher first. `model`: in stages over the GPUs of each process, which take turns, for a
+    teacher that is too large for one GPU. `auto`: single."""
+    teacher_stages: Annotated[AutoInt, Range(1)] = "auto"
+    """Stages of `teacher_layout` model. `auto`: one for each GPU of the process."""
     ensemble: Literal["probabilities", "logits"] = "probabilities"
-    """What of several teachers is averaged: their softened probabilities, or their logits."""
-    shares: tuple[float, ...] = ()
-    """Weight of each teacher in the mean. Empty: equal."""
+    """What to average over several teachers: softened probabilities or logits."""
+    shares: Annotated[tuple[float, ...], Range(above=0)] = ()
+    """Weight of each teacher in the average. Empty: equal."""
     cache: str = ""
-    """Folder that keeps the teacher's outputs. Filled on first use; later runs of any student, batch or number of
-    processes read it, and the teacher is not computed again. Empty: the teacher runs at every step."""
-    cache_top: int = 0
-    """Keep only this many of a sample's logits, the largest; the rest share their probability. 0: all."""
+    """Folder that stores the teacher's outputs. The first run fills it. Later runs with any student, batch or number
+    of processes read it and do not compute the teacher again. Empty: the teacher runs at every step."""
+    cache_top: Annotated[int, Range(0)] = 0
+    """Store only this many of the largest logits of a sample; the others share the remaining probability equally.
+    0: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """How the work is laid over processes and machines."""
+    """How the work is distributed over processes and machines."""
 
-    processes: AutoInt = "auto"
+    processes: Annotated[AutoInt, Range(1)] = "auto"
     """Processes on this machine. `auto`: one per GPU, or one on a CPU."""
     layout: Literal["auto", "single", "dp", "ddp", "fsdp", "model", "pipeline"] = "auto"
-    """`ddp`: one process per GPU, gradients averaged. `fsdp`: the same with parameters, gradients and optimizer
-    sharded over the processes. `pipeline`: the model in stages, each on a process or a GPU of its own, working on
-    several micro-batches at a time; more processes than stages are replicas. `model`: the stages take turns, one
-    process driving them all (saves memory, no time). `dp`: torch's DataParallel, one process driving all GPUs
-    (slower, and GPU 0 carries the extra memory). `auto`: ddp for several processes, else single."""
-    stages: AutoInt = "auto"
-    """Processes (or, in one process, GPUs) that one copy of the model is laid over, for layout pipeline and model.
+    """How the model and the batch are distributed. `ddp`: one process per GPU, gradients averaged. `fsdp`: the same,
+    with parameters, gradients and optimizer state sharded over the processes. `pipeline`: the model in stages, each
+    on its own process or GPU, which work on several micro-batches at a time; more processes than stages make
+    replicas. `model`: the stages take turns, driven by one process (saves memory, not time). `dp`: torch's
+    DataParallel, one process driving all GPUs (slower, and GPU 0 needs more memory). `auto`: ddp for several
+    processes, otherwise single."""
+    stages: Annotated[AutoInt, Range(1)] = "auto"
+    """Processes (or, within one process, GPUs) that hold one copy of the model, for layouts pipeline and model.
     `auto`: all of them."""
-    micro_batches: AutoInt = "auto"
-    """Pieces that each replica's part of the global batch goes through the pipeline in. More keep the stages busier
-    and smaller; results depend on it as on train.accumulate. `auto`: four for each stage, or as many as there are
-    samples for."""
+    micro_batches: Annotated[AutoInt, Range(1)] = "auto"
+    """Micro-batches into which each replica splits its slice of the global batch in a pipeline. More of them keep the
+    stages busier and are smaller. The result depends on this number as it does on train.accumulate. `auto`: four per
+    stage, or as many as there are samples for."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
-    """Order of a pipeline's work. `gpipe`: all forwards, then all backwards; keeps every micro-batch's activations.
-    `1f1b`: backwards as soon as possible; keeps at most one for each stage. `interleaved`: 1f1b with several
-    smaller stages on each process; idles less and sends more. All give the same bits (dropout draws by stages)."""
-    chunks: AutoInt = "auto"
+    """Order of a pipeline's work. `gpipe`: all forwards, then all backwards; keeps the activations of every
+    micro-batch. `1f1b`: backwards as early as possible; keeps at most one micro-batch per stage. `interleaved`: 1f1b
+    with several smaller stages on each process; idles less and sends more. All give the same bits, except for
+    dropout, which draws per stage."""
+    chunks: Annotated[AutoInt, Range(1)] = "auto"
     """Stages on each process for schedule interleaved. `auto`: 2."""
     split: str = "time"
-    """Where the model is cut. `time`: at the places that balance measured times best. `even`: the same number of
-    blocks in each stage. Or the modules that begin stages 2, 3, …, such as layer2,layer3.1 (`drumline plan --cuts
-    MODEL` lists them). Changes no bits but those of dropout, which draws by stages; a resumed run keeps its cut."""
+    """Where the model is cut. `time`: where measured times are balanced best. `even`: the same number of blocks in
+    each stage. Or the modules that begin stages 2, 3, …, such as layer2,layer3.1 (`drumline plan --cuts MODEL` lists
+    them). Does not change the bits, except for dropout, which draws per stage. A resumed run keeps its cut."""
     batchnorm: Literal["micro", "deferred", "sync", "frozen"] = "micro"
-    """BatchNorm in a pipeline. `micro`: each micro-batch is normalised by itself and moves the running statistics.
-    `deferred`: normalised so too, but running statistics move once a step, by all its micro-batches together. `sync`:
-    each micro-batch together with those of the other replicas. `frozen`: by the running statistics, which stay."""
+    """BatchNorm in a pipeline. `micro`: each micro-batch is normalised on its own and updates the running statistics.
+    `deferred`: normalised in the same way, but the running statistics are updated once per step, from all its
+    micro-batches. `sync`: each micro-batch is normalised together with those of the other replicas. `frozen`: with
+    the running statistics, which do not change."""
     virtual: bool = False
-    """Let the stages of one process share a device where there are too few: right, but not faster. For trying a
-    layout out without the GPUs."""
-    nodes: int = 1
+    """Let the stages of one process share devices if there are too few. Correct, but not faster: for trying a layout
+    without the GPUs."""
+    nodes: Annotated[int, Range(1)] = 1
     """Machines in the run. Start the same command on each."""
-    node_rank: AutoInt = "auto"
-    """This machine's number, 0 to nodes-1. `auto` lets the rendezvous number the machines."""
+    node_rank: Annotated[AutoInt, Range(0)] = "auto"
+    """Rank of this machine, 0 to nodes-1. `auto`: the rendezvous assigns the ranks."""
     rendezvous: str = ""
-    """Where the machines meet: `host:port` (TCP), `file:///shared/path`, or `env://` when RANK, WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT are set for each process. Empty: this machine alone, on a free port. Several machines
-    need the same secret: DRUMLINE_SECRET, or ~/.config/drumline/secret."""
+    """Where the machines meet: `host:port` (TCP), `file:///shared/path`, or `env://` if RANK, WORLD_SIZE, MASTER_ADDR
+    and MASTER_PORT are set for each process. Empty: this machine alone, on a free port. Several machines need the
+    same secret: DRUMLINE_SECRET, or ~/.config/drumline/secret."""
     interface: str = "auto"
-    """Network interface for gloo and NCCL. `auto`: loopback for one machine, else the one that reaches the
+    """Network interface for gloo and NCCL. `auto`: loopback for one machine, otherwise the one that reaches the
     rendezvous."""
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
-    """Transport. `auto`: nccl when every process has its own GPU, else gloo."""
-    timeout: float = 300.0
-    """Seconds a process waits for another before it gives up."""
-    threads: AutoInt = "auto"
-    """CPU threads per process for arithmetic. `auto`: OMP_NUM_THREADS where you set it, else cores divided by
+    """Transport. `auto`: nccl if every process has its own GPU, otherwise gloo."""
+    timeout: Annotated[float, Range(1)] = 300.0
+    """Seconds that a process waits for another one before it gives up."""
+    # As in manifest.py: what a checkpoint may ask for. OpenMP crashes on a hundred thousand.
+    threads: Annotated[AutoInt, Range(1, 4096)] = "auto"
+    """CPU threads per process for arithmetic. `auto`: OMP_NUM_THREADS if you set it, otherwise cores divided by
     processes; 1 in strict mode. Changes bits on a CPU, so a resumed run keeps the number it was started with."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How the processes of a run are watched over."""
+    """How the processes of a run are supervised."""
 
-    restarts: int = 0
-    """How often a run that lost a process goes on by itself from its newest checkpoint: at once, or after 1, 2, 4 ...
-    60 s when the last restart made no progress. 0: it ends."""
-    hang: float = 60.0
-    """Seconds without a step, or another sign of progress, before a process counts as hung: the stack of each is
-    printed, and the run restarts or ends. 0: never."""
-    min_nodes: AutoInt = "auto"
-    """Machines that a restart may go on with when others are gone. `auto`: all of parallel.nodes."""
+    restarts: Annotated[int, Range(0)] = 0
+    """How many times a run that lost a process restarts from its newest checkpoint. It restarts at once, or after 1,
+    2, 4, up to 60 s if the last restart made no progress. 0: the run ends."""
+    hang: Annotated[float, Range(0)] = 60.0
+    """Seconds without a step or another sign of progress after which a process counts as hung. The stack of every
+    process is printed, and the run restarts or ends. 0: never."""
+    min_nodes: Annotated[AutoInt, Range(1)] = "auto"
+    """Machines with which a restart may continue when others are lost. `auto`: all of parallel.nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """What looks for silent mistakes while a run trains."""
+    """Checks for silent mistakes while a run trains."""
 
     action: Literal["stop", "warn"] = "stop"
-    """What happens when one is found: the run ends, or goes on after a warning."""
-    every: int = 100
-    """Fingerprint parameters, gradients, buffers, optimizer and sample ids, and compare all processes, every this
-    many steps; after the first three steps and at each checkpoint in any case."""
+    """What to do when a check fails: stop the run, or print a warning and continue."""
+    every: Annotated[int, Range(1)] = 100
+    """Steps between fingerprints of parameters, gradients, buffers, optimizer state and sample ids, which are
+    compared over all processes. The first three steps and each checkpoint are always fingerprinted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What is kept, how often, and how a run goes on."""
+    """What is saved, how often, and how a run resumes."""
 
-    every_steps: int = 0
-    """Save every this many steps; 0 saves by epochs only."""
-    every_epochs: float = 1.0
-    """Save every this many epochs; 0 saves by steps and at the end only."""
-    keep: int = 3
-    """Newest checkpoints to keep, beside the best one."""
+    every_steps: Annotated[int, Range(0)] = 0
+    """Steps between checkpoints. 0: by epochs only."""
+    every_epochs: Annotated[float, Range(0)] = 1.0
+    """Epochs between checkpoints. 0: by steps and at the end only."""
+    keep: Annotated[int, Range(1)] = 3
+    """Newest checkpoints to keep, in addition to the best one."""
     sharded: bool = False
-    """With layout fsdp, each process writes its own pieces: faster for large models, and every process must see the
-    run folder. Such a checkpoint serves like any other."""
+    """With layout fsdp, each process writes its own shards. Faster for large models. Every process must see the run
+    folder. Such a checkpoint can be used like any other."""
     resume: str = "never"
-    """`auto`: go on from the newest sound checkpoint of this run folder, or start where the folder holds no run.
-    `never`: start, and refuse a folder that holds a run. A path: go on from that run or checkpoint."""
+    """Whether to resume, and from where. `auto`: resume from the newest valid checkpoint in this run folder, or start
+    if the folder has no run. `never`: start, and reject a folder that has a run. A path: resume from that run or
+    checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that defines a training run."""
+    """Everything that defines a training run.
+
+    `Recipe.from_args(["recipe.toml", "optim.lr=0.2"])` reads what `drumline train` reads, and checks it in the same
+    way. `Recipe(optim=Optim(lr=0.2))` builds one from its sections; call `check` before you use it.
+    """
 
     run: Run = field(default_factory=Run)
     data: Data = field(default_factory=Data)
@@ -349,9 +385,27 @@ class Recipe:
     guard: Guard = field(default_factory=Guard)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
+    @staticmethod
+    def from_args(args: Sequence[str | Path]) -> Recipe:
+        """The recipe of a command line: at most one recipe file, and fields as `section.key=value`.
+
+        Raises `UserError` with every unknown name, wrong value and impossible combination. `--trust` runs code that
+        the file names.
+        """
+        from drumline.config.arguments import TrustOption, read_recipe
+
+        return read_recipe([str(arg) for arg in args], "train", TrustOption).recipe
+
+    def check(self) -> Recipe:
+        """The recipe itself. Raises `UserError` with every impossible value or combination of values."""
+        from drumline.config.rules import check
+
+        check(self)
+        return self
+
 
 def field_names(recipe: Recipe) -> Iterator[str]:
-    """The dotted name of every field, in the order they are written down here."""
+    """The dotted name of every field, in the order of the recipe."""
     for section in fields(recipe):
         yield from (f"{section.name}.{key.name}" for key in fields(getattr(recipe, section.name)))
 

@@ -1,7 +1,7 @@
 """Where the machines of a run meet: the text of `parallel.rendezvous`.
 
-Promises: every accepted form means one meeting place, the same on each machine; nothing depends on host
-names resolving when addresses are given. Refuses text that could only fail later: no port, a relative path.
+Every accepted form means the same address on each machine. Addresses work without host names that resolve. Text that
+could only fail later is rejected: a missing port, a relative path.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FORMS = "HOST:PORT, tcp://HOST:PORT, [IPv6]:PORT, file:///shared/path or env://"
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """A meeting place. `local`: this machine alone. `env`: each process is told by its environment."""
+    """A parsed address. `local`: this machine alone. `env`: the environment of each process has it."""
 
     kind: Literal["local", "tcp", "file", "env"]
     host: str = ""
@@ -32,7 +32,7 @@ class Rendezvous:
 
 
 def parse_rendezvous(text: str) -> Rendezvous:
-    """Reads `parallel.rendezvous`; empty means this machine alone."""
+    """Parses `parallel.rendezvous`; empty means this machine alone."""
     text = text.strip()
     if not text:
         return Rendezvous("local")
@@ -40,31 +40,33 @@ def parse_rendezvous(text: str) -> Rendezvous:
     scheme = scheme if separator else "tcp"
     if scheme == "env":
         if rest:
-            raise _nonsense(text, "env:// takes nothing after it")
+            raise _invalid("nothing may follow env://")
         return Rendezvous("env")
     if scheme == "file":
         if not PurePosixPath(rest).is_absolute():
-            raise _nonsense(text, "the path must be absolute, so that it is the same file on every machine")
+            raise _invalid("the path must be absolute to be the same file on every machine")
         return Rendezvous("file", path=rest)
     if scheme != "tcp":
-        raise _nonsense(text, f"{scheme}:// is not known")
-    match = re.fullmatch(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[^\s:/\[\]]+))(?::(?P<port>\d+))?", rest)
+        raise _invalid(f"{scheme}:// is not supported")
+    match = re.fullmatch(
+        r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[^\s:/\[\]]+))(?::(?P<port>\d{1,9}))?", rest
+    )
     if match is None:
-        raise _nonsense(text, "it is not a host and a port")
+        raise _invalid("not a host and a port")
     if match["port"] is None:
-        raise _nonsense(text, "the port is missing")
+        raise _invalid("the port is missing")
     if not 0 < int(match["port"]) < 65536:
-        raise _nonsense(text, f"{match['port']} is not a port between 1 and 65535")
+        raise _invalid(f"{match['port']} is not a port between 1 and 65535")
     return Rendezvous("tcp", host=(match["v6"] or match["name"]).lower(), port=int(match["port"]))
 
 
 def variables_missing() -> UserError:
-    """The refusal of `env://` in a process that nobody gave a rank."""
+    """The error for `env://` in a process without a rank in its environment."""
     return UserError(
         "parallel.rendezvous = env://, but RANK and WORLD_SIZE are not set",
         "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process, or give HOST:PORT",
     )
 
 
-def _nonsense(text: str, why: str) -> UserError:
-    return UserError(f"parallel.rendezvous = {text!r}: {why}", f"use {FORMS}")
+def _invalid(why: str) -> UserError:
+    return UserError(why, f"use {FORMS}")

@@ -7,6 +7,8 @@ error contains no terminal control characters, whatever names it quotes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from drumline.core.text import message
 
 
@@ -32,3 +34,8 @@ class LostError(UserError):
     any `UserError`, but a fresh start may succeed, so the launcher restarts the run."""
 
     exit_code = 1
+
+
+def combined(errors: Sequence[UserError]) -> UserError:
+    """Several errors as one, each with its own fix."""
+    return errors[0] if len(errors) == 1 else UserError("\n".join(map(str, errors)), code="several")

@@ -1,0 +1,66 @@
+"""`drumline distill`: one run of a recipe with a teacher."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from drumline.cli.help import Command
+from drumline.cli.train import run, with_preset
+from drumline.config.arguments import RecipeOptions, read_recipe
+from drumline.config.fields import sections
+from drumline.core.errors import UserError
+
+
+@dataclass(frozen=True)
+class Options(RecipeOptions):
+    """The options of `drumline distill`."""
+
+    presets: bool = False
+    """List the published recipes and stop."""
+
+
+COMMAND = Command(
+    name="distill",
+    usage="[PRESET or RECIPE.toml] [section.key=value ...] [options]",
+    about="""
+        Train a student with a trained teacher (a run folder, a checkpoint or a weights
+        file), whose accuracy is measured first. Does everything that `train` does, with
+        the loss r x cross-entropy + a x kd + b x METHOD. The weights and the temperature
+        T default to those of each method's paper.
+    """,
+    options=Options,
+    examples="""
+  drumline distill distill.teacher_weights=runs/teacher model.name=resnet18 ...
+  drumline distill ... distill.method=dkd distill.options=beta:2,warmup:5
+  drumline distill ... distill.method=crd,kd distill.b=0.8 distill.a=1
+  drumline distill ... distill.cache=caches/teacher   store the teacher's outputs
+  drumline distill cifar100/crd/resnet32x4-resnet8x4 data.path=cifar100
+      distill.teacher_weights=runs/resnet32x4         a published recipe
+  drumline distill --presets                          list them
+""",
+    sections=("distill", *(section for section in sections() if section != "distill")),
+)
+
+
+def main(argv: list[str]) -> int:
+    if "--presets" in argv:
+        from drumline.distill.presets import listing
+
+        print(listing())
+        return 0
+    if argv and re.match(r"\w+/(alone|teacher)/", argv[0]):
+        raise UserError(f"{argv[0]} trains one network", f"use drumline train {argv[0]}")
+    argv = with_preset(argv)
+    invocation = read_recipe(argv, "distill", Options)
+    if invocation.options.dry_run:
+        from drumline.cli.dry_run import show
+
+        return show(invocation, "distill")
+
+    from drumline.distill.choose import choose
+    from drumline.distill.load import check_teachers
+
+    choose(invocation.recipe.distill)
+    check_teachers(invocation.recipe.distill)
+    return run(["distill", *argv], invocation.recipe, "drumline.distill.run:distill")

@@ -1,0 +1,137 @@
+"""The text of `--help`, from what a command declares: its usage, options and examples, and the fields of the recipe.
+
+`drumline train --help` lists every field of the recipe in a line or two; `--help SECTION` and `--help SECTION.KEY`
+explain them in full.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import MISSING, dataclass
+from typing import Any, get_args, get_origin
+
+from drumline.config.arguments import flag
+from drumline.config.fields import Field, choices, fields_of, recipe_fields, sections
+from drumline.config.toml import literal
+
+WIDTH = 80
+
+
+@dataclass(frozen=True)
+class Command:
+    """What `drumline NAME --help` prints."""
+
+    name: str
+    usage: str
+    """The arguments after the name, one line for each form."""
+    about: str
+    options: type
+    """The dataclass of the command's options."""
+    examples: str
+    """Indented lines."""
+    sections: tuple[str, ...] = ()
+    """The sections of the recipe whose fields are listed."""
+
+
+def help_text(command: Command, topic: str = "") -> str:
+    """The help of a command, or of one section or field of the recipe."""
+    if topic in sections():
+        return "\n".join([_title(topic), "", *_in_full(topic)])
+    if topic in recipe_fields():
+        return "\n".join(_field(recipe_fields()[topic]))
+    lead = "usage: "
+    usage = "\n".join(
+        f"{lead if not number else ' ' * len(lead)}drumline {command.name} {form}"
+        for number, form in enumerate(command.usage.splitlines())
+    )
+    blocks = [usage, *map(_paragraph, textwrap.dedent(command.about).strip().split("\n\n"))]
+    options = [each for each in fields_of(command.options).values() if each.default is not MISSING]
+    if command.sections:
+        blocks += [_GRAMMAR.format(command=command.name), *map(_in_short, command.sections)]
+    if options:
+        rows = [
+            (f"{flag(each)} {_metavar(each.hint)}".rstrip(), _summary(each, each.help, "default: "))
+            for each in options
+        ]
+        blocks.append("options:\n" + _table(rows))
+    return "\n\n".join([*blocks, f"examples:\n{command.examples.strip(chr(10))}"])
+
+
+_GRAMMAR = """\
+To set a field:
+  lr = 0.2          below [optim] in RECIPE.toml
+  optim.lr=0.2      on the command line, which overrides the file
+  --optim.lr 0.2    the same as a flag
+
+The fields, with their defaults. `drumline {command} --help optim` explains a
+section in full, `drumline {command} --help optim.lr` a field."""
+
+
+def _in_short(section: str) -> str:
+    own = (each for each in recipe_fields().values() if each.section == section)
+    rows = [(each.name, _summary(each, f"{each.help.partition('. ')[0].removesuffix('.')}.")) for each in own]
+    return f"{_title(section)}\n" + _table(rows)
+
+
+def _in_full(section: str) -> list[str]:
+    own = (each for each in recipe_fields().values() if each.section == section)
+    return [line for each in own for line in _field(each)]
+
+
+def _field(each: Field) -> list[str]:
+    head = f"{each.name}: {each.takes()}; default {_default(each)}"
+    lines = textwrap.wrap(head, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+    indent = "  "
+    return lines + textwrap.wrap(
+        each.help, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )
+
+
+def _title(section: str) -> str:
+    return textwrap.fill(f"[{section}] {sections()[section].__doc__}", WIDTH)
+
+
+def _summary(each: Field, text: str, before: str = "") -> str:
+    if each.default is False or each.default in ("", ()):
+        return text
+    others = ", ".join(name for name in choices(each.hint) if name != each.default)
+    return f"{text} ({before}{_default(each)}{f'; or {others}' if others and not before else ''})"
+
+
+def _paragraph(text: str) -> str:
+    """Wraps the lines before the first indented one, and keeps the others."""
+    lines = text.split("\n")
+    indented = next((number for number, line in enumerate(lines) if line.startswith(" ")), len(lines))
+    return "\n".join([textwrap.fill(" ".join(lines[:indented]), WIDTH), *lines[indented:]])
+
+
+def _default(each: Field) -> str:
+    values = each.default if isinstance(each.default, tuple) else (each.default,)
+    shown = [value if isinstance(value, str) else literal(value).removesuffix(".0") for value in values]
+    return ",".join(shown) or "none"
+
+
+def _metavar(hint: Any) -> str:
+    if get_origin(hint) is tuple:
+        return f"{_metavar(get_args(hint)[0])} ..."
+    if hint is bool:
+        return ""
+    named = choices(hint)
+    if named and int not in get_args(hint):
+        return "|".join(named)
+    return {int: "N", float: "X", str: "TEXT"}.get(hint, "N")
+
+
+def _table(rows: list[tuple[str, str]]) -> str:
+    """Two columns; a name that is too long for its column has a line of its own."""
+    column = min(26, max(len(name) for name, _ in rows) + 4)
+    lines = []
+    for name, text in rows:
+        first, *others = textwrap.wrap(text, WIDTH - column, break_on_hyphens=False)
+        if len(name) + 4 > column:
+            lines.append(f"  {name}")
+            others, first = [first, *others], ""
+        else:
+            lines.append(f"  {name:<{column - 2}}{first}")
+        lines += [" " * column + line for line in others]
+    return "\n".join(lines)

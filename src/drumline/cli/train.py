@@ -1,0 +1,92 @@
+"""`drumline train`: one run of a recipe."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from drumline.cli.help import Command
+from drumline.config.arguments import RecipeOptions, read_recipe
+from drumline.config.fields import sections
+from drumline.config.recipe import Distill, Recipe
+from drumline.core.errors import UserError
+
+COMMAND = Command(
+    name="train",
+    usage="[RECIPE.toml] [section.key=value ...] [options]",
+    about="""
+        Train a model. Every field has a default: `drumline train` alone trains on the
+        embedded digits. The run folder gets the recipe, metrics, checkpoints and weights.
+    """,
+    options=RecipeOptions,
+    examples="""
+  drumline train data.path=photos model.name=resnet50
+  drumline train recipe.toml optim.lr=0.2 --train.compile
+  drumline train --optim.name adamw --optim.betas 0.9 0.99 optim.lr=1e-3
+  drumline train recipe.toml --dry-run       show what would happen
+  drumline train --dry-run > recipe.toml     start a recipe file of your own
+""",
+    sections=tuple(section for section in sections() if section != "distill"),
+)
+
+
+def main(argv: list[str]) -> int:
+    argv = with_preset(argv)
+    invocation = read_recipe(argv, "train", RecipeOptions)
+    if invocation.recipe.distill != Distill():
+        raise UserError(
+            "train has no teacher, but fields of [distill] are set", "use drumline distill, or remove them"
+        )
+    if invocation.options.dry_run:
+        from drumline.cli.dry_run import show
+
+        return show(invocation, "train")
+    return run(["train", *argv], invocation.recipe, "drumline.train.loop:train")
+
+
+def with_preset(argv: list[str]) -> list[str]:
+    """Replaces the name of a published recipe at the start of a command line by the settings it stands for."""
+    from drumline.distill.presets import is_preset, preset_words
+
+    if not argv or not is_preset(argv[0]):
+        return argv
+    preset = preset_words(argv[0])
+    if not any(text.lstrip("-").startswith(("data.path", "data.source")) for text in (*preset, *argv[1:])):
+        raise UserError(f"{argv[0]} needs its images", "give --data.path FOLDER")
+    return [*preset, *argv[1:]]
+
+
+def run(argv: list[str], recipe: Recipe, job: str) -> int:
+    """Runs a job; returns the exit code."""
+    announce(argv[0], recipe.model.name)
+    with without_garbage_collection():
+        from drumline.launch.worker import run
+
+    return run(argv, recipe, job)
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """For the first import of torch. What it creates stays until the process ends; scanning that for garbage, during
+    the import, afterwards and at exit, takes time and finds none."""
+    if "torch" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def announce(command: str, subject: str) -> None:
+    """Prints a first line on a terminal before the import of torch, which takes seconds."""
+    if sys.stderr is not None and sys.stderr.isatty() and "RANK" not in os.environ:
+        from drumline import __version__
+        from drumline.observe.text_log import say
+
+        say(f"drumline {__version__}: {command} {subject}")

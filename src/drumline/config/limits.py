@@ -1,0 +1,103 @@
+"""The values that a field may hold, declared beside the field: `lr: Annotated[float, Range(0, 1e6)] = 0.1`.
+
+A limit checks a value of the right type and says what is wrong and what to do. As text, it describes itself for
+`--help` and docs/recipe.md. In a list, every value must be within the limit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from drumline.core.text import counted, either
+
+
+class Wrong(NamedTuple):
+    """Why a value is outside a limit, and what to do about it."""
+
+    what: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `least` to `most`. `above` and `below` are bounds that are excluded themselves. `or_zero` also
+    allows 0, which turns the field off. `auto` is always allowed."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    above: float = -math.inf
+    below: float = math.inf
+    or_zero: bool = False
+    hint: str = ""
+    """Added to the fix."""
+
+    def check(self, value: Any) -> Wrong | None:
+        wrong = (self._check(each) for each in (value if isinstance(value, tuple) else (value,)))
+        return next(filter(None, wrong), None)
+
+    def __str__(self) -> str:
+        named = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
+        bounds = [f"{name} {_number(bound)}" for name, bound in named.items() if math.isfinite(bound)]
+        return ("0, or " if self.or_zero else "") + ", ".join(bounds)
+
+    def _check(self, value: float | str) -> Wrong | None:
+        if isinstance(value, str) or (self.or_zero and value == 0):
+            return None
+        if value < self.least:
+            what, fix = "too small", f"give at least {_number(self.least)}"
+        elif value <= self.above:
+            what, fix = "too small", f"give more than {_number(self.above)}"
+        elif value > self.most:
+            what, fix = "too large", f"give at most {_number(self.most)}"
+        elif value >= self.below:
+            what, fix = "too large", f"give less than {_number(self.below)}"
+        else:
+            return None
+        fix += ", or 0 to turn it off" if self.or_zero else ""
+        return Wrong(what, f"{fix}; {self.hint}" if self.hint else fix)
+
+
+@dataclass(frozen=True)
+class Length:
+    """Lists of these lengths, or empty ones."""
+
+    lengths: tuple[int, ...]
+    hint: str
+
+    def check(self, value: tuple[Any, ...]) -> Wrong | None:
+        if not value or len(value) in self.lengths:
+            return None
+        return Wrong(f"has {counted(len(value), 'value')}", f"give {self.hint}")
+
+    def __str__(self) -> str:
+        return f"{either([str(length) for length in self.lengths])} values"
+
+
+@dataclass(frozen=True)
+class Values:
+    """Lists of one value for each name, within the limits of the name, or empty ones."""
+
+    ranges: Mapping[str, Range]
+    example: tuple[float, ...]
+
+    def check(self, value: tuple[float, ...]) -> Wrong | None:
+        if not value:
+            return None
+        shown = ",".join(f"{number:g}" for number in self.example)
+        if len(value) != len(self.ranges):
+            fix = f"give {len(self.ranges)}: {', '.join(self.ranges)}, such as {shown}"
+            return Wrong(f"has {counted(len(value), 'value')}", fix)
+        for (name, limit), number in zip(self.ranges.items(), value, strict=True):
+            if wrong := limit.check(number):
+                return Wrong(f"{name} is {wrong.what}", f"{wrong.fix} as {name}, such as {shown}")
+        return None
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {limit}" for name, limit in self.ranges.items())
+
+
+def _number(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:.15g}"

@@ -1,0 +1,77 @@
+"""`--help`: short, complete, in 80 columns, and its examples can be run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from drumline.cli import COMMANDS, main
+from drumline.config.fields import recipe_fields, sections
+from drumline.config.recipe import Recipe
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(argv) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_with_usage_and_examples(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = help_of(capsys, command, "nonsense", "--help")
+    assert text.startswith(f"usage: drumline {command} ")
+    assert max(map(len, text.split("\n"))) <= 84
+    examples = text.partition("examples:\n")[2].strip().splitlines()
+    assert examples[0].startswith(f"drumline {command}")
+    assert text == help_of(capsys, "help", command)
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys, "--help")
+    assert all(f"  {command} " in text for command in COMMANDS)
+
+
+def test_the_help_of_train_and_distill_names_every_field_and_stays_short(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    train, distill = help_of(capsys, "train", "--help"), help_of(capsys, "distill", "--help")
+    for field in recipe_fields().values():
+        assert f"\n  {field.name}" in distill
+        assert (f"\n  {field.name}" in train) == (field.section != "distill")
+    assert len(train.splitlines()) < 200
+    assert "--dry-run" in train
+
+
+@pytest.mark.parametrize("section", sections())
+def test_a_section_is_explained_in_full(section: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys, "train", "--help", section)
+    flat = " ".join(text.split())
+    assert max(map(len, text.split("\n"))) <= 80
+    for field in recipe_fields().values():
+        if field.section == section:
+            assert field.help in flat
+            assert field.takes() in flat
+            assert field.help in " ".join(help_of(capsys, "train", "--help", field.name).split())
+
+
+def test_the_examples_of_train_can_be_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.toml").write_text("")
+    examples = help_of(capsys, "train", "--help").partition("examples:\n")[2].strip().split("\n")
+    assert len(examples) == 5
+    for example in examples:
+        argv = re.split(r"\s{3,}| > ", example.strip())[0].split()[2:]
+        assert Recipe.from_args([text for text in argv if text != "--dry-run"])
+
+
+def test_the_help_of_eval_shows_evaluations(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys, "eval", "--help")
+    assert len(text.splitlines()) < 70
+    examples = text.partition("examples:\n")[2].strip().splitlines()
+    assert all(example.strip().startswith("drumline eval ") for example in examples)
+    assert not any("optim." in example or "train." in example for example in examples)
