@@ -223,7 +223,7 @@ def test_a_value_of_another_type_is_refused(text: str, kind: str) -> None:
 
 
 def test_what_the_method_itself_refuses_is_said() -> None:
-    assert "T above 0" in refused("kd", T=0.0)
+    assert "distill.T = 0" in refused("kd", T=0.0)
 
 
 def test_initial_stages_are_listed_in_order_with_their_epochs() -> None:

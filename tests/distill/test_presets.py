@@ -10,7 +10,7 @@ import torch
 from drumline.config.fields import from_text, recipe_fields, with_values
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
-from drumline.distill.presets import is_preset, listing, preset_names, preset_words, published
+from drumline.distill.presets import is_preset, listing, preset_arguments, preset_names, published
 from drumline.models.registry import create_model
 
 PARAMETERS = {
@@ -37,7 +37,7 @@ ENDS = ("teacher", "alone")
 
 def fields(name: str) -> dict[str, str]:
     """The words of a preset by field; no field is set twice."""
-    words = [word.partition("=") for word in preset_words(name)]
+    words = [word.partition("=") for word in preset_arguments(name)]
     found = {key: value for key, _, value in words}
     assert len(found) == len(words)
     return found
@@ -80,7 +80,7 @@ def test_a_recipe_without_a_teacher_says_nothing_of_distillation() -> None:
     lone = [name for name in preset_names() if name.split("/")[1] in ENDS]
     assert len(lone) == 6 + 9 + 2
     for name in lone:
-        assert not any(word.startswith("distill.") for word in preset_words(name))
+        assert not any(word.startswith("distill.") for word in preset_arguments(name))
     for name in set(preset_names()) - set(lone):
         assert {"distill.teacher", "distill.method", "distill.r", "distill.a", "distill.T"} < set(
             fields(name)
@@ -179,7 +179,7 @@ SCHEDULE = [
     ],
 )
 def test_whole_presets_word_for_word(name: str, words: list[str]) -> None:
-    assert preset_words(name) == words
+    assert preset_arguments(name) == words
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_the_listing_shows_every_pair_and_method() -> None:
     ],
 )
 def test_an_unknown_name_leads_to_the_nearest(wrong: str, meant: str) -> None:
-    for ask in (preset_words, published):
+    for ask in (preset_arguments, published):
         with pytest.raises(UserError) as caught:
             ask(wrong)
         assert wrong in caught.value.what

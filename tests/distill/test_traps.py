@@ -34,7 +34,8 @@ from drumline.parallel.world import World, single_process
 from drumline.train.assemble import prepare_state
 from drumline.train.objective import Classification
 from drumline.train.step import TrainStep
-from tests.distill import ranks, test_relations, test_statistics, test_world_sizes
+from tests.distill import ranks, test_world_sizes
+from tests.distill.methods import test_relations, test_statistics
 from tests.distill.nets import Alone, wakened
 from tests.train import ranks as training
 from tests.train import tiny

@@ -49,11 +49,11 @@ def main(argv: list[str]) -> int:
 
 def with_preset(argv: list[str]) -> list[str]:
     """Replaces the name of a published recipe at the start of a command line by the settings it stands for."""
-    from drumline.distill.presets import is_preset, preset_words
+    from drumline.distill.presets import is_preset, preset_arguments
 
     if not argv or not is_preset(argv[0]):
         return argv
-    preset = preset_words(argv[0])
+    preset = preset_arguments(argv[0])
     if not any(text.lstrip("-").startswith(("data.path", "data.source")) for text in (*preset, *argv[1:])):
         raise UserError(f"{argv[0]} needs its images", "give --data.path FOLDER")
     return [*preset, *argv[1:]]

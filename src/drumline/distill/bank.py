@@ -1,16 +1,17 @@
-"""CRD's memory: one embedding of each sample by each network, spread over the processes.
+"""CRD's memory: one embedding per sample and network, sharded over the processes.
 
-Promises: sample i lives on rank i mod size, so a process holds its share and nothing is kept twice; what is read is
-a sum over the processes to which only the owner adds, so it is exact and the same bits on any number of them. First
-rows and negatives are pure functions of the seed and, for one, the sample id, for the other, the step and the slot:
-nothing but the rows and the two normalisers has to be saved. Nothing here waits for the device or has a shape that
-depends on data, so a step can be recorded as a CUDA graph. A sample may come only once in a global batch.
+Promises: rank i mod size holds sample i, and nothing is stored twice. A read is a sum over the processes to which
+only the owner contributes, so it is exact and has the same bits on any number of processes. The initial rows are a
+pure function of seed and sample id, the negatives of seed, step and slot, so only the rows and the two normalisers
+have to be saved. Nothing waits for the device, and no shape depends on data, so a step can be captured as a CUDA
+graph. A sample may occur only once in a global batch.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,33 +21,38 @@ from torch.nn import functional as F
 from drumline.data.feed.draws import Purpose, uniform
 from drumline.parallel.world import World
 
-STUDENT, TEACHER = 0, 1
-"""Where the two networks' rows lie in what `fetch` gives."""
 _CHUNK = 8192
-"""Rows made or collected at a time."""
+"""Rows that are initialised or collected at a time."""
 _WORD = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
 
 
+class BankRows(NamedTuple):
+    """The embeddings of some samples, (n, dim) each."""
+
+    student: Tensor
+    teacher: Tensor
+
+
 class ContrastBank:
-    """Two banks of N x dim, the student's and the teacher's, and the normalisers of both directions."""
+    """Two banks of N x dim, one per network, and the normalisers of both directions."""
 
     def __init__(
         self, labels: Tensor, seed: int, world: World, *, dim: int, draws: int, momentum: float
     ) -> None:
         self.labels = labels
-        """Of all samples, by sample id."""
+        """One per sample id."""
         self.samples = len(labels)
         self.log_z = torch.full((2,), -math.inf, device=labels.device)
-        """log Z with the student's vectors as anchors, and with the teacher's; -inf before the first step."""
+        """log Z with the student's and with the teacher's vectors as anchors; -inf before the first step."""
         self._world, self._dim, self._momentum = world, dim, momentum
         self._key = _signed(_mixed_word((seed + _GOLDEN) % _WORD))
         self._step = torch.zeros((), dtype=torch.int64, device=labels.device)
         self._slots = torch.arange(1, draws + 1, device=labels.device) * _signed(_GOLDEN)
         owned = np.arange(world.rank, self.samples, world.size)
-        # One spare row at the end takes the writes, and gives the reads, of samples that live elsewhere.
+        # The spare row at the end takes the reads and writes of samples that other ranks hold.
         self._spare = len(owned)
         self._rows = torch.zeros(self._spare + 1, 2, dim, device=labels.device)
         for start in range(0, self._spare, _CHUNK):
@@ -54,23 +60,24 @@ class ContrastBank:
             self._rows[start : start + len(ids)] = torch.from_numpy(first_rows(seed, ids, dim))
 
     def negatives(self) -> Tensor:
-        """The step's sample ids, (draws,), with replacement: a hash of (seed, step, slot), modulo N."""
+        """The sample ids of the step's negatives, (draws,), with replacement: a hash of (seed, step, slot) modulo
+        N."""
         key = _mixed(self._step * _signed(_GOLDEN) + self._key)
         return (_mixed(key + self._slots) & (2**63 - 1)) % self.samples
 
     @torch.no_grad()
-    def fetch(self, ids: Tensor) -> Tensor:
-        """The rows of these samples, (n, 2, dim), on every process. All processes call it, with the same ids."""
+    def fetch(self, ids: Tensor) -> BankRows:
+        """The rows of these samples, on every process. A collective: all processes pass the same ids."""
         mine, index = self._find(ids)
-        # + 0.0: a sum over several processes has no negative zeros, so one process must not have them either.
+        # + 0.0 removes negative zeros, which a sum over several processes does not have either.
         rows = torch.where(mine[:, None, None], self._rows[index], 0.0) + 0.0
-        return self._world.all_reduce(rows)
+        return BankRows(*self._world.all_reduce(rows).unbind(1))
 
     @torch.no_grad()
     def update(self, ids: Tensor, student: Tensor, teacher: Tensor) -> None:
-        """Each sample's rows become unit(momentum row + (1 - momentum) new), from (n, dim) vectors of length 1.
+        """Sets each sample's rows to normalize(momentum row + (1 - momentum) new), from (n, dim) unit vectors.
 
-        A vector that is not finite is left out: its row would stay so for ever.
+        Skips vectors that are not finite: their rows would never recover.
         """
         _, index = self._find(ids)
         new = torch.stack([student, teacher], 1).to(self._rows.dtype)
@@ -79,60 +86,60 @@ class ContrastBank:
         self._rows.index_copy_(0, index, torch.where(new.isfinite().all(2, keepdim=True), moved, old))
 
     @torch.no_grad()
-    def settle(self, fresh: Tensor) -> Tensor:
-        """The normalisers, (2,): `fresh` the first time that it is finite, and the same for ever after."""
+    def normalisers(self, fresh: Tensor) -> Tensor:
+        """log Z of both directions, (2,). The first finite `fresh` is kept for the rest of the run."""
         found = torch.where(self.log_z.isneginf(), fresh.to(self.log_z.dtype), self.log_z)
         self.log_z.copy_(torch.where(found.isfinite(), found, self.log_z))
         return found
 
     def at(self, step: int) -> None:
-        """The step whose negatives come next."""
+        """Sets the step, which determines the next negatives."""
         self._step.fill_(step)
 
     def live(self) -> list[Tensor]:
-        """The rows of this process, and the normalisers."""
+        """The rows of this process and the normalisers."""
         return [self._rows, self.log_z]
 
     def collect(self) -> dict[str, Tensor]:
-        """Both banks in the order of sample ids, and the normalisers, on the host."""
+        """Both banks, ordered by sample id, and the normalisers, on the host."""
         student, teacher = (torch.empty(self.samples, self._dim) for _ in range(2))
         for start in range(0, self.samples, _CHUNK):
             ids = torch.arange(start, min(start + _CHUNK, self.samples), device=self.labels.device)
             rows = self.fetch(ids)
-            student[start : start + len(ids)] = rows[:, STUDENT]
-            teacher[start : start + len(ids)] = rows[:, TEACHER]
+            student[start : start + len(ids)] = rows.student
+            teacher[start : start + len(ids)] = rows.teacher
         return {"student": student, "teacher": teacher, "log_z": self.log_z.cpu().clone()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Takes this process's rows of both banks, and the normalisers."""
+        """Loads this process's rows of both banks, and the normalisers."""
         shapes = {name: tuple(state[name].shape) for name in self.shapes()}
         assert shapes == self.shapes(), shapes
         owned = slice(self._world.rank, None, self._world.size)
-        self._rows[: self._spare, STUDENT] = state["student"][owned].to(self._rows)
-        self._rows[: self._spare, TEACHER] = state["teacher"][owned].to(self._rows)
+        for network, name in enumerate(BankRows._fields):
+            self._rows[: self._spare, network] = state[name][owned].to(self._rows)
         self.log_z.copy_(state["log_z"])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of what `collect` gives."""
+        """The shapes of the tensors that `collect` returns."""
         bank = (self.samples, self._dim)
         return {"student": bank, "teacher": bank, "log_z": (2,)}
 
     def _find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether each sample lives here, and its row: the spare one if it does not."""
+        """Whether this rank holds each sample, and the sample's row (the spare row if it does not)."""
         mine = ids % self._world.size == self._world.rank
         return mine, torch.where(mine, ids // self._world.size, self._spare)
 
 
 def first_rows(seed: int, ids: np.ndarray, dim: int) -> np.ndarray:
-    """Rows before their sample was seen, (n, 2, dim): uniform within +-1 / sqrt(dim / 3), so of length about 1."""
+    """Initial rows, (n, 2, dim): uniform within +-1 / sqrt(dim / 3), so their length is about 1."""
     drawn = uniform(seed, 0, ids, Purpose.BANK, 2 * dim).reshape(len(ids), 2, dim)
     return ((2 * drawn - 1) / math.sqrt(dim / 3)).astype(np.float32)
 
 
 def _mixed(words: Tensor) -> Tensor:
-    """SplitMix64's finaliser (Steele et al., 2014) on 64-bit words held in int64, whose products wrap around."""
+    """SplitMix64's finaliser (Steele et al., 2014) on 64-bit words in int64, whose products wrap around."""
     for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, 1), strict=True):
-        # int64 shifts in its sign; the mask makes it the shift of an unsigned word.
+        # int64 shifts in the sign bit; the mask makes it an unsigned shift.
         words = (words ^ ((words >> shift) & (2 ** (64 - shift) - 1))) * _signed(multiplier)
     return words
 
@@ -145,5 +152,5 @@ def _mixed_word(word: int) -> int:
 
 
 def _signed(word: int) -> int:
-    """A 64-bit word as int64 reads it."""
+    """A 64-bit word as int64."""
     return word - _WORD if word >= _WORD // 2 else word

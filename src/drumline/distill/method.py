@@ -1,9 +1,9 @@
-"""What a distillation method is: a pure loss, and a declaration of what the loss needs.
+"""The interface of a distillation method: a pure loss, and a declaration of what the loss needs.
 
-Promises: losses know nothing of processes, precision or modules. They are given plain tensors, all of one
-floating type (fp32 in training), and return one value per sample (scope `sample`) or one value for the whole
-global batch (scope `global_batch`), whose tensors were gathered from every process before. Whatever is trained
-beside the student is built by `helper` from probed shapes and runs inside the bundle's one forward.
+Promises: a loss knows nothing about processes, precision or modules. It receives plain tensors of one floating type
+(fp32 in training). It returns one value per sample (scope `sample`), or one value for the global batch (scope
+`global_batch`), whose rows have been gathered from all processes. `helper` builds the modules that are trained beside
+the student from probed shapes; they run inside the bundle's single forward.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import ClassVar, Literal, Protocol
 
 from torch import Tensor, nn
 
+from drumline.core.errors import UserError
 from drumline.parallel.world import World
 
 Taps = Mapping[str, Tensor]
@@ -22,7 +23,7 @@ Scope = Literal["sample", "global_batch"]
 
 @dataclass(frozen=True)
 class Weights:
-    """The literature's weights: r of the labels' cross-entropy, a of kd, b of the method, and kd's temperature T."""
+    """Default weights: r for the cross-entropy with the labels, a for kd, b for the method; T is kd's temperature."""
 
     r: float = 1.0
     a: float = 0.0
@@ -32,15 +33,15 @@ class Weights:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A network as a method sees it: the taps that it has, found by running it once on one image."""
+    """A network as a method sees it: its taps and their shapes, found by one forward of one image."""
 
     name: str
     """The model's name, for messages."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Tap to shape without the batch: (C, H, W) of a map, (C,) of `pooled`."""
+    """Tap to shape without the batch: (C, H, W) for a map, (C,) for `pooled`."""
     classes: int
     norms: Mapping[str, nn.Module] = field(default_factory=dict)
-    """Tap to the BatchNorm right before its activation, where one is known."""
+    """Tap to the BatchNorm directly before its activation, where it is known."""
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -50,7 +51,7 @@ class Anatomy:
 
 @dataclass(frozen=True)
 class Needs:
-    """The taps that a method reads, by name. Logits are always there."""
+    """The names of the taps that a method reads. Logits are always available."""
 
     student: tuple[str, ...] = ()
     teacher: tuple[str, ...] = ()
@@ -58,25 +59,25 @@ class Needs:
 
 @dataclass(frozen=True)
 class Seen:
-    """A batch as both networks saw it: the micro-batch of this process, or (scope `global_batch`) the rows of all
-    processes in the order of the global batch, the same on each of them."""
+    """The outputs of both networks on a batch: this process's micro-batch or, for scope `global_batch`, the rows of
+    all processes in the order of the global batch, equal on every process."""
 
     logits: Tensor
     teacher_logits: Tensor
     taps: Taps
-    """The student's, as far as the method needs them."""
+    """The student's taps that the method needs."""
     teacher_taps: Taps
-    """The teacher's, without gradient."""
+    """The teacher's taps, without gradient."""
     helped: Taps
-    """What the method's helper returned."""
+    """The output of the method's helper."""
     labels: Tensor
     samples: Tensor
     """Sample ids."""
     memory: Memory | None = None
-    """What the method keeps from step to step."""
+    """The method's state between steps."""
 
     def rows(self) -> list[Tensor]:
-        """Everything that has a row for each sample, in a fixed order."""
+        """All tensors with one row per sample, in a fixed order."""
         taken = [self.taps, self.teacher_taps, self.helped]
         return [
             self.logits,
@@ -87,7 +88,7 @@ class Seen:
         ]
 
     def with_rows(self, rows: Sequence[Tensor]) -> Seen:
-        """The same of other samples; `rows` as `rows()` gives them."""
+        """A copy with these tensors, in the order of `rows()`."""
         logits, teacher_logits, *rest, labels, samples = rows
         left = iter(rest)
         taps, teacher_taps, helped = (
@@ -97,57 +98,67 @@ class Seen:
 
 
 class Memory(Protocol):
-    """State that a method keeps beside the weights, such as CRD's banks. Spread over the processes or not, its
-    effect is the same on any number of them."""
+    """State that a method keeps beside the weights, such as CRD's banks. Whether it is sharded over the processes or
+    not, its effect does not depend on their number."""
 
     def at(self, step: int) -> None:
-        """Called before each optimizer step, on the host; never waits for the device."""
+        """Called on the host before each optimizer step; never waits for the device."""
 
     def live(self) -> list[Tensor]:
-        """The tensors that a step writes, on this process; put back after a rehearsal."""
+        """The tensors of this process that a step writes; they are restored after a rehearsal."""
 
     def collect(self) -> dict[str, Tensor]:
-        """The whole state, on the host, equal on every process whatever their number. All processes call it."""
+        """The whole state on the host, independent of the number of processes. A collective: all processes call
+        it."""
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """The opposite: each process takes its part of what `collect` gave."""
+        """Loads what `collect` returned; each process takes its shard."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of what `collect` gives."""
+        """The shapes of the tensors that `collect` returns."""
 
 
 class Method:
-    """One way to learn from a teacher. Subclasses are frozen dataclasses; their fields are the method's options
-    (`--distill.options NAME:VALUE`), defaults as in the paper."""
+    """One way to learn from a teacher. Subclasses are frozen dataclasses. Their fields are the method's options
+    (`--distill.options NAME:VALUE`), with the paper's values as defaults."""
 
     weights: ClassVar[Weights] = Weights()
-    """The paper's."""
+    """The weights of the paper."""
     scope: ClassVar[Scope] = "sample"
     on_logits: ClassVar[bool] = False
-    """Whether it compares logits, so that logit standardisation applies."""
+    """Whether it compares logits. Logit standardisation applies only then."""
     mixes: ClassVar[bool] = True
-    """Whether it makes sense on mixed images (mixup, cutmix)."""
+    """Whether it is defined for mixed images (mixup, cutmix)."""
     helper_asks_teacher: ClassVar[bool] = False
-    """Whether its helper reads the teacher's taps. Where none does, the student need not wait for the teacher."""
+    """Whether its helper reads the teacher's taps. If no helper does, student and teacher run concurrently on a
+    GPU."""
     initial: ClassVar[str] = ""
-    """The method of an initial stage that is trained before, alone; its own name where it has only that stage."""
+    """The method of the initial stage that is trained alone, before the main one. A method that has only an initial
+    stage gives its own name."""
     initial_epochs: ClassVar[float] = 0.0
-    """How long the initial stage takes in the paper."""
+    """Length of the initial stage in the paper."""
     warmup: float = 0.0
-    """Epochs over which its weight rises linearly; a field in methods that have one."""
+    """Epochs over which its weight rises linearly. A dataclass field in methods that have a warm-up."""
 
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
-        """Which taps it reads. Raises `UserError` where the two networks cannot serve it, saying why."""
+        """The taps that it reads. Raises a `UserError` with the reason if the two networks do not fit the method."""
         return Needs()
 
     def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module | None:
-        """Its trainables, or None. Called as `helper(student_taps, teacher_taps)` it returns a dict of tensors."""
+        """The module that it trains beside the student, or None. `helper(student_taps, teacher_taps)` returns a dict
+        of tensors."""
         return None
 
     def memory(self, labels: Tensor, seed: int, world: World) -> Memory | None:
-        """What it keeps from step to step, or None. `labels`: of all samples, by sample id, on the device."""
+        """Its state between steps, or None. `labels`: one per sample id, on the device."""
         return None
 
     def loss(self, seen: Seen) -> Tensor:
         """(n,) losses for scope `sample`, one number for scope `global_batch`."""
         raise NotImplementedError
+
+
+def check_option(name: str, value: float, holds: bool, rule: str, paper: float) -> None:
+    """Raises a `UserError` if the value of a method's option does not keep to the rule."""
+    if not holds:
+        raise UserError(f"distill.options {name} = {value:g}: must be {rule}", f"the paper uses {paper:g}")

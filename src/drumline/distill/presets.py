@@ -1,9 +1,9 @@
-"""Published recipes by name: `cifar100/dkd/resnet56-resnet20` stands for the words that set its fields.
+"""Published recipes by name: `cifar100/dkd/resnet56-resnet20` stands for the arguments that set its fields.
 
-Promises: `preset_words` gives `section.key=value` words as one would type them, computed from three tables (pairs,
-methods, figures); every name in `preset_names` has words; a figure is top-1 accuracy as its authors reported it.
-Where a method's authors gave no weight for a pair, the method's usual one stands.
-Refuses an unknown name with the nearest ones.
+Promises: `preset_arguments` returns `section.key=value` arguments as a user would type them, computed from three
+tables (pairs, methods, figures). Every name in `preset_names` has them. A figure is the top-1 accuracy that the
+authors reported. If a method's authors gave no weight for a pair, the method's usual weight applies. Rejects an
+unknown name and suggests similar ones.
 
 Sources: RepDistiller (the CIFAR schedule and the weights of its methods), mdistiller (dkd, ofd, kdsvd, reviewkd's
 schedule, ImageNet), ReviewKD, DIST, and the logs of logit standardisation.
@@ -23,26 +23,26 @@ from drumline.core.errors import UserError
 from drumline.core.text import either
 
 
-def preset_words(name: str) -> list[str]:
-    """The recipe that `name` stands for. Says nothing of where the data and the teacher's weights lie."""
+def preset_arguments(name: str) -> list[str]:
+    """The recipe that `name` stands for, without the paths of the data and of the teacher's weights."""
     benchmark, kind, networks = _parts(name)
     if kind in _LONE:
         return [*benchmark.data, f"model.name={_model(benchmark, networks)}", *_alone(benchmark, networks)]
     teacher, student = networks.split("-")
-    way = benchmark.way(kind, networks)
-    words = [*benchmark.data, f"model.name={_model(benchmark, student)}"]
-    words += [f"distill.teacher={_model(benchmark, teacher)}", f"distill.method={kind.partition('+')[0]}"]
-    words += [f"distill.r={way.r}", f"distill.a={way.a}"]
-    words += [f"distill.b={way.b}"] if way.b is not None else []
-    words += [f"distill.T={way.T}"]
-    words += ["distill.standardise=true"] if way.standardise else []
-    words += [f"distill.options={','.join(way.options)}"] if way.options else []
-    return words + _schedule(benchmark, student, benchmark.epochs, benchmark.milestones, plain=way.plain)
+    settings = benchmark.settings_for(kind, networks)
+    argv = [*benchmark.data, f"model.name={_model(benchmark, student)}"]
+    argv += [f"distill.teacher={_model(benchmark, teacher)}", f"distill.method={kind.partition('+')[0]}"]
+    argv += [f"distill.r={settings.r}", f"distill.a={settings.a}"]
+    argv += [f"distill.b={settings.b}"] if settings.b is not None else []
+    argv += [f"distill.T={settings.T}"]
+    argv += ["distill.standardise=true"] if settings.standardise else []
+    argv += [f"distill.options={','.join(settings.options)}"] if settings.options else []
+    return argv + _schedule(benchmark, student, benchmark.epochs, benchmark.milestones, plain=settings.plain)
 
 
 @cache
 def preset_names() -> tuple[str, ...]:
-    """Every preset: by data set, then by method, then by pair."""
+    """Every preset, ordered by data set, method and pair."""
     found = []
     for name, benchmark in _BENCHMARKS.items():
         for kind, end in _LONE.items():
@@ -53,14 +53,14 @@ def preset_names() -> tuple[str, ...]:
     return tuple(found)
 
 
-def is_preset(word: str) -> bool:
-    """Whether a word of a command line is meant as a preset: neither a file, nor a folder, nor an assignment."""
-    meant = word.startswith(tuple(f"{name}/" for name in _BENCHMARKS))
-    return meant and "=" not in word and not word.endswith(".toml") and not Path(word).exists()
+def is_preset(argument: str) -> bool:
+    """Whether an argument names a preset rather than a file, a folder or an assignment."""
+    named = argument.startswith(tuple(f"{name}/" for name in _BENCHMARKS))
+    return named and "=" not in argument and not argument.endswith(".toml") and not Path(argument).exists()
 
 
 def published(name: str) -> float | None:
-    """Top-1 accuracy in percent that the recipe's authors report, or None where they give none."""
+    """The top-1 accuracy in percent that the authors report, or None."""
     benchmark, kind, networks = _parts(name)
     if kind in _LONE:
         ends = [pair.split("-")[_LONE[kind]] for pair in benchmark.pairs]
@@ -69,13 +69,13 @@ def published(name: str) -> float | None:
 
 
 def listing() -> str:
-    """What `drumline distill --presets` prints: a table per data set, then how to start one."""
+    """The output of `drumline distill --presets`: a table per data set, then how to use a preset."""
     return "\n\n".join([*(_table(name, benchmark) for name, benchmark in _BENCHMARKS.items()), _USAGE])
 
 
 @dataclass(frozen=True)
-class _Way:
-    """How a method is weighted: r·(labels) + a·kd + b·method. `b` is None for kd itself, which `a` weighs."""
+class _Settings:
+    """The weights of a method: r·(labels) + a·kd + b·method. `b` is None for kd itself, whose weight is `a`."""
 
     r: float = 1.0
     a: float = 0.0
@@ -84,16 +84,17 @@ class _Way:
     standardise: bool = False
     options: tuple[str, ...] = ()
     plain: bool = True
-    """Plain momentum and decay of every parameter; else Nesterov's, sparing biases and normalisation layers."""
+    """True: plain momentum, and weight decay for every parameter. False: Nesterov momentum, and no decay for biases
+    and normalisation layers."""
 
 
 @dataclass(frozen=True)
 class _Benchmark:
-    """A data set with its pairs, its recipe, and the figures in the pairs' order."""
+    """A data set with its pairs, its recipe, and its figures in the order of the pairs."""
 
     data: tuple[str, ...]
     pairs: tuple[str, ...]
-    ways: Mapping[str, _Way]
+    settings: Mapping[str, _Settings]
     figures: Mapping[str, tuple[float | None, ...]]
     epochs: int
     milestones: tuple[int, ...]
@@ -104,23 +105,24 @@ class _Benchmark:
     with_kd: bool
     """Whether `METHOD+kd` is offered."""
     deviations: Mapping[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
-    """What a method does otherwise for one pair."""
+    """Settings of a method that differ for one pair."""
 
     def methods(self) -> tuple[str, ...]:
         joined = [
-            f"{name}+kd" for name in self.ways if self.with_kd and name.partition("+")[0] not in _LOGITS
+            f"{name}+kd" for name in self.settings if self.with_kd and name.partition("+")[0] not in _LOGITS
         ]
-        return (*self.ways, *joined)
+        return (*self.settings, *joined)
 
     def offers(self, method: str, pair: str) -> bool:
-        """FSP compares maps of equal shape: only where its figure shows that the two networks have them."""
+        """Whether the method fits the pair. FSP needs maps of equal shape; a published figure shows that the pair has
+        them."""
         alone = method.removesuffix("+kd")
         return alone != "fsp" or self.figure(alone, pair) is not None
 
-    def way(self, method: str, pair: str) -> _Way:
+    def settings_for(self, method: str, pair: str) -> _Settings:
         alone = method.removesuffix("+kd")
-        way = replace(self.ways[alone], **self.deviations.get((alone, pair), {}))
-        return replace(way, a=1.0) if alone != method else way
+        settings = replace(self.settings[alone], **self.deviations.get((alone, pair), {}))
+        return replace(settings, a=1.0) if alone != method else settings
 
     def figure(self, method: str, pair: str) -> float | None:
         row = self.figures.get(method)
@@ -128,19 +130,19 @@ class _Benchmark:
 
 
 def _rows(text: str) -> dict[str, tuple[float | None, ...]]:
-    """A table of figures written out: a name, then a number per pair, `-` for none."""
+    """Parses a table of figures: a name, then a number per pair, `-` for none."""
     lines = [line.split() for line in text.strip().splitlines()]
     return {name: tuple(None if cell == "-" else float(cell) for cell in cells) for name, *cells in lines}
 
 
 _LONE = {"teacher": 0, "alone": 1}
-"""Recipes without distillation, and which network of a pair they train."""
+"""Recipes without distillation, and the network of a pair that they train."""
 _LOGITS = ("kd", "dkd", "dist")
-"""Methods that stand in kd's place, so that kd is not added to them."""
+"""Methods that replace kd, so that kd is not added to them."""
 _SMALL = ("mobilenet_v2_half", "shufflenet_v1", "shufflenet_v2")
-"""Networks that the literature trains at a fifth of the rate."""
+"""Networks that the literature trains with a fifth of the learning rate."""
 _TAKEN = ("vgg13", "resnet50")
-"""CIFAR networks whose plain name is ImageNet's."""
+"""CIFAR networks whose plain name belongs to an ImageNet network."""
 
 _CIFAR_PAIRS = (
     "wrn_40_2-wrn_16_2",
@@ -158,27 +160,27 @@ _CIFAR_PAIRS = (
     "wrn_40_2-shufflenet_v1",
 )
 
-_CIFAR_WAYS = {
-    "kd": _Way(r=0.1, a=0.9, b=None),
-    "kd+ls": _Way(r=0.1, a=9.0, b=None, T=2.0, standardise=True),
-    "dkd": _Way(options=("beta=8.0", "warmup=20")),
-    "dist": _Way(b=2.0),
-    "hint": _Way(b=100.0),
-    "attention": _Way(b=1000.0),
-    "similarity": _Way(b=3000.0),
-    "correlation": _Way(b=0.02),
-    "vid": _Way(),
-    "rkd": _Way(),
-    "pkt": _Way(b=30000.0),
-    "crd": _Way(b=0.8),
-    "reviewkd": _Way(b=5.0, options=("warmup=20",)),
-    "ofd": _Way(b=0.001),
-    # Loss and weight are the authors'; the figures are of RepDistiller's variant, normalised otherwise and with 200.
-    "factor": _Way(b=500.0),
-    "nst": _Way(b=50.0),
-    "kdsvd": _Way(),
-    "fsp": _Way(),
-    "abound": _Way(),
+_CIFAR_SETTINGS = {
+    "kd": _Settings(r=0.1, a=0.9, b=None),
+    "kd+ls": _Settings(r=0.1, a=9.0, b=None, T=2.0, standardise=True),
+    "dkd": _Settings(options=("beta=8.0", "warmup=20")),
+    "dist": _Settings(b=2.0),
+    "hint": _Settings(b=100.0),
+    "attention": _Settings(b=1000.0),
+    "similarity": _Settings(b=3000.0),
+    "correlation": _Settings(b=0.02),
+    "vid": _Settings(),
+    "rkd": _Settings(),
+    "pkt": _Settings(b=30000.0),
+    "crd": _Settings(b=0.8),
+    "reviewkd": _Settings(b=5.0, options=("warmup=20",)),
+    "ofd": _Settings(b=0.001),
+    # The authors' loss and weight. The figures come from RepDistiller's variant: other normalisation, weight 200.
+    "factor": _Settings(b=500.0),
+    "nst": _Settings(b=50.0),
+    "kdsvd": _Settings(),
+    "fsp": _Settings(),
+    "abound": _Settings(),
 }
 
 _BETA_2, _BETA_6 = ({"options": (f"beta={beta}", "warmup=20")} for beta in (2.0, 6.0))
@@ -190,7 +192,7 @@ _CIFAR_DEVIATIONS: dict[tuple[str, str], Mapping[str, Any]] = {
     ("dkd", "resnet110-resnet32"): _BETA_2,
     ("dkd", "vgg13-vgg8"): _BETA_6,
     ("dkd", "vgg13-mobilenet_v2_half"): _BETA_6,
-    # Temperature and weight stand in the names of the logs that the figures are from.
+    # The names of the logs that the figures come from contain temperature and weight.
     ("kd+ls", "resnet110-resnet20"): {"T": 4.0, "a": 12.0},
     ("kd+ls", "vgg13-vgg8"): {"T": 3.0},
     ("kd+ls", "vgg13-mobilenet_v2_half"): {"T": 3.0},
@@ -224,15 +226,15 @@ fsp         72.91 -     69.95 70.11 71.89 72.62 70.23 -     -     -     -     - 
 abound      72.50 72.38 69.47 69.53 70.98 73.17 70.94 66.06 67.20 70.65 73.55 74.31 73.34
 """
 
-_IMAGENET_WAYS = {
-    "kd": _Way(r=0.5, a=0.5, b=None, T=1.0),
-    # r from the authors' configuration, a and T from the log beside it; with a = 9 others came to 71.23.
-    "kd+ls": _Way(a=6.0, b=None, T=2.0, standardise=True),
-    "dkd": _Way(T=1.0, options=("beta=0.5", "warmup=1")),
-    "dist": _Way(b=2.0, T=1.0, plain=False),
-    "attention": _Way(b=1000.0, options=("layers=3+4",)),
-    "crd": _Way(b=0.8),
-    "reviewkd": _Way(options=("warmup=1",)),
+_IMAGENET_SETTINGS = {
+    "kd": _Settings(r=0.5, a=0.5, b=None, T=1.0),
+    # r is from the authors' configuration, a and T from the log beside it; with a = 9 others report 71.23.
+    "kd+ls": _Settings(a=6.0, b=None, T=2.0, standardise=True),
+    "dkd": _Settings(T=1.0, options=("beta=0.5", "warmup=1")),
+    "dist": _Settings(b=2.0, T=1.0, plain=False),
+    "attention": _Settings(b=1000.0, options=("layers=3+4",)),
+    "crd": _Settings(b=0.8),
+    "reviewkd": _Settings(options=("warmup=1",)),
 }
 
 _IMAGENET_FIGURES = """
@@ -251,7 +253,7 @@ _BENCHMARKS = {
     "cifar100": _Benchmark(
         data=("data.source=cifar100", "data.batch=64", "data.augment=shift-flip"),
         pairs=_CIFAR_PAIRS,
-        ways=_CIFAR_WAYS,
+        settings=_CIFAR_SETTINGS,
         figures=_rows(_CIFAR_FIGURES),
         epochs=240,
         milestones=(150, 180, 210),
@@ -265,13 +267,13 @@ _BENCHMARKS = {
     "imagenet": _Benchmark(
         data=("data.batch=256", "data.augment=crop-flip"),
         pairs=("resnet34-resnet18",),
-        ways=_IMAGENET_WAYS,
+        settings=_IMAGENET_SETTINGS,
         figures=_rows(_IMAGENET_FIGURES),
         epochs=100,
         milestones=(30, 60, 90),
         lr=0.1,
         weight_decay=0.0001,
-        # The figures are of torchvision's weights, which were trained for 90 epochs.
+        # The figures are those of torchvision's weights, which were trained for 90 epochs.
         lone_epochs=90,
         lone_milestones=(30, 60),
         with_kd=False,
@@ -290,11 +292,11 @@ _SPELLINGS = {
     "shufflev1": "shufflenet_v1",
     "shufflev2": "shufflenet_v2",
 }
-"""What the literature calls some of ours, for the fix of a wrong name."""
+"""Names from the literature, for suggestions."""
 
 
 def _parts(name: str) -> tuple[_Benchmark, str, str]:
-    """Data set, method, and pair (or network) of a preset."""
+    """Benchmark, method, and pair or network of a preset."""
     if name not in preset_names():
         raise UserError(f"there is no preset {name!r}", fix=_fix(name))
     start, kind, networks = name.split("/")
@@ -302,17 +304,18 @@ def _parts(name: str) -> tuple[_Benchmark, str, str]:
 
 
 def _fix(name: str) -> str:
-    """The preset that was meant: in our spelling, begun but not ended, near within its method, near at all."""
-    told = "".join(_SPELLINGS.get(part, part) for part in re.split(r"([/+-])", name.lower()))
+    """Suggests presets: the same name in our spelling, completions of it, similar names of the method, similar
+    names."""
+    spelled = "".join(_SPELLINGS.get(part, part) for part in re.split(r"([/+-])", name.lower()))
     known = preset_names()
-    method = told.rpartition("/")[0] + "/"
+    method = spelled.rpartition("/")[0] + "/"
     near = (
-        [candidate for candidate in known if candidate == told]
-        or [candidate for candidate in known if candidate.startswith(told)][:3]
+        [candidate for candidate in known if candidate == spelled]
+        or [candidate for candidate in known if candidate.startswith(spelled)][:3]
         or get_close_matches(
-            told, [candidate for candidate in known if candidate.startswith(method)], n=3, cutoff=0.7
+            spelled, [candidate for candidate in known if candidate.startswith(method)], n=3, cutoff=0.7
         )
-        or get_close_matches(told, known, n=3, cutoff=0.7)
+        or get_close_matches(spelled, known, n=3, cutoff=0.7)
     )
     return f"did you mean {either(near)}?" if near else "`drumline distill --presets` lists them"
 
@@ -343,7 +346,7 @@ def _schedule(
 
 
 def _table(name: str, benchmark: _Benchmark) -> str:
-    """Pairs with their numbers, then a row of figures per method in which those numbers head the columns."""
+    """The numbered pairs, then one row of figures per method; the numbers head the columns."""
     lines = [f"{name}/METHOD/PAIR, top-1 (%) as published"]
     lines += [f"  {number:>2}  {pair}" for number, pair in enumerate(benchmark.pairs, 1)]
     lines.append(" " * 12 + "".join(f"{number:>6}" for number in range(1, len(benchmark.pairs) + 1)))
@@ -352,7 +355,7 @@ def _table(name: str, benchmark: _Benchmark) -> str:
 
 
 def _is_shown(benchmark: _Benchmark, method: str) -> bool:
-    return method in benchmark.ways or method in benchmark.figures
+    return method in benchmark.settings or method in benchmark.figures
 
 
 def _row(benchmark: _Benchmark, method: str) -> str:
@@ -365,9 +368,10 @@ def _row(benchmark: _Benchmark, method: str) -> str:
 
 
 _USAGE = """\
-·  a recipe without a published figure; empty: the method does not fit the pair
-teacher, alone: DATA/teacher/NETWORK and DATA/alone/NETWORK train one network of a pair by itself
-METHOD+kd adds kd with weight 1 to any method on CIFAR-100 but kd, dkd and dist; kd+ls: with logit standardisation
+·              no published figure; an empty cell: the method does not fit the pair
+teacher, alone train one network of a pair by itself: DATA/teacher/NETWORK, DATA/alone/NETWORK
+METHOD+kd      adds kd with weight 1 to any CIFAR-100 method except kd, dkd and dist
+kd+ls          kd with logit standardisation
 
 examples:
   drumline train cifar100/teacher/resnet56 --data.path cifar100 --run.name teacher

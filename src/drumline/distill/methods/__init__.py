@@ -1,4 +1,4 @@
-"""Every method by its name; a file per family."""
+"""The table of distillation methods by name; one module per family."""
 
 from __future__ import annotations
 
@@ -36,4 +36,4 @@ METHODS: dict[str, type[Method]] = {
 }
 
 STAGES: dict[str, type[Method]] = {"paraphrase": Paraphrase, "fsp": Fsp, "abound": Abound}
-"""Methods of initial stages, by the name that a method's `initial` gives."""
+"""The methods that initial stages train, by the name in a method's `initial`."""

@@ -1,9 +1,9 @@
 """Methods that teach where neurons switch on: ofd (margin and partial distance) and abound (activation boundaries).
 
-Promises: both compare values before the activation, stage by stage from the last one backwards, through a 1x1
-convolution and a BatchNorm that bring the student to the teacher's channels; of two map sizes the larger is pooled
-to the smaller, never the other way. A sample's loss depends on no other sample. Refuses networks without taps
-before the activation and, for ofd, a teacher whose BatchNorm before it is not known.
+Promises: both compare pre-activation values, stage by stage, paired from the last stage backwards. A 1x1 convolution
+and a BatchNorm bring the student to the teacher's channels; the larger of two maps is pooled to the size of the
+smaller. A sample's loss depends on no other sample. Rejects networks without pre-activation taps and, for ofd, a
+teacher whose BatchNorm before the activation is not known.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import UserError
-from drumline.distill.method import Anatomy, Method, Needs, Seen, Taps, Weights
-from drumline.distill.methods.pairing import Pair, at_common_size, needs_of
+from drumline.distill.method import Anatomy, Method, Needs, Seen, Taps, Weights, check_option
+from drumline.distill.methods.taps import Pair, at_common_size, needs_of
 
 _RARE = 1e-3
-"""Below this share of negative values ofd takes three standard deviations for the margin."""
+"""Below this fraction of negative values, ofd's margin is three standard deviations."""
 
 
 def margins(weight: Tensor, bias: Tensor) -> Tensor:
-    """The mean of a channel's negative values, from its BatchNorm's weight and bias (C,), in their type.
+    """The expected negative value of each channel, from its BatchNorm's weight and bias (C,), in their dtype.
 
-    With x ~ N(mu, s^2), mu = bias and s = |weight|, it is E[x | x < 0] = mu - s phi(mu / s) / Phi(-mu / s), and
-    -3 s where Phi(-mu / s) < 0.001, as negative values are then too rare to have a mean worth teaching. A channel
-    of weight 0 is constant: min(mu, 0).
+    With x ~ N(mu, s^2), mu = bias and s = |weight|: E[x | x < 0] = mu - s phi(mu / s) / Phi(-mu / s). Where Phi(-mu /
+    s) < 0.001, negative values are too rare for a useful mean, and the margin is -3 s. A channel of weight 0 is
+    constant: min(mu, 0).
     """
     mean, deviation = bias.detach().double(), weight.detach().double().abs()
     ratio = mean / deviation.clamp_min(1e-12)
@@ -45,7 +45,7 @@ def ofd(student: Tensor, target: Tensor) -> Tensor:
         sum over c, h, w of  0           where s <= t <= 0
                              (s - t)^2   elsewhere
 
-    with t = max(teacher, margin of the channel): a neuron that is off in both need only stay off.
+    with t = max(teacher, margin of the channel). A neuron that is off in both networks costs nothing.
     """
     return torch.where((student <= target) & (target <= 0), 0.0, (student - target) ** 2).flatten(1).sum(1)
 
@@ -57,7 +57,7 @@ def abound(student: Tensor, teacher: Tensor, margin: float) -> Tensor:
                              (s - m)^2   where t > 0 and s <= m
                              0           elsewhere
 
-    Only the side of the boundary counts, not the teacher's value; the student shall be beyond it by m.
+    Only the side of the boundary counts, not the teacher's value. The student must pass it by m.
     """
     off = torch.where((teacher <= 0) & (student > -margin), (student + margin) ** 2, 0.0)
     on = torch.where((teacher > 0) & (student <= margin), (student - margin) ** 2, 0.0)
@@ -65,7 +65,7 @@ def abound(student: Tensor, teacher: Tensor, margin: float) -> Tensor:
 
 
 def by_depth(losses: list[Tensor]) -> Tensor:
-    """The sum over stages i = 0 .. L-1 of loss_i / 2^(L-1-i): the last stage counts whole, each one before half."""
+    """The sum over stages i = 0 .. L-1 of loss_i / 2^(L-1-i): each stage counts half as much as the next."""
     last = len(losses) - 1
     return torch.stack([loss / 2 ** (last - i) for i, loss in enumerate(losses)]).sum(0)
 
@@ -78,14 +78,14 @@ class Ofd(Method):
     helper_asks_teacher: ClassVar[bool] = True
 
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
-        """All common stages before their activation."""
+        """The pre-activation taps of all common stages."""
         pairs = _pairs("ofd", student, teacher)
         for _, tap in pairs:
             _norm(teacher, tap)
         return needs_of(pairs)
 
     def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
-        """Connectors, and the teacher's margins."""
+        """The connectors and the teacher's margins."""
         pairs = _pairs("ofd", student, teacher)
         norms = [_norm(teacher, tap) for _, tap in pairs]
         found = [margins(norm.weight, norm.bias) for norm in norms]
@@ -98,9 +98,9 @@ class Ofd(Method):
 
 @dataclass(frozen=True)
 class Abound(Method):
-    """Activation boundaries (Heo et al., 2018), an initial stage only: 0.003 `by_depth` of `abound` over the stages.
+    """Activation boundaries (Heo et al., 2018): an initial stage that minimises 0.003 `by_depth` of `abound`.
 
-    The factor 0.003 is the authors' and belongs to their weight of 1: the sum over a map is large.
+    The factor 0.003 comes from the authors' code and belongs to their weight of 1: the sum over a map is large.
     """
 
     weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=1.0)
@@ -110,18 +110,17 @@ class Abound(Method):
     scale: ClassVar[float] = 0.003
 
     margin: float = 1.0
-    """How far beyond the boundary the student shall be."""
+    """How far beyond the boundary the student must be."""
 
     def __post_init__(self) -> None:
-        if self.margin <= 0:
-            raise UserError(f"distill.options margin = {self.margin:g}: must be above 0", "the paper's is 1")
+        check_option("margin", self.margin, self.margin > 0, "above 0", 1)
 
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
-        """All common stages before their activation."""
+        """The pre-activation taps of all common stages."""
         return needs_of(_pairs("abound", student, teacher))
 
     def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
-        """Connectors."""
+        """The connectors."""
         return Connectors(student, teacher, _pairs("abound", student, teacher))
 
     def loss(self, seen: Seen) -> Tensor:
@@ -133,9 +132,9 @@ class Abound(Method):
 class Connectors(nn.Module):
     """Brings the stages of both networks to one shape: `student.0` to `student.L-1` and `target.0` to `target.L-1`.
 
-    Student: pooled where it is the larger, 1x1 convolution, BatchNorm. Target: the teacher's map, pooled where it is
-    the larger, then raised to its channel's margin where margins are given. Margins are parameters that do not train,
-    not buffers: those are averaged over the processes after each step, and a mean of equal numbers may round.
+    Student: pooled if it is larger, 1x1 convolution, BatchNorm. Target: the teacher's map, pooled if it is larger,
+    then clamped from below to the channel's margin if there are margins. Margins are parameters without gradient, not
+    buffers: buffers are averaged over the processes after each step, and a mean of equal numbers may round.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class Connectors(nn.Module):
         )
 
     def forward(self, student: Taps, teacher: Taps) -> dict[str, Tensor]:
-        """Both, stage by stage."""
+        """Both networks, stage by stage."""
         found: dict[str, Tensor] = {}
         for i, (connector, (s, t)) in enumerate(zip(self.stages, self.pairs, strict=True)):
             mine, target = at_common_size(student[s], teacher[t])
@@ -172,15 +171,16 @@ def _connected(helped: Taps) -> list[tuple[Tensor, Tensor]]:
 
 
 def _pairs(method: str, student: Anatomy, teacher: Anatomy) -> list[Pair]:
-    """The common stages' taps before the activation, first to last, matched from the last backwards."""
+    """The pre-activation taps of the common stages, first to last, paired from the last one backwards."""
     both = [[f"{stage}.pre" for stage in anatomy.stages] for anatomy in (student, teacher)]
     for anatomy, taps in zip((student, teacher), both, strict=True):
         missing = [tap for tap in taps if tap not in anatomy.shapes]
         if missing or not taps:
             raise UserError(
-                f"distill.method = {method}: compares values before the activation, and {anatomy.name} has no "
+                f"distill.method = {method}: compares pre-activation values, and {anatomy.name} has no "
                 f"{missing[0] if missing else 'stages'}",
-                "name it in distill.student_taps or distill.teacher_taps (stage1.pre=bn1,...), or use another method",
+                "name it in distill.student_taps or distill.teacher_taps (stage1.pre=bn1,...), or use a different "
+                "method",
             )
     count = min(map(len, both))
     return list(zip(both[0][-count:], both[1][-count:], strict=True))
@@ -191,7 +191,7 @@ def _norm(teacher: Anatomy, tap: str) -> nn.BatchNorm2d:
     if isinstance(norm, nn.BatchNorm2d) and norm.affine and norm.num_features == teacher.shapes[tap][0]:
         return norm
     raise UserError(
-        f"distill.method = ofd: takes its margins from the BatchNorm right before the activation, and none is known "
-        f"at {tap} of the teacher {teacher.name}",
-        "use a resnet, wrn or vgg_bn teacher, or another method (reviewkd, attention)",
+        f"distill.method = ofd: reads margins from the BatchNorm directly before each activation; none is known for "
+        f"{tap} of the teacher {teacher.name}",
+        "use a resnet, wrn or vgg_bn teacher, or a different method (reviewkd, attention)",
     )

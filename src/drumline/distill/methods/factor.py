@@ -1,9 +1,9 @@
-"""Factor transfer: the student learns a short description of the teacher's last map, not the map itself.
+"""Factor transfer: the student learns a compressed form of the teacher's last map instead of the map itself.
 
-Promises: an initial stage (`Paraphrase`) trains an autoencoder of the teacher's last map; `Factor` then freezes it
-and trains a translator that makes the same factors from the student's last map. Both helpers call the autoencoder
-`paraphraser`, so its weights carry over by name; frozen, it never leaves eval mode. Of two map sizes the larger is
-pooled to the smaller before encoding, in both stages alike. Refuses networks without stages.
+Promises: an initial stage (`Paraphrase`) trains an autoencoder of the teacher's last map. `Factor` freezes it and
+trains a translator that computes the same factors from the student's last map. Both helpers name the autoencoder
+`paraphraser`, so its weights carry over by name; once frozen, it stays in eval mode. In both stages, the larger of
+two maps is pooled to the size of the smaller before it is encoded. Rejects networks without stages.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from drumline.core.errors import UserError
-from drumline.distill.method import Anatomy, Method, Needs, Seen, Taps, Weights
-from drumline.distill.methods.pairing import common_grid, last_stage
-from drumline.distill.methods.vectors import unit
+from drumline.distill.method import Anatomy, Method, Needs, Seen, Taps, Weights, check_option
+from drumline.distill.methods.taps import common_grid, last_stage, unit
 from drumline.models.base import pool_to
 
 
@@ -25,7 +23,7 @@ def factor(student: Tensor, teacher: Tensor) -> Tensor:
 
         mean over k, h, w of | s / ||s|| - t / ||t|| |
 
-    with the L2 norm over all of a sample's factors. A factor of zero stays zero and is given no gradient.
+    with the L2 norm over all factors of a sample. Factors of zero stay zero and get no gradient.
     """
     return (unit(student.flatten(1)) - unit(teacher.flatten(1))).abs().mean(1)
 
@@ -37,7 +35,7 @@ def paraphrase(reconstruction: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Paraphrase(Method):
-    """The initial stage of `Factor`: an autoencoder of the teacher's last map. The student has no part in it."""
+    """The initial stage of `Factor`: an autoencoder of the teacher's last map. It does not involve the student."""
 
     weights: ClassVar[Weights] = Weights(r=0.0, a=0.0, b=1.0)
     helper_asks_teacher: ClassVar[bool] = True
@@ -45,10 +43,10 @@ class Paraphrase(Method):
     initial_epochs: ClassVar[float] = 30.0
 
     k: float = 0.5
-    """Channels of a factor for each channel of the teacher's last map."""
+    """Channels of the factors, as a multiple of the channels of the teacher's last map."""
 
     def __post_init__(self) -> None:
-        _check(self.k)
+        check_option("k", self.k, self.k > 0, "above 0", 0.5)
 
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
         """The teacher's last map."""
@@ -65,19 +63,20 @@ class Paraphrase(Method):
 
 @dataclass(frozen=True)
 class Factor(Paraphrase):
-    """Paraphrasing complex network (Kim et al., 2018), with p = 1: their loss and their weight of 500.
+    """Paraphrasing complex network (Kim et al., 2018), with p = 1, the authors' loss and their weight of 500.
 
-    RepDistiller normalises otherwise and weighs by 200: the figures published for CIFAR-100 are of that variant.
+    RepDistiller normalises differently and uses a weight of 200; the figures published for CIFAR-100 use that
+    variant.
     """
 
     weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=500.0)
 
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
-        """The last map of both."""
+        """The last map of both networks."""
         return Needs((_last(student),), (_last(teacher),))
 
     def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
-        """The frozen autoencoder, and the translator."""
+        """The frozen autoencoder and the translator."""
         paraphraser = _paraphraser(teacher, self.k)
         translator = encoder(student.shapes[_last(student)][0], paraphraser.width)
         taps = (_last(student), _last(teacher))
@@ -102,7 +101,7 @@ class Paraphraser(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The map, made again from its factors."""
+        """The map, reconstructed from its factors."""
         rebuilt: Tensor = self.decode(self.encode(x))
         return rebuilt
 
@@ -167,10 +166,5 @@ def _last(network: Anatomy) -> str:
 
 
 def _grid(student: Anatomy, teacher: Anatomy) -> tuple[int, int]:
-    """Taken from the probed shapes, as the initial stage does not see the student's map."""
+    """From the probed shapes, because the initial stage does not read the student's map."""
     return common_grid(student.shapes[_last(student)], teacher.shapes[_last(teacher)])
-
-
-def _check(k: float) -> None:
-    if k <= 0:
-        raise UserError(f"distill.options k = {k:g}: must be above 0", "the paper's is 0.5")

@@ -1,8 +1,8 @@
-"""Methods that compare feature maps place by place: hint (FitNet), attention transfer and VID.
+"""Methods that compare feature maps position by position: hint (FitNet), attention transfer and VID.
 
-Promises: a sample's loss depends on that sample alone, and the batch loss of the papers is the mean over samples.
-Stages of two networks are paired from the last one backwards; maps of two sizes meet at the smaller one, by means.
-Refuses networks without stages to pair, and stages that were asked for by number and have no partner.
+Promises: a sample's loss depends on that sample alone; the batch loss of the papers is the mean over samples. Stages
+are paired from the last one backwards, and the larger of two maps is averaged down to the smaller. Rejects networks
+without stages to pair, and stage numbers without a partner.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from drumline.core.errors import UserError
 from drumline.distill.method import Anatomy, Method, Needs, Seen, Taps, Weights
-from drumline.distill.methods.pairing import (
+from drumline.distill.methods.taps import (
     Pair,
     at_common_size,
     common_grid,
@@ -31,24 +31,24 @@ from drumline.models.base import pool_to
 
 
 def hint(regressed: Tensor, teacher: Tensor) -> Tensor:
-    """(n,): mean over channels and places of (regressed − teacher)²; maps of two sizes meet at the smaller."""
+    """(n,): mean over channels and positions of (regressed − teacher)², at the smaller of the two sizes."""
     regressed, teacher = at_common_size(regressed, teacher)
     return (regressed - teacher).square().mean((1, 2, 3))
 
 
 def attention(student: Tensor, teacher: Tensor) -> Tensor:
-    """(n,): mean over places of (A_s/‖A_s‖ − A_t/‖A_t‖)², where A is the channel mean of f², as one vector.
+    """(n,): mean over positions of (A_s/‖A_s‖ − A_t/‖A_t‖)², where A is the mean over channels of f², as one vector.
 
-    Maps are brought to the common size before they are squared. A map of zeros has A/‖A‖ = 0.
+    Maps are averaged down to the common size before they are squared. For a map of zeros, A/‖A‖ = 0.
     """
     student, teacher = at_common_size(student, teacher)
     return (_attention_map(student) - _attention_map(teacher)).square().mean(1)
 
 
 def vid(mean: Tensor, variance: Tensor, teacher: Tensor) -> Tensor:
-    """(n,): mean over channels and places of ½((μ − t)²/σ² + log σ²), with one σ² per channel of the teacher.
+    """(n,): mean over channels and positions of ½((μ − t)²/σ² + log σ²), with one σ² per teacher channel.
 
-    The negative log-likelihood of the teacher's map, less its constant.
+    The negative log-likelihood of the teacher's map without its constant.
     """
     mean, teacher = at_common_size(mean, teacher)
     spread = variance.view(1, -1, 1, 1)
@@ -57,15 +57,15 @@ def vid(mean: Tensor, variance: Tensor, teacher: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Hint(Method):
-    """FitNet: one map of the student, through a 1×1 convolution, should be the teacher's."""
+    """FitNet: one map of the student, after a 1×1 convolution, matches the teacher's."""
 
     weights: ClassVar[Weights] = Weights(b=100.0)
 
     layer: int = 2
-    """Which stage of the student, counted from 1; the teacher's is the one as far from its end."""
+    """The student's stage, counted from 1. The teacher's stage is the one at the same distance from the end."""
 
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
-        """The one stage of each. Refuses a `layer` that either network lacks."""
+        """One stage of each network. Rejects a `layer` that either network lacks."""
         mine, theirs = self._pair(student, teacher)
         return Needs((mine,), (theirs,))
 
@@ -84,15 +84,15 @@ class Hint(Method):
 
 @dataclass(frozen=True)
 class Attention(Method):
-    """Attention transfer: where the student's maps are strong, relative to themselves, the teacher's should be."""
+    """Attention transfer: the student's activations are strong at the same positions as the teacher's."""
 
     weights: ClassVar[Weights] = Weights(b=1000.0)
 
     layers: str = ""
-    """Which stages of the student, as in `3+4`, counted from 1; empty for all that both networks have."""
+    """The student's stages, counted from 1, such as `3+4`. Empty: all stages that both networks have."""
 
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
-        """The stages of `layers` and their partners. Refuses numbers that either network lacks."""
+        """The stages of `layers` and their partners. Rejects numbers that either network lacks."""
         if self.layers.strip():
             return needs_of(_chosen("attention", "layers", self._numbers(), student, teacher))
         return needs_of(require_pairs("attention", student, teacher))
@@ -107,14 +107,14 @@ class Attention(Method):
             return sorted({int(part) for part in self.layers.split("+")})
         except ValueError:
             raise UserError(
-                f"distill.options layers = {self.layers!r}: not stage numbers joined by +",
-                "write them as in layers:3+4, or leave the option out for all stages",
+                f"distill.options layers = {self.layers!r}: must be stage numbers joined by +",
+                "write layers:3+4, or omit the option to use all stages",
             ) from None
 
 
 @dataclass(frozen=True)
 class Vid(Method):
-    """Variational information distillation: the student's maps should predict the teacher's, as a Gaussian would."""
+    """Variational information distillation: the student's maps predict the teacher's as a Gaussian."""
 
     weights: ClassVar[Weights] = Weights(b=1.0)
 
@@ -123,7 +123,7 @@ class Vid(Method):
         return needs_of(require_pairs("vid", student, teacher))
 
     def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
-        """One predictor of mean and variance for each stage."""
+        """One predictor of mean and variance per stage."""
         return _Predictors(require_pairs("vid", student, teacher), student, teacher)
 
     def loss(self, seen: Seen) -> Tensor:
@@ -137,7 +137,7 @@ class Vid(Method):
 
 
 class _Regressor(nn.Module):
-    """The student's map in the teacher's channels, at the common size, under the name of the teacher's tap."""
+    """Maps the student's tap to the teacher's channels at the common size. The output has the teacher's tap name."""
 
     def __init__(self, pair: Pair, student: Anatomy, teacher: Anatomy) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class _Regressor(nn.Module):
         self.grid = common_grid(student.shapes[self.mine], teacher.shapes[self.theirs])
 
     def forward(self, student: Taps, teacher: Taps) -> dict[str, Tensor]:
-        # The mean and a 1×1 convolution commute, so the smaller map goes through it.
+        # Averaging and a 1×1 convolution commute, so the convolution gets the smaller map.
         return {self.theirs: self.conv(pool_to(student[self.mine], self.grid))}
 
 
@@ -156,7 +156,7 @@ _LEAST_VARIANCE = 1e-5
 
 
 class _Predictors(nn.Module):
-    """For each teacher's stage T, means under "T" (n, C, h, w) and variances under "T.variance" (C,)."""
+    """For each stage T of the teacher, the mean as "T" (n, C, h, w) and the variance as "T.variance" (C,)."""
 
     def __init__(self, pairs: list[Pair], student: Anatomy, teacher: Anatomy) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class _Predictors(nn.Module):
         self.grids = [common_grid(student.shapes[mine], teacher.shapes[theirs]) for mine, theirs in pairs]
         self.means = nn.ModuleDict()
         self.log_scales = nn.ParameterDict()
-        # The inverse of softplus, so that the variance starts at its first value.
+        # The inverse of softplus, so that the variance starts at `_FIRST_VARIANCE`.
         start = math.log(math.expm1(_FIRST_VARIANCE - _LEAST_VARIANCE))
         for mine, theirs in pairs:
             entry, width = student.shapes[mine][0], teacher.shapes[theirs][0]
@@ -190,14 +190,14 @@ def _attention_map(x: Tensor) -> Tensor:
 
 
 def _chosen(method: str, option: str, numbers: list[int], student: Anatomy, teacher: Anatomy) -> list[Pair]:
-    """The pairs of the student's stages of these numbers."""
+    """The pairs for these stage numbers of the student."""
     pairs = dict(require_pairs(method, student, teacher))
     for number in numbers:
         if f"stage{number}" not in pairs:
             had = ", ".join(name.removeprefix("stage") for name in pairs)
             raise UserError(
-                f"distill.method = {method}: no stage {number} that {student.name} and {teacher.name} share, "
-                "counted from the end of each",
-                f"set distill.options {option} to one of the student's stages {had}",
+                f"distill.options {option} of {method}: stage {number} of the student {student.name} has no partner "
+                f"in the teacher {teacher.name}; stages are paired from the last one backwards",
+                f"use one of the student's stages {had}",
             )
     return [(f"stage{number}", pairs[f"stage{number}"]) for number in numbers]

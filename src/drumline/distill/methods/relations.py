@@ -1,10 +1,9 @@
-"""Methods that compare how the samples of a batch lie to one another: similarity, correlation, rkd and pkt.
+"""Methods that compare relations between the samples of a batch: similarity, correlation, rkd and pkt.
 
-Promises: they see the whole global batch and return the paper's number for it. Rows that are equal or all zero
-have no direction: they count as such, and pass no gradient instead of an endless one. No tensor holds B³
-numbers: rkd's angles go over blocks of anchors that the backward computes again.
-Refuses networks without the tap that the method reads. Only correlation trains something: it has to bring both
-networks to one width; the others compare B x B tables, so the widths may differ.
+Promises: they see the whole global batch and return the paper's value for it. Rows that are equal or zero have no
+direction and get no gradient, instead of an infinite one. No tensor holds B³ numbers: rkd computes angles in blocks
+of anchors, which the backward recomputes. Rejects networks without the tap that the method reads. Only correlation
+trains a helper, to bring both networks to one width; the others compare B x B tables, so the widths may differ.
 """
 
 from __future__ import annotations
@@ -19,22 +18,21 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from drumline.distill.method import Anatomy, Method, Needs, Scope, Seen, Taps, Weights
-from drumline.distill.methods.pairing import last_stage, stages_among
-from drumline.distill.methods.pooled import Embeddings, require_pooled
-from drumline.distill.methods.vectors import unit
+from drumline.distill.methods.taps import Embeddings, last_stage, require_pooled, stages_among, unit
 
 PKT_EPS = 1e-7
-"""Added to both probabilities inside pkt's logarithm, as in the published code."""
+"""Added to both probabilities in pkt's logarithm, as in the published code."""
 
 BLOCK = 2**21
-"""How many angles a block of rkd's anchors has, at most (8 MiB in fp32), unless `LEAST` anchors have more."""
+"""The most angles in a block of rkd's anchors (8 MiB in fp32), unless `LEAST` anchors have more."""
 
 LEAST = 8
-"""Anchors of a block, at least: fewer would make a large batch hundreds of small rounds (32 MiB at B = 1024)."""
+"""The fewest anchors in a block: with fewer, a large batch would take hundreds of small steps (32 MiB at B =
+1024)."""
 
 
 def similarity(student: Tensor, teacher: Tensor) -> Tensor:
-    """Σ (rows(S Sᵀ) − rows(T Tᵀ))² / B², with S and T the maps as one row each, rows() bringing rows to length 1."""
+    """Σ (rows(S Sᵀ) − rows(T Tᵀ))² / B², where a row of S or T is one sample's map and rows() normalises each row."""
     student, teacher = student.flatten(1), teacher.flatten(1)
     difference = unit(student @ student.T) - unit(teacher @ teacher.T)
     return difference.square().mean()
@@ -43,7 +41,7 @@ def similarity(student: Tensor, teacher: Tensor) -> Tensor:
 def correlation(student: Tensor, teacher: Tensor) -> Tensor:
     """mean over i < B − 1 of Σ_d δ_i δ_{i+1}, with δ = |s − t| of each row; 0 for a batch of one.
 
-    It falls as the embeddings meet: it is to be added, not subtracted.
+    It decreases as the embeddings approach each other, so it is added to the loss.
     """
     delta = (student - teacher).abs()
     return (delta[:-1] * delta[1:]).sum() / max(len(delta) - 1, 1)
@@ -57,12 +55,12 @@ def rkd_distance(student: Tensor, teacher: Tensor) -> Tensor:
 def rkd_angle(student: Tensor, teacher: Tensor) -> Tensor:
     """mean over all B³ triples of smooth-L1(cos_s, cos_t); cos(i, j, k) = e_ij · e_kj.
 
-    e_ij = (x_i − x_j) / |x_i − x_j|, zero for equal rows. Memory is that of one block of anchors j, forward and
-    backward (32 MiB instead of 288 at B = 256, 64 wide, fp32); the size of a block depends on B alone.
+    e_ij = (x_i − x_j) / |x_i − x_j|, zero for equal rows. Forward and backward need the memory of one block of
+    anchors j (32 MiB instead of 288 for B = 256, width 64, fp32). The size of a block depends on B alone.
     """
     total = student.new_zeros(())
     for anchors in _blocks(len(student)):
-        total = total + _again(_block_angle, student, teacher, student[anchors], teacher[anchors])
+        total = total + _recomputed(_block_angle, student, teacher, student[anchors], teacher[anchors])
     return total / len(student) ** 3
 
 
@@ -82,7 +80,7 @@ def pkt(student: Tensor, teacher: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Similarity(Method):
-    """Similarity-preserving: which images of the batch the last maps find alike."""
+    """Similarity-preserving distillation: which samples of the batch have similar last maps."""
 
     weights: ClassVar[Weights] = Weights(b=3000.0)
     scope: ClassVar[Scope] = "global_batch"
@@ -96,9 +94,9 @@ class Similarity(Method):
 
 @dataclass(frozen=True)
 class Correlation(Method):
-    """Correlation congruence of neighbouring rows: the errors of two samples should not be large together.
+    """Correlation congruence: the errors of two neighbouring samples should not be large together.
 
-    The one relation that depends on the order of the batch. The teacher's embedding is trained as well.
+    The only method that depends on the order of the batch. It also trains the teacher's embedding.
     """
 
     weights: ClassVar[Weights] = Weights(b=0.02)
@@ -120,7 +118,7 @@ class Correlation(Method):
 
 @dataclass(frozen=True)
 class Rkd(Method):
-    """Relational kd: distances of pairs and angles of triples of pooled features."""
+    """Relational kd: the distances of pairs and the angles of triples of pooled vectors."""
 
     weights: ClassVar[Weights] = Weights(b=1.0)
     scope: ClassVar[Scope] = "global_batch"
@@ -139,7 +137,8 @@ class Rkd(Method):
 
 @dataclass(frozen=True)
 class Pkt(Method):
-    """Probabilistic knowledge transfer: whom each sample would pick as its neighbour, by the cosine."""
+    """Probabilistic knowledge transfer: the probability that each sample picks another as its neighbour, by
+    cosine."""
 
     weights: ClassVar[Weights] = Weights(b=30000.0)
     scope: ClassVar[Scope] = "global_batch"
@@ -153,46 +152,46 @@ class Pkt(Method):
 
 def _affinity(x: Tensor) -> Tensor:
     rows = unit(x)
-    # Opposite vectors can have a cosine a rounding below −1, and a logarithm follows.
+    # The cosine of opposite vectors can round to just below −1, and a logarithm follows.
     alike = ((rows @ rows.T + 1) / 2).clamp(min=0)
     return alike / alike.sum(1, keepdim=True)
 
 
 def _relative_distances(x: Tensor) -> Tensor:
-    """B x B distances over the mean of the positive ones; all zero where all rows are equal."""
-    distances = torch.cat([_again(_block_distances, x, x[rows]) for rows in _blocks(len(x))])
+    """B x B distances divided by the mean of the positive ones; zero if all rows are equal."""
+    distances = torch.cat([_recomputed(_block_distances, x, x[rows]) for rows in _blocks(len(x))])
     positive = (distances.detach() > 0).sum()
     mean = distances.sum() / positive.clamp(min=1)
     return distances / torch.where(positive > 0, mean, 1)
 
 
 def _block_distances(x: Tensor, rows: Tensor) -> Tensor:
-    """Distances of some rows to all. By differences: |a|² + |b|² − 2ab leaves noise between close rows, and the
-    square root makes it large."""
+    """Distances of some rows to all rows. Computed from differences: |a|² + |b|² − 2ab has rounding noise for close
+    rows, which the square root amplifies."""
     square = (x.unsqueeze(0) - rows.unsqueeze(1)).square().sum(-1)
     some = square > 0
     return torch.where(some, torch.where(some, square, 1).sqrt(), 0)
 
 
 def _block_angle(student: Tensor, teacher: Tensor, anchors: Tensor, teacher_anchors: Tensor) -> Tensor:
-    """Sum of smooth-L1 over the triples whose middle is one of the anchors."""
+    """The sum of smooth-L1 over the triples whose vertex is one of the anchors."""
     return F.smooth_l1_loss(_cosines(student, anchors), _cosines(teacher, teacher_anchors), reduction="sum")
 
 
 def _cosines(x: Tensor, anchors: Tensor) -> Tensor:
-    """(anchors, B, B) cosines of the angles at each anchor."""
+    """The cosines of the angles at each anchor, (anchors, B, B)."""
     rays = unit(x.unsqueeze(0) - anchors.unsqueeze(1))
     return rays @ rays.mT
 
 
 def _blocks(rows: int) -> Iterator[slice]:
-    """Slices of the batch, so short that a block of B x B tables stays within `BLOCK`, but not below `LEAST` rows."""
+    """Slices of the batch of at least `LEAST` rows, whose B x B tables otherwise stay within `BLOCK`."""
     size = max(LEAST, BLOCK // rows**2)
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
-def _again(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
-    """The function's value, keeping only its arguments: the backward computes the rest again."""
+def _recomputed(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
+    """Calls the function and keeps only its arguments; the backward recomputes the rest."""
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 

@@ -1,9 +1,8 @@
-"""ReviewKD: deeper features of the student help its shallower ones to become the teacher's.
+"""ReviewKD: fuses deeper features of the student into shallower ones and compares the result with the teacher.
 
-Promises: each level of the teacher (every paired stage before its activation, and the pooled vector as a 1×1 map)
-is compared with a map that was fused from the student's level and all deeper ones. A sample's loss depends on the
-other samples only through the helper's BatchNorms.
-Refuses networks without stages to pair.
+Promises: each level of the teacher (every paired stage before its activation, and the pooled vector as a 1×1 map) is
+compared with a map fused from the same level of the student and all deeper ones. A sample's loss depends on other
+samples only through the helper's BatchNorms. Rejects networks without stages to pair.
 """
 
 from __future__ import annotations
@@ -15,23 +14,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drumline.core.errors import UserError
-from drumline.distill.method import Anatomy, Method, Needs, Seen, Taps, Weights
-from drumline.distill.methods.pairing import Pair, needs_of, require_pairs, sum_of
+from drumline.distill.method import Anatomy, Method, Needs, Seen, Taps, Weights, check_option
+from drumline.distill.methods.taps import Pair, needs_of, require_pairs, sum_of
 from drumline.models.base import pool_to
 
 PYRAMID = (4, 2, 1)
-"""The grids on which maps are compared, after the whole map."""
+"""The grids on which maps are compared, besides the whole map."""
 
 MOST_MID = 512
-"""Channels in which levels are fused, at most, where nobody sets them."""
+"""The most channels in which levels are fused by default."""
 
 
 def hierarchical(fused: Tensor, teacher: Tensor) -> Tensor:
-    """(n,): Σ_l w_l · mean (P_l(fused) − P_l(teacher))² / Σ_l w_l, mean over channels and places.
+    """(n,): Σ_l w_l · mean (P_l(fused) − P_l(teacher))² / Σ_l w_l, mean over channels and positions.
 
-    P_l are the whole map and its means on 4×4, 2×2 and 1×1 grids. w is 1 for the whole map and half of the one
-    before for each grid smaller than the map; other grids are left out. The two maps have one shape.
+    P_l are the whole map and its means on grids of 4×4, 2×2 and 1×1. w is 1 for the whole map and halves with each
+    grid that is smaller than the map; larger grids are omitted. Both maps have the same shape.
     """
     height, width = fused.shape[-2:]
     loss = (fused - teacher).square().mean((1, 2, 3))
@@ -41,7 +39,7 @@ def hierarchical(fused: Tensor, teacher: Tensor) -> Tensor:
             continue
         weight /= 2
         total += weight
-        # Means are linear: one pool of the difference is the difference of two pools.
+        # Averaging is linear: pooling the difference is the difference of the pooled maps.
         loss = loss + weight * pool_to(fused - teacher, (grid, grid)).square().mean((1, 2, 3))
     return loss / total
 
@@ -53,22 +51,18 @@ class ReviewKd(Method):
     weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=5.0)
 
     mid: int = 0
-    """Channels in which levels are fused. 0: as many as the student's deepest level has, at most 512."""
+    """Channels in which levels are fused. 0: as many as the student's deepest level has, up to 512."""
     warmup: float = 20.0
 
     def __post_init__(self) -> None:
-        if self.mid < 0:
-            raise UserError(
-                f"distill.options mid = {self.mid}: not a number of channels",
-                "use mid:64, say, or leave it out for the width of the student's last level",
-            )
+        check_option("mid", self.mid, self.mid >= 0, "0 or more", 0)
 
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
-        """Common stages before their activation, where that is known, and the pooled vectors."""
+        """The common stages, before their activation where that tap exists, and the pooled vectors."""
         return needs_of(_levels(student, teacher))
 
     def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
-        """The fusion of levels, from deep to shallow."""
+        """Fuses levels from deep to shallow."""
         levels = _levels(student, teacher)
         deepest, _ = levels[-1]
         return _Review(levels, student, teacher, self.mid or min(MOST_MID, student.shapes[deepest][0]))
@@ -79,7 +73,7 @@ class ReviewKd(Method):
 
 
 class _Review(nn.Module):
-    """A map for each of the teacher's taps, of its shape and under its name, from the student's levels."""
+    """Computes a map for each of the teacher's taps, with its name and shape, from the student's levels."""
 
     def __init__(self, levels: list[Pair], student: Anatomy, teacher: Anatomy, mid: int) -> None:
         super().__init__()
@@ -100,11 +94,11 @@ class _Review(nn.Module):
 
 
 class _Fusion(nn.Module):
-    """One level: its map in `mid` channels, mixed with the deeper level's by two attention maps, then as the
-    teacher's map would be.
+    """One level: its map in `mid` channels, fused with the deeper level by two attention maps, then brought to the
+    teacher's shape.
 
-    With x the own map, y the deeper one at x's size (nearest) and (a, b) = sigmoid(conv1×1([x, y])), the fused map is
-    a·x + b·y, brought to the teacher's size (nearest). The deepest level has no y and is its own fused map.
+    Let x be the map of this level, y the deeper one resized to x (nearest), and (a, b) = sigmoid(conv1×1([x, y])).
+    The fused map is a·x + b·y, resized to the teacher's size (nearest). At the deepest level, x is the fused map.
     """
 
     def __init__(self, entry: int, mid: int, width: int, fuses: bool) -> None:
@@ -117,13 +111,13 @@ class _Fusion(nn.Module):
             nn.init.kaiming_uniform_(conv.weight, a=1)
 
     def forward(self, x: Tensor, deeper: Tensor | None, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """The map to compare with the teacher's, of its size, and the fused one for the next level."""
+        """The map to compare with the teacher's, and the fused map for the next level."""
         x = self.enter(x)
         if self.attend is not None:
             assert deeper is not None
             deeper = _nearest(deeper, (x.shape[2], x.shape[3]))
-            share = self.attend(torch.cat((x, deeper), 1)).sigmoid()
-            x = x * share[:, :1] + deeper * share[:, 1:]
+            weights = self.attend(torch.cat((x, deeper), 1)).sigmoid()
+            x = x * weights[:, :1] + deeper * weights[:, 1:]
         x = _nearest(x, grid)
         return self.leave(x), x
 

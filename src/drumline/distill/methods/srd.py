@@ -1,7 +1,7 @@
 """Simple recipe distillation: a linear projector, BatchNorm on both sides, and a soft maximum of the distance.
 
-Promises: the distance is the logarithm of one sum over the whole global batch, so it is the same on any number of
-processes only because its scope is the global batch. Refuses networks without a pooled vector.
+Promises: the distance is the logarithm of one sum over the global batch, so it does not depend on the number of
+processes. Rejects networks without a pooled vector.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from drumline.core.errors import UserError
-from drumline.distill.method import Anatomy, Method, Needs, Scope, Seen, Taps, Weights
-from drumline.distill.methods.logits import kd
-from drumline.distill.methods.pooled import require_pooled
+from drumline.distill.method import Anatomy, Method, Needs, Scope, Seen, Taps, Weights, check_option
+from drumline.distill.methods.logits import check_temperature, kd
+from drumline.distill.methods.taps import require_pooled
 
 
 def srd(student: Tensor, teacher: Tensor, exponent: float) -> Tensor:
-    """log of the sum over all samples and channels of |s - t|^exponent, of normalised vectors (n, C); one number.
+    """log of the sum of |s - t|^exponent over all samples and channels of normalised vectors (n, C); one number.
 
-    Where the sum is below the smallest normal number, as for equal tensors, it is that number's logarithm and there
-    is no gradient.
+    The sum is at least the smallest normal number; below it, as for equal tensors, there is no gradient.
     """
     total = ((student - teacher).abs() ** exponent).sum()
     return total.clamp_min(torch.finfo(total.dtype).tiny).log()
@@ -30,8 +28,8 @@ def srd(student: Tensor, teacher: Tensor, exponent: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Srd(Method):
-    """Understanding the role of the projector (Miles & Mikolajczyk, 2024): 2 `srd` of the pooled vectors, the
-    student's projected, both through a BatchNorm without weights, plus the mean of `kd` of the logits."""
+    """Understanding the role of the projector (Miles & Mikolajczyk, 2024): 2 `srd` of the pooled vectors, plus the
+    mean of `kd`. The student's vector is projected; both pass a BatchNorm without weights."""
 
     weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=1.0, T=1.0)
     helper_asks_teacher: ClassVar[bool] = True
@@ -39,21 +37,18 @@ class Srd(Method):
 
     exponent: float = 4.0
     T: float = 1.0
-    """The temperature of the logits' term."""
+    """The temperature of the kd term."""
 
     def __post_init__(self) -> None:
-        for name, value, paper in (("exponent", self.exponent, 4), ("T", self.T, 1)):
-            if value <= 0:
-                raise UserError(
-                    f"distill.options {name} = {value:g}: must be above 0", f"the paper's is {paper}"
-                )
+        check_option("exponent", self.exponent, self.exponent > 0, "above 0", 4)
+        check_temperature(self.T)
 
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
         """The pooled vectors."""
         return require_pooled("srd", student, teacher)
 
     def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
-        """The projector and both BatchNorms."""
+        """The projector and the two BatchNorms."""
         return _Project(student.shapes["pooled"][0], teacher.shapes["pooled"][0])
 
     def loss(self, seen: Seen) -> Tensor:
@@ -63,8 +58,8 @@ class Srd(Method):
 
 
 class _Project(nn.Module):
-    """No bias: the BatchNorm takes any constant off again. The BatchNorms have no weights, as a learnt one would
-    let the student shrink the distance by scaling."""
+    """The projector has no bias, because the BatchNorm removes any constant. The BatchNorms have no weights: with a
+    learnt weight, the student could shrink the distance by scaling."""
 
     def __init__(self, student: int, teacher: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Methods that compare statistics of feature maps, one sample at a time: nst, kdsvd and fsp.
 
-Promises: a sample's loss depends on that sample alone, and the batch loss is the mean over samples. No tensor of
-channels × channels × places is built. Gradients are finite at maps of zeros and at equal singular values.
-Refuses networks without enough stages to pair and, for fsp, stages of different widths.
+Promises: a sample's loss depends on that sample alone; the batch loss is the mean over samples. No tensor of channels
+× channels × positions is built. Gradients are finite for maps of zeros and for equal singular values. Rejects
+networks with too few stages to pair and, for fsp, stages of different widths.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from drumline.core.errors import UserError
-from drumline.distill.method import Anatomy, Method, Needs, Seen, Weights
-from drumline.distill.methods.pairing import (
+from drumline.distill.method import Anatomy, Method, Needs, Seen, Weights, check_option
+from drumline.distill.methods.taps import (
     at_common_size,
     common_grid,
     needs_of,
@@ -30,11 +30,11 @@ from drumline.models.base import pool_to
 
 
 def nst(student: Tensor, teacher: Tensor) -> Tensor:
-    """(n,): MMD² between the channels of two maps, by the kernel k(x, y) = (xᵀy)².
+    """(n,): MMD² between the channels of two maps, with the kernel k(x, y) = (xᵀy)².
 
-    mean k(s_i, s_j) + mean k(t_i, t_j) − 2 mean k(s_i, t_j), where s_i and t_j are the channels' maps at the
-    common size, each of norm 1 over its places (a channel of zeros stays zero). With the rows of S and T the
-    channels, the sum of k over pairs of rows is ‖S Tᵀ‖² = ⟨SᵀS, TᵀT⟩: the side with the smaller matrices is used.
+    mean k(s_i, s_j) + mean k(t_i, t_j) − 2 mean k(s_i, t_j), where s_i and t_j are the maps of single channels at the
+    common size, normalised over positions (a channel of zeros stays zero). With channels as the rows of S and T, the
+    sum of k over all pairs is ‖S Tᵀ‖² = ⟨SᵀS, TᵀT⟩; the form with the smaller matrices is used.
     """
     student, teacher = at_common_size(student, teacher)
     s, t = F.normalize(student.flatten(2), dim=2), F.normalize(teacher.flatten(2), dim=2)
@@ -45,15 +45,14 @@ def nst(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def kdsvd(student: list[Tensor], teacher: list[Tensor], k: int = 1) -> Tensor:
-    """(n,): how the leading singular vectors of one stage relate to those of the next, compared by radial functions.
+    """(n,): compares how the leading singular vectors of one stage relate to those of the next, by radial functions.
 
-    A map at the common size is a matrix X of channels × places. Its leading right singular vectors, which live on
-    places so that widths may differ, come from `singular_vectors`: k of the teacher, k + 3 of the student. The
-    teacher's v_m are signed so that Σ_i v_im ≥ 0. For each of them the student's u_m is the candidate of largest
-    |cosine|, times the sign of that cosine. With σ_m = ‖X_t v_m‖, scaled to Σ σ_m² = 1, place i of a stage has the k
-    coordinates σ_m v_im (teacher) and σ_m u_im (student). Between places i of a stage and j of the next one,
-    R_ij = exp(−‖p_i − q_j‖²/8) on these coordinates, and the loss is Σ_ij (R_ij(student) − R_ij(teacher))², summed
-    over consecutive stages.
+    A map at the common size is a matrix X of channels × positions. `singular_vectors` gives its leading right
+    singular vectors, k of the teacher and k + 3 of the student; they are indexed by positions, so widths may differ.
+    The teacher's v_m are signed so that Σ_i v_im ≥ 0. The student's u_m is the candidate with the largest |cosine| to
+    v_m, times the sign of that cosine. With σ_m = ‖X_t v_m‖, scaled to Σ σ_m² = 1, position i of a stage has the
+    coordinates σ_m v_im (teacher) and σ_m u_im (student). For position i of a stage and j of the next one, R_ij =
+    exp(−‖p_i − q_j‖²/8). The loss is Σ_ij (R_ij(student) − R_ij(teacher))², summed over consecutive stages.
     """
     points = [_aligned(mine, theirs, k) for mine, theirs in zip(student, teacher, strict=True)]
     losses = [
@@ -66,29 +65,29 @@ def kdsvd(student: list[Tensor], teacher: list[Tensor], k: int = 1) -> Tensor:
 def singular_vectors(x: Tensor, count: int) -> Tensor:
     """The `count` leading right singular vectors of matrices (n, C, P), as columns of (n, P, count), in order.
 
-    Orthogonal iteration from a fixed start: W ← XᵀX W/‖X‖², then Gram–Schmidt. 25 rounds: the error of vector m falls
-    as (σ_{m+1}/σ_m)^50. Only the last 5 are differentiated, from a constant start. They give the first terms of the
-    series 1/(σ_m² − σ_j²) = Σ_r σ_j^2r/σ_m^(2r+2) in the exact gradient: close to it for vectors set apart, bounded
-    for vectors of equal singular values, where the exact one does not exist. No library decomposition is called,
-    because those wait for the GPU. Vectors whose σ² is under about 1e-5 of ‖X‖² fade to zero.
+    Orthogonal iteration from a fixed start: W ← XᵀX W/‖X‖², then Gram–Schmidt. After 25 iterations the error of
+    vector m is of the order (σ_{m+1}/σ_m)^50. Only the last 5 are differentiated, from a constant start. They give
+    the first terms of the series 1/(σ_m² − σ_j²) = Σ_r σ_j^2r/σ_m^(2r+2) in the exact gradient: close to it for
+    well-separated singular values, and bounded for equal ones, where the exact gradient does not exist. Library
+    decompositions are not used because they wait for the GPU. Vectors with σ² below about 1e-5 of ‖X‖² fade to zero.
     """
     places = torch.arange(x.shape[2], dtype=x.dtype, device=x.device)
     waves = torch.arange(count, dtype=x.dtype, device=x.device)
-    # Waves of 0, 1, 2... radians per place: all independent, and the first has the sign that ReLU gives maps.
+    # Waves of 0, 1, 2... radians per position: linearly independent, and the first has the sign of a ReLU map.
     found = torch.outer(places + 0.5, waves).cos().expand(x.shape[0], -1, -1)
     energy = x.square().sum((1, 2), keepdim=True) + _LEAST_ENERGY
     with torch.no_grad():
-        for _ in range(_CONSTANT_ROUNDS):
-            found = _round(x, found, energy)
-    for _ in range(_ROUNDS - _CONSTANT_ROUNDS):
-        found = _round(x, found, energy)
+        for _ in range(_CONSTANT_ITERATIONS):
+            found = _iterate(x, found, energy)
+    for _ in range(_ITERATIONS - _CONSTANT_ITERATIONS):
+        found = _iterate(x, found, energy)
     return found
 
 
 def flow(lower: Tensor, upper: Tensor) -> Tensor:
-    """(n, C, D): G = X Yᵀ/(h·w), the products of two maps' channels, mean over places; the FSP matrix.
+    """(n, C, D): G = X Yᵀ/(h·w), the products of two maps' channels, averaged over positions; the FSP matrix.
 
-    The larger map is max-pooled to the size of the smaller, as in the paper; where sizes do not divide, by means.
+    The larger map is max-pooled to the size of the smaller, as in the paper, or averaged if the sizes do not divide.
     """
     grid = common_grid(lower.shape, upper.shape)
     x, y = _strongest(lower, grid).flatten(2), _strongest(upper, grid).flatten(2)
@@ -106,7 +105,7 @@ def fsp(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Nst(Method):
-    """Neuron selectivity transfer: the student's channels should be spread over places as the teacher's are."""
+    """Neuron selectivity transfer: match the distribution of each channel over positions."""
 
     weights: ClassVar[Weights] = Weights(b=50.0)
 
@@ -121,19 +120,18 @@ class Nst(Method):
 
 @dataclass(frozen=True)
 class Kdsvd(Method):
-    """Distillation by singular value decomposition: leading patterns over places, related from stage to stage."""
+    """Distillation by singular value decomposition: leading patterns over positions, related from stage to stage."""
 
     weights: ClassVar[Weights] = Weights(b=1.0)
 
     k: int = 1
-    """Singular vectors of the teacher for each stage."""
+    """Singular vectors of the teacher per stage."""
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise UserError(f"distill.options k = {self.k}: not a number of singular vectors", "use k=1, say")
+        check_option("k", self.k, self.k >= 1, "1 or more", 1)
 
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
-        """All common stages, of which there must be two."""
+        """All common stages; at least two."""
         return needs_of(require_pairs("kdsvd", student, teacher, least=2))
 
     def loss(self, seen: Seen) -> Tensor:
@@ -143,9 +141,9 @@ class Kdsvd(Method):
 
 @dataclass(frozen=True)
 class Fsp(Method):
-    """Flow of solution procedure: an initial stage in which the student's `flow` becomes the teacher's.
+    """Flow of solution procedure: an initial stage that matches the student's `flow` to the teacher's.
 
-    `b` weighs that stage, where nothing stands beside it.
+    `b` is the weight of that stage, whose loss has no other term.
     """
 
     weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=1.0)
@@ -153,7 +151,7 @@ class Fsp(Method):
     initial_epochs: ClassVar[float] = 30.0
 
     def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
-        """The stem and all common stages. Refuses two networks whose channels differ there."""
+        """The stem and all common stages. Rejects networks whose channels differ there."""
         pairs = require_pairs("fsp", student, teacher)
         if "stem" in student.shapes and "stem" in teacher.shapes:
             pairs = [("stem", "stem"), *pairs]
@@ -161,10 +159,10 @@ class Fsp(Method):
         theirs = [teacher.shapes[name][0] for _, name in pairs]
         if mine != theirs or len(pairs) < 2:
             raise UserError(
-                "distill.method = fsp: it compares products of channels, so both networks need the same channels "
-                f"at two taps or more; {student.name} has {_listed(mine)}, {teacher.name} has {_listed(theirs)}",
-                "use two networks of one family, such as resnet56 or resnet110 for resnet20, or a method that takes "
-                "any channels, such as nst or attention",
+                "distill.method = fsp: compares products of channels, so both networks need the same channels at two "
+                f"or more taps; {student.name} has {_listed(mine)}, {teacher.name} has {_listed(theirs)}",
+                "use two networks of one family, such as resnet56 and resnet20, or a method for any channels, such "
+                "as nst or attention",
             )
         return needs_of(pairs)
 
@@ -176,23 +174,23 @@ class Fsp(Method):
         return fsp(mine, theirs)
 
 
-_ROUNDS = 25
-_CONSTANT_ROUNDS = 20
+_ITERATIONS = 25
+_CONSTANT_ITERATIONS = 20
 _LEAST_ENERGY = 1e-12
-_LEAST_SHARE = 1e-5
+_LEAST_NORM = 1e-5
 _MORE_CANDIDATES = 3
 _BLOCK = 1 << 24
-"""Elements of the largest tensor that `kdsvd` builds: a block of places by places."""
+"""Elements of the largest tensor that `kdsvd` builds: a block of positions × positions."""
 
 
 def _kernel_mean(x: Tensor, y: Tensor) -> Tensor:
     return (x @ y.mT).square().mean((1, 2))
 
 
-def _round(x: Tensor, found: Tensor, energy: Tensor) -> Tensor:
-    """One round: XᵀX W/‖X‖² with columns made orthogonal to the ones before them and of norm 1.
+def _iterate(x: Tensor, found: Tensor, energy: Tensor) -> Tensor:
+    """One iteration: XᵀX W/‖X‖², with each column made orthogonal to the previous ones and normalised.
 
-    The norm is √(‖w‖² + 1e-10), so that a column of rounding errors is not blown up to a vector, nor its gradient.
+    The norm is √(‖w‖² + 1e-10), so that neither a column of rounding errors nor its gradient is amplified.
     """
     stretched = x.mT @ (x @ found) / energy
     columns: list[Tensor] = []
@@ -201,12 +199,12 @@ def _round(x: Tensor, found: Tensor, energy: Tensor) -> Tensor:
         if columns:
             before = torch.cat(columns, 2)
             column = column - before @ (before.mT @ column)
-        columns.append(column / (column.square().sum(1, keepdim=True) + _LEAST_SHARE**2).sqrt())
+        columns.append(column / (column.square().sum(1, keepdim=True) + _LEAST_NORM**2).sqrt())
     return torch.cat(columns, 2)
 
 
 def _aligned(student: Tensor, teacher: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The places' coordinates (n, P, k) by student and teacher, as `kdsvd` defines them."""
+    """The coordinates of positions (n, P, k) for student and teacher, as `kdsvd` defines them."""
     student, teacher = at_common_size(student, teacher)
     s, t = student.flatten(2), teacher.flatten(2)
     theirs = singular_vectors(t, min(k, *t.shape[1:]))
@@ -215,7 +213,7 @@ def _aligned(student: Tensor, teacher: Tensor, k: int) -> tuple[Tensor, Tensor]:
     cosines = candidates.detach().mT @ theirs
     best = cosines.abs().argmax(1, keepdim=True)
     rows = torch.arange(cosines.shape[1], device=best.device).view(1, -1, 1)
-    # ±1 at the best candidate of each column, 0 elsewhere.
+    # ±1 for the best candidate of each column, 0 elsewhere.
     choice = (rows == best).to(s.dtype) * _signs(cosines)
     scale = F.normalize((t @ theirs).square().sum(1, keepdim=True).sqrt(), dim=2)
     return candidates @ choice * scale, theirs * scale
@@ -227,7 +225,7 @@ def _signs(x: Tensor) -> Tensor:
 
 
 def _radial_gap(mine: Tensor, next_mine: Tensor, theirs: Tensor, next_theirs: Tensor) -> Tensor:
-    """(n,): Σ_ij (R_ij(mine) − R_ij(theirs))², in blocks of places i that the backward computes again."""
+    """(n,): Σ_ij (R_ij(mine) − R_ij(theirs))², in blocks of positions i that the backward recomputes."""
     count, places, width = mine.shape[0], mine.shape[1], min(mine.shape[2], next_mine.shape[2])
     mine, next_mine = mine[:, :, :width], next_mine[:, :, :width]
     theirs, next_theirs = theirs[:, :, :width], next_theirs[:, :, :width]
@@ -252,7 +250,8 @@ def _radial(points: Tensor, others: Tensor) -> Tensor:
 
 
 def _strongest(x: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Max-pooling to a grid that divides the map, else `pool_to`. Windows do not overlap, so the backward repeats."""
+    """Max-pooling to a grid that divides the map, else `pool_to`. Windows do not overlap, so the backward is
+    deterministic."""
     height, width = x.shape[-2:]
     if (height, width) == grid:
         return x
@@ -262,7 +261,7 @@ def _strongest(x: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def _maps(seen: Seen) -> tuple[list[Tensor], list[Tensor]]:
-    """The paired stages' maps of student and teacher."""
+    """The maps of the paired stages, of student and teacher."""
     pairs = paired_stages(seen.taps, seen.teacher_taps)
     return [seen.taps[mine] for mine, _ in pairs], [seen.teacher_taps[theirs] for _, theirs in pairs]
 

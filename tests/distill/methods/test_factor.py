@@ -177,5 +177,5 @@ def test_wrong_options_and_networks_without_stages_are_refused() -> None:
         Factor(k=0)
     with pytest.raises(UserError, match="k = -1"):
         Paraphrase(k=-1)
-    with pytest.raises(UserError, match="reads the tap `stage1`, and bare has none"):
+    with pytest.raises(UserError, match="`stage1`, which bare does not have"):
         Factor().needs(STUDENT, Anatomy("bare", {"pooled": (3,)}, 10))

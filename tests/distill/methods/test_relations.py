@@ -334,6 +334,6 @@ def test_a_network_without_the_tap_is_refused_by_name(method: Method) -> None:
     bare = Anatomy("bare", {"stem": (8, 4, 4)}, 10)
     for pair in ((bare, TEACHER), (STUDENT, bare)):
         with pytest.raises(
-            UserError, match=r"reads the tap `(stage1|pooled)`, and bare has none \(it has: stem\)"
+            UserError, match=r"`(stage1|pooled)`, which bare does not have \(its taps: stem\)"
         ):
             method.needs(*pair)

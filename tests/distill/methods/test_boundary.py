@@ -216,7 +216,7 @@ def test_equal_and_zero_maps_have_finite_gradients() -> None:
 
 def test_a_teacher_without_batchnorm_or_taps_is_refused() -> None:
     with pytest.raises(
-        UserError, match=r"BatchNorm right before the activation.*stage1\.pre of the teacher plain"
+        UserError, match=r"BatchNorm directly before each activation.*stage1\.pre of the teacher plain"
     ):
         Ofd().needs(STUDENT, anatomy("plain", (4, 8, 8), norms=False))
     without = Anatomy("odd", {"stage1": (3, 4, 4), "pooled": (3,)}, 10)

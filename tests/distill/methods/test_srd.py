@@ -95,5 +95,5 @@ def test_wrong_options_and_networks_without_a_pooled_vector_are_refused() -> Non
         Srd(exponent=0)
     with pytest.raises(UserError, match="T = -1"):
         Srd(T=-1)
-    with pytest.raises(UserError, match="maps only has none"):
+    with pytest.raises(UserError, match="`pooled`, which maps only does not have"):
         Srd().needs(STUDENT, Anatomy("maps only", {"stage1": (3, 2, 2)}, 10))

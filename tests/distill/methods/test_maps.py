@@ -19,7 +19,7 @@ from drumline.distill.methods.maps import (
     hint,
     vid,
 )
-from drumline.distill.methods.pairing import at_common_size, paired_stages
+from drumline.distill.methods.taps import at_common_size, paired_stages
 
 THREE = Anatomy(
     "three",
@@ -239,12 +239,12 @@ def test_vid_starts_from_a_variance_of_five_and_adds_up_its_stages() -> None:
 @pytest.mark.parametrize(
     ("method", "student", "teacher", "says"),
     [
-        (Hint(layer=4), THREE, FOUR, "no stage 4"),
+        (Hint(layer=4), THREE, FOUR, "stage 4 of the student"),
         (Hint(layer=1), FOUR, THREE, "stages 2, 3, 4"),
-        (Hint(layer=0), THREE, THREE, "no stage 0"),
-        (Attention(layers="3+4"), THREE, THREE, "no stage 4"),
+        (Hint(layer=0), THREE, THREE, "stage 0 of the student"),
+        (Attention(layers="3+4"), THREE, THREE, "stage 4 of the student"),
         (Attention(layers="last"), THREE, THREE, "'last'"),
-        (Attention(), Anatomy("flat", {"pooled": (4,)}, 10), THREE, "it has 0 of flat"),
+        (Attention(), Anatomy("flat", {"pooled": (4,)}, 10), THREE, "flat has 0"),
         (Vid(), THREE, Anatomy("flat", {"pooled": (4,)}, 10), "method = vid"),
     ],
 )

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from drumline.core.errors import UserError
 from drumline.distill import bank as bank_module
-from drumline.distill.bank import STUDENT, TEACHER, ContrastBank, first_rows
+from drumline.distill.bank import ContrastBank, first_rows
 from drumline.distill.method import Anatomy, Memory, Method, Needs, Seen
 from drumline.distill.methods.contrast import Crd, log_partition, nce, scores
 from drumline.parallel.world import single_process
@@ -261,8 +261,8 @@ def test_rows_keep_the_networks_apart() -> None:
     bank = small_bank()
     state = bank.collect()
     rows = bank.fetch(torch.tensor([5, 5, 2]))
-    assert torch.equal(rows[:, STUDENT], state["student"][[5, 5, 2]])
-    assert torch.equal(rows[:, TEACHER], state["teacher"][[5, 5, 2]])
+    assert torch.equal(rows.student, state["student"][[5, 5, 2]])
+    assert torch.equal(rows.teacher, state["teacher"][[5, 5, 2]])
 
 
 def test_the_declaration_works_and_everything_learns() -> None:
@@ -287,7 +287,7 @@ def test_wrong_options_are_refused(option: dict[str, Any]) -> None:
 
 
 def test_networks_without_a_pooled_vector_are_refused() -> None:
-    with pytest.raises(UserError, match="maps only has none"):
+    with pytest.raises(UserError, match="`pooled`, which maps only does not have"):
         Crd().needs(SMALL, Anatomy("maps only", {"stage1": (3, 2, 2)}, 4))
 
 

@@ -14,7 +14,7 @@ from drumline.core.errors import UserError
 from drumline.distill.method import Anatomy, Method, Seen
 from drumline.distill.methods import statistics
 from drumline.distill.methods.statistics import Fsp, Kdsvd, Nst, flow, fsp, kdsvd, nst, singular_vectors
-from tests.distill.test_maps import FOUR, THREE, close, doubles, meet, seen, works
+from tests.distill.methods.test_maps import FOUR, THREE, close, doubles, meet, seen, works
 
 TWIN = Anatomy(
     "twin",
@@ -365,11 +365,11 @@ def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(UserError, match=r"three has 6/6/7/9, four has 4/5/8/10(.|\n)*resnet56"):
         Fsp().needs(THREE, FOUR)
     single = Anatomy("single", {"stage1": (4, 8, 8)}, 10)
-    with pytest.raises(UserError, match="2 or more named stages"):
+    with pytest.raises(UserError, match="at least 2 named stages"):
         Kdsvd().needs(single, THREE)
-    with pytest.raises(UserError, match="two taps or more"):
+    with pytest.raises(UserError, match="two or more taps"):
         Fsp().needs(single, single)
-    with pytest.raises(UserError, match="3 of three and 0 of flat"):
+    with pytest.raises(UserError, match="three has 3 and flat has 0"):
         Nst().needs(THREE, Anatomy("flat", {"pooled": (4,)}, 10))
     with pytest.raises(UserError, match="k = 0"):
         Kdsvd(k=0)

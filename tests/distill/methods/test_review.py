@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from drumline.core.errors import UserError
 from drumline.distill.method import Anatomy
 from drumline.distill.methods.review import ReviewKd, hierarchical
-from tests.distill.test_maps import FOUR, THREE, close, doubles, pooled, seen, works
+from tests.distill.methods.test_maps import FOUR, THREE, close, doubles, pooled, seen, works
 
 SMALL = Anatomy(
     "small", {"stage1": (4, 16, 16), "stage2": (5, 8, 8), "stage3": (6, 4, 4), "pooled": (6,)}, 10
@@ -159,7 +159,7 @@ def test_levels_are_fused_in_as_many_channels_as_the_students_deepest_has(width:
 
 
 def test_what_cannot_be_fused_is_refused() -> None:
-    with pytest.raises(UserError, match="it has 0 of flat"):
+    with pytest.raises(UserError, match="flat has 0"):
         ReviewKd().needs(Anatomy("flat", {"pooled": (4,)}, 10), LARGE)
     with pytest.raises(UserError, match="mid = -1"):
         ReviewKd(mid=-1)
