@@ -20,6 +20,7 @@ from torch import nn
 
 from drumline.config.recipe import Checkpoint, Data, Distill, Model, Optim, Parallel, Recipe, Run, Train
 from drumline.data.feed.batch import Batch
+from drumline.data.feed.transform import IMAGENET_MEAN, IMAGENET_STD
 from drumline.models import create_model
 from drumline.observe.display import SilentDisplay
 from drumline.parallel.world import single_process
@@ -213,8 +214,8 @@ def make_recipe(folder: Path, plan: Plan, deterministic: bool, compiled: bool) -
             path=str(folder / "set.npz"),
             batch=plan.batch,
             augment="shift",
-            mean=prepare.IMAGENET_MEAN,
-            std=prepare.IMAGENET_STD,
+            mean=IMAGENET_MEAN,
+            std=IMAGENET_STD,
         ),
         model=Model(name=plan.student),
         optim=Optim(lr=RATE, momentum=MOMENTUM, weight_decay=DECAY, schedule="constant"),

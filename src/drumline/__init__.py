@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
+    from drumline.data.feed.open import open_feed
     from drumline.data.image.resize import resize
     from drumline.guards.finding import GuardError
     from drumline.guards.script.watch import guard
     from drumline.models import create_model
 
-__all__ = ["GuardError", "__version__", "create_model", "guard", "resize"]
+__all__ = ["GuardError", "__version__", "create_model", "guard", "open_feed", "resize"]
 
 
 def __getattr__(name: str) -> Any:
@@ -34,6 +35,10 @@ def __getattr__(name: str) -> Any:
         from drumline.guards.finding import GuardError
 
         return GuardError
+    if name == "open_feed":
+        from drumline.data.feed.open import open_feed
+
+        return open_feed
     if name == "resize":
         from drumline.data.image.resize import resize
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+import drumline
 from drumline.config.recipe import Checkpoint, Data, Model, Optim, Recipe, Run, Train
 from drumline.data.feed import loader
 from drumline.data.feed.bad_samples import BadSamples
@@ -276,3 +277,26 @@ def test_the_feed_gives_its_memory_back(files: Path) -> None:
     # A block that another stream has used is counted until the allocator is asked again: some batches' worth.
     assert held[-1][0] <= held[0][0] + 8, held
     assert held[-1][1] <= held[0][1] + 64, held
+
+
+@pytest.mark.parametrize("path", ["files", "digits"])
+@pytest.mark.parametrize("decode", ["cpu", pytest.param("gpu", marks=needs_engine)])
+def test_open_feed_gives_the_same_tensors_on_the_gpu(files: Path, path: str, decode: str) -> None:
+    where, size = (files, 48) if path == "files" else ("", 8)
+    for training in (True, False):
+        options = {
+            "seed": 5,
+            "train": training,
+            "bad_limit": 0.5,
+            "jitter": (0.4, 0.4, 0.4, 0.1),
+            "workers": 4,
+        }
+        with (
+            drumline.open_feed(where, 16, size, **options) as on_cpu,
+            drumline.open_feed(where, 16, size, device="cuda", decode=decode, **options) as on_gpu,
+        ):
+            for ours, theirs in zip(on_gpu, on_cpu, strict=True):
+                assert ours.images.is_contiguous(memory_format=torch.channels_last)
+                for mine, expected in zip(ours, theirs, strict=True):
+                    assert mine.device == DEVICE
+                    assert torch.equal(mine.cpu(), expected)

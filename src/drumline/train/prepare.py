@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 
 from drumline.config.layouts import ONE_SCALE, STAGED
-from drumline.config.recipe import Data, Recipe
+from drumline.config.recipe import Recipe
 from drumline.config.rules import shard_count
 from drumline.core.compiler import use_deterministic_algorithms
 from drumline.core.environment import threads_asked
@@ -26,8 +26,7 @@ from drumline.data.feed.choose import choose_workers
 from drumline.data.feed.loader import Batches, Workers, batches, blank_batches, resident_batches
 from drumline.data.feed.resident import ResidentSet, fits_on_device, resident_feed
 from drumline.data.feed.sampler import Request, evaluation_requests, steps_per_epoch, training_requests
-from drumline.data.feed.transform import Augment, Transform
-from drumline.data.image.augment import Augmentation, mean_colour
+from drumline.data.feed.transform import Transform, make_transform, normalization
 from drumline.data.sources import (
     ArrayDataset,
     Dataset,
@@ -36,7 +35,6 @@ from drumline.data.sources import (
     detect_source,
     open_dataset,
 )
-from drumline.data.sources import channel_statistics as measured_statistics
 from drumline.data.sources.base import NoEvalSplit, NoTrainSplit, describe_skipped
 from drumline.parallel.layout import resolve_layout
 from drumline.parallel.world import World
@@ -45,7 +43,6 @@ from drumline.train.schedule import Schedule, build_schedule
 from drumline.train.spread import own_share
 from drumline.train.step import Normalise
 
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 EVALUATION_BATCH = 256
 """Largest evaluation batch. Fixed, so that a sample is always scored in the same company."""
 
@@ -193,19 +190,8 @@ def prepare_sets(recipe: Recipe, world: World, to_score: bool = False) -> Sets:
         train_spec = eval_spec = replace(eval_spec, whole=True)
         train = evaluation = open_dataset(eval_spec)
     _refuse_other_classes(train, evaluation)
-    mean, std = _statistics(data, train)
-    transform = Transform(
-        size=_size(data, train),
-        augment=_augment(data, train),
-        eval_crop=data.eval_crop,
-        exif=data.exif,
-        mixup=data.mixup,
-        cutmix=data.cutmix,
-        resize=data.resize,
-        interpolation=data.interpolation,
-        augmentation=_augmentation(data, mean),
-        on_bad="raise" if data.strict else "substitute",
-    )
+    mean, std = normalization(data, train)
+    transform = make_transform(data, train, mean)
     bad = (
         BadSamples("training", len(train), data.bad_limit),
         BadSamples("evaluation", len(evaluation), data.bad_limit),
@@ -346,39 +332,6 @@ def _steps(epochs: float, per_epoch: int) -> int:
     return max(1, round(epochs * per_epoch)) if epochs else 0
 
 
-def _size(data: Data, source: Dataset) -> int:
-    if data.size != "auto":
-        return data.size
-    if not isinstance(source, ArrayDataset):
-        return 224
-    height, width, _ = source.shape
-    if height != width:
-        raise UserError(
-            f"data.size = auto: the stored images are {width} x {height}, not square", "give --data.size N"
-        )
-    return height
-
-
-def _augment(data: Data, source: Dataset) -> Augment:
-    arrays = isinstance(source, ArrayDataset)
-    if data.augment == "auto":
-        if not arrays:
-            return "crop-flip"
-        by_source: dict[str, Augment] = {
-            "cifar10": "shift-flip",
-            "cifar100": "shift-flip",
-            "synthetic": "none",
-        }
-        # The source's own name: a packed CIFAR-10 is still CIFAR-10.
-        return by_source.get(source.name, "shift")
-    if data.augment.startswith("shift") and not arrays:
-        raise UserError(
-            f"data.augment = {data.augment}: image files come in many sizes, shifting wants one",
-            "use crop-flip or none",
-        )
-    return data.augment
-
-
 def _resident(source: Dataset, transform: Transform, device: torch.device) -> ResidentSet | None:
     if (
         device.type != "cuda"
@@ -387,22 +340,3 @@ def _resident(source: Dataset, transform: Transform, device: torch.device) -> Re
     ):
         return None
     return ResidentSet.upload(source, transform, device)
-
-
-def _augmentation(data: Data, mean: tuple[float, ...]) -> Augmentation:
-    brightness, contrast, saturation, hue = data.jitter or (0.0,) * 4
-    operations, magnitude = data.randaugment or (0, 0)
-    return Augmentation(
-        jitter=(brightness, contrast, saturation, hue),
-        randaugment=(operations, magnitude),
-        erasing=data.erasing,
-        fill=mean_colour(mean),
-    )
-
-
-def _statistics(data: Data, source: Dataset) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    if data.mean:
-        return data.mean, data.std
-    if isinstance(source, ArrayDataset):
-        return measured_statistics(source)
-    return IMAGENET_MEAN, IMAGENET_STD

@@ -230,7 +230,7 @@ def test_a_strict_run_meets_its_broken_sample_while_measuring(photos: Path, tmp_
         copy = tmp_path / file.relative_to(photos)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(file.read_bytes()[: 300 if number == 3 else None])
-    with pytest.raises(UserError, match="is cut off"):
+    with pytest.raises(UserError, match="is truncated"):
         chosen(tmp_path, transform=replace(VIEW, on_bad="raise"))
     assert chosen(tmp_path)[0].count == 2, "else it is substituted, in the trial too"
 

@@ -228,6 +228,27 @@ def test_dotted_names_cannot_reach_out_of_an_admitted_one():
         read_plain_pickle(attack, "here")
 
 
+@pytest.mark.parametrize(
+    "attack",
+    [
+        pytest.param(b"Pnumber\n.", id="persistent id"),
+        pytest.param(b"K\x01Q.", id="binary persistent id"),
+        pytest.param(b"\x82\x01.", id="extension registry"),
+        pytest.param(b"\x80\x05\x97.", id="out-of-band buffer"),
+        pytest.param(b"(inumpy\ndtype\n.", id="INST"),
+        pytest.param(b"cnumpy\ndtype\n)\x81.", id="NEWOBJ"),
+        pytest.param(b"\x80\x04\x8f.", id="set"),
+        pytest.param(b"cnumpy\ndtype\nN}U\x04callNs\x86b.", id="attributes of a function"),
+        pytest.param(b"cnumpy\ndtype\n}U\x04callNsb.", id="dictionary of a function"),
+    ],
+)
+def test_nothing_but_plain_data_is_unpickled(attack):
+    with pytest.raises(UserError, match="here is not a readable pickle"):
+        read_plain_pickle(attack, "here")
+    array = read_plain_pickle(pickle.dumps({"a": np.arange(3, dtype=np.uint8)}), "here")["a"]
+    assert array.integers("here").tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize("cut", [0, 1, 10, 200, -1])
 def test_a_cut_off_pickle_is_refused(tmp_path, cut):
     write10(tmp_path)
@@ -326,9 +347,9 @@ def test_any_string_of_instructions_is_read_or_refused(codes):
         read_plain_pickle(b"".join(codes) + b".", "here")
 
 
-def laughs(levels):
-    """A tuple of two tuples of two tuples ...: each remembered once, 2^levels when written out or hashed."""
-    return b"K\x01" + b"".join(b"\x94h" + bytes([level]) + b"\x86" for level in range(levels))
+def laughs(levels, hide=b""):
+    """A tuple of two tuples of two tuples ...: each memoized once, 2^levels when written out or hashed."""
+    return b"K\x01" + b"".join(hide + b"\x94h" + bytes([level]) + b"\x86" for level in range(levels))
 
 
 BOMBS = {
@@ -336,6 +357,11 @@ BOMBS = {
     "eight exabytes": b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7f.",
     "a frame of eight exabytes": b"\x80\x04\x95" + b"\xff" * 7 + b"\x7f}.",
     "a key of 2^200 parts": b"\x80\x04}" + laughs(200) + b"K\x01s.",
+    "a key of 2^200 parts, behind a list that adds nothing": b"\x80\x04}" + laughs(200, b"(e") + b"K\x01s.",
+    "a key of 2^200 parts, behind a dictionary that adds nothing": b"\x80\x04}"
+    + laughs(200, b"(u")
+    + b"K\x01s.",
+    "a key of 2^200 parts, under what is popped": b"\x80\x04}" + laughs(200, b"N0") + b"K\x01s.",
     "text of 2^200 parts": b"\x80\x04c_codecs\nencode\n" + laughs(200) + b"U\x06latin1\x86R.",
     "one text, encoded again and again": b"\x80\x02(c_codecs\nencode\nq\x00X\x00\x00\x01\x00"
     + b"a" * 65536

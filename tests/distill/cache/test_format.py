@@ -198,7 +198,7 @@ def test_mixed_images_are_refused(mixed: dict[str, float]) -> None:
 
 DIFFERENT: dict[str, tuple[dict[str, object], str]] = {
     "teacher": ({"teacher": "convnet; sha256 1; fp32"}, "the teacher: sha256 0 → sha256 1"),
-    "transform": ({"transform": "size=9"}, "the transform of the images: size=8"),
+    "transform": ({"transform": "size=9"}, "the image transform: size=8"),
     "source": ({"source": "cifar10"}, "the data: digits → cifar10"),
     "samples": ({"samples": 1439}, "the number of samples: 1438 → 1439"),
     "labels_crc": ({"labels_crc": 1}, "the checksum of the labels: "),

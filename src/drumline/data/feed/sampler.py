@@ -78,3 +78,12 @@ def evaluation_requests(*, samples: int, batch: int, rank: int, world: int) -> I
     """Batch k, in source order, goes whole to rank k mod world. A batch is the same whoever computes it."""
     for first in evaluation_starts(samples=samples, batch=batch, rank=rank, world=world):
         yield Request(0, np.arange(first, min(first + batch, samples), dtype=np.int64))
+
+
+def evaluation_bounds(samples: int, batch: int, world: int, start: int = 0) -> tuple[int, ...]:
+    """Where the evaluation batches from `start` on begin and end. A remainder with less than one sample per process
+    joins the batch before it, so that every process has a slice of every batch."""
+    firsts = list(range(start, samples, batch))
+    if len(firsts) > 1 and samples - firsts[-1] < world:
+        firsts.pop()
+    return (*firsts, samples)

@@ -13,13 +13,17 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from drumline.config.recipe import Data
+from drumline.core.errors import UserError
 from drumline.data.feed.draws import Purpose, symmetric_beta, uniform
 from drumline.data.feed.sampler import Request
-from drumline.data.image.augment import Augmentation
+from drumline.data.image.augment import Augmentation, mean_colour
 from drumline.data.image.geometry import Geometry, evaluation_geometry, training_geometry
 from drumline.data.image.resize import Smooth, Version, resize
+from drumline.data.sources import ArrayDataset, Dataset, channel_statistics
 
 Augment = Literal["none", "shift", "shift-flip", "crop-flip"]
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 MIX_COLUMNS = 6
 """Per sample: pixel share, label share, and the box (x0, y0, x1, y1) that takes the partner's pixels."""
 
@@ -71,6 +75,70 @@ class Transform:
         if self.augment == "crop-flip":
             return training_geometry(sizes, self.size, seed, epoch, np.asarray(samples))
         return evaluation_geometry(sizes, self.size, self.eval_crop)
+
+
+def make_transform(data: Data, dataset: Dataset, mean: tuple[float, ...]) -> Transform:
+    """The training transform that a recipe asks for, with each `auto` resolved by the dataset. `mean`: the colour of
+    erased boxes."""
+    brightness, contrast, saturation, hue = data.jitter or (0.0,) * 4
+    operations, magnitude = data.randaugment or (0, 0)
+    return Transform(
+        size=_size(data, dataset),
+        augment=_augment(data, dataset),
+        eval_crop=data.eval_crop,
+        exif=data.exif,
+        mixup=data.mixup,
+        cutmix=data.cutmix,
+        resize=data.resize,
+        interpolation=data.interpolation,
+        augmentation=Augmentation(
+            jitter=(brightness, contrast, saturation, hue),
+            randaugment=(operations, magnitude),
+            erasing=data.erasing,
+            fill=mean_colour(mean) or (0,),
+        ),
+        on_bad="raise" if data.strict else "substitute",
+    )
+
+
+def normalization(data: Data, dataset: Dataset) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation per channel: the recipe's, else those of an array dataset, else ImageNet's."""
+    if data.mean:
+        return data.mean, data.std
+    return channel_statistics(dataset) if isinstance(dataset, ArrayDataset) else (IMAGENET_MEAN, IMAGENET_STD)
+
+
+def _size(data: Data, dataset: Dataset) -> int:
+    if data.size != "auto":
+        return data.size
+    if not isinstance(dataset, ArrayDataset):
+        return 224
+    height, width, _ = dataset.shape
+    if height != width:
+        raise UserError(
+            f"data.size = auto: the stored images are {width} x {height}, not square", "give --data.size N"
+        )
+    return height
+
+
+def _augment(data: Data, dataset: Dataset) -> Augment:
+    arrays = isinstance(dataset, ArrayDataset)
+    if data.augment == "auto":
+        if not arrays:
+            return "crop-flip"
+        by_source: dict[str, Augment] = {
+            "cifar10": "shift-flip",
+            "cifar100": "shift-flip",
+            "synthetic": "none",
+        }
+        # The source's own name: a packed CIFAR-10 is still CIFAR-10.
+        return by_source.get(dataset.name, "shift")
+    if data.augment.startswith("shift") and not arrays:
+        raise UserError(
+            f"data.augment = {data.augment}: image files come in many sizes, shifting wants one",
+            "use crop-flip or none",
+        )
+    return data.augment
 
 
 def shift_offsets(seed: int, request: Request, pad: int) -> NDArray[np.int64]:

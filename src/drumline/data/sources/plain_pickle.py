@@ -1,15 +1,17 @@
 """Reads pickles of plain data (containers, text, numbers, integer arrays) without running anything in them.
 
-Promises: Python's own unpickler has no part in it: the few instructions that plain data needs are carried out here,
-on values that cannot call anything. No class or function that a pickle names is ever looked up; NumPy's few stand
-for functions of ours that only keep their arguments, and arrays are rebuilt from bytes, type and shape. Memory grows
-with the file and not with what the file claims. Refuses any other name and any other instruction, saying which.
+Promises: nothing is imported or called. The unpickler's `find_class` knows a few names of NumPy; each stands for a
+function of ours that only keeps its arguments. Every opcode is checked against a list first, so persistent ids, the
+extension registry, out-of-band buffers and object construction never reach the unpickler. Time and memory grow with
+the file, not with what the file claims. Refuses everything else, by name.
 """
 
 from __future__ import annotations
 
+import io
 import math
-import struct
+import pickle
+import pickletools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,42 +20,55 @@ from numpy.typing import NDArray
 
 from drumline.core.errors import UserError
 
-MAX_SIDES, MAX_SIDE = 8, 1 << 40
+MAX_DIMENSIONS, MAX_SIDE = 8, 1 << 40
+_DAMAGED = (
+    pickle.UnpicklingError,
+    ValueError,
+    EOFError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    TypeError,
+    OverflowError,
+)
+"""What a damaged pickle makes the unpickler raise."""
+_DAMAGED_FIX = "download the file again"
 
 
 def read_plain_pickle(data: bytes, where: str) -> dict[str, Any]:
     """The dictionary in a pickle, with text keys. Arrays in it are `PlainArray`s."""
     try:
-        value = _Machine(data).run()
+        _check_opcodes(data)
+        value = _PlainUnpickler(data).load()
     except UserError as error:
         raise UserError(f"{where}: {error.what}", error.fix) from error
     except _DAMAGED as error:
-        raise UserError(f"{where} is not a readable pickle: {error}", fix="get the file anew") from error
+        raise UserError(f"{where} is not a readable pickle: {error}", _DAMAGED_FIX) from error
     if not isinstance(value, dict):
-        raise UserError(f"{where} holds a {type(value).__name__}, not a dictionary", fix="get the file anew")
+        raise UserError(f"{where} holds a {type(value).__name__}, not a dictionary", _DAMAGED_FIX)
     return {text(key): item for key, item in value.items()}
 
 
 def text(value: object) -> str:
-    """Python 2 wrote text as bytes. What is neither text nor a number has none: it may be nested to blow up."""
+    """Text that Python 2 wrote as bytes. Anything but text and numbers is "?": printing it could take for ever."""
     if isinstance(value, bytes):
         return value.decode("latin-1")
     return str(value) if isinstance(value, str | int | float) else "?"
 
 
 class PlainArray:
-    """What a pickle says of an array: shape, type and bytes. `integers` makes it an array."""
+    """What a pickle says about an array: shape, type and bytes. `integers` makes it an array."""
 
-    def __init__(self) -> None:
-        self.shape: Any = ()
-        self.dtype: Any = None
-        self.fortran: Any = False
-        self.raw: Any = b""
+    def __init__(self, shape: Any = (), dtype: Any = None, fortran: Any = False, raw: Any = b"") -> None:
+        self.shape, self.dtype, self.fortran, self.raw = shape, dtype, fortran, raw
+
+    def __setstate__(self, state: Any) -> None:
+        _, self.shape, self.dtype, self.fortran, self.raw = state
 
     def integers(self, where: str) -> NDArray[np.integer]:
         """The array, if it is one of integers whose bytes fit its shape."""
         kind = text(self.dtype.kind) if isinstance(self.dtype, _PlainType) else "?"
-        sides = self.shape if isinstance(self.shape, tuple) and len(self.shape) <= MAX_SIDES else (None,)
+        sides = self.shape if isinstance(self.shape, tuple) and len(self.shape) <= MAX_DIMENSIONS else (None,)
         shaped = all(type(side) is int and 0 <= side < MAX_SIDE for side in sides)
         plain = shaped and kind[:1] in "iu" and kind[1:] in ("1", "2", "4", "8")
         if (
@@ -63,259 +78,118 @@ class PlainArray:
         ):
             raise UserError(
                 f"{where} is not a plain array of integers (type {kind[:20]}, shape {sides if shaped else '?'})",
-                fix="get the file anew",
+                _DAMAGED_FIX,
             )
         order = text(self.dtype.order) if text(self.dtype.order) in ("<", ">") else "<"
         return np.frombuffer(self.raw, dtype=order + kind).reshape(sides, order="F" if self.fortran else "C")
 
 
 class _PlainType:
-    """Stand-in for numpy.dtype: its kind, such as u1, and byte order."""
+    """Stands for a numpy.dtype: its kind, such as u1, and byte order."""
 
     def __init__(self, kind: Any = "", *_: Any) -> None:
         self.kind, self.order = kind, "|"
 
+    def __setstate__(self, state: Any) -> None:
+        self.order = state[1]
 
-class _Named:
-    """A name of NumPy's that a pickle may call, and the function of ours that is called instead."""
+
+class _StandIn:
+    """Stands for a function or class that a pickle names. A pickle can call it, but cannot set its attributes."""
+
+    __slots__ = ("call",)
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
 
+    def __call__(self, *arguments: Any) -> Any:
+        return self.call(*arguments)
 
-def _subtype(*_: Any) -> None:
-    """numpy.ndarray is only ever passed on to `_reconstruct`."""
-    raise ValueError("an array made without its bytes")
-
-
-def _reconstruct(*_: Any) -> PlainArray:
-    return PlainArray()
+    def __setstate__(self, _: Any) -> None:
+        raise ValueError("it sets the state of a function")
 
 
-def _frombuffer(raw: Any, dtype: Any, shape: Any, order: Any = "C", *_: Any) -> PlainArray:
-    array = PlainArray()
-    array.shape, array.dtype, array.fortran, array.raw = shape, dtype, text(order) == "F", raw
-    return array
-
-
-def _encode(value: Any, _: Any) -> bytes:
-    """Stand-in for _codecs.encode, by which Python 3 writes bytes into old pickle protocols."""
-    if not isinstance(value, str):
-        raise ValueError("bytes made of something else than text")
-    return value.encode("latin-1")
-
-
-def _no_bytes() -> bytes:
-    """Stand-in for bytes, by which the same writers make empty ones."""
-    return b""
-
-
-_ADMITTED: dict[tuple[str, str], _Named] = {
-    ("numpy", "ndarray"): _Named(_subtype),
-    ("numpy", "dtype"): _Named(_PlainType),
-    ("numpy.core.multiarray", "_reconstruct"): _Named(_reconstruct),
-    ("numpy._core.multiarray", "_reconstruct"): _Named(_reconstruct),
-    ("numpy.core.numeric", "_frombuffer"): _Named(_frombuffer),
-    ("numpy._core.numeric", "_frombuffer"): _Named(_frombuffer),
-    ("_codecs", "encode"): _Named(_encode),
-    ("__builtin__", "bytes"): _Named(_no_bytes),
-}
-_DAMAGED = (ValueError, IndexError, KeyError, TypeError, struct.error, OverflowError)
-"""What a damaged pickle makes the machine raise."""
-
-
-class _Machine:
-    """The stack of values, the marks in it, the values that the pickle remembers by number, and where it stands."""
+class _PlainUnpickler(pickle.Unpickler):
+    """Unpickles plain data whose opcodes have been checked."""
 
     def __init__(self, data: bytes) -> None:
-        self.data, self.at = data, 0
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
-        self.encoded = 0
+        super().__init__(io.BytesIO(data), encoding="bytes")  # text of Python 2 stays bytes
+        self._unused = len(data)
 
-    def run(self) -> Any:
-        while True:
-            code = self.take(1)
-            if code == b".":
-                return self.stack.pop()
-            step = _INSTRUCTIONS.get(code)
-            if step is None:
-                raise ValueError(
-                    f"the instruction {code!r} at byte {self.at - 1} is none that plain data needs"
-                )
-            step(self)
-
-    def take(self, count: int) -> bytes:
-        part = self.data[self.at : self.at + count]
-        if len(part) != count:
-            raise ValueError("it is cut off")
-        self.at += count
-        return part
-
-    def number(self, form: str) -> Any:
-        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
-
-    def line(self) -> bytes:
-        end = self.data.index(b"\n", self.at)
-        return self.take(end + 1 - self.at)[:-1]
-
-    def push(self, value: Any) -> None:
-        self.stack.append(value)
-
-    def since_mark(self) -> list[Any]:
-        mark = self.marks.pop()
-        values = self.stack[mark:]
-        del self.stack[mark:]
-        return values
-
-    def top(self, count: int) -> tuple[Any, ...]:
-        if len(self.stack) < count:
-            raise ValueError("it takes more than it has")
-        values = tuple(self.stack[len(self.stack) - count :])
-        del self.stack[len(self.stack) - count :]
-        return values
-
-    def remember(self, number: int) -> None:
-        self.memo[number] = self.stack[-1]
-
-    def extend(self, values: list[Any]) -> None:
-        if type(self.stack[-1]) is not list:
-            raise ValueError("it adds to something that is no list")
-        self.stack[-1].extend(values)
-
-    def fill(self, values: list[Any]) -> None:
-        """Keys are text or numbers: to hash a nested one can take for ever."""
-        if type(self.stack[-1]) is not dict or len(values) % 2:
-            raise ValueError("it fills something that is no dictionary")
-        keys = values[::2]
-        if not all(isinstance(key, str | bytes | int | float) for key in keys):
-            raise ValueError("a key is neither text nor a number")
-        self.stack[-1].update(zip(keys, values[1::2], strict=True))
-
-    def table(self) -> None:
-        values = self.since_mark()
-        self.push({})
-        self.fill(values)
-
-    def name(self, module: Any, name: Any) -> None:
-        named = _ADMITTED.get((module, name)) if isinstance(module, str) and isinstance(name, str) else None
-        if named is None:
+    def find_class(self, module: str, name: str) -> _StandIn:
+        if (module, name) == ("_codecs", "encode"):
+            return _StandIn(self._encode)
+        if (module, name) not in _STAND_INS:
             raise UserError(
-                f"the pickle asks for {text(module)[:80]}.{text(name)[:80]}, which plain data does not need; nothing "
-                "of it was run",
-                fix="do not trust this file; get the data set anew from its authors",
+                f"the pickle asks for {module[:80]}.{name[:80]}, which plain data does not need; nothing "
+                "in it was run",
+                "do not trust this file; download the data set from its authors",
             )
-        self.push(named)
+        return _STAND_INS[module, name]
 
-    def call(self) -> None:
-        named, arguments = self.top(2)
-        if not isinstance(named, _Named) or not isinstance(arguments, tuple):
-            raise ValueError("it calls something that is no function")
-        made = named.call(*arguments)
-        if isinstance(made, bytes):
-            self.encoded += len(made)
-            if self.encoded > len(self.data):  # one text, remembered, and made into bytes again and again
-                raise ValueError("it makes more bytes than it holds")
-        self.push(made)
-
-    def build(self) -> None:
-        made, state = self.top(2)
-        if isinstance(made, PlainArray) and isinstance(state, tuple):
-            _, made.shape, made.dtype, made.fortran, made.raw = state
-        elif isinstance(made, _PlainType) and isinstance(state, tuple):
-            made.order = state[1]
-        else:
-            raise ValueError("it sets the state of something that has none")
-        self.push(made)
+    def _encode(self, value: Any, _: Any) -> bytes:
+        """How Python 3 writes bytes into old protocols. The same text may be encoded again and again."""
+        if not isinstance(value, str):
+            raise ValueError("bytes made from something other than text")
+        made = value.encode("latin-1")
+        self._unused -= len(made)
+        if self._unused < 0:
+            raise ValueError("it makes more bytes than it holds")
+        return made
 
 
-def _int_line(machine: _Machine) -> int | bool:
-    """Protocol 0 writes truth as 00 and 01."""
-    line = machine.line()
-    return line == b"01" if line in (b"00", b"01") else int(line)
+def _not_called(*_: Any) -> None:
+    """numpy.ndarray is only ever an argument of `_reconstruct`."""
+    raise ValueError("an array without its bytes")
 
 
-def _string_line(machine: _Machine) -> bytes:
-    line = machine.line()
-    if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
-        raise ValueError("a text without its quotes")
-    return line[1:-1].decode("unicode_escape").encode("latin-1")
+def _from_buffer(raw: Any, dtype: Any, shape: Any, order: Any = "C", *_: Any) -> PlainArray:
+    return PlainArray(shape, dtype, text(order) == "F", raw)
 
 
-def _pushes(make: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
-    return lambda machine: machine.stack.append(make(machine))
-
-
-def _counted(form: str, decode: Callable[[bytes], Any]) -> Callable[[_Machine], None]:
-    """Pushes bytes whose number stands before them."""
-    return lambda machine: machine.stack.append(decode(machine.take(machine.number(form))))
-
-
-def _utf8(data: bytes) -> str:
-    return data.decode("utf-8", "surrogatepass")
-
-
-def _long(data: bytes) -> int:
-    return int.from_bytes(data, "little", signed=True)
-
-
-_INSTRUCTIONS: dict[bytes, Callable[[_Machine], Any]] = {
-    # frame and protocol: nothing to do
-    b"\x80": lambda m: m.take(1),
-    b"\x95": lambda m: m.take(8),
-    # numbers and the like
-    b"N": _pushes(lambda m: None),
-    b"\x88": _pushes(lambda m: True),
-    b"\x89": _pushes(lambda m: False),
-    b"K": _pushes(lambda m: m.take(1)[0]),
-    b"M": _pushes(lambda m: m.number("<H")),
-    b"J": _pushes(lambda m: m.number("<i")),
-    b"G": _pushes(lambda m: m.number(">d")),
-    b"I": _pushes(_int_line),
-    b"L": _pushes(lambda m: int(m.line().rstrip(b"L"))),
-    b"F": _pushes(lambda m: float(m.line())),
-    b"\x8a": _counted("<B", _long),
-    # text and bytes; a text of Python 2 is bytes
-    b"U": _counted("<B", bytes),
-    b"T": _counted("<I", bytes),
-    b"S": _pushes(_string_line),
-    b"C": _counted("<B", bytes),
-    b"B": _counted("<I", bytes),
-    b"\x8e": _counted("<Q", bytes),
-    b"\x96": _counted("<Q", bytearray),
-    b"\x8c": _counted("<B", _utf8),
-    b"X": _counted("<I", _utf8),
-    b"\x8d": _counted("<Q", _utf8),
-    b"V": _pushes(lambda m: m.line().decode("raw-unicode-escape")),
-    # containers
-    b"(": lambda m: m.marks.append(len(m.stack)),
-    b"0": lambda m: m.stack.pop(),
-    b"1": lambda m: m.since_mark(),
-    b"]": _pushes(lambda m: []),
-    b"l": lambda m: m.push(m.since_mark()),
-    b"a": lambda m: m.extend(list(m.top(1))),
-    b"e": lambda m: m.extend(m.since_mark()),
-    b")": _pushes(lambda m: ()),
-    b"t": lambda m: m.push(tuple(m.since_mark())),
-    b"\x85": lambda m: m.push(m.top(1)),
-    b"\x86": lambda m: m.push(m.top(2)),
-    b"\x87": lambda m: m.push(m.top(3)),
-    b"}": _pushes(lambda m: {}),
-    b"d": lambda m: m.table(),
-    b"s": lambda m: m.fill(list(m.top(2))),
-    b"u": lambda m: m.fill(m.since_mark()),
-    # what it remembers
-    b"p": lambda m: m.remember(int(m.line())),
-    b"q": lambda m: m.remember(m.take(1)[0]),
-    b"r": lambda m: m.remember(m.number("<I")),
-    b"\x94": lambda m: m.remember(len(m.memo)),
-    b"g": _pushes(lambda m: m.memo[int(m.line())]),
-    b"h": _pushes(lambda m: m.memo[m.take(1)[0]]),
-    b"j": _pushes(lambda m: m.memo[m.number("<I")]),
-    # the few names
-    b"c": lambda m: m.name(m.line().decode("utf-8", "replace"), m.line().decode("utf-8", "replace")),
-    b"\x93": lambda m: m.name(*m.top(2)),
-    b"R": lambda m: m.call(),
-    b"b": lambda m: m.build(),
+_STAND_INS = {
+    ("numpy", "ndarray"): _StandIn(_not_called),
+    ("numpy", "dtype"): _StandIn(_PlainType),
+    ("numpy.core.multiarray", "_reconstruct"): _StandIn(lambda *_: PlainArray()),
+    ("numpy._core.multiarray", "_reconstruct"): _StandIn(lambda *_: PlainArray()),
+    ("numpy.core.numeric", "_frombuffer"): _StandIn(_from_buffer),
+    ("numpy._core.numeric", "_frombuffer"): _StandIn(_from_buffer),
+    ("__builtin__", "bytes"): _StandIn(lambda: b""),  # how Python 3 writes empty bytes into old protocols
 }
+_PUTS = frozenset({"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"})
+_GETS = frozenset({"GET", "BINGET", "LONG_BINGET"})
+_TUPLES = frozenset({"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"})
+_OPCODES = _PUTS | _GETS | _TUPLES | {
+    "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG",
+    "LONG1", "FLOAT", "BINFLOAT", "STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8",
+    "BYTEARRAY8", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "EMPTY_TUPLE", "EMPTY_LIST", "LIST",
+    "APPEND", "APPENDS", "EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD",
+}  # fmt: skip
+"""The opcodes that plain data needs."""
+
+
+def _check_opcodes(data: bytes) -> None:
+    """Refuses opcodes that are not on the list, and those that cost time or memory out of proportion: a memo index or
+    a frame beyond the file, for which the unpickler makes room, and a tuple that is used twice, since the hash of
+    tuples nested so takes exponential time. (`genops` checks that counted bytes are there.)"""
+    memo: dict[Any, bool] = {}
+    """Whether the value of each index is a tuple."""
+    last = ""
+    """The opcode that made the value on top of the stack: none on the list uncovers the one below."""
+    for number, (opcode, argument, at) in enumerate(pickletools.genops(data)):
+        name = opcode.name
+        if name not in _OPCODES:
+            raise ValueError(f"the opcode {name} at byte {at} is not one that plain data needs")
+        if name in ("APPENDS", "SETITEMS") and last == "MARK":
+            raise ValueError(f"{name} at byte {at} adds nothing")
+        if name == "FRAME" and int(argument or 0) > len(data):
+            raise ValueError("it is cut off")
+        if name in _PUTS:
+            index: Any = len(memo) if name == "MEMOIZE" else argument
+            if not 0 <= index <= number:
+                raise ValueError(f"the memo index {index} at byte {at} is too large")
+            memo[index] = last in _TUPLES
+        elif name in _GETS and memo[argument]:
+            raise ValueError(f"the tuple at byte {at} is used twice")
+        elif name not in ("PROTO", "FRAME"):
+            last = name

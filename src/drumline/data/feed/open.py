@@ -1,0 +1,367 @@
+"""`drumline.open_feed`: the data path of a run as an iterator for any training loop.
+
+Promises: the pixels are Pillow's. The batches are those of `drumline train` with the same seed, whatever the number
+of workers. The slices of the ranks are disjoint and cover each batch. `epoch` and `position` say how far a feed is; a
+feed opened there yields the rest. Evaluation yields each sample exactly once, and as many batches on every rank.
+Refuses values that a recipe refuses, with a `UserError`.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, pairwise
+from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
+import torch
+
+from drumline.config.fields import WrongValue, expected, from_toml, recipe_fields, with_values
+from drumline.config.recipe import AutoInt, Data, Recipe
+from drumline.config.rules import problems
+from drumline.core.environment import read_rank_info
+from drumline.core.errors import UserError
+from drumline.core.machine import cores_per_process
+from drumline.data.feed.bad_samples import BadSamples
+from drumline.data.feed.choose import choose_workers
+from drumline.data.feed.loader import Batches, Workers, batches
+from drumline.data.feed.resident import ResidentSet, fits_on_device, resident_feed
+from drumline.data.feed.sampler import Request, epoch_order, evaluation_bounds, rank_slice
+from drumline.data.feed.transform import Transform, make_transform, normalization
+from drumline.data.sources import ArrayDataset, Dataset, DatasetSpec, detect_source, open_dataset
+
+
+class FeedBatch(NamedTuple):
+    """One rank's slice of a batch."""
+
+    images: torch.Tensor
+    """(n, channels, size, size) uint8, in channels_last memory: a permuted view, not a copy."""
+    labels: torch.Tensor
+    """(n,) int64."""
+    sample_ids: torch.Tensor
+    """(n,) int64: positions in the dataset, the same in every epoch, on every rank and in every run."""
+
+
+def open_feed(
+    path: str | os.PathLike[str],
+    batch: int,
+    size: int | None = None,
+    train: bool = True,
+    rank: int | None = None,
+    world: int | None = None,
+    seed: int = 0,
+    start: int = 0,
+    *,
+    epoch: int = 0,
+    device: str | torch.device = "cpu",
+    source: str = "auto",
+    workers: AutoInt = "auto",
+    pool: Literal["auto", "threads", "processes"] = "auto",
+    decode: Literal["auto", "cpu", "gpu"] = "auto",
+    augment: Literal["auto", "none", "shift", "shift-flip", "crop-flip"] = "auto",
+    jitter: Sequence[float] = (),
+    randaugment: Sequence[int] = (),
+    erasing: float = 0.0,
+    holdout: float = 0.0,
+    eval_crop: float = 0.875,
+    resize: Literal["pillow12", "pillow13"] = "pillow12",
+    interpolation: Literal["bilinear", "bicubic", "box", "lanczos"] = "bilinear",
+    strict: bool = False,
+    bad_limit: float = 0.01,
+    exif: Literal["ignore", "apply"] = "ignore",
+) -> Feed:
+    """Opens a dataset as a `Feed` of `(images, labels, sample_ids)`: uint8 NCHW, int64, int64.
+
+    path: a folder, a file, or "" for the embedded digits; any source of `drumline train --data.path`.
+    batch: the global batch. Each rank gets its slice of every batch.
+    size: the side of the images; None for the stored size (arrays) or 224 (image files).
+    train: shuffled and augmented, without the last incomplete batch. False: the evaluation split in its order, centre
+        crops, each sample exactly once; if the data has no splits, all of it.
+    rank, world: which slice. None for both: those of torch.distributed, torchrun or Slurm, else 0 of 1.
+    seed: decides order and augmentation, together with the epoch and the sample id.
+    start, epoch: where to begin: `position` and `epoch` of another feed.
+    device: where the tensors are. On a GPU they are copied ahead of the loop on a side stream.
+
+    The other arguments are the fields of the same names in the recipe's `[data]` section (docs/recipe.md).
+    """
+    data = _checked(
+        seed, source=source, path=os.fspath(path), batch=batch, size="auto" if size is None else size,
+        workers=workers, pool=pool, decode=decode, augment=augment, jitter=tuple(jitter),
+        randaugment=tuple(randaugment), erasing=erasing, holdout=holdout, eval_crop=eval_crop, resize=resize,
+        interpolation=interpolation, strict=strict, bad_limit=bad_limit, exif=exif,
+    )  # fmt: skip
+    rank, world = _rank_and_world(rank, world)
+    if train and data.batch < world:
+        raise UserError(
+            f"batch = {data.batch} is less than one sample for each of {world} ranks",
+            f"give at least {world}: batch is the global batch",
+        )
+    target = _device(device)
+    spec = DatasetSpec(
+        source=detect_source(data.source, data.path),
+        path=data.path,
+        split="train" if train else "eval",
+        holdout=data.holdout,
+        whole=not train and data.holdout == 0,
+    )
+    dataset = open_dataset(spec)
+    if train and len(dataset) < data.batch:
+        raise UserError(
+            f"batch = {data.batch}: the training set has only {len(dataset):,} samples",
+            f"give {len(dataset)} or less",
+        )
+    mean = normalization(data, dataset)[0] if data.erasing else ()
+    transform = make_transform(data, dataset, mean)
+    transform = transform if train else transform.for_evaluation()
+    info = read_rank_info(os.environ)
+    threads = (
+        cores_per_process(info.local_size if info else world) if data.workers == "auto" else data.workers
+    )
+    chosen, _ = choose_workers(
+        spec, dataset, transform, seed, target, count=threads, pool=data.pool, decode=data.decode
+    )
+    plan = _Plan(len(dataset), data.batch, train, seed, rank, world)
+    feed = Feed(spec, dataset, transform, plan, chosen, target, data.bad_limit)
+    feed.set_epoch(epoch, start)
+    return feed
+
+
+class Feed:
+    """An iterable of `FeedBatch`es. Made by `open_feed`.
+
+    One iteration yields the rest of the current epoch; the next one continues with the following epoch:
+
+        with drumline.open_feed("photos", batch=256, size=224) as feed:
+            while feed.epoch < 90:
+                for images, labels, sample_ids in feed:
+                    ...
+
+    Batches of the next epoch are prefetched while an epoch ends. Close the feed, or leave its `with` block, to stop
+    its threads and processes.
+    """
+
+    def __init__(
+        self,
+        spec: DatasetSpec,
+        dataset: Dataset,
+        transform: Transform,
+        plan: _Plan,
+        workers: Workers,
+        device: torch.device,
+        bad_limit: float,
+    ) -> None:
+        self._spec, self._dataset, self._transform, self._plan = spec, dataset, transform, plan
+        self._workers, self._device = workers, device
+        self._bad = BadSamples("training" if plan.train else "evaluation", len(dataset), bad_limit)
+        self._resident: ResidentSet | None = None
+        if (
+            device.type == "cuda"
+            and isinstance(dataset, ArrayDataset)
+            and fits_on_device(dataset, transform, device)
+        ):
+            self._resident = ResidentSet.upload(dataset, transform, device)
+        self._epoch, self._position, self._closed = 0, 0, False
+        self._open: list[Batches] = []
+        """The batches under way, if any. Native threads must not outlive the interpreter's memory, so they are also
+        ended when the feed is collected, or Python exits."""
+        weakref.finalize(self, _close_all, self._open)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The class names, by label."""
+        return self._dataset.classes
+
+    @property
+    def samples(self) -> int:
+        """The number of samples in the dataset, over all ranks."""
+        return len(self._dataset)
+
+    @property
+    def rank(self) -> int:
+        return self._plan.rank
+
+    @property
+    def world(self) -> int:
+        return self._plan.world
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch. It advances when an iteration reaches the end of an epoch."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """How many samples of the epoch's order are done, over all ranks, including the batch that was yielded last.
+        `open_feed(..., epoch=feed.epoch, start=feed.position)` continues from here, also with a different `batch` or
+        `world`."""
+        return self._position
+
+    @property
+    def bad_samples(self) -> dict[int, str]:
+        """The samples that this rank could not read so far, and why. Each was replaced by another sample (training)
+        or by a black image (evaluation)."""
+        return dict(self._bad.bad)
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch."""
+        return len(self._plan.bounds(0)) - 1
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Moves to a position of an epoch."""
+        if not 0 <= epoch < 2**32:
+            raise UserError(f"epoch = {epoch} is out of range", "give 0 or more")
+        if not 0 <= start <= self.samples:
+            raise UserError(
+                f"start = {start} is not a position in an epoch of {self.samples:,} samples",
+                "give the `position` of a feed over the same data",
+            )
+        _close_all(self._open)
+        self._epoch, self._position = epoch, start
+
+    def __iter__(self) -> Iterator[FeedBatch]:
+        epoch = self._epoch
+        for first, stop in pairwise(self._plan.bounds(self._position)):
+            if self._closed:
+                raise UserError("the feed is closed", "open it again, at its epoch and position")
+            if (self._epoch, self._position) != (epoch, first):  # moved meanwhile
+                return
+            batch = self._next() if _length(self._plan.local(first, stop)) else None
+            self._position = stop
+            if batch is not None:
+                yield batch
+        if self._epoch == epoch:
+            if not self._plan.train:
+                _close_all(self._open)
+            self._epoch, self._position = epoch + 1, 0
+
+    def close(self) -> None:
+        """Ends threads and processes. `epoch` and `position` stay."""
+        _close_all(self._open)
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _next(self) -> FeedBatch:
+        if not self._open:
+            self._open.append(self._batches())
+        try:
+            images, labels, samples, *_ = next(self._open[0])
+        except BaseException:
+            _close_all(self._open)
+            raise
+        return FeedBatch(images.permute(0, 3, 1, 2), labels, samples)
+
+    def _batches(self) -> Batches:
+        requests = self._plan.requests(self._epoch, self._position)
+        if self._resident is not None:
+            return resident_feed(self._resident, self._plan.seed, requests)
+        return batches(
+            self._spec,
+            self._dataset,
+            self._transform,
+            self._plan.seed,
+            requests,
+            self._workers,
+            self._device,
+            self._bad,
+        )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which samples a rank takes when: pure. Does not refer to the feed, whose threads hold it."""
+
+    samples: int
+    batch: int
+    train: bool
+    seed: int
+    rank: int
+    world: int
+
+    def bounds(self, start: int) -> Sequence[int]:
+        """Where the batches that are left from `start` on begin and end."""
+        if self.train:
+            return range(start, self.samples + 1, self.batch)
+        return evaluation_bounds(self.samples, max(self.batch, self.world), self.world, start)
+
+    def local(self, first: int, stop: int) -> slice:
+        """This rank's slice of a batch; empty only if a rest of the data has no sample for it."""
+        return rank_slice(stop - first, self.rank, self.world)
+
+    def requests(self, epoch: int, start: int) -> Iterator[Request]:
+        """This rank's requests: of all epochs to come in training, of one pass in evaluation."""
+        for number in count(epoch) if self.train else (0,):
+            order = epoch_order(self.seed, number, self.samples) if self.train else np.arange(self.samples)
+            for first, stop in pairwise(self.bounds(start)):
+                samples = order[first:stop][self.local(first, stop)]
+                if len(samples):
+                    yield Request(number, samples)
+            start = 0
+
+
+def _rank_and_world(rank: int | None, world: int | None) -> tuple[int, int]:
+    if rank is None and world is None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        else:
+            info = read_rank_info(os.environ)
+            rank, world = (info.rank, info.world_size) if info else (0, 1)
+    if rank is None or world is None:
+        raise UserError(f"rank = {rank}, world = {world}: one of them is missing", "give both, or neither")
+    if not 0 <= rank < world:
+        raise UserError(f"rank = {rank}, world = {world}: there is no such rank", "give 0 <= rank < world")
+    return rank, world
+
+
+def _checked(seed: int, **given: Any) -> Data:
+    """The recipe's data section with these values. Refuses what a recipe file could not hold."""
+    values = {"run.seed": seed, **{f"data.{name}": value for name, value in given.items()}}
+    known = recipe_fields()
+
+    def refusal(field: str, what: str, fix: str) -> UserError:
+        return UserError(f"{field.rpartition('.')[2]} = {values[field]!r}: {what}", fix)
+
+    read = dict[str, Any]()
+    for field, value in values.items():
+        plain = value.item() if isinstance(value, np.generic) else value
+        try:
+            read[field] = from_toml(known[field].hint, list(plain) if isinstance(plain, tuple) else plain)
+        except WrongValue:
+            raise refusal(
+                field, "not a value of this argument", f"give {expected(known[field].hint)}"
+            ) from None
+    recipe = with_values(Recipe(), read)
+    for problem in problems(recipe):
+        if problem.field in values:
+            raise refusal(problem.field, problem.what, problem.fix)
+    return recipe.data
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        target = torch.device(device)
+    except RuntimeError as error:
+        raise UserError(f"device = {device!r} is not a device", 'use "cpu", "cuda" or "cuda:N"') from error
+    if target.type not in ("cpu", "cuda"):
+        raise UserError(f"device = {device!r} is not supported", 'use "cpu" or "cuda", and move the tensors')
+    if target.type == "cuda":
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (target.index or 0) >= found:
+            raise UserError(f"device = {device!r}: this machine has {found} CUDA devices", 'use "cpu"')
+        return torch.device("cuda", torch.cuda.current_device() if target.index is None else target.index)
+    return target
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
+def _close_all(streams: list[Batches]) -> None:
+    while streams:
+        streams.pop().close()
