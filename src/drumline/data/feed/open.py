@@ -18,8 +18,7 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 import torch
 
-from drumline.config.fields import WrongValue, expected, from_toml, recipe_fields, with_values
-from drumline.config.recipe import AutoInt, Data, Recipe
+from drumline.config.recipe import AutoInt, Data, Recipe, Run, value_of
 from drumline.config.rules import problems
 from drumline.core.environment import read_rank_info
 from drumline.core.errors import UserError
@@ -320,26 +319,12 @@ def _rank_and_world(rank: int | None, world: int | None) -> tuple[int, int]:
 
 
 def _checked(seed: int, **given: Any) -> Data:
-    """The recipe's data section with these values. Refuses what a recipe file could not hold."""
-    values = {"run.seed": seed, **{f"data.{name}": value for name, value in given.items()}}
-    known = recipe_fields()
-
-    def refusal(field: str, what: str, fix: str) -> UserError:
-        return UserError(f"{field.rpartition('.')[2]} = {values[field]!r}: {what}", fix)
-
-    read = dict[str, Any]()
-    for field, value in values.items():
-        plain = value.item() if isinstance(value, np.generic) else value
-        try:
-            read[field] = from_toml(known[field].hint, list(plain) if isinstance(plain, tuple) else plain)
-        except WrongValue:
-            raise refusal(
-                field, "not a value of this argument", f"give {expected(known[field].hint)}"
-            ) from None
-    recipe = with_values(Recipe(), read)
+    """The recipe's data section with these values. Refuses what a recipe refuses."""
+    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in given.items()}
+    recipe = Recipe(run=Run(seed=seed), data=Data(**plain))
     for problem in problems(recipe):
-        if problem.field in values:
-            raise refusal(problem.field, problem.what, problem.fix)
+        argument = problem.field.rpartition(".")[2]
+        raise UserError(f"{argument} = {value_of(recipe, problem.field)!r}: {problem.what}", problem.fix)
     return recipe.data
 
 
