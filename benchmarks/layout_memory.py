@@ -5,7 +5,7 @@
 
 A real model in stages on virtual devices of the CPU, one lane for each rank. Counted are the micro-batches that a
 lane has computed forward and not yet backward, and the bytes that autograd keeps for them (each memory once, without
-parameters and buffers). Promised are the micro-batches of `promised_in_flight`, and the bytes that follow from the
+parameters and buffers). Promised are the micro-batches of `max_in_flight`, and the bytes that follow from the
 list of instructions and what one micro-batch keeps in each stage. Nothing here is a time. Prints a markdown table;
 ends with 1 if a lane kept more than promised.
 """
@@ -32,7 +32,7 @@ from drumline.parallel.pipeline.cut import even_cuts
 from drumline.parallel.pipeline.execute import Lane
 from drumline.parallel.pipeline.instructions import Instruction, Kind
 from drumline.parallel.pipeline.mailbox import LaneDevice, Mailbox
-from drumline.parallel.pipeline.schedule import SCHEDULES, promised_in_flight
+from drumline.parallel.pipeline.schedule import SCHEDULES, max_in_flight
 from harness import Parser
 from pipelines import CPU, Log, ModelInStages
 
@@ -119,7 +119,7 @@ def measure(job: ModelInStages, schedule: str, ranks: int) -> Iterator[Row]:
             schedule,
             ranks,
             rank,
-            promised_in_flight(schedule, ranks, chunks, count, rank),
+            max_in_flight(schedule, ranks, chunks, count, rank),
             lane.peak.micro_batches,
             bytes_by_list(lane, one),
             kept.most,

@@ -400,7 +400,7 @@ def test_layout_memory_notices_a_lane_that_keeps_more_than_promised(
         for cells in rows(printed, name):
             assert cells[3] == cells[4]
             assert cells[5] == cells[6]
-    monkeypatch.setattr(memory, "promised_in_flight", lambda *arguments: 3)
+    monkeypatch.setattr(memory, "max_in_flight", lambda *arguments: 3)
     assert memory.main() == 1
     assert "MORE than promised" in capsys.readouterr().out
 

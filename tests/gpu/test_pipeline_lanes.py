@@ -14,6 +14,7 @@ from drumline.parallel.pipeline.instructions import Kind
 from drumline.parallel.pipeline.mailbox import LaneDevice, Mailbox, Move, copy_direct, copy_through_host
 from drumline.parallel.pipeline.record import Recorder
 from tests.parallel.pipeline import lanes
+from tests.parallel.pipeline.soundness import in_flight
 from tests.parallel.pipeline.test_execute import chunks_of, step
 
 pytestmark = [
@@ -48,9 +49,7 @@ def test_gradients_are_those_of_accumulation(
         lanes.accumulate(alone, batches)
     run = step(box, schedule, stages, batches, steps=3)
     assert lanes.differing(alone, piped) == []
-    assert [lane.peak.micro_batches for lane in run] == [
-        schedules.in_flight(lane.instructions) for lane in run
-    ]
+    assert [lane.peak.micro_batches for lane in run] == [in_flight(lane.instructions) for lane in run]
 
 
 @pytest.mark.usefixtures("repeatable")

@@ -362,13 +362,13 @@ def test_replicas_of_a_stage_that_drift_apart_are_named(run: Runs) -> None:
         ),
         (
             "parallel.stages=2 parallel.virtual=true parallel.split=two model.name=own:Tied",
-            ("parallel.split: one.weight is used by stage 0 and by stage 1", "in one stage"),
+            ("parallel.split: one.weight is used by stage 0 and by stage 1", "one stage has both uses"),
         ),
         (
             "parallel.stages=2 parallel.virtual=true model.name=own:reading",
             (
-                "its module 'gate' (Reading) gives no shape without being computed",
-                "do not read a tensor's numbers",
+                "its module 'gate' (Reading) has no output shape until it runs",
+                "do not read the values of a tensor",
             ),
         ),
     ],

@@ -32,7 +32,7 @@ from drumline.parallel.pipeline.boundary import TensorSpec, boundaries
 from drumline.parallel.pipeline.cut import Segment, even_cuts, trace
 from drumline.parallel.pipeline.norm import MODES, Mode, apply_norm_mode, commit_statistics
 from drumline.parallel.pipeline.pipelined import Pipelined, Staged, Tail
-from drumline.parallel.pipeline.schedule import SCHEDULES, promised_in_flight
+from drumline.parallel.pipeline.schedule import SCHEDULES, max_in_flight
 from drumline.parallel.pipeline.shape import Shape
 from drumline.parallel.process_group import init_world
 from drumline.parallel.world import World, single_process
@@ -352,7 +352,7 @@ class Room:
             yield from _near(mine, whole_batch(case.model, case.replicas), 1e-6, grid, "the whole batch")
         for lane, each in enumerate(exchange.lanes):
             place = grid.place if exchange.shape.over_processes else lane
-            promised = promised_in_flight(case.schedule, case.stages, case.chunks, MICRO, place)
+            promised = max_in_flight(case.schedule, case.stages, case.chunks, MICRO, place)
             if each.peak.micro_batches != promised:
                 yield f"holds {each.peak.micro_batches} micro-batches on rank {place}, promised {promised}"
 

@@ -44,7 +44,7 @@ def main(folder: Path) -> None:
         found, lane = differing(world, wire, schedule, chunks, count, channels_last)
         wrong += [f"{schedule} {count}: {name}" for name in found]
         in_flight.append(lane.peak.micro_batches)
-        promised.append(schedules.promised_in_flight(schedule, world.size, chunks, count, world.rank))
+        promised.append(schedules.max_in_flight(schedule, world.size, chunks, count, world.rank))
     report: dict[str, Any] = {"wrong": wrong, "in_flight": in_flight, "promised": promised}
     report["evaluated"] = evaluated(world)
     torch.save(report, folder / f"{world.rank}.pt")

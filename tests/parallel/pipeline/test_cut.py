@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from drumline.core.errors import UserError
 from drumline.models import create_model
 from drumline.models.tapped import Tapped, with_taps
-from drumline.parallel.pipeline.cut import StageModule, Traced, boundaries, even_cuts, trace, trainable_units
+from drumline.parallel.pipeline.boundary import StageModule, boundaries
+from drumline.parallel.pipeline.cut import Traced, even_cuts, trace, trainable_units
 from drumline.train.recompute import recompute_blocks
 
 
@@ -230,7 +231,7 @@ def test_code_that_takes_shapes_apart_is_followed() -> None:
     traced = trace(Transformer(), sample=images())
     inside = [alias for point in traced.points for alias in point.aliases if alias.startswith("body.1.")]
     assert inside == ["body.1.proj"]
-    assert "int and no tensor" in traced.illegal["body.1.qkv"]
+    assert "int and not a tensor" in traced.illegal["body.1.qkv"]
 
 
 def test_a_block_that_depends_on_the_batch_size_is_kept_whole() -> None:
@@ -404,7 +405,7 @@ def test_wrong_names_are_told() -> None:
         (["layr3"], "did you mean layer3"),
         (["layer3", "layer2"], "layer2 comes before layer3"),
         (["layer2", "layer2.0.conv1"], "two stages would begin at layer2.0.conv1"),
-        (["conv1"], "conv1 is where the model begins"),
+        (["conv1"], "conv1 is where the model"),
     ):
         with pytest.raises(UserError, match=told):
             traced.split(names)
@@ -428,7 +429,7 @@ def test_a_size_that_crosses_forbids_the_cut_and_a_tuple_crosses_by_its_items() 
     traced = assert_cut_anywhere(Sized(), images(8))
     assert [point.name for point in traced.points] == ["first", "third"]
     with pytest.raises(
-        UserError, match=r"(?s)no stage of Sized can begin at second: .*int and no tensor.*at third"
+        UserError, match=r"(?s)no stage of Sized can begin at second: .*int and not a tensor.*at third"
     ):
         traced.split(["second"])
 
@@ -497,13 +498,13 @@ def test_one_parameter_in_two_stages_is_refused() -> None:
         (
             Around(),
             "third",
-            "second.weight is used by stage 0 and by stage 1.*its gradient would live in two",
+            "second.weight is used by stage 0 and by stage 1.*each would have its own gradient",
         ),
-        (tied, "1", "0.weight is used by stage 0 and by stage 1.*its gradient would live in two places"),
+        (tied, "1", "0.weight is used by stage 0 and by stage 1.*each would have its own gradient"),
         (
             counted,
             "1",
-            "0.num_batches_tracked is used by stage 0 and by stage 1.*its value would live in two places",
+            "0.num_batches_tracked is used by stage 0 and by stage 1.*each would have its own value",
         ),
     ):
         with pytest.raises(UserError, match=told):
@@ -533,7 +534,7 @@ def test_what_is_frozen_goes_with_what_is_trained_after_it() -> None:
     units(0, 1, 5)
     kept = trainable_units(traced, traced.units, model)
     assert even_cuts(traced, 2, kept) == ("3",)
-    with pytest.raises(UserError, match="at most 3 stages with something to train on both sides"):
+    with pytest.raises(UserError, match="at most 3 stages with something to train in each"):
         even_cuts(traced, 4, kept)
     with pytest.raises(UserError, match="cannot be cut between blocks"):
         even_cuts(traced, 2, kept[:1])
@@ -560,7 +561,7 @@ def test_recomputing_in_the_models_own_forward_is_not_lost_without_a_word(reentr
 
 
 def test_a_model_that_does_not_fit_the_images_is_told_so() -> None:
-    with pytest.raises(UserError, match=r"does not take images of 3 x \d+ x \d+: its module '0' \(Conv2d\)"):
+    with pytest.raises(UserError, match=r"cannot take images of 3 x \d+ x \d+: its module '0' \(Conv2d\)"):
         trace(nn.Sequential(nn.Conv2d(1, 3, 1), nn.Conv2d(3, 3, 1)), sample=images(8))
 
 

@@ -25,6 +25,7 @@ from drumline.parallel.world import Pending, single_process
 from tests.launch.ranks import one_thread, results_of
 from tests.parallel.pipeline import lanes
 from tests.parallel.pipeline.lanes import CPU
+from tests.parallel.pipeline.soundness import in_flight
 
 CASES = [
     (schedule, ranks, count)
@@ -83,8 +84,8 @@ def test_gradients_and_statistics_are_those_of_accumulation(schedule: str, ranks
     assert lanes.differing(alone, piped) == []
     assert lanes.state(piped)
     for rank, lane in enumerate(run):
-        promised = schedules.promised_in_flight(schedule, ranks, chunks, count, rank)
-        assert lane.peak.micro_batches == schedules.in_flight(lane.instructions) == promised
+        promised = schedules.max_in_flight(schedule, ranks, chunks, count, rank)
+        assert lane.peak.micro_batches == in_flight(lane.instructions) == promised
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -320,16 +320,19 @@ def test_other_norms_are_left_alone() -> None:
 def test_the_choice_is_said_with_its_meaning() -> None:
     assert norm_count(Net()) == 3
     assert describe_norm("micro", 3, 4, 16) == (
-        "BatchNorm micro: each of 4 micro-batches of 16 samples is normalised by itself; "
-        "running statistics move 4 times a step"
+        "BatchNorm micro: each of 4 micro-batches of 16 samples is normalised on its own; "
+        "running statistics are updated 4 times a step"
     )
-    assert describe_norm("deferred", 3, 4, 16).endswith("move once a step, by all micro-batches together")
-    assert "over all 2 replicas, 32 samples together; running statistics move 4 times" in describe_norm(
-        "sync", 3, 4, 16, 2
+    assert describe_norm("deferred", 3, 4, 16).endswith(
+        "updated once a step, from all micro-batches together"
     )
-    assert "stay as they are; weight and bias are trained" in describe_norm("frozen", 3, 4, 16)
+    assert (
+        "over all 2 replicas, 32 samples in total; running statistics are updated 4 times"
+        in describe_norm("sync", 3, 4, 16, 2)
+    )
+    assert "which do not change; weight and bias are trained" in describe_norm("frozen", 3, 4, 16)
     assert describe_norm("micro", 3, 1, 16).endswith(
-        "the batch of 16 samples is normalised by itself; running statistics move once a step"
+        "the batch of 16 samples is normalised on its own; running statistics are updated once a step"
     )
 
 

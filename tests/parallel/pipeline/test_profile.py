@@ -12,7 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from drumline.core.errors import UserError
 from drumline.models import create_model
 from drumline.parallel.pipeline import profile as module
-from drumline.parallel.pipeline.cut import boundaries, trace
+from drumline.parallel.pipeline.boundary import boundaries
+from drumline.parallel.pipeline.cut import trace
 from drumline.parallel.pipeline.profile import (
     Profile,
     UnitProfile,
@@ -169,7 +170,7 @@ def test_too_many_stages_are_refused_before_anything_is_measured(monkeypatch: py
 def test_images_that_the_model_cannot_take_are_told_with_the_place() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 14 * 14, 5)).train()
     traced = trace(model, sample=torch.empty(SHAPE))
-    with pytest.raises(UserError, match=r"cannot take these images: at 2, given 4 x 1024"):
+    with pytest.raises(UserError, match=r"cannot take these images: at 2, with input 4 x 1024"):
         profile(traced, model, (4, 3, 18, 18), CPU, repeats=1)
 
 

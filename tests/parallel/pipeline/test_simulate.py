@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drumline.parallel.pipeline.instructions import Instruction, Kind, Span
-from drumline.parallel.pipeline.schedule import forward_lists, ideal_bubble, instruction_lists
+from drumline.parallel.pipeline.schedule import forward_lists, instruction_lists
 from drumline.parallel.pipeline.simulate import Times, bubble, simulate, step_time
+from tests.parallel.pipeline.soundness import ideal_bubble
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
 RECEIVE = {Kind.WAIT_INPUT: Kind.RECEIVE_INPUT, Kind.WAIT_GRADIENT: Kind.RECEIVE_GRADIENT}
@@ -58,7 +59,7 @@ def test_equal_stages_take_the_textbook_time(
     spans = simulate(lists, equal(ranks, forward, backward))
     assert step_time(spans) == (micro_batches + ranks - 1) * (forward + backward)
     assert bubble(spans) == pytest.approx((ranks - 1) / (micro_batches + ranks - 1))
-    assert bubble(spans) == pytest.approx(ideal_bubble(schedule, ranks, 1, micro_batches))
+    assert bubble(spans) == pytest.approx(ideal_bubble(ranks, 1, micro_batches))
 
 
 @pytest.mark.parametrize("chunks", [2, 3])
@@ -69,9 +70,9 @@ def test_interleaving_makes_the_bubble_as_small_as_it_promises(ranks: int, chunk
     lists = instruction_lists("interleaved", ranks, chunks, micro_batches, reduces=False)
     spans = simulate(lists, equal(ranks * chunks, 1, 2))
     assert step_time(spans) == (micro_batches * chunks + ranks - 1) * 3
-    assert bubble(spans) == pytest.approx(ideal_bubble("interleaved", ranks, chunks, micro_batches))
+    assert bubble(spans) == pytest.approx(ideal_bubble(ranks, chunks, micro_batches))
     if ranks > 1:
-        assert bubble(spans) < ideal_bubble("1f1b", ranks, 1, micro_batches)
+        assert bubble(spans) < ideal_bubble(ranks, 1, micro_batches)
 
 
 @pytest.mark.parametrize("rendezvous", [False, True])

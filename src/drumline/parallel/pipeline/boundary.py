@@ -1,7 +1,7 @@
-"""What crosses between the stages of a cut model, found without running it.
+"""The tensors that cross between the stages of a cut model, found without running it.
 
-Promises: fake tensors only: no kernel runs, no random number is drawn, no buffer is written and no hook is called.
-Parameters may lie on the meta device: only their shapes, strides and dtypes are read.
+Promises: uses fake tensors only, so no kernel runs, no random number is drawn, no buffer is written and no hook is
+called. Parameters may be on the meta device: only their shapes, strides and dtypes are read.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _HOOKS = (
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Room for one crossing tensor."""
+    """Shape and dtype of one tensor that crosses into a stage."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    """Whether a gradient comes back for it; never in evaluation."""
+    """Whether its gradient is sent back. Never in evaluation."""
 
     @property
     def bytes(self) -> int:
@@ -41,30 +41,29 @@ class TensorSpec:
 
 
 class StageModule(nn.Module):
-    """A stage of one model. The model's tensors stay the model's own: this module has no parameters."""
+    """A stage of one model. It has no parameters of its own: it uses those of the model."""
 
     def __init__(self, root: nn.Module, forwards: Mapping[bool, Any]) -> None:
         super().__init__()
         # In a tuple, so that torch does not register the model a second time.
-        self._held = (root,)
+        self._root = (root,)
         self._forwards = dict(forwards)
 
     @property
     def root(self) -> nn.Module:
-        return self._held[0]
+        return self._root[0]
 
     def forward(self, *inputs: Tensor) -> Any:
-        """A tuple of what enters the next stage; of the last stage, what the model returns. Its way in training and
-        in evaluation is chosen by the mode of the model."""
-        (root,) = self._held
-        return self._forwards[root.training](root, *inputs)
+        """Returns a tuple of what enters the next stage. The last stage returns what the model returns. The mode of
+        the model selects the operations traced in training or in evaluation."""
+        return self._forwards[self.root.training](self.root, *inputs)
 
 
 def boundaries(
     stages: Sequence[StageModule], sample: Tensor, autocast: torch.dtype | None = None
 ) -> list[tuple[TensorSpec, ...]]:
-    """What enters each stage, the first one too, for a micro-batch like `sample`, whose values are not read. In the
-    mode that the model is in; autocast is that of the sample's kind of device."""
+    """The tensors that enter each stage, including the first, for a micro-batch like `sample`, whose values are not
+    read. In the current mode of the model, and under autocast for the sample's type of device."""
     roots = list({id(stage.root): stage.root for stage in stages}.values())
     chain = _Chain(roots, stages)
     with (
@@ -84,10 +83,10 @@ def boundaries(
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """What a forward on twins sets on the model's modules (a counter, the last output) is gone afterwards. Python's
-    random stands where it stood: torch numbers faked collectives, as those of synchronised norms, by it."""
-    parts = [part for part in model.modules() if not isinstance(part, torch.jit.ScriptModule)]
-    tables = [table for part in parts for table in (part._parameters, part._buffers, part.__dict__)]
+    """Restores everything that a forward on fake tensors sets on the model's modules (a counter, the last output).
+    Also restores Python's random state, from which torch numbers faked collectives such as those of SyncBatchNorm."""
+    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    tables = [table for module in modules for table in (module._parameters, module._buffers, module.__dict__)]
     before, draws = [(table, dict(table)) for table in tables], random.getstate()
     try:
         yield
@@ -99,21 +98,21 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 class Fakes:
-    """Fake twins of a model's parameters and buffers, all on one device; made and used under a fake mode."""
+    """Fake copies of a model's parameters and buffers, all on one device. Created and used under a FakeTensorMode."""
 
     def __init__(self, root: nn.Module, device: torch.device) -> None:
-        twins: dict[int, Tensor] = {}
+        by_id: dict[int, Tensor] = {}
         self.tensors: dict[str, Tensor] = {}
         for name, tensor in (
             *root.named_parameters(remove_duplicate=False),
             *root.named_buffers(remove_duplicate=False),
         ):
-            if id(tensor) not in twins:
-                twins[id(tensor)] = _fake(tensor, device)
-            self.tensors[name] = twins[id(tensor)]
+            if id(tensor) not in by_id:
+                by_id[id(tensor)] = _fake(tensor, device)
+            self.tensors[name] = by_id[id(tensor)]
 
     def call(self, module: nn.Module, within: str, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """The output of a module of the root, `within` being its name there with a dot at the end, or ''."""
+        """Calls a module of the root. `within` is its name there and a dot, or '' for the root itself."""
         tensors = {
             name.removeprefix(within): fake for name, fake in self.tensors.items() if name.startswith(within)
         }
@@ -122,7 +121,7 @@ class Fakes:
 
 
 class _Chain(nn.Module):
-    """The stages in a row, with their model registered, for a call with other tensors than its own."""
+    """The stages in sequence, with their model registered, so that it can be called with fake tensors."""
 
     def __init__(self, roots: Sequence[nn.Module], stages: Sequence[StageModule]) -> None:
         super().__init__()
@@ -139,17 +138,17 @@ class _Chain(nn.Module):
 
 
 def _fake(tensor: Tensor, device: torch.device) -> Tensor:
-    twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return twin.requires_grad_(tensor.requires_grad)
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return fake.requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
 def _without_hooks(module: nn.Module) -> Iterator[None]:
-    kept = [(part, name, part.__dict__[name]) for part in module.modules() for name in _HOOKS]
-    for part, name, hooks in kept:
-        part.__dict__[name] = type(hooks)()
+    kept = [(each, name, each.__dict__[name]) for each in module.modules() for name in _HOOKS]
+    for each, name, hooks in kept:
+        each.__dict__[name] = type(hooks)()
     try:
         yield
     finally:
-        for part, name, hooks in kept:
-            part.__dict__[name] = hooks
+        for each, name, hooks in kept:
+            each.__dict__[name] = hooks

@@ -1,12 +1,12 @@
-"""Where a model can be cut into stages, and the stages.
+"""Where a model can be cut into stages, and the stages themselves.
 
-A stage is a run of the model's operations, named by the module that begins there (`layer3`, `layer2.1`). What is made
-before a cut and used after it crosses: skip connections, the images and the taps are handed on from stage to stage.
+A stage is a run of the model's operations, named by the module that begins there (`layer3`, `layer2.1`). Values made
+before a cut and used after it cross the cut: skip connections, images and taps are passed on from stage to stage.
 
-Promises: the chain of stages computes what the model does, by the same calls in the same order, so outputs, gradients
-and buffers are the same bits; parameters, buffers and hooks stay the model's own. Training and evaluation are traced
-apart and cut at the same names.
-Refuses cuts where something other than tensors crosses, and cuts between two uses of one parameter.
+Promises: the stages in sequence compute what the model computes, with the same calls in the same order, so outputs,
+gradients and buffers are the same bits. Parameters, buffers and hooks stay the model's own. Training and evaluation
+are traced separately and cut at the same names.
+Rejects a cut if anything other than a tensor would cross it, and a cut between two uses of one parameter.
 """
 
 from __future__ import annotations
@@ -23,45 +23,44 @@ from drumline.core.errors import UserError
 from drumline.core.text import either
 from drumline.models.blocks import repeated_blocks
 from drumline.models.tapped import Tapped
-from drumline.parallel.pipeline.boundary import StageModule, TensorSpec, boundaries
-from drumline.parallel.pipeline.operations import Record
-from drumline.parallel.pipeline.trace import record
-
-__all__ = ["CutPoint", "Segment", "StageModule", "TensorSpec", "Traced", "boundaries", "even_cuts", "trace"]
+from drumline.parallel.pipeline.boundary import StageModule
+from drumline.parallel.pipeline.operations import TracedForward
+from drumline.parallel.pipeline.split import even_split
+from drumline.parallel.pipeline.trace import trace_forward
 
 
 @dataclass(frozen=True)
 class CutPoint:
-    """A place at which a stage may begin."""
+    """An operation at which a stage may begin."""
 
     name: str
-    """The shallowest module that begins here; '' where the model begins with no module."""
+    """The shallowest module that begins here, or '' if the model does not begin with a module."""
     aliases: tuple[str, ...]
     """Every module that begins here, the shallowest first."""
     index: int
-    """How many operations lie before it in training."""
+    """The number of operations before it in training."""
     crossing: tuple[str, ...]
-    """What enters a stage that begins here, in training: names of operations, the model's input among them."""
-    places: tuple[int, int] = field(repr=False)
-    """Operations before it in (evaluation, training)."""
+    """What enters a stage that begins here, in training: names of operations, or of the model's input."""
+    positions: tuple[int, int] = field(repr=False)
+    """The number of operations before it in (evaluation, training)."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One stage of a cut, of no model in particular: `bind` joins it with one."""
+    """One stage of a cut, not yet bound to a model."""
 
     number: int
     name: str
-    """The module that it begins with."""
+    """The module that begins it."""
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     modules: tuple[str, ...]
-    """Modules that it calls. These names are the model's; a tied parameter has the first of its names."""
+    """Modules that it calls. All names are the model's. A tied parameter has the first of its names."""
     graphs: Mapping[bool, fx.Graph] = field(repr=False)
     """Its operations, by mode."""
 
     def bind(self, root: nn.Module) -> StageModule:
-        """The stage as a module that computes with the tensors of `root`: the traced model or one like it."""
+        """The stage as a module that uses the tensors of `root`: the traced model, or one with the same structure."""
         return StageModule(root, {training: _compiled(graph) for training, graph in self.graphs.items()})
 
 
@@ -73,27 +72,27 @@ class Traced:
     points: tuple[CutPoint, ...]
     """The beginning of the model, then every legal cut, in order."""
     units: tuple[CutPoint, ...]
-    """The beginning, the repeated blocks, and the model's children with weights that lie in no block; in a model
-    without blocks every module with weights. The default choice of cuts: none lies between two uses of one
-    tensor that a step moves."""
+    """The default cut points: the beginning of the model, its repeated blocks, and its children with weights outside
+    of blocks. In a model without blocks, every module with weights. None is between two uses of a tensor that a step
+    changes."""
     illegal: Mapping[str, str] = field(repr=False)
     """Modules at which no stage can begin, and why."""
-    records: Mapping[bool, Record] = field(repr=False)
-    held: Mapping[str, tuple[str, ...]] = field(repr=False)
-    """Names of operations' targets (modules, parameters, buffers) to the tensors they use, by first name."""
+    records: Mapping[bool, TracedForward] = field(repr=False)
+    tensors: Mapping[str, tuple[str, ...]] = field(repr=False)
+    """The target of an operation (module, parameter, buffer) to the names of the tensors it uses."""
     parameters: tuple[str, ...] = field(repr=False)
     buffers: tuple[str, ...] = field(repr=False)
 
     def split(self, names: Sequence[str]) -> list[Segment]:
-        """The stages: the first begins with the model, each other one at a name."""
+        """The stages. The first begins with the model, each other one at a name."""
         points = [self.points[0], *(self._point(name) for name in names)]
         for (before, after), name in zip(pairwise(points), names, strict=True):
             if after.index == before.index:
                 raise UserError(
                     f"parallel.split: two stages would begin at {name}"
                     if before is not self.points[0]
-                    else f"parallel.split: {name} is where the model begins, and so the first stage",
-                    "name each stage but the first by a module of its own",
+                    else f"parallel.split: {name} is where the model, and so the first stage, begins",
+                    "name a different module for each stage but the first",
                 )
             if after.index < before.index:
                 raise UserError(
@@ -116,24 +115,26 @@ class Traced:
             legal = ", ".join(point.name for point in self.units[1:])
             raise UserError(
                 f"parallel.split: no stage of {self.name} can begin at {name}: {self.illegal[name]}",
-                f"cut elsewhere, for example at {legal}" if legal else "use another parallel.layout",
+                f"cut elsewhere, for example at {legal}" if legal else "use a different parallel.layout",
             )
         near = get_close_matches(name, [*known, "even", "time"], n=3, cutoff=0.4) or [
             point.name for point in self.units[1:6]
         ]
         raise UserError(
             f"parallel.split: {self.name} calls no module {name!r} that a stage could begin with",
-            f"did you mean {either(near)}?" if near else "use another parallel.layout",
+            f"did you mean {either(near)}?" if near else "use a different parallel.layout",
         )
 
     def _segment(self, number: int, first: CutPoint, last: CutPoint | None) -> Segment:
         graphs = {
-            training: _stage_graph(found, first.places[training], last.places[training] if last else None)
+            training: _stage_graph(
+                found, first.positions[training], last.positions[training] if last else None
+            )
             for training, found in self.records.items()
         }
         nodes = [node for graph in graphs.values() for node in graph.nodes]
         targets = {str(node.target): None for node in nodes if node.op in ("call_module", "get_attr")}
-        used = {name for target in targets for name in self.held[target]}
+        used = {name for target in targets for name in self.tensors[target]}
         return Segment(
             number,
             first.name,
@@ -153,8 +154,8 @@ class Traced:
                     what = "gradient" if name in segment.parameters else "value"
                     raise UserError(
                         f"parallel.split: {name} is used by stage {other.number} and by stage {segment.number}, "
-                        f"which begins at {segment.name}: its {what} would live in two places",
-                        "cut so that both uses lie in one stage",
+                        f"which begins at {segment.name}: each would have its own {what}",
+                        "cut so that one stage has both uses",
                     )
 
 
@@ -165,14 +166,16 @@ def trace(
     sample: Tensor,
     leaves: Collection[str] = (),
 ) -> Traced:
-    """Traces `model(images, **kwargs)` for images like `sample`: its shape (of any batch size), dtype and device are
-    read, its values are not. `leaves` names modules to keep whole, besides those that cannot be traced."""
-    records = {training: record(model, kwargs or {}, sample, leaves, training) for training in (False, True)}
+    """Traces `model(images, **kwargs)` for images with the shape (of any batch size), dtype and device of `sample`,
+    whose values are not read. `leaves` names modules to keep whole, besides those that cannot be traced."""
+    records = {
+        training: trace_forward(model, kwargs or {}, sample, leaves, training) for training in (False, True)
+    }
     prefix = "model." if isinstance(model, Tapped) else ""
     points, illegal = _points(records, prefix)
     parameters = {id(tensor): name for name, tensor in model.named_parameters()}
     buffers = {id(tensor): name for name, tensor in model.named_buffers()}
-    held = {
+    tensors = {
         str(node.target): _tensors_of(model, str(node.target), {**parameters, **buffers})
         for found in records.values()
         for node in found.graph.nodes
@@ -182,83 +185,86 @@ def trace(
     return Traced(
         type(model.model if isinstance(model, Tapped) else model).__name__,
         points,
-        (units[0], *(unit for unit in units[1:] if _keeps_together(unit, records, held, model))),
+        (units[0], *(unit for unit in units[1:] if _keeps_together(unit, records, tensors, model))),
         illegal,
         records,
-        held,
+        tensors,
         tuple(parameters.values()),
         tuple(buffers.values()),
     )
 
 
 def even_cuts(traced: Traced, stages: int, units: Sequence[CutPoint] | None = None) -> tuple[str, ...]:
-    """The names of the cuts that give each stage as many units as the others, or one more or less."""
+    """Where stages begin (all but the first) so that each has as many units as the others, give or take one."""
     units = traced.units if units is None else units
     count = len(units)
     if stages > count:
-        each = " with something to train on both sides" if count < len(traced.units) else ""
-        can = f"can be cut into at most {count} stages" if count > 1 else "cannot be cut between blocks"
+        trainable = " with something to train in each" if count < len(traced.units) else ""
+        limit = f"can be cut into at most {count} stages" if count > 1 else "cannot be cut between blocks"
         raise UserError(
-            f"parallel.stages = {stages}: {traced.name} {can}{each}",
+            f"parallel.stages = {stages}: {traced.name} {limit}{trainable}",
             f"set parallel.stages to {count} or less, or name cuts inside blocks with parallel.split"
             if count > 1
-            else "name a cut inside a block with parallel.split, or use another parallel.layout",
+            else "name a cut inside a block with parallel.split, or use a different parallel.layout",
         )
-    return tuple(units[stage * count // stages].name for stage in range(1, stages))
+    return tuple(units[first].name for first in even_split(count, stages))
 
 
 def trainable_units(traced: Traced, units: Sequence[CutPoint], root: nn.Module) -> tuple[CutPoint, ...]:
-    """The units, those without a parameter that is trained joined to the one after; the last ones to the one before.
-    What is frozen is cheap, and a stage of it alone would have no optimizer."""
+    """The units that have something to train. Others are joined to the next unit, or at the end to the one before:
+    frozen layers are cheap, and a stage of frozen layers alone would have no optimizer."""
     trained = {name for name, parameter in root.named_parameters() if parameter.requires_grad}
-    kept, something = [units[0]], False
+    kept, trainable = [units[0]], False
     for unit, segment in zip(units, traced.split([unit.name for unit in units[1:]]), strict=True):
-        if something and unit is not units[0]:
+        if trainable and unit is not units[0]:
             kept.append(unit)
-            something = False
-        something = something or not trained.isdisjoint(segment.parameters)
-    return tuple(kept if something else kept[:-1] or kept)
+            trainable = False
+        trainable = trainable or not trained.isdisjoint(segment.parameters)
+    return tuple(kept if trainable else kept[:-1] or kept)
 
 
-def _points(records: Mapping[bool, Record], prefix: str) -> tuple[tuple[CutPoint, ...], dict[str, str]]:
-    """The legal places, and the others with the reason. The wrapper of a model with taps leaves no trace in names."""
+def _points(
+    records: Mapping[bool, TracedForward], prefix: str
+) -> tuple[tuple[CutPoint, ...], dict[str, str]]:
+    """The legal cut points, and the illegal ones with the reason. Names do not show the wrapper of a model with
+    taps."""
     begins = {training: _first_calls(found, prefix) for training, found in records.items()}
-    places: dict[tuple[int, int], list[str]] = {(0, 0): []}
-    for name, place in begins[True].items():
+    named: dict[tuple[int, int], list[str]] = {(0, 0): []}
+    for name, position in begins[True].items():
         if name in begins[False]:
-            places.setdefault((begins[False][name], place), []).append(name)
+            named.setdefault((begins[False][name], position), []).append(name)
     points: list[CutPoint] = []
     illegal: dict[str, str] = {}
-    for pair, names in sorted(places.items(), key=lambda found: found[0][1]):
+    for pair, names in sorted(named.items(), key=lambda found: found[0][1]):
         names.sort(key=lambda name: name.count("."))
         problem = next((why for mode in (True, False) if (why := records[mode].problem(pair[mode]))), "")
         if problem and pair != (0, 0):
             illegal |= dict.fromkeys(names, problem)
-        elif points and (pair[0] <= points[-1].places[0] or pair[1] <= points[-1].places[1]):
-            illegal |= dict.fromkeys(names, "training and evaluation come here in another order")
+        elif points and (pair[0] <= points[-1].positions[0] or pair[1] <= points[-1].positions[1]):
+            illegal |= dict.fromkeys(names, "training and evaluation call it in a different order")
         else:
             crossing = tuple(node.name for node in records[True].crossing(pair[1]))
             points.append(CutPoint(names[0] if names else "", tuple(names), pair[1], crossing, pair))
     return tuple(points), illegal
 
 
-def _first_calls(found: Record, prefix: str) -> dict[str, int]:
-    """Where each module is called first."""
+def _first_calls(found: TracedForward, prefix: str) -> dict[str, int]:
+    """The position of the first call of each module."""
     begins: dict[str, int] = {}
-    for entry in found.entries:
-        place = 0 if found.begins(entry.begin) else entry.begin
-        if entry.module.startswith(prefix):
-            name = entry.module.removeprefix(prefix)
-            begins[name] = min(begins.get(name, place), place)
+    for call in found.calls:
+        position = 0 if found.begins(call.begin) else call.begin
+        if call.module.startswith(prefix):
+            name = call.module.removeprefix(prefix)
+            begins[name] = min(begins.get(name, position), position)
     return begins
 
 
-def _units(model: nn.Module, prefix: str, points: Sequence[CutPoint], found: Record) -> tuple[CutPoint, ...]:
+def _units(
+    model: nn.Module, prefix: str, points: Sequence[CutPoint], found: TracedForward
+) -> tuple[CutPoint, ...]:
     blocks = {id(block) for block in repeated_blocks(model)}
     names = {name for name, module in model.named_modules(remove_duplicate=False) if id(module) in blocks}
-    inside = [
-        (entry.begin, entry.end) for entry in found.entries if entry.module.removeprefix(prefix) in names
-    ]
+    inside = [(call.begin, call.end) for call in found.calls if call.module.removeprefix(prefix) in names]
     tops = {name for name, _ in model.named_children()}
     weights = {name for name, module in model.named_modules() if name and _has_weights(module)}
     if not inside:
@@ -279,17 +285,20 @@ def _units(model: nn.Module, prefix: str, points: Sequence[CutPoint], found: Rec
 
 
 def _keeps_together(
-    point: CutPoint, records: Mapping[bool, Record], held: Mapping[str, Sequence[str]], model: nn.Module
+    point: CutPoint,
+    records: Mapping[bool, TracedForward],
+    tensors: Mapping[str, Sequence[str]],
+    model: nn.Module,
 ) -> bool:
-    """Whether each tensor that a step moves is used on one side only."""
-    moved = {name for found in records.values() for name in found.written_buffers}
-    moved |= {name for name, _ in model.named_parameters()}
+    """Whether each tensor that a step changes is used on one side only."""
+    changed = {name for found in records.values() for name in found.written_buffers}
+    changed |= {name for name, _ in model.named_parameters()}
     for training, found in records.items():
         before, after = (
-            {name for target in targets for name in held[target]}
-            for targets in found.targets(point.places[training])
+            {name for target in targets for name in tensors[target]}
+            for targets in found.targets(point.positions[training])
         )
-        if moved & before & after:
+        if changed & before & after:
             return False
     return True
 
@@ -300,7 +309,7 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _tensors_of(model: nn.Module, target: str, names: Mapping[int, str]) -> tuple[str, ...]:
-    """The model's names of the tensors of a module, or of the one tensor of this name."""
+    """The names of the tensors of a module, or of the one tensor with this name."""
     owner, _, last = target.rpartition(".")
     holder = model.get_submodule(owner)
     if last in holder._modules:
@@ -309,14 +318,14 @@ def _tensors_of(model: nn.Module, target: str, names: Mapping[int, str]) -> tupl
     return (names[id(getattr(holder, last))],)
 
 
-def _stage_graph(found: Record, first: int, last: int | None) -> fx.Graph:
+def _stage_graph(found: TracedForward, first: int, last: int | None) -> fx.Graph:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in found.crossing(first):
         copies[node] = graph.placeholder(node.name)
 
     def copied(node: fx.Node) -> fx.Node:
-        """A parameter is read in the stage that uses it."""
+        """A parameter is read by the stage that uses it."""
         if node not in copies:
             assert node.op == "get_attr", f"{node} is used before its stage makes it"
             copies[node] = graph.node_copy(node, copied)
@@ -332,7 +341,7 @@ def _stage_graph(found: Record, first: int, last: int | None) -> fx.Graph:
 
 
 def _compiled(graph: fx.Graph) -> Any:
-    """The stage as a Python function of the model and what enters: the model's tensors are looked up at each call."""
+    """The stage as a Python function of the model and the inputs. It looks up the model's tensors at each call."""
     code = graph.python_code("self")
     scope = dict(code.globals)
     exec(compile(code.src, "<a stage of the model>", "exec"), scope)

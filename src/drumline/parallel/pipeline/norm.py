@@ -1,9 +1,9 @@
-"""BatchNorm where a batch is computed in micro-batches: what each is normalised by, and what the running statistics
+"""BatchNorm where a batch is computed in micro-batches: what normalises each of them, and what the running statistics
 follow.
 
-Promises: parameters, buffers and their names stay; a norm is changed where it stands, except for `sync`, which puts
-another in its place. Nothing waits for the device. Other norms are left alone. Refuses layers that are more than a
-BatchNorm where a mode would have to change what they compute.
+Promises: parameters, buffers and their names stay. A norm is changed in place, except by `sync`, which replaces it.
+Nothing waits for the device. Other norms are left alone.
+Rejects a layer that is more than a BatchNorm if a mode would have to change what it computes.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from drumline.parallel.norm import PLAIN, Total, WorldNorm, over_everybody
 Mode = Literal["micro", "deferred", "sync", "frozen"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 FEW = 8
-"""Fewer samples than this make a noisy mean and variance."""
+"""Below this number of samples, mean and variance are noisy."""
 
 
 def apply_norm_mode(module: nn.Module, mode: Mode, total: Total | None, micro_batches: int) -> nn.Module:
-    """The module with its BatchNorm layers in this mode; the same object, unless it is itself a norm that `sync`
-    replaces. `total` sums over the replicas of this stage (`sync` alone asks for it; None: there is one replica).
-    Parts on the meta device are welcome: no tensor is read. A model is traced before `sync`."""
+    """Sets the mode of all BatchNorm layers. Returns the same module, unless it is itself a norm that `sync`
+    replaces. `total` sums over the replicas of this stage. Only `sync` needs it, and None means one replica. Tensors
+    may be on the meta device: none is read. Trace a model before `sync`."""
     norms = list(_norms(module))
     if mode == "frozen":
         for name, norm in norms:
             _freeze(norm, name)
         return module
     for name, norm in norms:
-        _refuse_other(norm, name, mode, changes=mode != "micro")
+        _check_norm(norm, name, mode, changes=mode != "micro")
     if mode == "sync":
-        # torch's own would span every process, the other stages too.
+        # torch's SyncBatchNorm would span every process, including those of other stages.
         return (
             over_everybody(module, total)
             if total
@@ -51,8 +51,8 @@ def apply_norm_mode(module: nn.Module, mode: Mode, total: Total | None, micro_ba
 
 
 def forget_statistics(module: nn.Module) -> None:
-    """At the beginning of a step: drops what a forward outside of any step (a look at shapes, a step that broke off)
-    has left in the deferred norms."""
+    """At the beginning of a step: drops what a forward outside of a step, or in an aborted one, has left in the
+    deferred norms."""
     for norm in module.modules():
         if (deferral := _deferral(norm)) is not None:
             deferral.seen.clear()
@@ -60,9 +60,9 @@ def forget_statistics(module: nn.Module) -> None:
 
 @torch.no_grad()
 def commit_statistics(module: nn.Module) -> None:
-    """After the last forward of a step, on its stream: the running statistics of every deferred norm follow those of
-    all its micro-batches together, as one BatchNorm over the whole batch would. Does nothing in other modes."""
-    deferrals = [deferral for part in module.modules() if (deferral := _deferral(part)) and deferral.seen]
+    """After the last forward of a step, on its stream: updates the running statistics of every deferred norm from all
+    micro-batches together, as one BatchNorm over the whole batch would. Does nothing in other modes."""
+    deferrals = [deferral for norm in module.modules() if (deferral := _deferral(norm)) and deferral.seen]
     if not deferrals:
         return
     means, variances = _joined([deferral.seen for deferral in deferrals])
@@ -74,48 +74,50 @@ def commit_statistics(module: nn.Module) -> None:
         assert counter is not None
         counter.add_(1)
         # Without momentum, the mean of all steps so far.
-        share = 1.0 / counter.float() if norm.momentum is None else norm.momentum
-        running_mean.lerp_(mean, share)
-        running_var.lerp_(variance, share)
+        weight = 1.0 / counter.float() if norm.momentum is None else norm.momentum
+        running_mean.lerp_(mean, weight)
+        running_var.lerp_(variance, weight)
     forget_statistics(module)
 
 
 def norm_count(module: nn.Module) -> int:
-    """How many BatchNorm layers there are."""
+    """The number of BatchNorm layers."""
     return sum(1 for _ in _norms(module))
 
 
 def describe_norm(
     mode: Mode, norms: int, micro_batches: int, samples: int, replicas: int = 1, uneven: bool = False
 ) -> str:
-    """The choice and what it means, in one line; empty where there is none to make. `samples` are those of the
-    smallest micro-batch of one replica; `uneven` says that others have more."""
+    """Describes the mode and its effect in one line, or '' if there is no choice to make. `samples` is the size of
+    the smallest micro-batch of one replica. `uneven` says that others are larger."""
     if not norms:
         return f"parallel.batchnorm = {mode} changes nothing: the model has no BatchNorm" * (mode != "micro")
     if mode == "frozen":
-        return "BatchNorm frozen: the running statistics normalise and stay as they are; weight and bias are trained"
+        return (
+            "BatchNorm frozen: uses the running statistics, which do not change; weight and bias are trained"
+        )
     together = samples * replicas if mode == "sync" else samples
     each = f"each of {micro_batches} micro-batches" if micro_batches > 1 else "the batch"
     least = "at least " if uneven else ""
     of = f"{least}{samples} sample{'s' if samples != 1 else ''}"
     if mode == "sync" and replicas > 1:
-        by = f"{each} is normalised over all {replicas} replicas, {least}{together} samples together"
+        by = f"{each} is normalised over all {replicas} replicas, {least}{together} samples in total"
     else:
-        by = f"{each} of {of} is normalised by itself"
+        by = f"{each} of {of} is normalised on its own"
     times = "once a step" if micro_batches == 1 else f"{micro_batches} times a step"
     if mode == "deferred":
-        times = "once a step, by all micro-batches together" if micro_batches > 1 else times
-    text = f"BatchNorm {mode}: {by}; running statistics move {times}"
+        times = "once a step, from all micro-batches together" if micro_batches > 1 else times
+    text = f"BatchNorm {mode}: {by}; running statistics are updated {times}"
     if together < FEW:
         text += (
-            f". Warning: statistics of {together} sample{'s' if together != 1 else ''} are noisy: take fewer "
+            f". Warning: statistics of {together} sample{'s' if together != 1 else ''} are noisy: use fewer "
             "micro-batches, a larger batch, or parallel.batchnorm = frozen"
         )
     return text
 
 
 class _Deferral:
-    """Stands in for the forward of a norm: in training, the statistics of each call are put aside in `seen`."""
+    """Replaces the forward of a norm. In training, it collects the statistics of each call in `seen`."""
 
     def __init__(self, norm: _BatchNorm, forward: Callable[[Tensor], Tensor]) -> None:
         self.norm, self.forward = norm, forward
@@ -124,19 +126,19 @@ class _Deferral:
     @staticmethod
     def of(norm: _BatchNorm) -> None:
         deferral = _Deferral(norm, norm.forward)
-        # Kept by a name of its own too: recomputation may put itself before the forward.
+        # Also under a name of its own: recomputation may replace the forward again.
         norm.deferral = deferral  # type: ignore[assignment]
         norm.forward = deferral  # type: ignore[method-assign]
 
     def __call__(self, input: Tensor) -> Tensor:
         norm = self.norm
-        # Recomputation in backward takes the counter away: these statistics have been seen.
+        # Recomputation in backward removes the counter: these statistics are already collected.
         if not norm.training or norm.num_batches_tracked is None:
             return self.forward(input)
         assert norm.running_mean is not None
         assert norm.running_var is not None
         own, momentum = dict(norm._buffers), norm.momentum
-        # With momentum 1 torch's own kernel writes the batch's mean and unbiased variance: no second pass.
+        # With momentum 1, torch's kernel writes the mean and the unbiased variance of the batch: no second pass.
         mean, variance = torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_var)
         norm._buffers.update(running_mean=mean, running_var=variance, num_batches_tracked=None)
         norm.momentum = 1.0
@@ -150,12 +152,12 @@ class _Deferral:
 
 
 _Seen = tuple[int, Tensor, Tensor]
-"""Values per channel, their mean, their unbiased variance."""
+"""The number of values per channel, their mean and their unbiased variance."""
 
 
 def _joined(seen: list[list[_Seen]]) -> tuple[list[Tensor], list[Tensor]]:
-    """Mean and unbiased variance of everything that each norm has seen. Differences from the joint mean are squared,
-    not the values, so nothing cancels in fp32. All norms at once: a few launches per micro-batch."""
+    """The mean and unbiased variance of everything that each norm has seen. Squares differences from the joint mean,
+    not values, so nothing cancels in fp32. Works on all norms at once: a few launches per micro-batch."""
     counts = [[count for count, _, _ in calls] for calls in seen]
     totals = [sum(row) for row in counts]
     means = [torch.zeros_like(calls[0][1]) for calls in seen]
@@ -164,9 +166,9 @@ def _joined(seen: list[list[_Seen]]) -> tuple[list[Tensor], list[Tensor]]:
         [norm for norm, calls in enumerate(seen) if len(calls) > call] for call in range(max(map(len, seen)))
     ]
     for call, norms in enumerate(rounds):
-        shares = [counts[norm][call] / totals[norm] for norm in norms]
-        parts = torch._foreach_mul([seen[norm][call][1] for norm in norms], shares)
-        torch._foreach_add_([means[norm] for norm in norms], parts)
+        weights = [counts[norm][call] / totals[norm] for norm in norms]
+        weighted = torch._foreach_mul([seen[norm][call][1] for norm in norms], weights)
+        torch._foreach_add_([means[norm] for norm in norms], weighted)
     for call, norms in enumerate(rounds):
         into = [variances[norm] for norm in norms]
         within = [(counts[norm][call] - 1) / (totals[norm] - 1) for norm in norms]
@@ -192,18 +194,18 @@ def _freeze(norm: _BatchNorm, name: str) -> None:
 
 
 def _stay_in_eval(norm: _BatchNorm, mode: bool = True) -> _BatchNorm:
-    """`train()` of a frozen norm: what a layer derived from BatchNorm holds besides follows the call."""
+    """`train()` of a frozen norm: it stays in evaluation mode, but its children follow the call."""
     for child in norm.children():
         child.train(mode)
     norm.training = False
     return norm
 
 
-def _refuse_other(norm: _BatchNorm, name: str, mode: Mode, changes: bool) -> None:
+def _check_norm(norm: _BatchNorm, name: str, mode: Mode, changes: bool) -> None:
     kind = type(norm).__name__
     if isinstance(norm, nn.SyncBatchNorm) and mode != "sync":
         raise UserError(
-            f"parallel.batchnorm = {mode}: {name} is a {kind}, which would wait for the other stages of the pipeline",
+            f"parallel.batchnorm = {mode}: {name} is a {kind}, which would wait for other stages of the pipeline",
             "use parallel.batchnorm = sync, which spans the replicas of a stage, or frozen",
         )
     if changes and type(norm) not in PLAIN and not (mode == "sync" and isinstance(norm, WorldNorm)):
@@ -214,6 +216,6 @@ def _refuse_other(norm: _BatchNorm, name: str, mode: Mode, changes: bool) -> Non
 
 
 def _norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
-    for name, part in module.named_modules():
-        if isinstance(part, _BatchNorm):
-            yield name or "the model", part
+    for name, norm in module.named_modules():
+        if isinstance(norm, _BatchNorm):
+            yield name or "the model", norm

@@ -1,7 +1,7 @@
-"""The operations of a traced forward in order, and what crosses between any two of them.
+"""The operations of a traced forward in order, and the values that cross between any two of them.
 
-Refuses, by saying why, the places that other values than tensors cross, and those where tensors that share memory
-would be parted before they are written to.
+Rejects, with the reason, a cut that a value other than a tensor would cross, and a cut between tensors that share
+memory and are written to later.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A call of a module: its nodes are those from `begin` to before `end`."""
+class ModuleCall:
+    """A call of a module: its nodes are `begin` to `end` - 1."""
 
     module: str
     begin: int
@@ -25,15 +25,15 @@ class Entry:
 
 
 @dataclass
-class Seen:
-    """What a trace keeps while it runs. A node's value is a pair, of one batch size and of another."""
+class TraceLog:
+    """What a trace logs while it runs. A node has two values, for two batch sizes."""
 
     order: list[fx.Node] = field(default_factory=list)
     values: dict[fx.Node, tuple[Any, Any]] = field(default_factory=dict)
-    calls: list[Entry] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)
     """As indices into `order`."""
     writes: list[tuple[fx.Node, set[int]]] = field(default_factory=list)
-    """Which memory an operation wrote into, among that of its inputs."""
+    """The storages of its inputs that an operation wrote to."""
 
     def picks_tensor(self, node: fx.Node) -> bool:
         """Whether the node takes a tensor out of a tuple, list or dict."""
@@ -43,95 +43,101 @@ class Seen:
         return isinstance(taken, Tensor) and not isinstance(source, Tensor) and len(node.all_input_nodes) == 1
 
 
-class Record:
-    """What one trace found."""
+class TracedForward:
+    """The result of one trace."""
 
-    def __init__(self, graph: fx.Graph, seen: Seen, written: Iterable[str]) -> None:
-        nodes = _in_order(graph, seen)
+    def __init__(self, graph: fx.Graph, log: TraceLog, written: Iterable[str]) -> None:
+        nodes = _in_order(graph, log)
         self.graph = graph
         self.input = next(node for node in graph.nodes if node.op == "placeholder")
         self.output = next(node for node in graph.nodes if node.op == "output")
         self.nodes: list[fx.Node] = nodes
-        """The operations in order, without the reading of parameters and buffers."""
-        self.place = {node: place for place, node in enumerate(nodes)} | {
+        """The operations in order, without reads of parameters and buffers."""
+        self.position = {node: position for position, node in enumerate(nodes)} | {
             self.input: -1,
             self.output: len(nodes),
         }
         self.last_use = {
-            node: max((self.place[user] for user in node.users), default=-1) for node in (self.input, *nodes)
+            node: max((self.position[user] for user in node.users), default=-1)
+            for node in (self.input, *nodes)
         }
         given = self.output.args[0]
-        value = seen.values[given][0] if isinstance(given, fx.Node) else given
+        value = log.values[given][0] if isinstance(given, fx.Node) else given
         kind = "Tensor" if isinstance(value, Tensor) else type(value).__name__  # fakes are tensors too
         self.returns = kind.removeprefix("immutable_")
-        """What the model gives: Tensor, tuple, dict, ..."""
-        self.entries = tuple(_entries(seen, self.place))
+        """The type of the model's output: Tensor, tuple, dict, ..."""
+        self.calls = tuple(_module_calls(log, self.position))
         self.written_buffers = frozenset(written)
-        self._kinds = {node: _kind(seen.values[node][0]) for node in (self.input, *nodes)}
-        self._storages = {node: storages(seen.values[node][0]) for node in (self.input, *nodes)}
-        self._writes = [(self.place[node], storages) for node, storages in seen.writes if node in self.place]
+        self._kinds = {node: _kind(log.values[node][0]) for node in (self.input, *nodes)}
+        self._storages = {node: storages(log.values[node][0]) for node in (self.input, *nodes)}
+        self._writes = [
+            (self.position[node], storages) for node, storages in log.writes if node in self.position
+        ]
 
-    def begins(self, place: int) -> bool:
-        """Whether no tensor is made before this place: only sizes are read there."""
-        return not any("tensor" in self._kinds[node] for node in self.nodes[:place])
+    def begins(self, position: int) -> bool:
+        """Whether no operation before this position makes a tensor: only sizes are read there."""
+        return not any("tensor" in self._kinds[node] for node in self.nodes[:position])
 
-    def crossing(self, place: int) -> list[fx.Node]:
-        """What is made before this place and used there or later, in the order in which it is made."""
-        return [node for node in (self.input, *self.nodes[:place]) if self.last_use[node] >= place]
+    def crossing(self, position: int) -> list[fx.Node]:
+        """The values made before this position and used from there on, in the order in which they are made."""
+        return [node for node in (self.input, *self.nodes[:position]) if self.last_use[node] >= position]
 
-    def targets(self, place: int) -> tuple[set[str], set[str]]:
-        """Modules, parameters and buffers that are used before this place, and there or later."""
+    def targets(self, position: int) -> tuple[set[str], set[str]]:
+        """The modules, parameters and buffers used before this position, and those used from there on."""
         sides: tuple[set[str], set[str]] = set(), set()
         for node in self.graph.nodes:
             if node.op in ("call_module", "get_attr"):
                 for user in (node,) if node.op == "call_module" else node.users:
-                    sides[self.place[user] >= place].add(str(node.target))
+                    sides[self.position[user] >= position].add(str(node.target))
         return sides
 
-    def problem(self, place: int) -> str:
-        """Why no stage can begin here; '' where one can."""
-        crossing = self.crossing(place)
+    def problem(self, position: int) -> str:
+        """Why no stage can begin here, or '' if one can."""
+        crossing = self.crossing(position)
         for node in crossing:
             if self._kinds[node] != "tensor":
-                return f"{_told(node)}, which is {self._kinds[node]} and no tensor, is used on both sides"
+                return (
+                    f"{_describe(node)}, which is {self._kinds[node]} and not a tensor, is used on both sides"
+                )
         for number, node in enumerate(crossing):
             for other in crossing[number + 1 :]:
                 shared = self._storages[node] & self._storages[other]
-                if shared and any(place <= at and shared & written for at, written in self._writes):
+                if shared and any(position <= at and shared & written for at, written in self._writes):
                     return (
-                        f"{_told(node)} and {_told(other)} share memory that is written later, which copies of them "
-                        "would not see"
+                        f"{_describe(node)} and {_describe(other)} share memory that is written later; "
+                        "copies of them would miss that write"
                     )
         return ""
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The tensors in a value of any nesting."""
+    """All tensors in a nested value."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def storage(tensor: Tensor) -> int:
-    """A number for the memory that it lies in; views share it."""
+    """A number that identifies its storage. Views have the same number."""
     return tensor.untyped_storage()._cdata
 
 
 def storages(value: Any) -> set[int]:
-    """Of all tensors in a value."""
+    """The storages of all tensors in a value."""
     return {storage(tensor) for tensor in tensors(value)}
 
 
-def _in_order(graph: fx.Graph, seen: Seen) -> list[fx.Node]:
-    """Drops what only branches asked for (sizes, asserts); picks the tensors of a tuple right where it is made."""
-    writers = {node for node, _ in seen.writes}
-    for node in reversed(seen.order):
+def _in_order(graph: fx.Graph, log: TraceLog) -> list[fx.Node]:
+    """Drops nodes that only conditions read (sizes, asserts). Moves the unpacking of a tuple right behind its
+    making."""
+    writers = {node for node, _ in log.writes}
+    for node in reversed(log.order):
         idle = not node.users and node.op not in ("placeholder", "call_module") and node not in writers
-        if idle and not tensors(seen.values[node][0]):
+        if idle and not tensors(log.values[node][0]):
             graph.erase_node(node)
     nodes: list[fx.Node] = []
     for node in (node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")):
-        if seen.picks_tensor(node):
+        if log.picks_tensor(node):
             after = nodes.index(node.args[0]) + 1
-            while after < len(nodes) and seen.picks_tensor(nodes[after]):
+            while after < len(nodes) and log.picks_tensor(nodes[after]):
                 after += 1
             nodes.insert(after, node)
         else:
@@ -139,21 +145,21 @@ def _in_order(graph: fx.Graph, seen: Seen) -> list[fx.Node]:
     return nodes
 
 
-def _entries(seen: Seen, place: Mapping[fx.Node, int]) -> Iterator[Entry]:
-    """The calls by places of kept nodes; a call that leaves none is left out."""
-    for call in seen.calls:
-        places = [
-            place[node]
-            for node in seen.order[call.begin : call.end]
-            if node in place and not seen.picks_tensor(node)
+def _module_calls(log: TraceLog, position: Mapping[fx.Node, int]) -> Iterator[ModuleCall]:
+    """The calls as positions of the kept nodes, without calls that have none."""
+    for call in log.calls:
+        kept = [
+            position[node]
+            for node in log.order[call.begin : call.end]
+            if node in position and not log.picks_tensor(node)
         ]
-        if places:
-            yield Entry(call.module, min(places), max(places) + 1)
+        if kept:
+            yield ModuleCall(call.module, min(kept), max(kept) + 1)
 
 
 def _kind(value: Any) -> str:
     return "tensor" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
 
 
-def _told(node: fx.Node) -> str:
+def _describe(node: fx.Node) -> str:
     return f"the output of {node.target}" if node.op == "call_module" else f"the value {node.name}"

@@ -1,9 +1,9 @@
-"""Measures the units of a model, each by itself: time forward and backward, what it keeps, what crosses into it.
+"""Measures the units of a model one by one: forward and backward time, kept activations, and what crosses into each.
 
-Promises: the model given is not touched (parameters, gradients, buffers, modes, and the random generators); a copy is
-measured on real tensors, in rounds that take every unit in turn, so that a disturbance falls on all of them; with
-the times comes how far the rounds differ.
-Refuses images that the model cannot take.
+Promises: the given model stays untouched (parameters, gradients, buffers, modes), as do the random generators. A copy
+is measured on real tensors, in rounds that run every unit in turn, so that a disturbance affects all of them. The
+profile includes the spread of the rounds.
+Rejects images that the model cannot take.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from drumline.parallel.pipeline.cut import CutPoint, Traced
 from drumline.parallel.pipeline.split import check_stage_count, min_max_split
 
 NOISY = 0.05
-"""From this spread of the rounds on, a profile is called noisy."""
+"""A profile is noisy if the spread of its rounds is at least this."""
 
-Watch = Callable[[Sequence[int]], Iterable[int]]
-"""Passes the numbers of the rounds on, and may show how far they are."""
+Progress = Callable[[Sequence[int]], Iterable[int]]
+"""Iterates over the rounds, and may show their progress."""
 
 
 @dataclass(frozen=True)
 class UnitProfile:
-    """The smallest part of a model that can be a stage."""
+    """The smallest piece of a model that can be a stage."""
 
     name: str
-    """Where it begins, as `Traced.split` takes it; the first may have none."""
+    """Where it begins, as a name for `Traced.split`. The first unit may have none."""
     forward_s: float
     backward_s: float
     parameters: int
     parameter_bytes: int
     activation_bytes: int
-    """Kept for the backward of one micro-batch; what the unit before keeps already is counted there."""
+    """Kept for the backward of one micro-batch, except for what the unit before keeps already."""
     crossing_bytes: int
-    """What a stage that begins here receives for each micro-batch; 0 for the first."""
+    """What a stage that begins here receives for each micro-batch. 0 for the first unit."""
     crossing_tensors: int
 
     @property
@@ -57,7 +57,7 @@ class Profile:
 
     units: tuple[UnitProfile, ...]
     noise: float
-    """Spread of the rounds: median distance of a round's total from their median, as a share of it."""
+    """The median distance of a round's total from the median total, as a fraction of it."""
 
     @property
     def times(self) -> list[float]:
@@ -70,12 +70,12 @@ class Profile:
 
     @property
     def noisy(self) -> str:
-        """A word of warning, or nothing."""
+        """A warning, or ''."""
         if self.noise < NOISY:
             return ""
         return (
-            f"noisy: the rounds differ by {100 * self.noise:.0f} %, so something else uses this machine; "
-            "times closer than that mean nothing"
+            f"noisy: the rounds differ by {100 * self.noise:.0f} % because something else uses this machine; "
+            "ignore differences smaller than that"
         )
 
 
@@ -86,14 +86,13 @@ def profile(
     device: torch.device,
     autocast: torch.dtype | None = None,
     repeats: int = 9,
-    watch: Watch = iter,
+    progress: Progress = iter,
     channels_last: bool = False,
     points: Sequence[CutPoint] | None = None,
 ) -> Profile:
-    """Measures `root`, whose trace is `traced`, on images of `shape` (N x C x H x W), from one of `points` to the
-    next: `cut_points(traced)` unless given.
-
-    `repeats` rounds are measured, after two that warm up. Modes are `root`'s: a model in training is measured so.
+    """Measures `root`, whose trace is `traced`, on images of `shape` (N x C x H x W). A unit reaches from one of
+    `points` to the next; the default is `cut_points(traced)`. Runs two warm-up rounds, then `repeats` measured ones,
+    in the modes that `root` is in.
     """
     assert repeats >= 1
     with _own_random_numbers(device):
@@ -103,7 +102,7 @@ def profile(
             images = images.contiguous(memory_format=torch.channels_last)
         rounds: list[list[tuple[float, float]]] = []
         kept: list[_Kept] = []
-        for number in watch(range(2 + repeats)):
+        for number in progress(range(2 + repeats)):
             taken = _Round(images, device, autocast, counts=number == 0)
             times = [taken.through(unit) for unit in units]
             if number == 0:
@@ -114,18 +113,18 @@ def profile(
     middle = median(totals)
     parameters = dict(root.named_parameters(remove_duplicate=False))
     profiles = []
-    for place, (unit, held) in enumerate(zip(units, kept, strict=True)):
+    for number, (unit, held) in enumerate(zip(units, kept, strict=True)):
         used = [parameters[name] for name in unit.parameters]
         profiles.append(
             UnitProfile(
                 name=unit.name,
-                forward_s=median(taken[place][0] for taken in rounds),
-                backward_s=median(taken[place][1] for taken in rounds),
+                forward_s=median(taken[number][0] for taken in rounds),
+                backward_s=median(taken[number][1] for taken in rounds),
                 parameters=sum(parameter.numel() for parameter in used),
                 parameter_bytes=sum(parameter.nbytes for parameter in used),
                 activation_bytes=held.activation_bytes,
-                crossing_bytes=held.crossing_bytes if place else 0,
-                crossing_tensors=held.crossing_tensors if place else 0,
+                crossing_bytes=held.crossing_bytes if number else 0,
+                crossing_tensors=held.crossing_tensors if number else 0,
             )
         )
     noise = median(abs(total - middle) for total in totals) / middle if middle else 0.0
@@ -140,33 +139,32 @@ def choose_split(
     device: torch.device,
     autocast: torch.dtype | None = None,
     repeats: int = 9,
-    watch: Watch = iter,
+    progress: Progress = iter,
     channels_last: bool = False,
     points: Sequence[CutPoint] | None = None,
 ) -> tuple[tuple[str, ...], Profile]:
-    """Where `stages` stages begin (all but the first) so that the slowest is as fast as it can be, and the profile it
-    was decided by. `shape` is a micro-batch's, `points` are where stages may begin: `cut_points(traced)` unless
-    given."""
+    """Where `stages` stages begin (all but the first) so that the slowest is as fast as possible, and the profile
+    that decided it. `shape` is that of a micro-batch. Stages begin at `points`, by default `cut_points(traced)`."""
     points = cut_points(traced) if points is None else points
     check_stage_count(traced.name, len(points), stages)
-    measured = profile(traced, root, shape, device, autocast, repeats, watch, channels_last, points)
+    measured = profile(traced, root, shape, device, autocast, repeats, progress, channels_last, points)
     return time_split(measured, stages), measured
 
 
 def cut_points(traced: Traced, inside_blocks: bool = False) -> tuple[CutPoint, ...]:
-    """Where stages may begin, the beginning of the model first: between blocks, or wherever the model can be cut. No
-    two uses of one parameter lie on both sides of such a place."""
+    """Where stages may begin: at the beginning of the model and between blocks, or wherever the model can be cut. No
+    cut point is between two uses of one parameter."""
     points = traced.points if inside_blocks else traced.units
     try:
         traced.split([point.name for point in points[1:]])
     except UserError:
-        return (points[0], *(point for point in points[1:] if _parts(traced, point)))
+        return (points[0], *(point for point in points[1:] if _can_cut(traced, point)))
     return points
 
 
 def time_split(measured: Profile, stages: int) -> tuple[str, ...]:
-    """The names of the exact min-max split; a difference of 1 % in time, which no measurement repeats, yields to the
-    smaller crossing."""
+    """The names of the min-max split. Within 1 % of the best time, which no measurement resolves, the smallest
+    crossing wins."""
     split = min_max_split(measured.times, stages, crossing=measured.crossings, slack=0.01)
     return tuple(measured.units[first].name for first in split)
 
@@ -177,7 +175,7 @@ class _Unit:
     module: nn.Module
     parameters: tuple[str, ...]
     lasting: frozenset[int]
-    """Storages of parameters and buffers: there anyway, not kept for the backward."""
+    """Storages of parameters and buffers, which are not kept for the backward."""
 
 
 @dataclass(frozen=True)
@@ -188,11 +186,11 @@ class _Kept:
 
 
 _Timer = Callable[[], float]
-"""Seconds of something measured; on a GPU waits until they are known."""
+"""Returns the measured seconds. On a GPU, waits until they are known."""
 
 
-def _parts(traced: Traced, point: CutPoint) -> bool:
-    """Whether the model falls apart here. What two stages refuse to share, more stages refuse too."""
+def _can_cut(traced: Traced, point: CutPoint) -> bool:
+    """Whether the model can be cut here. A tensor that two stages must not share stops every cut between its uses."""
     try:
         traced.split([point.name])
     except UserError:
@@ -211,7 +209,7 @@ def _units(traced: Traced, points: Sequence[CutPoint], root: nn.Module, device: 
 
 
 class _Round:
-    """One micro-batch through all units; each unit's backward follows its forward, with a gradient made up."""
+    """One micro-batch through all units. Each unit's backward follows its forward, with a random gradient."""
 
     def __init__(
         self, images: Tensor, device: torch.device, autocast: torch.dtype | None, counts: bool
@@ -220,22 +218,22 @@ class _Round:
         self._inputs = [images]
         self._device, self._autocast, self._counts = device, autocast, counts
         self._counted: set[int] = set()
-        """Storages among the inputs that the units before keep."""
+        """Storages among the inputs that earlier units keep."""
 
     def through(self, unit: _Unit) -> tuple[_Timer, _Timer]:
-        """Runs one unit; times of its forward and its backward."""
+        """Runs one unit. Returns timers of its forward and its backward."""
         inputs, received = [_as_received(tensor) for tensor in self._inputs], self._inputs
         saved: dict[int, int] = {}
 
-        def note(tensor: Tensor) -> Tensor:
+        def count(tensor: Tensor) -> Tensor:
             if _storage(tensor) not in unit.lasting:
                 saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
-            # Not the tensor itself: an output that its own graph holds would never be freed.
+            # Detached: an output that its own graph holds would never be freed.
             return tensor.detach()
 
         try:
             if self._counts:
-                with saved_tensors_hooks(note, lambda tensor: tensor):
+                with saved_tensors_hooks(count, lambda tensor: tensor):
                     forward, outputs = self._forward(unit, inputs)
             else:
                 forward, outputs = self._forward(unit, inputs)
@@ -244,9 +242,9 @@ class _Round:
                 raise
             shape = " x ".join(str(side) for side in inputs[0].shape)
             raise UserError(
-                f"the model cannot take these images: at {unit.name or 'its beginning'}, given {shape}, "
+                f"the model cannot take these images: at {unit.name or 'its beginning'}, with input {shape}: "
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-                "give the size it was made for, and at least 2 images where it has BatchNorm",
+                "use the size the model was made for, and at least 2 images if it has BatchNorm",
             ) from error
         if self._counts:
             self._count(received, inputs, outputs, saved)
@@ -282,7 +280,7 @@ class _Round:
         outputs: Sequence[Tensor],
         saved: dict[int, int],
     ) -> None:
-        # A stage gets its inputs as fresh tensors; inside a stage they are what the unit before made.
+        # A stage receives its inputs as new tensors. Inside a stage they are the outputs of the unit before.
         before = {
             _storage(own)
             for theirs, own in zip(received, inputs, strict=True)
@@ -295,28 +293,28 @@ class _Round:
                 crossing_tensors=len(received),
             )
         )
-        # `before`: a skip connection that passes through this unit stays counted where it was.
+        # `before`: a skip connection through this unit is already counted.
         self._counted = {
             found for tensor in outputs if (found := _storage(tensor)) in saved or found in before
         }
 
 
 def _as_received(tensor: Tensor) -> Tensor:
-    """As a stage finds it: of its own, and not a leaf, since a unit may write into what it is given."""
+    """A copy as a stage receives it. Not a leaf, since a unit may write into its input."""
     if not tensor.requires_grad:
         return tensor.clone()
     return tensor.detach().requires_grad_().clone()
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
-    """Those of a module's output, in its order."""
+    """The tensors of a module's output, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
     elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
+        for item in value:
+            yield from _tensors(item)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -325,7 +323,7 @@ def _storage(tensor: Tensor) -> int:
 
 @contextmanager
 def _timed(device: torch.device) -> Iterator[_Timer]:
-    """Times what is done within. On a GPU by events on its stream: the host does not wait."""
+    """Times the block. On a GPU with events on its stream: the host does not wait."""
     if device.type == "cuda":
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
@@ -345,7 +343,7 @@ def _timed(device: torch.device) -> Iterator[_Timer]:
 
 @contextmanager
 def _own_random_numbers(device: torch.device) -> Iterator[None]:
-    """Dropout and made-up images draw from generators that are put back afterwards."""
+    """Restores the random generators, which dropout and random images draw from."""
     devices = [device] if device.type != "cpu" else []
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.enable_grad():
         yield

@@ -1,13 +1,12 @@
-"""A model's forward as a list of operations, each with the shapes of what it makes.
+"""A model's forward as a list of operations, each with the shapes of its outputs.
 
-torch.fx keeps torch's own modules, and what cannot be traced, as calls of the model's modules: kernels, names and
-hooks stay the model's. Beside every traced value go two fake tensors of different batch sizes: code that asks for a
-shape or a type is followed, code that asks for the batch size or for numbers is not traced but kept as a call of the
-module it stands in.
+torch.fx keeps torch's own modules, and modules that cannot be traced, as calls: kernels, names and hooks stay the
+model's. Every traced value comes with two fake tensors of different batch sizes. Code that reads a shape or a type is
+traced. Code that reads the batch size or the values of a tensor is not: the module it is in is kept as a call.
 
-Promises: no kernel runs; modes, buffers, hooks and random generators of the model are as before. Not for several
-threads: while a trace runs, fx changes how modules are called.
-Refuses a model whose own forward cannot be traced.
+Promises: no kernel runs, and the model's modes, buffers, hooks and random generators stay as they were. Not
+thread-safe: while a trace runs, fx changes how modules are called.
+Rejects a model whose own forward cannot be traced.
 """
 
 from __future__ import annotations
@@ -37,27 +36,27 @@ from torch.fx.proxy import TraceError
 from drumline.core.errors import UserError
 from drumline.models.tapped import TapHook
 from drumline.parallel.pipeline.boundary import Fakes, untouched
-from drumline.parallel.pipeline.operations import Entry, Record, Seen, storage, tensors
+from drumline.parallel.pipeline.operations import ModuleCall, TracedForward, TraceLog, storage, tensors
 from drumline.parallel.pipeline.untraceable import (
-    kept_tensors_refused,
     no_counting,
+    no_custom_backward,
     no_draws,
-    own_backward_refused,
-    torch_quiet,
+    no_saved_tensor_hooks,
+    quiet_torch,
 )
 
-# Both even, for models that halve the batch; two, so that what depends on the batch size shows.
+# Both even, for models that halve the batch. Two, so that a dependence on the batch size shows.
 _BATCHES = (4, 6)
 
 _NO_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
-"""What a fake tensor says to code that a real one would answer."""
+"""Raised by a fake tensor when code reads values that only a real one has."""
 
 
-def record(
+def trace_forward(
     model: nn.Module, kwargs: Mapping[str, Any], sample: Tensor, leaves: Collection[str], training: bool
-) -> Record:
-    """Traces `model(sample, **kwargs)` in one mode. A module that cannot be traced becomes a leaf, with those of its
-    class, and the trace begins anew."""
+) -> TracedForward:
+    """Traces `model(sample, **kwargs)` in one mode. If a module cannot be traced, it and all modules of its class are
+    kept whole, and the trace starts again."""
     leaves = set(leaves)
     with _mode(model, training), torch.set_grad_enabled(training):
         while True:
@@ -65,12 +64,12 @@ def record(
             try:
                 with (
                     tracer.fake_mode,
-                    own_backward_refused(),
-                    kept_tensors_refused(partial(getattr, tracer, "evaluating")),
-                    torch_quiet(),
+                    no_custom_backward(),
+                    no_saved_tensor_hooks(partial(getattr, tracer, "evaluating")),
+                    quiet_torch(),
                     untouched(model),
                 ):
-                    return Record(tracer.trace(model), tracer.seen, tracer.written_tensors())
+                    return TracedForward(tracer.trace(model), tracer.log, tracer.written_tensors())
             except UserError:
                 raise
             except Exception as error:
@@ -83,24 +82,24 @@ def record(
 
 
 class _Value(fx.Proxy):
-    """A traced value that knows its fake twins, and answers what does not depend on the batch size or on numbers."""
+    """A traced value with two fake values. Answers what depends neither on the batch size nor on values."""
 
-    def _twins(self) -> tuple[Any, Any]:
-        return self.tracer.seen.values[self.node]  # type: ignore[attr-defined]
+    def _fakes(self) -> tuple[Any, Any]:
+        return self.tracer.log.values[self.node]  # type: ignore[attr-defined]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if callable(getattr(self._twins()[0], name)):
+        if callable(getattr(self._fakes()[0], name)):
             return lambda *args, **named: self.tracer.create_proxy("call_method", name, (self, *args), named)
         return self.tracer.create_proxy("call_function", builtins.getattr, (self, name), {})
 
     def __iter__(self) -> Iterator[Any]:
-        whole: Any = self.unbind(0) if isinstance(self._twins()[0], Tensor) else self
+        whole: Any = self.unbind(0) if isinstance(self._fakes()[0], Tensor) else self
         return iter([whole[number] for number in range(len(whole))])
 
     def __len__(self) -> int:
-        # A shape has as many items for every batch size, though they differ.
+        # A shape has the same number of items for every batch size.
         return self._same(len)
 
     def __bool__(self) -> bool:
@@ -115,8 +114,8 @@ class _Value(fx.Proxy):
     def __float__(self) -> float:
         return self._known(float)
 
-    def __setitem__(self, place: Any, value: Any) -> None:
-        self.tracer.create_proxy("call_function", operator.setitem, (self, place, value), {})
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
     def _known(self, read: Callable[[Any], Any]) -> Any:
         if self.node in self.tracer.varying:  # type: ignore[attr-defined]
@@ -124,18 +123,18 @@ class _Value(fx.Proxy):
         return self._same(read)
 
     def _same(self, read: Callable[[Any], Any]) -> Any:
-        first, second = map(read, self._twins())
+        first, second = map(read, self._fakes())
         if first != second:
             raise TraceError("code that depends on the batch size")
         return first
 
 
 def _in_place(name: str) -> Callable[[_Value, Any], fx.Proxy]:
-    """`x += y` on a tensor writes into it. fx alone would turn it into `x = x + y`, which views of x do not see."""
+    """Keeps `x += y` on a tensor in place. fx would turn it into `x = x + y`, which does not change views of x."""
     writing, plain = getattr(operator, f"__i{name}__"), getattr(operator, f"__{name}__")
 
     def method(self: _Value, other: Any) -> fx.Proxy:
-        target = writing if isinstance(self._twins()[0], Tensor) else plain
+        target = writing if isinstance(self._fakes()[0], Tensor) else plain
         return self.tracer.create_proxy("call_function", target, (self, other), {})
 
     return method
@@ -165,10 +164,10 @@ class _Tracer(fx.Tracer):
         super().__init__()
         self.kwargs, self.leaves = kwargs, leaves
         self.failed_in = ""
-        """Where the last error arose: the deepest module being traced; '' is the root."""
-        self.seen = Seen()
+        """The deepest module being traced when the last error was raised. '' is the root."""
+        self.log = TraceLog()
         self.varying: set[fx.Node] = set()
-        """Sizes and the like that depend on the batch size."""
+        """Values that depend on the batch size."""
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self.fake_mode:
             self.fakes = tuple(Fakes(root, sample.device) for _ in _BATCHES)
@@ -181,13 +180,13 @@ class _Tracer(fx.Tracer):
         self.evaluating = False
         self.error: Exception | None = None
         self.blind = ""
-        """A module kept whole whose output's shape could not be found."""
+        """A module kept whole whose output shape could not be found."""
 
     def written_tensors(self) -> list[str]:
         return [name for name, fake in self.fakes[0].tensors.items() if fake._version]
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
-        """One placeholder; everything else is a constant or the default."""
+        """One placeholder. Every other argument is a constant or its default."""
         inner = self.root.__dict__.get("forward")
         first = next(name for name in list(signature(root_fn).parameters)[1:])
         kwargs = dict(self.kwargs)
@@ -214,17 +213,17 @@ class _Tracer(fx.Tracer):
         node = super().create_node(kind, target, args, kwargs, name, None)
         if kind == "output":
             return node
-        self.seen.order.append(node)
+        self.log.order.append(node)
         before = [
             (tensor, tensor._version)
             for source in node.all_input_nodes
-            for tensor in tensors(self.seen.values[source][0])
+            for tensor in tensors(self.log.values[source][0])
         ]
         first, second = (self._evaluate(node, number) for number in range(len(_BATCHES)))
-        self.seen.values[node] = (first, second)
+        self.log.values[node] = (first, second)
         written = {storage(tensor) for tensor, version in before if tensor._version != version}
         if written:
-            self.seen.writes.append((node, written))
+            self.log.writes.append((node, written))
         if not isinstance(first, Tensor) and self._varies(node, first, second):
             self.varying.add(node)
         return node
@@ -232,15 +231,15 @@ class _Tracer(fx.Tracer):
     def _varies(self, node: fx.Node, first: Any, second: Any) -> bool:
         if not tensors((first, second)) and first != second:
             return True
-        # Two sizes that are equal for two batch sizes are the same size.
+        # Sizes that are equal for both batch sizes are the same size.
         if (node.target is operator.eq and first is True) or (node.target is operator.ne and first is False):
             return False
         sources = node.all_input_nodes[1:] if node.target is operator.getitem else node.all_input_nodes
         return any(source in self.varying for source in sources)
 
     def _evaluate(self, node: fx.Node, number: int) -> Any:
-        args = fx.map_arg(node.args, lambda source: self.seen.values[source][number])
-        named = fx.map_arg(node.kwargs, lambda source: self.seen.values[source][number])
+        args = fx.map_arg(node.args, lambda source: self.log.values[source][number])
+        named = fx.map_arg(node.kwargs, lambda source: self.log.values[source][number])
         args, named = _thawed(args), _thawed(named)
         if node.op == "placeholder":
             return self.inputs[number]
@@ -248,7 +247,7 @@ class _Tracer(fx.Tracer):
             assert isinstance(node.target, str)
             return self.fakes[number].tensors[node.target]
         outside, self.evaluating = self.evaluating, True
-        # What a module that is kept whole draws is its own affair.
+        # A module that is kept whole may draw random numbers.
         draws = random.getstate()
         try:
             if node.op == "call_function":
@@ -263,7 +262,7 @@ class _Tracer(fx.Tracer):
             random.setstate(draws)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
-        """Parameters and buffers are read by the traced code, not by the trace."""
+        """Makes the traced code read parameters and buffers, not the trace."""
         name = None if self.evaluating else self.names.get(id(attr_val))
         if name is None:
             return attr_val
@@ -272,7 +271,8 @@ class _Tracer(fx.Tracer):
         return self.read[name]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Also what has a forward of its own on the instance (recomputing), or hooks: both must run each time."""
+        """Also a module with a forward of its own on the instance (recomputation), or with hooks: both must run every
+        time."""
         return (
             module_qualified_name in self.leaves
             or "forward" in m.__dict__
@@ -285,14 +285,14 @@ class _Tracer(fx.Tracer):
         if self.evaluating:
             return forward(*args, **kwargs)
         name = self.path_of_module(m)
-        begin = len(self.seen.order)
+        begin = len(self.log.order)
         try:
             if self.is_leaf_module(m, name):
                 output = self._leaf(m, name, args, kwargs)
             else:
                 output = self._inside(m, name, forward, args, kwargs)
         finally:
-            self.seen.calls.append(Entry(name, begin, len(self.seen.order)))
+            self.log.calls.append(ModuleCall(name, begin, len(self.log.order)))
         return output
 
     def _leaf(self, m: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
@@ -307,7 +307,7 @@ class _Tracer(fx.Tracer):
         for after in m._forward_hooks.values():
             if _is_tap(after):
                 after(
-                    m, args, output if isinstance(self.seen.values[output.node][0], Tensor) else tuple(output)
+                    m, args, output if isinstance(self.log.values[output.node][0], Tensor) else tuple(output)
                 )
         return output
 
@@ -323,18 +323,18 @@ class _Tracer(fx.Tracer):
 
 @contextmanager
 def _mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """The model in this mode: its own modes if that is the one it is in, else every part in it."""
-    before = [(part, part.training) for part in model.modules()]
+    """Sets the mode of every module. A model that is already in training keeps the modes of its modules."""
+    before = [(module, module.training) for module in model.modules()]
     if model.training != training or not training:
-        for part, _ in before:
-            part.training = training
+        for module, _ in before:
+            module.training = training
     draws = random.getstate()
     try:
         yield
     finally:
         random.setstate(draws)
-        for part, mode in before:
-            part.training = mode
+        for module, mode in before:
+            module.training = mode
 
 
 def _uncuttable(model: nn.Module, error: Exception, blind: str, sample: Tensor) -> UserError:
@@ -349,18 +349,19 @@ def _uncuttable(model: nn.Module, error: Exception, blind: str, sample: Tensor) 
         if not isinstance(error, _NO_NUMBERS):
             shape = " x ".join(str(length) for length in sample.shape[1:])
             return UserError(
-                f"model.name: {type(model).__name__} does not take images of {shape}: its module {blind!r} "
+                f"model.name: {type(model).__name__} cannot take images of {shape}: its module {blind!r} "
                 f"({type(module).__name__}) fails{where}: {reason}",
-                "make the model fit the images, or set --data.size",
+                "set --data.size to a size the model takes, or change the model",
             )
         return UserError(
             f"parallel.split: {type(model).__name__} cannot be cut: its module {blind!r} ({type(module).__name__}) "
-            f"gives no shape without being computed{where}: {reason}",
-            "do not read a tensor's numbers in its forward (.item(), float(x), if x), or use another parallel.layout",
+            f"has no output shape until it runs{where}: {reason}",
+            "do not read the values of a tensor in its forward (.item(), float(x), if x), or use a different "
+            "parallel.layout",
         )
     return UserError(
         f"parallel.split: {type(model).__name__} cannot be cut: its own forward cannot be traced{where}: {reason}",
-        "move that code into a module of its own, which is then kept whole, or use another parallel.layout",
+        "move that code into a module of its own, which is then kept whole, or use a different parallel.layout",
     )
 
 
@@ -374,12 +375,12 @@ def _is_tap(hook: Any) -> bool:
 
 
 def _thawed(value: Any) -> Any:
-    """Plain containers for fx's immutable ones, which some functions of torch do not take."""
+    """Replaces fx's immutable containers with plain ones: some torch functions reject the former."""
     if isinstance(value, tuple):
-        parts = [_thawed(part) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        items = [_thawed(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, list):
-        return [_thawed(part) for part in value]
+        return [_thawed(item) for item in value]
     if isinstance(value, dict):
-        return {key: _thawed(part) for key, part in value.items()}
+        return {key: _thawed(item) for key, item in value.items()}
     return value

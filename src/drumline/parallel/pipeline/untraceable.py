@@ -1,6 +1,7 @@
-"""What a trace must not walk through without a word: each becomes a TraceError, and the module is kept whole.
+"""Code that torch.fx would trace wrongly without an error. Each case raises a TraceError, and the module is kept
+whole.
 
-Promises: torch and Python are as before once a context is left. Not for several threads.
+Promises: leaving a context restores torch and Python. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.fx.proxy import TraceError
 
 @contextmanager
 def no_draws() -> Iterator[None]:
+    """Rejects numbers drawn from Python's random: a trace would freeze them."""
     before = random.getstate()
     yield
     if random.getstate() != before:
@@ -27,7 +29,7 @@ def no_draws() -> Iterator[None]:
 
 @contextmanager
 def no_counting(module: nn.Module) -> Iterator[None]:
-    """A number that a forward carries on from call to call (a schedule of its own) would stand still in a trace."""
+    """Rejects a number that a forward changes from call to call: a trace would freeze it."""
     before = _numbers(module)
     yield
     for name, value in _numbers(module).items():
@@ -36,8 +38,8 @@ def no_counting(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def own_backward_refused() -> Iterator[None]:
-    """fx would trace through the forward of an autograd.Function and lose its backward (checkpointing is one)."""
+def no_custom_backward() -> Iterator[None]:
+    """Rejects an autograd.Function (such as checkpointing): fx would trace its forward and lose its backward."""
     original = Function.__dict__["apply"]
 
     def apply(cls: type[Function], *args: Any, **named: Any) -> Any:
@@ -54,9 +56,9 @@ def own_backward_refused() -> Iterator[None]:
 
 
 @contextmanager
-def kept_tensors_refused(evaluating: Callable[[], bool]) -> Iterator[None]:
-    """Checkpointing without an autograd.Function, and offloading, say by hooks what is kept for the backward: fx
-    would trace through them and keep everything. `evaluating` tells a module that is kept whole from traced code."""
+def no_saved_tensor_hooks(evaluating: Callable[[], bool]) -> Iterator[None]:
+    """Rejects hooks that control what is kept for the backward, as checkpointing and offloading use: fx would trace
+    through them and keep everything. `evaluating` says whether a module that is kept whole runs, not traced code."""
     original = saved_tensors_hooks.__enter__
 
     def enter(self: saved_tensors_hooks) -> None:
@@ -72,8 +74,8 @@ def kept_tensors_refused(evaluating: Callable[[], bool]) -> Iterator[None]:
 
 
 @contextmanager
-def torch_quiet() -> Iterator[None]:
-    """torch logs the traceback of an operation that fails on fake tensors; the error is told in our words."""
+def quiet_torch() -> Iterator[None]:
+    """Stops torch from logging the traceback of an operation that fails on fake tensors: we report the error."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
