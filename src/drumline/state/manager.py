@@ -76,7 +76,7 @@ class CheckpointManager:
         """Makes the folder, or takes away what a killed run left half written in it."""
         try:
             lock.check(self.folder)
-            self.folder.mkdir(exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             for leftover in self.folder.glob("step-*.tmp"):
                 if is_temporary(leftover):
                     _remove(leftover)

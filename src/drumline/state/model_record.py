@@ -25,6 +25,7 @@ CHOICES = {
     "resize": ("pillow12", "pillow13"),
     "interpolation": ("bilinear", "bicubic", "box", "lanczos"),
     "exif": ("ignore", "apply"),
+    "fit": ("crop", "stretch"),
 }
 
 
@@ -44,6 +45,9 @@ class ModelRecord:
     resize: str
     interpolation: str
     exif: str
+    fit: str = "crop"
+    """How evaluation makes an image square: `crop` resizes the short side and crops the centre; `stretch`, for sets
+    of arrays, resizes both sides. Earlier versions did not record it."""
 
     def settings(self) -> dict[str, str]:
         """The recipe's fields that evaluate the model on images prepared as they were in training."""
@@ -91,6 +95,7 @@ def read_record(given: Any) -> ModelRecord:
     """A record from plain values that anybody may have written. Raises ValueError naming the field."""
     if not isinstance(given, dict):
         raise ValueError("the model record is not a table")
+    given = {"fit": "crop"} | given
     checks: dict[str, Callable[[Any], bool]] = {
         "model": _is_text,
         "outputs": lambda value: _is_count(value, MAX_CLASSES),

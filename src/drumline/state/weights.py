@@ -166,7 +166,7 @@ def _first_shard(checkpoint: Path) -> list[Path]:
 
 def export_weights(model: nn.Module, path: str | Path) -> None:
     """Write parameters and buffers as a plain safetensors file, under the bare model's key names."""
-    export_tensors(_bare(model).state_dict(), path)
+    export_tensors(unwrap(model).state_dict(), path)
 
 
 def export_tensors(
@@ -274,12 +274,12 @@ def _unwrapped(state: State, model: nn.Module) -> State:
     return state
 
 
-def _bare(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """The model inside torch.compile's, DataParallel's and DDP's wrappers."""
     inner = getattr(model, "_orig_mod", None)
     if isinstance(model, nn.DataParallel | DistributedDataParallel):
         inner = model.module
-    return model if inner is None else _bare(inner)
+    return model if inner is None else unwrap(inner)
 
 
 def _read(file: Path, fields: WeightFields | None) -> State:

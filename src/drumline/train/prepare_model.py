@@ -17,6 +17,7 @@ from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.core.files import CorruptError
 from drumline.data.classes import Classes
+from drumline.data.sources import ArrayDataset
 from drumline.models import create_model
 from drumline.parallel.world import World
 from drumline.state.checkpoint import read_live, verify_checkpoint, verify_checksums
@@ -105,6 +106,7 @@ def model_record(recipe: Recipe, sets: Sets) -> ModelRecord:
         resize=transform.resize,
         interpolation=transform.interpolation,
         exif=transform.exif,
+        fit="stretch" if isinstance(sets.train, ArrayDataset) else "crop",
     )
 
 

@@ -76,11 +76,11 @@ def test_pixels_are_pillows(name):
 
 def test_palette_with_alpha_beside_its_index_gives_pillows_pixels():
     """Mode PA has no file format of its own here; the conversion is the same call."""
-    from drumline.data.image.decode import _rgb
+    from drumline.data.image.decode import to_rgb
 
     image = picture("PA")
     assert image.mode == "PA"
-    assert np.array_equal(np.asarray(_rgb(image, "x")), np.asarray(image.convert("RGB")))
+    assert np.array_equal(np.asarray(to_rgb(image, "x")), np.asarray(image.convert("RGB")))
 
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "TIFF", "PNG", "MPO"])

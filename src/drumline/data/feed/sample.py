@@ -90,7 +90,7 @@ def _window(
     stored = source.decoded(shown)
     if stored is None:
         return crop_encoded(source.read(shown), source.where(shown), transform, geometry)
-    pixels = _crop_decoded(stored, source.where(shown), transform, geometry)
+    pixels = crop_decoded(stored, source.where(shown), transform, geometry)
     return pixels if pixels.shape[2] == 3 else np.repeat(pixels, 3, axis=2)
 
 
@@ -110,7 +110,7 @@ def crop_encoded(data: bytes, where: str, transform: Transform, geometry: Geomet
         )
         if pixels is not None:
             return pixels
-    return _crop_decoded(np.asarray(decode(data, where, transform.exif)), where, transform, geometry)
+    return crop_decoded(np.asarray(decode(data, where, transform.exif)), where, transform, geometry)
 
 
 def cut(image: Window, row: NDArray[np.int32], transform: Transform) -> Window:
@@ -140,7 +140,7 @@ def elongated(rows: Geometry) -> NDArray[np.bool_]:
     return rows[:, Column.WIDTH].astype(np.int64) * rows[:, Column.HEIGHT] > MAX_PIXELS
 
 
-def _crop_decoded(image: Window, where: str, transform: Transform, geometry: GeometryOf) -> Window:
+def crop_decoded(image: Window, where: str, transform: Transform, geometry: GeometryOf) -> Window:
     height, width = image.shape[:2]
     return cut(image, _checked_row((width, height), where, geometry), transform)
 

@@ -48,7 +48,7 @@ def decode(data: bytes, where: str, exif: Literal["ignore", "apply"] = "ignore")
         image.load()
         if exif == "apply":
             ImageOps.exif_transpose(image, in_place=True)
-        return _rgb(image, where)
+        return to_rgb(image, where)
     except (UserError, MemoryError):
         raise
     except UnidentifiedImageError as error:
@@ -67,7 +67,7 @@ def decode(data: bytes, where: str, exif: Literal["ignore", "apply"] = "ignore")
 _RESTORE = "restore the file from where it came, or remove it from the data"
 
 
-def _rgb(image: Image.Image, where: str) -> Image.Image:
+def to_rgb(image: Image.Image, where: str) -> Image.Image:
     if image.mode == "RGB":
         return image
     if image.mode == "F":
