@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pickle
 from pathlib import Path
@@ -12,7 +13,17 @@ import pytest
 
 from drumline.cli import main
 from drumline.core.errors import LostError, UserError
-from drumline.core.text import counted, either, message, printable, wrapped
+from drumline.core.text import (
+    counted,
+    duration,
+    either,
+    loss_text,
+    message,
+    percent,
+    printable,
+    rate,
+    wrapped,
+)
 from drumline.launch.failure import FILE, read_failure, record_failure, render_failure
 from drumline.observe.display import PlainDisplay
 from drumline.observe.text_log import append_entry, say
@@ -109,3 +120,31 @@ def test_long_lines_break_between_words_and_never_inside_a_command() -> None:
 def test_counts_and_choices_read_like_english() -> None:
     assert (counted(1, "class", "classes"), counted(1200, "step")) == ("1 class", "1,200 steps")
     assert [either(names) for names in (["a"], ["a", "b"], ["a", "b", "c"])] == ["a", "a or b", "a, b or c"]
+
+
+def test_rates_are_grouped_by_thousands() -> None:
+    assert rate(1234.4, "img") == "1,234 img/s"
+    assert rate(3.21, "img") == "3.2 img/s"
+
+
+@pytest.mark.parametrize(
+    ("fraction", "text"), [(0.0031, "0.3 %"), (0, "0.0 %"), (0.0994, "9.9 %"), (0.0996, "10 %"), (1, "100 %")]
+)
+def test_percentages_have_a_decimal_only_below_ten(fraction: float, text: str) -> None:
+    assert percent(fraction) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(2.34567, "2.3457"), (0.0, "0.0000"), (2.5e-5, "2.50e-05"), (123456.0, "1.23e+05"), (math.nan, "nan")],
+)
+def test_a_loss_is_readable_at_any_size(value: float, text: str) -> None:
+    assert loss_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00"), (59.6, "1:00"), (75, "1:15"), (3599.7, "1:00:00"), (5025, "1:23:45"), (100000, "1 d 3 h")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from drumline.core import progress as progress_module
-from drumline.core.progress import Part, bar_line, progress
+from drumline.core.progress import Piece, bar_line, progress
 from drumline.observe.display import (
     PlainDisplay,
     Progress,
@@ -116,7 +116,7 @@ def test_what_matters_most_stays_on_a_narrow_terminal() -> None:
 
 def test_the_bar_shows_the_share_done_even_without_colour() -> None:
     for done, filled in [(0.0, 0), (0.5, 20), (1.0, 40), (1.7, 40)]:
-        line = bar_line([Part("a"), Part("b")], done, 120)
+        line = bar_line([Piece("a"), Piece("b")], done, 120)
         assert line.plain.count("━") == filled
         assert line.plain.count("─") == 40 - filled
 

@@ -1,7 +1,7 @@
-"""How far something that takes long has come: a bar on a terminal, plain lines elsewhere.
+"""Progress of anything that takes long: a bar on a terminal, plain lines elsewhere.
 
-Promises: nothing is written to stdout; a terminal gets one live line of any width, erased at the end; a file or pipe
-gets a plain line every few seconds, without control characters.
+Writes nothing to stdout. A terminal gets one live line of any width, which is erased at the end. A file or pipe gets
+a plain line every few seconds, without control characters.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import atexit
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sized
 from typing import NamedTuple, TextIO, TypeVar
 
@@ -17,23 +18,22 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from drumline.core import wording
 from drumline.core.notebook import NotebookScreen, in_notebook
-from drumline.core.wording import Pace
+from drumline.core.text import duration
 
 Item = TypeVar("Item")
 
 PLAIN_EVERY_S = 5.0
-"""Off a terminal, seconds between two lines of progress."""
+"""Seconds between two plain lines of progress."""
 
 
 def progress(
     items: Iterable[Item], text: str, total: int | None = None, stream: TextIO | None = None
 ) -> Generator[Item]:
-    """Pass `items` on and show how far they are: for anything that may take over five seconds.
+    """Yields `items` and shows how many are done. Use it for anything that may take over five seconds.
 
-    A terminal gets a bar after one second, gone at the end; elsewhere a plain line every five seconds.
-    Not for use between a display's `begin` and `end`.
+    A terminal gets a bar after one second, which is erased at the end; a file or pipe gets a plain line every five
+    seconds. Must not be used between a display's `begin` and `end`.
     """
     stream = stream or sys.stderr
     if total is None and isinstance(items, Sized):
@@ -44,24 +44,24 @@ def progress(
         yield from _progress_plain(items, text, total, stream)
 
 
-class Part(NamedTuple):
-    """A piece of a progress line. Where the line is too long, the part with the highest `spare` goes first."""
+class Piece(NamedTuple):
+    """A piece of a progress line. If the line is too long, the piece with the highest `spare` is dropped first."""
 
     text: str
     spare: int = 0
 
 
-def bar_line(parts: list[Part], done: float, width: int, ascii_only: bool = False) -> Text:
-    """The first part, a bar and the other parts, as many as `width` allows, none of them cut in two. Pure."""
+def bar_line(pieces: list[Piece], done: float, width: int, ascii_only: bool = False) -> Text:
+    """The first piece, a bar and as many of the other pieces as `width` allows, none of them truncated. Pure."""
     # Free columns at the right: a Ctrl-C writes ^C behind the cursor, which must not start a new line.
     width -= 3
-    while (spare := max(part.spare for part in parts)) > 0:
+    while (spare := max(piece.spare for piece in pieces)) > 0:
         bar_room = 2 + _BAR_MIN if spare > _SPARE_BEFORE_BAR else 0
-        if sum(len(part.text) + 2 for part in parts) - 2 + bar_room <= width:
+        if sum(len(piece.text) + 2 for piece in pieces) - 2 + bar_room <= width:
             break
-        parts = [part for part in parts if part.spare < spare]
-    first, *others = (part.text for part in parts)
-    room = width - sum(len(part.text) + 2 for part in parts)
+        pieces = [piece for piece in pieces if piece.spare < spare]
+    first, *others = (piece.text for piece in pieces)
+    room = width - sum(len(piece.text) + 2 for piece in pieces)
     if room < _BAR_MIN:
         return Text("  ".join([first, *others]))
     bar = _bar(done, min(room, _BAR_MAX), ascii_only)
@@ -70,7 +70,7 @@ def bar_line(parts: list[Part], done: float, width: int, ascii_only: bool = Fals
 
 _BAR_MIN, _BAR_MAX = 6, 40
 _SPARE_BEFORE_BAR = 2
-"""Parts with a higher `spare` go before the bar does."""
+"""Pieces with a higher `spare` are dropped before the bar."""
 
 
 def _bar(done: float, width: int, ascii_only: bool) -> Text:
@@ -80,14 +80,51 @@ def _bar(done: float, width: int, ascii_only: bool) -> Text:
     return Text.assemble((full * filled, "cyan"), (rest * (width - filled), "dim"))
 
 
-def counted_parts(text: str, done: int, total: int | None, seconds_left: float | None) -> list[Part]:
-    count = wording.count(done) if total is None else f"{wording.count(done)}/{wording.count(total)}"
-    left = [] if seconds_left is None else [Part(f"{wording.duration(seconds_left)} left", 1)]
-    return [Part(text), Part(count), *left]
+def counted_pieces(text: str, done: int, total: int | None, seconds_left: float | None) -> list[Piece]:
+    count = f"{done:,}" if total is None else f"{done:,}/{total:,}"
+    left = [] if seconds_left is None else [Piece(f"{duration(seconds_left)} left", 1)]
+    return [Piece(text), Piece(count), *left]
+
+
+class Pace:
+    """Recent speed of a count, over about the last half minute or the last forty updates."""
+
+    _GAP_S = 0.75
+    _KEPT = 40
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque(maxlen=self._KEPT)
+        self._speed = 0.0
+        self._last = (0.0, 0)
+        self._paused = False
+
+    def update(self, now: float, done: int) -> None:
+        """Records that `done` items are done at time `now`."""
+        if self._paused:
+            self._seen.clear()
+            self._paused = False
+        if self._seen:
+            then, before = self._seen[0]
+            if now > then and done > before:
+                self._speed = (done - before) / (now - then)
+        if not self._seen or now - self._seen[-1][0] >= self._GAP_S:
+            self._seen.append((now, done))
+        self._last = (now, done)
+
+    def pause(self) -> None:
+        """Excludes the time until the next update from the speed."""
+        self._paused = True
+
+    def seconds_left(self, now: float, total: int) -> float | None:
+        """None before two updates."""
+        if not self._speed:
+            return None
+        then, done = self._last
+        return max(0.0, (total - done) / self._speed - (now - then))
 
 
 class _Drawing:
-    """A rich renderable that asks for its line anew at each refresh."""
+    """A rich renderable that draws its line at each refresh."""
 
     def __init__(self, draw: Callable[[int, bool], Text]) -> None:
         self._draw = draw
@@ -152,10 +189,10 @@ def _progress_drawn(items: Iterable[Item], text: str, total: int | None, stream:
         if now < show_from:
             return Text()
         left = None if total is None else pace.seconds_left(now, total)
-        parts = counted_parts(text, done, total, left)
+        pieces = counted_pieces(text, done, total, left)
         if total is None:
-            return Text("  ".join(part.text for part in parts))
-        return bar_line(parts, done / max(1, total), width, ascii_only)
+            return Text("  ".join(piece.text for piece in pieces))
+        return bar_line(pieces, done / max(1, total), width, ascii_only)
 
     screen = make_screen(Console(file=stream))
     screen.show(draw)
@@ -177,5 +214,5 @@ def _progress_plain(items: Iterable[Item], text: str, total: int | None, stream:
         if now >= next_line:
             next_line = now + PLAIN_EVERY_S
             left = None if total is None else pace.seconds_left(now, total)
-            stream.write("  ".join(part.text for part in counted_parts(text, done, total, left)) + "\n")
+            stream.write("  ".join(piece.text for piece in counted_pieces(text, done, total, left)) + "\n")
             stream.flush()

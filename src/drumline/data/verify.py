@@ -28,7 +28,6 @@ from drumline.core.machine import usable_cores
 from drumline.core.processes import interrupts_noted, serve_owner
 from drumline.core.progress import progress
 from drumline.core.text import printable
-from drumline.core.wording import count
 from drumline.data.examine import Examination, examine_range
 from drumline.data.reading import patiently, read_whole
 from drumline.data.sources import Dataset, DatasetSpec, EncodedDataset, detect_source, open_dataset
@@ -153,15 +152,13 @@ def describe(report: DatasetReport) -> list[str]:
             sample = f" {finding.sample}" if finding.sample >= 0 else ""
             lines.append(f"{word} {kind} ({finding.split}{sample}): {finding.path} {finding.reason}")
         if len(found) > SHOWN:
-            lines.append(f"{word} {kind}: {count(len(found) - SHOWN)} more; --list FILE writes all of them")
+            lines.append(f"{word} {kind}: {len(found) - SHOWN:,} more; --list FILE writes all of them")
     for kind, number in report.notes:
-        lines.append(f"note {kind}: {count(number)} of {count(report.samples)} samples; {NOTES[kind]}")
-    splits = (
-        ", ".join(f"{name} {count(samples)}" for name, samples in report.splits) or "none could be opened"
-    )
-    kinds = ", ".join(f"{count(counts[kind])} {kind}" for kind in (*BAD, *WARNINGS) if counts[kind])
+        lines.append(f"note {kind}: {number:,} of {report.samples:,} samples; {NOTES[kind]}")
+    splits = ", ".join(f"{name} {samples:,}" for name, samples in report.splits) or "none could be opened"
+    kinds = ", ".join(f"{counts[kind]:,} {kind}" for kind in (*BAD, *WARNINGS) if counts[kind])
     lines.append(
-        f"{'ok  ' if report.sound else 'BAD '} {count(report.samples)} samples ({splits}): {kinds or 'all sound'}"
+        f"{'ok  ' if report.sound else 'BAD '} {report.samples:,} samples ({splits}): {kinds or 'all sound'}"
     )
     if any(finding.kind in BAD and finding.sample >= 0 for finding in report.findings):
         lines.append(

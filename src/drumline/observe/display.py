@@ -16,10 +16,8 @@ from typing import Protocol, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from drumline.core import wording
-from drumline.core.progress import PLAIN_EVERY_S, Part, bar_line, can_draw, counted_parts, make_screen
-from drumline.core.text import message
-from drumline.core.wording import Pace
+from drumline.core.progress import PLAIN_EVERY_S, Pace, Piece, bar_line, can_draw, counted_pieces, make_screen
+from drumline.core.text import duration, loss_text, message, percent, rate
 
 
 @dataclass(frozen=True)
@@ -107,13 +105,13 @@ class PlainDisplay:
         now = self._now()
         self._pace.update(now, progress.step)
         if self._due(now):
-            parts = describe(progress, self._pace.seconds_left(now, progress.steps))
-            self._write("  ".join(part.text for part in parts))
+            pieces = describe(progress, self._pace.seconds_left(now, progress.steps))
+            self._write("  ".join(piece.text for piece in pieces))
 
     def evaluation(self, done: int, total: int) -> None:
         self._pace.pause()
         if done < total and self._due(self._now()):
-            self._write(f"evaluating  {wording.count(done)}/{wording.count(total)}")
+            self._write(f"evaluating  {done:,}/{total:,}")
 
     def result(self, text: str) -> None:
         self._write(text)
@@ -183,35 +181,36 @@ class RichDisplay:
         progress, evaluated = self._progress or self._start, self._evaluated
         done = progress.step / max(1, progress.steps)
         if evaluated is not None:
-            parts = [Part(_epoch(progress)), *counted_parts("evaluating", *evaluated, None)]
+            pieces = [Piece(_epoch(progress)), *counted_pieces("evaluating", *evaluated, None)]
             done = evaluated[0] / max(1, evaluated[1])
         elif self._progress is None:
-            parts = [Part(_epoch(progress)), Part(_steps(progress), 1), Part("starting")]
+            pieces = [Piece(_epoch(progress)), Piece(_steps(progress), 1), Piece("starting")]
         else:
-            parts = describe(progress, self._pace.seconds_left(time.monotonic(), progress.steps))
-        # Each part keeps the widest width it had, so that the line does not dance as its numbers change.
-        if len(self._widths) != len(parts):
-            self._widths = [0] * len(parts)
-        self._widths = [max(old, len(part.text)) for old, part in zip(self._widths, parts, strict=True)]
-        parts = [
-            Part(part.text.ljust(wide), part.spare) for part, wide in zip(parts, self._widths, strict=True)
+            pieces = describe(progress, self._pace.seconds_left(time.monotonic(), progress.steps))
+        # Each piece keeps the widest width it had, so that the line does not dance as its numbers change.
+        if len(self._widths) != len(pieces):
+            self._widths = [0] * len(pieces)
+        self._widths = [max(old, len(piece.text)) for old, piece in zip(self._widths, pieces, strict=True)]
+        pieces = [
+            Piece(piece.text.ljust(wide), piece.spare)
+            for piece, wide in zip(pieces, self._widths, strict=True)
         ]
-        return bar_line(parts, done, width, ascii_only)
+        return bar_line(pieces, done, width, ascii_only)
 
 
-def describe(progress: Progress, seconds_left: float | None) -> list[Part]:
-    """The parts of a progress line, in the order they are shown. Pure."""
-    loss = "loss -" if progress.loss is None else f"loss {wording.loss(progress.loss)}"
+def describe(progress: Progress, seconds_left: float | None) -> list[Piece]:
+    """The pieces of a progress line, in the order they are shown. Pure."""
+    loss = "loss -" if progress.loss is None else f"loss {loss_text(progress.loss)}"
     if progress.loss is not None and progress.loss_lag_s >= LAG_SHOWN_S:
-        loss += f" (step {wording.count(progress.loss_step)})"
+        loss += f" (step {progress.loss_step:,})"
     return [
-        Part(_epoch(progress), 1),
-        Part(_steps(progress), 5),
-        Part(loss),
-        Part(wording.rate(progress.images_per_s, "img"), 3),
-        Part(f"data wait {wording.share(progress.data_share)}", 4),
-        Part(f"lr {progress.lr:.3g}", 6),
-        Part("-:-- left" if seconds_left is None else f"{wording.duration(seconds_left)} left", 2),
+        Piece(_epoch(progress), 1),
+        Piece(_steps(progress), 5),
+        Piece(loss),
+        Piece(rate(progress.images_per_s, "img"), 3),
+        Piece(f"data wait {percent(progress.data_share)}", 4),
+        Piece(f"lr {progress.lr:.3g}", 6),
+        Piece("-:-- left" if seconds_left is None else f"{duration(seconds_left)} left", 2),
     ]
 
 
@@ -220,4 +219,4 @@ def _epoch(progress: Progress) -> str:
 
 
 def _steps(progress: Progress) -> str:
-    return f"step {wording.count(progress.step)}/{wording.count(progress.steps)}"
+    return f"step {progress.step:,}/{progress.steps:,}"

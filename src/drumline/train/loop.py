@@ -21,12 +21,13 @@ import torch
 from torch import nn
 
 from drumline.config.recipe import Recipe
-from drumline.core import lock, wording
+from drumline.core import lock
 from drumline.core.environment import LAUNCHER
 from drumline.core.errors import LostError, UserError
 from drumline.core.files import CorruptError, write_file
 from drumline.core.heartbeat import Phase, beat, enter
 from drumline.core.lock import Superseded
+from drumline.core.text import duration
 from drumline.observe import text_log
 from drumline.parallel.world import World
 from drumline.state.checkpoint import Groups, read_group, verify_checkpoint, write_checksums
@@ -357,7 +358,7 @@ def _closing_words(run: Running, result: Result, stopped_by: str, seconds: float
         score += f", agreement {result.agreement:.2%}"
     if result.finished:
         eval_command = f"; next: drumline eval {shlex.quote(result.run)}" if run.task.evaluates else ""
-        took = wording.duration(seconds)
+        took = duration(seconds)
         return f"{text_log.FINISHED}{score}, in {took}; weights in {result.run}/weights{eval_command}"
     resume = f"; to resume: {resume_command(run.recipe, Path(result.run))}" if run.task.evaluates else ""
     return (

@@ -11,8 +11,8 @@ from dataclasses import replace
 from time import perf_counter
 from traceback import format_exception
 
-from drumline.core import wording
 from drumline.core.errors import UserError
+from drumline.core.text import loss_text
 from drumline.observe import text_log
 from drumline.observe.clock import StepClock, Times
 from drumline.observe.display import Display, Progress
@@ -126,7 +126,7 @@ class Reporter:
         words = (
             f"epoch {epoch:.4g}: {self._trained()}top-1 {score.accuracy:.2%}, "
             + (f"top-5 {score.accuracy5:.2%}, " if self.classes > 5 else "")
-            + f"evaluation loss {wording.loss(score.loss)}"
+            + f"evaluation loss {loss_text(score.loss)}"
         )
         if average:
             words += f", averaged weights {average.accuracy:.2%}"
@@ -152,7 +152,7 @@ class Reporter:
         """The mean loss of training since the epoch before."""
         loss, samples = self._loss_sum, self._samples
         self._loss_sum, self._samples = 0.0, 0
-        return f"loss {wording.loss(loss / samples)}, " if samples else ""
+        return f"loss {loss_text(loss / samples)}, " if samples else ""
 
     def _show(self, done: int, rate: float, images_per_s: float, data_share: float) -> None:
         lag = (done - self._latest.loss_step) * self.batch / max(images_per_s, 1e-9)

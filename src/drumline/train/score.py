@@ -16,7 +16,7 @@ from torch import nn
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.core.progress import progress
-from drumline.core.wording import loss
+from drumline.core.text import loss_text
 from drumline.data.classes import Classes, OtherClasses, label_map, some_names
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.sampler import evaluation_starts
@@ -121,7 +121,7 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
         )
     top5 = f"top-5 {found.accuracy5:.2%}, " if model_classes > 5 else ""
     display.result(
-        f"top-1 {found.accuracy:.2%} ({found.top1:,} of {found.samples:,}), {top5}loss {loss(found.loss)}"
+        f"top-1 {found.accuracy:.2%} ({found.top1:,} of {found.samples:,}), {top5}loss {loss_text(found.loss)}"
     )
     display.end()
     return ScoreResult(

@@ -1,42 +1,10 @@
-"""Numbers read as people write them."""
+"""How fast something goes and how long it still takes."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
-from drumline.core import wording
-from drumline.core.wording import Pace
-
-
-def test_counts_and_rates_are_grouped_by_thousands() -> None:
-    assert wording.count(1234567) == "1,234,567"
-    assert wording.rate(1234.4, "img") == "1,234 img/s"
-    assert wording.rate(3.21, "img") == "3.2 img/s"
-
-
-@pytest.mark.parametrize(
-    ("part", "text"), [(0.0031, "0.3 %"), (0, "0.0 %"), (0.0994, "9.9 %"), (0.0996, "10 %"), (1, "100 %")]
-)
-def test_shares_have_a_decimal_only_where_it_tells_something(part: float, text: str) -> None:
-    assert wording.share(part) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(2.34567, "2.3457"), (0.0, "0.0000"), (2.5e-5, "2.50e-05"), (123456.0, "1.23e+05"), (math.nan, "nan")],
-)
-def test_a_loss_is_readable_at_any_size(value: float, text: str) -> None:
-    assert wording.loss(value) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0:00"), (59.6, "1:00"), (75, "1:15"), (3599.7, "1:00:00"), (5025, "1:23:45"), (100000, "1 d 3 h")],
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert wording.duration(seconds) == text
+from drumline.core.progress import Pace
 
 
 def test_the_time_left_follows_the_recent_speed() -> None:
