@@ -57,7 +57,7 @@ from photographs import machine
 
 NAIVE, LIVE, CACHED, ALONE = "by hand", "Drumline, live", "Drumline, cached", "Drumline, alone"
 NAIVE_LAST = "by hand, channels_last"
-FASTEST, SAME_BITS = "fastest", "same bits"
+FASTEST, DETERMINISTIC = "fastest", "same bits"
 TARGETS = ((LIVE, NAIVE, 1.15), (CACHED, NAIVE, 1.5), (CACHED, ALONE, 0.95))
 """Who should be how many times as fast as whom."""
 CLOSE = 0.02
@@ -220,7 +220,7 @@ def _opened(entry: Entry, measured: Measured, plan: Plan, cleanup: ExitStack) ->
 
 def _set_kernels(entry: Entry) -> None:
     """Global in torch, so anew before each turn; what a graph holds stays as it was recorded."""
-    prepare.set_arithmetic(entry.kernels == SAME_BITS)
+    prepare.set_arithmetic(entry.kernels == DETERMINISTIC)
 
 
 def _timed(work: Callable[..., bool], seconds: list[float]) -> Callable[..., bool]:
@@ -240,7 +240,7 @@ def entries(folder: Path, plan: Plan, compiled: bool) -> list[Entry]:
     """Every way to train. Under torch.compile with the fastest kernels only: compiling takes most of the time."""
 
     def ours(name: str, kernels: str) -> Entry:
-        recipe = make_recipe(folder, plan, kernels == SAME_BITS, compiled)
+        recipe = make_recipe(folder, plan, kernels == DETERMINISTIC, compiled)
         if name == CACHED:
             # A folder for each: kernels that differ give outputs that do.
             cache = str(folder / f"cache-{kernels}-{compiled}")
@@ -253,7 +253,7 @@ def entries(folder: Path, plan: Plan, compiled: bool) -> list[Entry]:
         recipe = make_recipe(folder, plan, False, compiled)
         return Entry(name, FASTEST, compiled, lambda cleanup: ByHand(recipe, plan, channels_last=last))
 
-    settings = (FASTEST,) if compiled else (SAME_BITS, FASTEST)
+    settings = (FASTEST,) if compiled else (DETERMINISTIC, FASTEST)
     return [
         by_hand(NAIVE),
         by_hand(NAIVE_LAST),
@@ -291,7 +291,7 @@ def times(one: Measured, other: Measured) -> float:
 def verdicts(found: Found, plan: Plan) -> list[str]:
     """A line for each target and for each cache."""
     lines = []
-    for kernels in (SAME_BITS, FASTEST):
+    for kernels in (DETERMINISTIC, FASTEST):
         for name, baseline, least in TARGETS:
             against = (baseline, FASTEST if baseline == NAIVE else kernels)
             if (name, kernels) in found and against in found:

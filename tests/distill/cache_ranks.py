@@ -106,7 +106,7 @@ def results(size: int, folder: Path) -> list[dict[str, Any]]:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    cache_module.BLOCK, fill_module.MEETING, fill_module.SIGHT_SECONDS = SMALL_BLOCK, 1, 0.5
+    cache_module.BLOCK, fill_module.SYNC_EVERY, fill_module.VISIBLE_SECONDS = SMALL_BLOCK, 1, 0.5
     world = init_world(read_rank_info(os.environ), "cpu", "auto", 60)
     found: dict[str, Any] = {}
     # One rank alone is asked to stop, in the middle of its second block; all of them stop, then go on.

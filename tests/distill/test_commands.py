@@ -173,9 +173,9 @@ def test_a_run_stopped_in_its_initial_stage_is_told_and_judged_as_one(home: Path
 def test_a_cache_serves_another_student_and_refuses_another_teacher(home: Path) -> None:
     words = ("train.steps=6", "distill.cache=kept")
     filled = distil(home, "first", *words, TEACHER)
-    assert "blocks filled, then read" in filled
+    assert "blocks filled now" in filled
     second = distil(home, "second", *words, TEACHER, "model.name=wrn_16_1", "data.batch=32")
-    assert "teacher's outputs from kept: read" in second
+    assert "teacher: cached in kept;" in second
     assert "blocks filled" not in second
     # The precision that `auto` means here, by its name.
     assert "kept: read" in distil(home, "named", *words, TEACHER, "train.precision=fp32")
@@ -222,7 +222,7 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "maps from a cache": (
         (TEACHER, "distill.method=hint", "distill.cache=maps"),
-        ("distill.cache", "hint", "stage2", "leave out --distill.cache"),
+        ("distill.cache", "hint", "stage2", "remove distill.cache"),
     ),
     "taps that nobody reads": (
         (TEACHER, "distill.student_taps=stage1=layer9"),

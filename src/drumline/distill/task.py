@@ -18,7 +18,7 @@ from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.data.classes import Classes
 from drumline.distill.bundle import Bundle
-from drumline.distill.cache.teacher import refuse_uncacheable, store
+from drumline.distill.cache.teacher import open_cached_teacher, refuse_uncacheable
 from drumline.distill.choose import Chosen, choose, stage_of
 from drumline.distill.gather import Gathered, OverShards, Spread
 from drumline.distill.load import Loaded, load_teachers, other_views
@@ -105,8 +105,10 @@ def distillation_task(
     _span(bundle, recipe, grid.peers, together)
     stored = None
     if cached:
-        stored = store(recipe, teacher, _identity(teacher, teachers, weights), sets, plan, world)
-    words += stored.words if stored else ()
+        stored = open_cached_teacher(
+            recipe, teacher, _identity(teacher, teachers, weights), sets, plan, world
+        )
+    words += stored.messages if stored else ()
     here = relayed is not None or (grid.ends and stored is None)
     if not here:
         teacher.leave()

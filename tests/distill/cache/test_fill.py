@@ -32,7 +32,7 @@ from tests.distill.cache_ranks import CLASSES, FULL, TOP, contents, feed, filled
 from tests.launch.ranks import ROOT, one_thread
 
 HERE = single_process(torch.device("cpu"))
-ELSEWHERE = {"device": "another", "torch": "1.0", "kernels": cache_module.SAME_BITS}
+ELSEWHERE = {"device": "another", "torch": "1.0", "kernels": cache_module.DETERMINISTIC}
 HALF = Rule(CLASSES, "bfloat16", pooled=cache_ranks.WIDTH)
 
 
@@ -113,7 +113,7 @@ def test_only_what_is_missing_is_computed(tmp_path: Path) -> None:
 
 
 def test_epochs_are_listed_as_soon_as_they_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fill_module, "MEETING", 1)
+    monkeypatch.setattr(fill_module, "SYNC_EVERY", 1)
     asked = iter(range(100))
     cache, _ = filled(tmp_path, HERE, range(3), stopping=lambda: next(asked) >= 13)
     assert [cache.whole(epoch) for epoch in range(3)] == [True, True, False]
@@ -163,8 +163,8 @@ def test_a_second_run_is_kept_out_while_the_first_one_fills(
     assert first.let_go()
     assert kept == [written]
     assert reads
-    assert refused.value.what == f"distill.cache = {cache.folder}: is being filled by another run"
-    assert refused.value.fix == "wait for it, or give another folder"
+    assert refused.value.what == f"distill.cache = {cache.folder}: a different run is filling it"
+    assert refused.value.fix == "wait for it, or use a different folder"
     assert filled(cache.folder, HERE, range(3))[1]
     assert filled(tmp_path / "alone", HERE, range(3))[1]
     assert contents(cache.folder) == contents(tmp_path / "alone")
@@ -221,7 +221,10 @@ def test_a_lock_that_its_run_removed_in_between_is_not_mistaken_for_one(
     with cache_module.sole_filler(tmp_path):
         assert len(calls) == 3
         assert path.exists()
-        with pytest.raises(UserError, match="another run"), cache_module.sole_filler(tmp_path):
+        with (
+            pytest.raises(UserError, match="a different run is filling it"),
+            cache_module.sole_filler(tmp_path),
+        ):
             pass
     assert not path.exists()
 
@@ -266,9 +269,7 @@ def test_a_disk_too_small_is_told_before_anything_is_computed(
     def never(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         raise AssertionError
 
-    with pytest.raises(
-        UserError, match=r"922 kB are to be filled \(30 blocks\), and the disk has 922 kB free"
-    ):
+    with pytest.raises(UserError, match=r"needs 922 kB \(30 blocks\), but the disk has 922 kB free"):
         fill(cache, range(10), never, feed, HERE)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
     assert fill(cache, range(10), teacher(), feed, HERE)
@@ -290,7 +291,7 @@ def test_a_disk_that_fills_up_is_told_and_what_is_there_stays(
     monkeypatch.setattr(cache_module, "write_file", full)
     with pytest.raises(UserError, match=r"cannot write .*block-0002.rows: No space left") as refused:
         filled(tmp_path, HERE, range(1))
-    assert "make room" in refused.value.fix
+    assert "free disk space" in refused.value.fix
     monkeypatch.undo()
     monkeypatch.setattr(cache_module, "BLOCK", cache_ranks.SMALL_BLOCK)
     assert filled(tmp_path, HERE, range(1))[1]
@@ -309,7 +310,7 @@ def test_a_folder_that_cannot_be_written_is_told(
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(UserError, match=r"cannot write .*cache.*: Read-only file system") as refused:
         filled(tmp_path / "cache", HERE)
-    assert "that can be written" in refused.value.fix
+    assert "a writable folder" in refused.value.fix
 
 
 @pytest.fixture(scope="module")
@@ -358,10 +359,10 @@ def test_one_changed_bit_with_sound_checksums_is_found(
     rows = cache.read(request.epoch, block)[0].copy()
     rows[row, 0] ^= 1
     cache.write(request.epoch, block, rows)
-    words = f"1 of {len(request.samples)} rows of epoch {request.epoch} .* the first of sample {sample};"
+    words = f"1 of {len(request.samples)} rows of epoch {request.epoch} .* first that of sample {sample};"
     with pytest.raises(UserError, match=words) as refused:
         spot_check(cache, range(2), teacher(RULES[name]), feed, HERE)
-    assert "another teacher, code or machine" in refused.value.what
+    assert "a different teacher, code or machine" in refused.value.what
     assert "delete this one" in refused.value.fix
     elsewhere = Cache(cache.folder, cache.key, ELSEWHERE)
     word = spot_check(elsewhere, range(2), teacher(RULES[name]), feed, HERE)
@@ -488,16 +489,16 @@ def test_all_ranks_come_to_the_same_verdict(
     _, ranks = worlds[size]
     assert {rank["checked"] for rank in ranks} == {""}
     for name, words in {
-        "other_teacher": "another teacher, code or machine",
+        "other_teacher": "a different teacher, code or machine",
         "other_key": "run.seed: 7 → 8",
         "unseen": "rank 1: distill.cache: ",
         "apart": "rank 1: distill.cache = ",
-        "taken": "is being filled by another run",
+        "taken": "a different run is filling it",
     }.items():
         (said,) = {str(rank[name]) for rank in ranks}
         assert words in said, (name, said)
-    assert "several machines need a common folder" in str(ranks[0]["unseen"])
-    assert "is not the folder that rank 0 sees" in str(ranks[0]["apart"])
+    assert cache_module.SHARED_FOLDER in str(ranks[0]["unseen"])
+    assert "not the folder that rank 0 sees" in str(ranks[0]["apart"])
     assert [rank["free_again"] for rank in ranks] == [True] * size
 
 

@@ -1,9 +1,9 @@
 """Fills a teacher cache, and checks it against the live teacher.
 
-Promises: what is stored is a pure function of (teacher, view, seed, epoch, sample id) on one kind of machine: every
-forward has CHUNK images, in order of sample ids, whatever the world, the training batch or the block. A fill that was
-interrupted, by Ctrl-C or kill -9, goes on with the blocks that are missing. Refuses to begin what the disk cannot
-hold, folders that not all processes share, and one that another run is filling.
+Promises: on one kind of machine, the stored rows are a pure function of (teacher, transform, seed, epoch, sample id):
+every forward has CHUNK images in the order of sample ids, independent of the world size, the training batch and the
+block. A fill that is interrupted, even by kill -9, continues with the missing blocks. Rejects a disk that is too
+small, a folder that not all processes see, and a folder that a different run is filling.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from drumline.data.feed.loader import Batches
 from drumline.data.feed.sampler import Request
 from drumline.distill.cache.format import (
     CHECKSUMS,
-    SAME_BITS,
+    DETERMINISTIC,
+    SHARED_FOLDER,
     Cache,
     Place,
     describe_machine,
-    from_first,
+    from_rank_zero,
     refuse_if_any,
     sole_filler,
     unwritable,
@@ -42,15 +43,15 @@ from drumline.parallel.world import World
 from drumline.train.evaluate import padded
 
 CHUNK = 256
-"""Images to a forward. A block is a whole number of chunks, its last one aside."""
-MEETING = 8
-"""Chunks between two meetings of the ranks."""
-SIGHT_SECONDS = 30.0
-"""How long a network file system may take to show one machine what another has written."""
+"""Images per forward. Every block but the last is a whole number of chunks."""
+SYNC_EVERY = 8
+"""Chunks between two synchronisations of the ranks."""
+VISIBLE_SECONDS = 30.0
+"""How long a network file system may take to show a file that a different machine has written."""
 Teacher = Callable[[Tensor], tuple[Tensor, Tensor | None]]
-"""uint8 images (n, height, width, channels) to logits and, where they are kept, pooled features."""
+"""From uint8 images (n, height, width, channels) to logits and, if they are stored, pooled features."""
 Feed = Callable[[Iterable[Request]], Batches]
-"""The batches of requests, on the device, in order."""
+"""From requests to their batches on the device, in order."""
 
 
 def fill(
@@ -61,39 +62,38 @@ def fill(
     world: World,
     stopping: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Computes what is missing of these epochs, shared by the ranks; whether all of it is there now, the same on
-    every rank. `stopping` is asked between two chunks."""
+    """Computes the missing blocks of these epochs, divided among the ranks. Returns, on every rank, whether the
+    epochs are complete. `stopping` is called between chunks."""
     with ExitStack() as held:
-        plan = from_first(world, lambda: _prepare(cache, epochs, world, held))
+        plan = from_rank_zero(world, lambda: _prepare(cache, epochs, world, held))
         if plan.missing or plan.present:
-            _see_token(cache, plan.token, world)
-            if not _work_off(cache, plan, teacher, feed, world, stopping):
+            _check_folder(cache, plan.token, world)
+            if not _compute_missing(cache, plan, teacher, feed, world, stopping):
                 return False
             world.barrier()
         enter(Phase.STARTING)
-        _see_all(cache, epochs, world)
+        _check_complete(cache, epochs, world)
     return True
 
 
 def spot_check(
     cache: Cache, epochs: range, teacher: Teacher, feed: Feed, world: World, count: int = 2
 ) -> str:
-    """Computes a few chunks anew and compares them with what is stored, bit for bit; on another machine or torch
-    than the cache's, or with kernels that need not repeat, with a tolerance, and says so. Which chunks
-    follows from (seed, epochs). The ranks share the work and the verdict."""
+    """Recomputes a few chunks and compares them with the stored rows, bit for bit. On a different machine or torch
+    version, or with nondeterministic kernels, it uses a tolerance and returns a warning. (seed, epochs) determines
+    the chunks. The ranks divide the work and agree on the result."""
     here = describe_machine(world)
-    exact = here == cache.machine and here["kernels"] == SAME_BITS
+    exact = here == cache.machine and here["kernels"] == DETERMINISTIC
     mine = chosen_chunks(cache, epochs, count)[world.rank :: world.size]
-    odd = ""
+    wrong = ""
     with closing(feed(mine)) as batches:
         for request, batch in zip(mine, batches, strict=True):
             enter(Phase.STARTING)
-            odd = odd or _compare(cache, teacher, request, batch, exact)
+            wrong = wrong or _compare(cache, teacher, request, batch, exact)
     refuse_if_any(
         world,
-        odd,
-        "give another folder with --distill.cache or delete this one; or start with the teacher, code and machine "
-        "that filled it",
+        wrong,
+        "use a different folder for distill.cache, delete this one, or use the teacher and machine that filled it",
     )
     if exact:
         return ""
@@ -102,12 +102,13 @@ def spot_check(
         for machine in (cache.machine, here)
     )
     return (
-        f"the teacher cache was filled on {filled}; this is {now}: compared with a tolerance, bits may differ"
+        f"WARNING: the teacher cache was filled on {filled}; this run uses {now}. Rows match within a tolerance; "
+        "their bits may differ"
     )
 
 
 def chosen_chunks(cache: Cache, epochs: range, count: int) -> list[Request]:
-    """The chunks that a spot check looks at: different ones, a pure function of (seed, epochs, count)."""
+    """The distinct chunks of a spot check: a pure function of (seed, epochs, count)."""
     per_epoch = -(-cache.key.samples // CHUNK)
     chosen: dict[int, None] = {}
     draw = 0
@@ -124,26 +125,26 @@ def chosen_chunks(cache: Cache, epochs: range, count: int) -> list[Request]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a fill has to do."""
+    """The work of a fill."""
 
     missing: list[Place]
-    """Blocks to be computed."""
+    """Blocks to compute."""
     present: list[Place]
-    """Blocks of epochs without a list of checksums that are there already."""
+    """Existing blocks of epochs that have no list of checksums yet."""
     token: str
-    """Name of a file that every rank must see."""
+    """The name of a file that every rank must see."""
 
 
 def _prepare(cache: Cache, epochs: range, world: World, held: ExitStack) -> _Plan:
-    """Looks for what is missing, and at the room for it; clears what a killed run has left behind. Where something
+    """Finds the missing blocks, checks the free disk space, and removes temporary files of killed runs. If something
     is missing, `held` keeps other runs out until it is closed."""
-    if not any(_wanting(cache, epochs)):
+    if not any(_incomplete(cache, epochs)):
         return _Plan([], [], "")
     token = f"seen-{uuid.uuid4().hex[:8]}.tmp"
     try:
         held.enter_context(sole_filler(cache.folder))
-        # Looked for again: another run may have filled it before the lock was free.
-        missing, present = _wanting(cache, epochs)
+        # Checked again: a different run may have filled it while it held the lock.
+        missing, present = _incomplete(cache, epochs)
         if not missing and not present:
             return _Plan([], [], "")
         for stale in [*cache.folder.glob("*.tmp"), *cache.folder.glob("epoch-*/*.tmp")]:
@@ -152,9 +153,9 @@ def _prepare(cache: Cache, epochs: range, world: World, held: ExitStack) -> _Pla
         free = shutil.disk_usage(cache.folder).free
         if needed > free:
             raise UserError(
-                f"distill.cache = {cache.folder}: {_size(needed)} are to be filled ({len(missing):,} blocks), and "
-                f"the disk has {_size(free)} free",
-                "give a folder on a larger disk, fewer epochs, or keep fewer logits per sample",
+                f"distill.cache = {cache.folder}: needs {_size(needed)} ({len(missing):,} blocks), but the disk has "
+                f"{_size(free)} free",
+                "use a folder on a larger disk, fewer epochs, or store fewer logits per sample (distill.cache_top)",
             )
         if world.size > 1:
             (cache.folder / token).touch()
@@ -163,8 +164,8 @@ def _prepare(cache: Cache, epochs: range, world: World, held: ExitStack) -> _Pla
     return _Plan(missing, present, token)
 
 
-def _wanting(cache: Cache, epochs: range) -> tuple[list[Place], list[Place]]:
-    """Of the epochs that are not whole: the blocks that are missing, and those that are there."""
+def _incomplete(cache: Cache, epochs: range) -> tuple[list[Place], list[Place]]:
+    """The missing and the existing blocks of the epochs that are not complete."""
     missing: list[Place] = []
     present: list[Place] = []
     for epoch in epochs:
@@ -175,7 +176,7 @@ def _wanting(cache: Cache, epochs: range) -> tuple[list[Place], list[Place]]:
     return missing, present
 
 
-def _work_off(
+def _compute_missing(
     cache: Cache,
     plan: _Plan,
     teacher: Teacher,
@@ -183,11 +184,11 @@ def _work_off(
     world: World,
     stopping: Callable[[], bool],
 ) -> bool:
-    """Block j goes to rank j mod world. The ranks meet every MEETING chunks, also those that are done: to agree on
-    stopping, to list the checksums of whole epochs, and lest one waits for another longer than it may."""
-    shares = [plan.missing[rank :: world.size] for rank in range(world.size)]
-    steps = max(1, *(sum(_chunk_count(cache, block) for _, block in share) for share in shares))
-    mine = shares[world.rank]
+    """Rank j mod world computes block j. All ranks synchronise every SYNC_EVERY chunks, even those that are done: to
+    agree on stopping, to list the checksums of complete epochs, and so that no collective times out."""
+    assigned = [plan.missing[rank :: world.size] for rank in range(world.size)]
+    steps = max(1, *(sum(_chunk_count(cache, block) for _, block in blocks) for blocks in assigned))
+    mine = assigned[world.rank]
     fresh = {place: cache.read(*place)[1] for place in plan.present[world.rank :: world.size]}
     known: dict[Place, str] = {}
     rows: list[Tensor] = []
@@ -204,49 +205,47 @@ def _work_off(
                 if request.samples[-1] + 1 == cache.samples(place[1]).stop:
                     fresh[place] = cache.write(*place, torch.cat(rows).cpu().numpy())
                     rows.clear()
-            if step % MEETING == 0 or step == steps:
-                everybody = world.all_gather_object((asked, fresh))
+            if step % SYNC_EVERY == 0 or step == steps:
+                gathered = world.all_gather_object((asked, fresh))
                 fresh = {}
                 if world.is_rank_zero:
-                    for _, theirs in everybody:
+                    for _, theirs in gathered:
                         known |= theirs
                     _seal(cache, known)
-                if any(theirs for theirs, _ in everybody):
+                if any(theirs for theirs, _ in gathered):
                     return False
     return True
 
 
-def _see_token(cache: Cache, token: str, world: World) -> None:
-    """Every rank must look at the same folder, before any of them computes for hours."""
+def _check_folder(cache: Cache, token: str, world: World) -> None:
+    """Checks that every rank sees the same folder before any of them computes for hours."""
     if world.size == 1:
         return
     path = cache.folder / token
-    odd = (
-        "" if _appears(path.exists) else f"distill.cache = {cache.folder}: is not the folder that rank 0 sees"
+    wrong = (
+        "" if _appears(path.exists) else f"distill.cache = {cache.folder}: not the folder that rank 0 sees"
     )
     try:
-        refuse_if_any(world, odd, "several machines need a common folder: give one that each of them sees")
+        refuse_if_any(world, wrong, SHARED_FOLDER)
     finally:
         if world.is_rank_zero:
             path.unlink(missing_ok=True)
 
 
-def _see_all(cache: Cache, epochs: range, world: World) -> None:
-    """Every rank must have all that was filled, or it would find out in the middle of training."""
+def _check_complete(cache: Cache, epochs: range, world: World) -> None:
+    """Checks that every rank sees all blocks before training starts."""
 
     def complete() -> bool:
         return all(cache.whole(epoch) for epoch in epochs)
 
-    odd = (
-        ""
-        if _appears(complete)
-        else f"distill.cache = {cache.folder}: not every block that was filled is here"
+    wrong = (
+        "" if _appears(complete) else f"distill.cache = {cache.folder}: some of the filled blocks are missing"
     )
-    refuse_if_any(world, odd, "several machines need a common folder: give one that each of them sees")
+    refuse_if_any(world, wrong, SHARED_FOLDER)
 
 
 def _appears(seen: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + SIGHT_SECONDS
+    deadline = time.monotonic() + VISIBLE_SECONDS
     while not seen():
         if time.monotonic() >= deadline:
             return False
@@ -259,7 +258,7 @@ def _chunk_count(cache: Cache, block: int) -> int:
 
 
 def _chunks(cache: Cache, places: list[Place]) -> Iterator[tuple[Place, Request]]:
-    """The chunks of each block in turn."""
+    """The chunks of each block."""
     for place in places:
         samples = cache.samples(place[1])
         for first in range(samples.start, samples.stop, CHUNK):
@@ -280,7 +279,7 @@ def _compute(cache: Cache, teacher: Teacher, batch: Batch) -> tuple[Tensor, Tens
 
 
 def _seal(cache: Cache, known: dict[Place, str]) -> None:
-    """Lists the checksums of the epochs of which each block's is known, and forgets them."""
+    """Writes and forgets the checksums of every epoch whose blocks are all known."""
     for epoch in sorted({epoch for epoch, _ in known}):
         places = [(epoch, block) for block in range(cache.blocks)]
         if all(place in known for place in places):
@@ -288,7 +287,7 @@ def _seal(cache: Cache, known: dict[Place, str]) -> None:
 
 
 def _compare(cache: Cache, teacher: Teacher, request: Request, batch: Batch, exact: bool) -> str:
-    """What is wrong with a stored chunk, in words."""
+    """What is wrong with a stored chunk; empty if nothing."""
     first = int(request.samples[0])
     block = next(block for block in range(cache.blocks) if first in cache.samples(block))
     start = first - cache.samples(block).start
@@ -303,20 +302,20 @@ def _compare(cache: Cache, teacher: Teacher, request: Request, batch: Batch, exa
     if exact:
         wrong = (stored != computed).any(dim=1)
     else:
-        share = 1e-3 if cache.key.rule.numbers is torch.float32 else 0.05
-        # Written so that a NaN is wrong.
-        wrong = ~(apart <= share * max(1.0, float(logits.abs().amax())))
+        tolerance = 1e-3 if cache.key.rule.numbers is torch.float32 else 0.05
+        # Negated, so that a NaN counts as wrong.
+        wrong = ~(apart <= tolerance * max(1.0, float(logits.abs().amax())))
         if cache.key.rule.pooled and pooled is not None:
-            wrong |= ~(features_apart <= share * max(1.0, float(pooled.abs().amax())))
+            wrong |= ~(features_apart <= tolerance * max(1.0, float(pooled.abs().amax())))
     if not wrong.any():
         return ""
     sample = first + int(wrong.int().argmax())
     largest = [f"{float(part.nan_to_num(nan=math.inf).amax()):.3g}" for part in (apart, features_apart)]
     return (
-        f"distill.cache = {cache.folder}: {int(wrong.sum())} of {len(wrong)} rows of epoch {request.epoch} are not "
-        f"what the teacher gives now, the first of sample {sample}; logits differ by up to {largest[0]}"
+        f"distill.cache = {cache.folder}: {int(wrong.sum())} of {len(wrong)} rows of epoch {request.epoch} differ "
+        f"from the teacher's outputs, first that of sample {sample}; logits differ by up to {largest[0]}"
         + (f", features by up to {largest[1]}" if cache.key.rule.pooled else "")
-        + ": the cache is of another teacher, code or machine"
+        + ": a different teacher, code or machine filled the cache"
     )
 
 

@@ -1,7 +1,7 @@
-"""What decides a teacher's outputs, as a key: two runs with the same one may share a cache.
+"""The key of a teacher cache: everything that determines the teacher's outputs. Runs with equal keys share a cache.
 
-Promises: a pure function of the settings and the data: teacher, transform, seed, labels, the stored content of a few
-images spread over the set, and what is kept of an output. Refuses views that mix images.
+Promises: the key is a pure function of settings and data: teacher, transform, seed, labels, the stored bytes of some
+images spread over the data set, and what a row keeps of an output. Rejects transforms that mix images.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from drumline.data.sources import ArrayDataset, Dataset
 from drumline.distill.cache.payload import Rule
 
 FORMAT = 1
-LOOKED_AT = 64
-"""Images whose content is in the key."""
-WORDS = {
+SAMPLED_IMAGES = 64
+"""Images whose bytes are part of the key."""
+LABELS = {
     "teacher": "the teacher",
     "transform": "the image transform",
     "source": "the data",
@@ -30,22 +30,22 @@ WORDS = {
     "content": "the images",
     "seed": "run.seed",
     "classes": "the teacher's number of classes",
-    "top_k": "logits kept per sample (0: all)",
-    "pooled": "pooled features kept per sample (0: none)",
+    "top_k": "logits stored per sample (0: all)",
+    "pooled": "pooled features stored per sample (0: none)",
     "dtype": "the type of the stored numbers",
     "format": "the format of the cache",
 }
-"""Each field for people."""
+"""What messages call each field."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """All that decides an output. Two runs with the same key may share a cache."""
+    """Everything that determines an output."""
 
     teacher: str
-    """Names, SHA-256 of the weights, precision, and how several are made one; parts separated by `; `."""
+    """Names, SHA-256 of the weights, precision, and how an ensemble is combined, separated by `; `."""
     transform: str
-    """Whatever decides pixels: `describe_transform`."""
+    """Everything that determines pixels: `describe_transform`."""
     source: str
     samples: int
     labels_crc: int
@@ -60,7 +60,7 @@ class Key:
 
     @property
     def rule(self) -> Rule:
-        """How a row is written."""
+        """The format of a row."""
         return Rule(self.classes, self.dtype, self.top_k, self.pooled)
 
 
@@ -74,12 +74,12 @@ def make_key(
     seed: int,
     rule: Rule,
 ) -> Key:
-    """The key of a teacher's outputs on a set. Refuses views that mix images."""
+    """The key of a teacher's outputs on a data set. Rejects transforms that mix images."""
     if transform.mixes:
         raise UserError(
-            "distill.cache: mixed images depend on their neighbour in the batch (data.mixup, data.cutmix), and "
-            "outputs are kept per sample",
-            "leave out --distill.cache, or set data.mixup and data.cutmix to 0",
+            "distill.cache: a cache stores outputs per sample, but mixed images (data.mixup, data.cutmix) depend on "
+            "their neighbour in the batch",
+            "remove distill.cache, or set data.mixup and data.cutmix to 0",
         )
     return Key(
         teacher=teacher,
@@ -97,9 +97,9 @@ def make_key(
 
 
 def content_of(source: Dataset, unreadable: bool = False) -> str:
-    """Start of the SHA-256 of up to LOOKED_AT images as they are stored: the first, the last, and others evenly
-    between. With `unreadable`, one that cannot be read counts as such; without, it is refused."""
-    count = min(len(source), LOOKED_AT)
+    """The start of the SHA-256 of up to SAMPLED_IMAGES stored images, evenly spaced from the first to the last. With
+    `unreadable`, an image that cannot be read is hashed as unreadable; without, it raises."""
+    count = min(len(source), SAMPLED_IMAGES)
     digest = hashlib.sha256()
     for sample in (np.arange(count) * (len(source) - 1) // max(1, count - 1)).tolist():
         try:
@@ -117,14 +117,14 @@ def content_of(source: Dataset, unreadable: bool = False) -> str:
 
 
 def describe_transform(transform: Transform, mean: Sequence[float], std: Sequence[float]) -> str:
-    """Everything of a transform that decides what a teacher is shown, as text."""
+    """Everything about a transform that determines the teacher's input, as text."""
     chosen = {item.name: getattr(transform, item.name) for item in fields(transform)}
     for mixed in ("mixup", "cutmix"):
         del chosen[mixed]
     if transform.augment != "none":
         del chosen["eval_crop"]
     pixels = asdict(chosen.pop("augmentation"))
-    # Six digits: measured statistics may differ in the last one from machine to machine.
+    # Six digits: the last digits of measured statistics may differ between machines.
     chosen |= pixels | {"mean": [float(f"{value:.6g}") for value in mean]}
     chosen |= {"std": [float(f"{value:.6g}") for value in std]}
     return "; ".join(f"{name}={value}" for name, value in chosen.items())

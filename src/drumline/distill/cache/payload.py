@@ -1,11 +1,12 @@
-"""One teacher output as a row of bytes of fixed length, and back.
+"""Encodes a teacher output as a row of bytes of fixed length, and decodes it.
 
-Promises: pure functions on any device, without a host sync and with shapes that the rule alone decides, so that
-`decode` may run inside a CUDA graph. All logits are kept bit for bit, or (`top`) the k largest of them.
+Promises: pure functions on any device, without a host sync, whose shapes depend on the rule alone, so `decode` can
+run inside a CUDA graph. A row holds all logits bit for bit, or the k largest (`top`).
 
-The top-k rule: the k largest logits are kept exactly, of equal ones the lower class first. The probability of the
-others at T = 1 is kept as one number, l = log sum_{j not kept} exp(z_j), and spread evenly over them: each gets the
-logit l - log(C - k). A softmax at T = 1 therefore gives the kept classes the probabilities that they had.
+The top-k rule: a row stores the k largest logits exactly; among equal ones, the lower class comes first. It stores
+the probability of the others at T = 1 as one number, l = log sum_{j not kept} exp(z_j), and spreads it evenly over
+them: each gets the logit l - log(C - k). A softmax at T = 1 therefore gives the kept classes their original
+probabilities.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Rule:
-    """What is kept of an output. A row holds values, class numbers, the rest's log-sum-exp, pooled features."""
+    """What a row stores: values, class numbers, the log-sum-exp of the other classes, pooled features."""
 
     classes: int
     dtype: str
-    """The teacher's own: `float32`, `bfloat16` or `float16`."""
+    """The teacher's dtype: `float32`, `bfloat16` or `float16`."""
     top: int = 0
-    """How many logits; 0 keeps all. As many as there are classes is all of them too, and becomes 0."""
+    """Number of logits; 0: all. A value of at least `classes` becomes 0."""
     pooled: int = 0
-    """Width of the pooled features; 0 keeps none."""
+    """Width of the pooled features; 0: none."""
 
     def __post_init__(self) -> None:
         assert self.classes > 0, self.classes
@@ -42,30 +43,30 @@ class Rule:
 
     @property
     def numbers(self) -> torch.dtype:
-        """The type of values and features."""
+        """The dtype of values and features."""
         return DTYPES[self.dtype]
 
     @property
-    def places(self) -> torch.dtype:
-        """The type that class numbers are stored in. int16 holds 0..65535 by its bits."""
+    def indices(self) -> torch.dtype:
+        """The dtype of class numbers. int16 holds 0..65535 as its bits."""
         return torch.int16 if self.classes <= 2**16 else torch.int32
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
-        """Bytes of values, class numbers, the rest's log-sum-exp and features."""
+        """Bytes of values, class numbers, log-sum-exp of the other classes, and features."""
         size = self.numbers.itemsize
         if not self.top:
             return self.classes * size, 0, 0, self.pooled * size
-        return self.top * size, self.top * self.places.itemsize, 4, self.pooled * size
+        return self.top * size, self.top * self.indices.itemsize, 4, self.pooled * size
 
     @property
     def row_bytes(self) -> int:
-        """Length of a row."""
+        """Bytes per row."""
         return sum(self.widths)
 
 
 def encode(logits: Tensor, pooled: Tensor | None, rule: Rule) -> Tensor:
-    """(n, row_bytes) uint8 of (n, classes) logits and (n, pooled) features. Shares no memory with either."""
+    """(n, row_bytes) uint8 from (n, classes) logits and (n, pooled) features, as a copy."""
     assert logits.shape[1:] == (rule.classes,), (logits.shape, rule.classes)
     assert logits.dtype == rule.numbers, (logits.dtype, rule.dtype)
     parts = _largest(logits, rule) if rule.top else [logits]
@@ -78,7 +79,7 @@ def encode(logits: Tensor, pooled: Tensor | None, rule: Rule) -> Tensor:
 
 
 def decode(rows: Tensor, rule: Rule) -> tuple[Tensor, Tensor | None]:
-    """The logits (all: as they were, in their type; top-k: fp32 by the rule above) and the features."""
+    """The logits (all: unchanged, in their dtype; top-k: fp32, by the rule above) and the features."""
     parts = _split(rows, rule)
     if not rule.top:
         return parts.values, parts.pooled
@@ -87,8 +88,8 @@ def decode(rows: Tensor, rule: Rule) -> tuple[Tensor, Tensor | None]:
 
 
 def differences(rows: Tensor, logits: Tensor, pooled: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Per row the largest difference to live logits, and to live features (0 without), in float64. Top-k compares
-    at the classes that the row has kept: where two logits are almost equal, rounding decides which is."""
+    """For each row, the largest difference from live logits and from live features (0 without features), in float64.
+    Top-k compares the classes that the row has stored: rounding decides between logits that are almost equal."""
     parts, live = _split(rows, rule), logits.double()
     if not rule.top:
         apart = _apart(parts.values, live)
@@ -111,34 +112,34 @@ class _Parts(NamedTuple):
 def _split(rows: Tensor, rule: Rule) -> _Parts:
     assert rows.shape[1:] == (rule.row_bytes,), (rows.shape, rule.row_bytes)
     values, classes, rest, pooled = rows.split(rule.widths, dim=1)
-    places = _cast(classes, rule.places).long()
+    places = _cast(classes, rule.indices).long()
     return _Parts(
         _cast(values, rule.numbers),
-        places & 0xFFFF if rule.places is torch.int16 else places,
+        places & 0xFFFF if rule.indices is torch.int16 else places,
         _cast(rest, torch.float32),
         _cast(pooled, rule.numbers) if rule.pooled else None,
     )
 
 
 def _largest(logits: Tensor, rule: Rule) -> list[Tensor]:
-    # topk does not say which of equal values it takes; a stable sort does.
+    # topk does not specify which of equal values it returns; a stable sort does.
     values, classes = logits.sort(dim=1, descending=True, stable=True)
-    # In float64, so that the order in which a device adds is lost in the rounding to fp32.
+    # In float64, so that rounding to fp32 hides the order in which a device adds.
     rest = values[:, rule.top :].double().logsumexp(1, keepdim=True).float()
     places = classes[:, : rule.top]
-    if rule.places is torch.int16:
+    if rule.indices is torch.int16:
         places = torch.where(places < 2**15, places, places - 2**16)
-    return [values[:, : rule.top], places.to(rule.places), rest]
+    return [values[:, : rule.top], places.to(rule.indices), rest]
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same bits as another type. Copied first: a slice of a row may start where the type cannot."""
-    if tensor.shape[1] == 0:  # has strides that no wider type divides
+    """The same bits as a different dtype. Copies first, because a slice of a row may not be aligned for the dtype."""
+    if tensor.shape[1] == 0:  # its strides fit no wider dtype
         return tensor.new_empty(tensor.shape, dtype=dtype)
     return tensor.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def _apart(stored: Tensor, live: Tensor) -> Tensor:
-    """Distances; equal infinities are 0 apart."""
+    """Absolute differences; 0 for equal infinities."""
     stored = stored.double()
     return torch.where(stored == live, 0.0, (stored - live).abs())
