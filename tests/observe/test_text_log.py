@@ -91,7 +91,7 @@ def test_a_process_that_was_killed_is_known_by_its_missing_closing_line(
     assert text_log.ended_unrecorded(tmp_path) is killed
     with RunLog.open(tmp_path):
         pass
-    assert ("it was killed" in (tmp_path / "log.txt").read_text()) is killed
+    assert ("process was killed" in (tmp_path / "log.txt").read_text()) is killed
 
 
 def test_a_line_of_another_process_replaces_the_bar_on_a_terminal_only(
