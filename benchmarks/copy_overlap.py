@@ -33,7 +33,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from drumline.core.errors import UserError
 from drumline.models import create_model
-from drumline.observe.timeline import perfetto, timeline_svg
+from drumline.observe.timeline import perfetto
+from drumline.observe.timeline_svg import timeline_svg
 from drumline.parallel.pipeline.cut import even_cuts
 from drumline.parallel.pipeline.mailbox import LaneDevice, Mailbox, Move, copy_direct, copy_through_host
 from drumline.parallel.pipeline.profile import choose_split

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from drumline.observe.timeline import timeline_svg
+from drumline.observe.timeline_svg import timeline_svg
 from drumline.parallel.pipeline.instructions import Span
 from drumline.parallel.pipeline.schedule import instruction_lists
 from drumline.parallel.pipeline.simulate import Times, simulate

@@ -246,7 +246,7 @@ def test_a_disk_that_stays_full_is_told_with_the_folder_and_a_fix(
         {"flush": run_log.flush, "close": run_log.close, "metric": lambda: run_log.metric("train", step=2)}[
             call
         ]()
-    assert "room on its disk" in caught.value.fix
+    assert "free space on its disk" in caught.value.fix
     run_log.close()  # already told: does not hide what the caller is dealing with
 
 

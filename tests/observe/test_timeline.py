@@ -16,11 +16,11 @@ from xml.etree.ElementTree import Element
 
 import pytest
 
-from drumline.observe.shades import shades
-from drumline.observe.timeline import bubble_share, perfetto, timeline_svg
+from drumline.observe.timeline import perfetto
+from drumline.observe.timeline_svg import shades, timeline_svg
 from drumline.parallel.pipeline.instructions import Kind, Span
 from drumline.parallel.pipeline.schedule import instruction_lists
-from drumline.parallel.pipeline.simulate import Times, simulate
+from drumline.parallel.pipeline.simulate import Times, bubble, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 LANES = ("rank 0: stage 0 (conv1 .. layer2.1)", "rank 1: stage 1 (layer3.0 .. fc)")
@@ -110,7 +110,7 @@ def test_what_is_hatched_is_the_bubble_of_the_heading(schedule: str, chunks: int
     computed = sum(
         number(box, "width") for kind in ("forward", "backward") for box in boxes(svg, f"{kind} of")
     )
-    assert idle / (idle + computed) == pytest.approx(bubble_share(spans), abs=1e-3)
+    assert idle / (idle + computed) == pytest.approx(bubble(spans), abs=1e-3)
 
 
 def test_the_idle_time_says_what_the_lane_waits_for() -> None:

@@ -1,6 +1,6 @@
-"""Numbers on their way from the device to the host.
+"""Asynchronous copies from a device to the host.
 
-Promises: starting the copy never waits; `done` never waits; `values` does, if it must.
+Promises: starting a copy and `done` never wait for the device; `values` waits if it has to.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 
 
 class HostCopy:
-    """A copy of a tensor as it is when the device comes to this point."""
+    """A copy of a tensor, with the values it has when the device reaches this point."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -23,10 +23,11 @@ class HostCopy:
 
     @property
     def done(self) -> bool:
+        """Whether the copy has arrived."""
         return self._event is None or self._event.query()
 
     def values(self) -> torch.Tensor:
-        """The numbers, on the host."""
+        """The copy, in host memory."""
         if self._event is not None:
             self._event.synchronize()
         return self._host

@@ -1,8 +1,8 @@
 """Always-on timing of the training step: how long it waits for data, how long it computes.
 
-Promises: never synchronises with the device, never grows, and costs the loop little: 0.5 us a step on a
-CPU (measured), on a GPU two event records and a query every `sample_every` steps more.
-Refuses to guess: until a GPU has finished a first measured step its compute time is NaN, not zero.
+Promises: never synchronises with the device, uses constant memory, and costs 0.5 us a step on a CPU (measured); on a
+GPU, one step in `sample_every` also takes two event records and a query. Never guesses: until a GPU has finished its
+first measured step, the compute time is NaN, not zero.
 """
 
 from __future__ import annotations
@@ -21,25 +21,24 @@ import torch
 class Times:
     """Sums over the steps since the previous `take`, in seconds.
 
-    On a GPU the host runs ahead of the device, so `data_s` and `compute_s` may overlap; what the GPU idled
-    is `wall_s - compute_s`.
+    On a GPU the host runs ahead of the device, so `data_s` and `compute_s` may overlap. The GPU was idle for
+    `wall_s - compute_s`.
     """
 
     steps: int
     data_s: float
-    """The host waited for batches."""
+    """Time that the host waited for batches."""
     compute_s: float
-    """The steps computed: host time on a CPU; on a GPU device time, estimated from sampled steps."""
+    """Time that the steps computed: host time on a CPU, on a GPU device time estimated from sampled steps."""
     wall_s: float
-    """Everything since the previous `take` (or since the clock was made), evaluation included."""
+    """All time since the previous `take` (or since the clock was created), including evaluation."""
 
 
 class StepClock:
     """Times a loop that calls `data_begin/data_end` around fetching and `step_begin/step_end` around a step.
 
-    On a GPU one step in `sample_every` is bracketed by CUDA events, which are read when they are done, up
-    to `depth` samples late. The default is a prime so that the samples do not fall in step with things done
-    every 2, 10 or 100 steps.
+    On a GPU, CUDA events bracket one step in `sample_every`. They are read when they are done, up to `depth` samples
+    later. The default is prime, so that the samples do not coincide with work done every 2, 10 or 100 steps.
     """
 
     def __init__(self, device: torch.device, depth: int = 16, sample_every: int = 7) -> None:
@@ -72,11 +71,11 @@ class StepClock:
         self._steps += 1
 
     def data_share(self) -> float:
-        """The part of the time since the last `take` that went by waiting for data."""
+        """The fraction of the time since the last `take` that was spent waiting for data."""
         return self._data_s / max(1e-9, perf_counter() - self._taken_at)
 
     def take(self) -> Times:
-        """The sums since the last call; the next ones start from zero. Does not wait for the device."""
+        """The sums since the last call. Never waits for the device."""
         now = perf_counter()
         times = Times(self._steps, self._data_s, self._compute.take(self._steps), now - self._taken_at)
         self._steps, self._data_s, self._taken_at = 0, 0.0, now
@@ -102,7 +101,7 @@ class _HostTimer:
 
 
 class _Event(Protocol):
-    """The part of torch.cuda.Event used here, so that the bookkeeping can be tested without a GPU."""
+    """The methods of torch.cuda.Event used here, so that the timer can be tested without a GPU."""
 
     def record(self, stream: torch.cuda.Stream, /) -> None: ...
     def query(self) -> bool: ...
@@ -112,8 +111,8 @@ class _Event(Protocol):
 class _DeviceTimer:
     """Compute time on a GPU, from sampled steps.
 
-    A sample stands for itself and the unsampled steps before it; the first stands for itself alone, so that
-    a slow first step (compilation, tuning) is not multiplied.
+    A sample counts for itself and the steps before it that were not sampled. The first counts for itself alone, so
+    that a slow first step (compilation, autotuning) is not multiplied.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class _DeviceTimer:
         if self._since < self._due:
             return
         self._collect()
-        # An open pair is left over from a step that raised; without a free pair the device is far behind.
+        # A pair is still open if a step raised; no pair is free if the device is far behind.
         if self._open is None and self._free:
             self._open = self._free.pop()
         if self._open is not None:

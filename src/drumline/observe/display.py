@@ -1,8 +1,8 @@
-"""What a person sees of a run while it runs: one display, drawn by rank 0, on stderr.
+"""The display of a run's progress, drawn by rank 0 on stderr.
 
-Promises: stdout stays clean; a terminal gets a live bar on one line of any width, gone at the end; a file or pipe
-gets at most a plain line every few seconds without control characters; Ctrl-C leaves a usable terminal.
-Refuses to cost time: `step` only keeps a value, drawing happens on rich's own thread.
+Promises: nothing is written to stdout. A terminal shows a live bar on one line of any width, which is erased at the
+end; a file or pipe gets at most one plain line every few seconds, without control characters. Ctrl-C leaves a usable
+terminal. `step` only stores a value; rich draws on its own thread.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class Progress:
     data_share: float
     lr: float
     loss_step: int = 0
-    """The step that the loss is of."""
+    """The step that the loss belongs to."""
     loss_lag_s: float = 0.0
-    """How long ago that step was, about."""
+    """About how long ago that step was."""
 
 
 LAG_SHOWN_S = 3.0
-"""From this lag on the loss is shown with its step."""
+"""From this lag on, the loss is shown with its step."""
 
 
 class Display(Protocol):
-    """`begin`, then any of the others, then `end`; `log` and `result` also work before and after."""
+    """Call `begin`, then the other methods, then `end`. `log` and `result` also work before and after."""
 
     def begin(self, steps_total: int, steps_done: int, epochs: float) -> None: ...
     def step(self, progress: Progress) -> None: ...
     def evaluation(self, done: int, total: int) -> None:
-        """Samples evaluated; `done == total` ends it."""
+        """Shows how many samples are evaluated, until `done == total`."""
 
     def result(self, text: str) -> None: ...
     def log(self, text: str) -> None: ...
@@ -56,9 +56,9 @@ class Display(Protocol):
 
 
 def make_display(rank: int, stream: TextIO | None = None) -> Display:
-    """The display for this process: rank 0 draws (on stderr unless told), the others are silent."""
+    """The display of this process: rank 0 draws, on stderr by default; other ranks are silent."""
     stream = stream or sys.stderr
-    if rank != 0 or stream is None:  # Python has no stderr when it was closed at the start
+    if rank != 0 or stream is None:  # Python has no stderr if it was closed at the start
         return SilentDisplay()
     return RichDisplay(stream) if can_draw(stream) else PlainDisplay(stream)
 
@@ -86,7 +86,7 @@ class SilentDisplay:
 
 
 class PlainDisplay:
-    """Plain lines for a file or a pipe: every result and note, and progress at most each `every` seconds."""
+    """Plain lines for a file or a pipe: results, messages, and progress at most every `every` seconds."""
 
     def __init__(
         self, stream: TextIO, every: float = PLAIN_EVERY_S, now: Callable[[], float] = time.monotonic
@@ -96,7 +96,7 @@ class PlainDisplay:
         self._now = now
         self._next = now()
         self._pace = Pace()
-        self._unheard = False
+        self._closed = False
 
     def begin(self, steps_total: int, steps_done: int, epochs: float) -> None:
         pass
@@ -129,19 +129,19 @@ class PlainDisplay:
         return True
 
     def _write(self, text: str) -> None:
-        if self._unheard:
+        if self._closed:
             return
         try:
-            # One write for the whole line, so that lines of two threads do not mix.
+            # One write per line, so that lines of two threads do not mix.
             self._stream.write(message(text) + "\n")
             self._stream.flush()
         except (OSError, ValueError):
-            # Whoever read this is gone (a closed pipe, a lost connection); the run goes on, log.txt has it all.
-            self._unheard = True
+            # The reader is gone (closed pipe, lost connection). The run continues, and log.txt has every line.
+            self._closed = True
 
 
 class RichDisplay:
-    """A live bar on a terminal, redrawn a few times a second, with results and notes above it."""
+    """A live bar on a terminal, redrawn a few times a second, with results and messages above it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._console = Console(file=stream)
@@ -187,7 +187,7 @@ class RichDisplay:
             pieces = [Piece(_epoch(progress)), Piece(_steps(progress), 1), Piece("starting")]
         else:
             pieces = describe(progress, self._pace.seconds_left(time.monotonic(), progress.steps))
-        # Each piece keeps the widest width it had, so that the line does not dance as its numbers change.
+        # Each piece keeps its largest width, so that the line does not jump when numbers change.
         if len(self._widths) != len(pieces):
             self._widths = [0] * len(pieces)
         self._widths = [max(old, len(piece.text)) for old, piece in zip(self._widths, pieces, strict=True)]
@@ -199,7 +199,7 @@ class RichDisplay:
 
 
 def describe(progress: Progress, seconds_left: float | None) -> list[Piece]:
-    """The pieces of a progress line, in the order they are shown. Pure."""
+    """The pieces of a progress line, in display order. Pure."""
     loss = "loss -" if progress.loss is None else f"loss {loss_text(progress.loss)}"
     if progress.loss is not None and progress.loss_lag_s >= LAG_SHOWN_S:
         loss += f" (step {progress.loss_step:,})"

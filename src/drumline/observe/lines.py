@@ -1,7 +1,7 @@
-"""Lines of a log file: how a metric becomes one, how whole ones get into the file, which of an old file's stay.
+"""Lines of metrics.jsonl: how to encode one, how to append it, and which lines a resumed run keeps.
 
-Promises: JSON that every reader takes, without NaN; a file holds whole lines, also when its disk fills up half-way;
-a file that a resumed run goes on with has no line that this run will write again.
+Promises: strict JSON, without NaN. A file has complete lines only, even when its disk fills up while one is written.
+A resumed run finds no line that it will write again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Value = Scalar | Sequence[Scalar]
 def encode(
     time_s: float, kind: str, step: int | None, epoch: float | None, values: Mapping[str, Value]
 ) -> str:
-    """A line of metrics.jsonl. JSON has no NaN or infinity: such a value is null, named in `nonfinite`."""
+    """A line of metrics.jsonl. JSON has no NaN or infinity: such a value is null, and named in `nonfinite`."""
     record: dict[str, Value] = {"time": round(time_s, 3), "kind": kind, "step": step, "epoch": epoch}
     assert not record.keys() & values.keys(), f"reserved names among {sorted(values)}"
     record.update(values)
@@ -39,14 +39,16 @@ def encode(
 
 @dataclass(frozen=True)
 class Repaired:
-    """What a log left by an earlier process lost."""
+    """How many lines were removed."""
 
     beyond: int
+    """After the last step to keep."""
     torn: int
+    """Incomplete."""
 
 
 def repair(path: Path, keep_until_step: int | None) -> Repaired:
-    """Rewrite a log without what the resumed run will write again; leave a good one untouched."""
+    """Removes incomplete lines, and those that a resumed run will write again. Else leaves the file untouched."""
     if not path.exists():
         return Repaired(0, 0)
     content = path.read_bytes()
@@ -60,7 +62,7 @@ def repair(path: Path, keep_until_step: int | None) -> Repaired:
 
 
 def append_to(path: Path) -> FileIO:
-    """The file, open at its end; where that cannot be, in the user's terms."""
+    """Opens a file for appending. Raises a `UserError`."""
     try:
         return atomic.append_to(path)
     except OSError as error:
@@ -68,7 +70,7 @@ def append_to(path: Path) -> FileIO:
 
 
 def append(file: FileIO, lines: list[str]) -> None:
-    """Append whole lines: a disk that fills up half-way is taken back to the end of what stood before."""
+    """Appends complete lines. If the disk fills up, truncates the file to its former end and raises OSError."""
     content = memoryview("".join(lines).encode("utf-8"))
     if not content:
         return
@@ -82,10 +84,10 @@ def append(file: FileIO, lines: list[str]) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> UserError:
-    """A log that the disk refuses."""
+    """The error for a log that cannot be written."""
     return UserError(
         f"cannot write the log {path}: {error.strerror}",
-        fix="make that folder writable, with room on its disk, and run the command again",
+        fix="make that folder writable and free space on its disk, then run the command again",
     )
 
 
@@ -93,7 +95,7 @@ _ENCODE = json.JSONEncoder(allow_nan=False).encode
 
 
 def _finite(value: Value) -> Value:
-    """The very value where all of it is finite, else with null for what is not."""
+    """The same object if all of it is finite, else a copy with None for what is not."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, list | tuple) and not all(_is_finite(item) for item in value):
@@ -106,7 +108,7 @@ def _is_finite(value: Scalar) -> bool:
 
 
 def _kept_lines(content: bytes, keep_until_step: int | None) -> tuple[bytes, Repaired]:
-    """A line without a step goes the way of the line before it. Pure."""
+    """A line without a step is kept or removed with the line before it. Pure."""
     kept: list[bytes] = []
     beyond = torn = 0
     is_beyond = False

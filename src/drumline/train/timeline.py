@@ -16,7 +16,8 @@ from typing import Protocol
 
 from drumline.core.files import write_text
 from drumline.core.machine import host_name
-from drumline.observe.timeline import perfetto, timeline_svg
+from drumline.observe.timeline import perfetto
+from drumline.observe.timeline_svg import timeline_svg
 from drumline.parallel.pipeline.instructions import InstructionLists, Kind, Span
 from drumline.parallel.pipeline.simulate import Times, bubble, simulate, step_time
 from drumline.parallel.world import World
