@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from drumline.cli import main
-from drumline.cli.plan import Options, describe, describe_split, read, split
+from drumline.cli.plan import Options, describe, describe_split, read
 from drumline.core.errors import UserError
 from drumline.models import create_model
 from drumline.parallel.pipeline.cut import trace
+from drumline.parallel.pipeline.plan import Measurement, plan_split
 from drumline.parallel.pipeline.profile import Profile, UnitProfile
 from tests.runs.command import drumline, result
 
@@ -30,7 +31,8 @@ def made_up(*seconds: float, noise: float = 0.01) -> Profile:
     )
 
 
-WHERE = {"device": "cpu", "precision": "fp32", "batch": 8, "size": 224, "returns": "Tensor"}
+def measured(profile: Profile, returns: str = "Tensor") -> Measurement:
+    return Measurement(profile, device="cpu", precision="fp32", batch=8, size=224, returns=returns)
 
 
 def test_the_options_are_read() -> None:
@@ -87,31 +89,31 @@ def test_the_table_fits_into_80_columns_and_long_names_stay_whole() -> None:
     found = made_up(0.1, 0.2, 0.1)
     long = "a.very.long.name.of.a.module.inside.of.another.one"
     units = (*found.units[:2], UnitProfile(long, 123.4567, 200.0, 10**9, 4 * 10**9, 1 << 40, 1 << 40, 12))
-    lines = describe(Options("net"), Profile(units, 0.01), WHERE)
+    lines = describe(Options("net"), measured(Profile(units, 0.01)))
     assert max(map(len, lines)) <= 100
     assert long in lines
     assert "net: 3 units" in lines[0]
 
 
 def test_a_row_says_what_lies_before_and_what_crosses() -> None:
-    lines = describe(Options("net"), made_up(1.0, 2.0, 1.0), WHERE)
+    lines = describe(Options("net"), measured(made_up(1.0, 2.0, 1.0)))
     rows = {line.split()[0]: line.split() for line in lines[-3:]}
     assert rows["a"] == ["a", "0", "%", "333.33", "666.67", "25.0", "%", "1.0", "10", "-"]
     assert rows["c"] == ["c", "75", "%", "333.33", "666.67", "25.0", "%", "1.0", "10", "2", "(1)"]
 
 
 def test_what_keeps_a_model_from_being_trained_is_told_with_the_table() -> None:
-    assert not any("returns" in line for line in describe(Options("net"), made_up(1.0), WHERE))
-    lines = describe(Options("net"), made_up(1.0), {**WHERE, "returns": "dict"})
+    assert not any("returns" in line for line in describe(Options("net"), measured(made_up(1.0))))
+    lines = describe(Options("net"), measured(made_up(1.0), "dict"))
     assert "in training it returns dict: to train it, wrap it in a factory that returns the logits" in lines
 
 
 def test_a_noisy_machine_is_told_with_the_table() -> None:
-    assert any("noisy" in line for line in describe(Options("net"), made_up(1.0, noise=0.2), WHERE))
+    assert any("noisy" in line for line in describe(Options("net"), measured(made_up(1.0, noise=0.2))))
 
 
 def test_a_split_is_given_as_the_flags_to_paste_with_its_limits() -> None:
-    found = split(made_up(1.0, 1.0, 1.0, 3.0), 2, 8)
+    found = plan_split(made_up(1.0, 1.0, 1.0, 3.0), 2, 8)
     assert found.flags == "--parallel.layout pipeline --parallel.stages 2 --parallel.split d"
     assert (found.balance, found.even_balance) == pytest.approx((1.0, 4 / 3))
     assert found.speed_up == pytest.approx(2 / (1 + 1 / 8))
@@ -122,9 +124,9 @@ def test_a_split_is_given_as_the_flags_to_paste_with_its_limits() -> None:
 
 
 def test_a_stage_that_holds_most_of_the_time_is_not_worth_a_pipeline() -> None:
-    told = "\n".join(describe_split(split(made_up(1.0, 17.0, 1.0, 1.0), 4, 32)))
+    told = "\n".join(describe_split(plan_split(made_up(1.0, 17.0, 1.0, 1.0), 4, 32)))
     assert "not worth it: 4 devices, less than 2 x the speed. stage 2 alone holds 85 %" in told
-    starved = "\n".join(describe_split(split(made_up(1.0, 1.0, 1.0, 1.0), 4, 2)))
+    starved = "\n".join(describe_split(plan_split(made_up(1.0, 1.0, 1.0, 1.0), 4, 2)))
     assert "not worth it" in starved
     assert "2 micro-batches leave the stages idle" in starved
 
@@ -144,9 +146,7 @@ def test_a_model_of_ours_returns_a_tensor(name: str) -> None:
     record = trace(create_model(name, 10).train(), sample=torch.empty(2, 3, 32, 32)).records[True]
     assert record.returns == "Tensor"
     assert not [
-        line
-        for line in describe(Options(name), made_up(1.0), {**WHERE, "returns": record.returns})
-        if "wrap" in line
+        line for line in describe(Options(name), measured(made_up(1.0), record.returns)) if "wrap" in line
     ]
 
 

@@ -8,8 +8,7 @@ torch is imported.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from drumline.cli.help import Command
 from drumline.config.arguments import read_options
@@ -17,19 +16,9 @@ from drumline.config.limits import Range
 from drumline.config.recipe import AutoInt, Precision
 from drumline.core.errors import UserError
 from drumline.core.result import json_line, print_result
-from drumline.parallel.pipeline.split import (
-    Memory,
-    balance,
-    check_stage_count,
-    even_split,
-    speed_up,
-    stage_times,
-)
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from drumline.parallel.pipeline.profile import Profile
+    from drumline.parallel.pipeline.plan import Measurement, StageSplit
 
 
 @dataclass(frozen=True)
@@ -79,51 +68,30 @@ COMMAND = Command(
 )
 
 
-@dataclass(frozen=True)
-class StageSplit:
-    """A model in so many stages, by time and by count."""
-
-    stages: int
-    micro_batches: int
-    names: tuple[str, ...]
-    """Where each stage but the first begins."""
-    shares: tuple[float, ...]
-    """Of the time, for each stage."""
-    balance: float
-    """The slowest stage's time over the mean."""
-    speed_up: float
-    """Over one device, at most: crossings cost nothing here."""
-    memory_bytes: tuple[int, ...]
-    """Of each stage under 1F1B: activations in flight, and parameters, gradients and momentum."""
-    even_names: tuple[str, ...]
-    even_balance: float
-    even_speed_up: float
-
-    @property
-    def flags(self) -> str:
-        """To paste behind `drumline train`."""
-        return f"--parallel.layout pipeline --parallel.stages {self.stages} --parallel.split {','.join(self.names)}"
-
-
 def main(argv: list[str]) -> int:
     """Measures and prints."""
     options = read(argv)
-    measured, where = _measure(options)
+    measured = _measure(options)
+
+    from drumline.parallel.pipeline.plan import plan_split
+
     splits = [
-        split(measured, stages, 4 * stages if options.micro_batches == "auto" else options.micro_batches)
+        plan_split(
+            measured.profile, stages, 4 * stages if options.micro_batches == "auto" else options.micro_batches
+        )
         for stages in options.stages
     ]
     result = {
         "model": options.cuts,
-        **where,
-        "noise": measured.noise,
-        "units": [asdict(unit) for unit in measured.units],
+        **{name: getattr(measured, name) for name in ("device", "precision", "batch", "size", "returns")},
+        "noise": measured.profile.noise,
+        "units": [asdict(unit) for unit in measured.profile.units],
         "splits": [{**asdict(found), "flags": found.flags} for found in splits],
     }
     if options.json:
         print(json_line(result))
         return 0
-    for line in describe(options, measured, where):
+    for line in describe(options, measured):
         print(line)
     for found in splits:
         print()
@@ -144,54 +112,28 @@ def read(argv: list[str]) -> Options:
     return options
 
 
-def split(measured: Profile, stages: int, micro_batches: int) -> StageSplit:
-    """The chosen split and the even one. Pure."""
-    from drumline.parallel.pipeline.profile import time_split
-
-    names = [unit.name for unit in measured.units]
-    chosen = time_split(measured, stages)
-    by_time, by_count = tuple(names.index(name) for name in chosen), even_split(len(names), stages)
-    times = measured.times
-    total = sum(times) or 1.0
-    memory = Memory(
-        [unit.activation_bytes for unit in measured.units],
-        [unit.parameter_bytes for unit in measured.units],
-        micro_batches,
-        limit=0,
-    )
-    edges = pairwise((0, *by_time, len(names)))
-    return StageSplit(
-        stages=stages,
-        micro_batches=micro_batches,
-        names=chosen,
-        shares=tuple(time / total for time in stage_times(times, by_time)),
-        balance=balance(times, by_time),
-        speed_up=speed_up(times, by_time, micro_batches),
-        memory_bytes=tuple(
-            memory.of(stage, stages, first, last) for stage, (first, last) in enumerate(edges)
-        ),
-        even_names=tuple(names[first] for first in by_count),
-        even_balance=balance(times, by_count),
-        even_speed_up=speed_up(times, by_count, micro_batches),
-    )
-
-
-def describe(options: Options, measured: Profile, where: dict[str, Any]) -> list[str]:
-    """The table of places, 80 columns wide, and lines of at most 100. Pure."""
-    total = sum(measured.times)
+def describe(options: Options, measured: Measurement) -> list[str]:
+    """The table of units, 80 columns wide, under lines of at most 100. Pure."""
+    units, total = measured.profile.units, sum(measured.profile.times)
+    noise = f"spread of {options.repeats} rounds: {100 * measured.profile.noise:.1f} %"
     lines = [
-        f"{options.cuts}: {len(measured.units)} units, each of which may begin a stage",
-        f"{where['batch']} images of {where['size']} x {where['size']}, {where['precision']}, on {where['device']}: "
+        f"{options.cuts}: {len(units)} units, each of which may begin a stage",
+        f"{measured.batch} images of {measured.size} x {measured.size}, {measured.precision}, on {measured.device}: "
         f"{1000 * total:.1f} ms forward and backward",
-        measured.noisy or f"spread of {options.repeats} rounds: {100 * measured.noise:.1f} %",
-        *_unfit(where["returns"]),
+        measured.profile.noisy or noise,
+    ]
+    if measured.returns != "Tensor":
+        lines.append(
+            f"in training it returns {measured.returns}: to train it, wrap it in a factory that returns the logits"
+        )
+    lines += [
         "",
         _row(
             "stage begins at", "before", "fwd ms", "bwd ms", "share", "kept MiB", "parameters", "crosses KiB"
         ),
     ]
     before = 0.0
-    for unit in measured.units:
+    for unit in units:
         row = _row(
             unit.name or "(the beginning)",
             f"{100 * before / total:.0f} %",
@@ -207,15 +149,8 @@ def describe(options: Options, measured: Profile, where: dict[str, Any]) -> list
     return lines
 
 
-def _unfit(returns: str) -> list[str]:
-    """What keeps the model from being trained as it is."""
-    if returns == "Tensor":
-        return []
-    return [f"in training it returns {returns}: to train it, wrap it in a factory that returns the logits"]
-
-
 def describe_split(found: StageSplit) -> list[str]:
-    """A split in words: what to paste, how even it is, what it can gain. Pure."""
+    """What to paste, how even the split is, and what it can gain. Pure."""
     stages, micro_batches = found.stages, found.micro_batches
     ideal = stages / (1 + (stages - 1) / micro_batches)
     shares = " ".join(f"{100 * share:.0f}" for share in found.shares)
@@ -242,22 +177,20 @@ _WIDTH = 80
 _COLUMNS = (6, 7, 7, 6, 8, 11, 12)
 
 
-def _row(place: str, *cells: str) -> str:
-    """A line of the table; a name too long for its column gets a line of its own."""
+def _row(name: str, *cells: str) -> str:
+    """A line of the table. A name too long for its column gets a line of its own."""
     row = "".join(f" {cell:>{width}}" for cell, width in zip(cells, _COLUMNS, strict=True))
     room = _WIDTH - len(row)
-    return f"{place:<{room}}{row}" if len(place) <= room else f"{place}\n{'':<{room}}{row}"
+    return f"{name:<{room}}{row}" if len(name) <= room else f"{name}\n{'':<{room}}{row}"
 
 
-def _measure(options: Options) -> tuple[Profile, dict[str, Any]]:
-    """Builds the model, cuts and measures it; the profile, and on what it was taken."""
+def _measure(options: Options) -> Measurement:
+    """Resolves device and precision, and measures."""
     import torch
 
     from drumline.config.recipe import Recipe
     from drumline.core.progress import progress
-    from drumline.models.registry import create_model
-    from drumline.parallel.pipeline.cut import trace, trainable_units
-    from drumline.parallel.pipeline.profile import cut_points, profile
+    from drumline.parallel.pipeline.plan import measure_cuts
     from drumline.parallel.process_group import pick_device, resolve_device_type
     from drumline.parallel.world import single_process
     from drumline.train import prepare
@@ -269,69 +202,16 @@ def _measure(options: Options) -> tuple[Profile, dict[str, Any]]:
         raise UserError("--precision fp16: needs a GPU", "use bf16 or fp32 on a CPU")
     recipe = Recipe()
     recipe = replace(recipe, train=replace(recipe.train, precision=options.precision))
-    autocast, dense = prepare.precision(recipe, world), not prepare.channels_last(recipe, world)
-    torch.manual_seed(0)
-    model = create_model(options.cuts, options.classes).train()
-    if not dense:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    size = _own_size(options.cuts, model) if options.size == "auto" else options.size
-    shape = (options.batch, 3, size, size)
-    _try(options.cuts, model, size)
-    traced = trace(model, sample=torch.empty(shape))
-    points = trainable_units(traced, cut_points(traced, inside_blocks=options.all), model)
-    check_stage_count(options.cuts, len(points), max(options.stages, default=1))
-    try:
-        measured = profile(
-            traced,
-            model,
-            shape,
-            world.device,
-            autocast,
-            options.repeats,
-            lambda rounds: progress(rounds, f"timing {options.cuts}", len(rounds)),
-            channels_last=not dense,
-            points=points,
-        )
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"{options.batch} images of {size} x {size} do not fit into the GPU's memory",
-            f"give a smaller --batch than {options.batch}",
-        ) from error
-    return measured, {
-        "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
-        "precision": {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[autocast],
-        "batch": options.batch,
-        "size": size,
-        "returns": traced.records[True].returns,
-    }
-
-
-def _try(name: str, model: nn.Module, size: int) -> None:
-    """Whether the model takes such images at all; by itself it says so more plainly than in parts."""
-    import torch
-
-    model.eval()
-    try:
-        with torch.no_grad():
-            model(torch.zeros(1, 3, size, size))
-    except UserError:
-        raise
-    except Exception as error:
-        told = str(error).strip().splitlines() or [""]
-        raise UserError(
-            f"{name} cannot take images of {size} x {size}: {type(error).__name__}: {told[0]}",
-            "give another --size",
-        ) from error
-    finally:
-        model.train()
-
-
-def _own_size(name: str, model: nn.Module) -> int:
-    """Pixels of a side that the model is usually given."""
-    from drumline.models.registry import IMAGENET, model_names
-
-    published = getattr(model, "pretrained_cfg", None)  # timm's
-    size = published.get("input_size") if isinstance(published, dict) else None
-    if size:
-        return int(size[-1])
-    return 32 if name in model_names() and name not in IMAGENET else 224
+    return measure_cuts(
+        options.cuts,
+        options.classes,
+        options.batch,
+        None if options.size == "auto" else options.size,
+        world.device,
+        prepare.precision(recipe, world),
+        prepare.channels_last(recipe, world),
+        repeats=options.repeats,
+        inside_blocks=options.all,
+        stages=options.stages,
+        progress=lambda rounds: progress(rounds, f"timing {options.cuts}", len(rounds)),
+    )

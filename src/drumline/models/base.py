@@ -1,8 +1,7 @@
-"""What every model of ours promises beyond `nn.Module`: named intermediate tensors, blocks and a head.
+"""The base class of the built-in models: named intermediate tensors (taps), repeated blocks and a head.
 
-Promises: `forward(x, taps=True)` returns `(logits, taps)` with the logits, gradients and running statistics
-of `forward(x)`; features are returned, never kept on the module; no tapped tensor is written to afterwards.
-Refuses nothing: a model that cannot take an image size says so itself.
+Promises: `forward(x, taps=True)` returns `(logits, taps)` with the logits, gradients and running statistics of
+`forward(x)`. Features are returned, never kept on the module, and no tapped tensor is written to afterwards.
 """
 
 from __future__ import annotations
@@ -19,30 +18,29 @@ Output = Tensor | tuple[Tensor, Taps]
 
 @dataclass(frozen=True)
 class TapInfo:
-    """What is known of a tap without running the model."""
+    """What is known about a tap without running the model."""
 
     channels: int
     norm: str
-    """Dotted name of the BatchNorm right before the tap's activation; '' when no single one is."""
+    """Dotted name of the BatchNorm right before the tap's activation, or '' if there is not exactly one."""
 
 
 class VisionModel(nn.Module):
-    """A classifier whose insides have names.
+    """A classifier with taps: intermediate tensors that have names.
 
-    Taps are `stem`; `stage1` to `stageN`, after the stage's last activation; `stage1.pre` to `stageN.pre`,
-    before it; and `pooled`, the N x C vector that the head reads (before dropout, where there is any). A
-    stage that ends without an activation (MobileNetV2's linear bottleneck) gives the same tensor under both
-    names.
+    They are `stem`; `stage1` to `stageN`, after the stage's last activation; `stage1.pre` to `stageN.pre`, before it;
+    and `pooled`, the N x C vector that the head reads (before dropout, if there is any). If a stage ends without an
+    activation (MobileNetV2's linear bottleneck), both names give the same tensor.
     """
 
     tap_info: dict[str, TapInfo]
-    """Every tap in the order in which `forward` returns them."""
+    """Every tap, in the order in which `forward` returns them."""
     block_names: tuple[str, ...]
-    """Dotted names of the repeated blocks, in the order of the data; each is called once and reads one tensor."""
+    """Dotted names of the repeated blocks, in the order of their calls. Each is called once and reads one tensor."""
     head_name: str
     """Dotted name of the classifier's last layer."""
     published_names: tuple[tuple[str, str], ...] = ()
-    """(theirs, ours): parts of key names that published weights of this model spell differently."""
+    """(theirs, ours): substrings of state-dict keys that published weights of this model spell differently."""
 
     @property
     def head(self) -> nn.Linear:
@@ -52,12 +50,12 @@ class VisionModel(nn.Module):
         return head
 
     def blocks(self) -> list[nn.Module]:
-        """The repeated blocks, in order: units of gradient checkpointing and of pipeline cuts."""
+        """The repeated blocks in order: the units of gradient checkpointing and of pipeline cuts."""
         return [self.get_submodule(name) for name in self.block_names]
 
 
 class Stage(nn.Sequential):
-    """Blocks in a row, the last of which can hand out its value before the activation."""
+    """A sequence of blocks whose last one can also return its value before the activation."""
 
     def forward(self, x: Tensor, tap: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """The last block's output; with `tap`, also its value before the activation."""
@@ -70,7 +68,7 @@ class Stage(nn.Sequential):
 
 
 def tap_table(stem: TapInfo, stages: list[TapInfo], pooled: int) -> dict[str, TapInfo]:
-    """`tap_info` of a model from its stem, its stages and the width of its pooled vector."""
+    """Builds `tap_info` from the stem, the stages and the width of the pooled vector."""
     info = {"stem": stem}
     for number, stage in enumerate(stages, 1):
         info[f"stage{number}.pre"] = stage
@@ -79,12 +77,12 @@ def tap_table(stem: TapInfo, stages: list[TapInfo], pooled: int) -> dict[str, Ta
 
 
 def global_pool(x: Tensor) -> Tensor:
-    """Mean over the map, N x C. Adaptive pooling to 1x1 is a plain mean in torch, so its backward repeats."""
+    """Mean over the feature map, N x C. Its backward is deterministic: torch pools to 1x1 with a plain mean."""
     return F.adaptive_avg_pool2d(x, 1).flatten(1)
 
 
 def he_init(model: nn.Module) -> None:
-    """He's normal initialisation of every convolution, by fan-out, in module order; biases become zero."""
+    """Initialises every convolution with He's normal distribution by fan-out, in module order. Biases become zero."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -93,7 +91,7 @@ def he_init(model: nn.Module) -> None:
 
 
 def small_linear_init(model: nn.Module) -> None:
-    """Normal(0, 0.01) weights and zero biases for every linear layer, in module order."""
+    """Initialises every linear layer with Normal(0, 0.01) weights and zero biases, in module order."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, 0, 0.01)
@@ -101,11 +99,11 @@ def small_linear_init(model: nn.Module) -> None:
 
 
 def pool_to(x: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Adaptive mean pooling of N x C x H x W, as torch's, by way of kernels whose backward is deterministic.
+    """Adaptive mean pooling of N x C x H x W, as in torch, with a deterministic backward where one is required.
 
-    A map of that size is its own pool. A map that the grid divides is a plain average pool. Any other map goes
-    through torch's adaptive kernel, unless deterministic algorithms are asked for on a GPU, where that kernel has
-    none: then the same means are taken slice by slice, equal up to rounding.
+    A map of that size is returned as it is. If the grid divides the map, this is a plain average pool. Otherwise it
+    uses torch's adaptive kernel, which has no deterministic backward on a GPU. Where deterministic algorithms are
+    required, it takes the same means slice by slice instead, equal up to rounding.
     """
     height, width = x.shape[-2:]
     if (height, width) == grid:
@@ -118,7 +116,7 @@ def pool_to(x: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def _means(x: Tensor, axis: int, count: int) -> Tensor:
-    """Means over the adaptive windows of one axis; window i spans floor(i n / count) to ceil((i + 1) n / count)."""
+    """Means over the adaptive windows of one axis. Window i spans floor(i n / count) to ceil((i + 1) n / count)."""
     length = x.shape[axis]
     windows = [(i * length // count, -((i + 1) * length // -count)) for i in range(count)]
     return torch.stack([x.narrow(axis, a, b - a).mean(axis) for a, b in windows], axis)

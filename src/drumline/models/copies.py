@@ -15,10 +15,10 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 def copy_model(model: AnyModule) -> AnyModule:
     """A deep copy. Rejects a model that holds a computed tensor, as the old `torch.nn.utils.weight_norm` creates."""
-    for place, module in model.named_modules():
+    for path, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor) and not value.is_leaf:
-                where = f"{place}.{name}" if place else name
+                where = f"{path}.{name}" if path else name
                 raise UserError(
                     f"the model cannot be copied: '{where}' is a tensor computed from parameters",
                     fix="compute it in forward(), or replace the old torch.nn.utils functions with weight_norm or "

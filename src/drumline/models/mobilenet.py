@@ -1,8 +1,8 @@
 """MobileNetV2: torchvision's for ImageNet, the distillation literature's half-width one for CIFAR.
 
-Promises: torchvision's keys, initial weights for a seed and arithmetic for `MobileNetV2`; any image size
-works. Stages end in a linear bottleneck, which has no activation: `stageK` and `stageK.pre` are the same
-tensor, and the tap's norm is the BatchNorm that ends the bottleneck.
+Promises: torchvision's keys, initial weights for a seed and arithmetic for `MobileNetV2`. Works with any image size.
+Stages end in a linear bottleneck without activation, so `stageK` and `stageK.pre` are the same tensor, and the tap's
+norm is the BatchNorm that ends the bottleneck.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class MobileNetV2(VisionModel):
     def __init__(self, classes: int) -> None:
         super().__init__()
         layers: list[nn.Module] = [_conv_norm(3, 32, 3, nn.ReLU6, stride=2)]
-        entry = 32
+        in_channels = 32
         for expand, width, repeats, stride in self._SETTING:
             for index in range(repeats):
-                layers.append(_nested_block(entry, width, stride if index == 0 else 1, expand))
-                entry = width
-        layers.append(_conv_norm(entry, _LAST, 1, nn.ReLU6))
+                layers.append(_nested_block(in_channels, width, stride if index == 0 else 1, expand))
+                in_channels = width
+        layers.append(_conv_norm(in_channels, _LAST, 1, nn.ReLU6))
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Sequential(nn.Dropout(0.2), nn.Linear(_LAST, classes))
         he_init(self)
@@ -110,14 +110,14 @@ class CifarMobileNetV2(VisionModel):
         super().__init__()
         self.conv1 = _conv_norm(3, 16, 3, nn.ReLU, stride=2)
         self.stages = nn.ModuleList()
-        entry = 16
+        in_channels = 16
         for expand, width, repeats, stride in self._SETTING:
             stage = nn.Sequential()
             for index in range(repeats):
-                stage.append(_flat_block(entry, width, stride if index == 0 else 1, expand))
-                entry = width
+                stage.append(_flat_block(in_channels, width, stride if index == 0 else 1, expand))
+                in_channels = width
             self.stages.append(stage)
-        self.conv2 = _conv_norm(entry, _LAST, 1, nn.ReLU)
+        self.conv2 = _conv_norm(in_channels, _LAST, 1, nn.ReLU)
         self.classifier = nn.Sequential(nn.Linear(_LAST, classes))
         he_init(self)
         small_linear_init(self)
@@ -154,36 +154,36 @@ class CifarMobileNetV2(VisionModel):
 
 
 def _conv_norm(
-    entry: int,
-    leaving: int,
+    in_channels: int,
+    out_channels: int,
     kernel: int,
     activation: Callable[..., nn.Module],
     *,
     stride: int = 1,
     groups: int = 1,
 ) -> nn.Sequential:
-    conv = nn.Conv2d(entry, leaving, kernel, stride, (kernel - 1) // 2, groups=groups, bias=False)
-    return nn.Sequential(conv, nn.BatchNorm2d(leaving), activation(inplace=True))
+    conv = nn.Conv2d(in_channels, out_channels, kernel, stride, (kernel - 1) // 2, groups=groups, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(out_channels), activation(inplace=True))
 
 
-def _nested_block(entry: int, leaving: int, stride: int, expand: int) -> InvertedResidual:
+def _nested_block(in_channels: int, out_channels: int, stride: int, expand: int) -> InvertedResidual:
     """torchvision's key names: each convolution and its norm in a group; no convolution that widens by 1."""
-    hidden = entry * expand
+    hidden = in_channels * expand
     layers: list[nn.Module] = []
     if expand != 1:
-        layers.append(_conv_norm(entry, hidden, 1, nn.ReLU6))
+        layers.append(_conv_norm(in_channels, hidden, 1, nn.ReLU6))
     layers.append(_conv_norm(hidden, hidden, 3, nn.ReLU6, stride=stride, groups=hidden))
-    layers += [nn.Conv2d(hidden, leaving, 1, bias=False), nn.BatchNorm2d(leaving)]
-    return InvertedResidual(nn.Sequential(*layers), stride == 1 and entry == leaving)
+    layers += [nn.Conv2d(hidden, out_channels, 1, bias=False), nn.BatchNorm2d(out_channels)]
+    return InvertedResidual(nn.Sequential(*layers), stride == 1 and in_channels == out_channels)
 
 
-def _flat_block(entry: int, leaving: int, stride: int, expand: int) -> InvertedResidual:
+def _flat_block(in_channels: int, out_channels: int, stride: int, expand: int) -> InvertedResidual:
     """The literature's key names: one flat list of layers, with the widening convolution even for 1."""
-    hidden = entry * expand
+    hidden = in_channels * expand
     layers = (
-        *_conv_norm(entry, hidden, 1, nn.ReLU),
+        *_conv_norm(in_channels, hidden, 1, nn.ReLU),
         *_conv_norm(hidden, hidden, 3, nn.ReLU, stride=stride, groups=hidden),
-        nn.Conv2d(hidden, leaving, 1, bias=False),
-        nn.BatchNorm2d(leaving),
+        nn.Conv2d(hidden, out_channels, 1, bias=False),
+        nn.BatchNorm2d(out_channels),
     )
-    return InvertedResidual(nn.Sequential(*layers), stride == 1 and entry == leaving)
+    return InvertedResidual(nn.Sequential(*layers), stride == 1 and in_channels == out_channels)

@@ -1,4 +1,4 @@
-"""Models that other packages are known to have, for suggestions: neither package needs to be installed."""
+"""Model names of torchvision and timm, for suggestions. Neither package needs to be installed."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from itertools import product
 from drumline.core.suggest import near
 
 
-def _spelled(*patterns: str) -> tuple[str, ...]:
-    """`vit_{b,l}_16` as vit_b_16 and vit_l_16."""
+def _expand(*patterns: str) -> tuple[str, ...]:
+    """Expands `vit_{b,l}_16` to vit_b_16 and vit_l_16."""
     names: list[str] = []
     for pattern in patterns:
         first, *choices = pattern.split("{")
-        parts = [part.split("}") for part in choices]
-        for chosen in product(*(options.split(",") for options, _ in parts)):
-            names.append(first + "".join(a + b for a, (_, b) in zip(chosen, parts, strict=True)))
+        groups = [choice.split("}") for choice in choices]
+        for chosen in product(*(options.split(",") for options, _ in groups)):
+            names.append(first + "".join(a + b for a, (_, b) in zip(chosen, groups, strict=True)))
     return tuple(names)
 
 
-TORCHVISION = _spelled(
+TORCHVISION = _expand(
     "alexnet",
     "convnext_{tiny,small,base,large}",
     "densenet{121,161,169,201}",
@@ -44,7 +44,7 @@ TORCHVISION = _spelled(
     "wide_resnet{50,101}_2",
 )
 
-TIMM = _spelled(
+TIMM = _expand(
     "beit_{base,large}_patch16_224",
     "cait_{xxs24,s24}_224",
     "coatnet_{0,1}_rw_224",
@@ -89,21 +89,21 @@ TIMM = _spelled(
 )
 
 
-def suggest(name: str, ours: tuple[str, ...]) -> tuple[str, ...]:
-    """At most three names that a wrong one may have meant: ours first, then those of torchvision and timm."""
+def suggest(name: str, built_in: tuple[str, ...]) -> tuple[str, ...]:
+    """At most three names close to a wrong one: built-in models first, then those of torchvision and timm."""
     bare = name.removeprefix("torchvision/").removeprefix("timm/")
-    found = near(bare, ours, most=3)
-    found += [f"torchvision/{known}" for known in near(bare, TORCHVISION, most=3) if known not in ours]
+    found = near(bare, built_in, most=3)
+    found += [f"torchvision/{known}" for known in near(bare, TORCHVISION, most=3) if known not in built_in]
     found += [
         f"timm/{known}"
         for known in near(bare, TIMM, most=3)
-        if known not in ours and known not in TORCHVISION
+        if known not in built_in and known not in TORCHVISION
     ]
     exact = [candidate for candidate in found if _same(bare, candidate)]
     return tuple((exact or found)[:3])
 
 
 def _same(name: str, candidate: str) -> bool:
-    """But for signs and letter case."""
+    """Whether both are equal up to punctuation and case."""
     strip = str.maketrans("", "", "-_/. ")
     return name.lower().translate(strip) == candidate.rpartition("/")[2].lower().translate(strip)

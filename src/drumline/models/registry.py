@@ -1,8 +1,8 @@
-"""Every model by its name: ours, torchvision's, timm's, and the user's own.
+"""Models by name: built-in ones, torchvision's, timm's, and the user's own.
 
-Promises: one table holds all names of ours; plain names are torchvision's where it has a model of that name,
-the CIFAR network otherwise, and `cifar/NAME` is always the CIFAR network. Refuses an unknown name with the
-nearest ones, and a factory that cannot be called, each in a sentence.
+Promises: one table holds every built-in name. A plain name is torchvision's model if it has one of that name,
+otherwise the CIFAR network; `cifar/NAME` is always the CIFAR network. Rejects an unknown name and suggests the
+nearest ones, and rejects a factory that cannot be called.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ IMAGENET: dict[str, Callable[..., VisionModel]] = {
     "vgg19_bn": partial(VGG, _VGG19, norm=True),
     "mobilenet_v2": MobileNetV2,
 }
-"""Names, keys and numbers of torchvision's models; built as `factory(classes=N)`."""
+"""torchvision's models, with its names, state-dict keys and arithmetic. Built as `factory(classes=N)`."""
 
 CIFAR: dict[str, Callable[..., VisionModel]] = {
     "resnet8": partial(_small, (1, 1, 1), widths=_THIN),
@@ -78,7 +78,7 @@ CIFAR: dict[str, Callable[..., VisionModel]] = {
     "shufflenet_v1": ShuffleNetV1,
     "shufflenet_v2": ShuffleNetV2,
 }
-"""The distillation literature's networks for 32x32 images, under their names after `cifar/`."""
+"""The distillation literature's networks for 32x32 images, also as `cifar/NAME`."""
 
 _LITERATURE = {"MobileNetV2": "mobilenet_v2_half", "ShuffleV1": "shufflenet_v1", "ShuffleV2": "shufflenet_v2"}
 
@@ -91,18 +91,23 @@ _TABLE: dict[str, Callable[..., VisionModel]] = {
 
 
 def model_names() -> tuple[str, ...]:
-    """Every name of ours: ImageNet's, `cifar/...`, the plain CIFAR names, the literature's spellings."""
+    """Every built-in name: ImageNet models, `cifar/NAME`, plain CIFAR names, and the literature's spellings."""
     return tuple(_TABLE)
 
 
 def create_model(name: str, classes: int = 1000) -> nn.Module:
-    """A fresh model by a name of ours, `torchvision/NAME`, `timm/NAME` or `package.module:factory`.
+    """Builds a classifier by name, with random weights and `classes` outputs.
 
-    Initial weights come from torch's global generator: seed it before the call.
+    `name` is one of `drumline doctor --models` (`resnet50`, `cifar/resnet20`), `torchvision/NAME`, `timm/NAME`, or
+    `package.module:factory` for your own: a function or class that takes `classes` or `num_classes`. Weights are
+    drawn from torch's global generator, so call `torch.manual_seed` first to repeat them. Raises `UserError` for an
+    unknown name, a missing package, or a factory that does not return a module.
+
+        model = drumline.create_model("cifar/resnet20", classes=10)
     """
     if classes < 1:
         raise UserError(
-            f"{classes} classes: a classifier needs at least one output", fix="give model.classes"
+            f"{classes} classes: a classifier needs at least one output", fix="set model.classes to 1 or more"
         )
     if name in _TABLE:
         return _TABLE[name](classes=classes)
@@ -116,7 +121,7 @@ def create_model(name: str, classes: int = 1000) -> nn.Module:
 
 
 def suggest_models(name: str) -> tuple[str, ...]:
-    """Names that a wrong one may have meant, best first."""
+    """Names close to a wrong one, best first."""
     return suggest(name, model_names())
 
 
@@ -152,7 +157,7 @@ def _timm(name: str, classes: int) -> nn.Module:
 
 
 def _optional(module: str, name: str) -> Any:
-    """An optional dependency, or what to install. A package that is there but broken shows its own error."""
+    """Imports an optional dependency, or says what to install. A broken package raises its own error."""
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
@@ -166,14 +171,14 @@ def _optional(module: str, name: str) -> Any:
 
 
 def _users_own(name: str, classes: int) -> nn.Module:
-    """The model that the user's factory returns. What the factory itself raises is passed on as it is."""
+    """The model that the user's factory returns. An error that the factory raises is passed on."""
     module_name, _, attribute = name.partition(":")
     factory = _factory(name, module_name, attribute)
     model = factory(**{_class_argument(name, factory): classes})
     if not isinstance(model, nn.Module):
         raise UserError(
             f"model {name} returned {type(model).__name__}, not a torch.nn.Module",
-            fix=f"let {attribute} return the model itself",
+            fix=f"return the model itself from {attribute}",
         )
     return model
 
@@ -202,7 +207,7 @@ def _factory(name: str, module_name: str, attribute: str) -> Callable[..., Any]:
     except Exception as error:
         raise UserError(
             f"model {name}: importing {module_name} failed with {type(error).__name__}: {error}",
-            fix=f"mend {module_name} until `python -c 'import {module_name}'` passes",
+            fix=f"fix {module_name} so that `python -c 'import {module_name}'` succeeds",
         ) from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
@@ -216,7 +221,7 @@ def _factory(name: str, module_name: str, attribute: str) -> Callable[..., Any]:
 
 
 def _class_argument(name: str, factory: Callable[..., Any]) -> str:
-    """Under which name the factory takes the number of classes."""
+    """The name of the argument that takes the number of classes."""
     signature = inspect.signature(factory)
     for argument in ("classes", "num_classes"):
         try:
@@ -225,7 +230,7 @@ def _class_argument(name: str, factory: Callable[..., Any]) -> str:
             continue
         return argument
     raise UserError(
-        f"model {name}: cannot be called with the number of classes alone, its signature is {signature}",
+        f"model {name}: cannot be called with only the number of classes; its signature is {signature}",
         fix="take `classes` (or `num_classes`) and give every other parameter a default",
     )
 

@@ -1,7 +1,7 @@
 """Residual networks: torchvision's for ImageNet, the distillation literature's for CIFAR.
 
-Promises: for the ImageNet names, torchvision's state-dict keys, initial weights for a seed, arithmetic and
-in-place use; for the CIFAR names, the keys of the literature's checkpoints. Any image size works.
+Promises: for the ImageNet names, torchvision's state-dict keys, initial weights for a seed, arithmetic and in-place
+operations. For the CIFAR names, the keys of the literature's checkpoints. Works with any image size.
 """
 
 from __future__ import annotations
@@ -21,11 +21,17 @@ class BasicBlock(nn.Module):
     last_norm = "bn2"
 
     def __init__(
-        self, entry: int, width: int, stride: int, downsample: nn.Module | None, groups: int, group_width: int
+        self,
+        in_channels: int,
+        width: int,
+        stride: int,
+        downsample: nn.Module | None,
+        groups: int,
+        group_width: int,
     ) -> None:
         super().__init__()
         assert (groups, group_width) == (1, 64), "only the bottleneck block has groups"
-        self.conv1 = _conv3x3(entry, width, stride)
+        self.conv1 = _conv3x3(in_channels, width, stride)
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = _conv3x3(width, width)
         self.bn2 = nn.BatchNorm2d(width)
@@ -46,11 +52,17 @@ class Bottleneck(nn.Module):
     last_norm = "bn3"
 
     def __init__(
-        self, entry: int, width: int, stride: int, downsample: nn.Module | None, groups: int, group_width: int
+        self,
+        in_channels: int,
+        width: int,
+        stride: int,
+        downsample: nn.Module | None,
+        groups: int,
+        group_width: int,
     ) -> None:
         super().__init__()
         inner = int(width * (group_width / 64)) * groups
-        self.conv1 = _conv1x1(entry, inner)
+        self.conv1 = _conv1x1(in_channels, inner)
         self.bn1 = nn.BatchNorm2d(inner)
         self.conv2 = _conv3x3(inner, inner, stride, groups)
         self.bn2 = nn.BatchNorm2d(inner)
@@ -68,14 +80,13 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(VisionModel):
-    """Stem, three or four stages, mean, linear.
+    """Stem, three or four stages, global mean, linear layer.
 
-    `widths` are the channels of the stem and of each stage (before the block's expansion). The `imagenet`
-    stem is a 7x7 convolution of stride 2 and a max-pool; the `cifar` stem a 3x3 convolution that keeps the
-    size.
+    `widths` are the channels of the stem and of each stage (before the block's expansion). The `imagenet` stem is a
+    7x7 convolution with stride 2 and a max-pool. The `cifar` stem is a 3x3 convolution that keeps the size.
     """
 
-    # The CIFAR ResNet-50 of the distillation literature writes these two names otherwise.
+    # The CIFAR ResNet-50 of the distillation literature spells these two names differently.
     published_names = ((".shortcut.", ".downsample."), ("linear.", "fc."))
 
     def __init__(
@@ -96,13 +107,13 @@ class ResNet(VisionModel):
         else:
             self.conv1 = _conv3x3(3, widths[0])
         self.bn1 = nn.BatchNorm2d(widths[0])
-        entry = widths[0]
+        in_channels = widths[0]
         self.stage_names = tuple(f"layer{number}" for number in range(1, len(depths) + 1))
         for name, depth, width in zip(self.stage_names, depths, widths[1:], strict=True):
             stride = 1 if name == "layer1" else 2
-            self.add_module(name, _stage(block, depth, entry, width, stride, groups, group_width))
-            entry = width * block.expansion
-        self.fc = nn.Linear(entry, classes)
+            self.add_module(name, _stage(block, depth, in_channels, width, stride, groups, group_width))
+            in_channels = width * block.expansion
+        self.fc = nn.Linear(in_channels, classes)
         he_init(self)
 
         self.head_name = "fc"
@@ -115,10 +126,10 @@ class ResNet(VisionModel):
             TapInfo(width * block.expansion, f"{name}.{depth - 1}.{block.last_norm}")
             for name, depth, width in zip(self.stage_names, depths, widths[1:], strict=True)
         ]
-        self.tap_info = tap_table(TapInfo(widths[0], "bn1"), stages, entry)
+        self.tap_info = tap_table(TapInfo(widths[0], "bn1"), stages, in_channels)
 
     def forward(self, x: Tensor, taps: bool = False) -> Output:
-        """Logits, or (logits, taps). The stem's tap is what stage 1 reads: after the max-pool, if any."""
+        """Logits, or (logits, taps). The tap `stem` is what stage 1 reads: after the max-pool, if there is one."""
         seen: Taps = {}
         x = F.relu(self.bn1(self.conv1(x)), inplace=True)
         if self.stem == "imagenet":
@@ -142,25 +153,28 @@ class ResNet(VisionModel):
 def _stage(
     block: type[BasicBlock] | type[Bottleneck],
     depth: int,
-    entry: int,
+    in_channels: int,
     width: int,
     stride: int,
     groups: int,
     group_width: int,
 ) -> Stage:
-    """The shortcut's convolution is made before the block's, as in torchvision: same draws, same weights."""
-    leaving = width * block.expansion
+    """Creates the shortcut's convolution before the block's, as torchvision does, so that the initial weights are
+    equal."""
+    out_channels = width * block.expansion
     downsample = None
-    if stride != 1 or entry != leaving:
-        downsample = nn.Sequential(_conv1x1(entry, leaving, stride), nn.BatchNorm2d(leaving))
-    first = block(entry, width, stride, downsample, groups, group_width)
-    rest = (block(leaving, width, 1, None, groups, group_width) for _ in range(depth - 1))
+    if stride != 1 or in_channels != out_channels:
+        downsample = nn.Sequential(_conv1x1(in_channels, out_channels, stride), nn.BatchNorm2d(out_channels))
+    first = block(in_channels, width, stride, downsample, groups, group_width)
+    rest = (block(out_channels, width, 1, None, groups, group_width) for _ in range(depth - 1))
     return Stage(first, *rest)
 
 
-def _conv3x3(entry: int, leaving: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(entry, leaving, kernel_size=3, stride=stride, padding=1, groups=groups, bias=False)
+def _conv3x3(in_channels: int, out_channels: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(
+        in_channels, out_channels, kernel_size=3, stride=stride, padding=1, groups=groups, bias=False
+    )
 
 
-def _conv1x1(entry: int, leaving: int, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(entry, leaving, kernel_size=1, stride=stride, bias=False)
+def _conv1x1(in_channels: int, out_channels: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(in_channels, out_channels, kernel_size=1, stride=stride, bias=False)

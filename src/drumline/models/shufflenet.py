@@ -1,7 +1,8 @@
 """ShuffleNet V1 and V2 for small images, as the distillation literature uses them.
 
-Promises: the state-dict keys of the literature's checkpoints; torch's default initialisation, as there; any
-image size works. In V2 only half of a stage's channels meet its last BatchNorm, so its stages name no norm.
+Promises: the state-dict keys of the literature's checkpoints, and torch's default initialisation, as there. Works
+with any image size. In V2 only half of a stage's channels pass its last BatchNorm, so no norm is known for its
+stages.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from drumline.models.base import Output, Stage, TapInfo, Taps, VisionModel, glob
 
 
 class GroupedBlock(nn.Module):
-    """V1: grouped 1x1, shuffle, depthwise 3x3, grouped 1x1; the input is added, or appended if it shrinks."""
+    """V1: grouped 1x1, shuffle, depthwise 3x3, grouped 1x1. The input is added, or concatenated with stride 2."""
 
-    def __init__(self, entry: int, leaving: int, stride: int, groups: int, first_groups: int) -> None:
+    def __init__(
+        self, in_channels: int, out_channels: int, stride: int, groups: int, first_groups: int
+    ) -> None:
         super().__init__()
         self.stride, self.first_groups = stride, first_groups
-        made = leaving - entry if stride == 2 else leaving
+        made = out_channels - in_channels if stride == 2 else out_channels
         inner = made // 4
-        self.conv1 = nn.Conv2d(entry, inner, kernel_size=1, groups=first_groups, bias=False)
+        self.conv1 = nn.Conv2d(in_channels, inner, kernel_size=1, groups=first_groups, bias=False)
         self.bn1 = nn.BatchNorm2d(inner)
         self.conv2 = _depthwise(inner, stride)
         self.bn2 = nn.BatchNorm2d(inner)
@@ -41,7 +44,7 @@ class GroupedBlock(nn.Module):
 
 
 class SplitBlock(nn.Module):
-    """V2: half of the channels pass by, the other half is convolved; then both are shuffled together."""
+    """V2: half of the channels skip the convolutions of the other half; then both are shuffled together."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -65,16 +68,16 @@ class SplitBlock(nn.Module):
 
 
 class DownBlock(nn.Module):
-    """V2: two branches halve the map, and their channels are shuffled together."""
+    """V2: two branches halve the feature map, and their channels are shuffled together."""
 
-    def __init__(self, entry: int, leaving: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
-        half = leaving // 2
-        self.conv1 = _depthwise(entry, 2)
-        self.bn1 = nn.BatchNorm2d(entry)
-        self.conv2 = _pointwise(entry, half)
+        half = out_channels // 2
+        self.conv1 = _depthwise(in_channels, 2)
+        self.bn1 = nn.BatchNorm2d(in_channels)
+        self.conv2 = _pointwise(in_channels, half)
         self.bn2 = nn.BatchNorm2d(half)
-        self.conv3 = _pointwise(entry, half)
+        self.conv3 = _pointwise(in_channels, half)
         self.bn3 = nn.BatchNorm2d(half)
         self.conv4 = _depthwise(half, 2)
         self.bn4 = nn.BatchNorm2d(half)
@@ -96,17 +99,17 @@ class ShuffleNetV1(VisionModel):
         widths, depths, groups = (240, 480, 960), (4, 8, 4), 3
         self.conv1 = _pointwise(3, 24)
         self.bn1 = nn.BatchNorm2d(24)
-        entry = 24
+        in_channels = 24
         stages = []
         for width, depth in zip(widths, depths, strict=True):
             # The stem's 24 channels are too few to be split into groups.
-            first = GroupedBlock(entry, width, 2, groups, 1 if entry == 24 else groups)
+            first = GroupedBlock(in_channels, width, 2, groups, 1 if in_channels == 24 else groups)
             stages.append(
                 Stage(first, *(GroupedBlock(width, width, 1, groups, groups) for _ in range(depth - 1)))
             )
-            entry = width
+            in_channels = width
         self.layer1, self.layer2, self.layer3 = stages
-        self.linear = nn.Linear(entry, classes)
+        self.linear = nn.Linear(in_channels, classes)
 
         self.head_name = "linear"
         self.block_names = _block_names(depths)
@@ -114,7 +117,7 @@ class ShuffleNetV1(VisionModel):
             TapInfo(width, f"layer{number}.{depth - 1}.bn3")
             for number, (width, depth) in enumerate(zip(widths, depths, strict=True), 1)
         ]
-        self.tap_info = tap_table(TapInfo(24, "bn1"), infos, entry)
+        self.tap_info = tap_table(TapInfo(24, "bn1"), infos, in_channels)
 
     def forward(self, x: Tensor, taps: bool = False) -> Output:
         """Logits, or (logits, taps)."""
@@ -132,13 +135,15 @@ class ShuffleNetV2(VisionModel):
         widths, depths, last = (116, 232, 464), (4, 8, 4), 1024
         self.conv1 = _pointwise(3, 24)
         self.bn1 = nn.BatchNorm2d(24)
-        entry = 24
+        in_channels = 24
         stages = []
         for width, depth in zip(widths, depths, strict=True):
-            stages.append(Stage(DownBlock(entry, width), *(SplitBlock(width) for _ in range(depth - 1))))
-            entry = width
+            stages.append(
+                Stage(DownBlock(in_channels, width), *(SplitBlock(width) for _ in range(depth - 1)))
+            )
+            in_channels = width
         self.layer1, self.layer2, self.layer3 = stages
-        self.conv2 = _pointwise(entry, last)
+        self.conv2 = _pointwise(in_channels, last)
         self.bn2 = nn.BatchNorm2d(last)
         self.linear = nn.Linear(last, classes)
 
@@ -155,7 +160,7 @@ class ShuffleNetV2(VisionModel):
 
 
 def _run_stages(model: ShuffleNetV1 | ShuffleNetV2, x: Tensor, taps: bool) -> tuple[Tensor, Taps]:
-    """Stem and stages, which both versions lay out alike."""
+    """Stem and stages, which are the same in both versions."""
     seen: Taps = {}
     x = F.relu(model.bn1(model.conv1(x)), inplace=True)
     if taps:
@@ -174,12 +179,12 @@ def _block_names(depths: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def _shuffle(x: Tensor, groups: int) -> Tensor:
-    """Interleave the channels of the groups."""
+    """Interleaves the channels of the groups."""
     return x.unflatten(1, (groups, x.shape[1] // groups)).transpose(1, 2).flatten(1, 2)
 
 
-def _pointwise(entry: int, leaving: int) -> nn.Conv2d:
-    return nn.Conv2d(entry, leaving, kernel_size=1, bias=False)
+def _pointwise(in_channels: int, out_channels: int) -> nn.Conv2d:
+    return nn.Conv2d(in_channels, out_channels, kernel_size=1, bias=False)
 
 
 def _depthwise(channels: int, stride: int) -> nn.Conv2d:

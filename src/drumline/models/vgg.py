@@ -1,8 +1,8 @@
 """VGG networks: torchvision's for ImageNet, the distillation literature's (with BatchNorm) for CIFAR.
 
 Promises: torchvision's keys, initial weights for a seed and arithmetic for `VGG`; the literature's keys for
-`CifarVGG`; a backward that repeats bit by bit at every size where torch is asked for deterministic
-algorithms. Refuses images too small for the max-pools.
+`CifarVGG`. The backward is bit-for-bit repeatable at every size where torch is set to deterministic algorithms.
+Rejects images too small for the max-pools.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _GRID = (7, 7)
 class VGG(VisionModel):
     """Five groups of 3x3 convolutions, each followed by a max-pool, and three linear layers.
 
-    `counts` are the convolutions of each group. The first group is the stem, the others are the stages; a tap
-    is taken before the max-pool. `pooled` is the second linear layer's activated output. torchvision's keys fix
-    one flat list of layers, `features`, so there are no modules to name as blocks.
+    `counts` are the convolutions of each group. The first group is the stem, the others are the stages. A tap is
+    taken before the max-pool. `pooled` is the activated output of the second linear layer. torchvision's keys require
+    one flat list of layers, `features`, so there are no modules that could be blocks.
     """
 
     def __init__(self, counts: tuple[int, ...], classes: int, *, norm: bool) -> None:
@@ -42,20 +42,20 @@ class VGG(VisionModel):
         layers: list[nn.Module] = []
         self._tap_at: dict[int, str] = {}
         infos: list[TapInfo] = []
-        entry = 3
+        in_channels = 3
         for group, (count, width) in enumerate(zip(counts, _WIDTHS, strict=True)):
             for _ in range(count):
-                layers.append(nn.Conv2d(entry, width, kernel_size=3, padding=1))
+                layers.append(nn.Conv2d(in_channels, width, kernel_size=3, padding=1))
                 if norm:
                     layers.append(nn.BatchNorm2d(width))
                 layers.append(nn.ReLU(inplace=True))
-                entry = width
+                in_channels = width
             self._tap_at[len(layers) - 1] = f"stage{group}" if group else "stem"
             infos.append(TapInfo(width, f"features.{len(layers) - 2}" if norm else ""))
             layers.append(nn.MaxPool2d(kernel_size=2, stride=2))
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Sequential(
-            nn.Linear(entry * _GRID[0] * _GRID[1], 4096),
+            nn.Linear(in_channels * _GRID[0] * _GRID[1], 4096),
             nn.ReLU(inplace=True),
             nn.Dropout(),
             nn.Linear(4096, 4096),
@@ -93,17 +93,17 @@ class VGG(VisionModel):
 
 
 class CifarVGG(VisionModel):
-    """Five groups of 3x3 convolutions with BatchNorm, mean, one linear layer.
+    """Five groups of 3x3 convolutions with BatchNorm, global mean, one linear layer.
 
-    The last max-pool is used from 64 pixels on: smaller images have no map left to halve. The first group is
-    the stem, the others are the stages.
+    The last max-pool is used from 64 pixels on: the feature maps of smaller images are too small to halve. The first
+    group is the stem, the others are the stages.
     """
 
     def __init__(self, counts: tuple[int, ...], classes: int) -> None:
         super().__init__()
         groups = zip((3, *_WIDTHS), _WIDTHS, counts, strict=False)
-        for number, (entry, width, count) in enumerate(groups):
-            self.add_module(f"block{number}", _conv_group(entry, width, count))
+        for number, (in_channels, width, count) in enumerate(groups):
+            self.add_module(f"block{number}", _conv_group(in_channels, width, count))
         self.classifier = nn.Linear(_WIDTHS[-1], classes)
         he_init(self)
         small_linear_init(self)
@@ -137,10 +137,10 @@ class CifarVGG(VisionModel):
         return (logits, seen) if taps else logits
 
 
-def _conv_group(entry: int, width: int, count: int) -> nn.Sequential:
-    """Convolution, norm and activation, `count` times, without the last activation: the caller applies it."""
+def _conv_group(in_channels: int, width: int, count: int) -> nn.Sequential:
+    """Convolution, norm and activation, `count` times, without the last activation, which the caller applies."""
     layers: list[nn.Module] = []
-    for before, after in pairwise((entry, *[width] * count)):
+    for before, after in pairwise((in_channels, *[width] * count)):
         layers += [
             nn.Conv2d(before, after, kernel_size=3, padding=1),
             nn.BatchNorm2d(after),

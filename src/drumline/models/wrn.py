@@ -1,9 +1,8 @@
 """Wide residual networks for small images, pre-activation: normalise, activate, then convolve.
 
-Promises: the state-dict keys of the distillation literature's checkpoints; any image size works. A stage here
-ends in a bare sum that the *next* BatchNorm normalises, so `stageK.pre` is that BatchNorm's output and
-`stageK` its ReLU: both are taken where the network computes them, and no BatchNorm runs a second time for a
-tap.
+Promises: the state-dict keys of the distillation literature's checkpoints. Works with any image size. A stage ends in
+a plain sum that the *next* BatchNorm normalises, so `stageK.pre` is that BatchNorm's output and `stageK` its ReLU.
+Both are taken where the network computes them: no BatchNorm runs twice for a tap.
 """
 
 from __future__ import annotations
@@ -14,38 +13,40 @@ from torch.nn import functional as F
 from drumline.models.base import Output, TapInfo, Taps, VisionModel, global_pool, he_init, tap_table
 
 Entered = tuple[Tensor, Tensor, Tensor]
-"""A block's or stage's output, its first BatchNorm's output, and that activated."""
+"""A block's or stage's output, its first BatchNorm's output, and the same after activation."""
 
 
 class WideBlock(nn.Module):
     """Two pre-activated 3x3 convolutions beside a shortcut; a change of width activates the shortcut too."""
 
-    def __init__(self, entry: int, width: int, stride: int) -> None:
+    def __init__(self, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
-        self.bn1 = nn.BatchNorm2d(entry)
-        self.conv1 = nn.Conv2d(entry, width, kernel_size=3, stride=stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(in_channels)
+        self.conv1 = nn.Conv2d(in_channels, width, kernel_size=3, stride=stride, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, kernel_size=3, padding=1, bias=False)
         self.convShortcut = (
-            None if entry == width else nn.Conv2d(entry, width, kernel_size=1, stride=stride, bias=False)
+            None
+            if in_channels == width
+            else nn.Conv2d(in_channels, width, kernel_size=1, stride=stride, bias=False)
         )
 
     def forward(self, x: Tensor, tap: bool = False) -> Tensor | Entered:
         """The block's output; with `tap`, also its entry before and after the first activation."""
         pre = self.bn1(x)
-        entry = F.relu(pre, inplace=not tap)
-        out = F.relu(self.bn2(self.conv1(entry)), inplace=True)
+        activated = F.relu(pre, inplace=not tap)
+        out = F.relu(self.bn2(self.conv1(activated)), inplace=True)
         out = self.conv2(out)
-        out += x if self.convShortcut is None else self.convShortcut(entry)
-        return (out, pre, entry) if tap else out
+        out += x if self.convShortcut is None else self.convShortcut(activated)
+        return (out, pre, activated) if tap else out
 
 
 class WideStage(nn.Module):
     """Blocks of one width."""
 
-    def __init__(self, depth: int, entry: int, width: int, stride: int) -> None:
+    def __init__(self, depth: int, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
-        first = WideBlock(entry, width, stride)
+        first = WideBlock(in_channels, width, stride)
         self.layer = nn.Sequential(first, *(WideBlock(width, width, 1) for _ in range(depth - 1)))
 
     def forward(self, x: Tensor, tap: bool = False) -> Tensor | Entered:
@@ -53,14 +54,14 @@ class WideStage(nn.Module):
         if not tap:
             return self.layer(x)
         first, *rest = self.layer
-        x, pre, entry = first(x, True)
+        x, pre, activated = first(x, True)
         for block in rest:
             x = block(x)
-        return x, pre, entry
+        return x, pre, activated
 
 
 class WideResNet(VisionModel):
-    """`depth` counts the convolutions on the way (6n + 4); `widen` multiplies 16, 32 and 64 channels.
+    """`depth` is the number of convolutions in sequence (6n + 4). `widen` multiplies 16, 32 and 64 channels.
 
     The stem is one convolution without norm or activation, and so is its tap.
     """
