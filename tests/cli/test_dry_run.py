@@ -166,6 +166,16 @@ def test_a_teacher_is_checked_as_the_run_checks_it(capsys: pytest.CaptureFixture
     assert "birds.safetensors has other classes" in said
     misfit = (f"distill.teacher_weights={good}", "distill.teacher=resnet14")
     assert "does not fit" in dry(capsys, *words, *misfit, command="distill", code=2)
+    said = dry(
+        capsys,
+        *words,
+        f"distill.teacher_weights={good}",
+        "distill.method=attention",
+        "distill.student_taps=stage1=nowhere",
+        command="distill",
+        code=2,
+    )
+    assert "distill.student_taps: stage1=nowhere: ResNet has no module 'nowhere'" in said
 
 
 def test_warnings_about_the_data_are_shown(capsys: pytest.CaptureFixture[str]) -> None:

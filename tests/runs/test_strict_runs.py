@@ -51,7 +51,7 @@ def test_another_set_up_is_refused_and_the_promise_can_be_given_up(tmp_path: Pat
     plain = [word for word in (*TINY, *STRICT) if not word.startswith(("run.shards", "run.strict"))]
     went_on = drumline("train", *plain, *longer, "parallel.threads=2", "run.strict=false", folder=tmp_path)
     assert went_on.returncode == 0, went_on.stderr
-    assert "run.strict: True -> False" in went_on.stderr
+    assert "run.strict: true -> false" in went_on.stderr
     assert "threads: 1 -> 2" in went_on.stderr
 
 

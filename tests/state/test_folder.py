@@ -317,7 +317,7 @@ def test_changed_settings_name_what_can_change_the_result(tmp_path: Path) -> Non
 
 
 def test_a_field_that_only_one_version_has_is_a_change() -> None:
-    assert changed_settings("[a]\nx = 1\n", "[a]\ny = 2\n") == ["a.x: 1 -> None", "a.y: None -> 2"]
+    assert changed_settings("[a]\nx = 1\n", "[a]\ny = 2\n") == ["a.x: 1 -> not set", "a.y: not set -> 2"]
 
 
 def test_the_run_of_a_checkpoint_and_of_weights_is_found(

@@ -124,6 +124,8 @@ class _DryRun:
         from drumline.data.classes import Classes
         from drumline.distill.choose import choose
         from drumline.distill.load import check_teachers, load_teachers, other_views
+        from drumline.distill.task import check_fit
+        from drumline.train.prepare_model import prepare_model
 
         distill, sets = self.recipe.distill, self._sets
         choose(distill)
@@ -136,6 +138,9 @@ class _DryRun:
             loaded = load_teachers(self.recipe, Classes.of(sets.train), self._world())
             messages = [note for each in loaded for note in each.notes]
             messages += other_views(self.recipe, sets, loaded)
+            if not self._is_untrusted((self.recipe.model.name,), "model.name"):
+                student, _ = prepare_model(self.recipe, Classes.of(sets.train), self._world())
+                check_fit(self.recipe, student, loaded, sets.transform.size, self._world())
         return [f"teacher: {by}; method {'+'.join(distill.method)}", *messages]
 
     def _world(self) -> World:

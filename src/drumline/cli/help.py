@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin
 
 from drumline.config.arguments import flag
 from drumline.config.fields import Field, choices, fields_of, recipe_fields, sections
-from drumline.config.toml import literal
+from drumline.config.toml import short_literal
 
 WIDTH = 80
 
@@ -107,7 +107,7 @@ def _paragraph(text: str) -> str:
 
 def _default(each: Field) -> str:
     values = each.default if isinstance(each.default, tuple) else (each.default,)
-    shown = [value if isinstance(value, str) else literal(value).removesuffix(".0") for value in values]
+    shown = [value if isinstance(value, str) else short_literal(value) for value in values]
     return ",".join(shown) or "none"
 
 

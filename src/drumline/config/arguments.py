@@ -37,7 +37,7 @@ from drumline.config.fields import (
 from drumline.config.layouts import Problem, not_offered
 from drumline.config.recipe import Recipe, value_of
 from drumline.config.rules import problems
-from drumline.config.toml import dump_recipe, literal, load_recipe
+from drumline.config.toml import dump_recipe, literal, load_recipe, short_literal
 from drumline.core.errors import UserError, combined
 from drumline.core.suggest import did_you_mean
 from drumline.core.text import either
@@ -246,7 +246,7 @@ def _spell(known: Field, like: str, value: Any) -> str:
     if known.hint is bool and not known.section:
         return flag(known)
     values = [
-        item if isinstance(item, str) else literal(item).removesuffix(".0")
+        item if isinstance(item, str) else short_literal(item)
         for item in (value if isinstance(value, tuple) else (value,))
     ]
     if not like.startswith("-"):

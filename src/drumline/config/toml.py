@@ -91,15 +91,20 @@ def dump_recipe(recipe: Recipe, remarks: Mapping[str, str] = _NO_REMARKS) -> str
     return "\n".join(blocks)
 
 
-def differing_fields(old: str, new: str) -> list[tuple[str, Any, Any]]:
-    """The fields of two recipe texts that differ, by dotted name, with both values, in the order of the texts. The
-    value of a missing field is None."""
+def differing_fields(old: str, new: str) -> list[tuple[str, str, str]]:
+    """The fields of two recipe texts that differ, by dotted name, with both values as text, in the order of the
+    recipes. A missing field is `not set`."""
     values, others = _flat(tomllib.loads(old)), _flat(tomllib.loads(new))
     return [
-        (name, values.get(name), others.get(name))
+        (name, short_literal(values.get(name)), short_literal(others.get(name)))
         for name in values | others
         if values.get(name) != others.get(name)
     ]
+
+
+def short_literal(value: Any) -> str:
+    """A value for a message: `3` for the number 3.0, `not set` for None."""
+    return "not set" if value is None else literal(value).removesuffix(".0")
 
 
 def literal(value: Any) -> str:

@@ -180,6 +180,13 @@ def _span(bundle: Bundle, recipe: Recipe, world: World, together: Together | Non
     spread.span_norms(bundle.student, recipe, world, together)
 
 
+def check_fit(recipe: Recipe, student: nn.Module, teachers: list[Loaded], size: int, world: World) -> None:
+    """Raises a `UserError` if a method cannot work with this student and these teachers."""
+    chosen = choose(recipe.distill)
+    _refuse_misfits(recipe, chosen, Stage(), world)
+    _Pair.of(recipe, chosen, student, teachers, size, world).bundle(recipe.run.seed, True, world)
+
+
 @dataclass(frozen=True)
 class _Pair:
     """Student and teacher as the methods see them."""

@@ -328,7 +328,7 @@ def changed_settings(saved: str, current: str, strict: bool = False) -> list[str
     """Which fields that can change the result differ between two recipe texts, as `name: old -> new`."""
     irrelevant = IRRELEVANT_TO_BITS + (OF_THE_WORLD if strict else ())
     return [
-        f"{name}: {old!r} -> {new!r}"
+        f"{name}: {old} -> {new}"
         for name, old, new in sorted(differing_fields(saved, current), key=lambda field: field[0])
         if name not in irrelevant and not name.startswith(("checkpoint.", "launch.", "guard."))
     ]

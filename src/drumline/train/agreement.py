@@ -60,7 +60,7 @@ def check_recipes(recipe: Recipe, world: World) -> None:
     _refuse_if_any(
         world,
         [
-            f"{name} is {value!r}, not {theirs!r}"
+            f"{name} is {value}, not {theirs}"
             for name, value, theirs in different_fields(world.broadcast_object(mine), mine)
         ],
         "a different recipe",
@@ -164,7 +164,7 @@ def _other_contents(source: Dataset, identity: Identity, world: World) -> str:
     return ""
 
 
-def different_fields(first: str, mine: str) -> list[tuple[str, object, object]]:
+def different_fields(first: str, mine: str) -> list[tuple[str, str, str]]:
     """Fields of two recipe texts that may not differ within a run, with my value and the first's."""
     return [
         (name, value, theirs)
