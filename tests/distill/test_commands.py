@@ -178,7 +178,7 @@ def test_a_cache_serves_another_student_and_refuses_another_teacher(home: Path) 
     assert "teacher: cached in kept;" in second
     assert "blocks filled" not in second
     # The precision that `auto` means here, by its name.
-    assert "kept: read" in distil(home, "named", *words, TEACHER, "train.precision=fp32")
+    assert "cached in kept;" in distil(home, "named", *words, TEACHER, "train.precision=fp32")
     other = ("distill.teacher=resnet8", "distill.teacher_weights=other.safetensors")
     said = distil(home, "third", *words, *other, code=2)
     assert "teacher" in said
