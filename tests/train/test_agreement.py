@@ -41,7 +41,7 @@ def test_only_fields_that_must_agree_are_compared() -> None:
         checkpoint=replace(one.checkpoint, every_steps=9),
     )
     found = different_fields(dump_recipe(one), dump_recipe(other))
-    assert found == [("run.seed", 5, 0), ("checkpoint.every_steps", 9, 0)]
+    assert found == [("run.seed", "5", "0"), ("checkpoint.every_steps", "9", "0")]
 
 
 def photos(root: Path) -> Path:
