@@ -56,10 +56,6 @@ def refused(*methods: str, **fields: object) -> str:
     return f"{caught.value.what} | {caught.value.fix}"
 
 
-def test_every_method_has_its_papers_numbers_here() -> None:
-    assert PAPERS.keys() == METHODS.keys()
-
-
 @pytest.mark.parametrize("name", PAPERS)
 def test_what_is_left_open_comes_from_the_paper(name: str) -> None:
     r, a, b, T = PAPERS[name]

@@ -219,9 +219,9 @@ class Distill:
     teacher_weights: tuple[str, ...] = ()
     """Run folder, checkpoint or weights file of each teacher."""
     method: tuple[str, ...] = ("kd",)
-    """Distillation methods: `kd`, `dkd`, `dist`, `hint`, `attention`, `similarity`, `correlation`, `vid`, `rkd`,
-    `pkt`, `crd`, `reviewkd`, `ofd`, `factor`, `nst`, `kdsvd`, `fsp`, `abound`, `srd`; several as `crd,rkd`. kd can be
-    added to any of them with its weight `a`."""
+    """Distillation methods, such as `kd`, `dkd`, `crd` or `reviewkd`; several as `crd,rkd`. docs/distillation.md
+    describes all of them, and the error for an unknown name lists them. kd can be added to any method with its weight
+    `a`."""
     r: Annotated[AutoFloat, Range(0)] = "auto"
     """Weight of the cross-entropy with the labels. `auto`: as in the method's paper."""
     a: Annotated[AutoFloat, Range(0)] = "auto"
