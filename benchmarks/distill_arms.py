@@ -25,9 +25,10 @@ from drumline.models import create_model
 from drumline.observe.display import SilentDisplay
 from drumline.parallel.world import single_process
 from drumline.state.weights import load_weights
-from drumline.train import prepare
+from drumline.train import sets as train_sets
 from drumline.train.rehearse import rehearse
-from drumline.train.start import Running, start
+from drumline.train.run import Run as TrainingRun
+from drumline.train.step import Normalise
 from drumline.train.task import Builder
 
 T, R, A = 4.0, 0.1, 0.9
@@ -81,7 +82,7 @@ class ByHand:
 
     def __init__(self, recipe: Recipe, plan: Plan, channels_last: bool) -> None:
         self.recipe, self.plan, self.world = recipe, plan, single_process(plan.device)
-        self.sets = prepare.prepare_sets(recipe, self.world)
+        self.sets = train_sets.open_sets(recipe, self.world)
         self.first_loss = math.nan
         layout = torch.channels_last if channels_last else torch.contiguous_format
         self.student = _network(plan.student, plan, 0).to(plan.device, memory_format=layout).train()  # type: ignore[call-overload]
@@ -94,12 +95,14 @@ class ByHand:
             self.student.parameters(), lr=RATE, momentum=MOMENTUM, weight_decay=DECAY
         )
         mean, std = self.sets.mean, self.sets.std
-        self.normalise = prepare.Normalise.build(mean, std, plan.device, channels_last)
+        self.normalise = Normalise.build(mean, std, plan.device, channels_last)
         self.losses = 0.0
         self.top1, self.top5 = torch.zeros((), device=plan.device), torch.zeros((), device=plan.device)
 
     def take(self, first: int, last: int, before: Callable[[int], None]) -> None:
-        with closing(self.sets.training(self.recipe, self.world, first, last)) as batches:
+        with closing(
+            self.sets.training(self.recipe, slice(0, self.recipe.data.batch), first, last)
+        ) as batches:
             for index, batch in enumerate(batches, first):
                 before(index)
                 loss = self.step(batch)
@@ -135,19 +138,19 @@ class Ours:
     """A run of Drumline, stepped as its loop does. What that does once an epoch is left out: an epoch has few steps
     here."""
 
-    run: Running
+    run: TrainingRun
     graph: bool = False
     first_loss: float = math.nan
 
     @staticmethod
     def open(recipe: Recipe, build: Builder, plan: Plan, cleanup: ExitStack) -> Ours:
-        run = start(recipe, single_process(plan.device), build, cleanup)
+        run = TrainingRun(recipe, single_process(plan.device), build, cleanup)
         # A terminal can show one live bar, and this is not the only run.
         run.reporter.display = SilentDisplay()
         return Ours(run)
 
     def rehearse(self) -> None:
-        rehearse(self.run, self.run.rehearsal(0))
+        rehearse(self.run, self.run.single_batch(0))
         self.graph = self.run.step._graph is not None
 
     def take(self, first: int, last: int, before: Callable[[int], None]) -> None:
@@ -162,7 +165,7 @@ class Ours:
                 run.step(batch, index, rate)
                 clock.step_end()
                 if math.isnan(self.first_loss):
-                    loss, _, samples = run.step.meter[:3].tolist()
+                    loss, _, samples = run.step.meter.sums[:3].tolist()
                     self.first_loss = loss / samples
                     reporter.tick(index + 1, rate)
                     # TensorBoard is imported on a background thread with the first metric: not a step's cost.

@@ -40,12 +40,13 @@ from drumline.distill.load import load_teachers
 from drumline.distill.methods import METHODS
 from drumline.distill.run import distill
 from drumline.observe.display import Display
-from drumline.parallel.grid import Grid
 from drumline.parallel.process_group import pick_device, resolve_device_type
+from drumline.parallel.strategy import Strategy
 from drumline.parallel.world import World, single_process
 from drumline.train.loop import Result, train
-from drumline.train.prepare import Plan, Sets
+from drumline.train.plan import Plan
 from drumline.train.score import score_module
+from drumline.train.sets import Sets
 from drumline.train.task import Task, classification
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -257,13 +258,14 @@ def teach(setting: Setting, job: Job, teacher: Job, taught: Done, out: Path, wor
 
 
 def beside_teacher(
-    recipe: Recipe, sets: Sets, plan: Plan, grid: Grid, display: Display, *, teacher: Distill
+    recipe: Recipe, sets: Sets, plan: Plan, strategy: Strategy, display: Display, *, teacher: Distill
 ) -> Task:
     """Plain training, told how often it agrees with a teacher that it does not learn from."""
+    grid = strategy.grid
     (loaded,) = load_teachers(replace(recipe, distill=teacher), Classes.of(sets.train), grid.world)
     guesses = torch.full((len(sets.eval),), -1, device=grid.world.device)
-    score_module(loaded.module, sets, recipe, grid, record=guesses)
-    return replace(classification(recipe, sets, plan, grid, display), teacher_predictions=guesses)
+    score_module(loaded.module, sets, recipe, grid, record=guesses, autocast=strategy.autocast)
+    return replace(classification(recipe, sets, plan, strategy, display), teacher_predictions=guesses)
 
 
 class Interrupted(Exception):

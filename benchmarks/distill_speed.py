@@ -45,12 +45,12 @@ import torch
 from torch import nn
 
 from distill_arms import Arm, ByHand, Ours, Plan, has_torchvision, make_recipe
+from drumline.core.arithmetic import set_deterministic
 from drumline.core.errors import UserError
 from drumline.distill.cache import teacher as stored
 from drumline.distill.task import distillation_task
 from drumline.models import create_model
 from drumline.state.weights import export_weights
-from drumline.train import prepare
 from drumline.train.task import classification
 from harness import Parser, synchronize
 from photographs import machine
@@ -220,7 +220,7 @@ def _opened(entry: Entry, measured: Measured, plan: Plan, cleanup: ExitStack) ->
 
 def _set_kernels(entry: Entry) -> None:
     """Global in torch, so anew before each turn; what a graph holds stays as it was recorded."""
-    prepare.set_arithmetic(entry.kernels == DETERMINISTIC)
+    set_deterministic(entry.kernels == DETERMINISTIC)
 
 
 def _timed(work: Callable[..., bool], seconds: list[float]) -> Callable[..., bool]:

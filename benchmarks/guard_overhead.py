@@ -28,7 +28,7 @@ from drumline.data.feed.batch import Batch
 from drumline.parallel.world import single_process
 from drumline.train.guards import Guards
 from drumline.train.rehearse import rehearse
-from drumline.train.start import Running, start
+from drumline.train.run import Run as TrainingRun
 from drumline.train.stop import StopSign
 from drumline.train.task import classification
 from harness import Parser, pick_device, synchronize
@@ -61,7 +61,7 @@ class GuardsAlone(Guards):
             self._own_findings(f"step {done}")
 
 
-KINDS: dict[str, tuple[Callable[[Running], Guards], bool]] = {
+KINDS: dict[str, tuple[Callable[[TrainingRun], Guards], bool]] = {
     "neither": (Off, False),
     "fingerprints": (Guards, False),
     "guards": (GuardsAlone, True),
@@ -74,7 +74,7 @@ KINDS: dict[str, tuple[Callable[[Running], Guards], bool]] = {
 class Arm:
     """One of the four, warmed up and ready."""
 
-    run: Running
+    run: TrainingRun
     guards: Guards
     stop: StopSign
     batches: Iterator[Batch]
@@ -99,14 +99,14 @@ class Arm:
 def arm(recipe: Recipe, kind: str, cleanup: ExitStack) -> Arm:
     build, finite = KINDS[kind]
     device = torch.device("cuda", 0) if recipe.run.device == "cuda" else torch.device("cpu")
-    run = start(
+    run = TrainingRun(
         replace(recipe, run=replace(recipe.run, name=kind)), single_process(device), classification, cleanup
     )
     if not finite:
         run.step.finite = None
         del run.state.optimizer.found_inf  # type: ignore[attr-defined]
     guards = build(run)
-    rehearse(run, run.rehearsal(0))
+    rehearse(run, run.single_batch(0))
     guards.begin()
     stop = cleanup.enter_context(StopSign(run.world, guards.poll))
     ready = Arm(run, guards, stop, run.batches(0, 10**9))

@@ -29,15 +29,16 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 from drumline.config.recipe import Checkpoint, Data, Model, Optim, Parallel, Recipe, Run, Train
+from drumline.core.arithmetic import set_deterministic
 from drumline.data.feed.batch import Batch, make_batch
 from drumline.data.feed.sampler import training_requests
 from drumline.models import create_model
 from drumline.parallel.world import single_process
 from drumline.state.fingerprint import state_sha256
-from drumline.train import prepare
 from drumline.train.guards import Guards
 from drumline.train.loop import take_steps
-from drumline.train.start import start
+from drumline.train.run import Run as TrainingRun
+from drumline.train.sets import normaliser, open_sets
 from drumline.train.step import TrainStep
 from drumline.train.stop import StopSign
 from drumline.train.task import classification
@@ -102,7 +103,7 @@ def ours(recipe: Recipe, steps: int, warm: int = WARM) -> tuple[float, float, st
             train=replace(recipe.train, steps=warm + steps, eval_every=0),
         )
         world = single_process(device_of(recipe))
-        run = start(recipe, world, classification, cleanup)
+        run = TrainingRun(recipe, world, classification, cleanup)
         # TensorBoard is imported on a background thread with the first metric: a start-up cost, not a step's.
         timed = Timed(run.step, world.device, warm, warm + steps - 1, settle=run.reporter.run_log.flush)
         run = replace(run, step=timed)  # type: ignore[arg-type]
@@ -129,8 +130,8 @@ def by_hand(recipe: Recipe, steps: int, warm: int = WARM) -> float:
     """Seconds per step of the loop a person would write."""
     device = device_of(recipe)
     world = single_process(device)
-    prepare.set_arithmetic(recipe.run.deterministic)
-    sets = prepare.prepare_sets(recipe, world)
+    set_deterministic(recipe.run.deterministic)
+    sets = open_sets(recipe, world)
     requests = training_requests(
         seed=0, samples=len(sets.train), batch=recipe.data.batch, first_step=0, last_step=8, local=slice(None)
     )
@@ -144,7 +145,7 @@ def by_hand(recipe: Recipe, steps: int, warm: int = WARM) -> float:
     if recipe.train.compile:
         model.compile()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, weight_decay=5e-4, fused=True)
-    normalise = prepare.normaliser(sets, recipe, world)
+    normalise = normaliser(sets, recipe)
     begun = 0.0
     for index in range(warm + steps):
         if index == warm:

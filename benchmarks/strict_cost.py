@@ -33,7 +33,7 @@ from drumline.launch.network import free_port
 from drumline.parallel.process_group import init_world
 from drumline.parallel.world import World
 from drumline.train.rehearse import rehearse
-from drumline.train.start import Running, start
+from drumline.train.run import Run as TrainingRun
 from drumline.train.task import classification
 from harness import Parser, name_of, pick_device
 from loop_overhead import SMALL_WARM, WARM, case, ours
@@ -92,11 +92,11 @@ def one_rank(rounds: int, steps: int, small: bool) -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as cleanup:
         plain = replace(cpu_recipe(small), run=Run(device="cpu", dir=folder))
         modes = {
-            name: start(recipe, world, classification, cleanup)
+            name: TrainingRun(recipe, world, classification, cleanup)
             for name, recipe in (("plain", plain), ("strict", strictly(plain, CPU_SHARDS)))
         }
         for run in modes.values():
-            rehearse(run, run.rehearsal(0))
+            rehearse(run, run.single_batch(0))
         for _ in range(rounds):
             found = [timed(run, world, steps) for run in modes.values()]
             if world.is_rank_zero:
@@ -104,7 +104,7 @@ def one_rank(rounds: int, steps: int, small: bool) -> None:
     world.close()
 
 
-def timed(run: Running, world: World, steps: int) -> float:
+def timed(run: TrainingRun, world: World, steps: int) -> float:
     with closing(run.batches(0, CPU_WARM + steps)) as batches:
         for index in range(CPU_WARM + steps):
             if index == CPU_WARM:

@@ -153,6 +153,7 @@ FORBIDDEN = {
         "models/registry.py",
         "data/sources/custom.py",
         "launch/worker.py",
+        "parallel/strategy.py",
     ),
     r"\bshell=True": (),
 }

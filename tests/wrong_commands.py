@@ -296,7 +296,7 @@ WRONG_COMMANDS = [
     _line(
         "loss scales apart",
         f"{_PIPELINE} parallel.processes=2 train.precision=fp16",
-        "train.precision=fp16: the stages of a pipeline over processes",
+        "train.precision=fp16: each stage of a pipeline over processes",
         "use bf16 or fp32",
     ),
     _line("chunks in one row", f"{_PIPELINE} parallel.chunks=2", "parallel.chunks=2", "schedule interleaved"),

@@ -32,7 +32,7 @@ from drumline.data.feed.transform import Transform
 from drumline.data.sources import DatasetSpec, EncodedDataset, detect_source, open_dataset, open_same
 from drumline.parallel.world import single_process
 from drumline.state.claim import VARIABLE
-from drumline.train.prepare import prepare_sets
+from drumline.train.sets import open_sets
 from tests.data.damage import good_jpeg, with_scans
 from tests.data.test_native import needs_jpeg
 
@@ -320,18 +320,18 @@ def test_data_that_this_run_has_opened_before_is_waited_for_and_then_is_a_loss(
     folder.rename(away)
     started = time.monotonic()
     with pytest.raises(UserError, match="does not exist") as first:
-        prepare_sets(recipe, world)
+        open_sets(recipe, world)
     assert not isinstance(first.value, LostError)
     assert time.monotonic() - started < 5
     monkeypatch.setenv(VARIABLE, str(claim))
     with later(lambda: away.rename(folder)):
-        assert prepare_sets(recipe, world).name == "folder"
+        assert open_sets(recipe, world).name == "folder"
     folder.rename(away)
     folder.mkdir()
     monkeypatch.setattr(reading, "PAUSES", (0.0, 0.01))
     monkeypatch.setattr("drumline.data.sources.LONGER", (0.01,))
     with pytest.raises(LostError, match="has no class folders"):
-        prepare_sets(recipe, world)
+        open_sets(recipe, world)
 
 
 @pytest.mark.slow

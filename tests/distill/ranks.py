@@ -21,11 +21,12 @@ from drumline.distill.task import Stage, distillation_task
 from drumline.models import create_model
 from drumline.observe.display import make_display
 from drumline.observe.run_log import RunLog
-from drumline.parallel.grid import make_grid
 from drumline.parallel.process_group import init_world
+from drumline.parallel.strategy import create_strategy
 from drumline.parallel.world import World
-from drumline.train import assemble, prepare
-from drumline.train.spread import prepare_exchange
+from drumline.train.plan import make_plan
+from drumline.train.sets import normaliser, open_sets
+from drumline.train.state import build_state
 from drumline.train.step import TrainStep
 from drumline.train.witness import Witness, state_tensors
 from tests.distill.nets import wakened
@@ -70,21 +71,13 @@ def two_steps(folder: Path, name: str, world: World) -> dict[str, Any]:
     """Builds the task as `drumline distill` does and takes its first two steps."""
     methods, stage = CASES[name]
     recipe = recipe_of(folder, methods)
-    sets = prepare.prepare_sets(recipe, world)
-    plan = prepare.prepare_plan(recipe, len(sets.train), world)
-    task = distillation_task(recipe, sets, plan, make_grid(world), make_display(world.rank), Stage(stage))
-    state = assemble.prepare_state(recipe, task.module, world, task.model)
-    step = TrainStep(
-        state,
-        task.objective,
-        prepare.normaliser(sets, recipe, world),
-        world,
-        prepare_exchange(recipe, state, world, task.together),
-        seed=recipe.run.seed,
-        global_batch=BATCH,
-    )
+    sets = open_sets(recipe, world)
+    plan, strategy = make_plan(recipe, len(sets.train)), create_strategy(recipe, world)
+    task = distillation_task(recipe, sets, plan, strategy, make_display(world.rank), Stage(stage))
+    state = build_state(strategy, task.module, task.model)
+    step = TrainStep(state, task.objective, normaliser(sets, recipe))
     found: dict[str, Any] = {}
-    with closing(sets.training(recipe, world, 0, 2)) as batches:
+    with closing(sets.training(recipe, strategy.batch_slice(), 0, 2)) as batches:
         first = next(batches)
         step.rehearse(first)
         idle = list(step.without_gradient)
@@ -94,7 +87,7 @@ def two_steps(folder: Path, name: str, world: World) -> dict[str, Any]:
             for key, parameter in state.module.named_parameters()
             if parameter.grad is not None
         }
-        found["meter"] = world.all_reduce(step.meter.clone())
+        found["meter"] = world.all_reduce(step.meter.sums.clone())
         step(next(batches), 1, 0.02)
     task.objective.check()
     witness = Witness(lambda: state_tensors(state), world, RunLog(None))

@@ -23,6 +23,7 @@ from drumline.models import create_model
 from drumline.observe.display import make_display
 from drumline.parallel.grid import make_grid
 from drumline.parallel.pipeline.shape import Shape
+from drumline.parallel.strategy import create_strategy
 from drumline.parallel.world import single_process
 from drumline.state.checkpoint import newest_valid, read_checkpoint
 from drumline.state.fingerprint import state_sha256
@@ -123,7 +124,9 @@ def laid(whole: Teacher, count: int) -> Teacher:
     made = copy.deepcopy(whole)
     how = Stages(Shape(count, 1, 1, "gpipe", 1, False), make_grid(HERE), (CPU,) * count)
     recipe = Recipe(data=Data(batch=4), distill=Distill(teacher_layout="model"))
-    cut = cut_teacher(made.modules[0], "resnet14", bool(made.taps), how, recipe, 8, make_display(0))
+    cut = cut_teacher(
+        made.modules[0], "resnet14", bool(made.taps), how, create_strategy(recipe, HERE), 8, make_display(0)
+    )
     assert len(cut) == count
     lay_teacher(made, [cut], how, channels_last=False)
     return made
@@ -242,7 +245,7 @@ def test_a_pipeline_in_one_process_has_no_places_for_a_teacher() -> None:
         parallel=Parallel(layout="pipeline", stages=2, virtual=True),
     )
     with pytest.raises(UserError, match="pipeline is in one process"):
-        plan_stages(recipe, make_grid(HERE))
+        plan_stages(recipe, create_strategy(recipe, HERE))
 
 
 @pytest.mark.parametrize(

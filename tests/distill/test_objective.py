@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drumline.config.recipe import Distill, Recipe
+from drumline.config.recipe import Distill
 from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch
 from drumline.distill.bundle import Bundle, Said
@@ -24,9 +24,7 @@ from drumline.distill.methods.logits import Dkd, Kd
 from drumline.distill.methods.relations import Similarity
 from drumline.distill.objective import Distillation, Part, ramp
 from drumline.distill.teacher import Live, Taught, Teacher
-from drumline.parallel.layout import Averaged
 from drumline.parallel.world import single_process
-from drumline.train.assemble import prepare_state
 from drumline.train.objective import Classification, Outcome
 from drumline.train.step import TrainStep
 from tests.distill.nets import Alone
@@ -290,18 +288,8 @@ def stepped(
         teacher=teacher,
     )
     bundle = Bundle(student, {}, {each.name: each.needs for each in parts})
-    state = prepare_state(Recipe(optim=tiny.SGD), bundle, single_process(CPU), student)
-    exchange = Averaged(state.module, state.forward, single_process(CPU))
-    step = TrainStep(
-        state,
-        made,
-        tiny.NORMALISE,
-        single_process(CPU),
-        exchange,
-        seed=5,
-        global_batch=COUNT,
-        autocast=autocast,
-    )
+    step = tiny.step_of(tiny.state(bundle, model=student), COUNT, objective=made)
+    step.autocast = autocast
     for index in range(steps):
         step(tiny.make(COUNT, index), index, 0.1)
     return made, step
@@ -330,7 +318,7 @@ def test_losses_are_computed_in_fp32_outside_autocast(autocast: torch.dtype | No
     method = Spy(per_sample=watched)
     _, step = stepped(autocast, [part("spy", method, 1.0, MAPS), part("kd", Kd(), 1.0)])
     assert enabled == [False]
-    assert step.meter.isfinite().all()
+    assert step.meter.sums.isfinite().all()
     rounded = method.seen[0].logits
     assert torch.equal(rounded, rounded.bfloat16().float()) is (autocast is not None)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drumline.config.recipe import Distill, Recipe
+from drumline.config.recipe import Distill
 from drumline.core.errors import UserError
 from drumline.distill.bank import ContrastBank
 from drumline.distill.bundle import Bundle, Said
@@ -29,11 +29,8 @@ from drumline.distill.task import anatomy
 from drumline.distill.teacher import Live, Taught, Teacher
 from drumline.models import create_model
 from drumline.models.tapped import with_taps
-from drumline.parallel.layout import Averaged
 from drumline.parallel.world import World, single_process
-from drumline.train.assemble import prepare_state
 from drumline.train.objective import Classification
-from drumline.train.step import TrainStep
 from tests.distill import ranks, test_world_sizes
 from tests.distill.methods import test_relations, test_statistics
 from tests.distill.nets import Alone, wakened
@@ -119,9 +116,8 @@ def test_a_teacher_in_train_mode_is_put_right_refused_and_never_changed() -> Non
     teacher = Teacher([module], CPU)
     made = distillation([Part("kd", Kd(), 1.0, Needs())], Live(teacher), teacher=teacher)
     student = Alone(CLASSES, (4, 4))
-    state = prepare_state(Recipe(optim=tiny.SGD), Bundle(student, {}, {}), single_process(CPU), student)
-    exchange = Averaged(state.module, state.forward, single_process(CPU))
-    step = TrainStep(state, made, tiny.NORMALISE, single_process(CPU), exchange, seed=1, global_batch=6)
+    state = tiny.state(Bundle(student, {}, {}), model=student)
+    step = tiny.step_of(state, 6, objective=made)
     step.rehearse(tiny.make(6))
     for index in range(3):
         state.module.train()

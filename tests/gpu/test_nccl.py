@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from drumline.config.recipe import Parallel, Recipe
 from drumline.core.environment import RankInfo
 from drumline.launch.network import free_port
-from drumline.parallel.layout import lay_out
+from drumline.parallel.ddp import DDPStrategy
 from drumline.parallel.process_group import init_process_group, pick_device
 
 pytestmark = [
@@ -24,7 +25,8 @@ def test_a_group_of_one_meets_over_nccl_and_ddp_steps() -> None:
         assert world.backend == "nccl"
         assert not world.shares_gpu
         module = torch.nn.Linear(4, 2).cuda()
-        model = lay_out(module, "ddp", world)
+        recipe = Recipe(parallel=Parallel(layout="ddp"))
+        model = DDPStrategy(recipe, world).setup(module)
         model(torch.ones(3, 4, device="cuda")).sum().backward()
         assert module.weight.grad is not None
         total = torch.ones(5, device="cuda")

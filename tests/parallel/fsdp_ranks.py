@@ -9,41 +9,32 @@ import os
 import shutil
 import sys
 import threading
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from drumline.config.recipe import Optim
+from drumline.config.recipe import Data, Optim, Parallel, Recipe, Run, Train
 from drumline.core.environment import read_rank_info
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.sampler import rank_slice
 from drumline.models import create_model
 from drumline.observe.run_log import RunLog
-from drumline.parallel.fsdp import (
-    Held,
-    Sharded,
-    ShardedExchange,
-    exchange_by_host,
-    gathered,
-    kept_whole,
-    local_shards,
-    shard,
-)
-from drumline.parallel.layout import Averaged, lay_out
-from drumline.parallel.local import local_part
+from drumline.parallel.fsdp import FSDPStrategy, exchange_by_host, gathered, kept_whole
+from drumline.parallel.local import local_shard
 from drumline.parallel.process_group import init_world
+from drumline.parallel.strategy import create_strategy
 from drumline.parallel.world import World, single_process
 from drumline.state.checkpoint import read_checkpoint, write_checkpoint
 from drumline.state.manager import CheckpointManager, ShardWriter
 from drumline.state.manifest import Position
-from drumline.train.ema import Average
 from drumline.train.finite import Finite
 from drumline.train.objective import Classification
-from drumline.train.optim import DeviceRate, build_optimizer
 from drumline.train.recompute import recompute_blocks
-from drumline.train.state import TrainState
+from drumline.train.state import build_state
 from drumline.train.step import TrainStep
 from drumline.train.witness import Witness, state_tensors
 from tests.launch.ranks import one_thread, results_of
@@ -109,67 +100,32 @@ class Odd(nn.Module):
         return self.head(self.fixed(self.two(torch.relu(self.one(x)))))
 
 
-def mean_step(
-    state: TrainState, world: World, exchange: Any, clip: float = 0.0, precision: torch.dtype | None = None
+def step_under(
+    layout: str,
+    model: nn.Module,
+    world: World,
+    optim: Optim,
+    *,
+    ema: float = 0.0,
+    clip: float = 0.0,
+    accumulate: int = 1,
+    precision: torch.dtype | None = None,
 ) -> TrainStep:
-    finite = Finite(state.module, state.optimizer, world.device, action="stop", scaled=False)
-    return TrainStep(
-        state,
-        Classification(0.1),
-        tiny.NORMALISE,
-        world,
-        exchange,
-        seed=5,
-        global_batch=BATCH,
-        clip=clip,
-        finite=finite,
-        autocast=precision,
+    recipe = Recipe(
+        run=Run(seed=5),
+        data=Data(batch=BATCH),
+        optim=replace(optim, clip=clip),
+        train=Train(ema=ema, accumulate=accumulate, precision="bf16" if precision else "fp32"),
+        parallel=Parallel(layout=layout),  # type: ignore[arg-type]
     )
+    state = build_state(create_strategy(recipe, world), model)
+    finite = Finite(state.module, state.optimizer, world.device, action="stop", scaled=False)
+    return TrainStep(state, Classification(0.1), tiny.NORMALISE, finite)
 
 
-def sharded_step(
-    model: nn.Module,
-    world: World,
-    optim: Optim,
-    *,
-    ema: float = 0.0,
-    clip: float = 0.0,
-    accumulate: int = 1,
-    precision: torch.dtype | None = None,
-) -> TrainStep:
-    average = Average(model.train(), ema) if ema else None
-    shard(model, world, precision)
-    if average is not None:
-        shard(average.module, world, precision)
-        average.follow(model)
-    held, lr = Held(model), torch.tensor(0.0)
-    optimizer = build_optimizer(optim, model, lr, held.parameters.values())
-    scaler = torch.amp.GradScaler("cuda", enabled=False)
-    state = TrainState(model, model, model, optimizer, lr, scaler, average, held)
-    exchange = ShardedExchange(model, held, world, accumulate)
-    if isinstance(optimizer, DeviceRate):
-        optimizer.norms = exchange.norms
-    return mean_step(state, world, exchange, clip, precision)
-
-
-def plain_step(
-    model: nn.Module,
-    world: World,
-    optim: Optim,
-    *,
-    ema: float = 0.0,
-    clip: float = 0.0,
-    accumulate: int = 1,
-    precision: torch.dtype | None = None,
-) -> TrainStep:
-    """The same alone, or under DDP."""
-    forward = lay_out(model.train(), "ddp" if world.size > 1 else "single", world)
-    lr = torch.tensor(0.0)
-    optimizer = build_optimizer(optim, model, lr)
-    scaler = torch.amp.GradScaler("cuda", enabled=False)
-    average = Average(model, ema) if ema else None
-    state = TrainState(model, model, forward, optimizer, lr, scaler, average)
-    return mean_step(state, world, Averaged(model, forward, world, accumulate), clip, precision)
+sharded_step = partial(step_under, "fsdp")
+plain_step = partial(step_under, "auto")
+"""The same alone, or under DDP."""
 
 
 def images(seed: int) -> Batch:
@@ -192,7 +148,7 @@ def gradients(step: TrainStep) -> dict[str, torch.Tensor]:
 
 def state_of(step: TrainStep) -> dict[str, dict[str, torch.Tensor]]:
     """On rank 0, what a checkpoint holds of it."""
-    found = Sharded(step.world).collect(step.state.tensors())
+    found = step.strategy.gather(step.state.tensors())
     return {group: {n: t.detach().clone() for n, t in each.items()} for group, each in found.items()}
 
 
@@ -203,7 +159,7 @@ def assert_waited(event: threading.Event) -> None:
 def whole_state(step: TrainStep) -> dict[str, dict[str, torch.Tensor]]:
     """On rank 0, with the gradients."""
     groups = {**step.state.tensors(), "gradient": gradients(step)}
-    found = Sharded(step.world).collect(groups)
+    found = step.strategy.gather(groups)
     return {group: {n: t.detach().clone() for n, t in each.items()} for group, each in found.items()}
 
 
@@ -238,8 +194,8 @@ def steps(world: World, folder: Path) -> dict[str, Any]:
         step = sharded_step(Odd(), world, OPTIMS[name], ema=0.7, clip=0.1, accumulate=2)
         take(step)
         found[name] = whole_state(step)
-    held = step.state.held
-    assert held is not None
+    assert isinstance(step.strategy, FSDPStrategy)
+    held = step.strategy.held
     found["sharded"] = {name: tuple(held.parameters[name].shape) for name in held.sharded}
     found["idle"] = step.without_gradient
     return found
@@ -314,8 +270,8 @@ def norms(world: World, folder: Path) -> dict[str, Any]:
     """What the sharded tensors measure, against the joined ones."""
     step = sharded_step(Odd(), world, OPTIMS["sgd"])
     take(step, 0, 1)
-    length = step.exchange.norm()
-    whole = Sharded(world).collect({"gradient": gradients(step)})
+    length = step.strategy.gradient_norm()
+    whole = step.strategy.gather({"gradient": gradients(step)})
     joined = nn.utils.get_total_norm(list(whole["gradient"].values())) if world.is_rank_zero else length
     return {"norm": float(length), "joined norm": float(joined)}
 
@@ -346,19 +302,20 @@ def trouble(world: World, folder: Path) -> dict[str, Any]:
     """A gradient that is not finite in the part of one process alone: nobody may move."""
     step = sharded_step(Odd(), world, OPTIMS["lars"])
     take(step, 0, 1)
-    before = [local_part(each).clone() for each in step.state.module.parameters()]
+    before = [local_shard(each).clone() for each in step.state.module.parameters()]
     step.finite.found.zero_()  # type: ignore[union-attr]
-    exchange = step.exchange
-    bring = exchange._bring_together  # type: ignore[attr-defined]
+    strategy = step.strategy
+    assert isinstance(strategy, FSDPStrategy)
+    exchange = strategy._exchange_whole
 
     def spoiled() -> None:
         if world.rank == world.size - 1:
-            step.state.held.parameters["stem.weight"].grad.fill_(torch.inf)  # type: ignore[union-attr]
-        bring()
+            strategy.held.parameters["stem.weight"].grad.fill_(torch.inf)  # type: ignore[union-attr]
+        exchange()
 
-    exchange._bring_together = spoiled  # type: ignore[attr-defined]
+    strategy._exchange_whole = spoiled  # type: ignore[method-assign]
     take(step, 1, 2, rehearse=False)
-    after = [local_part(each) for each in step.state.module.parameters()]
+    after = [local_shard(each) for each in step.state.module.parameters()]
     return {
         "found": float(step.finite.found),  # type: ignore[union-attr]
         "moved": any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)),
@@ -366,7 +323,7 @@ def trouble(world: World, folder: Path) -> dict[str, Any]:
 
 
 def saving(world: World, folder: Path) -> dict[str, Any]:
-    """A checkpoint in shards, written in the background; then loaded into another model."""
+    """A checkpoint in pieces, written in the background; then loaded into another model."""
     step = sharded_step(Odd(), world, OPTIMS["adamw"], ema=0.7)
     take(step)
     groups = step.state.tensors()
@@ -380,17 +337,17 @@ def saving(world: World, folder: Path) -> dict[str, Any]:
     )
     writer = ShardWriter()
     temporary = world.broadcast_object(manager.begin_sharded(POSITION) if manager else None)
-    shards = local_shards(groups, world)
+    pieces = step.strategy.shards(groups)
     if manager is not None:
-        manager.save_sharded(temporary, shards, world.size, POSITION, memory)
+        manager.save_sharded(temporary, pieces, world.size, POSITION, memory)
     else:
-        writer.save(temporary, shards, world.rank, world.size)
+        writer.save(temporary, pieces, world.rank, world.size)
     take(step, 3, 4, rehearse=False)  # goes on meanwhile
     moved.set()
     records: list[str] = []
-    run_log = RunLog(None)
-    run_log.record = lambda text, chain: records.append(text)  # type: ignore[method-assign]
-    witness = Witness(lambda: state_tensors(step.state), world, run_log)
+    book = RunLog(None)
+    book.record = lambda text, chain: records.append(text)  # type: ignore[method-assign]
+    witness = Witness(lambda: state_tensors(step.state), world, book)
     witness.look(4, torch.arange(world.rank, BATCH, world.size), writes="full")
     seen = witness.read()
     if manager is not None:
@@ -403,7 +360,7 @@ def saving(world: World, folder: Path) -> dict[str, Any]:
     for place in ("earlier", "checkpoints"):
         checkpoint = folder / place / "step-3"
         loaded = read_checkpoint(checkpoint)[1] if world.is_rank_zero else None
-        Sharded(world).spread(loaded, other.state.tensors(), checkpoint)
+        other.strategy.scatter(loaded, other.state.tensors(), checkpoint)
         resumed[place] = (loaded, state_of(other))
     take(other, 3, 4, rehearse=False)
     return {

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from drumline.config.recipe import Parallel, Recipe
 from drumline.core.errors import UserError
 from drumline.core.files import CorruptError
-from drumline.parallel.fsdp import kept_whole, shard
+from drumline.parallel.fsdp import kept_whole
+from drumline.parallel.strategy import create_strategy
 from drumline.parallel.world import single_process
 from drumline.state.checkpoint import copy_into, read_checkpoint, verify_checkpoint, write_checkpoint
 from drumline.state.fingerprint import fingerprint
@@ -228,5 +230,5 @@ def test_a_piece_that_is_missing_changed_or_too_many_is_refused(checkpoint: Path
 
 
 def test_one_process_is_refused() -> None:
-    with pytest.raises(UserError, match="there is one"):
-        shard(tiny.plain(), single_process(tiny.CPU), None)
+    with pytest.raises(UserError, match="there is only one"):
+        create_strategy(Recipe(parallel=Parallel(layout="fsdp")), single_process(tiny.CPU))

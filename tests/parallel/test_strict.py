@@ -13,11 +13,13 @@ import torch
 from drumline.config.recipe import Model, Recipe, Run
 from drumline.core.errors import UserError
 from drumline.models import create_model
+from drumline.parallel.strategy import create_strategy
 from drumline.parallel.strict.ordered import OrderedSum, bucketed
 from drumline.parallel.world import single_process
 from drumline.state.checkpoint import read_checkpoint
 from drumline.state.verify import verify_run
 from drumline.train.loop import train
+from drumline.train.sets import normaliser, open_sets
 from tests.launch.ranks import one_thread
 from tests.parallel import strict_ranks
 
@@ -109,15 +111,12 @@ def test_running_statistics_are_the_mean_of_the_shards(tmp_path: Path) -> None:
     torch.manual_seed(recipe.run.seed)
     model = create_model("resnet8", classes=10).train()
     halves = []
-    from drumline.train import prepare
-    from drumline.train.spread import own_share
-
-    sets = prepare.prepare_sets(recipe, single_process(CPU))
-    batch = next(iter(sets.training(recipe, single_process(CPU), 0, 1)))
-    images = prepare.normaliser(sets, recipe, single_process(CPU))(batch.images)
+    sets = open_sets(recipe, single_process(CPU))
+    strategy = create_strategy(recipe, replace(single_process(CPU), size=4))
+    batch = next(iter(sets.training(recipe, slice(0, recipe.data.batch), 0, 1)))
+    images = normaliser(sets, recipe)(batch.images)
     for rank in range(4):
-        part = own_share(recipe, rank, 4, 1)
-        halves.append(model.conv1(images[part]))  # type: ignore[operator]
+        halves.append(model.conv1(images[strategy.batch_slice(rank)]))  # type: ignore[operator]
     mean = torch.stack([half.mean((0, 2, 3)) for half in halves]).mean(0) * momentum
     assert torch.allclose(groups["model"]["bn1.running_mean"], mean, atol=1e-6)
     assert groups["model"]["bn1.num_batches_tracked"] == 1

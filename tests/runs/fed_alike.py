@@ -13,18 +13,19 @@ from drumline.config.recipe import Data, Model, Parallel, Recipe, Run, Train
 from drumline.core.environment import read_rank_info
 from drumline.core.errors import UserError
 from drumline.observe.display import Display
-from drumline.parallel.grid import Grid
 from drumline.parallel.process_group import init_world
+from drumline.parallel.strategy import Strategy
 from drumline.train.loop import train
-from drumline.train.prepare import Plan, Sets
+from drumline.train.plan import Plan
+from drumline.train.sets import Sets
 from drumline.train.task import Task, classification
 
 
-def alike(recipe: Recipe, sets: Sets, plan: Plan, grid: Grid, display: Display) -> Task:
+def alike(recipe: Recipe, sets: Sets, plan: Plan, strategy: Strategy, display: Display) -> Task:
     """A task whose author forgot that each rank has its own part."""
-    task = classification(recipe, sets, plan, grid, display)
+    task = classification(recipe, sets, plan, strategy, display)
     return replace(
-        task, feed=lambda batches, requests: sets.training(recipe, replace(grid.world, rank=0), 0, plan.total)
+        task, feed=lambda batches, requests: sets.training(recipe, strategy.batch_slice(0), 0, plan.total)
     )
 
 

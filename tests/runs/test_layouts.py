@@ -294,7 +294,7 @@ def test_what_a_model_draws_depends_on_neither_processes_nor_kills(run: Runs) ->
     assert "bit for bit" in (whole / "log.txt").read_text()
     resume = ("parallel.split=time", f"checkpoint.resume={whole}/checkpoints/step-3")
     resumed = run("resumed", *OVER_TWO, *words, *resume)
-    assert "1: from fc (as in the run it goes on from)" in (resumed / "log.txt").read_text()
+    assert "1: from fc (as in the run it resumes)" in (resumed / "log.txt").read_text()
     assert sha256(resumed) == sha256(whole)
 
 

@@ -22,8 +22,8 @@ from drumline.core.environment import read_rank_info
 from drumline.core.errors import UserError
 from drumline.data.feed.sampler import evaluation_requests, rank_slice
 from drumline.observe.run_log import RunLog
-from drumline.parallel.layout import BufferMean
 from drumline.parallel.process_group import init_world
+from drumline.parallel.single import BufferMean
 from drumline.parallel.world import World
 from drumline.train.evaluate import evaluate
 from drumline.train.meter import MeterReader
@@ -73,7 +73,7 @@ def talk(world: World, folder: Path) -> dict[str, Any]:
 def steps(world: World, folder: Path) -> dict[str, Any]:
     """Three steps of ten samples, each in two micro-batches."""
     trained = tiny.state(tiny.plain(), world)
-    step = tiny.step_of(trained, 10, world, accumulate=2)
+    step = tiny.step_of(trained, 10, accumulate=2)
     reader = MeterReader(step.meter, world)
     mine = rank_slice(10, world.rank, world.size)
     step.rehearse(tiny.part(tiny.make(10, 77), mine))
@@ -87,7 +87,7 @@ def steps(world: World, folder: Path) -> dict[str, Any]:
             "gradients": [parameter.grad.clone() for parameter in trained.module.parameters()],
         },
         "reading": asdict(reading),
-        "meter_after": step.meter.tolist(),
+        "meter_after": step.meter.sums.tolist(),
     }
 
 
@@ -95,7 +95,7 @@ def bits(world: World, folder: Path) -> dict[str, Any]:
     """A model with BatchNorm and dropout, differently seeded on each rank, clipped and averaged."""
     model = nn.Sequential(*tiny.normed(world.rank)[:-1], nn.Dropout(0.5), nn.Linear(6, tiny.CLASSES))
     trained = tiny.state(model, world, train=Train(ema=0.9))
-    step = tiny.step_of(trained, 10, world, clip=0.5)
+    step = tiny.step_of(trained, 10, clip=0.5)
     mine = rank_slice(10, world.rank, world.size)
 
     def state() -> dict[str, torch.Tensor]:

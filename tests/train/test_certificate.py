@@ -17,10 +17,10 @@ from drumline.train.certificate import (
     as_json,
     copied,
     gradients_of,
+    message,
     reference,
     refuse,
     summary,
-    words,
 )
 from drumline.train.equality import Claim, compare, merge
 from tests.train import tiny
@@ -99,7 +99,7 @@ def certify(layout: TwoStages, expected: Reference | None = None) -> Certificate
     )
     buffers = dict(model.named_buffers())
     untouched = compare(copied(buffers), before, list(buffers), claim=Claim.BUFFERS_UNTOUCHED)
-    return Certificate((gradients, untouched), MICRO, "pipeline")
+    return Certificate((gradients, untouched), MICRO, "pipeline", "layout pipeline")
 
 
 @pytest.mark.parametrize("mode", ["micro", "deferred", "frozen"])
@@ -107,7 +107,7 @@ def test_a_layout_that_computes_what_accumulation_does_is_certified(mode: str) -
     model = apply_norm_mode(tiny.normed(), mode, None, MICRO).train()
     certificate = certify(TwoStages(model))
     assert refuse(certificate) is None
-    assert words(certificate) == (
+    assert message(certificate) == (
         "certificate: gradients of 6 of 6 parameters equal plain accumulation over 4 micro-batches, bit for bit; "
         "the rehearsal left all 3 buffers as they were"
     )
@@ -127,11 +127,13 @@ def test_after_a_real_step_buffers_are_where_accumulation_puts_them(mode: str) -
 
     def judged() -> Certificate:
         now = dict(model.named_buffers())
-        return Certificate((compare(now, expected.buffers, names, claim=Claim.BUFFERS_MOVED),), MICRO)
+        return Certificate(
+            (compare(now, expected.buffers, names, claim=Claim.BUFFERS_MOVED),), MICRO, "pipeline", ""
+        )
 
     TwoStages(model).step()
     assert refuse(judged()) is None
-    assert words(judged()).startswith(
+    assert message(judged()).startswith(
         "certificate: 3 of 3 buffers after a step equal plain accumulation over 4"
     )
     model[1].running_var.mul_(1.01)
@@ -178,7 +180,7 @@ def test_a_gradient_divided_once_too_often_is_stopped() -> None:
     assert "3.8e-01 of the largest gradient of its module" in error
     assert "1e-05 passes; it is 0.25 times the reference; 2 of 6 gradients differ" in error
     assert "divides or multiplies by the number of micro-batches" in error
-    assert "gradients of 4 of 6 parameters equal" in words(certificate)
+    assert "gradients of 4 of 6 parameters equal" in message(certificate)
     stored = json.loads(as_json(certificate))
     assert not stored["passes"]
     assert stored["comparisons"][0]["first_wrong"]["name"] == "5.weight"
@@ -204,7 +206,7 @@ def test_statistics_that_a_rehearsal_has_moved_are_stopped() -> None:
     error = str(refuse(certificate))
     assert "the buffer '1.running_mean' was changed on rank 0 by a rehearsed step" in error
     assert "3 of 3 buffers differ" in error
-    assert "3 of 3 buffers changed by the rehearsal" in words(certificate)
+    assert "3 of 3 buffers changed by the rehearsal" in message(certificate)
 
 
 def test_a_parameter_that_another_stage_overwrote_is_stopped() -> None:
@@ -231,7 +233,7 @@ def test_a_parameter_that_no_stage_holds_is_stopped() -> None:
     expected = reference(model, loss, MICRO)
     own = {name: gradient for name, gradient in expected.gradients.items() if name != "1.weight"}
     verdict = merge([compare(own, expected.gradients, list(expected.gradients))])
-    error = str(refuse(Certificate((verdict,), MICRO)))
+    error = str(refuse(Certificate((verdict,), MICRO, "pipeline", "")))
     assert "the parameter '1.weight' is held by no rank" in error
     assert "parallel.split left this one out" in error
 
@@ -240,9 +242,9 @@ def test_rounding_is_told_and_passes() -> None:
     expected = reference(tiny.normed(), loss, MICRO).gradients
     names = list(expected)
     near = {name: gradient * (1 + 1e-6) for name, gradient in expected.items()}
-    certificate = Certificate((compare(near, expected, names),), MICRO)
+    certificate = Certificate((compare(near, expected, names),), MICRO, "pipeline", "")
     assert refuse(certificate) is None
-    text = words(certificate)
+    text = message(certificate)
     assert (
         "gradients of 6 of 6 parameters equal plain accumulation over 4 micro-batches, 0 of them bit for bit"
         in text
@@ -253,7 +255,7 @@ def test_rounding_is_told_and_passes() -> None:
 def test_what_json_cannot_hold_is_null_with_a_reason() -> None:
     expected: dict[str, Tensor | None] = {"a": torch.zeros(3), "b": torch.full((3,), torch.nan)}
     own: dict[str, Tensor | None] = {"a": torch.ones(3), "b": torch.full((3,), torch.nan)}
-    certificate = Certificate((compare(own, expected, ["a", "b"]),), MICRO)
+    certificate = Certificate((compare(own, expected, ["a", "b"]),), MICRO, "pipeline", "")
     row = json.loads(as_json(certificate))["comparisons"][0]["first_wrong"]
     assert (row["name"], row["relative"], row["reason"]) == ("a", None, "the reference is zero")
-    assert "1 have NaN or infinity in the reference too" in words(certificate)
+    assert "1 have NaN or infinity in the reference too" in message(certificate)

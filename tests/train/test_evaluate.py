@@ -16,7 +16,7 @@ from drumline.data.feed.batch import Batch
 from drumline.parallel.world import World, single_process
 from drumline.state.manifest import Position
 from drumline.train import loop
-from drumline.train.evaluate import Score, evaluate, padded, tally
+from drumline.train.evaluate import Score, Tally, evaluate, padded, tally
 from tests.train import ranks, tiny
 
 NAN = math.nan
@@ -34,40 +34,46 @@ def naive(logits: torch.Tensor, labels: torch.Tensor) -> tuple[int, int, int]:
     return len(labels), top1, top5
 
 
+def counts(logits: torch.Tensor, labels: torch.Tensor) -> Tally:
+    return Tally(*(value.item() for value in tally(logits, labels)))
+
+
 @pytest.mark.parametrize("classes", [2, 4, 5, 6, 20])
 @pytest.mark.parametrize("levels", [2, 5, 1000])
 def test_counts_equal_a_naive_ranking_with_ties(classes: int, levels: int) -> None:
     draw = torch.Generator().manual_seed(classes * levels)
     logits = torch.randint(0, levels, (300, classes), generator=draw).float()
     labels = torch.randint(0, classes, (300,), generator=draw)
-    assert tuple(tally(logits, labels).tolist()[:3]) == naive(logits, labels)
+    found = counts(logits, labels)
+    assert (found.samples, found.top1, found.top5) == naive(logits, labels)
 
 
 @pytest.mark.parametrize("classes", [2, 3, 10])
 def test_a_row_of_nan_is_never_right(classes: int) -> None:
     logits = torch.full((classes, classes), NAN)
-    assert tally(logits, torch.arange(classes)).tolist()[:3] == [classes, 0, 0]
+    found = counts(logits, torch.arange(classes))
+    assert (found.samples, found.top1, found.top5) == (classes, 0, 0)
 
 
 @pytest.mark.parametrize("classes", [3, 10])
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_single_nan_in_a_row_makes_it_wrong(classes: int, where: int) -> None:
     logits = torch.arange(classes).flip(0).float()[None].clone()
-    assert tally(logits, torch.tensor([0])).tolist()[1:3] == [1, 1]
+    assert counts(logits, torch.tensor([0]))[1:3] == (1, 1)
     logits[0, where] = NAN
-    assert tally(logits, torch.tensor([0])).tolist()[1:3] == [0, 0]
+    assert counts(logits, torch.tensor([0]))[1:3] == (0, 0)
 
 
 def test_infinite_logits_are_ranked_and_left_out_of_the_sum_of_losses() -> None:
     logits = torch.tensor([[math.inf, 0.0, 0.0], [-math.inf, 0.0, 0.0], [-math.inf, -math.inf, -math.inf]])
-    samples, top1, _, loss, nonfinite, unsummed = tally(logits, torch.tensor([0, 0, 0])).tolist()
-    assert (samples, top1, loss, nonfinite, unsummed) == (3, 2, 0, 3, 3)
+    found = counts(logits, torch.tensor([0, 0, 0]))
+    assert (found.samples, found.top1, found.loss, found.nonfinite, found.unsummed) == (3, 2, 0, 3, 3)
 
 
 def test_a_large_loss_is_summed_as_it_is_and_one_that_would_overflow_the_sum_is_counted() -> None:
     logits = torch.tensor([[0.0, 3e7], [0.0, 1e20]])
-    *_, loss, nonfinite, unsummed = tally(logits, torch.tensor([0, 0])).tolist()
-    assert (loss / 2**24, nonfinite, unsummed) == (3e7, 0, 1)
+    found = counts(logits, torch.tensor([0, 0]))
+    assert (found.loss / 2**24, found.nonfinite, found.unsummed) == (3e7, 0, 1)
 
 
 def test_a_score_with_an_output_that_is_not_finite_has_no_loss() -> None:
@@ -96,14 +102,14 @@ def test_labels_are_read_as_the_outputs_they_mean() -> None:
 def test_the_loss_is_the_cross_entropy_to_the_resolution_of_fixed_point() -> None:
     logits, labels = torch.randn(500, 7), torch.randint(0, 7, (500,))
     expected = nn.functional.cross_entropy(logits.double(), labels, reduction="sum").item()
-    assert tally(logits, labels)[3].item() / 2**24 == pytest.approx(expected, rel=1e-6)
+    assert counts(logits, labels).loss / 2**24 == pytest.approx(expected, rel=1e-6)
 
 
 def test_totals_do_not_depend_on_how_samples_are_grouped() -> None:
     logits, labels = torch.randn(101, 7), torch.randint(0, 7, (101,))
-    whole = tally(logits, labels)
+    whole = torch.stack(tally(logits, labels))
     for size in (1, 2, 17, 100):
-        parts = [tally(logits[i : i + size], labels[i : i + size]) for i in range(0, 101, size)]
+        parts = [torch.stack(tally(logits[i : i + size], labels[i : i + size])) for i in range(0, 101, size)]
         assert torch.equal(torch.stack(parts).sum(0), whole)
 
 

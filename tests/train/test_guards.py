@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from drumline.config.recipe import Distill, Parallel, Recipe
+from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.guards.finding import Finding
 from drumline.parallel.world import single_process
 from drumline.train import culprit
 from drumline.train.culprit import Culprit, examine
 from drumline.train.finite import advice
-from drumline.train.guards import as_error, one_gpu_each, optimizer_findings
+from drumline.train.guards import as_error, optimizer_findings
 from drumline.train.loop import train
 from drumline.train.placed import MemoryRow, memory_findings, placed_findings
 from tests.train import tiny
@@ -30,20 +30,20 @@ def test_a_model_and_its_optimizer_that_fit_say_nothing() -> None:
     model = tiny.plain()
     model[0].weight.requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
-    assert optimizer_findings(model, torch.optim.SGD(trained, lr=0.1), "now") == []
+    assert optimizer_findings(model.named_parameters(), torch.optim.SGD(trained, lr=0.1), "now") == []
 
 
 def test_a_frozen_parameter_in_the_optimizer_is_no_mistake() -> None:
     model = tiny.plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model[0].weight.requires_grad_(False)
-    assert optimizer_findings(model, optimizer, "now") == []
+    assert optimizer_findings(model.named_parameters(), optimizer, "now") == []
 
 
 def test_parameters_that_no_optimizer_moves_are_named() -> None:
     model = tiny.plain()
     optimizer = torch.optim.SGD(model[4].parameters(), lr=0.1)
-    (found,) = optimizer_findings(model, optimizer, "step 3")
+    (found,) = optimizer_findings(model.named_parameters(), optimizer, "step 3")
     assert found.guard == "parameters"
     assert "0.weight, 0.bias, 6.weight, 6.bias" in found.what
     assert found.since == "step 3"
@@ -53,15 +53,9 @@ def test_a_replaced_parameter_is_outside_and_its_old_self_is_foreign() -> None:
     model = tiny.plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model[6].weight = nn.Parameter(torch.zeros(tiny.CLASSES, 8))
-    outside, foreign = optimizer_findings(model, optimizer, "step 1")
+    outside, foreign = optimizer_findings(model.named_parameters(), optimizer, "step 1")
     assert (outside.guard, outside.where) == ("parameters", "6.weight")
     assert (foreign.guard, foreign.where) == ("foreign-parameter", "one of shape (4, 8)")
-
-
-def test_a_teacher_over_the_gpus_of_a_process_is_no_misplaced_memory() -> None:
-    assert one_gpu_each(Recipe())
-    assert not one_gpu_each(Recipe(distill=Distill(teacher_layout="model")))
-    assert not one_gpu_each(Recipe(parallel=Parallel(layout="pipeline")))
 
 
 def test_a_tensor_elsewhere_is_named_with_its_group() -> None:

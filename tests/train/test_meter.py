@@ -8,17 +8,19 @@ from torch import nn
 
 from drumline.core.host_copy import HostCopy
 from drumline.parallel.world import single_process
-from drumline.train.meter import MeterReader, Reading
+from drumline.train.meter import Meter, MeterReader, Reading
 from tests.train import ranks, tiny
 
 
 def test_a_reading_holds_the_sums_since_the_one_before() -> None:
-    meter = torch.zeros(3, dtype=torch.float64)
+    meter = Meter(0, tiny.CPU)
     reader = MeterReader(meter, single_process(tiny.CPU))
-    meter += torch.tensor([6.0, 2, 4])
+    meter.loss.add_(6.0)
+    meter.correct.add_(2)
+    meter.samples.add_(4)
     reader.request(10)
-    assert meter.tolist() == [0, 0, 0]
-    meter += torch.tensor([1.0, 1, 2])
+    assert meter.sums.tolist() == [0, 0, 0]
+    meter.sums += torch.tensor([1.0, 1, 2])
     reader.request(20)
     assert reader.ready() == [Reading(10, 6.0, 2, 4), Reading(20, 1.0, 1, 2)]
     assert reader.ready() == []
@@ -26,11 +28,11 @@ def test_a_reading_holds_the_sums_since_the_one_before() -> None:
 
 
 def test_a_glance_leaves_the_meter_as_it_is_and_gives_the_newest_sums() -> None:
-    meter = torch.zeros(3, dtype=torch.float64)
+    meter = Meter(0, tiny.CPU)
     reader = MeterReader(meter, single_process(tiny.CPU))
     assert reader.glanced() is None
     for step in (1, 2):
-        meter += torch.tensor([3.0, 1, 2])
+        meter.sums += torch.tensor([3.0, 1, 2])
         reader.glance(step)
     assert reader.glanced() == Reading(2, 6.0, 2, 4)
     assert reader.glanced() is None

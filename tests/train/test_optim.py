@@ -34,7 +34,7 @@ def give(module: nn.Module, values: list[torch.Tensor]) -> None:
 def train(optim: Optim, steps: int = len(RATES)) -> list[list[torch.Tensor]]:
     """The parameters after each step, by our optimizer."""
     module, lr = model(), torch.tensor(0.0)
-    optimizer = build_optimizer(optim, module, lr)
+    optimizer = build_optimizer(optim, module.parameters(), lr)
     history = []
     for step in range(steps):
         lr.fill_(RATES[step])
@@ -136,7 +136,7 @@ def test_lamb_follows_its_formula(decay_all: bool) -> None:
 def test_a_layer_of_zeros_still_moves(name: Any) -> None:
     module, lr = nn.Linear(3, 2), torch.tensor(0.1)
     nn.init.zeros_(module.weight)
-    optimizer = build_optimizer(Optim(name=name, weight_decay=0.01), module, lr)
+    optimizer = build_optimizer(Optim(name=name, weight_decay=0.01), module.parameters(), lr)
     give(module, [torch.ones(2, 3), torch.ones(2)])
     optimizer.step()
     assert torch.isfinite(module.weight).all()
@@ -146,7 +146,7 @@ def test_a_layer_of_zeros_still_moves(name: Any) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_whole_state_exists_before_the_first_step_and_keeps_its_place(name: Any) -> None:
     module, lr = model(), torch.tensor(0.1)
-    optimizer = build_optimizer(Optim(name=name), module, lr)
+    optimizer = build_optimizer(Optim(name=name), module.parameters(), lr)
 
     def places() -> dict[tuple[str, str], tuple[int, torch.Size]]:
         names = {parameter: key for key, parameter in module.named_parameters()}
@@ -166,7 +166,7 @@ def test_the_whole_state_exists_before_the_first_step_and_keeps_its_place(name: 
 
 def test_sgd_without_momentum_has_no_state() -> None:
     module = model()
-    optimizer = build_optimizer(Optim(momentum=0.0), module, torch.tensor(0.1))
+    optimizer = build_optimizer(Optim(momentum=0.0), module.parameters(), torch.tensor(0.1))
     assert not any(optimizer.state[parameter] for parameter in module.parameters())
 
 
@@ -174,7 +174,7 @@ def test_sgd_without_momentum_has_no_state() -> None:
 def test_a_step_with_an_infinite_gradient_changes_nothing(name: Any) -> None:
     """Through torch's own loss scaler: a step with a good gradient, one with a bad one, a good one again."""
     module, lr = model(), torch.tensor(0.1)
-    optimizer = build_optimizer(Optim(name=name), module, lr)
+    optimizer = build_optimizer(Optim(name=name), module.parameters(), lr)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
 
     def state() -> list[torch.Tensor]:
@@ -201,7 +201,7 @@ def test_a_step_with_an_infinite_gradient_changes_nothing(name: Any) -> None:
 def test_a_scaled_gradient_moves_as_the_plain_one(name: Any) -> None:
     plain = train(Optim(name=name), steps=1)[0]
     module, lr = model(), torch.tensor(RATES[0])
-    optimizer = build_optimizer(Optim(name=name), module, lr)
+    optimizer = build_optimizer(Optim(name=name), module.parameters(), lr)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(torch.zeros(1))
     give(module, [1024 * gradient for gradient in gradients(0)])
@@ -228,7 +228,7 @@ def test_decay_all_false_spares_vectors_and_nothing_else() -> None:
 def test_frozen_parameters_are_left_out(name: Any) -> None:
     module = model()
     module[0].requires_grad_(False)
-    optimizer = build_optimizer(Optim(name=name), module, torch.tensor(0.1))
+    optimizer = build_optimizer(Optim(name=name), module.parameters(), torch.tensor(0.1))
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     assert held == {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     assert not any(parameter in optimizer.state for parameter in module[0].parameters())
@@ -236,7 +236,7 @@ def test_frozen_parameters_are_left_out(name: Any) -> None:
 
 def test_one_rate_tensor_drives_every_group() -> None:
     lr = torch.tensor(0.1)
-    optimizer = build_optimizer(Optim(decay_all=False), model(), lr)
+    optimizer = build_optimizer(Optim(decay_all=False), model().parameters(), lr)
     assert [group["lr"] is lr for group in optimizer.param_groups] == [True, True]
 
 

@@ -17,6 +17,7 @@ from drumline.config.recipe import Checkpoint, Data, Model, Parallel, Recipe, Ru
 from drumline.parallel.norm import WorldNorm
 from drumline.parallel.world import single_process
 from drumline.train import prove
+from drumline.train.certificate import Certificate
 from drumline.train.loop import train
 
 
@@ -55,8 +56,8 @@ def test_a_full_disk_is_told_and_the_run_goes_on(tmp_path: Path, monkeypatch: py
     def note(text: str, show: bool = True) -> None:
         (shown if show else logged).append(text)
 
-    prove._tell_unproved("layout ddp over 2 processes", tmp_path, note)
-    prove._tell([], 2, "layout ddp over 2 processes", single_process(torch.device("cpu")), tmp_path, note)
+    prove._log_uncertified("layout ddp over 2 processes", tmp_path, note)
+    prove._conclude(Certificate((), 2, "DDP", "layout ddp over 2 processes"), tmp_path, note)
     told = f"WARNING: the certificate is not stored, No space left on device: {tmp_path / prove.FILE}"
     passed = "DDP check passed: gradients match one process"
     assert shown == [told, f"WARNING: no certificate: {prove.TOO_LARGE}", told, passed]
@@ -80,4 +81,4 @@ def test_none_gives_up_while_others_wait_for_it(model: nn.Module, meets: bool, e
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError) if ends else nullcontext():
-        assert prove._fits(full, prove._meets(model, step)) is None
+        assert prove._fits(full, prove._communicates(model, step)) is None

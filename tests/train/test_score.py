@@ -23,7 +23,8 @@ from drumline.data.packed.write import pack_set
 from drumline.parallel.world import single_process
 from drumline.state.model_record import ModelRecord
 from drumline.state.weights import export_tensors
-from drumline.train import prepare, score
+from drumline.train import score
+from drumline.train.sets import open_sets
 
 COLOURS = {"blue": (30, 30, 220), "green": (30, 220, 30), "red": (220, 30, 30)}
 CPU = torch.device("cpu")
@@ -122,7 +123,7 @@ def test_numbers_are_compared_by_count(weights: Path, tmp_path: Path) -> None:
     export_tensors(
         knows_colours(), tmp_path / "n.safetensors", replace(RECORD, classes=Classes(numbers(3), False))
     )
-    sets = prepare.prepare_sets(recipe(three, weights), single_process(CPU))
+    sets = open_sets(recipe(three, weights), single_process(CPU))
     *_, outputs, words = score.model_to_score(
         recipe(three, tmp_path / "n.safetensors"), sets, single_process(CPU)
     )
@@ -133,7 +134,7 @@ def test_numbers_are_compared_by_count(weights: Path, tmp_path: Path) -> None:
 def test_weights_without_a_record_are_matched_by_number(weights: Path, tmp_path: Path) -> None:
     save_file(knows_colours(), tmp_path / "old.safetensors")
     three = photos(tmp_path / "three")
-    sets = prepare.prepare_sets(recipe(three, weights), single_process(CPU))
+    sets = open_sets(recipe(three, weights), single_process(CPU))
     *_, outputs, words = score.model_to_score(
         recipe(three, tmp_path / "old.safetensors"), sets, single_process(CPU)
     )
@@ -225,9 +226,9 @@ def test_a_folder_without_splits_is_scored_whole(
     assert scored(tmp_path / "only.tar", weights) == (9, 9, 3)
     capfd.readouterr()
     with pytest.raises(UserError, match="no folder 'train'"):
-        prepare.prepare_sets(recipe(root, weights), single_process(CPU))
+        open_sets(recipe(root, weights), single_process(CPU))
     with pytest.raises(UserError, match="no evaluation split"):
-        prepare.prepare_sets(recipe(root / "val", weights), single_process(CPU))
+        open_sets(recipe(root / "val", weights), single_process(CPU))
 
 
 def test_training_images_are_not_scored_for_want_of_others(weights: Path, tmp_path: Path) -> None:

@@ -59,9 +59,9 @@ def test_a_step_has_the_loss_and_gradient_of_the_whole_batch(accumulate: int) ->
             logits = trained.module(tiny.normalised(batch.images))
             loss = nn.functional.cross_entropy(logits, batch.labels, label_smoothing=0.1)
             correct = (logits.argmax(1) == batch.labels).sum()
-        step.meter.zero_()
+        step.meter.sums.zero_()
         step(batch, index, RATES[index])
-        assert step.meter.tolist() == pytest.approx([11 * loss.item(), correct.item(), 11], rel=1e-5)
+        assert step.meter.sums.tolist() == pytest.approx([11 * loss.item(), correct.item(), 11], rel=1e-5)
         for parameter, gradient in zip(trained.module.parameters(), gradients[index], strict=True):
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
     for ours, theirs in zip(trained.module.parameters(), model.parameters(), strict=True):
@@ -82,7 +82,7 @@ def test_micro_batches_cover_the_batch_and_keep_mixed_pairs_together() -> None:
                 parts.append(piece)
                 return torch.zeros((), requires_grad=True)
 
-        step.exchange.gradients(batch, Noting(), step.draws)
+        step.strategy.gradients(batch, Noting(), step.draws)
         return parts
 
     assert [len(micro.labels) for micro in cut(tiny.make(11))] == [3, 4, 4]
@@ -113,11 +113,11 @@ def test_a_rehearsal_leaves_no_trace(model: Callable[[], nn.Module], name: Any) 
     step(tiny.make(8), 0, 0.1)
     trained.optimizer.zero_grad(set_to_none=True)
     before, places = everything(trained), [t.data_ptr() for t in trained.module.parameters()]
-    meter, rate, generator = step.meter.clone(), trained.lr.clone(), torch.get_rng_state()
+    meter, rate, generator = step.meter.sums.clone(), trained.lr.clone(), torch.get_rng_state()
     step.rehearse(tiny.make(8, seed=1), times=3)
     assert same_bits(everything(trained), before)
     assert [t.data_ptr() for t in trained.module.parameters()] == places
-    assert torch.equal(step.meter, meter)
+    assert torch.equal(step.meter.sums, meter)
     assert torch.equal(trained.lr, rate)
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(parameter.grad is None for parameter in trained.module.parameters())
@@ -243,7 +243,9 @@ def test_the_average_follows_every_step() -> None:
 def test_a_half_precision_step_stays_near_the_full_one() -> None:
     trained, half = tiny.state(tiny.plain()), tiny.state(tiny.plain())
     tiny.step_of(trained, 8)(tiny.make(8), 0, 0.1)
-    tiny.step_of(half, 8, autocast=torch.bfloat16)(tiny.make(8), 0, 0.1)
+    in_bf16 = tiny.step_of(half, 8)
+    in_bf16.autocast = torch.bfloat16
+    in_bf16(tiny.make(8), 0, 0.1)
     for a, b in zip(trained.module.parameters(), half.module.parameters(), strict=True):
         assert b.dtype == torch.float32
         torch.testing.assert_close(a, b, rtol=0.05, atol=0.01)

@@ -1,4 +1,4 @@
-"""The picture of a step, as far as it is not the drawing itself."""
+"""The timeline of a step, apart from the drawing itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 from drumline.core.machine import host_name
 from drumline.parallel.pipeline.instructions import Kind, Span
-from drumline.train.timeline import AFTER, TRACE, Picture, in_turn
+from drumline.parallel.strategy import Lanes
+from drumline.train.timeline import AFTER, TRACE, StepTimeline, in_turn
 
 
 def test_lanes_of_two_machines_are_drawn_by_one_clock(tmp_path: Path) -> None:
@@ -26,12 +27,13 @@ def test_lanes_of_two_machines_are_drawn_by_one_clock(tmp_path: Path) -> None:
             return [mine, ("elsewhere", now + 9e5 + 0.5, [theirs]), (host, now + 0.5, [span])]
 
     world: Any = Two()
-    exchange: Any = SimpleNamespace(
+    strategy: Any = SimpleNamespace(
         recording=False, spans=lambda: [Span(0, Kind.FORWARD, 0, 0, start=7.0, end=8.0)]
     )
-    picture = Picture(exchange, "two", ["a", "b"], world, tmp_path, print)
-    picture.follow(0)
-    picture.after(AFTER)
+    log: Any = print
+    timeline = StepTimeline(strategy, Lanes("two", ["a", "b"], world), tmp_path, log)
+    timeline.begin(0)
+    timeline.after(AFTER)
     events = json.loads((tmp_path / TRACE).read_text())["traceEvents"]
     starts = [event["ts"] for event in events if event["ph"] == "X"]
     assert max(starts) - min(starts) < 1e6

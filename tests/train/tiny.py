@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import nn
 
-from drumline.config.recipe import Optim, Recipe, Train
+from drumline.config.recipe import Data, Optim, Recipe, Run, Train
 from drumline.data.feed.batch import Batch
-from drumline.parallel.layout import Averaged
+from drumline.parallel.strategy import create_strategy
 from drumline.parallel.world import World, single_process
-from drumline.train.assemble import prepare_state
-from drumline.train.objective import Classification
-from drumline.train.state import TrainState
+from drumline.train.finite import Finite
+from drumline.train.objective import Classification, Objective
+from drumline.train.state import TrainState, build_state
 from drumline.train.step import Normalise, TrainStep
 
 CPU = torch.device("cpu")
@@ -65,26 +67,34 @@ def part(batch: Batch, where: slice) -> Batch:
 
 
 def state(
-    model: nn.Module, world: World | None = None, optim: Optim = SGD, train: Train | None = None
+    module: nn.Module,
+    world: World | None = None,
+    optim: Optim = SGD,
+    train: Train | None = None,
+    model: nn.Module | None = None,
 ) -> TrainState:
-    return prepare_state(Recipe(optim=optim, train=train or Train()), model, world or single_process(CPU))
+    recipe = Recipe(optim=optim, train=train or Train(), run=Run(seed=5))
+    return build_state(create_strategy(recipe, world or single_process(CPU)), module, model)
 
 
 def step_of(
-    trained: TrainState, batch: int, world: World | None = None, accumulate: int = 1, **options: object
+    trained: TrainState,
+    batch: int,
+    *,
+    accumulate: int = 1,
+    clip: float = 0.0,
+    objective: Objective | None = None,
+    finite: Finite | None = None,
 ) -> TrainStep:
     """A step over a global batch of `batch` samples. Smoothing, so that the labels' loss has two terms."""
-    world = world or single_process(CPU)
-    return TrainStep(
-        trained,
-        Classification(0.1),
-        NORMALISE,
-        world,
-        Averaged(trained.module, trained.forward, world, accumulate),
-        seed=5,
-        global_batch=batch,
-        **options,  # type: ignore[arg-type]
+    recipe = trained.strategy.recipe
+    trained.strategy.recipe = replace(
+        recipe,
+        data=Data(batch=batch),
+        train=replace(recipe.train, accumulate=accumulate),
+        optim=replace(recipe.optim, clip=clip),
     )
+    return TrainStep(trained, objective or Classification(0.1), NORMALISE, finite)
 
 
 NORMALISE = Normalise.build((0.4, 0.5, 0.6), (0.2, 0.25, 0.3), CPU, channels_last=False)

@@ -21,7 +21,7 @@ from drumline.core.text import counted, message
 
 if TYPE_CHECKING:
     from drumline.parallel.world import World
-    from drumline.train.prepare import Sets
+    from drumline.train.sets import Sets
 
 
 def show(invocation: Invocation[RecipeOptions], command: Literal["train", "distill", "eval"]) -> int:
@@ -63,7 +63,9 @@ class _DryRun:
 
     def data(self) -> list[str]:
         from drumline.data.sources import detect_source
-        from drumline.train.prepare import prepare_plan, prepare_sets
+        from drumline.parallel.strategy import strategy_class
+        from drumline.train.plan import make_plan
+        from drumline.train.sets import open_sets
 
         data = self.recipe.data
         self._source = detect_source(data.source, data.path)
@@ -71,12 +73,14 @@ class _DryRun:
             return [f"data: {self._source}; not opened, because that would run its code; --trust allows it"]
         # No workers: choosing their number would time the data.
         quick = replace(self.recipe, data=replace(data, workers=0, decode="cpu"))
-        self._sets = sets = prepare_sets(quick, self._world(), self._to_score)
+        self._sets = sets = open_sets(quick, self._world(), self._to_score)
         name = f"data: {self._source}{f' {data.path}' if data.path else ''}"
         classes = counted(len(sets.train.classes), "class", "classes")
         if self._to_score:
             return [f"{name}, {counted(len(sets.eval), 'image')} to score, {classes}"]
-        plan = prepare_plan(self.recipe, len(sets.train), self._whole_world())
+        plan = make_plan(self.recipe, len(sets.train))
+        world = self._whole_world()
+        strategy_class(self.recipe, world.size).check(self.recipe, world)
         return [
             f"{name}, {counted(len(sets.train), 'sample')} to train, {len(sets.eval):,} to evaluate, {classes}; "
             f"{counted(plan.total, 'step')} of {counted(data.batch, 'sample')}, {plan.per_epoch:,} per epoch",
@@ -88,7 +92,7 @@ class _DryRun:
 
         from drumline.data.classes import Classes
         from drumline.state.weights import resolve_weights
-        from drumline.train.prepare_model import FIELDS, build_model, prepare_model
+        from drumline.train.model import FIELDS, build_model, load_model
 
         name, classes, weights = self.recipe.model.name, self.recipe.model.classes, self.recipe.model.weights
         if weights:
@@ -97,7 +101,7 @@ class _DryRun:
             return [f"model: {name}; not built, because that would run its code; --trust allows it"]
         messages: tuple[str, ...] = ()
         if weights and self._sets is not None:
-            module, messages = prepare_model(self.recipe, Classes.of(self._sets.train), self._world())
+            module, messages = load_model(self.recipe, Classes.of(self._sets.train), self._world())
         else:
             count = len(self._sets.train.classes) if self._sets else 1000 if classes == "auto" else classes
             with torch.device("meta"):
@@ -125,7 +129,7 @@ class _DryRun:
         from drumline.distill.choose import choose
         from drumline.distill.load import check_teachers, load_teachers, other_views
         from drumline.distill.task import check_fit
-        from drumline.train.prepare_model import prepare_model
+        from drumline.train.model import load_model
 
         distill, sets = self.recipe.distill, self._sets
         choose(distill)
@@ -139,7 +143,7 @@ class _DryRun:
             messages = [note for each in loaded for note in each.notes]
             messages += other_views(self.recipe, sets, loaded)
             if not self._is_untrusted((self.recipe.model.name,), "model.name"):
-                student, _ = prepare_model(self.recipe, Classes.of(sets.train), self._world())
+                student, _ = load_model(self.recipe, Classes.of(sets.train), self._world())
                 check_fit(self.recipe, student, loaded, sets.transform.size, self._world())
         return [f"teacher: {by}; method {'+'.join(distill.method)}", *messages]
 

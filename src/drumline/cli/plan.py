@@ -189,11 +189,12 @@ def _measure(options: Options) -> Measurement:
     import torch
 
     from drumline.config.recipe import Recipe
+    from drumline.core.arithmetic import resolve_precision
     from drumline.core.progress import progress
     from drumline.parallel.pipeline.plan import measure_cuts
     from drumline.parallel.process_group import pick_device, resolve_device_type
+    from drumline.parallel.strategy import uses_channels_last
     from drumline.parallel.world import single_process
-    from drumline.train import prepare
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no GPU", "see `drumline doctor`, or use --device cpu")
@@ -208,8 +209,8 @@ def _measure(options: Options) -> Measurement:
         options.batch,
         None if options.size == "auto" else options.size,
         world.device,
-        prepare.precision(recipe, world),
-        prepare.channels_last(recipe, world),
+        resolve_precision(recipe.train.precision, world.device),
+        uses_channels_last(recipe, world.device),
         repeats=options.repeats,
         inside_blocks=options.all,
         stages=options.stages,

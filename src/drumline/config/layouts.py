@@ -1,18 +1,17 @@
-"""What is impossible about a layout, as far as the recipe alone tells: part of `recipe_checks`.
+"""The layouts: a table of their strategies, what each is, and the rules that a recipe must keep under it.
 
-Promises: a field that the chosen layout does not read is refused, not ignored; what would train something else than
-was asked for is refused with the reason.
+Promises: a field that the chosen layout does not read is refused, not ignored; a combination that would train a
+different model is refused with the reason. A new layout is an entry in `LAYOUTS` and a strategy class
+(`parallel/strategy.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from drumline.config.recipe import Recipe
-
-STAGED = ("model", "pipeline")
-"""Layouts that cut the model into stages."""
+from drumline.core.errors import UserError
 
 WHY_NOT_SPLIT = (
     "is not offered: it splits each backward pass in two, which passes by the gradient hooks of the parameters, so "
@@ -21,7 +20,7 @@ WHY_NOT_SPLIT = (
 INSTEAD_OF_SPLIT = "use 1f1b, or interleaved for a smaller bubble"
 
 
-ONE_SCALE = "the stages of a pipeline over processes would each scale the loss by a number of their own"
+ONE_SCALE = "each stage of a pipeline over processes would scale the loss by a number of its own"
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,26 @@ class Problem:
     field: str
     what: str
     fix: str
+
+
+Rule = Callable[[Recipe, int], Iterator[Problem]]
+"""The problems of a recipe under a layout, given the least number of processes."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One value of `parallel.layout`."""
+
+    strategy: str
+    """Its strategy, as module:class. Imported only when a run uses it."""
+    summary: str
+    rules: tuple[Rule, ...] = ()
+    one_process: bool = False
+    """Whether one process drives all devices. Otherwise a command starts one per GPU by default."""
+    staged: bool = False
+    """Whether the model is cut into stages."""
+    shards_state: bool = False
+    """Whether each process holds a shard of the state."""
 
 
 def splits_backward(schedule: str) -> bool:
@@ -49,35 +68,26 @@ def not_offered(field: str, written: str) -> Problem | None:
 
 
 def layout_problems(recipe: Recipe, world: int) -> Iterator[Problem]:
-    """`world` is the least number of processes."""
-    train, layout = recipe.train, recipe.parallel.layout
-    if layout in ("single", "dp", "model") and world > 1:
+    """What the recipe's layout rules out. `world` is the least number of processes."""
+    name = recipe.parallel.layout
+    layout = layout_named(name)
+    if layout.one_process and world > 1:
         yield Problem(
             "parallel.layout",
             f"runs in one process, but at least {world} are asked for",
             "use ddp or pipeline, or set parallel.processes and parallel.nodes to 1",
         )
-    if layout == "dp" and train.gradient_checkpointing:
-        yield Problem(
-            "train.gradient_checkpointing",
-            "does not go with parallel.layout = dp",
-            "use ddp, or leave one of them",
-        )
-    if recipe.checkpoint.sharded and layout != "fsdp":
+    if recipe.checkpoint.sharded and not layout.shards_state:
         yield Problem(
             "checkpoint.sharded", "only parallel.layout = fsdp shards the state", "leave it out, or use fsdp"
         )
-    yield from _of_the_teacher(recipe)
-    if layout in ("auto", "single", "dp", "ddp", "fsdp"):
-        yield from _without_stages(recipe)
-    if layout in STAGED:
-        yield from _with_stages(recipe, world)
-    if layout in (*STAGED, "fsdp"):
-        yield from _not_with(recipe)
+    yield from _teacher(recipe)
+    for rule in layout.rules:
+        yield from rule(recipe, world)
 
 
-def _of_the_teacher(recipe: Recipe) -> Iterator[Problem]:
-    """Where a teacher cannot lie."""
+def _teacher(recipe: Recipe) -> Iterator[Problem]:
+    """Where a teacher cannot be laid out."""
     distill, layout = recipe.distill, recipe.parallel.layout
     if distill.teacher_layout == "pipeline":
         if layout != "pipeline":
@@ -101,8 +111,8 @@ def _of_the_teacher(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _without_stages(recipe: Recipe) -> Iterator[Problem]:
-    """Fields of pipelines, where there is none."""
+def _without_stages(recipe: Recipe, world: int) -> Iterator[Problem]:
+    """Fields that only layouts with stages read."""
     parallel = recipe.parallel
     whose = f"only parallel.layout = pipeline reads it, and it is {parallel.layout}"
     if parallel.stages != "auto":
@@ -126,15 +136,15 @@ def _without_stages(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _with_stages(recipe: Recipe, world: int) -> Iterator[Problem]:
-    """What pipelines and model parallelism rule out."""
+    """What stages rule out."""
     parallel, train, data = recipe.parallel, recipe.train, recipe.data
     micro = parallel.micro_batches
-    # A number below 1 is told where every field's bounds are.
+    # A number below 1 is reported with the other limits.
     stages = parallel.stages if parallel.stages == "auto" or parallel.stages > 0 else "auto"
     if isinstance(stages, int) and world > 1 and world % stages:
         yield Problem(
             "parallel.stages",
-            f"{world} processes do not make whole pipelines of it",
+            f"{world} processes cannot be divided into pipelines of {stages} stages",
             f"start a multiple of {stages} processes, or give a divisor of {world}",
         )
     if parallel.virtual and world > 1 and recipe.distill.teacher_layout != "model":
@@ -142,32 +152,6 @@ def _with_stages(recipe: Recipe, world: int) -> Iterator[Problem]:
             "parallel.virtual",
             f"the stages of {world} processes lie on these, not on devices of one",
             "leave it out",
-        )
-    if parallel.layout == "model":
-        if micro not in ("auto", 1):
-            yield Problem(
-                "parallel.micro_batches",
-                "layout model computes the batch whole",
-                "use --parallel.layout pipeline",
-            )
-        if parallel.schedule != "1f1b":
-            yield Problem("parallel.schedule", "layout model has none", "use --parallel.layout pipeline")
-        elif parallel.chunks != "auto":
-            yield Problem("parallel.chunks", "layout model has none", "use --parallel.layout pipeline")
-    if parallel.schedule == "interleaved":
-        if parallel.chunks == 1:
-            yield Problem("parallel.chunks", "interleaved has at least 2 on each process", "use 1f1b, or 2")
-        if isinstance(stages, int) and isinstance(micro, int) and micro % stages:
-            yield Problem(
-                "parallel.micro_batches",
-                f"interleaved goes in rounds of parallel.stages = {stages}",
-                f"give a multiple, such as {-(-micro // stages) * stages}, or use 1f1b",
-            )
-    elif parallel.chunks != "auto" and parallel.layout == "pipeline":
-        yield Problem(
-            "parallel.chunks",
-            f"parallel.schedule = {parallel.schedule} has one stage on each process",
-            "use --parallel.schedule interleaved, or leave it out",
         )
     names = [] if parallel.split in ("even", "time") else parallel.split.split(",")
     chunks = (
@@ -208,7 +192,55 @@ def _with_stages(recipe: Recipe, world: int) -> Iterator[Problem]:
         )
 
 
-def _not_with(recipe: Recipe) -> Iterator[Problem]:
+def _schedule(recipe: Recipe, world: int) -> Iterator[Problem]:
+    """Schedules that do not fit the stages."""
+    parallel = recipe.parallel
+    micro, stages = parallel.micro_batches, parallel.stages
+    if parallel.schedule == "interleaved":
+        if parallel.chunks == 1:
+            yield Problem("parallel.chunks", "interleaved has at least 2 on each process", "use 1f1b, or 2")
+        if isinstance(stages, int) and stages > 0 and isinstance(micro, int) and micro % stages:
+            yield Problem(
+                "parallel.micro_batches",
+                f"interleaved goes in rounds of parallel.stages = {stages}",
+                f"give a multiple, such as {-(-micro // stages) * stages}, or use 1f1b",
+            )
+    elif parallel.chunks != "auto":
+        yield Problem(
+            "parallel.chunks",
+            f"parallel.schedule = {parallel.schedule} has one stage on each process",
+            "use --parallel.schedule interleaved, or leave it out",
+        )
+
+
+def _takes_turns(recipe: Recipe, world: int) -> Iterator[Problem]:
+    """What stages that take turns do not have."""
+    parallel = recipe.parallel
+    if parallel.micro_batches not in ("auto", 1):
+        yield Problem(
+            "parallel.micro_batches",
+            "layout model computes the batch whole",
+            "use --parallel.layout pipeline",
+        )
+    if parallel.schedule != "1f1b":
+        yield Problem("parallel.schedule", "layout model has none", "use --parallel.layout pipeline")
+    elif parallel.chunks != "auto":
+        yield Problem("parallel.chunks", "layout model has none", "use --parallel.layout pipeline")
+
+
+def _data_parallel(recipe: Recipe, world: int) -> Iterator[Problem]:
+    """What torch's DataParallel rules out."""
+    if recipe.train.gradient_checkpointing:
+        yield Problem(
+            "train.gradient_checkpointing",
+            "does not work with parallel.layout = dp",
+            "use ddp, or leave one of them out",
+        )
+    if recipe.run.strict:
+        yield Problem("parallel.layout", "dp does not work with run.strict", "use ddp, or auto")
+
+
+def _without_whole_models(recipe: Recipe, world: int) -> Iterator[Problem]:
     """What needs the whole model in each process."""
     layout = recipe.parallel.layout
     if recipe.run.strict:
@@ -221,3 +253,83 @@ def _not_with(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "train.compile", f"does not go with parallel.layout = {layout} yet", "leave it out, or use ddp"
         )
+
+
+LAYOUTS: dict[str, Layout] = {
+    "single": Layout(
+        "drumline.parallel.single:SingleStrategy",
+        "one process, one device",
+        (_without_stages,),
+        one_process=True,
+    ),
+    "dp": Layout(
+        "drumline.parallel.data_parallel:DataParallelStrategy",
+        "torch's DataParallel: one process drives all GPUs (slower, and GPU 0 holds extra memory)",
+        (_data_parallel, _without_stages),
+        one_process=True,
+    ),
+    "ddp": Layout(
+        "drumline.parallel.ddp:DDPStrategy",
+        "one process per GPU, gradients averaged",
+        (_without_stages,),
+    ),
+    "fsdp": Layout(
+        "drumline.parallel.fsdp:FSDPStrategy",
+        "one process per GPU, with parameters, gradients and optimizer sharded over the processes",
+        (_without_stages, _without_whole_models),
+        shards_state=True,
+    ),
+    "model": Layout(
+        "drumline.parallel.pipeline.strategy:ModelStrategy",
+        "the model in stages that take turns, driven by one process (saves memory, not time)",
+        (_takes_turns, _with_stages, _without_whole_models),
+        one_process=True,
+        staged=True,
+    ),
+    "pipeline": Layout(
+        "drumline.parallel.pipeline.strategy:PipelineStrategy",
+        "the model in stages that work on several micro-batches at a time",
+        (_schedule, _with_stages, _without_whole_models),
+        staged=True,
+    ),
+}
+STRICT = Layout(
+    "drumline.parallel.strict.strategy:StrictStrategy", "run.strict: the same bits on any number of processes"
+)
+_AUTO = Layout("", "ddp for several processes, else single", (_without_stages,))
+
+
+def layout_named(name: str) -> Layout:
+    """The table's entry; `auto` has one of its own."""
+    return _AUTO if name == "auto" else LAYOUTS[name]
+
+
+def resolve_layout(name: str, processes: int) -> str:
+    """The layout that a run of so many processes has. Refuses one that needs a single process."""
+    if name == "auto":
+        return "ddp" if processes > 1 else "single"
+    if LAYOUTS[name].one_process and processes > 1:
+        raise UserError(
+            f"parallel.layout = {name} runs in one process, but {processes} were started",
+            "use ddp or pipeline, or start one process",
+        )
+    return "single" if name == "ddp" and processes == 1 else name
+
+
+def teacher_over_processes(recipe: Recipe) -> bool:
+    """Whether the teacher's stages are laid over the processes of the student's pipeline."""
+    return recipe.distill.teacher_layout == "pipeline"
+
+
+def teacher_over_devices(recipe: Recipe) -> bool:
+    """Whether the teacher's stages are laid over the devices of each process."""
+    return recipe.distill.teacher_layout == "model"
+
+
+def uses_stages(recipe: Recipe) -> bool:
+    """Whether a model or a teacher is cut into stages."""
+    return (
+        layout_named(recipe.parallel.layout).staged
+        or teacher_over_processes(recipe)
+        or teacher_over_devices(recipe)
+    )

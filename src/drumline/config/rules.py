@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.config.fields import WrongValue, expected, from_toml, recipe_fields
-from drumline.config.layouts import STAGED, Problem, layout_problems
+from drumline.config.layouts import Problem, layout_named, layout_problems
 from drumline.config.recipe import Recipe, field_names, value_of
 from drumline.config.rendezvous import parse_rendezvous
 from drumline.core.errors import UserError, combined
@@ -103,7 +103,7 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("data.std", "must have as many values as data.mean", "give one per channel in both")
     per_machine = 1 if parallel.processes == "auto" else parallel.processes
     world = per_machine * parallel.nodes
-    if data.batch < world * train.accumulate and parallel.layout not in STAGED:
+    if data.batch < world * train.accumulate and not layout_named(parallel.layout).staged:
         yield Problem(
             "data.batch",
             f"too small for {world} x {train.accumulate} micro-batches (processes x train.accumulate)",
@@ -195,8 +195,6 @@ def _strict(recipe: Recipe, world: int) -> Iterator[Problem]:
         return
     if not run.deterministic:
         yield Problem("run.strict", "needs run.deterministic", "remove --run.no-deterministic")
-    if recipe.parallel.layout == "dp":
-        yield Problem("parallel.layout", "dp does not work with run.strict", "use ddp, or auto")
     if recipe.train.accumulate > 1:
         yield Problem(
             "train.accumulate",

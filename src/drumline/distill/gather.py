@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from drumline.distill.method import Seen
-from drumline.parallel.strict.lockstep import Together
+from drumline.parallel.strict.lockstep import Lockstep
 from drumline.parallel.world import World
 
 Loss = Callable[[Seen], Tensor]
@@ -49,21 +49,21 @@ class Gathered:
 class OverShards:
     """In the other shards, of this process and of others."""
 
-    def __init__(self, together: Together) -> None:
-        self.together, self.world = together, together.world
-        together.met = True
+    def __init__(self, lockstep: Lockstep) -> None:
+        self.lockstep, self.world = lockstep, lockstep.world
+        lockstep.needed = True
 
     def loss(self, seen: Seen, loss: Loss) -> Tensor:
         rows = seen.rows()
-        value, slopes = self.together.meeting(rows, lambda brought: self._scored(brought, seen, loss))
+        value, slopes = self.lockstep.exchange(rows, lambda brought: self._scored(brought, seen, loss))
         # A shard's part of the loss counts 1 / shards; the slopes of its rows are nobody else's.
-        return _Given.apply(value, slopes, float(self.together.shards), *rows)
+        return _Given.apply(value, slopes, float(self.lockstep.shards), *rows)
 
     def _scored(
         self, brought: list[list[Tensor]], seen: Seen, loss: Loss
     ) -> list[tuple[Tensor, list[Tensor | None]]]:
         """The loss over all rows, and for each shard of this process the slopes of its own."""
-        size, counts = len(brought[0][0]), self.together.counts
+        size, counts = len(brought[0][0]), self.lockstep.counts
         wanted = [rows.requires_grad for rows in brought[0]]
         gathered = [
             self.world.all_gather_rows(
@@ -83,7 +83,7 @@ class OverShards:
                 value.detach(),
                 [None if slope is None else slope[size * shard : size * (shard + 1)] for slope in of_all],
             )
-            for shard in self.together.own
+            for shard in self.lockstep.own
         ]
 
 

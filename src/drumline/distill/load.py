@@ -17,12 +17,13 @@ from drumline.config.toml import load_recipe
 from drumline.core.errors import UserError
 from drumline.data.classes import Classes
 from drumline.models import create_model
+from drumline.parallel.strategy import to_device
 from drumline.parallel.world import World
 from drumline.state.folder import run_of
 from drumline.state.model_record import ModelRecord
 from drumline.state.weights import WeightFields, load_weights, resolve_weights, weights_record
-from drumline.train import prepare
-from drumline.train.prepare_model import model_record, refuse_nonfinite, to_device, verify_weights
+from drumline.train.model import model_record, refuse_nonfinite, verify_weights
+from drumline.train.sets import Sets
 
 FIELDS = WeightFields("distill.teacher_weights", "distill.teacher")
 
@@ -81,7 +82,7 @@ def _vouched(name: str, path: str) -> str:
     return name
 
 
-def other_views(recipe: Recipe, sets: prepare.Sets, teachers: list[Loaded]) -> list[str]:
+def other_views(recipe: Recipe, sets: Sets, teachers: list[Loaded]) -> list[str]:
     """A warning for each teacher of a run of ours that was shown its images otherwise than they are shown here."""
     words = []
     for teacher in teachers:
@@ -113,5 +114,5 @@ def _load(recipe: Recipe, name: str, path: str, classes: Classes, world: World, 
     report = load_weights(module, path, classes=classes, fields=FIELDS)
     refuse_nonfinite(module, report.file, FIELDS)
     if not on_host:
-        module = to_device(module, recipe, world)
+        module = to_device(module, recipe, world.device)
     return Loaded(name, path, module, report.record, report.notes)

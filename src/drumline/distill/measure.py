@@ -16,22 +16,30 @@ from drumline.core.progress import progress
 from drumline.data.feed.sampler import evaluation_starts
 from drumline.distill.load import Loaded
 from drumline.distill.teacher import Teacher
-from drumline.parallel.grid import Grid
-from drumline.train import prepare
+from drumline.parallel.strategy import Strategy
 from drumline.train.evaluate import Score
 from drumline.train.score import score_module
+from drumline.train.sets import Sets
 
 
 def measured(
-    teacher: Teacher, predictions: Tensor, sets: prepare.Sets, recipe: Recipe, grid: Grid, speaks: bool
+    teacher: Teacher, predictions: Tensor, sets: Sets, recipe: Recipe, strategy: Strategy, speaks: bool
 ) -> Score:
     """The teacher's score on the evaluation set; `predictions` takes its first guesses."""
-    peers = grid.peers
+    grid, peers = strategy.grid, strategy.grid.peers
     mine = evaluation_starts(samples=len(sets.eval), batch=sets.eval_batch, rank=peers.rank, world=peers.size)
     bar = (
         partial(progress, text="measuring the teacher", total=len(mine)) if grid.world.is_rank_zero else iter
     )
-    return score_module(_Voice(teacher, speaks), sets, recipe, grid, through=bar, record=predictions)
+    return score_module(
+        _Voice(teacher, speaks),
+        sets,
+        recipe,
+        grid,
+        through=bar,
+        record=predictions,
+        autocast=strategy.autocast,
+    )
 
 
 def score_words(teachers: list[Loaded], score: Score, labels: NDArray[np.int64]) -> str:

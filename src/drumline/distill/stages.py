@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from drumline.config.layouts import teacher_over_devices, teacher_over_processes
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch
@@ -22,13 +23,12 @@ from drumline.observe.display import Display
 from drumline.parallel.grid import Grid
 from drumline.parallel.pipeline.chain import Chain
 from drumline.parallel.pipeline.cut import Segment, Traced, even_cuts, trace
+from drumline.parallel.pipeline.placement import place_stages
 from drumline.parallel.pipeline.profile import cut_points, profile
-from drumline.parallel.pipeline.settle import settle
 from drumline.parallel.pipeline.shape import Shape
 from drumline.parallel.pipeline.split import min_max_split
+from drumline.parallel.strategy import Strategy
 from drumline.parallel.world import World
-from drumline.train import prepare
-from drumline.train.staged import prepare_shape
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,17 @@ class Stages:
         return f"in {self.shape.stages} stages on {where} of each process, which take turns"
 
 
-def plan_stages(recipe: Recipe, grid: Grid) -> Stages | None:
-    """What the recipe asks for, on the processes at hand; None for whole teachers."""
-    layout, world = recipe.distill.teacher_layout, grid.world
-    if layout == "pipeline":
-        if grid.places == 1:
+def plan_stages(recipe: Recipe, strategy: Strategy) -> Stages | None:
+    """The stages that the recipe asks for, on the processes of the run; None for whole teachers."""
+    grid, world = strategy.grid, strategy.world
+    if teacher_over_processes(recipe):
+        if strategy.shape is None or grid.places == 1:
             raise UserError(
                 "distill.teacher_layout = pipeline: the student's pipeline is in one process",
                 "start a process for each stage (--parallel.processes), or use --distill.teacher_layout model",
             )
-        student = prepare_shape(recipe, world)
-        assert student is not None
-        return Stages(replace(student, chunks=1), grid, (world.device,))
-    if layout == "model":
+        return Stages(replace(strategy.shape, chunks=1), grid, (world.device,))
+    if teacher_over_devices(recipe):
         devices = stage_devices(recipe.distill.teacher_stages, recipe.parallel.virtual, world)
         return Stages(Shape(len(devices), 1, 1, "gpipe", world.size, False), grid, devices)
     return None
@@ -93,10 +91,10 @@ def stage_devices(stages: int | str, virtual: bool, world: World) -> tuple[torch
 
 
 def cut_teacher(
-    module: nn.Module, name: str, taps: bool, stages: Stages, recipe: Recipe, size: int, display: Display
+    module: nn.Module, name: str, taps: bool, stages: Stages, strategy: Strategy, size: int, display: Display
 ) -> list[Segment]:
     """The stages of a teacher that lies on the host in fp32. All ranks call it and agree."""
-    shape, world = stages.shape, stages.grid.world
+    shape, world, recipe = stages.shape, stages.grid.world, strategy.recipe
     samples = -(-recipe.data.batch // (shape.replicas * shape.micro_batches))
     sample = torch.empty((samples, 3, size, size), device=world.device)
     try:
@@ -105,7 +103,7 @@ def cut_teacher(
         if shape.over_processes and recipe.parallel.split != "even":
             if world.is_rank_zero:
                 display.log("measuring where to cut the teacher")
-                names = _balanced(traced, module, sample, shape.stages, prepare.precision(recipe, world))
+                names = _balanced(traced, module, sample, shape.stages, strategy.autocast)
             names = world.broadcast_object(names)
         return traced.split(names)
     except UserError as error:
@@ -121,7 +119,7 @@ def lay_teacher(
     ways = []
     for module, segments in zip(teacher.modules, cuts, strict=True):
         try:
-            settle(module, module, segments, stages.shape, stages.grid, stages.devices, channels_last)
+            place_stages(module, module, segments, stages.shape, stages.grid, stages.devices, channels_last)
         except UserError as error:
             raise _of_teacher(error, f"model in {stages.shape.stages} stages: a teacher") from error
         ways.append(

@@ -7,13 +7,12 @@ measured before the first step; what does not fit together (taps, classes, proce
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from drumline.config.layouts import STAGED
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.data.classes import Classes
@@ -31,18 +30,15 @@ from drumline.models.base import VisionModel
 from drumline.models.copies import copy_model
 from drumline.models.tapped import Tapped, norm_before, with_taps
 from drumline.observe.display import Display
-from drumline.parallel.grid import Grid
-from drumline.parallel.layout import resolve_layout
-from drumline.parallel.norm import over_everybody, world_total
-from drumline.parallel.pipeline.cut import Segment
-from drumline.parallel.strict.lockstep import Together
+from drumline.parallel.pipeline.cut import Segment, describe_stages
+from drumline.parallel.strategy import Cut, Strategy, strategy_class
 from drumline.parallel.world import World
 from drumline.state.checkpoint import newest_valid, read_checkpoint
-from drumline.train import prepare, spread
+from drumline.train.model import initial_model
 from drumline.train.objective import Classification
-from drumline.train.prepare_model import prepare_model
-from drumline.train.staged import stage_words
-from drumline.train.task import Cut, Task, unchanged
+from drumline.train.plan import Plan
+from drumline.train.sets import Sets
+from drumline.train.task import Task, unchanged
 
 
 @dataclass(frozen=True)
@@ -57,19 +53,19 @@ class Stage:
 
 def distillation_task(
     recipe: Recipe,
-    sets: prepare.Sets,
-    plan: prepare.Plan,
-    grid: Grid,
+    sets: Sets,
+    plan: Plan,
+    strategy: Strategy,
     display: Display,
     stage: Stage = Stage(),  # noqa: B008
 ) -> Task:
     """What `drumline distill` trains."""
     chosen = stage_of(recipe.distill, stage.name) if stage.name else choose(recipe.distill)
-    world = grid.world
-    _refuse_misfits(recipe, chosen, stage, world)
+    grid, world = strategy.grid, strategy.world
+    _refuse_misfits(recipe, chosen, stage, type(strategy))
     classes = Classes.of(sets.train)
-    student, from_weights = prepare_model(recipe, classes, world)
-    stages = plan_stages(recipe, grid)
+    student, from_weights = initial_model(recipe, classes, strategy)
+    stages = plan_stages(recipe, strategy)
     teachers = load_teachers(recipe, classes, world, on_host=stages is not None)
     pair = _Pair.of(recipe, chosen, student, teachers, sets.transform.size, world)
     bundle = pair.bundle(recipe.run.seed, runs_student=not stage.name or pair.reads_student, world=world)
@@ -83,26 +79,29 @@ def distillation_task(
     if cached:
         refuse_uncacheable(recipe, pair.teacher_taps, sets.name)
     weights = weights_sha256(pair.teachers) if cached else ""
-    cuts = _cuts(pair, teachers, stages, recipe, sets.transform.size, display) if stages else []
+    cuts = _cuts(pair, teachers, stages, strategy, sets.transform.size, display) if stages else []
     compiled = recipe.train.compile and not cached and stages is None
-    teacher = _teacher(recipe, chosen, pair, teachers, world, compiled)
+    teacher = _teacher(strategy, chosen, pair, teachers, compiled)
     teacher.agree(world)
     if stages is not None:
-        lay_teacher(teacher, cuts, stages, prepare.channels_last(recipe, world))
+        lay_teacher(teacher, cuts, stages, strategy.channels_last)
         words += _stages_words(teachers, stages, cuts)
     relayed = Relayed(teacher) if stages is not None and stages.shape.over_processes else None
     predictions, score = None, None
     if not (stage.name and stage.before):
         predictions = torch.full((len(sets.eval),), -1, device=world.device)
-        score = measured(teacher, predictions, sets, recipe, grid, speaks=grid.ends or relayed is not None)
+        score = measured(
+            teacher, predictions, sets, recipe, strategy, speaks=grid.ends or relayed is not None
+        )
         told = [score_words(teachers, score, sets.eval.labels), *other_views(recipe, sets, teachers)]
         words += told
         for line in told if cached else ():  # to be known before a cache is filled for hours
             display.log(line)
     if stage.name:
         _freeze_idle(bundle, teacher, sets.transform.size)
-    together = spread.prepare_shards(recipe, world)
-    _span(bundle, recipe, grid.peers, together)
+    # BatchNorm in helpers always spans the global batch; in the student where `train.sync_bn` asks for it.
+    strategy.span_batchnorm(bundle.helpers)
+    strategy.sync_batchnorm(bundle.student)
     stored = None
     if cached:
         stored = open_cached_teacher(
@@ -117,7 +116,7 @@ def distillation_task(
         r=chosen.r,
         classification=Classification(recipe.train.label_smoothing, len(classes)),
         source=stored or relayed or Live(teacher),
-        spread=_spread(recipe, chosen, sets.unit, grid.peers, together),
+        spread=_spread(chosen, strategy),
         device=world.device,
         per_epoch=plan.per_epoch,
         teacher=teacher if here else None,
@@ -134,13 +133,13 @@ def distillation_task(
         teacher_top1=score.accuracy if score else None,
         evaluates=not stage.name,
         feed=stored.feed if stored and grid.ends else unchanged,
-        together=together,
+        spans_devices=stages is not None and len({*stages.devices, world.device}) > 1,
         cut=Cut(
             "student",
             {"taps": True} if bundle.taps else {},
             Bundle.after,
             reads_images=stored is None and relayed is None,
-            ahead=relayed.ahead if relayed else None,
+            prefetch=relayed.ahead if relayed else None,
         ),
     )
 
@@ -163,27 +162,20 @@ def _parts(
     ]
 
 
-def _spread(recipe: Recipe, chosen: Chosen, unit: int, world: World, together: Together | None) -> Spread:
+def _spread(chosen: Chosen, strategy: Strategy) -> Spread:
     """Where losses that relate samples find all of them."""
-    if together is not None and any(part.method.scope == "global_batch" for part in chosen.parts):
-        return OverShards(together)
-    parts = [spread.own_share(recipe, rank, world.size, unit) for rank in range(world.size)]
-    return Gathered(world, [part.stop - part.start for part in parts])
-
-
-def _span(bundle: Bundle, recipe: Recipe, world: World, together: Together | None) -> None:
-    """BatchNorm in helpers always spans the global batch; in the student where `train.sync_bn` asks for it."""
-    if together is not None and together.shards > 1:
-        spread.over_shards(bundle.helpers, together)
-    elif together is None and world.size > 1:
-        over_everybody(bundle.helpers, world_total(world))
-    spread.span_norms(bundle.student, recipe, world, together)
+    spanning = any(part.method.scope == "global_batch" for part in chosen.parts)
+    if strategy.lockstep is not None and spanning:
+        return OverShards(strategy.lockstep)
+    peers = strategy.grid.peers
+    slices = [strategy.batch_slice(replica) for replica in range(peers.size)]
+    return Gathered(peers, [each.stop - each.start for each in slices])
 
 
 def check_fit(recipe: Recipe, student: nn.Module, teachers: list[Loaded], size: int, world: World) -> None:
     """Raises a `UserError` if a method cannot work with this student and these teachers."""
     chosen = choose(recipe.distill)
-    _refuse_misfits(recipe, chosen, Stage(), world)
+    _refuse_misfits(recipe, chosen, Stage(), strategy_class(recipe, world.size))
     _Pair.of(recipe, chosen, student, teachers, size, world).bundle(recipe.run.seed, True, world)
 
 
@@ -324,16 +316,16 @@ def _identity(teacher: Teacher, teachers: list[Loaded], weights: str) -> str:
 
 
 def _teacher(
-    recipe: Recipe, chosen: Chosen, pair: _Pair, teachers: list[Loaded], world: World, compiled: bool
+    strategy: Strategy, chosen: Chosen, pair: _Pair, teachers: list[Loaded], compiled: bool
 ) -> Teacher:
+    recipe = strategy.recipe
     distill = recipe.distill
     wanted = recipe.train.precision if distill.teacher_precision == "auto" else distill.teacher_precision
-    precision = prepare.precision(replace(recipe, train=replace(recipe.train, precision=wanted)), world)
     return Teacher(
         pair.teachers,
-        world.device,
+        strategy.world.device,
         taps=pair.teacher_taps,
-        autocast=precision,
+        autocast=strategy.precision(wanted),
         rule=distill.ensemble,
         shares=distill.shares or (1.0,) * len(teachers),
         temperature=chosen.T,
@@ -342,18 +334,18 @@ def _teacher(
 
 
 def _cuts(
-    pair: _Pair, teachers: list[Loaded], stages: Stages, recipe: Recipe, size: int, display: Display
+    pair: _Pair, teachers: list[Loaded], stages: Stages, strategy: Strategy, size: int, display: Display
 ) -> list[list[Segment]]:
     """Of each teacher, while its weights are as they were loaded: a trace knows no autocast."""
     return [
-        cut_teacher(module, each.name, bool(pair.teacher_taps), stages, recipe, size, display)
+        cut_teacher(module, each.name, bool(pair.teacher_taps), stages, strategy, size, display)
         for module, each in zip(pair.teachers, teachers, strict=True)
     ]
 
 
 def _stages_words(teachers: list[Loaded], stages: Stages, cuts: list[list[Segment]]) -> list[str]:
     return [
-        f"teacher {each.name} {stages.words}: {stage_words(segments)}"
+        f"teacher {each.name} {stages.words}: {describe_stages(segments)}"
         for each, segments in zip(teachers, cuts, strict=True)
     ]
 
@@ -366,24 +358,23 @@ def _method_words(chosen: Chosen, stage: Stage) -> str:
     return opening + " + ".join(terms) + (f", T = {chosen.T:g}" if tempered else "")
 
 
-def _refuse_misfits(recipe: Recipe, chosen: Chosen, stage: Stage, world: World) -> None:
+def _refuse_misfits(recipe: Recipe, chosen: Chosen, stage: Stage, strategy: type[Strategy]) -> None:
     """What the recipe alone, with the number of processes, rules out."""
-    if resolve_layout(recipe.parallel.layout, world) == "dp":
+    if strategy.why_no_teacher:
         raise UserError(
-            "parallel.layout = dp: DataParallel would run the teacher and all losses on GPU 0",
-            "use --parallel.layout ddp",
+            f"parallel.layout = {strategy.name}: {strategy.why_no_teacher}", "use --parallel.layout ddp"
         )
     spanning = [part.name for part in chosen.parts if part.method.scope == "global_batch"]
-    if spanning and recipe.parallel.layout in STAGED:
+    if spanning and strategy.staged:
         raise UserError(
-            f"parallel.layout = {recipe.parallel.layout}: {', '.join(spanning)} relates all samples of the global "
+            f"parallel.layout = {strategy.name}: {', '.join(spanning)} relates all samples of the global "
             "batch to each other, and micro-batches would hide them from each other",
             "use --parallel.layout ddp, or a method of single samples",
         )
     initial = [stage.name] if stage.name else [name for name, epochs in chosen.initial if epochs]
-    if initial and recipe.parallel.layout in STAGED:
+    if initial and strategy.staged:
         raise UserError(
-            f"parallel.layout = {recipe.parallel.layout}: {', '.join(initial)} has an "
+            f"parallel.layout = {strategy.name}: {', '.join(initial)} has an "
             "initial stage of its own, which trains other parts of the student",
             "use --parallel.layout ddp, or another method",
         )

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import torch
 
-from drumline.config.layouts import STAGED
+from drumline.config.layouts import layout_named, uses_stages
 from drumline.config.recipe import Recipe
 from drumline.config.rendezvous import parse_rendezvous, variables_missing
 from drumline.core import heartbeat
@@ -62,7 +62,7 @@ def local_processes(recipe: Recipe, device_type: str) -> int:
     """How many processes this machine starts."""
     if recipe.parallel.processes != "auto":
         return recipe.parallel.processes
-    if device_type == "cpu" or recipe.parallel.layout in ("single", "dp"):
+    if device_type == "cpu" or layout_named(recipe.parallel.layout).one_process:
         return 1
     return max(1, torch.cuda.device_count())
 
@@ -186,7 +186,7 @@ def cuda_settings(recipe: Recipe) -> dict[str, str]:
         settings["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         # NVLink's in-switch reduction adds in an order that differs between calls.
         settings["NCCL_NVLS_ENABLE"] = "0"
-    if {recipe.parallel.layout, recipe.distill.teacher_layout} & set(STAGED):
+    if uses_stages(recipe):
         # Each place has five streams. CUDA gives a GPU eight queues unless told otherwise, and streams that share
         # one wait for each other.
         settings["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"

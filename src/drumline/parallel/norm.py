@@ -1,12 +1,17 @@
-"""BatchNorm whose statistics in training are those of the global batch, on any device and in strict mode.
+"""BatchNorm over the global batch, on any device and in strict mode; and what BatchNorm does with few samples.
 
-Promises: forward and backward of one BatchNorm over all samples, however they are spread; the running statistics are
-the same on every process. Refuses layers that are more than a BatchNorm: replacing them would change the network.
+Promises: forward and backward equal one BatchNorm over all samples, however they are divided; the running statistics
+are the same on every process. Refuses layers that are more than a BatchNorm: replacing them would change the network.
+A run whose BatchNorm would see one value per channel ends before its first step, naming the field that causes it and
+a remedy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -16,10 +21,15 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from drumline.core.errors import UserError
+from drumline.core.text import counted
 from drumline.parallel.world import World
 
 Total = Callable[[Tensor], Tensor]
-"""The element-wise sum over everybody who computes, as a new tensor."""
+"""The element-wise sum over all who compute, as a new tensor."""
+FEW = 8
+"""Fewer samples than this make a noisy mean and variance."""
+_ONE_VALUE = "more than 1 value per channel when training"
+"""From torch's own message."""
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -131,3 +141,63 @@ def over_everybody(
 def _own_forward(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
     """Whether a layer of a user's or a library's own would have to be replaced: it is derived from such a kind."""
     return isinstance(module, kinds) and type(module) not in PLAIN
+
+
+@dataclass(frozen=True)
+class SmallestBatch:
+    """The smallest batch that goes through a model at once, the fields that decide it, and how to enlarge it."""
+
+    samples: int
+    why: str
+    fix: str
+
+    @staticmethod
+    def of_processes(samples: int, batch: int, processes: int) -> SmallestBatch:
+        """Of a global batch divided over processes, or not at all."""
+        if processes > 1:
+            return SmallestBatch(
+                samples,
+                f"with data.batch = {batch}, one of {processes} processes gets only {counted(samples, 'sample')}",
+                "use a larger --data.batch, fewer processes, or --train.sync_bn",
+            )
+        return SmallestBatch(
+            samples,
+            f"data.batch = {batch}",
+            f"use a larger --data.batch ({FEW} or more), or a model without BatchNorm",
+        )
+
+
+@contextmanager
+def explain_one_value(smallest: SmallestBatch) -> Iterator[None]:
+    """Explains torch's refusal to train BatchNorm on one value per channel."""
+    try:
+        yield
+    except ValueError as error:
+        cause: BaseException | None = error
+        while cause is not None and _ONE_VALUE not in str(cause):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        found = re.search(r"Size\(\[([\d, ]+)\]\)", str(cause))
+        given = f", {found[1].replace(', ', ' x ')}" if found else ""
+        what = f"BatchNorm cannot train on one value per channel (a sample of 1 x 1 pixels{given})"
+        if smallest.samples > 1:
+            raise UserError(what, "let the model give its BatchNorm layers more than one sample") from error
+        raise UserError(f"{smallest.why}: {what}", smallest.fix) from error
+
+
+def few_samples(module: nn.Module, smallest: SmallestBatch) -> str:
+    """A warning where BatchNorm computes its statistics from few samples; else empty."""
+    norms = sum(
+        layer.training
+        and isinstance(layer, _BatchNorm)
+        and not isinstance(layer, WorldNorm | nn.SyncBatchNorm)
+        for layer in module.modules()
+    )
+    if not norms or smallest.samples >= FEW:
+        return ""
+    samples = counted(smallest.samples, "sample")
+    return (
+        f"WARNING: {smallest.why}: BatchNorm ({counted(norms, 'layer')}) computes its statistics from {samples}, "
+        f"which is noisy; {smallest.fix}"
+    )

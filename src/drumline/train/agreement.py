@@ -29,7 +29,7 @@ from drumline.data.sources import Dataset, EncodedDataset
 from drumline.parallel.world import World
 from drumline.state.folder import changed_environment
 from drumline.state.provenance import describe_environment, software
-from drumline.train.prepare import Sets
+from drumline.train.sets import Sets
 
 OF_THE_MACHINE = frozenset(
     (

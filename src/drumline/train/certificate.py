@@ -1,9 +1,9 @@
 """The certificate of a layout: before training, one step on the user's own model and batch is compared with plain
 accumulation over the same micro-batches in one process.
 
-Promises: the reference leaves the model as it was; what differs by more than rounding stops the run and is named, the
-first in the order of the data's way through the model; what differs by rounding is told by its size. Only the
-reference computes: the rest is pure. Nothing here runs inside training.
+Promises: the reference leaves the model as it was; a difference larger than rounding stops the run and is named, the
+first one in the order in which data passes through the model; a difference of rounding is reported with its size.
+Only `reference` computes; everything else is pure. Nothing here runs during training.
 """
 
 from __future__ import annotations
@@ -37,8 +37,12 @@ class Certificate:
 
     verdicts: tuple[Verdict, ...]
     micro_batches: int
-    layout: str = ""
-    """In the user's words, for the file."""
+    """Over all replicas."""
+    layout: str
+    description: str
+    """The layout in one line."""
+    hint: str = ""
+    """What to look for first where a gradient is wrong."""
 
     @property
     def passes(self) -> bool:
@@ -92,13 +96,11 @@ def summary(certificate: Certificate) -> str:
     numbers = [row for verdict in certificate.verdicts for row in verdict.rows]
     if not certificate.passes or not all(row.finite for row in numbers):
         return ""
-    layout = certificate.layout.removeprefix("layout ").partition(" ")[0].rstrip(":")
-    name = layout.upper() if layout in ("ddp", "fsdp") else layout
-    return f"{name} check passed: gradients match one process"
+    return f"{certificate.layout} check passed: gradients match one process"
 
 
-def words(certificate: Certificate) -> str:
-    """All of it, for the log."""
+def message(certificate: Certificate) -> str:
+    """The whole result in one line, for the log."""
     parts = [_verdict_words(verdict, certificate.micro_batches) for verdict in certificate.verdicts]
     return "certificate: " + "; ".join(part for part in parts if part)
 
@@ -109,9 +111,9 @@ def as_json(certificate: Certificate) -> str:
         json.dumps(
             {
                 "passes": certificate.passes,
-                "layout": certificate.layout,
+                "layout": certificate.description,
                 "micro_batches": certificate.micro_batches,
-                "words": words(certificate),
+                "words": message(certificate),
                 "comparisons": [_verdict_json(verdict) for verdict in certificate.verdicts],
             },
             indent=1,
@@ -126,7 +128,7 @@ def refuse(certificate: Certificate) -> UserError | None:
     for verdict in certificate.verdicts:
         if (row := verdict.first_wrong) is not None:
             told = _wrong_words(verdict, row, certificate.micro_batches)
-            return UserError(told, _fix(verdict, row, certificate.layout))
+            return UserError(told, _fix(verdict, row, certificate.hint))
     return None
 
 
@@ -185,7 +187,7 @@ def _wrong_words(verdict: Verdict, row: Row, micro_batches: int) -> str:
     return f"certificate: the {told}; {others}"
 
 
-def _fix(verdict: Verdict, row: Row, layout: str) -> str:
+def _fix(verdict: Verdict, row: Row, hint: str) -> str:
     end = "certificate.json in the run folder has every number; parallel.layout = single lays nothing out"
     if verdict.claim.exact:
         return f"look for code in forward that writes it, or assigns another tensor in its place; {end}"
@@ -193,11 +195,8 @@ def _fix(verdict: Verdict, row: Row, layout: str) -> str:
         return f"give every stage a part of the model: parallel.split left this one out; {end}"
     if row.scaled_by:
         return f"look for a loss or a hook that divides or multiplies by the number of micro-batches or ranks; {end}"
-    if layout.startswith("layout ddp"):
-        return (
-            "look for the name in `_ddp_params_and_buffers_to_ignore` of the model, which DDP leaves out of its "
-            f"exchange, or for a hook that reads the process's rank; {end}"
-        )
+    if hint:
+        return f"{hint}; {end}"
     return (
         "look for a forward that draws random numbers of its own, keeps something from one call to the next, writes "
         "to its input, or uses one parameter in two stages; or, in bf16, a kernel that does not repeat its own "

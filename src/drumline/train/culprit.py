@@ -8,7 +8,7 @@ loss, or a parameter's gradient; with the samples, where rows tell them apart. A
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,7 @@ from drumline.core.files import write_bytes
 from drumline.data.feed.batch import Batch
 from drumline.guards.checks.nonfinite import tensors_in
 from drumline.guards.finding import Finding
-from drumline.parallel.local import local_part
-from drumline.parallel.pipeline.pipelined import Pipelined
+from drumline.parallel.local import local_shard
 from drumline.parallel.world import World
 from drumline.train.state import TrainState
 from drumline.train.step import TrainStep
@@ -68,19 +67,17 @@ def examine(step: TrainStep, batch: Batch, index: int) -> Culprit | None:
         if not parameter.is_meta and not _finite(parameter):
             found.append(Culprit("parameter", name))
             break
-    if isinstance(step.exchange, Pipelined):
-        current = step.exchange.current
-        with _watched(module, found, current), _watched_gradients(step.exchange.named_stages(), found):
-            step.replay(batch, index, _LookingOn(step, found))
-    elif step.state.held is not None:
-        # Autograd knows the gathered parameters only, so gradients are looked at in their parts, exchanged.
-        current = {}
-        with _watched(module, found, current), _watched_gradients({0: module.named_parameters()}, found):
-            step.replay(batch, index, _LookingOn(step, found, current))
+    strategy = step.strategy
+    current: Pieces = {} if strategy.computing is None else strategy.computing
+    if stages := strategy.stage_parameters():
+        own = current if strategy.computing is None else None
+        with _watched(module, found, current), _watched_gradients(stages, found):
+            step.replay(batch, index, _LookingOn(step, found, own))
     else:
-        current = {}
         # A compiled model would not call the hooks.
-        with _watched(module, found, current), torch.compiler.set_stance("force_eager"):
+        compiled = strategy.recipe.train.compile
+        stance = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+        with _watched(module, found, current), stance:
             step.replay(batch, index, _Looking(step, found, current))
     return min(found, key=lambda culprit: culprit.order, default=None)
 
@@ -132,7 +129,7 @@ def parameter_findings(state: TrainState, step: int, fix: str) -> list[Finding]:
     """A parameter of this process that an update has left without a finite value, although the gradients were finite:
     the next step would show it, but the state is scored or saved before. Waits for the device."""
     named = [
-        (name, local_part(each.detach()))
+        (name, local_shard(each.detach()))
         for name, each in state.module.named_parameters()
         if not each.is_meta
     ]
@@ -240,7 +237,7 @@ class _Looking:
         self.current[get_ident()] = 0, batch
         outcome = step.outcome(step.state.module, batch)
         named = [(name, p) for name, p in step.state.module.named_parameters() if p.requires_grad]
-        loss = outcome.loss * (step.exchange.weight / step.global_batch)
+        loss = outcome.loss * (step.strategy.weight / step.global_batch)
         gradients = torch.autograd.grad(loss, [parameter for _, parameter in named], allow_unused=True)
         nothing = torch.zeros((), device=loss.device, requires_grad=True)
         if found:
@@ -263,4 +260,4 @@ def _rows(tensor: torch.Tensor, samples: torch.Tensor | None) -> tuple[int, ...]
 
 
 def _finite(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(local_part(tensor.detach())).all())
+    return not tensor.is_floating_point() or bool(torch.isfinite(local_shard(tensor.detach())).all())

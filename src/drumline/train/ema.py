@@ -9,26 +9,18 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from drumline.models.copies import copy_model
-from drumline.parallel.local import local_part
+from drumline.parallel.local import local_shard
 
 
 class Average:
-    """`module` is a frozen copy of the model whose state follows it with the given decay."""
+    """`module` is a frozen copy of `model`, laid out as it is, whose state follows it with the given decay."""
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self.decay = decay
-        self.module = copy_model(model).eval().requires_grad_(False)
-        self.follow(model)
-
-    def follow(self, model: nn.Module) -> None:
-        """The tensors to average from now on: to be called again when both modules have been sharded alike."""
+    def __init__(self, module: nn.Module, model: nn.Module, decay: float) -> None:
+        self.module, self.decay = module, decay
         pairs = [
-            (local_part(mine), local_part(theirs))
-            for mine, theirs in zip(
-                self.module.state_dict().values(), model.state_dict().values(), strict=True
-            )
-            if not mine.is_meta  # another process's
+            (local_shard(mine), local_shard(theirs))
+            for mine, theirs in zip(module.state_dict().values(), model.state_dict().values(), strict=True)
+            if not mine.is_meta  # belongs to another process
         ]
         assert all(mine.shape == theirs.shape for mine, theirs in pairs)
         self._floats = [pair for pair in pairs if pair[0].is_floating_point()]

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from drumline.core import arithmetic
 from drumline.core.errors import UserError
 from drumline.core.heartbeat import Phase, enter
 from drumline.data.feed.batch import Batch
@@ -24,8 +26,6 @@ from drumline.train.step import Normalise
 _FIXED_POINT = 2**24
 LARGEST_SUM = 2.0**38
 """Of the losses of a set: as fixed-point numbers they then add up within 64 bits, in any order."""
-TALLY = 6
-"""Numbers that `tally` gives."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Score:
     nonfinite: int = 0
     """Samples for which the model gave NaN or infinity."""
     agreed: int | None = None
-    """Samples for which model and teacher predict the same class; None without a teacher."""
+    """Samples whose first guess is the teacher's, where there is one."""
 
     @property
     def accuracy(self) -> float:
@@ -52,8 +52,26 @@ class Score:
 
     @property
     def agreement(self) -> float | None:
-        """Fraction of the samples for which model and teacher predict the same class."""
+        """Fraction of the samples whose first guess is the teacher's."""
         return None if self.agreed is None else self.agreed / self.samples
+
+
+class Tally(NamedTuple):
+    """Counts over samples: scalar int64 tensors, or their totals."""
+
+    samples: Any
+    top1: Any
+    """Correct at the first guess."""
+    top5: Any
+    """Correct within five."""
+    loss: Any
+    """Sum in fixed point."""
+    nonfinite: Any
+    """Samples with NaN or infinity in their logits."""
+    unsummed: Any
+    """Losses left out of the sum: too large, or not finite."""
+    agreed: Any
+    """Samples whose first guess is the teacher's."""
 
 
 @torch.inference_mode()
@@ -71,73 +89,75 @@ def evaluate(
     readers: int = 1,
     outputs: torch.Tensor | None = None,
 ) -> Score:
-    """Runs `model` (not wrapped) in eval mode over this rank's batches and adds up over the world; where it gives
-    None, another rank has the output. `teacher_predictions`: the teacher's class by sample id, to count agreement;
-    `record` takes this model's, for this rank's samples. `readers` go through the set side by side. `outputs` has the
-    model's output that each label means, where its classes have other numbers than the data's."""
+    """Runs `model` in eval mode over this rank's batches and sums over the world; where it returns None, another rank
+    has the output. `teacher_predictions` holds the teacher's class by sample id, to count agreement; `record` takes
+    this model's, for this rank's samples. `readers` go through the set at the same time. `outputs` maps each label to
+    the model's output, where its classes are numbered differently from the data's."""
     was_training = model.training
     model.eval()
-    totals = torch.zeros(TALLY + 1, dtype=torch.int64, device=world.device)
+    totals = torch.zeros(len(Tally._fields), dtype=torch.int64, device=world.device)
     most = LARGEST_SUM / samples
     done = 0
     enter(Phase.STARTING)
     for batch in batches:
         images = normalise(padded(batch.images, batch_size))
-        with torch.autocast(
-            world.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None
-        ):
+        with arithmetic.autocast(world.device, autocast):
             output = model(images)
         if output is not None:
             logits = output[: len(batch.labels)].float()
             labels = batch.labels if outputs is None else outputs[batch.labels]
-            totals[:TALLY] += tally(logits, labels, most)
-            if teacher_predictions is not None:
-                totals[TALLY] += (logits.argmax(dim=1) == teacher_predictions[batch.samples]).sum()
+            theirs = None if teacher_predictions is None else teacher_predictions[batch.samples]
+            totals += torch.stack(tally(logits, labels, most, theirs))
             if record is not None:
                 record[batch.samples] = logits.argmax(dim=1)
         done += len(batch.labels)
         watch(min(samples, done * readers))
         enter(Phase.EVALUATING)
     model.train(was_training)
-    counted, top1, top5, loss, nonfinite, unsummed, agreed = world.all_reduce(totals).tolist()
-    if counted != samples:
+    total = Tally(*world.all_reduce(totals).tolist())
+    if total.samples != samples:
         raise UserError(
-            f"guard [evaluation]: {counted:,} samples were scored, the evaluation set has {samples:,}: some "
-            f"were {'left out' if counted < samples else 'counted twice'}, and the score would not be the model's",
+            f"guard [evaluation]: {total.samples:,} samples were scored, the evaluation set has {samples:,}: some "
+            f"were {'left out' if total.samples < samples else 'counted twice'}, and the score would "
+            "not be the model's",
             "give every process the same evaluation set, and let its source give each sample exactly once",
         )
-    mean = math.nan if nonfinite or unsummed else loss / _FIXED_POINT / samples
+    mean = math.nan if total.nonfinite or total.unsummed else total.loss / _FIXED_POINT / samples
     return Score(
-        samples=counted,
-        top1=top1,
-        top5=top5,
+        samples=total.samples,
+        top1=total.top1,
+        top5=total.top5,
         loss=mean,
-        nonfinite=nonfinite,
-        agreed=None if teacher_predictions is None else agreed,
+        nonfinite=total.nonfinite,
+        agreed=None if teacher_predictions is None else total.agreed,
     )
 
 
-def tally(logits: torch.Tensor, labels: torch.Tensor, most: float = LARGEST_SUM) -> torch.Tensor:
-    """(samples, right at the first guess, right within five, fixed-point loss, rows not finite, losses left out of
-    the sum: those above `most` or not finite) as int64.
+def tally(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    most: float = LARGEST_SUM,
+    teacher: torch.Tensor | None = None,
+) -> Tally:
+    """Counts one batch. Losses above `most` are left out of the sum; `teacher` holds the teacher's first guesses.
 
-    A label's place is the number of classes ranked before it; of equal logits the lower class comes first. A
-    row that holds a NaN has no place for its label, so a broken model is never right."""
+    A label's rank is the number of classes before it; of equal logits the lower class comes first. A row that
+    contains a NaN has no rank for its label, so a broken model is never right."""
     own = logits.gather(1, labels[:, None])
     classes = torch.arange(logits.shape[1], device=logits.device)
     before = (logits > own) | ((logits == own) & (classes < labels[:, None]))
-    place = before.sum(dim=1).masked_fill(logits.isnan().any(dim=1), 5)
+    rank = before.sum(dim=1).masked_fill(logits.isnan().any(dim=1), 5)
     losses = F.cross_entropy(logits, labels, reduction="none").double()
     summed = losses <= most  # false for NaN
-    return torch.stack(
-        [
-            torch.full((), len(labels), device=logits.device),
-            (place < 1).sum(),
-            (place < 5).sum(),
-            losses.where(summed, 0).mul(_FIXED_POINT).round().long().sum(),
-            (~logits.isfinite().all(dim=1)).sum(),
-            (~summed).sum(),
-        ]
+    none = torch.zeros((), dtype=torch.int64, device=logits.device)
+    return Tally(
+        samples=torch.full((), len(labels), device=logits.device),
+        top1=(rank < 1).sum(),
+        top5=(rank < 5).sum(),
+        loss=losses.where(summed, 0).mul(_FIXED_POINT).round().long().sum(),
+        nonfinite=(~logits.isfinite().all(dim=1)).sum(),
+        unsummed=(~summed).sum(),
+        agreed=none if teacher is None else (logits.argmax(dim=1) == teacher).sum(),
     )
 
 

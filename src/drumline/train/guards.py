@@ -8,13 +8,12 @@ but after the first steps, before evaluations and before saves.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from drumline.config.layouts import STAGED
-from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.core.heartbeat import Phase, enter
 from drumline.data.feed.batch import Batch
@@ -24,14 +23,14 @@ from drumline.state.folder import resume_command
 from drumline.train import culprit
 from drumline.train.finite import advice
 from drumline.train.placed import memory_findings, memory_row, placed_findings
-from drumline.train.start import Running
+from drumline.train.run import Run
 from drumline.train.witness import Witness, state_tensors
 
 
 class Guards:
     """Those of one run. `begin` comes after the rehearsal, `before` and `after` around each step."""
 
-    def __init__(self, run: Running) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
         self.told: set[str] = set()
         """Guards that have spoken. The same on every rank."""
@@ -40,11 +39,14 @@ class Guards:
             run.world,
             run.reporter.run_log,
             run.step.finite,
-            run.grid.places,
+            run.strategy.grid.places,
         )
         self.witness.agreed = run.position.step
-        self._one_gpu_each = run.world.device.type == "cuda" and one_gpu_each(run.recipe)
-        self._stage_devices = {*run.laid.exchange.staged.devices, torch.device("meta")} if run.laid else set()
+        self._one_gpu_each = (
+            run.world.device.type == "cuda" and run.strategy.equal_memory and not run.task.spans_devices
+        )
+        # What other processes of a pipeline hold is on the meta device here.
+        self._stage_devices = {*run.strategy.devices, torch.device("meta")}
         self._own: list[Finding] = []
         self._modes = {name: part.training for name, part in run.state.module.named_modules()}
         self._samples = torch.empty(0, dtype=torch.int64)
@@ -63,7 +65,7 @@ class Guards:
     def after(self, done: int, batch: Batch, saving: bool, evaluating: bool = False) -> None:
         """After `done` steps, the last of them on `batch`. Starts a look where it is time for one, and reads the one
         that was started a step before. Where the state is about to be saved or scored, it is read at once."""
-        self._samples = batch.samples if self.run.grid.reads else batch.samples[:0]
+        self._samples = batch.samples if self.run.strategy.grid.reads else batch.samples[:0]
         if self.witness.waiting:
             self._read()
         every = self.run.recipe.guard.every
@@ -96,7 +98,7 @@ class Guards:
             return
         run = self.run
         enter(Phase.STARTING)  # going through a step again may take long
-        batch = run.rehearsal(step - 1)
+        batch = run.single_batch(step - 1)
         mine = culprit.examine(run.step, batch, step - 1)
         rank, found, theirs = culprit.agree(mine, batch, run.world)
         saved = ""
@@ -158,8 +160,7 @@ class Guards:
 
     def _own_findings(self, since: str) -> list[Finding]:
         state = self.run.state
-        # The parts of sharded parameters are the optimizer's own.
-        found = [] if state.held else optimizer_findings(state.module, state.optimizer, since)
+        found = optimizer_findings(state.strategy.named_parameters(), state.optimizer, since)
         found += placed_findings(
             state_tensors(state),
             self.run.step.objective.live(),
@@ -192,20 +193,17 @@ def as_error(finding: Finding) -> UserError:
     return UserError("\n".join(lines), f"{finding.fix}; to continue anyway, use --guard.action warn")
 
 
-def one_gpu_each(recipe: Recipe) -> bool:
-    """Whether processes should hold as much memory as each other, and each on its own GPU alone. Stages, of the model
-    or of a teacher, are unlike each other, and those of one process may lie on several."""
-    return recipe.parallel.layout not in ("dp", *STAGED) and recipe.distill.teacher_layout != "model"
-
-
-def optimizer_findings(module: nn.Module, optimizer: torch.optim.Optimizer, since: str) -> list[Finding]:
-    """Trainable parameters that no optimizer moves, and those it moves that are no part of the model."""
+def optimizer_findings(
+    parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer, since: str
+) -> list[Finding]:
+    """Trainable parameters that no optimizer moves, and those it moves that are not in the model. `parameters` are
+    the model's, as this process holds them."""
+    every = {id(parameter): (name, parameter) for name, parameter in parameters}
     named = {
-        id(parameter): name
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad and not parameter.is_meta  # another process's
+        key: name
+        for key, (name, parameter) in every.items()
+        if parameter.requires_grad and not parameter.is_meta  # belongs to another process
     }
-    every = {id(parameter) for parameter in module.parameters()}
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     outside = [name for key, name in named.items() if key not in held]
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in every]

@@ -11,7 +11,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,10 +40,9 @@ from drumline.train import broken
 from drumline.train.evaluate import Score
 from drumline.train.finite import advice
 from drumline.train.guards import Guards
-from drumline.train.norms import one_value_refused
 from drumline.train.rehearse import rehearse
+from drumline.train.run import Run
 from drumline.train.score import score_module
-from drumline.train.start import Running, start
 from drumline.train.stop import StopSign
 from drumline.train.task import Builder, classification
 
@@ -75,15 +74,15 @@ class Result:
 def train(recipe: Recipe, world: World, build: Builder = classification) -> Result:
     """Runs the recipe on the task that `build` makes of it. Every rank calls it, and every rank gets the same
     result."""
-    with _out_of_memory(world), one_value_refused(recipe, world), ExitStack() as cleanup:
-        run = start(recipe, world, build, cleanup)
+    with _out_of_memory(world), ExitStack() as cleanup:
+        run = Run(recipe, world, build, cleanup)
         if run.folder is not None:
             # However the run ends, too many broken samples included.
             cleanup.callback(_record_broken, run)
         began = time.monotonic()
         cleanup.push(partial(_record_failure, run))
         guards = Guards(run)
-        if run.moved_in:
+        if run.moved:
             run.begin()
             save(run, run.position, guards)
         with StopSign(world, guards.poll, partial(_record, run)) as stop:
@@ -115,14 +114,14 @@ def _out_of_memory(world: World) -> Iterator[None]:
         ) from error
 
 
-def take_steps(run: Running, stop: StopSign, guards: Guards) -> tuple[Position, Score | None]:
+def take_steps(run: Run, stop: StopSign, guards: Guards) -> tuple[Position, Score | None]:
     """Every step that is left, or those until somebody asks to stop."""
     recipe, plan, reporter, position = run.recipe, run.plan, run.reporter, run.position
     score: Score | None = None
     if position.step >= plan.total:
         run.begin()
         return position, score
-    rehearse(run, run.rehearsal(position.step))
+    rehearse(run, run.single_batch(position.step))
     run.begin()
     guards.begin()
     with closing(run.batches(position.step, plan.total)) as batches:
@@ -134,13 +133,13 @@ def take_steps(run: Running, stop: StopSign, guards: Guards) -> tuple[Position, 
         for index in range(position.step, plan.total):
             rate = plan.schedule(index)
             guards.before(index)
-            if run.picture is not None:
-                run.picture.before(index)
+            if run.timeline is not None:
+                run.timeline.before(index)
             clock.step_begin()
             run.step(batch, index, rate)
             clock.step_end()
-            if run.picture is not None:
-                run.picture.after(index)
+            if run.timeline is not None:
+                run.timeline.after(index)
 
             done = index + 1
             position = replace(position, step=done)
@@ -185,7 +184,7 @@ def take_steps(run: Running, stop: StopSign, guards: Guards) -> tuple[Position, 
     return position, score
 
 
-def evaluate_run(run: Running, position: Position) -> tuple[Score, Position]:
+def evaluate_run(run: Run, position: Position) -> tuple[Score, Position]:
     """Scores the model (and its average, which then counts), and remembers the best."""
     run.reporter.drain()
     score, average = scores = score_model(run)
@@ -205,7 +204,7 @@ def evaluate_run(run: Running, position: Position) -> tuple[Score, Position]:
     return counts, position
 
 
-def _nonfinite_weights(run: Running) -> bool:
+def _nonfinite_weights(run: Run) -> bool:
     """Whether weights that scored well are not finite (a ReLU hides -inf, for one), which is said: they are nobody's
     best. Every rank calls it."""
     names = sorted({name for names in run.world.all_gather_object(run.state.nonfinite()) for name in names})
@@ -223,33 +222,35 @@ def counting(scores: tuple[Score, Score | None]) -> Score:
     return average or score
 
 
-def score_model(run: Running) -> tuple[Score, Score | None]:
+def score_model(run: Run) -> tuple[Score, Score | None]:
     """The model's score on the evaluation set, and its average's if there is one."""
 
-    def scored(module: nn.Module) -> Score:
+    def score_of(module: nn.Module) -> Score:
         watch = partial(run.reporter.display.evaluation, total=len(run.sets.eval))
-        scorable = run.laid.chain(module) if run.laid else module
-        with _whole(run, module):
+        grid = run.strategy.grid
+        with run.strategy.evaluation(module) as scored:
             return score_module(
-                scorable,
+                scored,
                 run.sets,
                 run.recipe,
-                run.grid,
+                grid,
                 watch,
                 teacher_predictions=run.task.teacher_predictions,
+                blank=not grid.reads,
+                autocast=run.step.autocast,
             )
 
     average = run.state.average
-    return scored(run.state.model), scored(average.module) if average else None
+    return score_of(run.state.model), score_of(average.module) if average else None
 
 
-def save(run: Running, position: Position, guards: Guards, must: bool = False) -> None:
+def save(run: Run, position: Position, guards: Guards, must: bool = False) -> None:
     """Looks at what is to be saved, says what is still to be said, then hands a snapshot to the writer. The last one
     and a new best `must` be saved, as does what a stop asks for; others are skipped while the disk is busy."""
     enter(Phase.SAVING)
     guards.before_save(position.step)
     run.reporter.drain()
-    memory = run.task.objective.collect() if run.grid.ends else {}
+    memory = run.task.objective.collect() if run.strategy.grid.ends else {}
     scaler = run.state.scaler.state_dict() if run.state.scaler.is_enabled() else {}
     position = replace(position, scaler=scaler)
     must = must or position.step in (position.best_step, run.plan.total)
@@ -257,53 +258,41 @@ def save(run: Running, position: Position, guards: Guards, must: bool = False) -
     if run.recipe.checkpoint.sharded:
         _save_sharded(run, position, whole, must)
     else:
-        groups = run.holding.collect(run.state.tensors() | whole)
+        groups = run.strategy.gather(run.state.tensors() | whole)
         if run.manager is not None:
             run.manager.save(groups, position, must)
     run.reporter.pause(position.step)
 
 
-def _save_sharded(run: Running, position: Position, whole: Groups, must: bool) -> None:
+def _save_sharded(run: Run, position: Position, whole: Groups, must: bool) -> None:
     """Every process its own; rank 0 makes a checkpoint of them."""
-    from drumline.parallel.fsdp import local_shards
-
     temporary = run.world.broadcast_object(run.manager.begin_sharded(position, must) if run.manager else None)
     if temporary is None:
         return
-    shards = local_shards(run.state.tensors(), run.world)
+    shards = run.strategy.shards(run.state.tensors())
     if run.manager is not None:
         run.manager.save_sharded(temporary, shards, run.world.size, position, whole)
     elif run.shard_writer is not None:
         run.shard_writer.save(temporary, shards, run.world.rank, run.world.size)
 
 
-def _whole(run: Running, module: nn.Module) -> AbstractContextManager[None]:
-    """Where the module is sharded, every process holds all of it meanwhile: some have more batches than others."""
-    if run.state.held is None:
-        return nullcontext()
-    from drumline.parallel.fsdp import gathered
-
-    # A model inside a larger module: its outermost parameters are gathered by that one.
-    return gathered(run.state.module if module is run.state.model else module)
-
-
-def tell_broken(run: Running) -> None:
+def tell_broken(run: Run) -> None:
     """Says which samples could not be read; `broken.record` lists all of them in the run folder."""
     broken.agree(run.sets.bad, run.world)
     for word in broken.words(run.sets.bad):
         run.log(word)
 
 
-def _record_broken(run: Running) -> None:
+def _record_broken(run: Run) -> None:
     if run.output is not None and run.output.begun:
         broken.record(run.sets.bad, run.output.folder.path)
 
 
-def export(run: Running, position: Position) -> None:
+def export(run: Run, position: Position) -> None:
     """Plain weights of the last and of the best model (the averaged ones where there is an average)."""
     average = run.state.average
     last = run.state.tensors()["average" if average else "model"]
-    last = run.holding.collect({"last": last}).get("last", {})
+    last = run.strategy.gather({"last": last}).get("last", {})
     if run.folder is None or run.manager is None:
         return
     run.manager.wait()
@@ -345,7 +334,7 @@ def _remove_replaced(weights: Path) -> None:
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def _closing_words(run: Running, result: Result, stopped_by: str, seconds: float) -> str:
+def _closing_words(run: Run, result: Result, stopped_by: str, seconds: float) -> str:
     """The last line of a run: what was reached, where it is, and what to do next."""
     score = "not evaluated"
     if result.top1 is not None:
@@ -367,7 +356,7 @@ def _closing_words(run: Running, result: Result, stopped_by: str, seconds: float
     )
 
 
-def _record(run: Running, text: str) -> None:
+def _record(run: Run, text: str) -> None:
     """For a signal handler: straight into the file."""
     if run.output is not None and run.output.begun:
         with suppress(Superseded, OSError):
@@ -375,7 +364,7 @@ def _record(run: Running, text: str) -> None:
             text_log.append_entry(run.output.folder.path, text)
 
 
-def _record_failure(run: Running, kind: object, error: BaseException | None, trace: object) -> None:
+def _record_failure(run: Run, kind: object, error: BaseException | None, trace: object) -> None:
     """Our launcher records why its workers ended, also when it is another rank that failed."""
     if error is not None and LAUNCHER not in os.environ:
         run.reporter.failed(error)
@@ -386,7 +375,7 @@ def _copy(source: Path, expected: dict[str, Any], target: Path) -> None:
     verify_file(target, expected["bytes"], expected["sha256"])
 
 
-def _result(run: Running, position: Position, score: Score | None) -> Result:
+def _result(run: Run, position: Position, score: Score | None) -> Result:
     per_epoch, judged = run.plan.per_epoch, position.best_step >= 0
     return Result(
         run=run.world.broadcast_object(str(run.folder.path) if run.folder else ""),

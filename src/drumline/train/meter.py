@@ -35,23 +35,33 @@ class Reading:
         return self.correct / max(1, self.samples)
 
 
-class MeterReader:
-    """Reads a step's `meter` every so often."""
+class Meter:
+    """Running sums on the device. The fields are views of `sums`, one vector, so that reading them is one copy."""
 
-    def __init__(self, meter: torch.Tensor, world: World) -> None:
+    def __init__(self, terms: int, device: torch.device) -> None:
+        self.sums = torch.zeros(3 + terms, dtype=torch.float64, device=device)
+        self.loss, self.correct, self.samples = self.sums[:3].unbind()
+        self.terms = self.sums[3:]
+        """The objective's own terms."""
+
+
+class MeterReader:
+    """Reads a step's meter from time to time."""
+
+    def __init__(self, meter: Meter, world: World) -> None:
         self.meter, self.world = meter, world
         self._waiting: deque[tuple[int, HostCopy]] = deque()
         self._glances: deque[tuple[int, HostCopy]] = deque()
 
     def request(self, step: int) -> None:
         """Adds the meter up over the ranks, starts its copy to the host and sets it to zero."""
-        sums = self.world.all_reduce(self.meter.clone())
-        self.meter.zero_()
+        sums = self.world.all_reduce(self.meter.sums.clone())
+        self.meter.sums.zero_()
         self._waiting.append((step, HostCopy(sums)))
 
     def glance(self, step: int) -> None:
         """Starts a copy of the sums so far and leaves the meter as it is. Every rank calls it at the same step."""
-        self._glances.append((step, HostCopy(self.world.all_reduce(self.meter.clone()))))
+        self._glances.append((step, HostCopy(self.world.all_reduce(self.meter.sums.clone()))))
 
     def glanced(self) -> Reading | None:
         """The newest glance that has arrived since the last call. Never waits."""

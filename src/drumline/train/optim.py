@@ -16,13 +16,16 @@ from torch import nn
 from drumline.config.recipe import Optim
 from drumline.core.compiler import EagerOptimizer, eager_step
 
+Norms = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor]
+"""The norms of whole tensors, given what this process holds of them and the parameters they belong to."""
+
 
 def build_optimizer(
-    optim: Optim, model: nn.Module, lr: torch.Tensor, held: Iterable[nn.Parameter] | None = None
+    optim: Optim, parameters: Iterable[nn.Parameter], lr: torch.Tensor, norms: Norms | None = None
 ) -> torch.optim.Optimizer:
-    """The recipe's optimizer over every trainable parameter; `lr` is the tensor the loop writes rates into. `held`
-    are the parameters as this process holds them, where those are not the model's own."""
-    groups = by_device(parameter_groups(optim, model.parameters() if held is None else held), lr)
+    """The recipe's optimizer over the trainable ones of these parameters; `lr` is the tensor that the loop writes
+    rates into. `norms` computes what LARS and LAMB scale by, where parameters are sharded."""
+    groups = by_device(parameter_groups(optim, parameters), lr)
     optimizer: torch.optim.Optimizer
     if optim.name == "sgd":
         optimizer = SGD(groups, lr=lr, momentum=optim.momentum, nesterov=optim.nesterov, fused=True)
@@ -36,6 +39,8 @@ def build_optimizer(
     else:
         optimizer = LAMB(groups, lr=lr, betas=optim.betas, eps=optim.eps)
         slots = ("step", "exp_avg", "exp_avg_sq")
+    if isinstance(optimizer, DeviceRate) and norms is not None:
+        optimizer.norms = norms
     for parameter in _parameters(optimizer):
         optimizer.state[parameter] = {slot: _slot(slot, parameter) for slot in slots}
     return optimizer
@@ -100,10 +105,7 @@ class DeviceRate(EagerOptimizer):
     (`GradScaler` sets `grad_scale` and `found_inf`; a step with an infinite gradient must change nothing)."""
 
     _step_supports_amp_scaling = True
-    norms: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor] = staticmethod(
-        whole_norms
-    )
-    """The lengths of whole tensors, given those held here and the parameters they belong to."""
+    norms: Norms = staticmethod(whole_norms)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

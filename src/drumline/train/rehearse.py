@@ -1,8 +1,8 @@
-"""The first step, once without effect, before a run takes it: what it finds is said, and what it proves is stored.
+"""Tries the first step without effect before a run takes it.
 
-Promises: afterwards the run is as it was. Compiled code, gradient buckets and library workspaces are made; parameters
-without a gradient and random numbers that no seed reaches are told; the layout has its certificate; where that is
-possible, the step is recorded as a CUDA graph.
+Promises: afterwards the run is as it was. Compiled code, gradient buckets and library workspaces exist; parameters
+without a gradient and random numbers that no seed reaches are reported; the layout has its certificate; the step is
+recorded as a CUDA graph where that is possible.
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ from torch import nn
 
 from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch
-from drumline.parallel.layout import Recorded, resolve_layout
-from drumline.parallel.pipeline.instructions import Span
-from drumline.train import prepare
-from drumline.train.prove import prove, prove_replicated, prove_sharded
-from drumline.train.start import Running
+from drumline.train.prove import prove
+from drumline.train.run import Run
 from drumline.train.step import NotCapturable
 
 
-def rehearse(run: Running, batch: Batch) -> None:
+def rehearse(run: Run, batch: Batch) -> None:
     """Runs the first step once without effect, and records it as a CUDA graph where that is possible."""
     if run.recipe.train.compile:
         run.log("compiling the model; the first steps take a while")
@@ -42,56 +39,55 @@ def rehearse(run: Running, batch: Batch) -> None:
         ) from error
     _check_gradients(run)
     _check_draws(run)
-    _prove(run, batch)
-    captured, why_not = prepare.captures(run.recipe, run.world)
-    if captured:
+    if run.strategy.certified:
+        prove(run.step, batch, run.position.step, run.folder.path if run.folder else None, run.log)
+    why_not = why_not_captured(run)
+    if not why_not:
         try:
             run.step.capture(batch)
         except NotCapturable as reason:
-            captured, why_not = False, f"the model cannot be captured ({reason})"
+            why_not = f"the model cannot be captured ({reason})"
             if run.recipe.train.capture == "on":
                 raise UserError(f"train.capture = on: {why_not}", "use auto or off") from reason
-    if run.picture is not None and not captured:
-        if isinstance(run.step.exchange, Recorded):
-            run.picture.expect_alike(_recorded(run, run.step.exchange, batch))
-        run.picture.follow(run.position.step)
+    if run.timeline is not None and why_not:
+        with run.timeline.recording():
+            run.step.replay(batch, run.position.step)
+        run.timeline.predict()
+        run.timeline.begin(run.position.step)
     if run.world.device.type == "cuda":
-        run.log("the whole step runs as one CUDA graph" if captured else f"no CUDA graph: {why_not}")
+        run.log(f"no CUDA graph: {why_not}" if why_not else "the whole step runs as one CUDA graph")
 
 
-def _prove(run: Running, batch: Batch) -> None:
-    """The certificate of the layout. Strict mode proves itself: its bits are those of one process."""
-    folder = run.folder.path if run.folder else None
-    index, accumulate = run.position.step, run.recipe.train.accumulate
-    if run.laid is not None:
-        spans = prove(run.laid, run.step, batch, index, run.holding, folder, run.log)
-        assert run.picture is not None
-        run.picture.expect(run.laid.exchange.lists, spans)
-    elif run.twin:
-        prove_sharded(run.twin.pop(), run.step, batch, index, accumulate, run.holding, folder, run.log)
-    elif run.world.size > 1 and not run.recipe.run.strict:
-        prove_replicated(run.step, batch, index, accumulate, folder, run.log)
-
-
-def _recorded(run: Running, exchange: Recorded, batch: Batch) -> list[Span]:
-    """When this process does what, in a step as it will be taken: the certificate's is not compiled."""
-    exchange.recording = True
-    run.step.replay(batch, run.position.step)
-    exchange.recording = False
-    return exchange.spans()
+def why_not_captured(run: Run) -> str:
+    """Why the step is not recorded as a CUDA graph; empty where it can be."""
+    recipe = run.recipe
+    if recipe.train.capture == "off":
+        return "train.capture = off"
+    reason = ""
+    if run.world.device.type != "cuda":
+        reason = "no GPU"
+    elif not (reason := run.strategy.why_not_captured()):
+        if run.task.spans_devices:
+            reason = "the teacher spans several GPUs"
+        elif recipe.train.gradient_checkpointing:
+            reason = "gradient checkpointing saves and restores generator states on the host"
+    if reason and recipe.train.capture == "on":
+        raise UserError(f"train.capture = on is not possible: {reason}", "use auto or off")
+    return reason
 
 
 @contextmanager
-def _sparse_gradients(run: Running) -> Iterator[list[str]]:
-    """Collects the parameters whose gradients come sparse. Not of a model that this step compiles: with the hooks."""
+def _sparse_gradients(run: Run) -> Iterator[list[str]]:
+    """Collects the parameters whose gradients are sparse. Not of a compiled model, which would compile the hooks,
+    too."""
     found: list[str] = []
 
-    def looked(name: str, gradient: torch.Tensor) -> None:
+    def check(name: str, gradient: torch.Tensor) -> None:
         if gradient.layout != torch.strided:
             found.append(name)
 
     handles = [
-        parameter.register_hook(partial(looked, name))
+        parameter.register_hook(partial(check, name))
         for name, parameter in run.state.module.named_parameters()
         if parameter.requires_grad and not parameter.is_meta and not run.recipe.train.compile
     ]
@@ -103,7 +99,7 @@ def _sparse_gradients(run: Running) -> Iterator[list[str]]:
 
 
 def _sparse_layers(module: nn.Module) -> list[str]:
-    """What a layer says of itself, where gradients are of other tensors than its parameters (FSDP)."""
+    """What the layers say of themselves, where gradients belong to tensors that are not their parameters (FSDP)."""
     return [
         f"{name}.weight"
         for name, part in module.named_modules()
@@ -119,25 +115,23 @@ def _no_sparse(names: list[str]) -> UserError:
     )
 
 
-def _check_gradients(run: Running) -> None:
-    """Names parameters that the rehearsed step left without a gradient: DDP would wait for them for ever."""
-    idle = run.step.without_gradient
-    if run.laid is not None:
-        idle = [name for names in run.world.all_gather_object(idle)[: run.grid.places] for name in names]
+def _check_gradients(run: Run) -> None:
+    """Reports parameters that the rehearsed step left without a gradient. All processes call it."""
+    every = run.world.all_gather_object(run.step.without_gradient)
+    idle = list(dict.fromkeys(name for names in every for name in names))
     if not idle:
         return
-    names = ", ".join(idle[:5])
-    what = f"{len(idle)} trainable parameter(s) got no gradient: {names}"
-    if resolve_layout(run.recipe.parallel.layout, run.world) == "ddp" and not run.recipe.run.strict:
+    what = f"{len(idle)} trainable parameter(s) got no gradient: {', '.join(idle[:5])}"
+    if run.strategy.needs_all_gradients:
         raise UserError(
-            f"{what}; several processes cannot exchange gradients that some never have",
+            f"{what}; processes cannot exchange gradients that some never have",
             "use them in forward, remove them, or set requires_grad_(False) on them",
         )
     run.log(f"WARNING: {what}. They are never trained")
 
 
-def _check_draws(run: Running) -> None:
-    """Says when the model draws numbers that cannot be drawn again, in whichever process its stage is."""
+def _check_draws(run: Run) -> None:
+    """Reports a model that draws numbers which cannot be drawn again. All processes call it."""
     if not any(run.world.all_gather_object(run.step.draws_elsewhere)):
         return
     what = "the model draws from Python's `random` or from `numpy.random`, which no seed of the run reaches"

@@ -1,7 +1,7 @@
-"""Goes on from a checkpoint: rank 0 reads it, every process takes up what it holds.
+"""Resumes from a checkpoint: rank 0 reads it, and every process restores what it holds.
 
-Promises: what does not fit this recipe is refused before a byte is written; other settings and another set-up are
-told, and refused where the same bits were promised.
+Promises: a checkpoint that does not fit this recipe is refused before a byte is written; different settings and a
+different environment are logged, and refused where the same bits were promised.
 """
 
 from __future__ import annotations
@@ -14,32 +14,31 @@ import torch
 
 from drumline.config.recipe import Recipe
 from drumline.config.toml import dump_recipe
+from drumline.core.arithmetic import threads_per_process
 from drumline.core.errors import UserError
 from drumline.core.files import CorruptError
 from drumline.data.classes import describe_difference
 from drumline.data.identity import changed_samples
-from drumline.parallel.holding import Holding, Parts
 from drumline.parallel.world import World
 from drumline.state.checkpoint import read_checkpoint
 from drumline.state.folder import changed_environment, changed_settings, repeatable
 from drumline.state.manifest import Position, read_manifest
 from drumline.state.model_record import ModelRecord, record_of
-from drumline.train import prepare
+from drumline.train.plan import Plan
 from drumline.train.state import TrainState
 from drumline.train.task import Task
 
 
-def take_up(
+def restore(
     recipe: Recipe,
-    plan: prepare.Plan,
+    plan: Plan,
     state: TrainState,
     task: Task,
     checkpoint: Path,
-    world: World,
     environment: dict[str, Any],
-    holding: Holding,
 ) -> tuple[Position, list[str]]:
-    """Loads on rank 0, and gives every rank what it holds of it."""
+    """Loads on rank 0 and scatters. Returns the position, and messages about what differs."""
+    strategy, world = state.strategy, state.strategy.world
     live = state.tensors()
     groups: dict[str, dict[str, torch.Tensor]] | None = None
     memory: dict[str, torch.Tensor] = {}
@@ -70,9 +69,9 @@ def take_up(
         if changes:
             words.append(f"resumed on another set-up, the bits may differ: {'; '.join(changes)}")
     position = world.broadcast_object(position)
-    holding.spread(groups, live, checkpoint)
-    if isinstance(holding, Parts):
-        memory = world.broadcast_object(memory)  # whoever computes the loss takes it up
+    strategy.scatter(groups, live, checkpoint)
+    if strategy.grid.places > 1:
+        memory = world.broadcast_object(memory)  # the process that computes the loss restores it
     task.objective.restore(memory)
     if position.per_epoch != plan.per_epoch:
         raise UserError(
@@ -134,22 +133,16 @@ def compare_data(
     return words
 
 
-def cut_of(checkpoint: Path | None) -> tuple[str, ...]:
-    """Where the run was cut that saved it. What a model draws belongs to its stages, and times measured anew might
-    cut it elsewhere."""
-    if checkpoint is None:
-        return ()
+def saved_environment(checkpoint: Path) -> dict[str, Any]:
+    """What the run that wrote the checkpoint ran on, and its strategy's facts."""
     try:
-        return tuple(read_manifest(checkpoint).environment.get("cut", ()))
+        return dict(read_manifest(checkpoint).environment)
     except CorruptError as reason:
         raise UserError(f"cannot resume: {reason}", "give another checkpoint of the run") from reason
 
 
-def threads_of(recipe: Recipe, checkpoint: Path | None, world: World) -> int:
-    """A resumed run keeps the number it was started with: on a CPU it decides the order of additions."""
-    if recipe.parallel.threads == "auto" and checkpoint is not None:
-        try:
-            return int(read_manifest(checkpoint).environment.get("threads", 1))
-        except CorruptError as reason:
-            raise UserError(f"cannot resume: {reason}", "give another checkpoint of the run") from reason
-    return prepare.threads_per_process(recipe.parallel.threads, world.local_size, recipe.run.strict)
+def threads_of(recipe: Recipe, saved: Mapping[str, Any], world: World) -> int:
+    """A resumed run keeps its number of threads: on a CPU it decides the order of additions."""
+    if recipe.parallel.threads == "auto" and saved:
+        return int(saved.get("threads", 1))
+    return threads_per_process(recipe.parallel.threads, world.local_size, recipe.run.strict)

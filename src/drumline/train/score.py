@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from drumline.config.recipe import Recipe
+from drumline.core.arithmetic import resolve_precision, set_deterministic, threads_per_process
 from drumline.core.errors import UserError
 from drumline.core.progress import progress
 from drumline.core.text import loss_text
@@ -22,21 +23,15 @@ from drumline.data.feed.batch import Batch
 from drumline.data.feed.sampler import evaluation_starts
 from drumline.observe.display import make_display
 from drumline.parallel.grid import Grid, make_grid
-from drumline.parallel.pipeline.chain import Chain
+from drumline.parallel.strategy import to_device
 from drumline.parallel.world import World
 from drumline.state.model_record import ModelRecord
 from drumline.state.weights import load_weights, weights_record
-from drumline.train import broken, prepare
+from drumline.train import broken
 from drumline.train.agreement import check_data, check_recipes, check_software
 from drumline.train.evaluate import Score, evaluate
-from drumline.train.prepare_model import (
-    FIELDS,
-    build_model,
-    model_record,
-    refuse_nonfinite,
-    shared_weights,
-    to_device,
-)
+from drumline.train.model import FIELDS, build_model, model_record, refuse_nonfinite, shared_weights
+from drumline.train.sets import Sets, normaliser, open_sets
 
 
 @dataclass(frozen=True)
@@ -61,7 +56,7 @@ class ScoreResult:
 
 def score_module(
     module: nn.Module,
-    sets: prepare.Sets,
+    sets: Sets,
     recipe: Recipe,
     grid: Grid,
     watch: Callable[[int], None] = lambda done: None,
@@ -69,22 +64,22 @@ def score_module(
     teacher_predictions: torch.Tensor | None = None,
     record: torch.Tensor | None = None,
     outputs: torch.Tensor | None = None,
+    blank: bool = False,
+    autocast: torch.dtype | None = None,
 ) -> Score:
-    """The score of a (not wrapped) module on the evaluation set, or of one that gives None but where a pipeline ends.
-    `watch` is called with the number of samples done; the
-    batches are drawn `through` a function that may show them; the other arguments are those of `evaluate`."""
+    """The score of a module on the evaluation set. It returns None where another process of a replica has the output;
+    with `blank`, this process does not read images. `watch` is called with the number of samples done; `through` may
+    show the progress of the batches; the other arguments are those of `evaluate`."""
     world = grid.world
-    with closing(
-        sets.evaluation(recipe, grid.peers, blank=isinstance(module, Chain) and not grid.reads)
-    ) as batches:
+    with closing(sets.evaluation(recipe, grid.peers, blank)) as batches:
         return evaluate(
             module,
             through(batches),
             len(sets.eval),
             sets.eval_batch,
-            prepare.normaliser(sets, recipe, world),
+            normaliser(sets, recipe),
             world,
-            prepare.precision(recipe, world),
+            autocast,
             watch,
             teacher_predictions,
             record,
@@ -96,11 +91,11 @@ def score_module(
 def score(recipe: Recipe, world: World) -> ScoreResult:
     """Evaluates the recipe's weights; every rank gets the same result."""
     display = make_display(world.rank)
-    prepare.set_arithmetic(recipe.run.deterministic)
-    torch.set_num_threads(prepare.threads_per_process(recipe.parallel.threads, world.local_size))
+    set_deterministic(recipe.run.deterministic)
+    torch.set_num_threads(threads_per_process(recipe.parallel.threads, world.local_size))
     check_recipes(recipe, world)
     words = check_software(recipe, world)
-    sets = prepare.prepare_sets(recipe, world, to_score=True)
+    sets = open_sets(recipe, world, to_score=True)
     if world.size > 1:
         check_data(sets, recipe.run.seed, world)
     module, model_classes, outputs, said = model_to_score(recipe, sets, world)
@@ -109,7 +104,10 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
         display.log(word)
     mine = evaluation_starts(samples=len(sets.eval), batch=sets.eval_batch, rank=world.rank, world=world.size)
     bar = partial(progress, text="evaluating", total=len(mine)) if world.is_rank_zero else iter
-    found = score_module(module, sets, recipe, make_grid(world), through=bar, outputs=outputs)
+    autocast = resolve_precision(recipe.train.precision, world.device)
+    found = score_module(
+        module, sets, recipe, make_grid(world), through=bar, outputs=outputs, autocast=autocast
+    )
     broken.agree(sets.bad, world)
     for told in broken.words(sets.bad, listed=False):
         display.log(told)
@@ -117,7 +115,7 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
         display.log(
             f"WARNING: the model's output is NaN or infinite for {found.nonfinite:,} of {found.samples:,} samples, "
             "which count as wrong; there is no mean loss"
-            + (". Try train.precision=fp32" if prepare.precision(recipe, world) is not None else "")
+            + (". Try train.precision=fp32" if autocast is not None else "")
         )
     top5 = f"top-5 {found.accuracy5:.2%}, " if model_classes > 5 else ""
     display.result(
@@ -140,7 +138,7 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
 
 
 def model_to_score(
-    recipe: Recipe, sets: prepare.Sets, world: World
+    recipe: Recipe, sets: Sets, world: World
 ) -> tuple[nn.Module, int, torch.Tensor | None, list[str]]:
     """The recipe's model with its weights, its number of classes, the output that each of the data's labels means
     (None: of the same number), and what to say about them. Refuses weights of classes that the evaluation set does
@@ -172,7 +170,7 @@ def model_to_score(
     words += [note] if note else []
     outputs = None if labels is None else torch.from_numpy(labels).to(world.device)
     classes = count if recipe.model.classes == "auto" else recipe.model.classes
-    return to_device(module, recipe, world), classes, outputs, words
+    return to_device(module, recipe, world.device), classes, outputs, words
 
 
 def _other_classes(file: Path, record: ModelRecord, difference: OtherClasses) -> UserError:

@@ -1,44 +1,45 @@
 """Everything a run trains, as one value: the model, how it is called, its optimizer, its average.
 
-Promises: `tensors()` names every tensor that makes up the state (parameters, buffers, optimizer, average), all
-of which exist from the start and are only ever written in place. Saving copies them, loading writes into them.
+Promises: `tensors()` names every tensor that makes up the state (parameters, buffers, optimizer, average). All exist
+from the start and are only ever written in place: saving copies them, loading writes into them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn
 
-from drumline.parallel.local import local_part
+from drumline.core.errors import UserError
+from drumline.parallel.local import local_shard
+from drumline.parallel.strategy import Cut, Strategy
 from drumline.train.ema import Average
-
-if TYPE_CHECKING:
-    from drumline.parallel.fsdp import Held
+from drumline.train.optim import build_optimizer
+from drumline.train.recompute import recompute_blocks
 
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """All that is trained (`module`), the wrapped module that a step calls (`forward`), and what updates them."""
+    """What is trained (`module`), what a step calls (`forward`), and what updates it."""
 
     module: nn.Module
     model: nn.Module
-    """What is evaluated, averaged and exported: `module` itself, or the part of it that the rest helps to train."""
+    """What is evaluated, averaged and exported: `module` itself, or a submodule that the rest helps to train."""
     forward: nn.Module
     optimizer: torch.optim.Optimizer
     lr: torch.Tensor
     scaler: torch.amp.GradScaler
     average: Average | None
-    held: Held | None = None
-    """Where the module is sharded: what the optimizer updates, which is not the module's own parameters then."""
+    strategy: Strategy
 
     def tensors(self) -> dict[str, Tensors]:
-        """State by file, as far as this process holds it: `model`, `optimizer`; when there is one, `average`; and
-        `helpers`, what is trained beside the model."""
+        """The state that this process holds, by file: `model` and `optimizer`; `average`, if there is one; and
+        `helpers`, what is trained besides the model."""
         groups = {"model": dict(self.model.state_dict()), "optimizer": self._optimizer_tensors()}
         if helpers := self._helper_tensors():
             groups["helpers"] = helpers
@@ -47,11 +48,11 @@ class TrainState:
         return {group: _here(tensors) for group, tensors in groups.items()}
 
     def nonfinite(self) -> list[str]:
-        """Tensors of the model that would be exported, as far as they are here, that hold NaN, and parameters that
-        hold infinity. (An infinite buffer may be a mask.) Waits for the device."""
+        """Tensors of the model to export that contain NaN, and parameters that contain infinity, as far as this
+        process holds them. (An infinite buffer may be a mask.) Waits for the device."""
         parameters = {name for name, _ in self.model.named_parameters()}
         exported = self.tensors()["average" if self.average else "model"]
-        here = {name: local_part(tensor) for name, tensor in exported.items() if tensor.is_floating_point()}
+        here = {name: local_shard(tensor) for name, tensor in exported.items() if tensor.is_floating_point()}
         return [
             name
             for name, tensor in here.items()
@@ -66,19 +67,48 @@ class TrainState:
         return {name: tensor for name, tensor in state.items() if not name.startswith(f"{inside}.")}
 
     def _optimizer_tensors(self) -> Tensors:
-        named = self.module.named_parameters() if self.held is None else self.held.parameters.items()
-        names = {id(parameter): name for name, parameter in named}
+        names = {id(parameter): name for name, parameter in self.strategy.named_parameters()}
         return {
-            f"{slot}/{names[id(parameter)]}": self._as_held(names[id(parameter)], tensor)
+            f"{slot}/{names[id(parameter)]}": self.strategy.optimizer_tensor(names[id(parameter)], tensor)
             for parameter, slots in self.optimizer.state.items()
-            if id(parameter) in names  # one that a model has dropped is told by a guard
+            if id(parameter) in names  # a guard reports a parameter that the model has dropped
             for slot, tensor in slots.items()
         }
 
-    def _as_held(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.held is None else self.held.slot(name, tensor)
+
+def build_state(
+    strategy: Strategy,
+    module: nn.Module,
+    model: nn.Module | None = None,
+    *,
+    cut: Cut = Cut(),  # noqa: B008
+    image_size: int = 0,
+    saved: Mapping[str, Any] | None = None,
+    log: Callable[[str], None] = lambda text: None,
+) -> TrainState:
+    """Lays `module` out and makes its optimizer, loss scaler and average. The arguments are those of
+    `Strategy.setup`."""
+    recipe = strategy.recipe
+    if recipe.train.gradient_checkpointing:
+        recompute_blocks(module if model is None else model)
+    module.train()
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise UserError(
+            f"model.name = {recipe.model.name}: the model has no trainable parameters",
+            "give a model with parameters that require gradients",
+        )
+    forward = strategy.setup(module, model, cut=cut, image_size=image_size, saved=saved, log=log)
+    # After setup, so that it starts from rank 0's weights: a user's factory may ignore torch's seed.
+    average = Average(strategy.copy_model(), strategy.model, recipe.train.ema) if recipe.train.ema else None
+    if recipe.train.compile:
+        forward.compile()
+    lr = torch.tensor(0.0, device=strategy.world.device)
+    parameters = [parameter for _, parameter in strategy.named_parameters()]
+    optimizer = build_optimizer(recipe.optim, parameters, lr, strategy.tensor_norms)
+    scaler = torch.amp.GradScaler("cuda", enabled=strategy.autocast is torch.float16)
+    return TrainState(module, strategy.model, forward, optimizer, lr, scaler, average, strategy)
 
 
 def _here(tensors: Tensors) -> Tensors:
-    """Without those that another process of a pipeline holds."""
+    """Without those that other processes of a pipeline hold."""
     return {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}

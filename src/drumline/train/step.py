@@ -1,9 +1,9 @@
 """One optimizer step: normalise, forward, backward, exchange, update. The hot path.
 
-Promises: no host sync, no print, no file; the loss stays on the device in `meter` until somebody reads it; the
-global batch is the contract, so losses are weighted by it whatever the shares and micro-batches; how the batch is
-cut and gradients are exchanged is the `Exchange`'s part. A rehearsal runs whole steps and leaves no trace. Captured
-as a CUDA graph, the step gives the same bits with one launch.
+Promises: no host sync, no print, no file; the loss stays on the device, in `meter`, until it is read; losses are
+weighted by the global batch, however it is divided; how it is divided and how gradients are exchanged is up to the
+strategy. A rehearsal runs whole steps and leaves no trace. Captured as a CUDA graph, the step gives the same bits
+with one launch.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import numpy as np
 import torch
 from torch import nn
 
+from drumline.core.arithmetic import autocast
 from drumline.data.feed.batch import Batch
-from drumline.parallel.layout import Exchange, Passes
-from drumline.parallel.local import local_part
-from drumline.parallel.world import World
+from drumline.parallel.local import local_shard
+from drumline.parallel.model_draws import ModelDraws
+from drumline.parallel.strategy import ForwardPass
 from drumline.train.finite import Finite
-from drumline.train.model_draws import ModelDraws
+from drumline.train.meter import Meter
 from drumline.train.objective import Objective, Outcome, mixed
 from drumline.train.optim import set_rate
 from drumline.train.state import TrainState
 
-METERS = ("loss", "correct", "samples")
 REHEARSALS = 3
-"""Steps before capture: cuDNN and cuBLAS set up their workspaces on the first ones."""
+"""Steps before capture: cuDNN and cuBLAS create their workspaces in the first ones."""
 
 
 class NotCapturable(Exception):
-    """The model does something that a CUDA graph cannot hold, such as reading a value on the host."""
+    """The model does something that a CUDA graph cannot record, such as reading a value on the host."""
 
 
 @dataclass(frozen=True)
@@ -67,31 +67,25 @@ class Normalise:
 
 
 class TrainStep:
-    """Calls as `step(batch, index, rate)`: the batch of this rank, the optimizer step, its learning rate."""
+    """Called as `step(batch, index, rate)`: this rank's batch, the number of the step, its learning rate."""
 
     def __init__(
-        self,
-        state: TrainState,
-        objective: Objective,
-        normalise: Normalise,
-        world: World,
-        exchange: Exchange,
-        *,
-        seed: int,
-        global_batch: int,
-        autocast: torch.dtype | None = None,
-        clip: float = 0.0,
-        finite: Finite | None = None,
+        self, state: TrainState, objective: Objective, normalise: Normalise, finite: Finite | None = None
     ) -> None:
-        self.state, self.objective, self.normalise, self.world = state, objective, normalise, world
-        self.exchange, self.global_batch = exchange, global_batch
-        self.autocast, self.clip, self.finite = autocast, clip, finite
-        self.draws = ModelDraws(seed, exchange.parts, world.device)
-        self.meter = torch.zeros(len(METERS) + len(objective.terms), dtype=torch.float64, device=world.device)
+        self.state, self.objective, self.normalise, self.finite = state, objective, normalise, finite
+        self.strategy, self.world = state.strategy, state.strategy.world
+        recipe = self.strategy.recipe
+        self.autocast, self.clip, self.global_batch = (
+            self.strategy.autocast,
+            recipe.optim.clip,
+            recipe.data.batch,
+        )
+        self.draws = ModelDraws(recipe.run.seed, self.strategy.streams, self.world.device)
+        self.meter = Meter(len(objective.terms), self.world.device)
         self.without_gradient: list[str] = []
         self.draws_elsewhere = False
         """Whether the rehearsed step drew from Python's or NumPy's own generators, which no key reaches."""
-        devices = dict.fromkeys((world.device, *exchange.devices))
+        devices = dict.fromkeys((self.world.device, *self.strategy.devices))
         self._gpus = [device for device in devices if device.type == "cuda"]
         self._graph: torch.cuda.CUDAGraph | None = None
         self._static: Batch | None = None
@@ -116,30 +110,30 @@ class TrainStep:
         """The whole step on the device."""
         state, scaler = self.state, self.state.scaler
         state.optimizer.zero_grad(set_to_none=True)
-        self.exchange.gradients(batch, self, self.draws)
+        self.strategy.gradients(batch, self, self.draws)
         if self.clip:
             scaler.unscale_(state.optimizer)
-            norm = self.exchange.norm()
+            norm = self.strategy.gradient_norm()
             held = (each for group in state.optimizer.param_groups for each in group["params"])
             nn.utils.clip_grads_with_norm_(held, self.clip, norm, foreach=True)
         if self.finite is not None:
-            self.finite.look(self.meter[0], self.exchange.agree)
+            self.finite.look(self.meter.loss, self.strategy.all_maximum)
         scaler.step(state.optimizer)
         scaler.update()
-        self.exchange.buffers()
+        self.strategy.average_buffers()
         if self.finite is not None:
             self.finite.put_back()
         if state.average is not None:
             state.average.update()
 
     def rehearse(self, batch: Batch, times: int = 1) -> None:
-        """Runs the step on a batch of the right shape and puts everything back as it was. Sets up DDP's final
-        buckets, compiled code and library workspaces, and finds out whether the model draws random numbers."""
+        """Runs the step on a batch of the right shape and restores everything. Creates DDP's final buckets, compiled
+        code and library workspaces, and finds out whether the model draws random numbers."""
         with self.undone():
             before, elsewhere = self._generator_states(), _other_generators()
             for _ in range(times):
                 self.compute(batch)
-            idle = {id(parameter) for parameter in self.exchange.settle()}
+            idle = {id(parameter) for parameter in self.strategy.unused_parameters()}
             self.without_gradient = [
                 name for name, parameter in self.state.module.named_parameters() if id(parameter) in idle
             ]
@@ -148,8 +142,8 @@ class TrainStep:
             self.draws_elsewhere = _other_generators() != elsewhere
 
     def capture(self, batch: Batch) -> None:
-        """Records the step as a CUDA graph over fixed input buffers. Call after a rehearsal. Raises
-        `NotCapturable`, with everything as it was, when that cannot be done."""
+        """Records the step as a CUDA graph over fixed input buffers. Call after a rehearsal. Raises `NotCapturable`,
+        with everything restored, when that cannot be done."""
         static = Batch(*(tensor.clone() for tensor in batch))
         graph = torch.cuda.CUDAGraph()
         current, side = torch.cuda.current_stream(), torch.cuda.Stream(self.world.device)
@@ -181,49 +175,50 @@ class TrainStep:
                 torch.cuda.set_stream(current)
             written = [(parameter, parameter.grad) for parameter in self.state.module.parameters()]
         for parameter, gradient in written:
-            parameter.grad = gradient  # what each replay writes, for whoever looks at gradients
+            parameter.grad = gradient  # what each replay writes, for those who read gradients
         self._graph, self._static = graph, static
 
     def replay(
         self,
         batch: Batch,
         index: int,
-        passes: Passes | None = None,
-        look: Callable[[], None] = lambda: None,
+        forward: ForwardPass | None = None,
+        inspect: Callable[[], None] = lambda: None,
     ) -> None:
-        """Goes through the gradients of a step once more without effect, with other passes than its own or to `look`
-        at what they leave."""
+        """Computes the gradients of a step again without effect: with a different forward pass, or to `inspect` what
+        it leaves."""
         written = [(parameter, parameter.grad) for parameter in self.state.module.parameters()]
         with self.undone():
             self.objective.at(index)
             self.draws.at(index)
             self.state.optimizer.zero_grad(set_to_none=True)
-            self.exchange.gradients(batch, passes or self, self.draws)
-            look()
+            self.strategy.gradients(batch, forward or self, self.draws)
+            inspect()
         for parameter, gradient in written:
             parameter.grad = gradient
 
     def images(self, batch: Batch) -> torch.Tensor:
-        """What the model is shown of a piece of a batch."""
+        """The model's input: normalised and mixed images."""
         images = self.normalise(batch.images)
         return mixed(images, batch.mix) if batch.mix.shape[1] else images
 
     def outcome(self, model: nn.Module, batch: Batch) -> Outcome:
-        """What the objective makes of a piece of a batch."""
+        """The objective's score of a micro-batch."""
         images = self.images(batch)
-        with autocasting(self.world.device, self.autocast):
+        with autocast(self.world.device, self.autocast):
             return self.objective(model, images, batch)
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        """The scaled loss of a piece of a batch, counted in the meter."""
+        """The scaled loss of a micro-batch, counted in the meter."""
         outcome = self.outcome(self.state.forward, batch)
-        self.meter[0].add_(outcome.loss.detach())
-        self.meter[1].add_(outcome.correct)
-        self.meter[2].add_(len(batch.labels))
+        meter = self.meter
+        meter.loss.add_(outcome.loss.detach())
+        meter.correct.add_(outcome.correct)
+        meter.samples.add_(len(batch.labels))
         if outcome.terms is not None:
-            self.meter[len(METERS) :].add_(outcome.terms)
+            meter.terms.add_(outcome.terms)
         loss: torch.Tensor = self.state.scaler.scale(
-            outcome.loss * (self.exchange.weight / self.global_batch)
+            outcome.loss * (self.strategy.weight / self.global_batch)
         )
         return loss
 
@@ -232,13 +227,13 @@ class TrainStep:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Whatever happens inside, the state afterwards is the state before, at the same addresses."""
+        """Restores on exit everything that a step writes, at the same addresses."""
         state = self.state
-        live = [local_part(tensor) for group in state.tensors().values() for tensor in group.values()]
+        live = [local_shard(tensor) for group in state.tensors().values() for tensor in group.values()]
         buffers = [buffer for buffer in state.module.buffers() if not buffer.is_meta]
-        live += [self.meter, state.lr, *buffers, *self.objective.live()]
+        live += [self.meter.sums, state.lr, *buffers, *self.objective.live()]
         live += self.finite.live() if self.finite is not None else []
-        # Kept on the host: a model that fills the GPU must still be able to rehearse.
+        # On the host: a model that fills the GPU must still be able to rehearse.
         saved = [tensor.detach().to("cpu", copy=True) for tensor in live]
         scaler_state = state.scaler.state_dict()
         generators = self._generator_states()
@@ -256,21 +251,16 @@ class TrainStep:
                 torch.cuda.set_rng_state(before, device)
 
 
-def autocasting(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
-    """Computes in this type where torch finds that safe; None computes in fp32."""
-    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
-
-
 def _other_generators() -> tuple[object, ...]:
-    """Where Python's and NumPy's own generators stand."""
+    """The states of Python's and NumPy's own generators."""
     name, words, *rest = np.random.get_state()
     return random.getstate(), name, np.asarray(words).tobytes(), *rest
 
 
 @contextmanager
 def _host_reads() -> Iterator[list[str]]:
-    """Collects what torch says of operations that make the host wait for the GPU. Found here, they do not break
-    a capture: torch 2.11 never gives back what a broken one has allocated."""
+    """Collects torch's warnings about operations that make the host wait for the GPU. Found here, they do not break a
+    capture: torch 2.11 never frees what a broken one has allocated."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")

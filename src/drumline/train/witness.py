@@ -17,7 +17,7 @@ import torch
 from drumline.core.host_copy import HostCopy
 from drumline.guards.finding import Finding
 from drumline.observe.run_log import RunLog
-from drumline.parallel.local import is_part, local_part, rows_held
+from drumline.parallel.local import is_sharded, local_shard, shard_span
 from drumline.parallel.world import World
 from drumline.state.chain import GROUPS, record_text
 from drumline.state.fingerprint import fingerprint, fingerprints_of, first_difference
@@ -84,9 +84,9 @@ class Witness:
         held = [key for key, tensor in named.items() if not tensor.is_meta]  # the others hold no values
         order = sorted(held, key=lambda key: (GROUPS.index(key[0]), key[1]))
         numbers = fingerprints_of(
-            [local_part(named[key]) for key in order], [rows_held(named[key]) for key in order]
+            [local_shard(named[key]) for key in order], [shard_span(named[key]) for key in order]
         )
-        parts = [place for place, key in enumerate(order) if is_part(named[key])]
+        parts = [place for place, key in enumerate(order) if is_sharded(named[key])]
         tally = self.finite.tally if self.finite is not None else numbers.new_zeros(3)
         # Stages of one process may lie on other GPUs than its own.
         home = self.world.device

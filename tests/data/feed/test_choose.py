@@ -20,7 +20,7 @@ from drumline.data.feed.loader import Workers
 from drumline.data.feed.transform import Transform
 from drumline.data.sources import Dataset, DatasetSpec, open_dataset
 from drumline.parallel.world import single_process
-from drumline.train import prepare
+from drumline.train.sets import open_sets
 from tests.data.damage import encoded, good_jpeg, picture
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -245,5 +245,5 @@ def test_every_rank_decides_for_its_own_machine(photos: Path, monkeypatch: pytes
 
     monkeypatch.setattr(choose, "MEASURE_S", 0.0)
     recipe = Recipe(data=Data(path=str(photos), workers=2))
-    assert prepare.prepare_sets(recipe, Second()).workers.count == 2  # type: ignore[arg-type]
-    assert prepare.prepare_sets(recipe, single_process(CPU)).workers.count == 2
+    assert open_sets(recipe, Second()).workers.count == 2  # type: ignore[arg-type]
+    assert open_sets(recipe, single_process(CPU)).workers.count == 2

@@ -24,7 +24,7 @@ from drumline.data.feed.sampler import bounds, evaluation_bounds
 from drumline.data.packed.format import Options
 from drumline.data.packed.write import pack_set
 from drumline.parallel.world import single_process
-from drumline.train.prepare import prepare_sets
+from drumline.train.sets import open_sets
 from tests.data.damage import good_jpeg
 
 TRAIN, EVAL = 22, 7
@@ -61,8 +61,12 @@ def assert_same(ours: list[FeedBatch], theirs: list[FeedBatch]) -> None:
 def of_a_run(data: Data, seed: int, steps: int, evaluation: bool = False) -> list[FeedBatch]:
     """What `drumline train` would be fed."""
     recipe, world = Recipe(run=Run(seed=seed), data=data), single_process(torch.device("cpu"))
-    sets = prepare_sets(recipe, world)
-    made = sets.evaluation(recipe, world) if evaluation else sets.training(recipe, world, 0, steps)
+    sets = open_sets(recipe, world)
+    made = (
+        sets.evaluation(recipe, world)
+        if evaluation
+        else sets.training(recipe, slice(0, data.batch), 0, steps)
+    )
     return [FeedBatch(batch.images.permute(0, 3, 1, 2), batch.labels, batch.samples) for batch in made]
 
 

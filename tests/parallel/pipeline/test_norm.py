@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import UserError
+from drumline.models.copies import copy_model
 from drumline.parallel.norm import WorldNorm
 from drumline.parallel.pipeline.norm import (
     MODES,
@@ -181,7 +182,7 @@ def test_a_deferred_norm_in_evaluation_is_the_plain_one() -> None:
 def test_a_moving_average_has_norms_of_its_own(mode: str) -> None:
     model = apply_norm_mode(Net(), mode, torch.clone, 4)
     model.train()(images(4))  # something has been seen
-    average = Average(model, 0.5)
+    average = Average(copy_model(model).eval().requires_grad_(False), model, 0.5)
     state = {name: tensor.clone() for name, tensor in average.module.state_dict().items()}
     expected = average.module(images(4))
     run(model, images(16).chunk(4))

@@ -7,14 +7,14 @@ import threading
 import pytest
 import torch
 
-from drumline.parallel.strict.lockstep import Together
+from drumline.parallel.strict.lockstep import Lockstep
 from drumline.parallel.world import single_process
 
 CPU = torch.device("cpu")
 
 
 def test_shards_run_one_at_a_time_up_to_each_meeting_in_their_order() -> None:
-    together = Together(single_process(CPU), 3)
+    together = Lockstep(single_process(CPU), 3)
     story: list[str] = []
 
     def work(shard: int) -> None:
@@ -30,14 +30,14 @@ def test_shards_run_one_at_a_time_up_to_each_meeting_in_their_order() -> None:
 
 
 def test_the_switch_is_told_before_each_stretch() -> None:
-    together = Together(single_process(CPU), 2)
+    together = Lockstep(single_process(CPU), 2)
     told: list[int] = []
     together.run([lambda: together.all(torch.zeros(1))] * 2, told.append)  # type: ignore[list-item]
     assert told == [0, 1, 0, 1]
 
 
 def test_a_total_is_added_in_the_trees_order() -> None:
-    together = Together(single_process(CPU), 4)
+    together = Lockstep(single_process(CPU), 4)
     values = [torch.tensor(value, dtype=torch.float32) for value in (1e8, 1.0, -1e8, 1.0)]
     found: list[torch.Tensor] = []
     together.run(
@@ -49,7 +49,7 @@ def test_a_total_is_added_in_the_trees_order() -> None:
 
 
 def test_meetings_work_inside_backward() -> None:
-    together = Together(single_process(CPU), 2)
+    together = Lockstep(single_process(CPU), 2)
 
     class Doubled(torch.autograd.Function):
         @staticmethod
@@ -69,7 +69,7 @@ def test_meetings_work_inside_backward() -> None:
 
 
 def test_an_error_of_one_shard_ends_all_and_is_raised_as_it_is() -> None:
-    together = Together(single_process(CPU), 3)
+    together = Lockstep(single_process(CPU), 3)
 
     def work(shard: int) -> None:
         together.all(torch.zeros(1))
@@ -85,6 +85,6 @@ def test_an_error_of_one_shard_ends_all_and_is_raised_as_it_is() -> None:
 
 
 def test_shards_that_do_not_meet_alike_are_found_out() -> None:
-    together = Together(single_process(CPU), 2)
+    together = Lockstep(single_process(CPU), 2)
     with pytest.raises(AssertionError, match="some shards have ended"):
         together.run([lambda: together.all(torch.zeros(1)), lambda: None], lambda place: None)  # type: ignore[list-item,func-returns-value]

@@ -35,7 +35,8 @@ from drumline.distill.cache.key import make_key
 from drumline.distill.cache.payload import Rule, decode
 from drumline.distill.teacher import Taught, Teacher
 from drumline.parallel.world import World
-from drumline.train import prepare
+from drumline.train.plan import Plan
+from drumline.train.sets import Sets, normaliser
 from drumline.train.stop import StopSign
 
 CACHEABLE_TAPS = ("pooled",)
@@ -81,12 +82,12 @@ def refuse_uncacheable(recipe: Recipe, taps: tuple[str, ...], source: str) -> No
 
 
 def open_cached_teacher(
-    recipe: Recipe, teacher: Teacher, identity: str, sets: prepare.Sets, plan: prepare.Plan, world: World
+    recipe: Recipe, teacher: Teacher, identity: str, sets: Sets, plan: Plan, world: World
 ) -> CachedTeacher:
     """Opens the recipe's cache, fills the missing blocks of this run's epochs, and spot-checks a few rows."""
     if Path(recipe.distill.cache).is_file():
         raise UserError(f"distill.cache = {recipe.distill.cache}: is a file", "use a folder or a new name")
-    normalise = prepare.normaliser(sets, recipe, world)
+    normalise = normaliser(sets, recipe)
     rule = _rule(recipe, teacher, sets.transform.size, world)
     key = make_key(
         teacher=identity,

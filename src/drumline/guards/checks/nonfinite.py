@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.parallel.local import local_part
+from drumline.parallel.local import local_shard
 
 KINDS = ("parameter", "batch", "output", "loss", "gradient")
 """Where a non-finite value can arise, in the order of a step. The earliest one is the cause of the others."""
@@ -93,12 +93,12 @@ def is_finite(tensor: torch.Tensor) -> bool:
     """Whether all values that this process holds are finite. Waits for the device."""
     if tensor.layout != torch.strided or not (tensor.is_floating_point() or tensor.is_complex()):
         return True
-    return bool(torch.isfinite(local_part(tensor.detach())).all())
+    return bool(torch.isfinite(local_shard(tensor.detach())).all())
 
 
 def first_parameter(named: Mapping[str, torch.Tensor]) -> str | None:
     """The first parameter that is not finite. Reads all of them at once, so the device is waited for only once."""
-    here = {name: local_part(each.detach()) for name, each in named.items() if not each.is_meta}
+    here = {name: local_shard(each.detach()) for name, each in named.items() if not each.is_meta}
     here = {name: each for name, each in here.items() if each.is_floating_point() or each.is_complex()}
     if not here:
         return None

@@ -346,3 +346,8 @@ def _compiled(graph: fx.Graph) -> Any:
     scope = dict(code.globals)
     exec(compile(code.src, "<a stage of the model>", "exec"), scope)
     return scope["forward"]
+
+
+def describe_stages(segments: Sequence[Segment]) -> str:
+    """Where the stages begin."""
+    return " | ".join(f"{segment.number}: from {segment.name or 'the input'}" for segment in segments)

@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from drumline.core.errors import UserError
-from drumline.parallel.norm import PLAIN, Total, WorldNorm, over_everybody
+from drumline.parallel.norm import FEW, PLAIN, Total, WorldNorm, over_everybody
 
 Mode = Literal["micro", "deferred", "sync", "frozen"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-FEW = 8
-"""Below this number of samples, mean and variance are noisy."""
 
 
 def apply_norm_mode(module: nn.Module, mode: Mode, total: Total | None, micro_batches: int) -> nn.Module:

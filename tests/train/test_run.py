@@ -22,7 +22,6 @@ from PIL import Image
 from drumline.config.recipe import Checkpoint, Data, Model, Recipe, Run, Train
 from drumline.core import lock
 from drumline.core.errors import UserError
-from drumline.parallel.holding import Whole
 from drumline.parallel.world import single_process
 from drumline.state.checkpoint import newest_valid, read_checkpoint, step_of
 from drumline.state.folder import open_run
@@ -30,10 +29,10 @@ from drumline.state.manager import CheckpointManager
 from drumline.state.manifest import Position
 from drumline.state.provenance import describe_environment
 from drumline.state.verify import verify_run
-from drumline.train import prepare
+from drumline.train import rehearse
 from drumline.train.loop import Result, export, train
 from drumline.train.rehearse import _check_draws
-from drumline.train.start import RunOutput
+from drumline.train.run import RunOutput
 from drumline.train.step import NotCapturable, TrainStep
 from tests.train import tiny
 
@@ -125,7 +124,7 @@ def test_a_start_that_fails_leaves_the_run_as_it_was(
         (one / "log.txt").unlink()
         (one / "log.txt").mkdir()
     elif where == "recipe":
-        monkeypatch.setattr("drumline.train.start.write_facts", _no_room)
+        monkeypatch.setattr("drumline.train.run.write_facts", _no_room)
     before = contents(one)
     with pytest.raises(error):
         run(tmp_path, resume="auto", steps=8, model="resnet14" if where == "model" else "resnet8")
@@ -257,7 +256,7 @@ def test_best_weights_are_not_taken_from_a_rotten_checkpoint(tmp_path: Path) -> 
         folder=SimpleNamespace(path=tmp_path, checkpoints=saved),
         manager=manager,
         state=trained,
-        holding=Whole(single_process(torch.device("cpu"))),
+        strategy=trained.strategy,
         log=notes.append,
     )
     manager.save(trained.tensors(), Position(4, 10, best_step=4))
@@ -283,7 +282,7 @@ def test_a_model_that_cannot_be_captured_trains_without_a_graph_unless_one_was_d
     def cannot(step: TrainStep, batch: Any) -> None:
         raise NotCapturable("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(prepare, "captures", lambda recipe, world: (True, ""))
+    monkeypatch.setattr(rehearse, "why_not_captured", lambda run: "")
     monkeypatch.setattr(TrainStep, "capture", cannot)
     recipe = Recipe(
         run=Run(dir=str(tmp_path), name="one"),

@@ -1,4 +1,5 @@
-"""Where the tensors of a model in stages lie: each with the stage that uses it, in the process that computes it.
+"""Places the tensors of a model in stages: each on the device of the stage that uses it, in the process that computes
+it.
 
 Promises: shared tensors stay shared; what another process computes goes to the meta device, without memory, under its
 name. Refuses a constant that one process would have to read on two devices.
@@ -17,7 +18,7 @@ from drumline.parallel.pipeline.cut import Segment
 from drumline.parallel.pipeline.shape import Shape
 
 
-def settle(
+def place_stages(
     module: nn.Module,
     root: nn.Module,
     segments: Sequence[Segment],
@@ -26,16 +27,16 @@ def settle(
     lanes: Sequence[torch.device],
     channels_last: bool,
 ) -> None:
-    """Moves every tensor of `module`, in place. `root` is the part of it that was cut; `lanes` are the devices of the
-    lanes here. What no stage uses goes with the first; what lies beside the root, with the last."""
+    """Moves every tensor of `module`, in place. `root` is the submodule that was cut; `lanes` are the devices of this
+    process's lanes. What no stage uses goes with the first stage; what is outside the root, with the last."""
     readers: dict[str, list[int]] = {}
     for segment in segments:
         for used in (*segment.parameters, *segment.buffers):
             readers.setdefault(used, []).append(segment.number)
     names = {id(tensor): name for name, tensor in (*root.named_parameters(), *root.named_buffers())}
     moved: dict[int, Tensor] = {}
-    for part in module.modules():
-        for kind in (part._parameters, part._buffers):
+    for layer in module.modules():
+        for kind in (layer._parameters, layer._buffers):
             for key, tensor in kind.items():
                 if tensor is None:
                     continue
@@ -43,14 +44,14 @@ def settle(
                     name = names.get(id(tensor))
                     stages = [shape.stages - 1] if name is None else readers.get(name, [0])
                     device = device_of(stages, shape, grid, lanes, name or key)
-                    moved[id(tensor)] = _placed(tensor, device, channels_last)
+                    moved[id(tensor)] = _moved(tensor, device, channels_last)
                 kind[key] = moved[id(tensor)]  # type: ignore[assignment]
 
 
 def device_of(
     stages: Sequence[int], shape: Shape, grid: Grid, lanes: Sequence[torch.device], name: str
 ) -> torch.device:
-    """Where a tensor lies that these stages read; several read a constant."""
+    """The device of a tensor that these stages read. (Only constants are read by several.)"""
     if not shape.over_processes:
         devices = {lanes[stage % shape.lanes] for stage in stages}
         if len(devices) > 1:
@@ -64,8 +65,8 @@ def device_of(
     return lanes[0] if here else torch.device("meta")
 
 
-def _placed(tensor: Tensor, device: torch.device, channels_last: bool) -> Tensor:
-    """The tensor there, of the same kind; on the meta device, without its values."""
+def _moved(tensor: Tensor, device: torch.device, channels_last: bool) -> Tensor:
+    """The tensor on that device, of the same kind; on the meta device, without values."""
     moved = tensor.detach().to(device)
     if channels_last and tensor.ndim == 4:
         moved = moved.contiguous(memory_format=torch.channels_last)

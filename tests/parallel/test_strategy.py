@@ -9,12 +9,16 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
+from drumline.config.layouts import resolve_layout
+from drumline.config.recipe import Data, Parallel, Recipe, Train
 from drumline.core.errors import UserError
-from drumline.parallel.layout import BufferMean, lay_out, resolve_layout, without_sync
+from drumline.parallel.single import BufferMean
+from drumline.parallel.strategy import create_strategy, uses_channels_last
 from drumline.parallel.world import World, single_process
 from tests.train import ranks, tiny
 
 ONE = single_process(tiny.CPU)
+GPU = torch.device("cuda", 0)
 FOUR = replace(ONE, size=4, local_size=4)
 
 
@@ -30,26 +34,26 @@ FOUR = replace(ONE, size=4, local_size=4)
     ],
 )
 def test_auto_takes_what_fits_the_world(wanted: str, world: World, expected: str) -> None:
-    assert resolve_layout(wanted, world) == expected
+    assert resolve_layout(wanted, world.size) == expected
 
 
 @pytest.mark.parametrize("wanted", ["single", "dp"])
 def test_a_layout_for_one_process_is_refused_for_several(wanted: str) -> None:
     with pytest.raises(UserError, match=f"parallel.layout = {wanted} runs in one process, but 4"):
-        resolve_layout(wanted, FOUR)
+        resolve_layout(wanted, FOUR.size)
 
 
 def test_a_single_layout_is_the_model_itself() -> None:
     model = tiny.plain()
-    assert lay_out(model, "single", ONE) is model
-    assert isinstance(lay_out(model, "dp", ONE), DataParallel)
+    assert create_strategy(Recipe(), ONE).setup(model) is model
+    dp = create_strategy(Recipe(parallel=Parallel(layout="dp")), ONE)
+    assert isinstance(dp.setup(model), DataParallel)
 
 
-def test_a_world_of_one_holds_nothing_back_and_averages_nothing() -> None:
+def test_a_world_of_one_averages_nothing() -> None:
     model = tiny.normed()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with without_sync(model, last=False):
-        BufferMean(model, ONE)()
+    BufferMean(model, ONE)()
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
@@ -57,7 +61,7 @@ def test_averaging_is_one_message_written_in_place() -> None:
     class Echo(World):
         """Every other rank holds the same."""
 
-        def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
             messages.append(tensor.numel())
             return tensor.mul_(self.size)
 
@@ -91,7 +95,7 @@ def test_a_constant_table_keeps_its_values_on_any_world() -> None:
     """Ten ranks that add tenths of a table would not get the table back."""
 
     class Same(World):
-        def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
             mine = tensor.clone()
             for _ in range(self.size - 1):
                 tensor += mine
@@ -102,3 +106,18 @@ def test_a_constant_table_keeps_its_values_on_any_world() -> None:
         module.register_buffer("table", torch.arange(2000).float())
         BufferMean(module, Same(**{**vars(ONE), "size": size}))()
         assert torch.equal(module.table, torch.arange(2000).float())
+
+
+@pytest.mark.parametrize(("mixup", "least"), [(0.0, 12), (0.2, 24)])
+def test_a_batch_that_cannot_feed_everybody_is_refused(mixup: float, least: int) -> None:
+    train = Train(accumulate=3)
+    create_strategy(Recipe(train=train, data=Data(batch=least, mixup=mixup)), FOUR)
+    with pytest.raises(UserError, match=f"data.batch = {least - 1} cannot feed 4 processes x 3") as caught:
+        create_strategy(Recipe(train=train, data=Data(batch=least - 1, mixup=mixup)), FOUR)
+    assert f"--data.batch {least} " in caught.value.fix
+
+
+def test_the_memory_layout_is_a_gpu_matter() -> None:
+    assert uses_channels_last(Recipe(), GPU)
+    assert not uses_channels_last(Recipe(), tiny.CPU)
+    assert not uses_channels_last(Recipe(train=Train(channels_last=False)), GPU)

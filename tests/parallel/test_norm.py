@@ -11,10 +11,10 @@ from torch import nn
 
 from drumline.config.recipe import Data, Recipe, Run, Train
 from drumline.core.errors import UserError
-from drumline.parallel.norm import over_everybody
-from drumline.parallel.world import single_process
+from drumline.parallel.norm import SmallestBatch, few_samples, over_everybody
+from drumline.parallel.strategy import create_strategy
+from drumline.parallel.world import World, single_process
 from drumline.train.loop import train
-from drumline.train.norms import few_samples, smallest
 from tests.train import tiny
 
 STAGES = (
@@ -27,6 +27,10 @@ def pooled(classes: int) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, classes)
     )
+
+
+def smallest(recipe: Recipe, world: World) -> SmallestBatch:
+    return create_strategy(recipe, world).smallest_batch()
 
 
 @pytest.mark.parametrize(
@@ -45,7 +49,7 @@ def test_one_value_per_channel_is_refused_before_training(
     recipe = Recipe.from_args(
         (
             "data.source=tests.train.few_ranks:load",
-            "model.name=tests.train.test_norms:pooled",
+            "model.name=tests.parallel.test_norm:pooled",
             "train.steps=2",
             "parallel.threads=1",
             "run.device=cpu",
@@ -63,24 +67,24 @@ def test_one_value_per_channel_is_refused_before_training(
 def test_few_samples_in_a_shard_a_share_or_a_micro_batch_are_warned_of() -> None:
     one, three = single_process(tiny.CPU), replace(single_process(tiny.CPU), size=3)
     strict = Recipe(run=Run(strict=True, shards=8), data=Data(batch=16))
-    assert "run.shards = 8 makes shards of 2" in few_samples(strict, tiny.normed(), one)
-    assert "--train.sync_bn" in few_samples(strict, tiny.normed(), one)
+    assert "run.shards = 8 makes shards of 2" in few_samples(tiny.normed(), smallest(strict, one))
+    assert "--train.sync_bn" in few_samples(tiny.normed(), smallest(strict, one))
     assert "train.accumulate = 4" in few_samples(
-        Recipe(data=Data(batch=16), train=Train(accumulate=4)), tiny.normed(), one
+        tiny.normed(), smallest(Recipe(data=Data(batch=16), train=Train(accumulate=4)), one)
     )
     assert (
         "with data.batch = 20, one of 3 processes gets only 6 samples: BatchNorm (1 layer) computes its statistics"
-        in few_samples(Recipe(data=Data(batch=20)), tiny.normed(), three)
+        in few_samples(tiny.normed(), smallest(Recipe(data=Data(batch=20)), three))
     )
 
 
 def test_enough_samples_and_norms_over_all_of_them_are_not_warned_of() -> None:
     one = single_process(tiny.CPU)
     strict = Recipe(run=Run(strict=True, shards=8), data=Data(batch=16))
-    assert not few_samples(replace(strict, data=Data(batch=64)), tiny.normed(), one)
-    assert not few_samples(strict, tiny.plain(), one)
-    assert not few_samples(strict, over_everybody(tiny.normed(), torch.Tensor.clone), one)
-    assert not few_samples(strict, tiny.normed().eval(), one)
+    assert not few_samples(tiny.normed(), smallest(replace(strict, data=Data(batch=64)), one))
+    assert not few_samples(tiny.plain(), smallest(strict, one))
+    assert not few_samples(over_everybody(tiny.normed(), torch.Tensor.clone), smallest(strict, one))
+    assert not few_samples(tiny.normed().eval(), smallest(strict, one))
 
 
 def test_mixed_samples_stay_in_pairs() -> None:

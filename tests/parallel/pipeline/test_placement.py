@@ -7,7 +7,7 @@ import torch
 
 from drumline.core.errors import UserError
 from drumline.parallel.grid import make_grid
-from drumline.parallel.pipeline.settle import device_of
+from drumline.parallel.pipeline.placement import device_of
 from drumline.parallel.pipeline.shape import Shape
 from drumline.parallel.world import single_process
 

@@ -12,36 +12,38 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from drumline.config.layouts import STAGED
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.core.files import CorruptError
 from drumline.data.classes import Classes
 from drumline.data.sources import ArrayDataset
 from drumline.models import create_model
+from drumline.parallel.strategy import Strategy
 from drumline.parallel.world import World
 from drumline.state.checkpoint import read_live, verify_checkpoint, verify_checksums
 from drumline.state.manifest import MANIFEST
 from drumline.state.model_record import ModelRecord
 from drumline.state.weights import WeightFields, load_weights, resolve_weights
-from drumline.train.prepare import Sets, channels_last
+from drumline.train.sets import Sets
 
 FIELDS = WeightFields()
 
 
-def prepare_model(recipe: Recipe, classes: Classes, world: World) -> tuple[nn.Module, tuple[str, ...]]:
-    """The bare model on this rank's device, and what to say about the weights it started from. A classifier of other
-    classes is re-initialised."""
+def initial_model(recipe: Recipe, classes: Classes, strategy: Strategy) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model that training starts from, where the strategy wants it, and messages about its weights."""
+    module, messages = load_model(recipe, classes, strategy.world)
+    return strategy.place(module), messages
+
+
+def load_model(recipe: Recipe, classes: Classes, world: World) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model with the recipe's weights, on the host. A classifier of different classes is re-initialised."""
     module = build_model(recipe, len(classes))
-    words: tuple[str, ...] = ()
-    if recipe.model.weights:
-        file = shared_weights(recipe.model.weights, world)
-        report = load_weights(module, file, strict_head=False, classes=classes, fields=FIELDS)
-        refuse_nonfinite(module, file)
-        words = (f"weights from {recipe.model.weights}: {report.loaded} tensors", *report.notes)
-    if recipe.parallel.layout in STAGED:
-        return module, words  # each process takes its stages of it to its device
-    return to_device(module, recipe, world), words
+    if not recipe.model.weights:
+        return module, ()
+    file = shared_weights(recipe.model.weights, world)
+    report = load_weights(module, file, strict_head=False, classes=classes, fields=FIELDS)
+    refuse_nonfinite(module, file)
+    return module, (f"weights from {recipe.model.weights}: {report.loaded} tensors", *report.notes)
 
 
 def build_model(recipe: Recipe, classes: int) -> nn.Module:
@@ -82,14 +84,6 @@ def refuse_nonfinite(
             f"{fields.weights} = {file}: {some} {verb} NaN or infinity: the run they come from diverged",
             "give an earlier checkpoint of that run, or other weights",
         )
-
-
-def to_device(module: nn.Module, recipe: Recipe, world: World) -> nn.Module:
-    """On this rank's device, in the recipe's memory layout."""
-    module = module.to(world.device)
-    if channels_last(recipe, world):
-        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return module
 
 
 def model_record(recipe: Recipe, sets: Sets) -> ModelRecord:
