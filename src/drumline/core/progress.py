@@ -137,8 +137,8 @@ class _Drawing:
 
 
 class Screen:
-    """The live line of a terminal, erased at the end even if nobody comes to clear it. A line that another process
-    writes over it (`text_log.say`) leaves it intact: it is one line, and is drawn again below."""
+    """The live line of a terminal, which is erased at the end, also by an exit that does not call `clear`. A line that
+    another process writes over it leaves it intact: it is one line, and is drawn again below."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

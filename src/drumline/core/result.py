@@ -1,4 +1,4 @@
-"""What a command leaves for scripts: its result as JSON, on the last line of stdout, unless a person reads there."""
+"""The result of a command for scripts: JSON on the last line of stdout, unless stdout is a terminal."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 
 def print_result(result: Any) -> None:
-    """Prints nothing on a terminal: people have read it on stderr."""
+    """Prints nothing on a terminal, where stderr has shown the result."""
     if sys.stdout is not None and not sys.stdout.isatty():
         print(json_line(result), flush=True)
 
 
 def json_line(result: Any) -> str:
-    """Valid JSON: what is NaN or infinite, for which JSON has no word, is null."""
+    """Valid JSON: NaN and infinity, which JSON does not have, are null."""
     return json.dumps(_plain(result), allow_nan=False)
 
 

@@ -1,7 +1,7 @@
-"""Which known name a wrong one may have meant. Pure.
+"""The known name that is most similar to a wrong one. Pure.
 
-Promises: only names that differ by a typing mistake, by signs such as `-` and `_`, or by a missing end are suggested;
-a name that merely looks alike would mislead.
+Suggests only names that differ by a typo, by characters such as `-` and `_`, or by a missing part. A name that merely
+looks similar would mislead.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterable
 
 
-def near(word: str, known: Iterable[str], most: int = 1) -> list[str]:
-    """Known names that `word` may have meant, best first: the same but for signs and letter case, one whose first or
-    last parts it is (`warmup` of `warmup_epochs`, `resnet` of `resnet18`), or with at most one letter in four (but
-    one in any) mistyped."""
-    bare = "".join(_parts(word))
+def near(wrong: str, known: Iterable[str], most: int = 1) -> list[str]:
+    """The known names most similar to `wrong`, best first: equal except for punctuation and case, one that begins or
+    ends with it (`warmup` for `warmup_epochs`, `resnet` for `resnet18`), or one with at most a quarter of its letters
+    mistyped (at least one)."""
+    bare = "".join(_parts(wrong))
     ranked = []
     for order, name in enumerate(known):
         parts = _parts(name)
@@ -35,7 +35,7 @@ def near(word: str, known: Iterable[str], most: int = 1) -> list[str]:
 
 
 def distance(one: str, other: str) -> int:
-    """Letters to insert, delete, replace or swap with their neighbour to make `other` of `one`."""
+    """How many letters to insert, delete, replace or swap with a neighbour to turn `one` into `other`."""
     before: list[int] = []
     row = list(range(len(other) + 1))
     for i, letter in enumerate(one, 1):
@@ -48,12 +48,12 @@ def distance(one: str, other: str) -> int:
     return row[-1]
 
 
-def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """A fix: the nearest name, or what to do where none is near."""
-    close = near(word, known)
+def did_you_mean(wrong: str, known: Iterable[str], otherwise: str = "") -> str:
+    """A fix: the nearest name, or `otherwise` if none is near."""
+    close = near(wrong, known)
     return f"did you mean {close[0]}?" if close else otherwise
 
 
-def _parts(word: str) -> list[str]:
+def _parts(name: str) -> list[str]:
     """Runs of letters and of digits."""
-    return re.findall(r"[a-z]+|[0-9]+", word.lower())
+    return re.findall(r"[a-z]+|[0-9]+", name.lower())

@@ -152,10 +152,8 @@ class Relayed:
 
 def _of_teacher(error: UserError, which: str) -> UserError:
     """What was said of a model in stages, as the user of a teacher must hear it."""
-    field = error.what.partition(": ")
-    what = field[2] if field[0].startswith("parallel.") else error.what
     return UserError(
-        f"distill.teacher_layout = {which}: {what}",
+        f"distill.teacher_layout = {which}: {error.what}",
         "use another number of stages, or --distill.teacher_layout single",
     )
 
