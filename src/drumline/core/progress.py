@@ -137,7 +137,7 @@ class _Drawing:
 
 
 class Screen:
-    """The live line of a terminal, which is erased at the end, also by an exit that does not call `clear`. A line that
+    """The live line of a terminal. It is erased at the end, also by an exit that does not call `clear`. A line that
     another process writes over it leaves it intact: it is one line, and is drawn again below."""
 
     def __init__(self, console: Console) -> None:
