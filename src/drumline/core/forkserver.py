@@ -1,7 +1,7 @@
-"""Imported first by the fork servers of loaders, packing and checking, and by nobody else.
+"""Imported first by the fork server of `core/processes.py`, and by nothing else.
 
-Signals for a whole process group mean the owner: the trainer finishes its step and saves, packing notes how far it
-came. The server and the processes it forks must stay until then. They end with the owner (`owned.end_with_owner`).
+Signals to a whole process group are for the owner: a run finishes its step and saves, `drumline pack` records its
+progress. The server and the processes it forks must live until then. They end with the owner.
 """
 
 from __future__ import annotations
@@ -12,5 +12,5 @@ import signal
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-# Taking torch apart at exit takes long on a busy machine, and a server whose owner was killed is to be gone at once.
+# Tearing down torch takes long on a busy machine, and a server whose owner was killed must be gone at once.
 atexit.register(os._exit, 0)

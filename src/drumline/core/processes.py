@@ -1,7 +1,8 @@
-"""Processes that work for another one (checking, packing) and must not outlive it, however that ended.
+"""Processes that work for this one: they load batches, pack and verify datasets.
 
-Promises: Ctrl-C is left to the owner, which ends its processes; one that was killed takes them along. They would stay
-for ever otherwise: each waits for work on a pipe that it could write to itself.
+Promises: results come in the order of the tasks, and a bounded number is under way. The processes leave Ctrl-C and
+SIGTERM to their owner, and none outlives it, however it ends. What a task raises is raised here; a process that is
+killed raises `WorkerKilled`.
 """
 
 from __future__ import annotations
@@ -9,39 +10,81 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.connection import wait
-from types import FrameType
+from multiprocessing.synchronize import Event
+from types import FrameType, TracebackType
+from typing import TypeVar
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
 
 
-def serve_owner() -> None:
-    """Called by a process at its start."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_owner()
+class WorkerKilled(Exception):
+    """A process of the pool, or the fork server that starts them, is gone."""
+
+
+def map_in_processes(
+    function: Callable[[Task], Result],
+    tasks: Iterable[Task],
+    workers: int,
+    *,
+    preload: str,
+    pending: int = 2,
+) -> Generator[Result, None, None]:
+    """`function(task)` for each task, in order, with up to `pending` tasks per process under way. `preload` names the
+    module that a process needs: the fork server imports it once. Close the generator to end the processes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["drumline.core.forkserver", preload])
+    stopping = context.Event()
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (stopping,))
+    futures: deque[Future[Result]] = deque()
+    waiting = iter(tasks)
+    try:
+        while True:
+            for task in waiting:
+                futures.append(_submit(pool, function, task))
+                if len(futures) >= pending * workers:
+                    break
+            if not futures:
+                return
+            try:
+                result = futures.popleft().result()
+            except BrokenProcessPool as error:
+                raise WorkerKilled(str(error)) from error
+            yield result
+    finally:
+        stopping.set()
+        pool.shutdown(cancel_futures=True)
 
 
 @contextmanager
-def interrupts_noted() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C (and SIGTERM, which schedulers send) as a question asked between samples: raised at any moment, it can
-    strike while the pool of processes holds a lock, and ending the pool then waits for ever. A second one is raised
-    at once."""
+def deferred_interrupts() -> Iterator[Callable[[], bool]]:
+    """Turns Ctrl-C and SIGTERM into a question that the caller asks between samples. Raised at any moment, they could
+    strike while the pool holds a lock, and its shutdown would wait for ever. A second one is raised at once."""
     seen: list[int] = []
 
-    def note(number: int, _: FrameType | None) -> None:
+    def record(number: int, _: FrameType | None) -> None:
         if seen:
             raise KeyboardInterrupt
         seen.append(number)
 
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's business
+    if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
         yield lambda: False
         return
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, record) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: bool(seen)
     except Exception as error:
-        if seen:  # a terminal's Ctrl-C also ends processes that have not yet begun to ignore it; no wonder they fail
+        if (
+            seen
+        ):  # a terminal's Ctrl-C also ends processes that do not ignore it yet, so errors may follow from it
             raise KeyboardInterrupt from error
         raise
     finally:
@@ -49,14 +92,45 @@ def interrupts_noted() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def end_with_owner() -> None:
-    """From now on this process ends when its owner does. torch's own watchdog, for one, looks at the parent process,
-    which is the fork server; and that one lives as long as its children do."""
-    threading.Thread(target=_wait_for_owner, daemon=True).start()
+def _submit(pool: ProcessPoolExecutor, function: Callable[[Task], Result], task: Task) -> Future[Result]:
+    try:
+        return pool.submit(_run, function, task)
+    except (BrokenProcessPool, OSError, EOFError) as error:  # the fork server may be gone
+        raise WorkerKilled(str(error)) from error
 
 
-def _wait_for_owner() -> None:
+_stopping: Event | None = None
+"""In a worker: set when its owner wants no more results."""
+
+
+def _start_worker(stopping: Event) -> None:
+    global _stopping
+    _stopping = stopping
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    sys.excepthook = _report_unless_owner_is_gone
+    threading.Thread(target=_end_with_owner, daemon=True).start()
+
+
+def _run(function: Callable[[Task], Result], task: Task) -> Result:
+    if _stopping is not None and _stopping.is_set():
+        raise InterruptedError("the owner wants no more results")
+    return function(task)
+
+
+def _end_with_owner() -> None:
+    """A process would wait for tasks for ever: it holds the other end of their pipe itself. Its parent is of no help:
+    that is the fork server, which lives as long as its children do."""
     owner = multiprocessing.parent_process()
     assert owner is not None
     wait([owner.sentinel])
     os._exit(1)
+
+
+def _report_unless_owner_is_gone(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """An owner that is killed while it fetches a tensor breaks the connection, and the thread of multiprocessing that
+    hands tensors over would print a traceback. What a task raises goes to the owner instead."""
+    if not issubclass(kind, ConnectionError | EOFError):
+        sys.__excepthook__(kind, error, trace)

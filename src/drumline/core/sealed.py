@@ -46,8 +46,15 @@ def write_sealed(path: Path, content: dict[str, Any], key: Key = "seal") -> None
 def read_sealed(path: Path, newest: int, *, version: str = "format", key: Key = "seal") -> dict[str, Any]:
     """The content of a manifest whose format, in the field `version`, is at most `newest`; 1 where there is none.
     Raises `CorruptError`, or FileNotFoundError."""
+    return parse_sealed(read_small(path, MAX_BYTES), path, newest, version=version, key=key)
+
+
+def parse_sealed(
+    data: bytes, path: Path, newest: int, *, version: str = "format", key: Key = "seal"
+) -> dict[str, Any]:
+    """The same for bytes that were read from `path`."""
     try:
-        text = read_small(path, MAX_BYTES).decode()
+        text = data.decode()
         content = json.loads(text, parse_constant=_reject_constant)
         # The text is compared, not its meaning: 1E-7 in place of 1e-7 is a change too.
         if not isinstance(content, dict) or sealed_text(_without(content, key), key) != text:

@@ -8,14 +8,12 @@ cannot (but in packed sets, whose samples have checksums). Changes nothing.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +23,7 @@ from numpy.typing import NDArray
 from drumline.core.errors import LostError, UserError
 from drumline.core.files import write_bytes
 from drumline.core.machine import usable_cores
-from drumline.core.processes import interrupts_noted, serve_owner
+from drumline.core.processes import WorkerKilled, deferred_interrupts, map_in_processes
 from drumline.core.progress import progress
 from drumline.core.text import printable
 from drumline.data.examine import Examination, examine_range
@@ -63,6 +61,8 @@ SHOWN = 10
 """Findings of a kind that `describe` lists; `write_list` writes all."""
 CHUNK = 16
 """Samples that a process takes at a time, some 50 ms of work."""
+AHEAD = 4
+"""Such tasks under way for each process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,10 +245,6 @@ class _Split:
         return f"{self.name} image {sample}"
 
 
-def _open(spec: DatasetSpec | _Loose) -> Dataset:
-    return _LooseFiles(spec.root) if isinstance(spec, _Loose) else open_dataset(spec, again=True)
-
-
 def _open_splits(path: Path, name: str) -> tuple[list[_Split], list[Finding]]:
     """The splits that can be looked at, and a finding for each that a run could not open."""
     splits: list[_Split] = []
@@ -310,40 +306,32 @@ def _in_this_process(splits: list[_Split]) -> _Results:
 
 def _in_processes(splits: list[_Split], workers: int) -> _Results:
     """The same, by processes that open the data themselves; results come in order, a few ranges ahead at most."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["drumline.core.forkserver", "drumline.data.verify"])
-    pool = ProcessPoolExecutor(workers, context, serve_owner)
-    ahead: deque[tuple[_Split, int, Future[list[Examination]]]] = deque()
-    ranges = _ranges(splits)
+    tasks = ((split.spec, start, stop) for split, start, stop in _ranges(splits))
+    results = map_in_processes(_examine, tasks, workers, preload=__name__, pending=AHEAD)
+    split, start, _ = next(_ranges(splits))
     try:
-        with interrupts_noted() as interrupted:
-            while not interrupted():
-                while len(ahead) < 4 * workers and (task := next(ranges, None)):
-                    split, start, stop = task
-                    ahead.append((split, start, pool.submit(_work, split.spec, start, stop)))
-                if not ahead:
-                    return
-                split, start, future = ahead.popleft()
-                for sample, result in enumerate(future.result(), start):
+        with closing(results), deferred_interrupts() as interrupted:
+            for (split, start, _), found in zip(_ranges(splits), results, strict=True):
+                for sample, result in enumerate(found, start):
                     yield split, sample, result
-            raise KeyboardInterrupt
-    except (BrokenProcessPool, ConnectionError, EOFError) as error:
+                if interrupted():
+                    raise KeyboardInterrupt
+    except WorkerKilled as error:
         raise LostError(
-            f"a checking process was killed, at {split.where(start)} or within {4 * workers * CHUNK} samples of it",
-            "out of memory? See `dmesg`; else try these files one by one",
+            f"a process was killed, at {split.where(start)} or within {AHEAD * workers * CHUNK} samples of it",
+            "if memory ran out, see `dmesg`; otherwise try these files one by one",
         ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
-_opened: dict[DatasetSpec | _Loose, Dataset] = {}
-"""In a checking process: what it has opened."""
+def _examine(task: tuple[DatasetSpec | _Loose, int, int]) -> list[Examination]:
+    spec, start, stop = task
+    return examine_range(_opened(spec), start, stop)
 
 
-def _work(spec: DatasetSpec | _Loose, start: int, stop: int) -> list[Examination]:
-    if spec not in _opened:
-        _opened[spec] = _open(spec)
-    return examine_range(_opened[spec], start, stop)
+@lru_cache(maxsize=2)
+def _opened(spec: DatasetSpec | _Loose) -> Dataset:
+    """The data in this process, opened for its first range."""
+    return _LooseFiles(spec.root) if isinstance(spec, _Loose) else open_dataset(spec, again=True)
 
 
 def _leaks(splits: list[_Split], digests: dict[str, NDArray[np.uint64]]) -> Iterator[Finding]:

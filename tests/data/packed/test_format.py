@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from drumline.core.errors import UserError
+from drumline.core.sealed import sealed_text
 from drumline.data.image.decode import decode
 from drumline.data.packed.format import (
     MANIFEST,
@@ -324,16 +325,33 @@ def test_a_hostile_manifest_is_refused_without_a_large_allocation(tmp_path, chan
 def test_manifests_of_other_versions_and_shapes_are_refused(tmp_path):
     folder = write(tmp_path / "set")
     content = json.loads((folder / MANIFEST).read_text())
+    del content["sha256"]
     for changed, words in (
         ({**content, "version": 2}, "version 2"),
         ({**content, "format": "other"}, "not the manifest"),
-        ([], "not the manifest"),
-        ({"format": content["format"], "version": 1}, "checksum"),
+        ({"format": content["format"], "version": 1}, "not a manifest of this version"),
     ):
-        (folder / MANIFEST).write_text(json.dumps(changed))
+        (folder / MANIFEST).write_text(sealed_text(changed, "sha256"))
         assert words in refusal(folder).what
-    (folder / MANIFEST).write_text("[" * 200_000)
-    assert "not JSON" in refusal(folder).what
+    for text, words in (
+        ("[]", "checksum"),
+        (json.dumps(content), "checksum"),
+        ("[" * 200_000, "not readable"),
+    ):
+        (folder / MANIFEST).write_text(text)
+        assert words in refusal(folder).what
+
+
+def test_unknown_fields_of_a_manifest_are_ignored(tmp_path):
+    folder = write(tmp_path / "set")
+    before = read_manifest(folder)
+    content = json.loads((folder / MANIFEST).read_text())
+    del content["sha256"]
+    for record in (content, content["train"], content["options"]):
+        record["added later"] = [1]
+    (folder / MANIFEST).write_text(sealed_text(content, "sha256"))
+    assert read_manifest(folder) == before
+    assert len(opened(folder)) == before.train.samples
 
 
 def test_an_array_set_whose_images_differ_is_refused(tmp_path):

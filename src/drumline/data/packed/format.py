@@ -20,21 +20,21 @@ sources that hold arrays (`holds` is "arrays": CIFAR, MNIST) have one shard for 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import struct
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import IntEnum
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from drumline.core.errors import UserError
-from drumline.core.files import write_text
+from drumline.core.files import CorruptError
+from drumline.core.sealed import MAX_BYTES, NewerFormat, parse_sealed, write_sealed
 from drumline.data.image.limits import MAX_PIXELS
 from drumline.data.reading import read_whole, refused
 
@@ -42,7 +42,6 @@ FORMAT = "drumline packed set"
 VERSION = 1
 MANIFEST = "manifest.json"
 SPLITS: tuple[Literal["train", "eval"], ...] = ("train", "eval")
-MAX_MANIFEST = 256 << 20
 MAX_SHARDS = 1 << 16
 
 _PACKED_RECORD = struct.Struct("<QQIIIIIHBB")
@@ -145,41 +144,33 @@ def shard_file(folder: Path, split: str, number: int) -> Path:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """The last file of a set: with it the set is whole."""
-    content = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
-    write_text(folder / MANIFEST, _text_of(content))
+    """The last file of a set: it makes the set complete."""
+    write_sealed(folder / MANIFEST, {"format": FORMAT, "version": VERSION, **asdict(manifest)}, key="sha256")
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Checked against its own digest, so that its parts need only have the right shape."""
+    """The manifest, checked against its checksum. Unknown fields are ignored."""
     file = folder / MANIFEST
     try:
-        if file.stat().st_size > MAX_MANIFEST:
-            raise UserError(f"{file} is too large to be a manifest ({file.stat().st_size} bytes)", fix=_AGAIN)
-        text = read_whole(file, MAX_MANIFEST)
-        content = json.loads(text)
+        content = parse_sealed(read_whole(file, MAX_BYTES), file, VERSION, version="version", key="sha256")
+        if content.get("format") != FORMAT:
+            raise UserError(f"{file} is not the manifest of a packed set", fix=_AGAIN)
+        return _manifest(content)
     except FileNotFoundError:
         raise UserError(
             f"{folder} is an unfinished packed set: it has no {MANIFEST}",
-            fix="run the same `drumline pack` again, it goes on where it stopped",
+            fix="run the same `drumline pack` again; it continues where it stopped",
         ) from None
     except OSError as error:
         raise refused(file, error) from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is damaged: it is not JSON", fix=_AGAIN) from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise UserError(f"{file} is not the manifest of a packed set", fix=_AGAIN)
-    if content.get("version") != VERSION:
+    except NewerFormat as error:
         raise UserError(
-            f"{folder} is a packed set of version {content.get('version')!r}, this program reads {VERSION}",
-            fix="use the program's version that wrote it, or pack again",
-        )
-    content.pop("sha256", None)
-    if text != _text_of(content).encode():
-        raise UserError(f"{file} has changed since it was written: its checksum is another", fix=_AGAIN)
-    try:
-        return _manifest(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+            f"{folder} is a packed set of version {error.found}; this version of drumline reads version {VERSION}",
+            fix="use the version of drumline that wrote it, or pack again",
+        ) from error
+    except CorruptError as error:
+        raise UserError(str(error), fix=_AGAIN) from error
+    except (KeyError, TypeError, AttributeError, _NotAManifest) as error:
         raise UserError(f"{file} is not a manifest of this version: {error}", fix=_AGAIN) from error
 
 
@@ -296,35 +287,43 @@ def sealed(folder: Path, name: str, split: Split) -> Split:
 _AGAIN = "restore it from a copy, or pack the source again"
 
 
-def _text_of(content: dict[str, Any]) -> str:
-    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    return json.dumps({**content, "sha256": digest}, indent=1) + "\n"
+class _NotAManifest(Exception):
+    """A field whose value cannot be."""
 
 
 def _manifest(content: dict[str, Any]) -> Manifest:
     def split(given: dict[str, Any]) -> Split:
-        made = Split(**{**given, "shards": tuple(given["shards"])})
+        made = _known(Split, {**given, "shards": tuple(given["shards"])})
         numbers = (made.samples, made.names_bytes, *made.shards)
         if not all(type(number) is int and number >= 0 for number in numbers) or made.samples == 0:
-            raise ValueError("a count that is no count")
+            raise _NotAManifest("a count is not a whole number")
         if not 0 < len(made.shards) <= MAX_SHARDS:
-            raise ValueError(f"{len(made.shards)} shards")
+            raise _NotAManifest(f"{len(made.shards)} shards")
         return made
 
     classes = tuple(content["classes"])
     if not classes or not all(isinstance(name, str) for name in classes):
-        raise ValueError("classes are not names")
+        raise _NotAManifest("classes are not names")
     if content["holds"] not in ("files", "arrays") or not isinstance(content["source"], str):
-        raise ValueError("source")
+        raise _NotAManifest("source")
     return Manifest(
         source=content["source"],
         holds=content["holds"],
         classes=classes,
-        options=Options(**content["options"]),
+        options=_known(Options, content["options"]),
         job=str(content["job"]),
         train=split(content["train"]),
         eval=None if content["eval"] is None else split(content["eval"]),
     )
+
+
+Record = TypeVar("Record", Split, Options)
+
+
+def _known(kind: type[Record], given: dict[str, Any]) -> Record:
+    """A record of the fields that this version knows."""
+    names = {field.name for field in fields(kind)}
+    return kind(**{name: value for name, value in given.items() if name in names})
 
 
 def _check_records(records: NDArray[np.void], manifest: Manifest, part: Split, where: str) -> None:

@@ -7,20 +7,17 @@ never fails: it is kept as it is, with width and height 0.
 from __future__ import annotations
 
 import io
-import multiprocessing
 import zlib
-from collections import deque
 from collections.abc import Generator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
+from functools import lru_cache, partial
 
 import numpy as np
 from PIL import Image
 
 from drumline.core.errors import LostError, UserError
-from drumline.core.processes import serve_owner
+from drumline.core.processes import WorkerKilled, map_in_processes
 from drumline.data.image.decode import FORMATS, decode
 from drumline.data.image.jpeg import read_header
 from drumline.data.image.limits import MAX_PIXELS, TooLarge, check_file
@@ -86,26 +83,17 @@ def stored_samples(
             yield store(source, sample, options)
         return
     assert not isinstance(source, ArrayDataset)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["drumline.core.forkserver", "drumline.data.packed.stored"])
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (spec, source.digest(), options))
-    pending: deque[Future[list[Stored]]] = deque()
-    starts = iter(range(first, len(source), CHUNK))
+    chunks = (range(start, min(start + CHUNK, len(source))) for start in range(first, len(source), CHUNK))
+    work = partial(_store_chunk, spec, source.digest(), options)
     try:
-        while True:
-            # Two chunks for each process: enough to keep it busy, and a bound on memory.
-            while len(pending) < 2 * workers and (start := next(starts, None)) is not None:
-                pending.append(pool.submit(_chunk, start, min(start + CHUNK, len(source))))
-            if not pending:
-                return
-            yield from pending.popleft().result()
-    except (BrokenProcessPool, ConnectionError, EOFError) as error:
+        with closing(map_in_processes(work, chunks, workers, preload=__name__)) as results:
+            for stored in results:
+                yield from stored
+    except WorkerKilled as error:
         raise LostError(
             "a packing process was killed",
-            fix="out of memory? Run the same command again with fewer --workers; it goes on where it stopped",
+            fix="if memory ran out, run the same command again with fewer --workers; it continues where it stopped",
         ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _raw(pixels: Images, orientation: int = 1) -> Stored:
@@ -143,22 +131,12 @@ def _orientation(image: Image.Image) -> int | None:
     return value if value in range(2, 9) else 1
 
 
-_asked: tuple[DatasetSpec, str, Options] | None = None
-_here: Dataset | None = None
-"""What this packing process works on: as it was told, and opened."""
+def _store_chunk(spec: DatasetSpec, digest: str, options: Options, samples: range) -> list[Stored]:
+    source = _opened(spec, digest)
+    return [store(source, sample, options) for sample in samples]
 
 
-def _start_worker(spec: DatasetSpec, digest: str, options: Options) -> None:
-    serve_owner()
-    global _asked
-    _asked = spec, digest, options
-
-
-def _chunk(first: int, end: int) -> list[Stored]:
-    assert _asked is not None
-    global _here
-    spec, digest, options = _asked
-    if _here is None:  # not when the process starts: what goes wrong then ends it without a word
-        _here = open_same(spec, digest)
-    source = _here
-    return [store(source, sample, options) for sample in range(first, end)]
+@lru_cache(maxsize=1)
+def _opened(spec: DatasetSpec, digest: str) -> Dataset:
+    """The dataset in this process, opened for its first chunk."""
+    return open_same(spec, digest)

@@ -23,7 +23,7 @@ import numpy as np
 
 from drumline.core.errors import UserError
 from drumline.core.files import rename_folder, sync_folder, write_text
-from drumline.core.processes import interrupts_noted
+from drumline.core.processes import deferred_interrupts
 from drumline.core.progress import progress
 from drumline.data.packed.format import (
     MANIFEST,
@@ -298,7 +298,7 @@ def _pack_split(job: _Job, partial: Path, split: str, done: dict[str, Split], wo
                 stored_samples(source, job.specs[split], job.options, state.samples, 1 if arrays else workers)
             ) as made,
             closing(progress(made, f"packing {split}", len(source) - state.samples)) as shown,
-            interrupts_noted() as interrupted,
+            deferred_interrupts() as interrupted,
         ):
             for sample, stored in enumerate(shown, start=state.samples):
                 writer.add(stored, labels[sample], names[sample])
