@@ -55,24 +55,6 @@ def test_planes_are_upsampled_and_converted_as_libjpeg_does(layout: Layout) -> N
         assert np.array_equal(window, by_pillow(by_libjpeg(arena, places, image), row, size, "pillow12"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_normalised_output_is_what_normalise_gives(dtype: torch.dtype) -> None:
-    from drumline.data.gpu.resample import Resampler
-    from drumline.train.step import Normalise
-
-    ramp = np.arange(256, dtype=np.uint8).reshape(16, 16)
-    images = [np.stack([ramp, ramp.T, ramp[::-1]], axis=-1)] * 3
-    places, arena = stored(np.zeros(3, np.int64), images)
-    geometry = np.tile(np.array([0, 0, 16, 16, 16, 16, 0, 0, 0], np.int32), (3, 1))
-    normalise = Normalise.build((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), DEVICE, channels_last=True)
-    mean, std = normalise.mean.flatten().tolist(), normalise.std.flatten().tolist()
-    got = torch.empty((3, 3, 16, 16), dtype=dtype, device=DEVICE).to(memory_format=torch.channels_last)
-    Resampler(DEVICE, 16, mean=tuple(mean), std=tuple(std))(
-        torch.from_numpy(arena).to(DEVICE), places, geometry, got
-    )
-    assert torch.equal(got, normalise(torch.from_numpy(np.stack(images)).to(DEVICE)).to(dtype))
-
-
 def test_weights_stay_right_when_the_table_grows_and_when_it_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -107,19 +107,6 @@ def window(
     return out
 
 
-def weights(source: int, target: int, filter: str) -> tuple[NDArray[np.int32], ...]:
-    """The weights that the native resize uses, as `data.resize.coefficients` gives them."""
-    starts, counts = np.zeros(target, np.int32), np.zeros(target, np.int32)
-    reach = {"box": 0.5, "bilinear": 1.0, "bicubic": 2.0, "lanczos": 3.0}[filter]
-    taps = int(np.ceil(reach * max(source / target, 1.0))) * 2 + 1
-    values = np.zeros((target, taps), np.int32)
-    got = _built().drum_weights(
-        source, target, FILTERS[filter], starts.ctypes.data, counts.ctypes.data, values.ctypes.data
-    )
-    assert got == taps, (got, taps)
-    return starts, counts, values
-
-
 def jpeg_size(data: bytes) -> tuple[int, int, int] | None:
     """Width, height and whether there is EXIF, or None when the native part does not take this for a JPEG."""
     stored = np.zeros(STORED, np.int32)
@@ -219,7 +206,6 @@ def _declare(library: Any) -> None:
     pointer, number = c_void_p, c_int
     signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "drum_resize": (c_int, (pointer, c_ssize_t, *[number] * 1, pointer, *[number] * 4, pointer)),
-        "drum_weights": (c_int, (number, number, number, pointer, pointer, pointer)),
         "drum_make_window": (c_int, (c_char_p, c_int64, pointer, pointer, number, number, number, pointer)),
         "drum_jpeg_size": (c_int, (c_char_p, c_int64, pointer)),
         "drum_jpeg_warnings": (c_int, (c_char_p, c_ssize_t)),

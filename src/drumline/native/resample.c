@@ -351,18 +351,3 @@ EXPORT int drum_resize(const uint8_t *image, ptrdiff_t stride, int channels, con
     scratch_free(&scratch);
     return failed;
 }
-
-/* For tests: the weights of an axis, to be compared with Python's. Gives the number of taps. */
-EXPORT int drum_weights(int source, int target, int filter, int32_t *starts, int32_t *counts, int32_t *weights) {
-    Scratch scratch = {{0}, {0}};
-    Axis axis;
-    if (axis_build(&axis, &scratch, SCRATCH_AXIS_X, source, target, filter, 0, target)) return -1;
-    memcpy(starts, axis.starts, sizeof(int32_t) * (size_t)target);
-    memcpy(counts, axis.counts, sizeof(int32_t) * (size_t)target);
-    for (int i = 0; i < target; i++)
-        for (int tap = 0; tap < axis.counts[i]; tap++)
-            weights[(size_t)i * axis.taps + tap] = axis.weights[(size_t)i * axis.taps + tap];
-    int taps = axis.taps;
-    scratch_free(&scratch);
-    return taps;
-}

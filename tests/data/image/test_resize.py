@@ -374,18 +374,6 @@ def test_weights_sum_to_one_and_stay_inside(filter: Filter) -> None:
         assert most.max() < 2**31
 
 
-@needs_native
-@pytest.mark.parametrize("filter", SMOOTH)
-def test_native_weights_are_pythons(filter: Filter) -> None:
-    draw = np.random.default_rng(4)
-    random_axes = [(int(a), int(b)) for a, b in draw.integers(1, 700, (150, 2))]
-    for source, target in [*AXES, *random_axes]:
-        for ours, theirs in zip(
-            coefficients(source, target, filter), native.weights(source, target, filter), strict=True
-        ):
-            assert np.array_equal(ours, theirs), (source, target)
-
-
 def test_weights_are_shared_and_cannot_be_written_to() -> None:
     assert coefficients(40, 7) is coefficients(40, 7)
     with pytest.raises(ValueError, match="read-only"):

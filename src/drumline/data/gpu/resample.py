@@ -1,7 +1,7 @@
-"""Crop, Pillow-exact resize, mirror and normalise for a ragged batch on the GPU: one Triton kernel, one launch.
+"""Crop, Pillow-exact resize and mirror for a ragged batch on the GPU: one Triton kernel, one launch.
 
 Promises: the pixels of `drumline.data.image.resize` to the bit, and for Y, Cb, Cr planes those of libjpeg's fancy
-upsampling and integer colour conversion before it; normalised output equals `drumline.train.step.Normalise`, cast.
+upsampling and integer colour conversion before it.
 Refuses nothing at run time: places and boxes are checked on the host before a kernel sees them.
 
 A program makes a tile of OUTER x INNER target pixels. It walks the source lines that the tile needs, LINES at a time:
@@ -30,21 +30,13 @@ TABLE_BYTES = 64 << 20
 class Resampler:
     """Calls as `resample(arena, places, geometry, out)` on the current stream, always the same one.
 
-    `out` is uint8 (n, size, size, 3), or a float type (n, 3, size, size) in channels_last, then with the mean and
-    std of `Normalise` (scaled to 0..255). Keeps the weights of each pair of sizes it has met on the device.
+    `out` is uint8 (n, size, size, 3). Keeps the weights of each pair of sizes it has met on the device.
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        size: int,
-        version: Version = "pillow12",
-        filter: Smooth = "bilinear",
-        mean: tuple[float, float, float] = (0.0, 0.0, 0.0),
-        std: tuple[float, float, float] = (1.0, 1.0, 1.0),
+        self, device: torch.device, size: int, version: Version = "pillow12", filter: Smooth = "bilinear"
     ) -> None:
         self.device, self.size, self.version = device, size, version
-        self.mean, self.std = mean, std
         self._weights = _WeightTable(device, filter)
 
     def __call__(
@@ -62,13 +54,10 @@ class Resampler:
             self._weights.table,
             samples,
             out,
-            *self.mean,
-            *self.std,
             self.size,
             COLUMNS=_COLUMNS,
             AXIS=len(_AXIS),
             FRACTION=FRACTION_BITS,
-            NORMALISE=out.dtype != torch.uint8,
             OUTER=_OUTER,
             INNER=_INNER,
             LINES=_LINES,
@@ -85,12 +74,9 @@ class Resampler:
         assert ((left >= 0) & (left < right) & (right <= places.width)).all()
         assert ((top >= 0) & (top < bottom) & (bottom <= places.height)).all()
         assert ((x >= 0) & (x + self.size <= width) & (y >= 0) & (y + self.size <= height)).all()
-        if out.dtype == torch.uint8:
-            assert out.shape == (len(geometry), self.size, self.size, 3)
-            assert out.is_contiguous()
-        else:
-            assert out.shape == (len(geometry), 3, self.size, self.size)
-            assert out.is_contiguous(memory_format=torch.channels_last)
+        assert out.dtype == torch.uint8
+        assert out.shape == (len(geometry), self.size, self.size, 3)
+        assert out.is_contiguous()
 
 
 class _WeightTable:
@@ -346,17 +332,9 @@ def _tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _store(out, at, inside, value, mean, std, NORMALISE: tl.constexpr):  # type: ignore[no-untyped-def]
-    if NORMALISE:
-        # A subtraction, then a division rounded as IEEE says: what torch does. Triton's `/` is an approximation.
-        value = tl.div_rn(value.to(tl.float32) - mean, tl.zeros_like(value).to(tl.float32) + std)
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _resample(  # type: ignore[no-untyped-def]
-    arena, table, samples, out, mean_r, mean_g, mean_b, std_r, std_g, std_b, SIZE, COLUMNS: tl.constexpr,
-    AXIS: tl.constexpr, FRACTION: tl.constexpr, NORMALISE: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr,
+    arena, table, samples, out, SIZE, COLUMNS: tl.constexpr,
+    AXIS: tl.constexpr, FRACTION: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr,
     LINES: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(SIZE, INNER)
@@ -385,6 +363,6 @@ def _resample(  # type: ignore[no-untyped-def]
     inner_step, outer_step = tl.load(of_pixels + 13).to(tl.int32), tl.load(of_lines + 13).to(tl.int32)
     at = (inner_at * inner_step)[None, :] + (outer_at * outer_step)[:, None]
     base = out + sample.to(tl.int64) * SIZE * SIZE * 3
-    _store(base, at, inside, red, mean_r, std_r, NORMALISE)
-    _store(base, at + 1, inside, green, mean_g, std_g, NORMALISE)
-    _store(base, at + 2, inside, blue, mean_b, std_b, NORMALISE)
+    tl.store(base + at, red.to(tl.uint8), mask=inside)
+    tl.store(base + at + 1, green.to(tl.uint8), mask=inside)
+    tl.store(base + at + 2, blue.to(tl.uint8), mask=inside)

@@ -91,11 +91,6 @@ def solarize(images: Tensor, threshold: Tensor) -> Tensor:
     return torch.where(images.int() < threshold.int().view(-1, 1, 1, 1), images, 255 - images)
 
 
-def invert(images: Tensor) -> Tensor:
-    """ImageOps.invert."""
-    return 255 - images
-
-
 def autocontrast(images: Tensor) -> Tensor:
     """ImageOps.autocontrast: each channel from 0 to 255; a channel of one value stays."""
     low, high = (edge.long().unsqueeze(2) for edge in (images.amin(dim=(1, 2)), images.amax(dim=(1, 2))))
