@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from drumline.data.classes import Classes, OtherClasses, head_order, label_map, numbers, set_words
+from drumline.data.classes import Classes, OtherClasses, class_warnings, head_order, label_map, numbers
 from drumline.data.sources.base import ArrayDataset
 
 
@@ -88,12 +88,12 @@ def test_names_are_names_unless_a_source_counts() -> None:
 
 def test_classes_that_one_side_lacks_are_reported() -> None:
     names = ("ant", "bee", "cat")
-    assert set_words(source([0, 1, 2], names), source([0, 1, 2], names)) == []
-    (one,) = set_words(source([1], names), source([1], names))
+    assert class_warnings(source([0, 1, 2], names), source([0, 1, 2], names)) == []
+    (one,) = class_warnings(source([1], names), source([1], names))
     assert "only one class, 'bee'" in one
-    (lacks,) = set_words(source([0, 1, 2], names), source([0, 1], names))
+    (lacks,) = class_warnings(source([0, 1, 2], names), source([0, 1], names))
     assert "the evaluation set has no samples of these classes" in lacks
     assert lacks.endswith("'cat'")
-    (odd,) = set_words(source([0, 1], names), source([0, 1, 2, 2], names))
+    (odd,) = class_warnings(source([0, 1], names), source([0, 1, 2, 2], names))
     assert odd.startswith("WARNING: 2 evaluation samples are of classes without a training sample")
-    assert set_words(source([0, 1], names, "synthetic"), source([0], names, "synthetic")) == []
+    assert class_warnings(source([0, 1], names, "synthetic"), source([0], names, "synthetic")) == []

@@ -165,9 +165,7 @@ def test_files_that_are_not_taken_for_images_are_a_warning(tmp_path: Path) -> No
             ("train", -1, "passed-over"),
             ("eval", -1, "passed-over"),
         ]
-        assert (
-            "2 files that are not images by their endings and are passed over: .heic 2" in describe(report)[0]
-        )
+        assert "2 files that are not images, by extension: .heic 2" in describe(report)[0]
 
 
 def test_class_folders_without_a_split_are_one(tmp_path: Path) -> None:

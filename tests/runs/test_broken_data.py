@@ -139,9 +139,7 @@ def test_what_was_broken_is_told_at_the_end(damaged: Damaged) -> None:
 
 
 def test_files_that_are_passed_over_are_told_at_the_start(damaged: Damaged) -> None:
-    words = (
-        "WARNING: the training set has 1 file that is not an image by its ending and is passed over: .txt 1"
-    )
+    words = "WARNING: the training set has 1 file that is not an image, by extension: .txt 1"
     assert words in damaged.told.split("epoch 1")[0]
 
 
@@ -249,9 +247,11 @@ def test_too_many_broken_samples_stop_the_run_with_their_number_and_names(
         damaged.folder, f"limit-{processes}", "--data.bad_limit", "0.001", f"parallel.processes={processes}"
     )
     assert done.returncode == 2
-    assert "of 100 training samples are broken, data.bad_limit allows 1: " in done.stderr
+    assert "of 100 training samples are broken; data.bad_limit allows 1: " in done.stderr
     assert any(file in done.stderr for file in damaged.broken)
-    assert "`drumline verify` lists all of them; mend or remove them, or raise data.bad_limit" in done.stderr
+    assert (
+        "`drumline verify` lists all of them; restore or remove them, or raise data.bad_limit" in done.stderr
+    )
     assert "Traceback" not in done.stderr
     assert done.stderr.count("are broken, data.bad_limit") == 1, "told once, not by every rank"
 
@@ -262,7 +262,7 @@ def test_a_limit_that_no_process_passes_alone_is_passed_together(damaged: Damage
     limit = f"data.bad_limit={(broken - 1) / 100}"
     done = trained(damaged.folder, "together", limit, "parallel.processes=2", "data.workers=0")
     assert done.returncode == 2
-    assert f"{broken} of 100 training samples are broken, data.bad_limit allows {broken - 1}" in done.stderr
+    assert f"{broken} of 100 training samples are broken; data.bad_limit allows {broken - 1}" in done.stderr
     assert metrics(damaged.folder, "together", "train")[-1]["step"] == 5
     assert done.stderr.count("are broken, data.bad_limit") == 1
 

@@ -79,7 +79,7 @@ def head_order(model: Classes, data: Classes) -> tuple[NDArray[np.int64] | None,
     if set(model.names) == set(data.names):
         rows = {name: row for row, name in enumerate(model.names)}
         order = np.array([rows[name] for name in data.names], dtype=np.int64)
-        return order, "classes are in another order than in the data: matched by name"
+        return order, "the classes are in a different order from the data's: matched by name"
     if len(model) == len(data) and not (model.named and data.named):
         return None, _by_number(model, data)
     known = set(model.names)
@@ -105,33 +105,33 @@ def describe_difference(
     near = [(name, get_close_matches(name, absent, n=1, cutoff=0.7)) for name in unknown[:SHOWN]]
     if guesses := [f"{_quoted(name)} may be {_quoted(match[0])}" for name, match in near if match]:
         parts.append(f"renamed? {', '.join(guesses)}")
-    return "; ".join(parts) or "they are in another order"
+    return "; ".join(parts) or "they are in a different order"
 
 
-def set_words(train: Dataset, evaluation: Dataset) -> list[str]:
+def class_warnings(train: Dataset, evaluation: Dataset) -> list[str]:
     """Warnings about classes that training or evaluation has no samples of. Synthetic sets are made to measure."""
     if train.name == "synthetic":
         return []
     names = train.classes
     trained, scored = (_present(source) for source in (train, evaluation))
-    words = []
+    warnings = []
     if len(trained) == 1:
-        words.append(
-            f"WARNING: the training set has only one class, {_quoted(names[next(iter(trained))])}: there is nothing "
-            "to tell it from, and any model scores 100 %"
+        warnings.append(
+            f"WARNING: the training set has only one class, {_quoted(names[next(iter(trained))])}: any "
+            "model scores 100 %"
         )
     if odd := sorted(scored - trained):
         count = int(np.isin(evaluation.labels, odd).sum())
-        words.append(
+        warnings.append(
             f"WARNING: {count:,} evaluation samples are of classes without a training sample, so they will be "
             f"scored wrong: {some_names([names[label] for label in odd])}"
         )
     if odd := sorted(trained - scored):
-        words.append(
+        warnings.append(
             "WARNING: the evaluation set has no samples of these classes, so the score says nothing about them: "
             f"{some_names([names[label] for label in odd])}"
         )
-    return words
+    return warnings
 
 
 def some_names(names: Sequence[str]) -> str:

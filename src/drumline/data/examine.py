@@ -1,4 +1,4 @@
-"""One sample judged: decoded as a run decodes it, then looked at for what decoding passes over.
+"""Examines one sample: decodes it as a run does, then checks for damage that decoding ignores.
 
 Promises: a pure function of the bytes and the name; bad exactly when `decode` refuses, since `decode` decides.
 Refuses nothing itself: whatever the bytes are, an `Examination` comes of them.
@@ -29,7 +29,7 @@ class Examination:
     """What one sample's bytes gave."""
 
     digest: bytes
-    """16 bytes that tell it from others; zeros for a bad one."""
+    """A 16-byte hash of its bytes; zeros for a bad sample."""
     findings: tuple[tuple[str, str], ...] = ()
     """Kinds and reasons, a bad one alone."""
     notes: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ def examine_range(source: Dataset, start: int, stop: int) -> list[Examination]:
 
 
 def examine_sample(source: EncodedDataset, sample: int) -> Examination:
-    """A sample as its source gives it; one that cannot be read is told apart from one that was read and is bad."""
+    """Examines a sample of a dataset. Distinguishes a sample that cannot be read from one that is bad."""
     where = source.where(sample)
     try:
         data = source.read(sample)

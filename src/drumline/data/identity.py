@@ -111,7 +111,7 @@ def chosen(samples: int, count: int, seed: int) -> list[int]:
 
 
 def first_difference(mine: Sequence[Entry], theirs: Sequence[Entry], start: int) -> str:
-    """The first sample in which two lists of entries differ, in words; `start` is the id of their first one."""
+    """Describes the first sample in which two lists of entries differ; `start` is the id of their first one."""
     for offset, (here, there) in enumerate(zip(mine, theirs, strict=False)):
         if list(here) != list(there):
             return f"sample {start + offset:,} is {_words(here, there)}, on rank 0 {_words(there, here)}"

@@ -1,10 +1,10 @@
-"""Files read whole, within limits, and patience with a system that fails for a while.
+"""Reads whole files, within limits, and retries while the system fails.
 
-What is wrong with a sample is one of two kinds. Its *content* is wrong (too large, cut off, not an image): that is
-the same on every run, so it is a `UserError`, and a substitute takes its place. Or the *system* has failed (a disk, a
-network share, no free descriptor or memory, a file that is gone since the data was opened): that says nothing about
-the sample, and a substitute would change the run's bits. So it is tried again for some seconds and then is a
-`LostError`: the process ends, and the launcher restarts it.
+A sample can fail in two ways. Its *content* is wrong (too large, truncated, not an image): that is the same in every
+run, so it is a `UserError`, and a substitute takes its place. Or the *system* fails (a disk, a network file system,
+no free descriptor or memory, a file that is gone since the data was opened): that says nothing about the sample, and
+a substitute would change the run's bits. So the read is retried for some seconds and then is a `LostError`: the
+process ends, and the launcher restarts it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from drumline.core.errors import LostError, UserError
 from drumline.data.image.limits import check_bytes, too_large
 
 PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 3.2)
-"""Seconds between two tries."""
+"""Seconds between tries."""
 LONGER = (5.0,) * 10
-"""Further ones, when a restarted run waits for its data: every restart that it spares is one left for later."""
+"""Further pauses of a restarted run that waits for its data, which saves restarts."""
 USERS = frozenset(
     (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)
 )
@@ -33,7 +33,7 @@ _ADVICE = {
     errno.EMFILE: "raise the limit of open files: `ulimit -n 65536`",
     errno.ENFILE: "the whole machine has too many files open: close other programs",
     errno.ENOMEM: "try fewer data.workers or a smaller data.batch",
-    errno.EACCES: "check its permissions, or that the share is still mounted for you",
+    errno.EACCES: "check its permissions, and that the file system is still mounted",
     errno.ENOENT: "restore the file, or check that the disk is still mounted",
 }
 
@@ -112,7 +112,7 @@ def patiently_opened(
     act: Callable[[], Result], path: str, again: bool, longer: tuple[float, ...] = ()
 ) -> Result:
     """Data as `act` opens it. With `again` it was there before, in this very run: whatever is wrong with it now is a
-    loss. The first time, a mistake of the user's is told at once."""
+    loss. The first time, a mistake of the user is reported at once."""
     for pause in (*PAUSES, *longer, None):
         try:
             return act()
@@ -141,13 +141,13 @@ def refused(path: str | os.PathLike[str], error: OSError, fix: str = "") -> User
 
 
 def lost(what: str, error: OSError | MemoryError, pauses: tuple[float, ...] = ()) -> LostError:
-    """A failure of the system, in words."""
+    """A failure of the system as an error."""
     code = errno.ENOMEM if isinstance(error, MemoryError) else error.errno
     reason = os.strerror(code) if code else str(error)
     often = f" ({len(pauses) + 1} tries in {sum(pauses):.1f} s)" if pauses else ""
-    advice = _ADVICE.get(code or 0, "check the disk or the network share")
+    advice = _ADVICE.get(code or 0, "check the disk or the network file system")
     return LostError(
-        f"{what} cannot be read: {reason}{often}", f"{advice}; then go on with --checkpoint.resume auto"
+        f"{what} cannot be read: {reason}{often}", f"{advice}; then continue with --checkpoint.resume auto"
     )
 
 

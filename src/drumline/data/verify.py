@@ -111,7 +111,7 @@ class DatasetReport:
 
 
 def verify_dataset(path: Path, source: str = "auto", workers: int | None = None) -> DatasetReport:
-    """Reads and decodes every sample of a data set, with `workers` processes (one for each core unless told).
+    """Reads and decodes every sample of a data set, with `workers` processes (by default one per core).
 
     A path without data is a `UserError`; a split that does not open is a finding, and then its image files are looked
     at as they lie.
@@ -246,7 +246,7 @@ class _Split:
 
 
 def _open_splits(path: Path, name: str) -> tuple[list[_Split], list[Finding]]:
-    """The splits that can be looked at, and a finding for each that a run could not open."""
+    """The splits that can be examined, and a finding for each that a run could not open."""
     splits: list[_Split] = []
     findings: list[Finding] = []
     refused: UserError | None = None
@@ -258,8 +258,8 @@ def _open_splits(path: Path, name: str) -> tuple[list[_Split], list[Finding]]:
             if isinstance(opened, PackedArrays):
                 opened.check()
             splits.append(_Split(side, spec, opened))
-            if isinstance(opened, EncodedDataset) and (words := describe_skipped(opened)):
-                findings.append(Finding(side, -1, "passed-over", str(path), f"has {words}"))
+            if isinstance(opened, EncodedDataset) and (skipped := describe_skipped(opened)):
+                findings.append(Finding(side, -1, "passed-over", str(path), f"has {skipped}"))
         except NoEvalSplit:
             continue
         except UserError as error:
@@ -281,7 +281,7 @@ def _open_splits(path: Path, name: str) -> tuple[list[_Split], list[Finding]]:
 
 
 def _loose_splits(path: Path) -> list[_Split]:
-    """The files of a folder that does not open as class folders, in the splits that its names tell."""
+    """The files of a folder that does not open as class folders, in splits by folder name."""
     evaluation = next((folder for folder in EVAL_FOLDERS if (path / folder).is_dir()), None)
     roots = {"images": path}
     if evaluation and (path / "train").is_dir():

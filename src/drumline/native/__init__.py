@@ -22,9 +22,9 @@ FILTERS = {"box": 0, "bilinear": 1, "bicubic": 2, "lanczos": 3}
 READ_FILES, READ_SIZES, MAKE_CROPS, GATHER = range(4)
 DONE, LEFT_TO_PILLOW = 0, 1
 STORED = 3
-"""What a JPEG's header tells: width, height, and whether there is EXIF."""
+"""Numbers read from a JPEG's header: width, height, and whether there is EXIF."""
 _PATIENCE_S = 0.1
-"""How long a wait in C lasts before Python may look at signals."""
+"""How long a wait in C lasts before Python can handle signals."""
 
 
 class Work(ctypes.Structure):

@@ -15,7 +15,7 @@ import torch
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.core.machine import cores_per_process
-from drumline.data.classes import Classes, describe_difference, set_words
+from drumline.data.classes import Classes, class_warnings, describe_difference
 from drumline.data.feed.bad_samples import BadSamples
 from drumline.data.feed.choose import choose_workers
 from drumline.data.feed.loader import Batches, Workers, batches, blank_batches, resident_batches
@@ -79,7 +79,7 @@ class Sets:
                 sides[:1] if self.train_spec.holdout else sides
             )  # a holdout has the same folders
             if isinstance(source, EncodedDataset) and source.skipped
-        ] + set_words(self.train, self.eval)
+        ] + class_warnings(self.train, self.eval)
 
     @property
     def unit(self) -> int:

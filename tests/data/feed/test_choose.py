@@ -191,7 +191,7 @@ def test_decoding_on_a_gpu_without_the_native_part_is_refused_with_that_reason(p
 @pytest.mark.usefixtures("unmeasured")
 def test_decoding_on_a_gpu_goes_with_threads_only(photos: Path) -> None:
     with pytest.raises(
-        UserError, match=r"^data\.decode = gpu works with threads, and data\.pool = processes"
+        UserError, match=r"^data\.decode = gpu needs threads, but data\.pool = processes"
     ) as no:
         chosen(photos, CUDA, decode="gpu", pool="processes")
     assert no.value.fix == "use data.pool auto"

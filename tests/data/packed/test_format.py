@@ -202,7 +202,7 @@ def test_a_shard_that_is_cut_or_missing_or_longer_is_refused_on_opening(tmp_path
     shard = shard_file(folder, "train", 1)
     data = shard.read_bytes()
     shard.write_bytes(data[:-1])
-    assert "is cut off" in refusal(folder).what
+    assert "is truncated" in refusal(folder).what
     shard.write_bytes(data + b"x")
     assert "has grown" in refusal(folder).what
     shard.unlink()

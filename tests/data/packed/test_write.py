@@ -507,7 +507,7 @@ def test_a_full_disk_is_told_and_the_pack_goes_on_once_there_is_room(photos, tmp
     monkeypatch.setattr(work.SplitWriter, "add", real)
     said: list[str] = []
     out = pack_set("auto", str(photos), tmp_path / "out", Options(), 1, False, said.append)
-    assert "going on after 5 samples" in said
+    assert "continuing after 5 samples" in said
     assert content(out) == whole
 
 

@@ -236,13 +236,10 @@ def test_files_that_are_passed_over_are_counted_by_their_endings(tmp_path):
     assert len(source) == 3
     assert source.skipped == {".heic": 2, ".txt": 1, "README": 1}
     assert describe_skipped(source) == (
-        "4 files that are not images by their endings and are passed over: .heic 2, .txt 1, README 1"
+        "4 files that are not images, by extension: .heic 2, .txt 1, README 1"
     )
     source.skipped = {".g\x1bif": 1}
-    assert (
-        describe_skipped(source)
-        == "1 file that is not an image by its ending and is passed over: .g\\x1bif 1"
-    )
+    assert describe_skipped(source) == "1 file that is not an image, by extension: .g\\x1bif 1"
 
 
 def test_refuses_eval_without_split_or_holdout(tmp_path):

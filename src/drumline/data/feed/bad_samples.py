@@ -1,6 +1,6 @@
-"""Which samples of a run were broken: counted, listed, and too many of them end the run.
+"""The broken samples of a run: counted and listed. Too many of them end the run.
 
-Promises: a sample counts once however often it is met; what is listed depends on the data and the recipe, not on the
+Promises: a sample counts once, however often it is read. The list depends on the data and the recipe, not on the
 number of processes.
 """
 
@@ -18,32 +18,32 @@ SHOWN = 3
 
 
 class BadSamples:
-    """The broken samples of one set. `limit` is how many there may be."""
+    """The broken samples of one dataset. `limit` is how many there may be."""
 
-    def __init__(self, what: str, samples: int, share: float) -> None:
+    def __init__(self, what: str, samples: int, fraction: float) -> None:
         self.what, self.samples = what, samples
-        # By the decimal number that was written: 0.29 of 100 is 29, though a float is a little less.
-        self.limit = math.ceil(Fraction(repr(float(share))) * samples)
+        # From the decimal number as it was written: 0.29 of 100 is 29, although the float is a little less.
+        self.limit = math.ceil(Fraction(repr(float(fraction))) * samples)
         self.bad: dict[int, str] = {}
 
     def add(self, bad: Iterable[BadSample]) -> None:
-        """Notes broken samples; refuses to go on when there are too many."""
+        """Adds broken samples. Refuses to continue if there are too many."""
         for sample, why in bad:
             self.bad.setdefault(sample, printable(why))
         if len(self.bad) > self.limit:
             raise UserError(
-                f"{len(self.bad):,} of {self.samples:,} {self.what} samples are broken, data.bad_limit allows "
+                f"{len(self.bad):,} of {self.samples:,} {self.what} samples are broken; data.bad_limit allows "
                 f"{self.limit:,}: {self.some()}",
-                fix="`drumline verify` lists all of them; mend or remove them, or raise data.bad_limit",
+                fix="`drumline verify` lists all of them; restore or remove them, or raise data.bad_limit",
             )
 
     def merge(self, others: Sequence[dict[int, str]]) -> None:
-        """Takes in what other processes noted."""
+        """Adds what other processes found."""
         for other in others:
             self.add(BadSample(sample, why) for sample, why in other.items())
 
     def lines(self) -> list[str]:
-        """Every broken sample, one a line, by sample id."""
+        """Every broken sample, one per line, in the order of sample ids."""
         return [f"{self.what}\t{sample}\t{why}" for sample, why in sorted(self.bad.items())]
 
     def some(self) -> str:

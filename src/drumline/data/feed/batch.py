@@ -1,7 +1,7 @@
-"""A whole batch made by one thread: the plain way that every faster way must equal.
+"""A batch, and the reference way to make one: by one thread.
 
-Promises: a pure function of (source, transform, seed, request). Loader processes use it as it is; the threads of
-`threads.py` and the GPU path are tested against it bit for bit.
+Promises: `make_batch` is a pure function of (dataset, transform, seed, request). Loader processes call it; the
+threads of `threads.py` and the GPU path are tested against it bit for bit.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ NOTHING = torch.empty((0, 0), dtype=torch.uint8)
 
 
 class Batch(NamedTuple):
-    """What travels from the loader to the step."""
+    """What the loader gives to the step."""
 
     images: torch.Tensor
     """(n, height, width, channels) uint8."""
     labels: torch.Tensor
     """(n,) int64."""
     samples: torch.Tensor
-    """(n,) int64, the sample ids asked for (a broken one's id stays, though a substitute is shown)."""
+    """(n,) int64: the requested sample ids. A broken sample keeps its id, although a substitute is shown."""
     mix: torch.Tensor
     """(n, MIX_COLUMNS) float32, or (n, 0) when nothing is mixed."""
     extra: torch.Tensor = NOTHING
-    """(n, k) uint8: what an objective stored for each sample, such as its teacher's outputs; `NOTHING` without."""
+    """(n, k) uint8: what an objective stored for each sample, such as its teacher's outputs; `NOTHING` if it stored
+    nothing."""
 
 
 class Undecoded(NamedTuple):
-    """Samples of a batch that are still JPEGs, to be decoded and cut on the device."""
+    """Samples of a batch that are still JPEGs: the device decodes and crops them."""
 
     slots: NDArray[np.int64]
-    """Which rows of the batch they are."""
+    """Their rows in the batch."""
     samples: NDArray[np.int64]
     data: torch.Tensor
-    """Their bytes, one after the other, page-locked."""
+    """Their bytes, one after the other, in page-locked memory."""
     offsets: NDArray[np.int64]
     lengths: NDArray[np.int64]
     sizes: NDArray[np.int32]
@@ -53,11 +54,11 @@ class Undecoded(NamedTuple):
     """How the device decodes each: `gpu.rule`."""
     geometry: Geometry
     status: NDArray[np.int32]
-    """0 where the coded data runs clean to its end marker."""
+    """0 where the coded data is clean up to its end marker."""
 
 
 class HostBatch(NamedTuple):
-    """A batch on the host, what is still to be done to its pixels on its device, and the samples that were broken."""
+    """A batch on the host, the augmentation that its device has still to apply, and the broken samples."""
 
     batch: Batch
     plan: AugmentPlan | None
@@ -66,16 +67,16 @@ class HostBatch(NamedTuple):
     undecoded: Undecoded | None = None
 
 
-def make_batch(source: Dataset, transform: Transform, seed: int, request: Request) -> HostBatch:
-    """The batch that a request asks for."""
-    if isinstance(source, ArrayDataset):
+def make_batch(dataset: Dataset, transform: Transform, seed: int, request: Request) -> HostBatch:
+    """The batch of a request."""
+    if isinstance(dataset, ArrayDataset):
         pixels, labels, bad = (
-            _array_pixels(source, transform, seed, request),
-            source.labels[request.samples],
+            _array_pixels(dataset, transform, seed, request),
+            dataset.labels[request.samples],
             (),
         )
         return finished(torch.from_numpy(pixels), labels, bad, transform, seed, request)
-    found = [load_sample(source, transform, seed, request.epoch, int(sample)) for sample in request.samples]
+    found = [load_sample(dataset, transform, seed, request.epoch, int(sample)) for sample in request.samples]
     return finished(
         torch.from_numpy(np.stack([one.pixels for one in found])),
         np.array([one.label for one in found], np.int64),
@@ -94,7 +95,7 @@ def finished(
     seed: int,
     request: Request,
 ) -> HostBatch:
-    """Pixels and labels together with all that a request and its draws decide."""
+    """Adds to pixels and labels what the request and its draws decide."""
     batch = Batch(
         images=images,
         labels=torch.from_numpy(labels),
@@ -108,9 +109,9 @@ def finished(
 
 
 def _array_pixels(
-    source: ArrayDataset, transform: Transform, seed: int, request: Request
+    dataset: ArrayDataset, transform: Transform, seed: int, request: Request
 ) -> NDArray[np.uint8]:
-    stored = source.take(request.samples)
+    stored = dataset.take(request.samples)
     if transform.augment == "crop-flip":
         sizes = np.full((len(stored), 2), stored.shape[2:0:-1], np.int32)
         rows = transform.geometry(seed, request.epoch, request.samples, sizes)

@@ -1,8 +1,8 @@
-"""Who decodes: threads or processes, CPU or GPU. Measured on the user's own files where there is a choice.
+"""Chooses how to decode: by threads or processes, on the CPU or the GPU. Measures on the user's own files.
 
-Promises: the choice changes speed only, never a pixel of a sound file; it is told in words, with the figures it rests
-on. Nothing is measured without image files, or when the recipe leaves no choice. Refuses what cannot work here, with
-the reason.
+Promises: the choice changes the speed, never a pixel of a sound file. It is explained, with the measured figures.
+Nothing is measured without image files, or if the recipe leaves no choice. Refuses what cannot work on this machine,
+with the reason.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from drumline.data.sources import ArrayDataset, Dataset, DatasetSpec, EncodedDat
 MEASURE_S = 0.4
 TRIAL_BATCH = 64
 GPU_HELPS = 0.1
-"""A GPU that decodes less than this part of what the CPU does is not worth its memory."""
+"""A GPU that decodes less than this fraction of what the CPU decodes is not worth the memory."""
 PROCESS_GAIN = 2.0
-"""Sixteen processes have made half of sixteen times what one makes alone, so they must promise this much more than
-threads."""
+"""Processes must promise this many times what threads make: sixteen of them made half of sixteen times what one makes
+alone."""
 
 
 def choose_workers(
     spec: DatasetSpec,
-    source: Dataset,
+    dataset: Dataset,
     transform: Transform,
     seed: int,
     device: torch.device,
@@ -46,8 +46,8 @@ def choose_workers(
     pool: Literal["auto", "threads", "processes"],
     decode: Literal["auto", "cpu", "gpu"],
 ) -> tuple[Workers, str]:
-    """The workers for this source on this machine, and why. `count` is how many there may be."""
-    if isinstance(source, ArrayDataset):
+    """The workers for this dataset on this machine, and the reason. `count` is how many there may be."""
+    if isinstance(dataset, ArrayDataset):
         return Workers("threads", 0), ""
     _refuse_impossible(pool, decode, device, count)
     if count == 0:
@@ -63,49 +63,49 @@ def choose_workers(
             "decoding on the GPU where that is bit-equal, as asked",
         )
 
-    # Pixels are augmented on the device, whoever decodes.
+    # Augmentation runs on the device in either case.
     transform = replace(transform, augmentation=Augmentation())
 
     def rate(workers: Workers) -> float:
         with closing(
             batches(
                 spec,
-                source,
+                dataset,
                 transform,
                 seed,
-                _trial(source),
+                _trial(dataset),
                 workers,
                 device,
-                BadSamples("trial", len(source), 1),
+                BadSamples("trial", len(dataset), 1),
             )
         ) as feed:
             return _rate(lambda: len(next(feed).labels), ahead=READ_AHEAD + MADE_AHEAD + READY)
 
-    workers, told = Workers("threads", count), ""
+    workers, figures = Workers("threads", count), ""
     if pool == "processes":
         workers = Workers("processes", count)
     elif pool == "auto":
-        workers, told = _threads_or_processes(source, transform, seed, workers, rate(workers))
+        workers, figures = _threads_or_processes(dataset, transform, seed, workers, rate(workers))
     if (
         decode == "auto"
         and device.type == "cuda"
         and workers.kind == "threads"
         and not gpu_unavailable(device)
     ):
-        # The CPU once more, if it was measured: by now the files are in the page cache, as they will be for the GPU.
+        # Measure the CPU again: the files are in the page cache by now, as they will be for the GPU.
         on_cpu, on_gpu = rate(workers), rate(replace(workers, decode="gpu"))
-        told = f"CPU {on_cpu:,.0f} img/s, GPU {on_gpu:,.0f} img/s alone"
+        figures = f"CPU {on_cpu:,.0f} img/s, GPU {on_gpu:,.0f} img/s alone"
         if on_gpu > GPU_HELPS * on_cpu:
             return (
                 replace(workers, decode="both"),
-                f"decoding by {workers}, and on the GPU what the step would wait for: {told}",
+                f"decoding by {workers}, and on the GPU what the step would wait for: {figures}",
             )
-        return workers, f"decoding by {workers}: {told}"
-    return workers, f"decoding by {workers}" + (f": {told}" if told else "")
+        return workers, f"decoding by {workers}: {figures}"
+    return workers, f"decoding by {workers}" + (f": {figures}" if figures else "")
 
 
 def gpu_unavailable(device: torch.device) -> str:
-    """Why JPEGs cannot be decoded on the device, or nothing."""
+    """Why JPEGs cannot be decoded on the device; empty if they can."""
     if device.type != "cuda":
         return "there is no GPU in this run"
     if not native.decodes_jpeg():
@@ -124,37 +124,36 @@ def _refuse_impossible(pool: str, decode: str, device: torch.device, count: int)
     if decode != "gpu":
         return
     if count == 0:
-        raise UserError("data.decode = gpu needs workers, and data.workers = 0", "use data.workers auto")
+        raise UserError("data.decode = gpu needs workers, but data.workers = 0", "use data.workers auto")
     if pool == "processes":
-        raise UserError(
-            "data.decode = gpu works with threads, and data.pool = processes", "use data.pool auto"
-        )
+        raise UserError("data.decode = gpu needs threads, but data.pool = processes", "use data.pool auto")
     if reason := gpu_unavailable(device):
         raise UserError(f"data.decode = gpu is not possible: {reason}", "use auto or cpu")
 
 
 def _threads_or_processes(
-    source: EncodedDataset, transform: Transform, seed: int, threads: Workers, by_threads: float
+    dataset: EncodedDataset, transform: Transform, seed: int, threads: Workers, by_threads: float
 ) -> tuple[Workers, str]:
-    """Threads, unless so much is left to Python (other formats than JPEG) that they wait for each other."""
-    requests = _trial(source)
-    alone = _rate(lambda: len(make_batch(source, transform, seed, next(requests)).batch.labels))
+    """Threads, unless Python has so much to decode (formats other than JPEG) that they would wait for each other."""
+    requests = _trial(dataset)
+    alone = _rate(lambda: len(make_batch(dataset, transform, seed, next(requests)).batch.labels))
     processes = Workers("processes", threads.count)
     figures = f"{by_threads:,.0f} img/s by {threads}, about {alone * threads.count:,.0f} by {processes}"
     return (processes if alone * threads.count > PROCESS_GAIN * by_threads else threads), figures
 
 
-def _trial(source: Dataset) -> Iterator[Request]:
-    """Small batches of the set, again and again."""
-    batch = min(TRIAL_BATCH, len(source))
-    order = epoch_order(0, 0, len(source))
+def _trial(dataset: Dataset) -> Iterator[Request]:
+    """Small batches of the dataset, repeated for ever."""
+    batch = min(TRIAL_BATCH, len(dataset))
+    order = epoch_order(0, 0, len(dataset))
     while True:
-        for first in range(0, len(source) - batch + 1, batch):
+        for first in range(0, len(dataset) - batch + 1, batch):
             yield Request(0, order[first : first + batch])
 
 
 def _rate(make: Callable[[], Any], ahead: int = 0) -> float:
-    """Images a second, without the first batch, in which everything starts, and those that were made meanwhile."""
+    """Images per second, without the first batch, which includes the start, and the batches that were made during
+    it."""
     for _ in range(1 + ahead):
         make()
     begin, made = time.perf_counter(), 0

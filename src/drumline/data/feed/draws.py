@@ -1,9 +1,9 @@
 """Random numbers as a pure function of (seed, epoch, sample id, purpose).
 
-Promises: the same call gives the same numbers on every machine, in every process, in any order and for any
-slicing of the samples; two purposes never share numbers. There is no state, so there is nothing to save,
-to seed in a worker or to lose on resume. The generator is Philox-4x32-10 (Salmon et al., 2011), vectorised
-over samples: the key is the seed, the counter is (epoch, purpose and block, sample id).
+Promises: the same call gives the same numbers on every machine, in every process, in any order and for any slice of
+the samples; two purposes never use the same numbers. There is no state, so there is nothing to save, to seed in a
+worker or to lose on resume. The generator is Philox-4x32-10 (Salmon et al., 2011), vectorised over samples: the key
+is the seed, the counter is (epoch, purpose and block, sample id).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def symmetric_beta(
     until it accepts, so a sample's number depends on no other sample. Up to 1 by Jöhnk's method; above, a uniform
     number is accepted in proportion to the density."""
     samples = np.asarray(samples)
-    share = np.empty(len(samples))
+    drawn = np.empty(len(samples))
     open_ = np.arange(len(samples))
     block = 0
     while len(open_):
@@ -81,13 +81,13 @@ def symmetric_beta(
             if alpha <= 1:
                 x, y = x ** (1 / alpha), y ** (1 / alpha)
                 accepted = (x + y <= 1) & (x + y > 0)
-                share[open_[accepted]] = x[accepted] / (x[accepted] + y[accepted])
+                drawn[open_[accepted]] = x[accepted] / (x[accepted] + y[accepted])
             else:
                 accepted = y < (4 * x * (1 - x)) ** (alpha - 1)
-                share[open_[accepted]] = x[accepted]
+                drawn[open_[accepted]] = x[accepted]
             open_, draws = open_[~accepted], draws[~accepted]
         block += 1
-    return share
+    return drawn
 
 
 def _philox(counter: list[NDArray[np.uint64]], key: tuple[np.uint64, np.uint64]) -> NDArray[np.uint64]:

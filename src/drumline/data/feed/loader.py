@@ -1,9 +1,9 @@
 """Batches on the device, in order, ahead of the step.
 
-Promises: the sequence of batches depends on the requests alone, never on the kind or number of workers; resuming
-needs only the requests still to come; what is under way is bounded and its buffers are used again, so nothing grows.
-The feed runs in a thread of its own and copies on a stream of its own: the step finds its batch on the device. A
-broken sample is handled as `Transform.on_bad` says and recorded in `BadSamples`; a worker's `UserError` is raised.
+Promises: the batches depend on the requests alone, never on the kind or number of workers, so resuming needs only the
+remaining requests. A bounded number of batches is under way, in buffers that are reused, so memory does not grow. The
+feed runs in its own thread and copies on its own stream, so the step finds its batch on the device. A broken sample
+is handled as `Transform.on_bad` says and recorded in `BadSamples`; a worker's `UserError` is raised.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from drumline.data.image.augment import apply
 from drumline.data.sources import ArrayDataset, Dataset, DatasetSpec, EncodedDataset
 
 Batches = Generator[Batch, None, None]
-"""An iterator to be closed when no more batches are wanted: that ends its workers."""
+"""Close it to end its workers."""
 RESIDENT_BATCHES = 8
 KEPT = 8
-"""Free page-locked buffers that wait to be used again."""
+"""Free page-locked buffers that are kept for reuse."""
 READY = 2
 """Batches that wait on the device for the step."""
 
 
 @dataclass(frozen=True)
 class Workers:
-    """Who makes the batches: native threads, processes, or (0 of either) the feed's own thread."""
+    """What makes the batches: native threads, processes, or (if there are 0) the feed's own thread."""
 
     kind: Literal["threads", "processes"]
     count: int
     decode: Literal["cpu", "gpu", "both"] = "cpu"
-    """Whether the GPU decodes what it can beside the threads: all of it, or (both) what they are too slow for."""
+    """Where JPEGs are decoded: by the threads, by the GPU where it can, or by both as fast as the step needs."""
 
     def __str__(self) -> str:
         if self.count == 0:
@@ -57,7 +57,7 @@ class Workers:
 
 def batches(
     spec: DatasetSpec,
-    source: Dataset,
+    dataset: Dataset,
     transform: Transform,
     seed: int,
     requests: Iterable[Request],
@@ -67,11 +67,11 @@ def batches(
 ) -> Batches:
     """The batches of the requests, in their order, on the device. Close the iterator to end the workers."""
     fraction = GpuFraction() if workers.decode == "both" and device.type == "cuda" else None
-    asked = _Asked(spec, source, transform, seed, requests, workers, fraction)
+    asked = _Asked(spec, dataset, transform, seed, requests, workers, fraction)
     made = _on_device(asked, device) if device.type == "cuda" else _on_host(asked)
-    # An array batch on a CPU is cut faster than another thread could be told to cut it.
+    # On a CPU, an array batch is made faster than it could be handed to another thread.
     running_ahead = (
-        prefetch(made, READY) if isinstance(source, EncodedDataset) or device.type == "cuda" else made
+        prefetch(made, READY) if isinstance(dataset, EncodedDataset) or device.type == "cuda" else made
     )
     with closing(running_ahead) as feed:
         while True:
@@ -87,17 +87,17 @@ def batches(
 
 
 def resident_batches(
-    source: Dataset,
+    dataset: Dataset,
     transform: Transform,
     seed: int,
     requests: Iterable[Request],
     first_step: int,
     device: torch.device,
 ) -> Batches:
-    """A few batches made once and repeated for ever: what the model takes when data costs nothing. Used for
+    """A few batches, made once and repeated for ever: shows the speed of the model when data costs nothing. Used for
     synthetic data; step n always gets batch n mod RESIDENT_BATCHES."""
     pool = [
-        Batch(*(tensor.to(device) for tensor in make_batch(source, transform, seed, request).batch))
+        Batch(*(tensor.to(device) for tensor in make_batch(dataset, transform, seed, request).batch))
         for request in itertools.islice(requests, RESIDENT_BATCHES)
     ]
     rotated = [pool[(first_step + i) % len(pool)] for i in range(len(pool))]
@@ -105,15 +105,15 @@ def resident_batches(
 
 
 def blank_batches(
-    source: Dataset, transform: Transform, seed: int, requests: Iterable[Request], device: torch.device
+    dataset: Dataset, transform: Transform, seed: int, requests: Iterable[Request], device: torch.device
 ) -> Batches:
-    """The batches of the requests with images that take no memory and show nothing, and the labels that the source
-    gives: for a process that computes a later part of the model and must keep step with those who read."""
+    """The batches of the requests with black images that take no memory, and the labels of the dataset: for a process
+    that computes a later stage of the model and must stay in step with those that read."""
     pixel = torch.zeros((1, 1, 1, 3), dtype=torch.uint8, device=device)
     for request in requests:
         made = finished(
             pixel.expand(len(request.samples), transform.size, transform.size, 3),
-            source.labels[request.samples],
+            dataset.labels[request.samples],
             (),
             transform,
             seed,
@@ -123,14 +123,14 @@ def blank_batches(
 
 
 class PinnedRing:
-    """Page-locked buffers for the pixels of batches on their way to the device, each used again once copied."""
+    """Page-locked buffers for pixels on their way to the device, each reused once it is copied."""
 
     def __init__(self) -> None:
         self.free: list[torch.Tensor] = []
         self.leaving: list[tuple[torch.cuda.Event, torch.Tensor]] = []
 
     def take(self, *shape: int) -> torch.Tensor:
-        """Room for uint8 pixels."""
+        """A buffer for uint8 pixels."""
         while self.leaving and self.leaving[0][0].query():
             self.free.append(self.leaving.pop(0)[1])
         del self.free[:-KEPT]
@@ -140,16 +140,16 @@ class PinnedRing:
         return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
 
     def give_back(self, buffer: torch.Tensor, copied: torch.cuda.Event) -> None:
-        """The buffer may be used again after the event."""
+        """The buffer may be reused after the event."""
         self.leaving.append((copied, buffer))
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a feed was asked for; each part of the way takes what it needs."""
+    """The arguments of a feed."""
 
     spec: DatasetSpec
-    source: Dataset
+    dataset: Dataset
     transform: Transform
     seed: int
     requests: Iterable[Request]
@@ -158,15 +158,15 @@ class _Asked:
 
     def on_host(self, room: Room, route: Route | None = None) -> Generator[HostBatch, None, None]:
         """The batches as the workers make them."""
-        source, transform, seed, workers = self.source, self.transform, self.seed, self.workers
-        if workers.count == 0 or isinstance(source, ArrayDataset):
-            yield from (make_batch(source, transform, seed, request) for request in self.requests)
+        dataset, transform, seed, workers = self.dataset, self.transform, self.seed, self.workers
+        if workers.count == 0 or isinstance(dataset, ArrayDataset):
+            yield from (make_batch(dataset, transform, seed, request) for request in self.requests)
         elif workers.kind == "processes":
             yield from process_batches(
-                self.spec, source.digest(), transform, seed, self.requests, workers.count
+                self.spec, dataset.digest(), transform, seed, self.requests, workers.count
             )
         else:
-            yield from threaded_batches(source, transform, seed, self.requests, workers.count, room, route)
+            yield from threaded_batches(dataset, transform, seed, self.requests, workers.count, room, route)
 
 
 def _fresh(*shape: int) -> torch.Tensor:
@@ -184,16 +184,17 @@ def _on_host(asked: _Asked) -> Generator[Ready, None, None]:
 
 
 def _on_device(asked: _Asked, device: torch.device) -> Generator[Ready, None, None]:
-    """Copies each batch on a side stream, decodes what was left to the device, and augments the pixels there."""
-    room, stream, source = PinnedRing(), _side_stream(device), asked.source
+    """Copies each batch on a side stream, decodes the remaining samples on the device, and augments the pixels
+    there."""
+    room, stream, dataset = PinnedRing(), _side_stream(device), asked.dataset
     with torch.cuda.device(device), ExitStack() as cleanup:
         decoder = None
-        if asked.workers.decode != "cpu" and isinstance(source, EncodedDataset):
+        if asked.workers.decode != "cpu" and isinstance(dataset, EncodedDataset):
             from drumline.data.gpu.decoder import DeviceDecoder
 
             with torch.cuda.stream(stream):
                 decoder = cleanup.enter_context(
-                    closing(DeviceDecoder(len(source), asked.transform, device, asked.fraction))
+                    closing(DeviceDecoder(len(dataset), asked.transform, device, asked.fraction))
                 )
         route = decoder.route if decoder else None
         host = cleanup.enter_context(closing(asked.on_host(room.take, route)))
@@ -207,9 +208,9 @@ def _on_device(asked: _Asked, device: torch.device) -> Generator[Ready, None, No
                 images = pixels.to(device, non_blocking=True)
                 if decoder and made.undecoded:
                     for slot in decoder.fill(images, made.undecoded).tolist():
-                        assert isinstance(source, EncodedDataset)
+                        assert isinstance(dataset, EncodedDataset)
                         sample = int(batch.samples[slot])
-                        found = load_sample(source, asked.transform, asked.seed, made.epoch, sample)
+                        found = load_sample(dataset, asked.transform, asked.seed, made.epoch, sample)
                         images[slot].copy_(torch.from_numpy(found.pixels))
                         batch.labels[slot] = found.label
                         bad += found.bad
@@ -226,12 +227,12 @@ def _on_device(asked: _Asked, device: torch.device) -> Generator[Ready, None, No
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all feeds of a device: torch keeps freed memory for the stream that it was taken on."""
+    """One for all feeds of a device: torch keeps freed memory for the stream that it was allocated on."""
     return torch.cuda.Stream(device)
 
 
 def _handed_over(batch: Batch, ready: torch.cuda.Event | None, device: torch.device) -> Batch:
-    """The step's stream waits for the copy, and the memory is kept until that stream is done with it."""
+    """Makes the step's stream wait for the copy, and keeps the memory until that stream is done with it."""
     if ready is not None:
         stream = torch.cuda.current_stream(device)
         stream.wait_event(ready)

@@ -1,7 +1,7 @@
-"""An iterator that works in a thread of its own, a few items ahead.
+"""Runs an iterator in a thread of its own, a few items ahead of its consumer.
 
-Promises: items come in order; what the thread raises is raised where the item was wanted; closing ends the thread
-before it returns, so that whatever the iterator holds (processes, files, buffers) is given back.
+Promises: items come in order. What the thread raises is raised in the consumer. Closing ends the thread before it
+returns, so whatever the iterator holds (processes, files, buffers) is released.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Small array sets that live whole on the device: a batch is one gather there, with the loader's own draws.
+"""Small array datasets that stay on the device: a batch is one gather there, with the same draws as in the loader.
 
 Promises: the batches of `loader.batches`, bit for bit, in the order of the requests. Draws, labels and mixing plans
-are made for many batches at once and sent in one copy, so that a batch costs the loop one launch. Refuses (by
-`fits_on_device`) crop-flip, which resizes, and sets above a tenth of free memory.
+are made for many batches at once and sent in one copy, so a batch costs the loop one launch. `fits_on_device`
+excludes crop-flip, which resizes, and datasets larger than a tenth of the free memory.
 """
 
 from __future__ import annotations
@@ -21,56 +21,57 @@ from drumline.data.image.augment import AugmentPlan, apply, plans
 from drumline.data.image.geometry import mirrored
 from drumline.data.sources import ArrayDataset, Dataset
 
-FREE_SHARE = 0.1
-"""Of the device's free memory that a set may take."""
+FREE_FRACTION = 0.1
+"""Of the device's free memory that a dataset may take."""
 CHUNK_SAMPLES, CHUNK_BATCHES = 4096, 64
 """A chunk ends with whichever comes first. 4096 samples: a draw costs 46 ns a sample there, 230 in a batch of 512,
 and 110 at 32768, where the numbers leave the cache."""
 UPLOAD_BYTES = 1 << 26
 
 
-def fits_on_device(source: Dataset, transform: Transform, device: torch.device) -> bool:
-    """Whether the set can be resident: equally large images, no resizing crops, and a tenth of the free memory."""
-    if not isinstance(source, ArrayDataset) or transform.augment == "crop-flip":
+def fits_on_device(dataset: Dataset, transform: Transform, device: torch.device) -> bool:
+    """Whether the dataset can be resident: images of one size, no resizing crops, at most a tenth of the free
+    memory."""
+    if not isinstance(dataset, ArrayDataset) or transform.augment == "crop-flip":
         return False
     if device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(device)
-    return _stored_bytes(source, transform) <= FREE_SHARE * free
+    return _stored_bytes(dataset, transform) <= FREE_FRACTION * free
 
 
 @dataclass(frozen=True)
 class ResidentSet:
-    """A set on a device. Make it once with `upload` and feed from it as often as wanted."""
+    """A dataset on a device. Make it once with `upload`; any number of feeds can use it."""
 
-    source: ArrayDataset
+    dataset: ArrayDataset
     transform: Transform
     windows: torch.Tensor
     """(starts, H, W, C): every window of the padded images, by the pixel it starts at. A view of memory that holds
     each pixel once; where samples are mirrored, the mirrored images follow the plain ones."""
 
     @staticmethod
-    def upload(source: ArrayDataset, transform: Transform, device: torch.device) -> ResidentSet:
-        """Copies the set to the device, resized to the transform's size and padded there."""
+    def upload(dataset: ArrayDataset, transform: Transform, device: torch.device) -> ResidentSet:
+        """Copies the dataset to the device, resized to the transform's size, and pads it there."""
         assert transform.augment != "crop-flip"
-        count, size, channels, pad = len(source.images), transform.size, source.shape[2], transform.pad
+        count, size, channels, pad = len(dataset.images), transform.size, dataset.shape[2], transform.pad
         copies, side = _copies(transform), size + 2 * pad
         stored = torch.zeros((copies, count, side, side, channels), dtype=torch.uint8, device=device)
         inner = stored[:, :, pad : pad + size, pad : pad + size]
         step = max(1, UPLOAD_BYTES // (size * size * channels))
         for first in range(0, count, step):
             ids = np.arange(first, min(first + step, count))
-            images = torch.from_numpy(resize_array(source.take(ids), transform)).to(device)
+            images = torch.from_numpy(resize_array(dataset.take(ids), transform)).to(device)
             inner[0, first : first + len(ids)] = images
             if copies == 2:
                 inner[1, first : first + len(ids)] = images.flip(2)
         starts = copies * count * side * side - (size - 1) * side - (size - 1)
         strides = (channels, side * channels, channels, 1)
-        return ResidentSet(source, transform, stored.as_strided((starts, size, size, channels), strides))
+        return ResidentSet(dataset, transform, stored.as_strided((starts, size, size, channels), strides))
 
     def starts(self, seed: int, request: Request) -> NDArray[np.int64]:
         """The window of each sample: the shift and the mirroring that the loader would draw for it."""
-        count, size, pad = len(self.source.images), self.transform.size, self.transform.pad
+        count, size, pad = len(self.dataset.images), self.transform.size, self.transform.pad
         image, side = request.samples % count, size + 2 * pad
         if not pad:
             return image * side**2
@@ -85,11 +86,11 @@ class ResidentSet:
 def resident_feed(
     resident: ResidentSet, seed: int, requests: Iterable[Request]
 ) -> Generator[Batch, None, None]:
-    """The batches of the requests, in their order, augmented, on the set's device and made on the current stream."""
+    """The augmented batches of the requests, in their order, made on the current stream of the dataset's device."""
     for several in _chunks(requests):
-        # On the step's own stream: 100 KB a chunk are soon copied, and nothing has to wait for another stream or be
-        # kept alive for it. In the step's own thread: one beside it wants the interpreter back after each of NumPy's
-        # hundreds of small operations, and on two busy cores a batch then waited for up to 0.4 s.
+        # On the step's own stream: the 100 KB of a chunk are copied quickly, and no other stream has to wait or keep
+        # memory alive. In the step's own thread: a second thread would need the GIL after each of NumPy's hundreds of
+        # small operations, and on two busy cores a batch then waited for up to 0.4 s.
         yield from _prepared(resident, seed, several).batches(resident.windows)
 
 
@@ -121,10 +122,10 @@ class _Chunk:
 def _prepared(resident: ResidentSet, seed: int, requests: list[Request]) -> _Chunk:
     samples = np.concatenate([request.samples for request in requests])
     together = Request(requests[0].epoch, samples)
-    transform, source = resident.transform, resident.source
+    transform, dataset = resident.transform, resident.dataset
     # Six float32 to a sample lie in three rows of int64, or there are none.
     mix = mixing_plan(transform, seed, together).reshape(-1).view(np.int64).reshape(-1, len(samples))
-    rows = resident.starts(seed, together), source.labels[samples], samples
+    rows = resident.starts(seed, together), dataset.labels[samples], samples
     numbers = np.concatenate([np.stack(rows), mix])
     todo = (
         plans(transform.augmentation, seed, requests, transform.size) if transform.augmentation.active else []
@@ -152,6 +153,6 @@ def _copies(transform: Transform) -> int:
     return 2 if transform.augment == "shift-flip" else 1
 
 
-def _stored_bytes(source: ArrayDataset, transform: Transform) -> int:
+def _stored_bytes(dataset: ArrayDataset, transform: Transform) -> int:
     side = transform.size + 2 * transform.pad
-    return _copies(transform) * len(source.images) * side * side * source.shape[2]
+    return _copies(transform) * len(dataset.images) * side * side * dataset.shape[2]

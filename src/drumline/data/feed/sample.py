@@ -1,8 +1,8 @@
-"""One sample's bytes to the square of pixels that the model sees, or to a substitute's when they are broken.
+"""Loads one sample: from its bytes to the cropped pixels that the model sees. Replaces a broken one by a substitute.
 
-Promises: the same pixels with and without the native part; whatever Pillow refuses is refused, with its name. A
-broken sample's substitute is a function of (seed, epoch, sample id), so every run and every world size takes the same
-one; it is seen with the broken sample's own crop draws and brings its own label.
+Promises: the same pixels with and without the native part. What Pillow rejects is rejected, by name. The substitute
+of a broken sample is a function of (seed, epoch, sample id), so every run and every world size takes the same one. It
+is cropped with the draws of the broken sample and has its own label.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ from drumline.data.image.resize import resize_by_pillow, vertical_first
 from drumline.data.reading import lost
 from drumline.data.sources import EncodedDataset
 
-Window = NDArray[np.uint8]
+Pixels = NDArray[np.uint8]
 GeometryOf = Callable[[NDArray[np.int32]], Geometry]
-"""What is cut from images of these stored sizes, (n, 2)."""
+"""The crops of images of these stored sizes, (n, 2)."""
 SUBSTITUTES = 100
-"""Tries before a set is called unreadable."""
+"""Tries before the dataset counts as unreadable."""
 
 
 class BadSample(NamedTuple):
-    """A sample whose content could not be used."""
+    """A sample whose content cannot be used."""
 
     sample: int
     what: str
 
 
 class LoadedSample(NamedTuple):
-    """What stands in a slot of the batch: pixels, the label that goes with them, and what was broken on the way."""
+    """One row of a batch: pixels, their label, and the broken samples that were tried first."""
 
-    pixels: Window
+    pixels: Pixels
     label: int
     bad: tuple[BadSample, ...] = ()
 
 
 def load_sample(
-    source: EncodedDataset, transform: Transform, seed: int, epoch: int, sample: int
+    dataset: EncodedDataset, transform: Transform, seed: int, epoch: int, sample: int
 ) -> LoadedSample:
-    """The window of a sample; of a broken one what `transform.on_bad` says."""
+    """The crop of a sample, or what `transform.on_bad` puts in place of a broken one."""
     bad: list[BadSample] = []
     candidate = sample
     for attempt in range(SUBSTITUTES):
         try:
-            pixels = _window(source, transform, seed, epoch, sample, candidate)
-            return LoadedSample(pixels, int(source.labels[candidate]), tuple(bad))
+            pixels = _load(dataset, transform, seed, epoch, sample, candidate)
+            return LoadedSample(pixels, int(dataset.labels[candidate]), tuple(bad))
         except MemoryError as error:
-            raise lost(source.where(candidate), error) from error
-        except LostError:  # says nothing about the sample
+            raise lost(dataset.where(candidate), error) from error
+        except LostError:  # not the sample's fault
             raise
         except UserError as error:
             if transform.on_bad == "raise":
@@ -68,40 +68,40 @@ def load_sample(
         if transform.on_bad == "black":
             return LoadedSample(
                 np.zeros((transform.size, transform.size, 3), np.uint8),
-                int(source.labels[sample]),
+                int(dataset.labels[sample]),
                 tuple(bad),
             )
-        candidate = substitute(seed, epoch, sample, attempt, len(source))
+        candidate = substitute(seed, epoch, sample, attempt, len(dataset))
     tried = counted(len({each.sample for each in bad}), "sample")
     raise UserError(
         f"no readable substitute for a broken sample: {tried} cannot be read, the last of them: {bad[-1].what}",
-        fix="check the disk or the network share; `drumline verify` lists every broken sample",
+        fix="check the disk or the network file system; `drumline verify` lists every broken sample",
     )
 
 
-def _window(
-    source: EncodedDataset, transform: Transform, seed: int, epoch: int, sample: int, shown: int
-) -> Window:
-    """The window of the sample that is shown, cut by the draws of the one that was asked for."""
+def _load(
+    dataset: EncodedDataset, transform: Transform, seed: int, epoch: int, sample: int, shown: int
+) -> Pixels:
+    """The crop of the sample that is shown, by the draws of the one that was requested."""
 
     def geometry(sizes: NDArray[np.int32]) -> Geometry:
         return transform.geometry(seed, epoch, [sample], sizes)
 
-    stored = source.decoded(shown)
+    stored = dataset.decoded(shown)
     if stored is None:
-        return crop_encoded(source.read(shown), source.where(shown), transform, geometry)
-    pixels = crop_decoded(stored, source.where(shown), transform, geometry)
+        return crop_encoded(dataset.read(shown), dataset.where(shown), transform, geometry)
+    pixels = crop_decoded(stored, dataset.where(shown), transform, geometry)
     return pixels if pixels.shape[2] == 3 else np.repeat(pixels, 3, axis=2)
 
 
 def substitute(seed: int, epoch: int, sample: int, attempt: int, samples: int) -> int:
-    """Which sample to try in the place of a broken one."""
+    """Which sample to try in place of a broken one."""
     high, low = bits(seed, epoch, np.array([sample]), Purpose.SUBSTITUTE, attempt)[0, :2].tolist()
     return int((high << 32 | low) % samples)
 
 
-def crop_encoded(data: bytes, where: str, transform: Transform, geometry: GeometryOf) -> Window:
-    """The window of an encoded image; `geometry` tells what to cut once the stored size is known."""
+def crop_encoded(data: bytes, where: str, transform: Transform, geometry: GeometryOf) -> Pixels:
+    """The crop of an encoded image; `geometry` decides it once the stored size is known."""
     stored = native.jpeg_size(data) if native.decodes_jpeg() else None
     if stored is not None and native_decodes(np.array([stored], np.int32), transform)[0]:
         row = _checked_row((stored[0], stored[1]), where, geometry)
@@ -113,8 +113,8 @@ def crop_encoded(data: bytes, where: str, transform: Transform, geometry: Geomet
     return crop_decoded(np.asarray(decode(data, where, transform.exif)), where, transform, geometry)
 
 
-def cut(image: Window, row: NDArray[np.int32], transform: Transform) -> Window:
-    """The window that a geometry row asks for, of a decoded image (1 or 3 channels)."""
+def cut(image: Pixels, row: NDArray[np.int32], transform: Transform) -> Pixels:
+    """The crop of a decoded image (1 or 3 channels) by a geometry row."""
     left, top, right, bottom, width, height, x, y, mirror = row.tolist()
     columns_first = vertical_first(transform.resize, right - left, bottom - top, width, height)
     size = transform.size
@@ -128,8 +128,8 @@ def cut(image: Window, row: NDArray[np.int32], transform: Transform) -> Window:
 
 
 def native_decodes(stored: NDArray[np.int32], transform: Transform) -> NDArray[np.bool_]:
-    """Which JPEGs the native part may decode, by what their headers tell (`native.STORED` numbers each): those within
-    limits, and not to be turned."""
+    """Which JPEGs the native part may decode, by their headers (`native.STORED` numbers each): those within the
+    limits that need no rotation."""
     wide, high, has_exif = stored.T.astype(np.int64)
     within = (wide > 0) & (wide * high <= MAX_PIXELS)
     return within & (has_exif == 0) if transform.exif == "apply" else within
@@ -140,7 +140,7 @@ def elongated(rows: Geometry) -> NDArray[np.bool_]:
     return rows[:, Column.WIDTH].astype(np.int64) * rows[:, Column.HEIGHT] > MAX_PIXELS
 
 
-def crop_decoded(image: Window, where: str, transform: Transform, geometry: GeometryOf) -> Window:
+def crop_decoded(image: Pixels, where: str, transform: Transform, geometry: GeometryOf) -> Pixels:
     height, width = image.shape[:2]
     return cut(image, _checked_row((width, height), where, geometry), transform)
 

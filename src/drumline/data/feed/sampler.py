@@ -1,10 +1,10 @@
-"""Which sample comes when, on which process: pure functions of numbers.
+"""The sampler: which sample comes when, on which process. Pure functions of numbers.
 
-Promises: an epoch's order is a permutation that depends on (seed, epoch) alone; the shares of the processes
-are disjoint, cover the global batch, and differ by at most one unit in length; evaluation deals whole
-batches, so every sample is counted once on any world size and in the same batch.
-The rule for the last incomplete training batch: it is dropped. The n mod batch samples left out are the last
-of that epoch's order, so other ones are left out in the next epoch.
+Promises: the order of an epoch is a permutation that depends on (seed, epoch) alone. The slices of the processes are
+disjoint, cover the global batch, and differ by at most one unit in length. Evaluation gives whole batches to the
+processes, so on any world size every sample is counted once, and in the same batch.
+The last incomplete training batch is dropped. Its samples are the last of that epoch's order, so the next epoch drops
+different ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Request:
-    """One batch to be made: whose samples, of which epoch. Enough for any worker to make the same batch."""
+    """One batch to make: sample ids and epoch. Every worker makes the same batch of it."""
 
     epoch: int
     samples: Ids
@@ -32,8 +32,8 @@ class Request:
 @lru_cache(maxsize=2)
 def epoch_order(seed: int, epoch: int, samples: int) -> Ids:
     """A permutation of range(samples): sample ids sorted by a 64-bit number keyed to each."""
-    words = bits(seed, epoch, np.arange(samples), Purpose.ORDER)
-    keys = words[:, 0] << np.uint64(32) | words[:, 1]
+    drawn = bits(seed, epoch, np.arange(samples), Purpose.ORDER)
+    keys = drawn[:, 0] << np.uint64(32) | drawn[:, 1]
     order = np.argsort(keys, kind="stable").astype(np.int64)
     order.flags.writeable = False
     return order
@@ -45,14 +45,14 @@ def steps_per_epoch(samples: int, batch: int) -> int:
 
 
 def bounds(total: int, parts: int, unit: int = 1) -> tuple[int, ...]:
-    """Cut `total` into `parts` runs whose lengths are multiples of `unit` and differ by at most one unit
-    (the last run takes a remainder smaller than a unit). Returns parts + 1 positions."""
+    """Cuts `total` into `parts` runs whose lengths are multiples of `unit` and differ by at most one unit. The last
+    run takes a remainder smaller than a unit. Returns parts + 1 positions."""
     whole = total // unit
     return (*(whole * part // parts * unit for part in range(parts)), total)
 
 
 def rank_slice(batch: int, rank: int, world: int, unit: int = 1) -> slice:
-    """The part of every global batch that belongs to a rank; the same for each step, so shapes are fixed."""
+    """A rank's slice of every global batch: the same in each step, so shapes are fixed."""
     cuts = bounds(batch, world, unit)
     return slice(cuts[rank], cuts[rank + 1])
 
@@ -75,7 +75,7 @@ def evaluation_starts(*, samples: int, batch: int, rank: int, world: int) -> ran
 
 
 def evaluation_requests(*, samples: int, batch: int, rank: int, world: int) -> Iterator[Request]:
-    """Batch k, in source order, goes whole to rank k mod world. A batch is the same whoever computes it."""
+    """Batch k, in the order of the dataset, goes whole to rank k mod world, so batches do not depend on the world."""
     for first in evaluation_starts(samples=samples, batch=batch, rank=rank, world=world):
         yield Request(0, np.arange(first, min(first + batch, samples), dtype=np.int64))
 

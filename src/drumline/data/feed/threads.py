@@ -1,8 +1,8 @@
-"""Batches made by native threads: files are read ahead in the order they are wanted, then cut where they lie.
+"""Batches made by native threads: files are read ahead in the order of the requests, then cropped in place.
 
-Promises: the batches of `make_batch`, bit for bit, whatever the number of threads. On the usual way (a JPEG that the
-native part takes) Python does no more for a sample than find its path; the rest goes through `load_sample` in Python
-threads. Memory is bounded: a fixed number of batches is under way, and their buffers are used again.
+Promises: the batches of `make_batch`, bit for bit, whatever the number of threads. For a JPEG that the native part
+decodes, Python only finds the path; other samples go through `load_sample` in Python threads. Memory is bounded: a
+fixed number of batches is under way, and their buffers are reused.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from drumline.data.sources.folder import FolderDataset
 from drumline.native import Pool, Work
 
 READ_AHEAD, MADE_AHEAD = 2, 2
-"""Batches whose files are being read, and batches whose windows are being made, beside the one waited for."""
+"""Batches whose files are being read, and batches that are being cropped, beside the one that is waited for."""
 READERS = 8
-"""Threads that read files: they wait for the disk, not for a core."""
+"""Threads that read files. They wait for the disk, not for a core."""
 UNDECODED_ALIGNMENT, UNDECODED_LEAST = 16, 4 << 20
-"""Bytes sent to the device: each sample's begin at a multiple of the first; the whole takes a power of two, at least
-the second, so that buffers fit again."""
+"""JPEG bytes for the device: each sample starts at a multiple of the first. The buffer has a power of two of bytes,
+at least the second, so that it can be reused."""
 Room = Callable[..., torch.Tensor]
-"""Called with a shape, gives room for bytes; the room leaves with the batch."""
+"""Called with a shape, returns a uint8 buffer, which leaves with the batch."""
 Route = Callable[
     [NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64], NDArray[np.int32], NDArray[np.bool_]],
     NDArray[np.int8],
 ]
-"""(samples, addresses, lengths, stored sizes, candidates) to how the device decodes each, or -1 where it does not."""
+"""(samples, addresses, lengths, stored sizes, candidates) to the device's layout of each, or -1 if the CPU decodes
+it."""
 
 
 def threaded_batches(
-    source: EncodedDataset,
+    dataset: EncodedDataset,
     transform: Transform,
     seed: int,
     requests: Iterable[Request],
@@ -53,8 +54,8 @@ def threaded_batches(
     room: Room,
     route: Route | None = None,
 ) -> Generator[HostBatch, None, None]:
-    """The batches of the requests, in their order. What `route` sends to the device is passed on as it is stored.
-    Close the generator to end the threads."""
+    """The batches of the requests, in their order. Samples that `route` sends to the device stay undecoded. Close the
+    generator to end the threads."""
     makers, readers = Pool(threads), Pool(READERS)
     rest = ThreadPoolExecutor(threads, thread_name_prefix="drumline-sample")
     free: list[Slot] = []
@@ -62,7 +63,7 @@ def threaded_batches(
     making: deque[Slot] = deque()
 
     def move(reads: int, makes: int) -> Generator[HostBatch, None, None]:
-        """Passes batches on until no more than these are under way."""
+        """Moves batches on until no more than these are under way."""
         while len(reading) > reads:
             reading[0].make(readers, makers, rest)
             making.append(reading.popleft())
@@ -72,7 +73,7 @@ def threaded_batches(
 
     try:
         for request in requests:
-            slot = free.pop() if free else Slot(source, transform, seed, room, route)
+            slot = free.pop() if free else Slot(dataset, transform, seed, room, route)
             reading.append(slot)
             slot.read(request, readers, rest)
             yield from move(READ_AHEAD, MADE_AHEAD)
@@ -80,7 +81,7 @@ def threaded_batches(
     finally:
         rest.shutdown(wait=True, cancel_futures=True)
         for slot in (*reading, *making):
-            slot.settle()
+            slot.wait()
         readers.close()
         makers.close()
         for slot in (*free, *reading, *making):
@@ -88,17 +89,17 @@ def threaded_batches(
 
 
 class Slot:
-    """One batch under way, and the arrays it shares with the native threads."""
+    """One batch under way, and its arrays, which the native threads use too."""
 
     def __init__(
-        self, source: EncodedDataset, transform: Transform, seed: int, room: Room, route: Route | None
+        self, dataset: EncodedDataset, transform: Transform, seed: int, room: Room, route: Route | None
     ) -> None:
-        self.source, self.transform, self.seed, self.room, self.route = source, transform, seed, room, route
+        self.dataset, self.transform, self.seed, self.room, self.route = dataset, transform, seed, room, route
         self.request = Request(0, np.empty(0, np.int64))
         self.images = torch.empty(0, dtype=torch.uint8)
         self.arrays = Arrays(0)
         self.borrowed: list[object] = []
-        """What native threads read from and Python must keep alive: paths, or bytes that Python read."""
+        """Memory that native threads read and Python must keep alive: paths, or bytes that Python read."""
         self.sound: Future[NDArray[np.bool_]] | None = None
         self.loads: list[Future[bytes]] = []
         self.by_python: dict[int, Future[LoadedSample]] = {}
@@ -106,30 +107,30 @@ class Slot:
         self.under_way: list[tuple[Pool, int]] = []
 
     def read(self, request: Request, readers: Pool, rest: ThreadPoolExecutor) -> None:
-        """Begins to fetch the encoded samples."""
+        """Starts to fetch the encoded samples."""
         count, samples = len(request.samples), request.samples
         self.request = request
         self.images = self.room(count, self.transform.size, self.transform.size, 3)
         if len(self.arrays.lengths) != count:
             self.arrays.free_files()
             self.arrays = Arrays(count)
-        if isinstance(self.source, MappedFiles):
-            self.arrays.data[:], self.arrays.lengths[:] = self.source.pointers(samples)
-            self.source.read_ahead(samples)
-            self.sound = rest.submit(self.source.sound_jpegs, samples)
+        if isinstance(self.dataset, MappedFiles):
+            self.arrays.data[:], self.arrays.lengths[:] = self.dataset.pointers(samples)
+            self.dataset.read_ahead(samples)
+            self.sound = rest.submit(self.dataset.sound_jpegs, samples)
             self._submit(readers, native.READ_SIZES)
-        elif isinstance(self.source, FolderDataset):
-            paths = (ctypes.c_char_p * count)(*self.source.paths(samples))
+        elif isinstance(self.dataset, FolderDataset):
+            paths = (ctypes.c_char_p * count)(*self.dataset.paths(samples))
             self.borrowed = [paths]
             self._submit(readers, native.READ_FILES, paths)
         else:
-            self.loads = [rest.submit(self.source.read, sample) for sample in samples.tolist()]
+            self.loads = [rest.submit(self.dataset.read, sample) for sample in samples.tolist()]
 
     def make(self, readers: Pool, makers: Pool, rest: ThreadPoolExecutor) -> None:
-        """Decides what is cut, once the stored sizes are known, and begins to cut it."""
+        """Decides the crops, once the stored sizes are known, and starts to make them."""
         if self.loads:
             self._take_loads(readers)
-        self.settle()
+        self.wait()
         arrays, epoch, samples = self.arrays, self.request.epoch, self.request.samples
         natively = (arrays.status == 0) & native_decodes(arrays.stored, self.transform)
         if self.sound is not None:
@@ -147,15 +148,15 @@ class Slot:
         self._submit(makers, native.MAKE_CROPS)
 
     def finish(self, rest: ThreadPoolExecutor) -> HostBatch:
-        """The batch, once it is whole."""
-        self.settle()
+        """The batch, once it is complete."""
+        self.wait()
         undone = self.arrays.status != native.DONE
         if self.undecoded is not None:
             undone[self.undecoded.slots] = False
         for slot in np.flatnonzero(undone).tolist():
             if slot not in self.by_python:
                 self._leave_to_python(slot, rest)
-        labels, bad = self.source.labels[self.request.samples], list[BadSample]()
+        labels, bad = self.dataset.labels[self.request.samples], list[BadSample]()
         for slot in sorted(self.by_python):
             found = self.by_python[slot].result()
             self.images[slot] = torch.from_numpy(found.pixels)
@@ -166,7 +167,7 @@ class Slot:
         self.by_python, self.borrowed, self.sound, self.undecoded = {}, [], None, None
         return made
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits for the native threads to be done with the arrays."""
         while self.under_way:
             pool, job = self.under_way[-1]
@@ -176,11 +177,11 @@ class Slot:
     def _leave_to_python(self, slot: int, rest: ThreadPoolExecutor) -> None:
         sample = int(self.request.samples[slot])
         self.by_python[slot] = rest.submit(
-            load_sample, self.source, self.transform, self.seed, self.request.epoch, sample
+            load_sample, self.dataset, self.transform, self.seed, self.request.epoch, sample
         )
 
     def _take_loads(self, readers: Pool) -> None:
-        """Bytes that Python read; what could not be read is left to `load_sample`, which says why."""
+        """Takes the bytes that Python read. What could not be read is left to `load_sample`, which reports why."""
         for slot, load in enumerate(self.loads):
             error = load.exception()
             left = isinstance(error, UserError) and not isinstance(error, LostError)
@@ -192,7 +193,7 @@ class Slot:
         self._submit(readers, native.READ_SIZES)
 
     def _gather(self, slots: NDArray[np.int64], layouts: NDArray[np.int8], readers: Pool) -> None:
-        """Begins to copy the bytes of these samples together, for the device."""
+        """Starts to copy the bytes of these samples into one buffer for the device."""
         if len(slots) == 0:
             return
         arrays = self.arrays
@@ -244,18 +245,18 @@ class Slot:
 
 
 class Arrays:
-    """What a batch of n samples shares with the native threads, a row each."""
+    """Arrays of a batch that the native threads use too, one row per sample."""
 
     def __init__(self, count: int) -> None:
         self.data = np.zeros(count, np.uint64)
         self.lengths = np.zeros(count, np.int64)
         self.rooms = np.zeros(count, np.int64)
-        """Bytes allocated at `data` by native threads; 0 where the data is somebody else's."""
+        """Bytes that native threads allocated at `data`; 0 where they did not allocate it."""
         self.stored = np.zeros((count, native.STORED), np.int32)
         self.geometry = np.zeros((count, COLUMNS), np.int32)
         self.status = np.zeros(count, np.int32)
 
     def free_files(self) -> None:
-        """Gives back what native threads allocated."""
+        """Frees what native threads allocated."""
         if self.rooms.any():
             native.free_files(self.data, self.rooms)

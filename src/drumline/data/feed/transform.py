@@ -25,12 +25,12 @@ from drumline.data.sources import ArrayDataset, Dataset, channel_statistics
 Augment = Literal["none", "shift", "shift-flip", "crop-flip"]
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 MIX_COLUMNS = 6
-"""Per sample: pixel share, label share, and the box (x0, y0, x1, y1) that takes the partner's pixels."""
+"""Per sample: fraction of its pixels, fraction of its label, and the box (x0, y0, x1, y1) of its partner's pixels."""
 
 
 @dataclass(frozen=True)
 class Transform:
-    """How samples are looked at."""
+    """How stored images become the model's input."""
 
     size: int
     augment: Augment
@@ -42,11 +42,11 @@ class Transform:
     interpolation: Smooth = "bilinear"
     augmentation: Augmentation = field(default_factory=Augmentation)
     on_bad: Literal["raise", "substitute", "black"] = "raise"
-    """What stands for a sample that cannot be read: nothing (the run stops), another sample, a black image."""
+    """What replaces a sample that cannot be read: nothing (the run stops), another sample, or a black image."""
 
     @property
     def pad(self) -> int:
-        """Black pixels on each side of an image before `shift` cuts it back."""
+        """Black pixels on each side of an image before `shift` crops it."""
         return max(1, self.size // 8) if self.augment.startswith("shift") else 0
 
     @property
@@ -54,7 +54,7 @@ class Transform:
         return self.mixup > 0 or self.cutmix > 0
 
     def for_evaluation(self) -> Transform:
-        """The same look without anything random. A substitute would be counted twice, so a broken image is black."""
+        """The same transform without randomness. A substitute would be counted twice, so a broken image is black."""
         return replace(
             self,
             augment="none",
@@ -71,7 +71,7 @@ class Transform:
         samples: NDArray[np.integer] | Sequence[int],
         sizes: NDArray[np.integer],
     ) -> Geometry:
-        """What is cut from each image of these stored sizes, (n, 2) of width and height."""
+        """The crop of each image, by stored sizes: (n, 2) of width and height."""
         if self.augment == "crop-flip":
             return training_geometry(sizes, self.size, seed, epoch, np.asarray(samples))
         return evaluation_geometry(sizes, self.size, self.eval_crop)
@@ -135,7 +135,7 @@ def _augment(data: Data, dataset: Dataset) -> Augment:
         return by_source.get(dataset.name, "shift")
     if data.augment.startswith("shift") and not arrays:
         raise UserError(
-            f"data.augment = {data.augment}: image files come in many sizes, shifting wants one",
+            f"data.augment = {data.augment}: image files have different sizes, and shifting needs one size",
             "use crop-flip or none",
         )
     return data.augment
@@ -148,8 +148,8 @@ def shift_offsets(seed: int, request: Request, pad: int) -> NDArray[np.int64]:
 
 
 def mixing_plan(transform: Transform, seed: int, request: Request) -> NDArray[np.float32]:
-    """How each sample is mixed with its neighbour in the batch (slot 2i with 2i + 1). Each sample's share and
-    box come from its own id; pairs never straddle two processes, so the plan is the same on any world."""
+    """How each sample is mixed with its neighbour in the batch (row 2i with row 2i + 1). Each sample's fraction and
+    box come from its own id, and a pair is never split over processes, so the plan is the same on any world size."""
     epoch, samples, size = request.epoch, request.samples, transform.size
     if not transform.mixes:
         return np.empty((len(samples), 0), np.float32)
@@ -164,8 +164,8 @@ def mixing_plan(transform: Transform, seed: int, request: Request) -> NDArray[np
             :, None
         ]
     if transform.cutmix and cut.any():
-        share = symmetric_beta(seed, epoch, samples[cut], Purpose.MIX_FRACTION, transform.cutmix)
-        half = np.sqrt(1.0 - share) * size / 2
+        fraction = symmetric_beta(seed, epoch, samples[cut], Purpose.MIX_FRACTION, transform.cutmix)
+        half = np.sqrt(1.0 - fraction) * size / 2
         centre = uniform(seed, epoch, samples[cut], Purpose.MIX_BOX, 2) * size
         low = np.clip(np.rint(centre - half[:, None]), 0, size)
         high = np.clip(np.rint(centre + half[:, None]), 0, size)
@@ -175,7 +175,7 @@ def mixing_plan(transform: Transform, seed: int, request: Request) -> NDArray[np
 
 
 def resize_array(images: NDArray[np.uint8], transform: Transform) -> NDArray[np.uint8]:
-    """A whole array set at the transform's side length."""
+    """A stack of images, resized to the transform's size."""
     size = transform.size
     if images.shape[1:3] == (size, size):
         return images

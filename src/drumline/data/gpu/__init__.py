@@ -1,7 +1,7 @@
 """The GPU half of the data path: how decoded images lie in a device arena before they are resampled.
 
 Promises: places never overlap, and rows begin at multiples of PITCH_MULTIPLE. Needs neither a GPU nor Triton; those
-are for `nvjpeg` (decoding) and `resample` (crop, resize, mirror, normalise), which a caller imports when it has them.
+are for `nvjpeg` (decoding) and `resample` (crop, resize, mirror), which a caller imports if it has them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The part of a batch that is decoded on the GPU: which samples, and their windows.
+"""Decodes some samples of a batch on the GPU: chooses them, and makes their crops.
 
-Promises: only JPEGs that `rule.py` calls bit-equal come here, whole to their end marker; a sample that nvJPEG refuses
-is named, so that the CPU makes it. What is found out about a sample's header is kept, one byte a sample. Memory on
-the device is bounded by `ARENA_BYTES`. Damage that leaves a file's markers whole is not seen here (nor by Pillow,
-which shows it as other garbage); checksums of packed sets and `drumline verify` find it.
+Promises: it decodes only JPEGs that `rule.py` accepts as bit-equal and that are clean up to their end marker. Samples
+that nvJPEG rejects are returned, for the CPU to decode. What a header says is remembered, in one byte per sample.
+Memory on the device is bounded by `ARENA_BYTES`. Damage that leaves a file's markers intact is not detected here, nor
+by Pillow, which shows it as different garbage; checksums of packed sets and `drumline verify` find it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from drumline.data.gpu.resample import Resampler
 from drumline.data.gpu.rule import layout_of_file
 
 ARENA_BYTES = 1 << 30
-"""Decoded planes of one batch; samples beyond are decoded on the CPU."""
-_UNKNOWN, _NOT_HERE = -2, -1
+"""Decoded planes of one batch. The CPU decodes the samples beyond."""
+_UNKNOWN, _ON_CPU = -2, -1
 
 
 class DeviceDecoder:
-    """Decodes and cuts samples on a device, on the stream that is current, for one thread."""
+    """Decodes and crops samples on a device, on the current stream, for one thread."""
 
     def __init__(
         self, samples: int, transform: Transform, device: torch.device, fraction: GpuFraction | None = None
@@ -47,8 +47,8 @@ class DeviceDecoder:
         sizes: NDArray[np.int32],
         candidates: NDArray[np.bool_],
     ) -> NDArray[np.int8]:
-        """How each sample lies in the arena once decoded (`Layout`), or -1: not to be decoded here."""
-        layouts = np.where(candidates, self._layouts[samples], np.int8(_NOT_HERE))
+        """The layout of each sample in the arena once it is decoded, or -1 if the CPU decodes it."""
+        layouts = np.where(candidates, self._layouts[samples], np.int8(_ON_CPU))
         wanted = len(samples) if self.fraction is None else round(self.fraction.value * len(samples))
         missing = wanted - int((layouts >= 0).sum())
         for slot in np.flatnonzero(layouts == _UNKNOWN).tolist():
@@ -56,18 +56,18 @@ class DeviceDecoder:
                 break
             layouts[slot] = self._learn(int(samples[slot]), int(addresses[slot]), int(lengths[slot]))
             missing -= layouts[slot] >= 0
-        layouts[(layouts == _UNKNOWN) | (np.cumsum(layouts >= 0) > wanted)] = _NOT_HERE
+        layouts[(layouts == _UNKNOWN) | (np.cumsum(layouts >= 0) > wanted)] = _ON_CPU
         planes = np.where(layouts >= 0, 3 * (sizes[:, 0] + PITCH_MULTIPLE).astype(np.int64) * sizes[:, 1], 0)
-        return np.where(np.cumsum(planes) <= ARENA_BYTES, layouts, np.int8(_NOT_HERE))
+        return np.where(np.cumsum(planes) <= ARENA_BYTES, layouts, np.int8(_ON_CPU))
 
     def _learn(self, sample: int, address: int, length: int) -> int:
         """A sample's layout, by its bytes."""
         layout = layout_of_file(memoryview((ctypes.c_char * length).from_address(address)).cast("B"))
-        self._layouts[sample] = _NOT_HERE if layout is None else layout
+        self._layouts[sample] = _ON_CPU if layout is None else layout
         return int(self._layouts[sample])
 
     def fill(self, images: torch.Tensor, undecoded: Undecoded) -> NDArray[np.int64]:
-        """Puts the windows of the undecoded samples into their rows of `images`; gives the rows that failed."""
+        """Puts the crops of the undecoded samples into their rows of `images`. Returns the rows that failed."""
         places = place(undecoded.layouts, undecoded.sizes[:, 0], undecoded.sizes[:, 1])
         arena = torch.empty(places.end, dtype=torch.uint8, device=self.device)
         try:
@@ -84,10 +84,10 @@ class DeviceDecoder:
         rows = torch.from_numpy(undecoded.slots).pin_memory().to(self.device, non_blocking=True)
         images.index_copy_(0, rows, windows)
         failed = (statuses != 0) | (undecoded.status != 0)
-        self._layouts[undecoded.samples[failed]] = _NOT_HERE
+        self._layouts[undecoded.samples[failed]] = _ON_CPU
         return undecoded.slots[failed]
 
     def close(self) -> None:
-        """Gives back what nvJPEG holds."""
+        """Frees what nvJPEG holds."""
         if self._planes is not None:
             self._planes.close()

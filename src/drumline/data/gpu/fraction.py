@@ -1,8 +1,8 @@
-"""How much of each batch the GPU decodes beside the CPU: as little as keeps the step from waiting.
+"""Which fraction of each batch the GPU decodes beside the CPU: as little as keeps the step from waiting.
 
-Decoding on the GPU takes time from the model there, so it does nothing while the CPU keeps up. When the device runs
-out of work, a part of each batch goes over to it; when decoding there becomes the slower half, some comes back.
-Promises: only speed depends on it, never a pixel (`rule.py` sees to that); nobody ever waits for a figure.
+Decoding on the GPU takes time from the model, so the GPU decodes nothing while the CPU keeps up. When the device runs
+out of work, a fraction of each batch moves to it; when decoding there becomes the slower half, some of it moves back.
+Promises: only the speed depends on it, never a pixel (see `rule.py`). Nothing waits for a measurement.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import TypeVar
 import torch
 
 WINDOW = 4
-"""Batches that a decision rests on."""
+"""Batches per decision."""
 UNDER_WAY = 8
-"""Batches on their way when the fraction changes: they say nothing about the new one."""
+"""Batches under way when the fraction changes. They say nothing about the new one."""
 IDLE, HOST_WAIT = 0.005, 0.05
-"""Parts of the time from which on the device is said to wait for batches, and the feed for the CPU's half of them."""
+"""Fractions of the time above which the device counts as waiting for batches, and the feed for the CPU's half."""
 FIRST_RISE, RETREAT, FALL = 1 / 8, 31 / 32, 1 / 128
 
 Item = TypeVar("Item")
@@ -40,7 +40,8 @@ def next_fraction(fraction: float, idle: float, host_wait: float) -> float:
 
 
 class GpuFraction:
-    """The fraction, kept by what the two ends of a feed see: its own thread, and the one that takes the batches."""
+    """The fraction, adjusted by what the two ends of a feed measure: its own thread, and the one that takes
+    batches."""
 
     def __init__(self) -> None:
         self.value = 0.0
@@ -52,7 +53,7 @@ class GpuFraction:
         self._host_before = self._fed_before = 0.0
 
     def timed(self, items: Iterator[Item]) -> Iterator[Item]:
-        """For the feed's thread: the CPU's halves of the batches, noting how long each was waited for."""
+        """For the feed's thread: the CPU's halves of the batches. Records how long it waits for each."""
         last = time.perf_counter()
         while True:
             began = time.perf_counter()
@@ -73,7 +74,7 @@ class GpuFraction:
         return event
 
     def handed(self, wanted: torch.cuda.Event, ready: torch.cuda.Event) -> None:
-        """A batch was needed behind one event and is there behind the other; decides now and then."""
+        """A batch was needed at one event and ready at the other. Decides every `WINDOW` batches."""
         self._handed.append((wanted, ready))
         while len(self._handed) > 1 and self._handed[0][1].query() and self._handed[1][0].query():
             (needed, came), (next_needed, _) = self._handed.popleft(), self._handed[0]

@@ -1,6 +1,6 @@
 """The GPU's JPEG engine through libnvjpeg, by ctypes: JPEG bytes on the host to unconverted planes in a device arena.
 
-Promises: never fails at import; says in words why it cannot be used here; checks every status and reports failure
+Promises: never fails at import; says why it cannot be used on this machine; checks every status and reports failure
 per image, so that the caller can decode that one on the CPU; reuses its buffers, which grow to the largest image met.
 Does not judge files: `rule.decodes_equal` says which kinds come out right, and the engine reports success for files
 that are cut off or damaged inside, so `jpeg.clean_end` must have been asked.
@@ -52,9 +52,9 @@ class NvJpegError(Exception):
 
 
 def describe(status: int) -> str:
-    """A status in words."""
-    words = _STATUSES[status] if 0 <= status < len(_STATUSES) else "unknown status"
-    return f"{words} ({status})"
+    """A status as text."""
+    name = _STATUSES[status] if 0 <= status < len(_STATUSES) else "unknown status"
+    return f"{name} ({status})"
 
 
 class PlaneDecoder:
@@ -69,7 +69,7 @@ class PlaneDecoder:
         # One state per layout: a state that changes between layouts rebuilds its surfaces, four times slower.
         self._states: dict[int, ctypes.c_void_p] = {}
         with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()  # nvJPEG wants a context to be current
+            torch.cuda.current_stream().synchronize()  # nvJPEG needs a current context
             # Without NO_PIPELINE a call waits for everything queued on the GPU, training steps included.
             self._call("nvjpegCreateEx", _HARDWARE, None, None, _NO_PIPELINE, ctypes.byref(self._handle))
 
@@ -82,7 +82,7 @@ class PlaneDecoder:
         places: Places,
     ) -> NDArray[np.int32]:
         """Puts the JPEGs encoded[offset : offset + length] into the arena, each at its place, on the current stream.
-        Gives a status per image, 0 for success (`describe` has the words). The encoded bytes must stay as they
+        Gives a status per image, 0 for success (see `describe`). The encoded bytes must stay as they
         are until the stream is past this call; best in pinned memory."""
         assert places.end <= arena.numel()
         assert len(offsets) == len(lengths) == len(places.layout)

@@ -24,8 +24,8 @@ MAX_PIXELS = 24_000_000
 
 
 def decodes_equal(header: JpegHeader) -> str:
-    """Nothing if the GPU decodes this kind to Pillow's bits, or why it may not. About pixels as stored: turning
-    them by `header.orientation` is another matter."""
+    """Nothing if the GPU decodes this kind to Pillow's bits, or why it may not. About pixels as stored: rotation
+    by `header.orientation` is not considered."""
     if header.progressive:
         return "progressive: the JPEG engine does not decode it"
     if not header.baseline:

@@ -27,7 +27,7 @@ from drumline.data.image.geometry import exp_small
 MAGNITUDES = 31
 ERASE_AREA, ERASE_ASPECT, ERASE_TRIES = (0.02, 0.33), (0.3, 3.3), 10
 PARAMETERS = 7
-"""int32 numbers an operation may want; a float32 lies there by its bits."""
+"""int32 numbers of an operation; a float32 is stored by its bits."""
 
 HOST_PIECE, DEVICE_PIECE = 1 << 19, 1 << 25
 """Bytes of images that go through an operation at once. On the host what is between its steps stays in the cache,

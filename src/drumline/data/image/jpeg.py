@@ -158,7 +158,7 @@ def clean_end(data: bytes | memoryview, header: JpegHeader) -> bool:
 
 
 def stream_fault(data: bytes | memoryview, header: JpegHeader) -> str:
-    """What the markers after the header tell of damage to the compressed data; empty when they are as they should be.
+    """What the markers after the header show of damage to the compressed data; empty if they are correct.
 
     No more than that: a flipped bit seldom makes or breaks a marker. Of 299 in real photographs this noticed 2, and
     libjpeg itself, which decodes, 45.

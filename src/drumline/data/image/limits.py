@@ -38,7 +38,7 @@ class TooLarge(UserError):
 
 def too_large(where: str, reason: str) -> TooLarge:
     """The refusal of a sample."""
-    return TooLarge(f"{where} {reason}", fix="scale it down or save it anew, or remove it from the data")
+    return TooLarge(f"{where} {reason}", fix="scale it down or save it again, or remove it from the data")
 
 
 def check_bytes(size: int, where: str) -> None:

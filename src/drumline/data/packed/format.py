@@ -13,7 +13,7 @@ version wrote. All numbers are little-endian; nothing is pickled.
 
 A sample of kind JPEG or OTHER is the bytes of an image file; RGB and GREY are height x width x channels pixels.
 `width` and `height` are 0 where the image could not be read when it was packed. `orientation` is EXIF's: what has
-to be done to the stored pixels where EXIF is applied; 0 means that only decoding the file will tell. The sets of
+to be done to the stored pixels where EXIF is applied; 0 means that the file must be decoded to know. The sets of
 sources that hold arrays (`holds` is "arrays": CIFAR, MNIST) have one shard for each split, all raw, of one size.
 """
 
@@ -260,7 +260,7 @@ class SplitWriter:
         self._samples += 1
 
     def commit(self) -> Split:
-        """Makes all samples so far durable, and gives the state to go on from."""
+        """Makes all samples so far durable. Returns the state to continue from."""
         for file, waiting in ((self._index_out, self._records), (self._names_out, self._names)):
             _append(file, waiting)
             waiting.clear()
@@ -344,7 +344,7 @@ def _check_records(records: NDArray[np.void], manifest: Manifest, part: Split, w
         "an unknown orientation": records["orientation"] > 8,
         f"more than {MAX_PIXELS} pixels": pixels > MAX_PIXELS,
         "width without height": (records["width"] == 0) != (records["height"] == 0),
-        "raw pixels of another size than they need": raw & ((pixels * channels != length) | (pixels == 0)),
+        "raw pixels of the wrong size": raw & ((pixels * channels != length) | (pixels == 0)),
         "names outside their file": ends > part.names_bytes,
         "names out of order": np.concatenate([[False], ends[1:] < ends[:-1]]),
     }
@@ -360,7 +360,7 @@ def _content(file: Path, size: int, digest: str) -> bytes:
     except OSError as error:
         raise refused(file, error) from error
     if hashlib.sha256(content).hexdigest() != digest:
-        raise UserError(f"{file} has changed since it was written: its checksum is another", fix=_AGAIN)
+        raise UserError(f"{file} has changed since it was written: its checksum does not match", fix=_AGAIN)
     return content
 
 
@@ -372,7 +372,7 @@ def _check_size(file: Path, size: int) -> None:
     except OSError as error:
         raise refused(file, error) from error
     if found != size:
-        how = "is cut off" if found < size else "has grown"
+        how = "is truncated" if found < size else "has grown"
         raise UserError(f"{file} {how}: {found} bytes, the set's manifest says {size}", fix=_AGAIN)
 
 
@@ -384,7 +384,7 @@ def _cut(file: Path, size: int) -> FileIO:
         stream.close()
         raise UserError(
             f"{file} has {found} bytes, but {size} were written before the interruption",
-            fix="begin again with --force",
+            fix="start again with --force",
         )
     stream.truncate(size)
     return stream

@@ -57,7 +57,7 @@ def store(source: Dataset, sample: int, options: Options) -> Stored:
 
 
 def as_it_is(data: bytes) -> Stored:
-    """An image file, not decoded: only its header is looked at. Width and height 0: it is not a readable image."""
+    """An image file as it is: only its header is read. Width and height are 0 if it is not a readable image."""
     kind, width, height, orientation = Kind.OTHER, 0, 0, 0
     try:
         check_file(data, "")

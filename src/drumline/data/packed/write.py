@@ -1,8 +1,8 @@
 """The work of `drumline pack`: every sample of a source, in order, into a packed set.
 
-Promises: what comes out depends on source and options alone, not on the number of processes or on interruptions; work
-goes on in OUT.partial, which gets its final name when it is whole and on disk. Samples that cannot be read as images
-are kept as they are and listed, so that ids do not shift. Refuses to touch what it did not make.
+Promises: the result depends on source and options alone, not on the number of processes or on interruptions. It is
+written to OUT.partial, which is renamed when it is complete and on disk. Samples that cannot be read as images are
+kept unchanged and listed, so ids do not shift. Refuses to touch what it did not make.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from drumline.data.sources.base import NoEvalSplit
 PROGRESS = "progress.json"
 COMMIT_SECONDS = 5.0
 COMMIT_BYTES = 256 << 20
-LOOKED_AT = 128
+ESTIMATED_FROM = 128
 """Samples of a split by which its packed size is estimated."""
 ESTIMATE_MARGIN = 1.5
 """One huge image among them, or missing from them, can make the estimate that much too large or too small."""
@@ -56,7 +56,7 @@ ESTIMATE_MARGIN = 1.5
 def pack_set(
     source: str, path: str, out: Path, options: Options, workers: int, force: bool, say: Callable[[str], None]
 ) -> Path:
-    """Packs both splits of a source into the folder `out`; goes on with an interrupted pack of the same."""
+    """Packs both splits of a source into the folder `out`, or continues an interrupted pack of the same source."""
     name = detect_source(source, path)
     out = Path(os.path.abspath(out.expanduser()))  # noqa: PTH100 (resolve() would follow a link at `out`)
     _refuse_overlap(name, path, out)
@@ -71,8 +71,8 @@ def pack_set(
         done = _progress(partial, job)
         if done is not None:
             _announce(job, out, done, say)
-            # Before any other file: from now on the folder is known as the beginning of this pack.
-            _note(partial, job, done)
+            # Before any other file: it marks the folder as an unfinished pack of this job.
+            _save_progress(partial, job, done)
             splits = {split: _pack_split(job, partial, split, done, workers) for split in job.sources}
             write_manifest(partial, _manifest(job, partial, splits))
             (partial / PROGRESS).unlink()
@@ -153,8 +153,8 @@ def _refuse_existing(out: Path, force: bool) -> None:
 
 @contextmanager
 def _writing(out: Path) -> Iterator[None]:
-    """The disk's errors as a user's. Sources report their own, so any here is from writing."""
-    again = "then run the same command again; it goes on where it stopped"
+    """Turns errors of the disk into `UserError`s. Sources report their own, so any here is from writing."""
+    again = "then run the same command again; it continues where it stopped"
     try:
         yield
     except OSError as error:
@@ -187,7 +187,7 @@ def _locked(partial: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-        with suppress(OSError):  # not empty: something to go on from; not there: it has its final name
+        with suppress(OSError):  # not empty: a pack to continue; missing: it has its final name
             partial.rmdir()
 
 
@@ -216,19 +216,17 @@ def _progress(partial: Path, job: _Job) -> dict[str, Split] | None:
                 for split, state in kept["splits"].items()
             }
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise UserError(f"{file} is damaged", fix="begin anew with --force") from error
+            raise UserError(f"{file} is damaged", fix="start again with --force") from error
     elif (partial / MANIFEST).is_file():
         digest = read_manifest(partial).job
     elif any(partial.iterdir()):
-        raise UserError(
-            f"{partial} is in the way: it is not the beginning of a packed set", fix="move it away"
-        )
+        raise UserError(f"{partial} exists and is not an unfinished packed set", fix="move it away")
     else:
         return nothing
     if digest != job.digest:
         raise UserError(
-            f"{partial} is the beginning of a pack of other data or with other options",
-            fix="repeat the command that began it to go on with it, or give --force to begin anew",
+            f"{partial} is an unfinished pack of different data or with different options",
+            fix="repeat the command that started it to continue it, or give --force to start again",
         )
     return None if splits is None else {**nothing, **splits}
 
@@ -258,22 +256,20 @@ def _announce(job: _Job, out: Path, done: dict[str, Split], say: Callable[[str],
     if "eval" not in job.sources:
         say("the source has no evaluation split: --data.holdout makes one when training, or --holdout here")
     if started := sum(state.samples for state in done.values()):
-        say(f"going on after {started:,} samples")
+        say(f"continuing after {started:,} samples")
     if needed - written > ESTIMATE_MARGIN * free:
         raise UserError(
             f"{out} needs about {size_text(needed - written)}, but its disk has only {size_text(free)} free",
             fix="make room, choose another disk, or pack smaller images with --resize-short N",
         )
     if ESTIMATE_MARGIN * (needed - written) > free:
-        say(
-            "WARNING: the disk may be too small. If it is, make room then; the same command goes on where it stopped"
-        )
+        say("WARNING: the disk may be too small. If it fills up, make room and run the same command again")
 
 
 def _estimate(source: Dataset, options: Options) -> int:
     """About how many bytes a split takes: exact for arrays and small sets."""
-    looked_at = 1 if isinstance(source, ArrayDataset) else LOOKED_AT
-    samples = np.unique(np.linspace(0, len(source) - 1, looked_at).astype(np.int64)).tolist()
+    count = 1 if isinstance(source, ArrayDataset) else ESTIMATED_FROM
+    samples = np.unique(np.linspace(0, len(source) - 1, count).astype(np.int64)).tolist()
     stored = sum(len(store(source, sample, options).data) for sample in samples)
     return stored * len(source) // len(samples) + RECORD.itemsize * len(source)
 
@@ -287,7 +283,7 @@ def size_text(count: int) -> str:
 
 
 def _pack_split(job: _Job, partial: Path, split: str, done: dict[str, Split], workers: int) -> Split:
-    """Appends the samples that are still missing, and notes every few seconds how far it is."""
+    """Appends the missing samples, and saves its progress every few seconds."""
     source, names, state = job.sources[split], job.names[split], done[split]
     labels = source.labels.tolist()
     arrays = isinstance(source, ArrayDataset)
@@ -305,16 +301,16 @@ def _pack_split(job: _Job, partial: Path, split: str, done: dict[str, Split], wo
                 waiting += len(stored.data)
                 if waiting >= COMMIT_BYTES or time.monotonic() >= next_commit or interrupted():
                     done[split] = writer.commit()
-                    _note(partial, job, done)
+                    _save_progress(partial, job, done)
                     next_commit, waiting = time.monotonic() + COMMIT_SECONDS, 0
                 if interrupted():
                     raise KeyboardInterrupt
         done[split] = writer.commit()
-        _note(partial, job, done)
+        _save_progress(partial, job, done)
     return done[split]
 
 
-def _note(partial: Path, job: _Job, done: dict[str, Split]) -> None:
+def _save_progress(partial: Path, job: _Job, done: dict[str, Split]) -> None:
     splits = {split: asdict(state) for split, state in done.items()}
     write_text(partial / PROGRESS, json.dumps({"job": job.digest, "splits": splits}))
 

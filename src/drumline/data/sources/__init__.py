@@ -1,6 +1,6 @@
-"""Where samples come from. `open_dataset(spec)` gives a source; `detect_source` resolves `auto`.
+"""The sources of samples. `open_dataset(spec)` opens one as a `Dataset`; `detect_source` resolves `auto`.
 
-Promises: sample ids are positions and never change; the same spec gives the same samples in every process.
+Promises: sample ids are positions and never change. The same spec gives the same samples in every process.
 """
 
 from __future__ import annotations
@@ -64,21 +64,21 @@ _OWN_SPLIT: dict[str, Callable[[DatasetSpec], Dataset]] = {
 
 
 def open_dataset(spec: DatasetSpec, again: bool = False) -> Dataset:
-    """Opens a split. Anything a user can mend is a `UserError` with path and fix; a system that fails is waited for,
-    then it is a `LostError`. `again`: this run has opened it before, so that anything wrong now is a loss."""
+    """Opens a split. What a user can fix is a `UserError`; a failing system is retried, then it is a `LostError`.
+    `again`: this run has opened the data before, so anything wrong now is a loss."""
     return patiently_opened(lambda: _open(spec), spec.path, again, LONGER if again else ())
 
 
 def open_same(spec: DatasetSpec, digest: str) -> Dataset:
-    """Opens a split that another process of this run has opened. Were a file missing at this moment, ids would mean
-    other files from then on: so it has to have the same digest, and is waited for until it has."""
+    """Opens a split that another process of this run has opened. If a file is missing at this moment, ids would mean
+    different files; so the digest must be the same, and the data is opened again until it is."""
 
     def opened() -> Dataset:
         source = _open(spec)
         if isinstance(source, EncodedDataset) and source.digest() != digest:
             raise UserError(
                 f"{spec.path} has changed since the run began: {len(source):,} samples are there now",
-                fix="put back what is missing or take out what was added; then go on with --checkpoint.resume auto",
+                fix="restore what is missing or remove what was added; then continue with --checkpoint.resume auto",
             )
         return source
 
@@ -94,8 +94,8 @@ def _open(spec: DatasetSpec) -> Dataset:
 
 
 def detect_source(source: str, path: str, again: bool = False) -> str:
-    """The source's name, with `auto` resolved by what lies at the path: nothing given, the digits; an .npz
-    file; a tar archive; a packed set; idx or CIFAR files; else class folders. `again` as for `open_dataset`."""
+    """The source's name, with `auto` resolved by what is at the path: the digits if it is empty; an .npz
+    file; a tar archive; a packed set; idx or CIFAR files; otherwise class folders. `again` as for `open_dataset`."""
     return patiently_opened(lambda: _detect(source, path), path, again, LONGER if again else ())
 
 
@@ -115,7 +115,7 @@ def _detect(source: str, path: str) -> str:
         if place.name.lower().endswith(ENDINGS):
             return "tar"
         raise UserError(
-            f"data.path {path} is a file, and neither an .npz nor a .tar",
+            f"data.path {path} is neither a folder nor an .npz or .tar file",
             fix="give a folder (images, idx or CIFAR files, a packed set), an .npz file or a .tar archive",
         )
     if looks_packed(place):

@@ -1,7 +1,7 @@
 """Checks and shapes arrays that came from a file or from a user's own code.
 
 Promises: what passes is (N, H, W, C) uint8 with 1 or 3 channels, and (N,) int64 labels from 0. Refuses other
-types and unclear shapes with the line of NumPy that mends them, instead of guessing.
+types and unclear shapes with the line of NumPy that fixes them, instead of guessing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What every data source gives: images or file bytes, labels, class names, by sample id.
+"""What every dataset has: images or file bytes, labels and class names, by sample id.
 
-Promises: a sample id is a position in its source and means the same image for ever; a `DatasetSpec` is all a
-loader process needs to open the source itself; splits depend on positions alone, never on a seed.
+Promises: a sample id is a position in its dataset and always means the same image. A `DatasetSpec` is all that a
+loader process needs to open the dataset itself. Splits depend on positions alone, never on a seed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ CHUNK_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """A plain, picklable description of a source. Processes open the source from it, so that no data travels
-    through process start."""
+    """A plain, picklable description of a dataset. Processes open the dataset from it, so no data travels when they
+    start."""
 
     source: str
     """`folder`, `tar`, `packed`, `idx`, `cifar10`, `cifar100`, `npz`, `digits`, `synthetic` or
@@ -41,15 +41,15 @@ class DatasetSpec:
     path: str
     split: Literal["train", "eval"]
     holdout: float = 0.0
-    """Share set aside for evaluation, for data without a split of its own."""
+    """Fraction set aside for evaluation, for data without an evaluation split."""
     whole: bool = False
     """Use every sample if the data does not have both splits, as `drumline eval` does."""
 
 
 class ArrayDataset:
-    """A whole set of equally large images, in memory or memory-mapped.
+    """Images of one size, in memory or memory-mapped.
 
-    `images` is (N, H, W, C) uint8 with C 1 or 3, `labels` (N,) int64. Read samples through `take`: a source
+    `images` is (N, H, W, C) uint8 with C 1 or 3, `labels` (N,) int64. Read samples through `take`: a dataset
     may hold fewer images than samples (`PooledDataset`).
     """
 
@@ -73,7 +73,7 @@ class ArrayDataset:
         return height, width, channels
 
     def take(self, ids: NDArray[np.integer]) -> Images:
-        """Fresh, contiguous images of these samples, in this order: (n, H, W, C) uint8."""
+        """A contiguous copy of these samples, in this order: (n, H, W, C) uint8."""
         return np.ascontiguousarray(self.images[ids])
 
     def _check_length(self) -> None:
@@ -81,7 +81,7 @@ class ArrayDataset:
 
 
 class PooledDataset(ArrayDataset):
-    """Sample i shows image i mod len(images): a set of any length in little memory."""
+    """Sample i shows image i mod len(images): a dataset of any length in little memory."""
 
     def take(self, ids: NDArray[np.integer]) -> Images:
         return super().take(np.asarray(ids) % len(self.images))
@@ -91,10 +91,10 @@ class PooledDataset(ArrayDataset):
 
 
 class EncodedDataset(ABC):
-    """A set of image files: `read` gives a sample's bytes, `where` its path for messages."""
+    """Image files: `read` gives a sample's bytes, `where` its path for messages."""
 
     skipped: Mapping[str, int] = MappingProxyType({})
-    """How many files beside the images are not taken for images, by their endings."""
+    """How many files are not images, by extension."""
 
     def __init__(self, name: str, labels: Labels, classes: tuple[str, ...]) -> None:
         assert labels.dtype == np.int64, labels.dtype
@@ -107,53 +107,49 @@ class EncodedDataset(ABC):
 
     @abstractmethod
     def read(self, sample: int) -> bytes:
-        """The encoded image. Content that cannot be used is a `UserError`; a system that fails, after some patience,
-        is a `LostError` (`reading.py`). Both name the sample."""
+        """The encoded image. Content that cannot be used is a `UserError`; a system that still fails after several
+        tries is a `LostError` (`reading.py`). Both name the sample."""
 
     @abstractmethod
     def where(self, sample: int) -> str:
-        """The path (or another name) that tells a person which sample this is."""
+        """The path, or another name, of a sample for messages."""
 
     def names(self) -> bytes:
-        """Whatever names the samples, in their order, for `digest`."""
+        """The names of the samples, in their order, for `digest`."""
         return b""
 
     def digest(self) -> str:
-        """Which samples these are, and in which order: equal where ids and labels mean the same files."""
+        """Identifies the samples and their order: equal if ids and labels mean the same files."""
         return hashlib.blake2b(self.labels.tobytes() + self.names(), digest_size=16).hexdigest()
 
     def sample_names(self, samples: NDArray[np.integer]) -> list[str]:
-        """Which file each sample is, below the root of the set; empty texts where there are no names."""
+        """The path of each sample below the root of the dataset; empty if it has none."""
         return [""] * len(samples)
 
     def sample_sizes(self, samples: NDArray[np.integer]) -> list[int]:
-        """Bytes of each sample as it is stored; -1 where that is not known."""
+        """The stored size of each sample in bytes; -1 if it is not known."""
         return [-1] * len(samples)
 
     def decoded(self, sample: int) -> Images | None:
-        """The pixels of a sample that is stored as such, (H, W, C); None where `read` has to be decoded."""
+        """The pixels, (H, W, C), of a sample that is stored decoded; None if `read` must be decoded."""
         return None
 
 
 def describe_skipped(source: EncodedDataset) -> str:
-    """What was passed over, in words, or nothing."""
+    """Which files were skipped, as text; empty if none."""
     endings = sorted(source.skipped.items(), key=lambda each: (-each[1], each[0]))
     if not endings:
         return ""
     some = ", ".join(f"{printable(ending)} {number:,}" for ending, number in endings[:5])
     number = sum(source.skipped.values())
-    files = (
-        "1 file that is not an image by its ending and is"
-        if number == 1
-        else f"{number:,} files that are not images by their endings and are"
-    )
-    return f"{files} passed over: {some}{', ...' if len(endings) > 5 else ''}"
+    files = "1 file that is not an image" if number == 1 else f"{number:,} files that are not images"
+    return f"{files}, by extension: {some}{', ...' if len(endings) > 5 else ''}"
 
 
 class MappedFiles(EncodedDataset):
-    """Image files inside a few large files, memory-mapped: sample i is `lengths[i]` bytes from `offsets[i]` on in
-    file `parts[i]`. Whoever opens one has checked that every sample lies inside its file. A file that is made
-    shorter while it is mapped ends the process (SIGBUS): nothing may write to it then."""
+    """Image files inside a few large, memory-mapped files: sample i is `lengths[i]` bytes at `offsets[i]` of file
+    `parts[i]`. The caller has checked that every sample is inside its file. If a file is truncated while it is
+    mapped, the process ends (SIGBUS)."""
 
     def __init__(
         self,
@@ -180,21 +176,21 @@ class MappedFiles(EncodedDataset):
         return self.lengths[samples].tolist()
 
     def view(self, sample: int) -> Images:
-        """The stored bytes of a sample, not copied and not checked; not to be written to."""
+        """The stored bytes of a sample: neither copied nor checked. Do not write to them."""
         start = int(self._offsets[sample])
         return self._maps[self._parts[sample]][start : start + int(self.lengths[sample])]
 
     def pointers(self, ids: NDArray[np.integer]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        """Address and length of each sample's stored bytes, for native code; they hold while the source lives."""
+        """Address and length of each sample's stored bytes, for native code; valid while the dataset exists."""
         return self._addresses[ids], self.lengths[ids]
 
     def sound_jpegs(self, ids: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Which of these samples native code may try as JPEG files: those of a size that is read at all."""
+        """Which of these samples native code may decode as JPEG files: those within the size limit."""
         within: NDArray[np.bool_] = self.lengths[ids] <= MAX_BYTES
         return within
 
     def read_ahead(self, ids: NDArray[np.integer]) -> None:
-        """Has the system begin to read these samples from disk; returns at once."""
+        """Asks the system to start reading these samples from disk. Returns at once."""
         for part, start, length in zip(
             self._parts[ids].tolist(), self._offsets[ids].tolist(), self.lengths[ids].tolist(), strict=True
         ):
@@ -208,7 +204,7 @@ Dataset = ArrayDataset | EncodedDataset
 
 
 class NoEvalSplit(UserError):
-    """The data has no evaluation split, and none was asked to be made."""
+    """The data has no evaluation split, and data.holdout is 0."""
 
 
 class NoTrainSplit(UserError):
@@ -216,29 +212,29 @@ class NoTrainSplit(UserError):
 
 
 def map_file(file: Path) -> Images:
-    """A whole file as read-only bytes, loaded by the system as they are touched."""
+    """A whole file as read-only bytes, loaded by the system on access."""
     try:
         with open_regular(file) as stream:
-            if stream.seek(0, 2) == 0:  # what is empty cannot be mapped
+            if stream.seek(0, 2) == 0:  # an empty file cannot be mapped
                 return np.empty(0, dtype=np.uint8)
             return np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
     except OSError as error:
         raise refused(file, error) from error
 
 
-def holdout_mask(labels: Labels, share: float) -> NDArray[np.bool_]:
-    """True for the samples that a holdout of `share` sets aside for evaluation.
+def holdout_mask(labels: Labels, fraction: float) -> NDArray[np.bool_]:
+    """True for the samples that a holdout of `fraction` sets aside for evaluation.
 
-    The rule: within each class of n samples, those with the n x share (rounded half up) smallest hashes of
-    their position; at least one and at most n - 1, so that a class of two or more is on both sides and a
-    class of one only trains. A hash rather than every k-th, because file names often have a period (views of
-    an object, frames of a clip) and a regular choice would take the same view each time.
+    The rule: within each class of n samples, those with the n x fraction (rounded half up) smallest hashes of
+    their position; at least one and at most n - 1, so a class of two or more is in both splits and a class
+    of one only in training. A hash rather than every k-th sample, because file names often repeat with a period
+    (views of an object, frames of a clip), and a regular choice would take the same view each time.
     """
-    assert 0 < share < 1, share
+    assert 0 < fraction < 1, fraction
     labels = np.asarray(labels, dtype=np.int64)
-    fraction = Fraction(repr(float(share))).limit_denominator(1_000_000)
+    exact = Fraction(repr(float(fraction))).limit_denominator(1_000_000)
     counts = np.bincount(labels)
-    wanted = (2 * counts * fraction.numerator + fraction.denominator) // (2 * fraction.denominator)
+    wanted = (2 * counts * exact.numerator + exact.denominator) // (2 * exact.denominator)
     wanted = np.minimum(np.maximum(wanted, 1), np.maximum(counts - 1, 0))
     order = np.lexsort((_hash(np.arange(len(labels), dtype=np.uint64)), labels))
     rank_in_class = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -248,7 +244,7 @@ def holdout_mask(labels: Labels, share: float) -> NDArray[np.bool_]:
 
 
 def holdout_ids(labels: Labels, spec: DatasetSpec, where: str) -> NDArray[np.int64]:
-    """Positions, in rising order, that belong to the spec's split of a set that has no split of its own."""
+    """The ascending positions of the spec's split, for data without an evaluation split."""
     if spec.holdout == 0:
         if spec.split == "train" or spec.whole:
             return np.arange(len(labels), dtype=np.int64)
@@ -260,14 +256,14 @@ def holdout_ids(labels: Labels, spec: DatasetSpec, where: str) -> NDArray[np.int
     ids = np.flatnonzero(mask if spec.split == "eval" else ~mask).astype(np.int64)
     if len(ids) == 0:
         raise UserError(
-            f"{where}: data.holdout {spec.holdout:g} leaves nothing to evaluate, each class has one sample",
+            f"{where}: data.holdout {spec.holdout:g} leaves nothing to evaluate: each class has one sample",
             fix="add samples, or give the data an evaluation split",
         )
     return ids
 
 
 def refuse_holdout(spec: DatasetSpec, where: str) -> None:
-    """A holdout beside a split of the data's own would be silently ignored, so it is refused."""
+    """Refuses a holdout for data with an evaluation split, which would be silently ignored."""
     if spec.holdout:
         raise UserError(
             f"data.holdout is {spec.holdout:g}, but {where} has an evaluation split of its own",

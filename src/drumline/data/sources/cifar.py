@@ -19,7 +19,7 @@ from drumline.data.sources.plain_pickle import PlainArray, read_plain_pickle, te
 PIXELS = 3 * 32 * 32
 MAX_FILE = 256 << 20
 """The largest file of the published sets has 155 MB."""
-_AGAIN = "get the file anew from the data set's authors"
+_AGAIN = "download the file again from the data set's authors"
 
 
 def open_cifar(spec: DatasetSpec) -> ArrayDataset:

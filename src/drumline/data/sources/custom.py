@@ -1,8 +1,8 @@
 """A user's own data: `package.module:factory`, called as `factory(path=..., split="train" or "eval")`.
 
-The factory returns an object with `images` and `labels`, or with `read(sample) -> bytes` and `labels`; and
-`classes` (names) if it likes. Promises: arrays and tensors are checked and converted to NumPy once. Whatever
-goes wrong in the factory is told as its own error, with the factory's name.
+The factory returns an object with `images` and `labels`, or with `read(sample) -> bytes` and `labels`; `classes`
+(names) is optional. Promises: arrays and tensors are checked and converted to NumPy once. An error in the factory is
+reported with the factory's name.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class CustomFiles(EncodedDataset):
         except OSError as error:
             if error.errno is not None:
                 raise
-            # Not the system's: Pillow's complaints about an image are of this kind too.
+            # Not from the system: Pillow's errors about an image are OSErrors too.
             raise UserError(
                 f"{self.where(sample)} cannot be read: {error}", fix="check the file and disk"
             ) from error
@@ -108,7 +108,7 @@ def _call(factory: Callable[..., Any], name: str, path: str, split: str) -> Any:
 def _raised(name: str, path: str, split: str, error: Exception) -> UserError:
     return UserError(
         f"{name}(path={path!r}, split={split!r}) raised {type(error).__name__}: {error}",
-        fix="mend the factory; it is called with the keywords path and split",
+        fix="correct the factory; it is called with the keywords path and split",
     )
 
 

@@ -39,7 +39,7 @@ def open_idx(spec: DatasetSpec) -> ArrayDataset:
     if len(images) != len(labels):
         raise UserError(
             f"{images_file} has {len(images)} images, {labels_file} has {len(labels)} labels",
-            fix="get both files anew from the same place",
+            fix="download both files again from the same source",
         )
     if labels.max() >= len(classes):
         raise UserError(
@@ -76,7 +76,7 @@ def _file(folder: Path, prefix: str, kind: str) -> Path:
 
 def _read(file: Path, dims: int) -> Images:
     """The array of an idx file: two zero bytes, type 8 (uint8), number of dimensions, sizes, data."""
-    damaged = "get the file anew; it is cut off, changed, or not what its name says"
+    damaged = "download the file again; it is truncated, changed, or not what its name says"
     header_size = 4 + 4 * dims
     try:
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:

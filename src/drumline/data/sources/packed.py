@@ -125,7 +125,7 @@ class PackedFiles(MappedFiles):
         return self.view(sample).reshape(int(self.heights[sample]), int(self.widths[sample]), channels)
 
     def decoded(self, sample: int) -> Images | None:
-        """Raw pixels, checked. Those that EXIF may want turned are left to `read`, which keeps it."""
+        """Raw pixels, checked. Samples that EXIF may rotate are left to `read`, which keeps it."""
         if self.kinds[sample] < Kind.RGB or self.orientations[sample] > 1:
             return None
         self.check(sample)
@@ -164,7 +164,7 @@ class PackedFiles(MappedFiles):
         shard = shard_file(self._root, self._split, int(self._parts[sample]))
         return UserError(
             f"{self.where(sample)} has changed since it was packed: the checksum of the {self.lengths[sample]} bytes "
-            f"from {self._offsets[sample]} on in {shard} is another",
+            f"from {self._offsets[sample]} on in {shard} does not match",
             fix="restore that shard from a copy, or pack the source again",
         )
 
@@ -211,7 +211,7 @@ class PackedArrays(ArrayDataset):
         for sample in damaged_parts(self._stored, self._length, self._crcs):
             raise UserError(
                 f"{shard_file(self._root, self._split, 0)}: image {sample} ({self._length} bytes from "
-                f"{sample * self._length} on) has changed since it was packed: its checksum is another",
+                f"{sample * self._length} on) has changed since it was packed: its checksum does not match",
                 fix="restore that file from a copy, or pack the source again",
             )
 

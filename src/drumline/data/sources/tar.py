@@ -37,7 +37,7 @@ COMPRESSED = {
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
 }
 ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
-"""File names taken for archives; the compressed ones to be refused with the fix."""
+"""Extensions of archives. The compressed ones are rejected with the command that uncompresses them."""
 BLOCK = 512
 MAX_NAME = 1 << 16
 MAX_PAX = 1 << 20
@@ -154,7 +154,7 @@ def members(archive: Images, where: str) -> Iterator[Member]:
         if held > size - start:
             raise UserError(
                 f"{where} is cut off: the member at byte {at} has {held} bytes, only {size - start} are there",
-                fix="get the archive anew",
+                fix="download or make the archive again",
             )
         at = start + -(-held // BLOCK) * BLOCK
         if kind == b"L":
@@ -171,14 +171,14 @@ def members(archive: Images, where: str) -> Iterator[Member]:
             if kind not in _KINDS:
                 raise UserError(
                     f"{where}: {_decode(name)} is a member of an unknown type {kind!r}",
-                    fix="make the archive anew with `tar --format=pax -cf`",
+                    fix="make the archive again with `tar --format=pax -cf`",
                 )
             folder = kind == b"5" or (kind in b"0\0" and name.endswith(b"/"))
             yield Member(_decode(name), "folder" if folder else _KINDS[kind], start, held)
             long_name, pax = b"", {}
     raise UserError(
         f"{where} is cut off: it ends at byte {size} without the mark that ends an archive",
-        fix=f"get the archive anew; if you are sure that it is whole: truncate -s +1024 {where}",
+        fix=f"download or make the archive again; if you are sure that it is complete: truncate -s +1024 {where}",
     )
 
 
@@ -260,7 +260,7 @@ def _parts(path: str, member: str, file: Path) -> list[str]:
     if member.startswith("/") or ".." in parts or "\0" in path:
         raise UserError(
             f"{file} has a member named {member!r}, which points outside the archive",
-            fix="do not trust this archive; or make it anew with names below one folder",
+            fix="do not trust this archive, or make it again with names below one folder",
         )
     return parts
 
@@ -340,7 +340,7 @@ def _present(file: Path) -> Path:
                 fix=f"uncompress it first: {command} {file}",
             )
     if not start:
-        raise UserError(f"{file} is empty", fix="get the archive anew")
+        raise UserError(f"{file} is empty", fix="download or make the archive again")
     return file
 
 
@@ -383,7 +383,9 @@ def _limited(length: int, most: int, where: str) -> int:
 
 
 def _damaged(where: str, what: str) -> UserError:
-    return UserError(f"{where} is not a tar archive, or is damaged: {what}", fix="get the archive anew")
+    return UserError(
+        f"{where} is not a tar archive, or is damaged: {what}", fix="download or make the archive again"
+    )
 
 
 def _decode(name: bytes) -> str:
