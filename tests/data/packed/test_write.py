@@ -448,7 +448,7 @@ def test_a_beginning_of_something_else_is_refused_and_with_force_forgotten(photo
     assert (tmp_path / "out.partial").is_dir()
     assert not (tmp_path / "out").exists()
     error = refusal(lambda: packed(photos, tmp_path / "out"))
-    assert "other options" in error.what
+    assert "different options" in error.what
     assert "--force" in error.fix
     assert content(packed(photos, tmp_path / "out", force=True)) == whole
     stranger = tmp_path / "x.partial"
@@ -467,7 +467,7 @@ def test_a_source_that_changed_is_not_gone_on_with(tmp_path, photos, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         packed(tmp_path / "in", tmp_path / "out")
     (tmp_path / "in/a/7.png").write_bytes(picture(3, 3, "PNG"))
-    assert "other data" in refusal(lambda: packed(tmp_path / "in", tmp_path / "out")).what
+    assert "different data" in refusal(lambda: packed(tmp_path / "in", tmp_path / "out")).what
 
 
 def test_source_and_target_may_not_lie_in_each_other(photos, tmp_path):
@@ -503,7 +503,7 @@ def test_a_full_disk_is_told_and_the_pack_goes_on_once_there_is_room(photos, tmp
     monkeypatch.setattr(work, "COMMIT_SECONDS", 0.0)
     error = refusal(lambda: packed(photos, tmp_path / "out"))
     assert "no space left" in error.what
-    assert "goes on" in error.fix
+    assert "continues" in error.fix
     monkeypatch.setattr(work.SplitWriter, "add", real)
     said: list[str] = []
     out = pack_set("auto", str(photos), tmp_path / "out", Options(), 1, False, said.append)

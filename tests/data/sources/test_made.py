@@ -260,7 +260,7 @@ def test_auto_is_resolved_by_the_path(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         detect_source("auto", str(tmp_path / "no"))
     (tmp_path / "a.zip").write_bytes(b"")
-    with pytest.raises(UserError, match=r"neither an \.npz nor a \.tar"):
+    with pytest.raises(UserError, match=r"neither a folder nor an \.npz or \.tar"):
         detect_source("auto", str(tmp_path / "a.zip"))
 
 
