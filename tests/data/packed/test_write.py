@@ -455,7 +455,10 @@ def test_a_beginning_of_something_else_is_refused_and_with_force_forgotten(photo
     stranger.mkdir()
     (stranger / "letter").write_text("dear")
     for force in (False, True):
-        assert "in the way" in refusal(lambda force=force: packed(photos, tmp_path / "x", force=force)).what
+        assert (
+            "is not an unfinished packed set"
+            in refusal(lambda force=force: packed(photos, tmp_path / "x", force=force)).what
+        )
     assert (stranger / "letter").read_text() == "dear"
 
 
