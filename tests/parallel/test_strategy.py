@@ -1,20 +1,28 @@
-"""How a model lies over a world, and that running statistics are everybody's."""
+"""One strategy per layout: which one a run gets, what it promises, and that nothing else knows them."""
 
 from __future__ import annotations
 
+import ast
+import subprocess
+import sys
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from drumline.config.layouts import resolve_layout
+import drumline
+from drumline.config.fields import choices, recipe_fields
+from drumline.config.layouts import LAYOUTS, STRICT, resolve_layout
 from drumline.config.recipe import Data, Parallel, Recipe, Train
 from drumline.core.errors import UserError
 from drumline.parallel.single import BufferMean
-from drumline.parallel.strategy import create_strategy, uses_channels_last
+from drumline.parallel.strategy import Strategy, create_strategy, uses_channels_last
 from drumline.parallel.world import World, single_process
+from drumline.state.verify import verify_run
 from tests.train import ranks, tiny
 
 ONE = single_process(tiny.CPU)
@@ -121,3 +129,59 @@ def test_the_memory_layout_is_a_gpu_matter() -> None:
     assert uses_channels_last(Recipe(), GPU)
     assert not uses_channels_last(Recipe(), tiny.CPU)
     assert not uses_channels_last(Recipe(train=Train(channels_last=False)), GPU)
+
+
+SOURCE = Path(drumline.__file__).parent
+STRATEGIES = {layout.strategy.partition(":")[0] for layout in (*LAYOUTS.values(), STRICT)}
+NAMES = {*LAYOUTS} - {"model", "single"}
+"""Layouts whose names mean nothing else: `model` is also a file of a checkpoint."""
+ELSEWHERE = [
+    path
+    for path in sorted(SOURCE.rglob("*.py"))
+    if path.relative_to(SOURCE).parts[0] not in ("parallel", "config")
+]
+
+
+@pytest.mark.parametrize("path", ELSEWHERE, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_no_module_outside_parallel_and_config_asks_for_a_layout(path: Path) -> None:
+    """By its name, by comparing the field, or by its class. To look the field up in the table is fine."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant):
+            assert node.value not in NAMES, f"line {node.lineno} names a layout"
+        if isinstance(node, ast.Compare | ast.Match):
+            asked = {ast.unparse(each) for each in ast.walk(node) if isinstance(each, ast.Attribute)}
+            compared = [name for name in asked if name.endswith(("parallel.layout", "teacher_layout"))]
+            assert not compared, f"line {node.lineno} compares a layout"
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            imported = {node.module} if isinstance(node, ast.ImportFrom) else {n.name for n in node.names}
+            assert not imported & STRATEGIES, f"line {node.lineno} imports a strategy"
+
+
+def test_the_table_is_where_layouts_come_from() -> None:
+    for name, layout in LAYOUTS.items():
+        module, _, kind = layout.strategy.partition(":")
+        strategy = getattr(import_module(module), kind)
+        assert issubclass(strategy, Strategy)
+        assert (strategy.name, strategy.staged) == (name, layout.staged)
+        assert layout.summary
+    assert choices(recipe_fields()["parallel.layout"].hint) == ("auto", *LAYOUTS)
+
+
+@pytest.mark.slow
+def test_a_new_layout_is_one_class_and_one_line_of_the_table(tmp_path: Path) -> None:
+    """Through the ordinary command, from the field to the certificate and the checkpoint."""
+    program = (
+        "import sys; from drumline.config.layouts import LAYOUTS, Layout\n"
+        "LAYOUTS['toy'] = Layout('tests.parallel.toy:ToyStrategy', 'in halves', one_process=True)\n"
+        "from drumline.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", program, "train", "parallel.layout=toy"]
+    command += ["model.name=resnet8", "data.batch=12", "train.accumulate=3", "train.steps=2", "run.name=toy"]
+    command += [f"run.dir={tmp_path}", "run.device=cpu", "parallel.threads=1", "train.eval_every=0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    log = (tmp_path / "toy" / "log.txt").read_text()
+    assert "layout toy: 6 halves" in log
+    assert "toy check passed: gradients match one process" in log
+    assert verify_run(tmp_path / "toy").step == 2

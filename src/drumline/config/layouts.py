@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
+
+if TYPE_CHECKING:  # the recipe reads the names of the layouts from here
+    from drumline.config.recipe import Recipe
 
 WHY_NOT_SPLIT = (
     "is not offered: it splits each backward pass in two, which passes by the gradient hooks of the parameters, so "
@@ -35,7 +38,7 @@ class Problem:
     fix: str
 
 
-Rule = Callable[[Recipe, int], Iterator[Problem]]
+Rule = Callable[["Recipe", int], Iterator[Problem]]
 """The problems of a recipe under a layout, given the least number of processes."""
 
 

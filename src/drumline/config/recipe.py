@@ -10,14 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from drumline.config.layouts import LAYOUTS
 from drumline.config.limits import Length, Range, Values
 
 AutoInt = int | Literal["auto"]
 AutoFloat = float | Literal["auto"]
 Fraction = Annotated[float, Range(0, below=1)]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
+if TYPE_CHECKING:
+    LayoutName = str
+else:
+    LayoutName = Literal["auto", *LAYOUTS]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +273,7 @@ class Parallel:
 
     processes: Annotated[AutoInt, Range(1)] = "auto"
     """Processes on this machine. `auto`: one per GPU, or one on a CPU."""
-    layout: Literal["auto", "single", "dp", "ddp", "fsdp", "model", "pipeline"] = "auto"
+    layout: LayoutName = "auto"
     """How the model and the batch are distributed. `ddp`: one process per GPU, gradients averaged. `fsdp`: the same,
     with parameters, gradients and optimizer state sharded over the processes. `pipeline`: the model in stages, each
     on its own process or GPU, which work on several micro-batches at a time; more processes than stages make
