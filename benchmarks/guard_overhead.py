@@ -16,7 +16,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,8 +25,9 @@ import torch
 
 from drumline.config.recipe import Checkpoint, Data, Guard, Model, Optim, Parallel, Recipe, Run, Train
 from drumline.data.feed.batch import Batch
+from drumline.guards.run.guards import RunGuards
 from drumline.parallel.world import single_process
-from drumline.train.guards import Guards
+from drumline.train.guards import make_guards
 from drumline.train.rehearse import rehearse
 from drumline.train.run import Run as TrainingRun
 from drumline.train.stop import StopSign
@@ -37,8 +38,8 @@ WARM = 10
 RATE = 0.01
 
 
-class Off(Guards):
-    """Looks at nothing."""
+class Off(RunGuards):
+    """Checks nothing."""
 
     def begin(self) -> None:
         return
@@ -53,7 +54,7 @@ class Off(Guards):
         return 0
 
 
-class GuardsAlone(Guards):
+class GuardsAlone(RunGuards):
     """Everything but fingerprints."""
 
     def after(self, done: int, batch: Batch, saving: bool) -> None:
@@ -61,11 +62,11 @@ class GuardsAlone(Guards):
             self._own_findings(f"step {done}")
 
 
-KINDS: dict[str, tuple[Callable[[TrainingRun], Guards], bool]] = {
+KINDS: dict[str, tuple[type[RunGuards], bool]] = {
     "neither": (Off, False),
-    "fingerprints": (Guards, False),
+    "fingerprints": (RunGuards, False),
     "guards": (GuardsAlone, True),
-    "both": (Guards, True),
+    "both": (RunGuards, True),
 }
 """Which guards, and whether gradients are checked to be finite."""
 
@@ -75,7 +76,7 @@ class Arm:
     """One of the four, warmed up and ready."""
 
     run: TrainingRun
-    guards: Guards
+    guards: RunGuards
     stop: StopSign
     batches: Iterator[Batch]
     done: int = 0
@@ -105,7 +106,7 @@ def arm(recipe: Recipe, kind: str, cleanup: ExitStack) -> Arm:
     if not finite:
         run.step.finite = None
         del run.state.optimizer.found_inf  # type: ignore[attr-defined]
-    guards = build(run)
+    guards = build(make_guards(run).run)
     rehearse(run, run.single_batch(0))
     guards.begin()
     stop = cleanup.enter_context(StopSign(run.world, guards.poll))

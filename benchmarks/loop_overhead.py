@@ -35,7 +35,7 @@ from drumline.data.feed.sampler import training_requests
 from drumline.models import create_model
 from drumline.parallel.world import single_process
 from drumline.state.fingerprint import state_sha256
-from drumline.train.guards import Guards
+from drumline.train.guards import make_guards
 from drumline.train.loop import take_steps
 from drumline.train.run import Run as TrainingRun
 from drumline.train.sets import normaliser, open_sets
@@ -107,7 +107,7 @@ def ours(recipe: Recipe, steps: int, warm: int = WARM) -> tuple[float, float, st
         # TensorBoard is imported on a background thread with the first metric: a start-up cost, not a step's.
         timed = Timed(run.step, world.device, warm, warm + steps - 1, settle=run.reporter.run_log.flush)
         run = replace(run, step=timed)  # type: ignore[arg-type]
-        guards = Guards(run)
+        guards = make_guards(run)
         with StopSign(world, guards.poll) as stop:
             take_steps(run, stop, guards)
         state = state_sha256(run.state.tensors())

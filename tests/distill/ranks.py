@@ -18,17 +18,18 @@ from drumline.config.recipe import Data, Distill, Model, Optim, Recipe, Run, Tra
 from drumline.core.environment import read_rank_info
 from drumline.distill.methods import METHODS
 from drumline.distill.task import Stage, distillation_task
+from drumline.guards.run.fingerprints import FingerprintMonitor
 from drumline.models import create_model
 from drumline.observe.display import make_display
 from drumline.observe.run_log import RunLog
 from drumline.parallel.process_group import init_world
 from drumline.parallel.strategy import create_strategy
 from drumline.parallel.world import World
+from drumline.train.guards import state_tensors
 from drumline.train.plan import make_plan
 from drumline.train.sets import normaliser, open_sets
 from drumline.train.state import build_state
 from drumline.train.step import TrainStep
-from drumline.train.witness import Witness, state_tensors
 from tests.distill.nets import wakened
 from tests.launch.ranks import results_of
 
@@ -90,9 +91,9 @@ def two_steps(folder: Path, name: str, world: World) -> dict[str, Any]:
         found["meter"] = world.all_reduce(step.meter.sums.clone())
         step(next(batches), 1, 0.02)
     task.objective.check()
-    witness = Witness(lambda: state_tensors(state), world, RunLog(None))
-    witness.look(2, torch.tensor([world.rank]))
-    assert not witness.read().findings
+    monitor = FingerprintMonitor(lambda: state_tensors(state), world, RunLog(None))
+    monitor.take(2, torch.tensor([world.rank]))
+    assert not monitor.compare().findings
     groups = state.tensors()
     found["state"] = {
         f"{group}/{key}": tensor.clone() for group, each in groups.items() for key, tensor in each.items()

@@ -21,6 +21,8 @@ from drumline.config.recipe import Data, Optim, Parallel, Recipe, Run, Train
 from drumline.core.environment import read_rank_info
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.sampler import rank_slice
+from drumline.guards.run.fingerprints import FingerprintMonitor
+from drumline.guards.run.nonfinite import NonFiniteGate
 from drumline.models import create_model
 from drumline.observe.run_log import RunLog
 from drumline.parallel.fsdp import FSDPStrategy, exchange_by_host, gathered, kept_whole
@@ -31,12 +33,11 @@ from drumline.parallel.world import World, single_process
 from drumline.state.checkpoint import read_checkpoint, write_checkpoint
 from drumline.state.manager import CheckpointManager, ShardWriter
 from drumline.state.manifest import Position
-from drumline.train.finite import Finite
+from drumline.train.guards import state_tensors
 from drumline.train.objective import Classification
 from drumline.train.recompute import recompute_blocks
 from drumline.train.state import build_state
 from drumline.train.step import TrainStep
-from drumline.train.witness import Witness, state_tensors
 from tests.launch.ranks import one_thread, results_of
 from tests.train import tiny
 
@@ -119,7 +120,7 @@ def step_under(
         parallel=Parallel(layout=layout),  # type: ignore[arg-type]
     )
     state = build_state(create_strategy(recipe, world), model)
-    finite = Finite(state.module, state.optimizer, world.device, action="stop", scaled=False)
+    finite = NonFiniteGate(state.module, state.optimizer, world.device, action="stop", scaled=False)
     return TrainStep(state, Classification(0.1), tiny.NORMALISE, finite)
 
 
@@ -347,9 +348,9 @@ def saving(world: World, folder: Path) -> dict[str, Any]:
     records: list[str] = []
     book = RunLog(None)
     book.record = lambda text, chain: records.append(text)  # type: ignore[method-assign]
-    witness = Witness(lambda: state_tensors(step.state), world, book)
-    witness.look(4, torch.arange(world.rank, BATCH, world.size), writes="full")
-    seen = witness.read()
+    monitor = FingerprintMonitor(lambda: state_tensors(step.state), world, book)
+    monitor.take(4, torch.arange(world.rank, BATCH, world.size), record="full")
+    seen = monitor.compare()
     if manager is not None:
         manager.close()
     writer.close()

@@ -21,14 +21,15 @@ from drumline.config.recipe import Train
 from drumline.core.environment import read_rank_info
 from drumline.core.errors import UserError
 from drumline.data.feed.sampler import evaluation_requests, rank_slice
+from drumline.guards.run.fingerprints import FingerprintMonitor
 from drumline.observe.run_log import RunLog
 from drumline.parallel.process_group import init_world
 from drumline.parallel.single import BufferMean
 from drumline.parallel.world import World
 from drumline.train.evaluate import evaluate
+from drumline.train.guards import state_tensors
 from drumline.train.meter import MeterReader
 from drumline.train.stop import StopSign
-from drumline.train.witness import Witness, state_tensors
 from tests.launch.job import is_running
 from tests.launch.ranks import results_of
 from tests.train import tiny
@@ -133,12 +134,12 @@ def buffers(world: World, folder: Path) -> dict[str, Any]:
 def agreement(world: World, folder: Path) -> dict[str, Any]:
     """One weight of the last rank moves by the smallest possible amount; later two ranks are fed the same."""
     trained = tiny.state(tiny.normed(), world)
-    witness = Witness(lambda: state_tensors(trained), world, RunLog(None))
+    monitor = FingerprintMonitor(lambda: state_tensors(trained), world, RunLog(None))
     mine = torch.arange(4) + 4 * world.rank
 
     def seen(step: int, samples: torch.Tensor) -> list[str]:
-        witness.look(step, samples)
-        return [f"{finding.what} | {finding.since}" for finding in witness.read().findings]
+        monitor.take(step, samples)
+        return [f"{finding.what} | {finding.since}" for finding in monitor.compare().findings]
 
     again = torch.arange(4) if world.rank == world.size - 1 else mine
     before, fed = seen(1, mine), seen(2, again)

@@ -12,40 +12,42 @@ from torch import nn
 
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
+from drumline.guards.checks.nonfinite import Origin
 from drumline.guards.finding import Finding
+from drumline.guards.run.guards import as_error, optimizer_findings
+from drumline.guards.run.nonfinite import advice, nonfinite_finding, save_batch
 from drumline.parallel.world import single_process
-from drumline.train import culprit
-from drumline.train.culprit import Culprit, examine
-from drumline.train.finite import advice
-from drumline.train.guards import as_error, optimizer_findings
 from drumline.train.loop import train
-from drumline.train.placed import MemoryRow, memory_findings, placed_findings
+from drumline.train.replay import find_origin
 from tests.train import tiny
 from tests.train.test_step import everything, same_bits
-
-GIB = 2**30
 
 
 def test_a_model_and_its_optimizer_that_fit_say_nothing() -> None:
     model = tiny.plain()
     model[0].weight.requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
-    assert optimizer_findings(model.named_parameters(), torch.optim.SGD(trained, lr=0.1), "now") == []
+    assert optimizer_findings(model.named_parameters(), torch.optim.SGD(trained, lr=0.1), "now") == [
+        None,
+        None,
+    ]
 
 
 def test_a_frozen_parameter_in_the_optimizer_is_no_mistake() -> None:
     model = tiny.plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model[0].weight.requires_grad_(False)
-    assert optimizer_findings(model.named_parameters(), optimizer, "now") == []
+    assert optimizer_findings(model.named_parameters(), optimizer, "now") == [None, None]
 
 
 def test_parameters_that_no_optimizer_moves_are_named() -> None:
     model = tiny.plain()
     optimizer = torch.optim.SGD(model[4].parameters(), lr=0.1)
-    (found,) = optimizer_findings(model.named_parameters(), optimizer, "step 3")
+    found, foreign = optimizer_findings(model.named_parameters(), optimizer, "step 3")
+    assert foreign is None
+    assert found is not None
     assert found.guard == "parameters"
-    assert "0.weight, 0.bias, 6.weight, 6.bias" in found.what
+    assert found.where == "the model's '0.weight', '0.bias', '6.weight', '6.bias'"
     assert found.since == "step 3"
 
 
@@ -54,41 +56,11 @@ def test_a_replaced_parameter_is_outside_and_its_old_self_is_foreign() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model[6].weight = nn.Parameter(torch.zeros(tiny.CLASSES, 8))
     outside, foreign = optimizer_findings(model.named_parameters(), optimizer, "step 1")
-    assert (outside.guard, outside.where) == ("parameters", "6.weight")
-    assert (foreign.guard, foreign.where) == ("foreign-parameter", "one of shape (4, 8)")
-
-
-def test_a_tensor_elsewhere_is_named_with_its_group() -> None:
-    here, away = torch.zeros(1), torch.zeros(1, device="meta")
-    assert placed_findings({("parameter", "a"): here}, [here], tiny.CPU, "now") == []
-    (found,) = placed_findings({("parameter", "a"): here, ("buffer", "b"): away}, [away], tiny.CPU, "now")
-    assert found.what == "buffer 'b' and 1 more is on meta, this rank computes on cpu"
-    (found,) = placed_findings({}, [away], tiny.CPU, "now")
-    assert found.what.startswith("a tensor of the objective is on meta")
-
-
-def row(device: int, own: float, host: str = "one", **elsewhere: float) -> MemoryRow:
-    return MemoryRow(host, device, int(own * GIB), {int(k[1:]): int(v * GIB) for k, v in elsewhere.items()})
-
-
-def test_even_memory_on_ones_own_gpu_says_nothing() -> None:
-    assert memory_findings([row(0, 10.0), row(1, 10.2), row(0, 11.0, "two"), row(1, 9.0, "two")], "now") == []
-    assert memory_findings([row(0, 10.0)], "now") == []
-    assert memory_findings([row(0, 0.1), row(1, 0.4)], "now") == []
-
-
-def test_memory_on_another_rank_s_gpu_is_named_with_its_owner() -> None:
-    (found,) = memory_findings([row(0, 10.0), row(1, 10.0, g0=0.5), row(0, 10.0, "two")], "step 3")
-    assert found.guard == "device"
-    assert found.what == "rank 1 holds 512 MiB on GPU 0, which is rank 0's; its own is GPU 1"
-
-
-def test_a_rank_that_holds_far_more_than_the_others_is_named() -> None:
-    rows = [row(0, 20.0), row(1, 10.0), row(2, 10.0), row(3, 10.0)]
-    (found,) = memory_findings(rows, "step 3")
-    assert found.guard == "memory"
-    assert found.what.startswith("rank 0 has used 20,480 MiB")
-    assert [f.where for f in memory_findings(rows[:2], "now")] == ["rank 0, GPU 0 of one"]
+    assert outside is not None
+    assert foreign is not None
+    assert (outside.guard, outside.where) == ("parameters", "the model's '6.weight'")
+    assert foreign.guard == "foreign-parameter"
+    assert foreign.where == "param_groups[0]['params'][4], shape (4, 8)"
 
 
 def test_a_finding_reads_as_what_where_since_and_fix() -> None:
@@ -114,7 +86,7 @@ class Odd(nn.Module):
         return x
 
 
-def examined(odd: nn.Module) -> Culprit | None:
+def examined(odd: nn.Module) -> Origin | None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 6), nn.BatchNorm1d(6), odd, nn.Linear(6, tiny.CLASSES))
     trained = tiny.state(model)
@@ -123,27 +95,27 @@ def examined(odd: nn.Module) -> Culprit | None:
     before = everything(trained)
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     batch = tiny.make(8)._replace(samples=torch.arange(8) * 10)
-    found = examine(step, batch, 1)
+    found = find_origin(step, batch, 1)
     assert same_bits(everything(trained), before)
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
     assert not any(part._forward_hooks for part in model.modules())
     return found
 
 
-def test_a_finite_step_has_no_culprit() -> None:
+def test_a_finite_step_has_no_origin() -> None:
     assert examined(Odd(1.0, 1.0)) is None
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_the_first_layer_with_such_an_output_is_named_with_the_samples(value: float) -> None:
-    assert examined(Odd(value, 1.0)) == Culprit("output", "'3' (Odd)", (20,))
+    assert examined(Odd(value, 1.0)) == Origin("output", "Odd '3'", (20,))
 
 
 def test_a_parameter_that_was_so_before_is_named_first() -> None:
     trained = tiny.state(tiny.plain())
     with torch.no_grad():
         trained.module[4].bias[0] = math.nan
-    found = examine(tiny.step_of(trained, 8), tiny.make(8), 0)
+    found = find_origin(tiny.step_of(trained, 8), tiny.make(8), 0)
     assert found is not None
     assert (found.kind, found.name) == ("parameter", "4.bias")
 
@@ -156,27 +128,23 @@ def test_a_gradient_that_breaks_on_its_way_back_names_the_parameter_before_it() 
 
 def test_the_batch_is_kept_whole_and_the_finding_says_where(tmp_path: Path) -> None:
     batch = tiny.make(20)
-    saved = culprit.keep_batch(tmp_path, batch, 5, 1, "drumline train x")
+    saved = save_batch(tmp_path, batch, 5, 1, "drumline train x")
     (file,) = tmp_path.iterdir()
     kept = load_file(file)
     assert all(torch.equal(kept[name], tensor) for name, tensor in batch._asdict().items())
-    found = culprit.not_finite(5, 1, None, batch, saved, single_process(tiny.CPU), "gradient", advice(None))
+    found = nonfinite_finding(5, 1, 1, None, batch.samples, "gradient", f"{advice(None)}. {saved}")
     assert "precision" not in found.fix
     assert advice(torch.bfloat16).endswith("or use train.precision=fp32")
-    assert "gone through again, the step is finite" in found.what
+    assert "repeated, the step is finite" in found.what
     assert found.where == "rank 1 of 1, samples 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
     assert str(file) in found.fix
 
 
 def test_a_batch_that_cannot_be_kept_does_not_hide_the_finding(tmp_path: Path) -> None:
-    saved = culprit.keep_batch(tmp_path / "gone", tiny.make(4), 5, 1, "drumline train x")
+    saved = save_batch(tmp_path / "gone", tiny.make(4), 5, 1, "drumline train x")
     assert saved == (
         "The batch could not be saved (No such file or directory); `drumline train x` repeats this step"
     )
-    found = culprit.not_finite(
-        5, 1, None, tiny.make(4), saved, single_process(tiny.CPU), "gradient", advice(None)
-    )
-    assert saved in found.fix
 
 
 class Breaking(nn.Module):

@@ -10,9 +10,9 @@ from torch import nn
 
 from drumline.config.recipe import Data, Optim, Recipe, Run, Train
 from drumline.data.feed.batch import Batch
+from drumline.guards.run.nonfinite import NonFiniteGate
 from drumline.parallel.strategy import create_strategy
 from drumline.parallel.world import World, single_process
-from drumline.train.finite import Finite
 from drumline.train.objective import Classification, Objective
 from drumline.train.state import TrainState, build_state
 from drumline.train.step import Normalise, TrainStep
@@ -84,7 +84,7 @@ def step_of(
     accumulate: int = 1,
     clip: float = 0.0,
     objective: Objective | None = None,
-    finite: Finite | None = None,
+    finite: NonFiniteGate | None = None,
 ) -> TrainStep:
     """A step over a global batch of `batch` samples. Smoothing, so that the labels' loss has two terms."""
     recipe = trained.strategy.recipe

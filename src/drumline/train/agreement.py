@@ -1,5 +1,5 @@
 """Are all processes started alike, with the same code and on the same data? (Whether they still hold the same model:
-`witness.py`.)
+`guards/run/fingerprints.py`.)
 
 Promises: a rank that differs is named, with the first thing in which it does, and every rank stops with the same
 message. What may differ between machines (paths, workers, interfaces) is left alone; what may change bits only

@@ -28,6 +28,8 @@ from drumline.core.files import CorruptError, write_file
 from drumline.core.heartbeat import Phase, beat, enter
 from drumline.core.lock import Superseded
 from drumline.core.text import duration
+from drumline.guards.run.guards import RunGuards
+from drumline.guards.run.nonfinite import advice
 from drumline.observe import text_log
 from drumline.parallel.world import World
 from drumline.state.checkpoint import Groups, read_group, verify_checkpoint, write_checksums
@@ -38,8 +40,7 @@ from drumline.state.tensors import verify_file
 from drumline.state.weights import export_tensors
 from drumline.train import broken
 from drumline.train.evaluate import Score
-from drumline.train.finite import advice
-from drumline.train.guards import Guards
+from drumline.train.guards import make_guards
 from drumline.train.rehearse import rehearse
 from drumline.train.run import Run
 from drumline.train.score import score_module
@@ -81,7 +82,7 @@ def train(recipe: Recipe, world: World, build: Builder = classification) -> Resu
             cleanup.callback(_record_broken, run)
         began = time.monotonic()
         cleanup.push(partial(_record_failure, run))
-        guards = Guards(run)
+        guards = make_guards(run)
         if run.moved:
             run.begin()
             save(run, run.position, guards)
@@ -114,7 +115,7 @@ def _out_of_memory(world: World) -> Iterator[None]:
         ) from error
 
 
-def take_steps(run: Run, stop: StopSign, guards: Guards) -> tuple[Position, Score | None]:
+def take_steps(run: Run, stop: StopSign, guards: RunGuards) -> tuple[Position, Score | None]:
     """Every step that is left, or those until somebody asks to stop."""
     recipe, plan, reporter, position = run.recipe, run.plan, run.reporter, run.position
     score: Score | None = None
@@ -244,7 +245,7 @@ def score_model(run: Run) -> tuple[Score, Score | None]:
     return score_of(run.state.model), score_of(average.module) if average else None
 
 
-def save(run: Run, position: Position, guards: Guards, must: bool = False) -> None:
+def save(run: Run, position: Position, guards: RunGuards, must: bool = False) -> None:
     """Looks at what is to be saved, says what is still to be said, then hands a snapshot to the writer. The last one
     and a new best `must` be saved, as does what a stop asks for; others are skipped while the disk is busy."""
     enter(Phase.SAVING)

@@ -27,6 +27,7 @@ from drumline.core.heartbeat import Phase, enter
 from drumline.core.text import counted
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.loader import Batches, Workers
+from drumline.guards.run.nonfinite import NonFiniteGate
 from drumline.observe import text_log
 from drumline.observe.display import Display, make_display
 from drumline.observe.run_log import RunLog
@@ -46,7 +47,6 @@ from drumline.state.manifest import Position
 from drumline.state.model_record import ENVIRONMENT
 from drumline.state.provenance import describe_environment
 from drumline.train.agreement import check_data, check_recipes, check_software
-from drumline.train.finite import Finite
 from drumline.train.meter import MeterReader
 from drumline.train.model import model_record
 from drumline.train.plan import make_plan
@@ -164,7 +164,7 @@ class Run:
             self.state,
             self.task.objective,
             normaliser(self.sets, recipe),
-            Finite(
+            NonFiniteGate(
                 self.state.module,
                 self.state.optimizer,
                 world.device,

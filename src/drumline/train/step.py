@@ -20,10 +20,10 @@ from torch import nn
 
 from drumline.core.arithmetic import autocast
 from drumline.data.feed.batch import Batch
+from drumline.guards.run.nonfinite import NonFiniteGate
 from drumline.parallel.local import local_shard
 from drumline.parallel.model_draws import ModelDraws
 from drumline.parallel.strategy import ForwardPass
-from drumline.train.finite import Finite
 from drumline.train.meter import Meter
 from drumline.train.objective import Objective, Outcome, mixed
 from drumline.train.optim import set_rate
@@ -70,7 +70,11 @@ class TrainStep:
     """Called as `step(batch, index, rate)`: this rank's batch, the number of the step, its learning rate."""
 
     def __init__(
-        self, state: TrainState, objective: Objective, normalise: Normalise, finite: Finite | None = None
+        self,
+        state: TrainState,
+        objective: Objective,
+        normalise: Normalise,
+        finite: NonFiniteGate | None = None,
     ) -> None:
         self.state, self.objective, self.normalise, self.finite = state, objective, normalise, finite
         self.strategy, self.world = state.strategy, state.strategy.world
@@ -117,12 +121,12 @@ class TrainStep:
             held = (each for group in state.optimizer.param_groups for each in group["params"])
             nn.utils.clip_grads_with_norm_(held, self.clip, norm, foreach=True)
         if self.finite is not None:
-            self.finite.look(self.meter.loss, self.strategy.all_maximum)
+            self.finite.check(self.meter.loss, self.strategy.all_maximum)
         scaler.step(state.optimizer)
         scaler.update()
         self.strategy.average_buffers()
         if self.finite is not None:
-            self.finite.put_back()
+            self.finite.restore_buffers()
         if state.average is not None:
             state.average.update()
 

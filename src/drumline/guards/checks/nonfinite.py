@@ -136,6 +136,12 @@ def watched_outputs(
             handle.remove()
 
 
+def layer_name(name: str, layer: nn.Module) -> str:
+    """`Conv2d 'body.0'`, or the type alone for the whole model."""
+    kind = type(layer).__name__
+    return f"{kind} '{name}'" if name else kind
+
+
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in arguments or results, in order."""
     if isinstance(value, torch.Tensor):

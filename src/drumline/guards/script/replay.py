@@ -28,6 +28,7 @@ from drumline.guards.checks.nonfinite import (
     first_gradient,
     first_parameter,
     is_finite,
+    layer_name,
     tensors_in,
     watched_outputs,
 )
@@ -128,8 +129,7 @@ def _first_output(call: Call) -> str | None:
     found: list[str] = []
 
     def record(name: str, module: nn.Module, tensor: torch.Tensor) -> None:
-        path = ".".join(part for part in (call.name, name) if part)
-        found.append(f"{type(module).__name__} '{path}'" if path else type(module).__name__)
+        found.append(layer_name(".".join(part for part in (call.name, name) if part), module))
 
     with watched_outputs(model, record), _unchanged(model), _as_called(call), torch.no_grad():
         model(*call.args, **call.kwargs)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from drumline.config.recipe import Optim, Train
-from drumline.train import finite as finite_module
-from drumline.train.finite import Finite
+from drumline.guards.run import nonfinite as nonfinite_module
+from drumline.guards.run.nonfinite import NonFiniteGate
 from drumline.train.state import TrainState
 from drumline.train.step import TrainStep
 from tests.train import tiny
@@ -19,16 +19,16 @@ OPTIMIZERS = ["sgd", "adamw", "lars", "lamb"]
 
 
 @pytest.fixture(autouse=True)
-def looks_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finite_module, "POLL_SECONDS", 0.0)
+def reads_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nonfinite_module, "POLL_SECONDS", 0.0)
 
 
 def watched(
     name: Any = "sgd", action: str = "stop", model: Any = tiny.normed
-) -> tuple[TrainState, TrainStep, Finite]:
+) -> tuple[TrainState, TrainStep, NonFiniteGate]:
     trained = tiny.state(model(), optim=Optim(name=name, lr=0.1))
-    guard = Finite(trained.module, trained.optimizer, tiny.CPU, action=action, scaled=False)
-    return trained, tiny.step_of(trained, 8, finite=guard), guard
+    gate = NonFiniteGate(trained.module, trained.optimizer, tiny.CPU, action=action, scaled=False)
+    return trained, tiny.step_of(trained, 8, finite=gate), gate
 
 
 def spoil(trained: TrainState, value: float) -> Any:
@@ -46,7 +46,7 @@ def spoil(trained: TrainState, value: float) -> Any:
 def test_finite_steps_have_the_bits_of_unwatched_ones(name: Any) -> None:
     states = []
     for watching in (False, True):
-        trained, step, guard = watched(name)
+        trained, step, gate = watched(name)
         if not watching:
             step.finite = None
             del trained.optimizer.found_inf
@@ -54,13 +54,13 @@ def test_finite_steps_have_the_bits_of_unwatched_ones(name: Any) -> None:
             step(tiny.make(8, index), index, 0.1)
         states.append(everything(trained))
     assert same_bits(*states)
-    assert guard.poll(3) == 0
+    assert gate.poll(3) == 0
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_from_a_bad_gradient_on_parameters_and_optimizer_stay(name: Any, value: float) -> None:
-    trained, step, guard = watched(name)
+    trained, step, gate = watched(name)
     for index in range(2):
         step(tiny.make(8, index), index, 0.1)
     before = {key: tensor for key, tensor in everything(trained).items() if "running" not in key}
@@ -71,43 +71,43 @@ def test_from_a_bad_gradient_on_parameters_and_optimizer_stay(name: Any, value: 
         step(tiny.make(8, index), index, 0.1)
     after = everything(trained)
     assert all(torch.equal(before[key], after[key]) for key in before if "num_batches" not in key)
-    assert guard.poll(6) == 3
+    assert gate.poll(6) == 3
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_with_warn_only_the_bad_step_is_left_out_buffers_too(name: Any) -> None:
-    trained, step, guard = watched(name, "warn")
+    trained, step, gate = watched(name, "warn")
     step(tiny.make(8, 0), 0, 0.1)
     before = everything(trained)
     handle = spoil(trained, float("nan"))
     step(tiny.make(8, 1), 1, 0.1)
     handle.remove()
     assert same_bits(everything(trained), before)
-    assert guard.poll(2) == 2
+    assert gate.poll(2) == 2
     step(tiny.make(8, 2), 2, 0.1)
     assert not same_bits(everything(trained), before)
     assert all(tensor.isfinite().all() for tensor in everything(trained).values())
-    assert (guard.poll(3), guard.held) == (2, 1)
+    assert (gate.poll(3), gate.skipped) == (2, 1)
 
 
 @pytest.mark.parametrize("action", ["stop", "warn"])
 def test_a_rehearsal_that_diverges_is_forgotten(action: str) -> None:
-    trained, step, guard = watched(action=action)
+    trained, step, gate = watched(action=action)
     handle = spoil(trained, float("nan"))
     step.rehearse(tiny.make(8))
     handle.remove()
-    guard.begin()
+    gate.begin()
     before = trained.module[-1].weight.detach().clone()
     step(tiny.make(8), 0, 0.1)
-    assert (guard.poll(1), guard.held) == (0, 0)
+    assert (gate.poll(1), gate.skipped) == (0, 0)
     assert not torch.equal(trained.module[-1].weight, before)
 
 
 def test_buffers_of_a_loaded_checkpoint_are_those_put_back() -> None:
-    trained, step, guard = watched(action="warn")
+    trained, step, gate = watched(action="warn")
     with torch.no_grad():
         trained.module[1].running_mean.fill_(7)
-    guard.begin()
+    gate.begin()
     spoil(trained, float("nan"))
     step(tiny.make(8), 0, 0.1)
     assert torch.equal(trained.module[1].running_mean, torch.full((6,), 7.0))
@@ -115,26 +115,26 @@ def test_buffers_of_a_loaded_checkpoint_are_those_put_back() -> None:
 
 def test_under_a_loss_scaler_the_loss_counts_and_gradients_do_not() -> None:
     trained = tiny.state(tiny.plain(), train=Train())
-    guard = Finite(trained.module, trained.optimizer, tiny.CPU, action="stop", scaled=True)
-    step = tiny.step_of(trained, 8, finite=guard)
+    gate = NonFiniteGate(trained.module, trained.optimizer, tiny.CPU, action="stop", scaled=True)
+    step = tiny.step_of(trained, 8, finite=gate)
     assert not hasattr(trained.optimizer, "found_inf")
     handle = spoil(trained, float("inf"))
     step(tiny.make(8), 0, 0.1)
     handle.remove()
-    assert guard.poll(1) == 0
+    assert gate.poll(1) == 0
     with torch.no_grad():
         trained.module[-1].weight.fill_(float("nan"))
     step(tiny.make(8), 1, 0.1)
-    assert guard.poll(2) == 2
+    assert gate.poll(2) == 2
 
 
-def test_the_host_looks_about_every_tenth_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finite_module, "POLL_SECONDS", 3600.0)
-    trained, step, guard = watched()
-    assert guard.poll(0) == 0
+def test_the_host_reads_about_every_tenth_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nonfinite_module, "POLL_SECONDS", 3600.0)
+    trained, step, gate = watched()
+    assert gate.poll(0) == 0
     spoil(trained, float("nan"))
     step(tiny.make(8), 0, 0.1)
-    assert guard.poll(1) == 0
+    assert gate.poll(1) == 0
 
 
 @pytest.mark.parametrize("name", ["lars", "lamb"])

@@ -1,0 +1,1 @@
+"""Guards of Drumline's own loop: `guards.py` calls the checks around each step of a run."""
