@@ -40,7 +40,7 @@ def main() -> None:
         lost = statistics.mean(mended) - statistics.mean(wrong)
         print(f"| {name} | {told(mended)} | {told(wrong)} | {lost:.0f} points |", flush=True)
     outcome = run_script("story.py", 2, "--guard")
-    print("\n" + outcome.told(0).replace("[rank0]:", "").strip())
+    print("\n" + outcome.finding(0).replace("[rank0]:", "").strip())
 
 
 def accuracy(size: int, *words: str) -> float:

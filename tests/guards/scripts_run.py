@@ -31,7 +31,7 @@ class Outcome:
         """Ended well, and no guard said a word."""
         return not any(self.codes) and not any("drumline guard" in text for text in self.err)
 
-    def told(self, rank: int = 0) -> str:
+    def finding(self, rank: int = 0) -> str:
         """What the guards said on a rank: the last finding on its stderr."""
         text = self.err[rank]
         assert "drumline guard [" in text, text[-3000:]

@@ -60,7 +60,7 @@ def test_a_mistake_stops_every_rank_with_the_same_words(mistake: str) -> None:
     outcome = run_script("mistakes.py", 2, mistake)
     assert outcome.codes == [1, 1]
     for rank in (0, 1):
-        told = outcome.told(rank)
+        told = outcome.finding(rank)
         assert told.startswith(f"drumline guard [{guard}]"), told
         assert re.search(rf"since: step {step}\b", told), told
         for word in words:
@@ -107,7 +107,7 @@ def test_a_warning_lets_the_script_go_on_and_is_said_once() -> None:
 @pytest.mark.slow
 def test_three_ranks_name_the_one_that_differs() -> None:
     outcome = run_script("mistakes.py", 3, "drift")
-    assert "parameter 'conv.weight' differs on rank 1\n" in outcome.told(2).replace("[rank2]:", "")
+    assert "parameter 'conv.weight' differs on rank 1\n" in outcome.finding(2).replace("[rank2]:", "")
 
 
 @pytest.mark.slow
@@ -117,8 +117,8 @@ def test_three_ranks_name_the_one_that_differs() -> None:
 def test_an_evaluation_that_counts_wrong_says_by_how_many(mistake: str, off: str) -> None:
     outcome = run_script("mistakes.py", 2, mistake)
     assert outcome.codes == [1, 1]
-    assert off in outcome.told(0)
-    assert "guard [evaluation]" in outcome.told(1)
+    assert off in outcome.finding(0)
+    assert "guard [evaluation]" in outcome.finding(1)
 
 
 @pytest.mark.slow
@@ -126,13 +126,13 @@ def test_an_evaluation_that_counts_wrong_says_by_how_many(mistake: str, off: str
 def test_unequal_numbers_of_steps_end_within_seconds_and_say_who_is_where(mistake: str) -> None:
     outcome = run_script("mistakes.py", 2, mistake)
     assert outcome.codes[0] == 1
-    told = outcome.told(0)
+    told = outcome.finding(0)
     assert "guard [steps]: ranks take unequal numbers of steps" in told
     assert "rank 0 waits in step 6" in told
     assert "`out = model(x)`" in told or mistake == "short-exit"
     if mistake == "short-barrier":
         assert f"rank 1 is past step 5 at {SCRIPTS}/{line_of('dist.barrier()')}" in told
-        assert "guard [steps]" in outcome.told(1)
+        assert "guard [steps]" in outcome.finding(1)
     else:
         assert "rank 1 finished after step 5" in told
 
@@ -145,18 +145,18 @@ def test_a_rank_that_skips_a_step_is_named_and_every_rank_ends(mistake: str, ski
     """One rank waits in the guard, the other in a collective: neither would ever go on."""
     outcome = run_script("mistakes.py", 2, mistake, seconds=40)
     assert all(code > 0 for code in outcome.codes), outcome.codes
-    told = outcome.told(0)
+    told = outcome.finding(0)
     assert f"guard [steps]: rank 1 skipped step {skipped}: 2 forward passes in it, 1 on rank 0" in told
     assert "on every rank" in told
-    assert "guard [steps]" in outcome.told(1)
+    assert "guard [steps]" in outcome.finding(1)
 
 
 @pytest.mark.slow
 def test_a_forked_child_is_compared_when_it_ends() -> None:
     outcome = run_script("forked.py", 2)
     assert outcome.out[0].startswith("done"), outcome.err[0]
-    assert "guard [drift]" in outcome.told(0)
-    assert "'bias'" in outcome.told(0) or "'weight'" in outcome.told(0)
+    assert "guard [drift]" in outcome.finding(0)
+    assert "'bias'" in outcome.finding(0) or "'weight'" in outcome.finding(0)
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_without_a_watching_thread_a_skipped_step_does_not_hang_the_guard() -> N
     outcome = run_script("mistakes.py", 2, "skipped-late", "unwatched", seconds=60)
     assert all(code > 0 for code in outcome.codes), (outcome.codes, outcome.err)
     assert "guard [waiting]: ranks were not compared at step 8" in outcome.err[0]
-    assert "guard [steps]: rank 1 skipped step 6" in outcome.told(1)
+    assert "guard [steps]: rank 1 skipped step 6" in outcome.finding(1)
 
 
 def test_every_mistake_of_the_script_is_tested() -> None:

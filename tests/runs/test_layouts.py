@@ -303,7 +303,7 @@ def test_a_step_that_is_not_finite_is_named_and_held_back_by_every_stage(run: Ru
         "booming", *OVER_TWO, "model.name=own:booming", "guard.action=warn", "checkpoint.every_steps=4"
     )
     log = (booming / "log.txt").read_text()
-    assert "the first such value is in the output of 'gate' (Boom); where: rank 1 of 2, samples " in log
+    assert "the output of Boom 'gate' is the first that is not finite; where: rank 1 of 2, samples " in log
     assert "2 step(s) changed nothing" in log
     for name, tensor in state(booming, 4).items():
         if name.startswith("model"):

@@ -211,7 +211,7 @@ def prototypes_reduced_without_gradient():
 
 
 @mistake("setup", "drift", held_out=True)
-def another_momentum_on_one_rank():
+def different_momentum_on_one_rank():
     model, optimizer = made()
     optimizer.param_groups[0]["momentum"] = 0.9 if rank() == 0 else 0.8
     guard(model, optimizer)

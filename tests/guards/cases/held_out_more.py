@@ -27,7 +27,7 @@ from tests.guards.cases.common import (
 
 
 @mistake("same-samples", held_out=True)
-def parts_of_the_data_that_overlap():
+def slices_of_the_data_that_overlap():
     model, optimizer = made()
     guard(model, optimizer)
     own = Subset(data(96), range(rank() * 24, rank() * 24 + 48))
@@ -57,7 +57,7 @@ def scheduler_stepped_by_the_main_rank():
 
 
 @mistake("drift", "setup", held_out=True)
-def another_optimizer_on_one_rank():
+def different_optimizer_on_one_rank():
     model, _ = made()
     kind = torch.optim.SGD if rank() == 0 else torch.optim.Adam
     optimizer = kind(model.parameters(), lr=0.01)

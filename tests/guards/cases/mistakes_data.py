@@ -53,7 +53,7 @@ def same_samples_augmented_differently():
 
 
 @mistake("same-samples")
-def all_data_on_every_rank_in_another_order():
+def all_data_on_every_rank_in_a_different_order():
     model, optimizer = made()
     guard(model, optimizer)
     train(model, optimizer, DataLoader(data(), batch_size=8, shuffle=True), epochs=1)

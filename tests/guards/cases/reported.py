@@ -174,7 +174,7 @@ def some_batches_around_the_wrapper():
 
 
 @mistake("drift")
-def rates_that_part_at_the_end():
+def rates_that_differ_at_the_end():
     model, optimizer = made()
 
     def part(step):
