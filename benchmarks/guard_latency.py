@@ -4,8 +4,8 @@
     python benchmarks/guard_latency.py --small      # the first mistake and a late one, to see that it works
 
 Runs `tests/guards/scripts/mistakes.py` once per mistake and prints the table of docs/guards.md: the step from which
-the mistake is in effect, the optimizer step before which it was reported, and whether the script was stopped. CPU only,
-a minute or two.
+the mistake is in effect, the optimizer step before which it was reported, and whether the script was stopped. CPU
+only, a minute or two.
 """
 
 from __future__ import annotations

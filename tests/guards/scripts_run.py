@@ -1,4 +1,4 @@
-"""Runs a script of `scripts/` on some ranks over gloo and hands back what each rank printed."""
+"""Runs a script of `scripts/` on some ranks over gloo and returns what each rank printed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from drumline.launch.network import free_port
 
@@ -20,7 +22,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of each rank."""
+    """How each rank ended, and what it printed."""
 
     codes: list[int]
     out: list[str]
@@ -28,18 +30,43 @@ class Outcome:
 
     @property
     def quiet(self) -> bool:
-        """Ended well, and no guard said a word."""
+        """Ended well, and no guard printed anything."""
         return not any(self.codes) and not any("drumline guard" in text for text in self.err)
 
     def finding(self, rank: int = 0) -> str:
-        """What the guards said on a rank: the last finding on its stderr."""
+        """The last finding on the stderr of a rank."""
         text = self.err[rank]
         assert "drumline guard [" in text, text[-3000:]
         return text[text.rindex("drumline guard [") :]
 
 
-def run_script(name: str, size: int, *words: str, seconds: float = 60) -> Outcome:
+def run_script(name: str, size: int, *argv: str, seconds: float = 60) -> Outcome:
     """On `size` ranks; with one, without torch.distributed unless the script starts it."""
+    return run_scripts(name, size, [argv], seconds)[0]
+
+
+def run_scripts(name: str, size: int, argvs: Sequence[Sequence[str]], seconds: float = 60) -> list[Outcome]:
+    """A script with each of these arguments, all at the same time: scripts that hang mostly wait."""
+    with tempfile.TemporaryDirectory() as root:
+        requests = [_request(name, size, argv, Path(root, str(n)), seconds) for n, argv in enumerate(argvs)]
+        server = _server()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps(requests) + "\n")
+        server.stdin.flush()
+        codes = json.loads(server.stdout.readline())
+        return [
+            Outcome(
+                code,
+                [Path(request["folder"], f"{rank}.out").read_text() for rank in range(size)],
+                [Path(request["folder"], f"{rank}.err").read_text() for rank in range(size)],
+            )
+            for request, code in zip(requests, codes, strict=True)
+        ]
+
+
+def _request(name: str, size: int, argv: Sequence[str], folder: Path, seconds: float) -> dict[str, Any]:
+    folder.mkdir()
     environment = {
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
@@ -47,24 +74,14 @@ def run_script(name: str, size: int, *words: str, seconds: float = 60) -> Outcom
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
-    with tempfile.TemporaryDirectory() as folder:
-        request = {
-            "script": str(SCRIPTS / name),
-            "words": words,
-            "size": size,
-            "folder": folder,
-            "environment": environment,
-            "seconds": seconds,
-        }
-        server = _server()
-        assert server.stdin is not None
-        assert server.stdout is not None
-        server.stdin.write(json.dumps(request) + "\n")
-        server.stdin.flush()
-        codes = json.loads(server.stdout.readline())
-        out = [Path(folder, f"{rank}.out").read_text() for rank in range(size)]
-        err = [Path(folder, f"{rank}.err").read_text() for rank in range(size)]
-        return Outcome(codes, out, err)
+    return {
+        "script": str(SCRIPTS / name),
+        "argv": list(argv),
+        "size": size,
+        "folder": str(folder),
+        "environment": environment,
+        "seconds": seconds,
+    }
 
 
 @cache

@@ -1,5 +1,5 @@
 """Runs user scripts as ranks: imports torch once, then forks a process per rank and script. `python -m` this module;
-each line on stdin is a JSON request, each line on stdout its answer."""
+each line on stdin is a JSON list of requests that run at the same time, each line on stdout the answer."""
 
 from __future__ import annotations
 
@@ -26,20 +26,23 @@ def main() -> None:
     torch.set_num_threads(1)
     gc.freeze()  # what torch imported need not be searched by each guard
     for line in sys.stdin:
-        request = json.loads(line)
-        print(json.dumps(serve(request)), flush=True)
+        print(json.dumps(serve(json.loads(line))), flush=True)
 
 
-def serve(request: dict) -> list[int]:
-    """The exit code of each rank; -9 for one that took too long."""
-    folder, size = Path(request["folder"]), request["size"]
-    children = {_fork(request, rank, folder): rank for rank in range(size)}
-    codes = [-9] * size
-    until = time.monotonic() + request["seconds"]
+def serve(requests: list[dict]) -> list[list[int]]:
+    """The exit code of each rank of each request; -9 for one that took too long."""
+    children = {
+        _fork(request, rank, Path(request["folder"])): (number, rank)
+        for number, request in enumerate(requests)
+        for rank in range(request["size"])
+    }
+    codes = [[-9] * request["size"] for request in requests]
+    until = time.monotonic() + max(request["seconds"] for request in requests)
     while children and time.monotonic() < until:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
-            codes[children.pop(pid)] = os.waitstatus_to_exitcode(status)
+            number, rank = children.pop(pid)
+            codes[number][rank] = os.waitstatus_to_exitcode(status)
         else:
             time.sleep(0.01)
     for pid in children:
@@ -57,7 +60,7 @@ def _fork(request: dict, rank: int, folder: Path) -> int:
         os.dup2(handle, descriptor)
     os.environ.update(request["environment"], RANK=str(rank), LOCAL_RANK=str(rank))
     os.chdir(folder)
-    sys.argv = [request["script"], *request["words"]]
+    sys.argv = [request["script"], *request["argv"]]
     code = 0
     try:
         runpy.run_path(request["script"], run_name="__main__")

@@ -28,8 +28,8 @@ def test_one_line_of_drumline_stops_it_at_step_1_with_the_line_to_change() -> No
     lines = (SCRIPTS / "story.py").read_text().splitlines()
     number = next(number for number, line in enumerate(lines, 1) if line.strip() == LINE)
     for rank in (0, 1):
-        told = outcome.finding(rank)
-        assert "[bypass]: the model was taken out of its DDP wrapper" in told
-        assert f"fix: change {SCRIPTS}/story.py:{number}: `{LINE}`" in told
-        assert "`features, logits = module_list[0](x)` calls Net '0' directly" in told
-        assert "since: step 1" in told
+        printed = outcome.finding(rank)
+        assert "[bypass]: the model was taken out of its DDP wrapper" in printed
+        assert f"fix: change {SCRIPTS}/story.py:{number}: `{LINE}`" in printed
+        assert "`features, logits = module_list[0](x)` calls Net '0' directly" in printed
+        assert "since: step 1" in printed

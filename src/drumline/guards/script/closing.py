@@ -75,7 +75,7 @@ def _message(
             for index, group in enumerate(one.param_groups)
             if "lr" in group
         },
-        "seen": comparison.forwards.evidence(),
+        "seen": comparison.forwards.evidence(in_step=False),
     }
 
 

@@ -117,10 +117,11 @@ class Forwards:
         """Whether a gradient that is not zero has reached an output since the last step. Waits for a GPU."""
         return any(bool(value != 0) for call in self.calls for value in call.largest_gradients)
 
-    def evidence(self) -> dict[str, Any]:
-        """What this rank saw of calls through and around the wrapper, as JSON."""
+    def evidence(self, in_step: bool = True) -> dict[str, Any]:
+        """What this rank saw of calls through and around the wrapper, as JSON. Searches the source for the line to
+        change if a step in progress has not called the wrapper."""
         line = ""
-        if self.wrapped_calls == 0:
+        if in_step and self.wrapped_calls == 0:
             lines = (*(self.direct.lines if self.direct else ()), *user_lines())
             first = self.direct.lines[0] if self.direct and self.direct.lines else None
             found = line_to_change(first, (each.file for each in lines))
