@@ -29,7 +29,6 @@ import torch.nn.parallel
 
 import drumline.guards.script.watch
 from drumline.guards.finding import GuardError
-from drumline.launch.network import free_port
 from tests.guards.cases.common import CASES, Case
 
 MODULES = (
@@ -60,9 +59,9 @@ def run_cases(size: int, names: list[str]) -> dict[str, Any]:
         gc.freeze()  # the guards need not search torch's own objects
         children, groups = [], [names[::2], names[1::2]]
         for number, group in enumerate(groups):
-            folder, port = Path(root, str(number)), free_port("127.0.0.1")
+            folder = Path(root, str(number))
             folder.mkdir()
-            children += [_fork(rank, size, group, folder, port) for rank in range(size)]
+            children += [_fork(rank, size, group, folder) for rank in range(size)]
         until = time.monotonic() + SECONDS
         while children and time.monotonic() < until:
             children = [pid for pid in children if os.waitpid(pid, os.WNOHANG)[0] == 0]
@@ -93,7 +92,7 @@ def _read(path: Path) -> dict[str, Any]:
     return {one["name"]: one for one in map(json.loads, lines)}
 
 
-def _fork(rank: int, size: int, names: list[str], folder: Path, port: int) -> int:
+def _fork(rank: int, size: int, names: list[str], folder: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -103,7 +102,8 @@ def _fork(rank: int, size: int, names: list[str], folder: Path, port: int) -> in
         os.chdir(folder)
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0)
+        # Connections to a TCPStore take 5 s now and then, if the machine cannot look up names. Each guard opens two.
+        store = dist.FileStore(str(folder / "store"), size)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30)
         )
