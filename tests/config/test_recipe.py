@@ -138,9 +138,13 @@ TWO_MACHINES = {
         ({"data__std": (0.5,)}, "data.mean", "data.std"),
         ({"data__mean": (0.5,), "data__std": (0.5, 0.5, 0.5)}, "data.std", "data.mean"),
         ({"data__mean": (0.5,), "data__std": (0.0,)}, "data.std", "too small"),
-        ({"data__batch": 7, "parallel__processes": 8}, "data.batch", "8 x 1"),
-        ({"data__batch": 7, "parallel__processes": 2, "train__accumulate": 4}, "data.batch", "2 x 4"),
-        ({"data__batch": 7, "train__accumulate": 8}, "data.batch", "1 x 8"),
+        ({"data__batch": 7, "parallel__processes": 8}, "data.batch", "8 processes x 1"),
+        (
+            {"data__batch": 7, "parallel__processes": 2, "train__accumulate": 4},
+            "data.batch",
+            "2 processes x 4",
+        ),
+        ({"data__batch": 7, "train__accumulate": 8}, "data.batch", "1 process x 8"),
         ({"parallel__layout": "single", "parallel__processes": 2}, "parallel.layout", "2"),
         (
             {"parallel__layout": "dp", "parallel__nodes": 2, "parallel__rendezvous": "a:1"},

@@ -120,9 +120,9 @@ def test_a_constant_table_keeps_its_values_on_any_world() -> None:
 def test_a_batch_that_cannot_feed_everybody_is_refused(mixup: float, least: int) -> None:
     train = Train(accumulate=3)
     create_strategy(Recipe(train=train, data=Data(batch=least, mixup=mixup)), FOUR)
-    with pytest.raises(UserError, match=f"data.batch = {least - 1} cannot feed 4 processes x 3") as caught:
+    with pytest.raises(UserError, match=f"data.batch = {least - 1}: too small for 4 processes x 3") as caught:
         create_strategy(Recipe(train=train, data=Data(batch=least - 1, mixup=mixup)), FOUR)
-    assert f"--data.batch {least} " in caught.value.fix
+    assert f"give at least {least}" in caught.value.fix
 
 
 def test_the_memory_layout_is_a_gpu_matter() -> None:

@@ -175,7 +175,7 @@ def _with_stages(recipe: Recipe, world: int) -> Iterator[Problem]:
         yield Problem(
             "train.accumulate", "a pipeline has micro-batches instead", "use --parallel.micro_batches"
         )
-    unit = 2 if data.mixup or data.cutmix else 1
+    unit = data.mixing_unit
     if isinstance(micro, int) and data.batch < micro * unit:
         yield Problem(
             "parallel.micro_batches",

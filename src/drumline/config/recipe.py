@@ -124,6 +124,11 @@ class Data:
     ] = ()
     """Standard deviation to divide each channel by. Empty: as for `mean`."""
 
+    @property
+    def mixing_unit(self) -> int:
+        """Samples that stay together on one process: pairs, if samples are mixed."""
+        return 2 if self.mixup or self.cutmix else 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Model:

@@ -7,13 +7,14 @@ the fields in `recipe.py`; the rules about layouts are in `layouts.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from drumline.config.fields import WrongValue, expected, from_toml, recipe_fields
 from drumline.config.layouts import Problem, layout_named, layout_problems
 from drumline.config.recipe import Recipe, field_names, value_of
 from drumline.config.rendezvous import parse_rendezvous
 from drumline.core.errors import UserError, combined
+from drumline.core.text import counted
 
 DEFAULT_SHARDS = 8
 MAX_SIDE = 9459
@@ -22,9 +23,14 @@ MAX_SIDE = 9459
 
 def check(recipe: Recipe) -> None:
     """Raises a `UserError` with every problem of a recipe."""
+    reject(recipe, problems(recipe))
+
+
+def reject(recipe: Recipe, found: Iterable[Problem]) -> None:
+    """Raises a `UserError` with the problems that were found, if any."""
     wrong = [
         UserError(f"{problem.field} = {value_of(recipe, problem.field)!r}: {problem.what}", problem.fix)
-        for problem in problems(recipe)
+        for problem in found
     ]
     if wrong:
         raise combined(wrong)
@@ -103,12 +109,7 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("data.std", "must have as many values as data.mean", "give one per channel in both")
     per_machine = 1 if parallel.processes == "auto" else parallel.processes
     world = per_machine * parallel.nodes
-    if data.batch < world * train.accumulate and not layout_named(parallel.layout).staged:
-        yield Problem(
-            "data.batch",
-            f"too small for {world} x {train.accumulate} micro-batches (processes x train.accumulate)",
-            f"give at least {world * train.accumulate}, or fewer processes or micro-batches",
-        )
+    yield from process_problems(recipe, world)
     yield from _strict(recipe, world)
     yield from layout_problems(recipe, world)
     if parallel.nodes > 1 and not parallel.rendezvous:
@@ -152,6 +153,26 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
             "checkpoint.resume",
             "needs to know which run to resume, and run.name = auto",
             "set run.name, or use the recipe of the run: RUN/recipe.toml checkpoint.resume=auto",
+        )
+
+
+def process_problems(recipe: Recipe, world: int) -> Iterator[Problem]:
+    """Whether `world` processes can divide the global batch between them. Checked for the least number of processes
+    that a recipe may have, and again for the number that was started. Pipelines have rules of their own."""
+    data, accumulate, shards = recipe.data, recipe.train.accumulate, shard_count(recipe)
+    least = world * accumulate * data.mixing_unit
+    if recipe.run.strict and world > shards:
+        yield Problem(
+            "run.shards",
+            f"fewer shards than processes ({world})",
+            f"give --run.shards {world} or more; the bits depend on the shards, not on the processes",
+        )
+    elif data.batch < least and not layout_named(recipe.parallel.layout).staged:
+        pairs = " of mixed pairs" if data.mixing_unit == 2 else ""
+        yield Problem(
+            "data.batch",
+            f"too small for {counted(world, 'process', 'processes')} x {accumulate} micro-batches{pairs}",
+            f"give at least {least}, or fewer processes or micro-batches",
         )
 
 
@@ -201,13 +222,7 @@ def _strict(recipe: Recipe, world: int) -> Iterator[Problem]:
             "strict mode splits the global batch into shards instead",
             f"remove it, and give --run.shards {world * recipe.train.accumulate} or more for smaller shards",
         )
-    if world > shards:
-        yield Problem(
-            "run.shards",
-            f"fewer shards than processes ({world})",
-            f"give --run.shards {world} or more; the bits depend on the shards, not on the processes",
-        )
-    unit = 2 if recipe.data.mixup or recipe.data.cutmix else 1
+    unit = recipe.data.mixing_unit
     if shards > 0 and recipe.data.batch % (shards * unit):
         least = -(-recipe.data.batch // (shards * unit)) * shards * unit
         yield Problem(

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from drumline.config.layouts import STRICT, layout_named, resolve_layout
 from drumline.config.recipe import Recipe
+from drumline.config.rules import process_problems, reject
 from drumline.core.arithmetic import resolve_precision
 from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch
@@ -148,14 +149,7 @@ class Strategy(ABC):
     @classmethod
     def check(cls, recipe: Recipe, world: World) -> None:
         """Raises a UserError where the recipe cannot be laid out over this many processes. Needs no process group."""
-        unit, accumulate = mixing_unit(recipe), recipe.train.accumulate
-        least = world.size * accumulate * unit
-        if recipe.data.batch < least:
-            raise UserError(
-                f"data.batch = {recipe.data.batch} cannot feed {world.size} processes x {accumulate} micro-batches"
-                + (" of mixed pairs" if unit == 2 else ""),
-                f"give --data.batch {least} or more",
-            )
+        reject(recipe, process_problems(recipe, world.size))
 
     def processes_per_replica(self) -> int:
         """How many processes hold one copy of the model together."""
@@ -176,7 +170,7 @@ class Strategy(ABC):
     def batch_slice(self, replica: int | None = None) -> slice:
         """The rows of every global batch that a replica computes; by default this process's replica."""
         replica = self.grid.replica if replica is None else replica
-        return rank_slice(self.recipe.data.batch, replica, self.grid.replicas, mixing_unit(self.recipe))
+        return rank_slice(self.recipe.data.batch, replica, self.grid.replicas, self.recipe.data.mixing_unit)
 
     def smallest_batch(self) -> SmallestBatch:
         """The smallest batch that goes through the model at once, for BatchNorm's sake."""
@@ -184,7 +178,7 @@ class Strategy(ABC):
 
     def _smallest(self, slices: int) -> SmallestBatch:
         batch, micro = self.recipe.data.batch, self.micro_batches
-        samples = smallest_piece(batch, slices, micro, mixing_unit(self.recipe))
+        samples = smallest_piece(batch, slices, micro, self.recipe.data.mixing_unit)
         if micro > 1:
             return SmallestBatch(
                 samples,
@@ -409,11 +403,6 @@ def to_device(module: nn.Module, recipe: Recipe, device: torch.device) -> nn.Mod
     if uses_channels_last(recipe, device):
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return module
-
-
-def mixing_unit(recipe: Recipe) -> int:
-    """Samples that stay together on one process: pairs, where samples are mixed."""
-    return 2 if recipe.data.mixup or recipe.data.cutmix else 1
 
 
 def split_batch(batch: Batch, count: int) -> list[Batch]:

@@ -83,7 +83,7 @@ def _micro_batches(recipe: Recipe, lanes: int, replicas: int) -> int:
     parallel, data = recipe.parallel, recipe.data
     if parallel.layout == "model":
         return 1
-    unit = 2 if data.mixup or data.cutmix else 1
+    unit = data.mixing_unit
     most = data.batch // (replicas * unit)
     if parallel.micro_batches == "auto":
         wanted = max(1, min(PER_STAGE * lanes, most))

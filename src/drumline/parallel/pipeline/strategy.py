@@ -50,7 +50,6 @@ from drumline.parallel.strategy import (
     Lanes,
     Log,
     Strategy,
-    mixing_unit,
     smallest_piece,
 )
 from drumline.parallel.world import World
@@ -103,7 +102,7 @@ class PipelineStrategy(Strategy):
 
     def smallest_batch(self) -> SmallestBatch:
         shape, batch = self.shape, self.recipe.data.batch
-        samples = smallest_piece(batch, shape.replicas, shape.micro_batches, mixing_unit(self.recipe))
+        samples = smallest_piece(batch, shape.replicas, shape.micro_batches, self.recipe.data.mixing_unit)
         return SmallestBatch(
             samples,
             f"parallel.micro_batches = {shape.micro_batches} makes micro-batches of {samples} of data.batch = "
@@ -119,7 +118,7 @@ class PipelineStrategy(Strategy):
             last - first
             for each in slices
             for first, last in pairwise(
-                bounds(each.stop - each.start, self.shape.micro_batches, mixing_unit(self.recipe))
+                bounds(each.stop - each.start, self.shape.micro_batches, self.recipe.data.mixing_unit)
             )
         ]
 

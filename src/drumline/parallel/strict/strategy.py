@@ -40,15 +40,6 @@ class StrictStrategy(Strategy):
         self.weight = 1.0
         self.streams = self.lockstep.own
 
-    @classmethod
-    def check(cls, recipe: Recipe, world: World) -> None:
-        if world.size > shard_count(recipe):
-            raise UserError(
-                f"run.shards = {recipe.run.shards}: {world.size} processes were started, and each needs a shard",
-                f"give --run.shards {world.size} or more, or start fewer processes",
-            )
-        super().check(recipe, world)
-
     @property
     def micro_batches(self) -> int:
         return len(self.lockstep.own)
