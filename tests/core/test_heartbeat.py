@@ -15,7 +15,7 @@ import pytest
 
 from drumline.core import heartbeat
 from drumline.core.heartbeat import Beat, Beats, Phase
-from drumline.launch.stacks import LINES, Stacks, innermost, is_stopped, tidy
+from drumline.launch.stacks import LINES, Stacks, format_stacks, innermost, is_stopped
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_process_says_where_it_stands_when_asked_again_too() -> None:
         assert process.stdout.readline() == b"ready\n"
         for _ in range(2):
             answer = stacks.ask({0: process.pid})[0]
-            lines = tidy(answer)
+            lines = format_stacks(answer)
             assert lines[0] == "main thread:"
             assert re.fullmatch(r"  <string>:[67] in under_the_bed", lines[1])
             assert lines.count("another thread:") == 1
@@ -102,10 +102,10 @@ def test_stacks_are_cut_to_what_a_person_reads() -> None:
         f'  File "/x/lib/python3.11/site-packages/torch/a.py", line {n} in f' for n in range(30)
     )
     answer = "\n".join(f"Thread 0x{n} (most recent call first):\n{frames}\n" for n in range(20))
-    lines = tidy(answer)
+    lines = format_stacks(answer)
     assert len(lines) == LINES
     assert lines[0] == "main thread:"
     assert lines[1] == "  torch/a.py:0 in f"
     assert lines[17] == "  ... 14 more"
     assert lines[-1].endswith("more lines")
-    assert tidy("") == []
+    assert format_stacks("") == []

@@ -34,20 +34,25 @@ class Run:
         return [sys.executable, str(HERE / "job.py"), str(self.folder), mode, *arguments]
 
     def launch(
-        self, mode: str, *arguments: str, processes: int = 2, care: Launch | None = None, **parallel: Any
+        self,
+        mode: str,
+        *arguments: str,
+        processes: int = 2,
+        supervision: Launch | None = None,
+        **parallel: Any,
     ) -> int:
         begin = time.monotonic()
-        code = launch(
+        outcome = launch(
             self.command(mode, *arguments),
             Parallel(**parallel),
             processes,
             self.lines.append,
             threads=3,
-            care=care,
+            supervision=supervision,
         )
         self.seconds = time.monotonic() - begin
         assert self.lines.pop(0) == hello(processes)
-        return code
+        return outcome.exit_code
 
     def launcher(
         self, mode: str, *arguments: str, processes: int = 2, ready: int = 2, **wanted: Any
@@ -55,7 +60,7 @@ class Run:
         """A launcher of its own, with its first `ready` workers going."""
         request = {"command": self.command(mode, *arguments), "processes": processes, **wanted}
         process = subprocess.Popen(
-            [sys.executable, str(HERE / "start.py"), json.dumps(request)],
+            [sys.executable, str(HERE / "launcher_process.py"), json.dumps(request)],
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,

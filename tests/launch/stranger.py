@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from drumline.launch.signed import GREETING, Channel, DifferentSecret, seal
+from drumline.launch.messages import GREETING, Channel, DifferentSecret, sign
 
 
 class Bomb:
@@ -45,7 +45,7 @@ def main() -> None:
         secrets.token_bytes(4096),
         bomb,
         GREETING + b"0" * 32 + b"\n" + bomb + b"\n",
-        GREETING + b"0" * 32 + b"\n" + seal(b"another secret", "drumline tcp", {"id": "x"}),
+        GREETING + b"0" * 32 + b"\n" + sign(b"another secret", "drumline tcp", {"id": "x"}),
         GREETING + b"0" * 32 + b"\n" + b"[" * 400_000,
         GREETING + b"\xff" * 200 + b"\n",
         b"x" * 5_000_000,

@@ -14,23 +14,23 @@ from pathlib import Path
 import pytest
 
 from drumline.core.errors import UserError
+from drumline.launch import cluster
 from drumline.launch import contact as contacts
 from drumline.launch import hub as hubs
-from drumline.launch import joining
+from drumline.launch.cluster import NotConnected, join, losses, skewed_clocks
 from drumline.launch.contact import Contact, Transport
 from drumline.launch.failure import Failure
 from drumline.launch.hub import Client, Hub, Reply, Server, Unreachable
-from drumline.launch.joining import NotMet, clock_notes, join, losses
+from drumline.launch.messages import GREETING, BadMessage, Channel, sign, verify
 from drumline.launch.network import free_port
-from drumline.launch.nodes import Heard, Member, Round
+from drumline.launch.nodes import Heard, Node, Round
 from drumline.launch.shared_folder import SharedFolder
-from drumline.launch.signed import GREETING, BadMessage, Channel, seal, unseal
 
 SECRET = b"for tests and nothing else"
 
 
-def member(letter: str, **changes: object) -> Member:
-    made = Member(letter * 32, f"host-{letter}", "127.0.0.1", 7, 2, 1, 4000, launch_id=letter * 32)
+def node(letter: str, **changes: object) -> Node:
+    made = Node(letter * 32, f"host-{letter}", "127.0.0.1", 7, 2, 1, 4000, launch_id=letter * 32)
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -46,15 +46,15 @@ def test_two_launchers_meet_and_hear_each_other(server: tuple[Server, int]) -> N
     here, port = server
     client = Client("127.0.0.1", port, f"127.0.0.1:{port}", SECRET)
     failure = Failure(0, "boom", time=time.monotonic() - 3)
-    here.exchange(member("a", failure=failure, clock=time.time()))
-    reply = client.exchange(member("b", clock=time.time() + 120))
+    here.exchange(node("a", failure=failure, clock=time.time()))
+    reply = client.exchange(node("b", clock=time.time() + 120))
     assert reply.round is not None
     assert set(reply.round.ids) == {"a" * 32, "b" * 32}
-    told = reply.heard["a" * 32].member.failure
+    told = reply.heard["a" * 32].node.failure
     assert told is not None
     assert abs(told.time - failure.time) < 1
     assert 119 < reply.heard["b" * 32].ahead < 121
-    assert client.exchange(member("b", state="left")).round == reply.round
+    assert client.exchange(node("b", state="left")).round == reply.round
     assert here.still_here() == 1
     client.close()
 
@@ -62,10 +62,10 @@ def test_two_launchers_meet_and_hear_each_other(server: tuple[Server, int]) -> N
 def test_another_secret_is_turned_away_with_both_remedies(server: tuple[Server, int]) -> None:
     here, port = server
     with pytest.raises(UserError, match="have different secrets") as caught:
-        Client("127.0.0.1", port, "there", b"some other secret").exchange(member("b"))
+        Client("127.0.0.1", port, "there", b"some other secret").exchange(node("b"))
     assert "DRUMLINE_SECRET" in caught.value.fix
     assert "drumline/secret" in caught.value.fix
-    reply = here.exchange(member("a"))
+    reply = here.exchange(node("a"))
     assert reply.strangers == ("127.0.0.1",)
     assert set(reply.heard) == {"a" * 32}
 
@@ -80,10 +80,10 @@ def test_strangers_are_turned_away_and_hold_up_nobody(
         b"GET / HTTP/1.1\r\n\r\n",
         b"\x80\x04cos\nsystem\n.",
         greeting + b"x" * 700_000,
-        greeting + seal(b"foreign", "drumline tcp", {}),
+        greeting + sign(b"foreign", "drumline tcp", {}),
     ]
     client = Client("127.0.0.1", port, "there", SECRET)
-    client.exchange(member("b"))
+    client.exchange(node("b"))
     with contextlib.ExitStack() as open_connections:
         for text in texts * 3:
             connection = open_connections.enter_context(socket.create_connection(("127.0.0.1", port), 5))
@@ -92,12 +92,12 @@ def test_strangers_are_turned_away_and_hold_up_nobody(
         for _ in range(100):  # that say nothing, more than are let in
             open_connections.enter_context(socket.create_connection(("127.0.0.1", port), 5))
         begin = time.monotonic()
-        assert client.exchange(member("b")).heard
+        assert client.exchange(node("b")).heard
         assert time.monotonic() - begin < 0.5
         time.sleep(1.0)  # until they have been given up
         other = Client("127.0.0.1", port, "there", SECRET)
-        assert "c" * 32 in other.exchange(member("c")).heard
-    assert set(here.exchange(member("a")).heard) == {letter * 32 for letter in "abc"}
+        assert "c" * 32 in other.exchange(node("c")).heard
+    assert set(here.exchange(node("a")).heard) == {letter * 32 for letter in "abc"}
 
 
 def test_a_recorded_message_is_worth_nothing_on_another_connection(server: tuple[Server, int]) -> None:
@@ -113,7 +113,7 @@ def test_a_recorded_message_is_worth_nothing_on_another_connection(server: tuple
         connection.connect(("127.0.0.1", port))
         deadline = time.monotonic() + 5
         channel = Channel(connection, SECRET, asks=True, deadline=deadline)
-        channel.send(json.loads(json.dumps(hubs.members.member_to_fields(member("b"), 0.0))), deadline)
+        channel.send(json.loads(json.dumps(hubs.node_to_fields(node("b"), 0.0))), deadline)
         assert channel.receive(1 << 20, deadline)["round"] is None
     with socket.create_connection(("127.0.0.1", port), 5) as other:
         other.sendall(b"".join(recorded))
@@ -121,8 +121,8 @@ def test_a_recorded_message_is_worth_nothing_on_another_connection(server: tuple
 
 
 def test_a_signature_holds_for_one_place_only() -> None:
-    line = seal(SECRET, "here", {"a": 1})
-    assert unseal(SECRET, "here", line) == {"a": 1}
+    line = sign(SECRET, "here", {"a": 1})
+    assert verify(SECRET, "here", line) == {"a": 1}
     for secret, context, text in (
         (SECRET, "there", line),
         (b"other", "here", line),
@@ -130,7 +130,7 @@ def test_a_signature_holds_for_one_place_only() -> None:
         (SECRET, "here", b""),
     ):
         with pytest.raises(BadMessage):
-            unseal(secret, context, text)
+            verify(secret, context, text)
 
 
 def program(answer: Callable[[socket.socket], object]) -> int:
@@ -152,14 +152,19 @@ def test_a_port_of_another_program_is_named_at_once_or_when_the_time_is_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hubs, "CALL_SECONDS", 0.3)
-    talks = program(lambda connection: connection.sendall(b"SSH-2.0-OpenSSH\r\n"))
-    with pytest.raises(UserError, match=r"the program at there is not a Drumline launcher \(it answers 'SSH"):
-        Client("127.0.0.1", talks, "there", SECRET).exchange(member("b"))
+    for text, why in ((b"SSH-2.0-OpenSSH\r\n", "it answers 'SSH"), (b"x" * 70_000, "without a newline")):
+        talks = program(lambda connection, text=text: connection.sendall(text))
+        with pytest.raises(
+            UserError, match=rf"the program at there is not a Drumline launcher .+{why}"
+        ) as wrong:
+            Client("127.0.0.1", talks, "there", SECRET).exchange(node("b"))
+        assert wrong.value.code == "not-a-launcher"
     for answer in (lambda connection: None, lambda connection: time.sleep(0.5)):
-        with pytest.raises(Unreachable, match="not a Drumline launcher"):
-            Client("127.0.0.1", program(answer), "there", SECRET).exchange(member("b"))
+        with pytest.raises(Unreachable) as caught:
+            Client("127.0.0.1", program(answer), "there", SECRET).exchange(node("b"))
+        assert caught.value.code == "not-a-launcher"
     with pytest.raises(Unreachable, match="refused"):
-        Client("127.0.0.1", free_port("127.0.0.1"), "there", SECRET).exchange(member("b"))
+        Client("127.0.0.1", free_port("127.0.0.1"), "there", SECRET).exchange(node("b"))
 
 
 class Stuck:
@@ -169,7 +174,7 @@ class Stuck:
         self.released = threading.Event()
         self.reply: Reply | None = None
 
-    def exchange(self, member: Member) -> Reply:
+    def exchange(self, node: Node) -> Reply:
         if self.reply is not None:
             return self.reply
         self.released.wait(30)
@@ -183,7 +188,7 @@ class Stuck:
 
 
 def made(transport: Transport, limit: float = 0.3) -> Contact:
-    return Contact(transport, member("a"), place="there", limit=limit, pace=0.02)
+    return Contact(transport, node("a"), rendezvous="there", limit=limit, pace=0.02)
 
 
 ROUND = Round(1, "a" * 32, 0, "", ("a" * 32, "b" * 32), (1, 1), "127.0.0.1", 4000)
@@ -191,7 +196,7 @@ ROUND = Round(1, "a" * 32, 0, "", ("a" * 32, "b" * 32), (1, 1), "127.0.0.1", 400
 
 def test_nothing_waits_for_a_contact_that_hangs() -> None:
     stuck = Stuck()
-    stuck.reply = Reply(ROUND, {"b" * 32: Heard(member("b", round=1, state="running"), 0.0)})
+    stuck.reply = Reply(ROUND, {"b" * 32: Heard(node("b", round=1, state="running"), 0.0)})
     contact = made(stuck)
     asked: list[int] = []
     assert join(contact, None, 5, print, lambda: asked.append(1)) == ROUND
@@ -200,10 +205,10 @@ def test_nothing_waits_for_a_contact_that_hangs() -> None:
     begin = time.monotonic()
     while not (lost := losses(contact, contact.view(), ROUND, "host-a")):
         assert time.monotonic() - begin < 5
-        contact.say(step=3)
+        contact.report(step=3)
         time.sleep(0.01)
     assert lost[0].message.startswith("lost contact with the rendezvous at there for")
-    with pytest.raises(NotMet, match="no answer"):
+    with pytest.raises(NotConnected, match="no answer"):
         join(contact, ROUND, 0.1, print, lambda: asked.append(1))
     with pytest.raises(KeyboardInterrupt):
         join(contact, ROUND, 60, print, _interrupt)
@@ -232,30 +237,30 @@ def test_silence_a_failure_and_being_left_behind_are_losses_and_leaving_after_th
     view = contact.view()
 
     def with_other(silent: float = 0.0, **changes: object) -> list[str]:
-        other = member("b", round=1, state="running")
+        other = node("b", round=1, state="running")
         reply = Reply(ROUND, {"b" * 32: Heard(replace(other, **changes), silent)})  # type: ignore[arg-type]
         found = losses(contact, replace(view, reply=reply), ROUND, "host-a")
         return [f"{each.host} {each.message}" for each in found]
 
     assert with_other() == []
-    assert with_other(6.2) == ["machine 1, host-b, is gone: no sign of its launcher for 6 s"]
+    assert with_other(6.2) == ["machine 1, host-b lost: no message from its launcher for 6 s"]
     assert with_other(failure=Failure(1, "boom", 1.0, host="h")) == ["h boom"]
     assert with_other(failure=Failure(1, "boom", 1.0), round=0) == []  # of a round before
     assert with_other(60.0, state="left") == []
     behind = replace(ROUND, number=2, ids=("b" * 32,), processes=(1,))
     (lost,) = losses(contact, replace(view, reply=Reply(behind, {})), ROUND, "host-a")
-    assert "was left behind" in lost.message
+    assert "continued without this machine" in lost.message
     contact.close()
 
 
 def test_a_clock_that_is_far_ahead_is_named_once() -> None:
     contact = made(Stuck())
-    reply = Reply(ROUND, {"a" * 32: Heard(member("a"), 0.0, -10.0), "b" * 32: Heard(member("b"), 0.0, 110.0)})
+    reply = Reply(ROUND, {"a" * 32: Heard(node("a"), 0.0, -10.0), "b" * 32: Heard(node("b"), 0.0, 110.0)})
     noted: set[str] = set()
     view = replace(contact.view(), reply=reply)
-    (note,) = clock_notes(contact, view, noted)
+    (note,) = skewed_clocks(contact, view, noted)
     assert note.startswith("the clock of host-b is 120 s ahead of this machine's")
-    assert clock_notes(contact, view, noted) == []
+    assert skewed_clocks(contact, view, noted) == []
     contact.close()
 
 
@@ -273,14 +278,14 @@ def test_launchers_meet_at_a_folder_and_the_last_takes_it_away(
     first, second = folders(""), folders("")
     replies = []
     for _ in range(3):
-        replies = [first.exchange(member("a")), second.exchange(member("b"))]
+        replies = [first.exchange(node("a")), second.exchange(node("b"))]
     assert replies[0].round is not None
     assert replies[0].round == replies[1].round
     assert replies[0].round.number == 1
-    first.exchange(member("a", state="left"))
+    first.exchange(node("a", state="left"))
     first.leave()
-    assert second.exchange(member("b")).heard["a" * 32].member.state == "left"
-    second.exchange(member("b", state="left"))
+    assert second.exchange(node("b")).heard["a" * 32].node.state == "left"
+    second.exchange(node("b", state="left"))
     second.leave()
     assert not (tmp_path / "meet").exists()
 
@@ -291,40 +296,40 @@ def test_a_folder_of_an_earlier_run_of_a_stranger_or_of_another_secret_is_not_be
     old = [folders(""), folders("")]
     for _ in range(3):
         for letter, folder in zip("ab", old, strict=True):
-            folder.exchange(member(letter))
+            folder.exchange(node(letter))
     place = tmp_path / "meet"
     kept = {path.name: path.read_bytes() for path in place.iterdir()}
-    (place / "member-zz.json").write_text("x")
-    (place / f"member-{'c' * 32}.json").write_bytes(kept[f"member-{'a' * 32}.json"])  # under another name
-    (place / f"member-{'d' * 32}.json").symlink_to("/etc/passwd")
-    (place / f"member-{'e' * 32}.json").write_bytes(b"x" * 600_000)
+    (place / "node-zz.json").write_text("x")
+    (place / f"node-{'c' * 32}.json").write_bytes(kept[f"node-{'a' * 32}.json"])  # under another name
+    (place / f"node-{'d' * 32}.json").symlink_to("/etc/passwd")
+    (place / f"node-{'e' * 32}.json").write_bytes(b"x" * 600_000)
     for number in (2, 7):
         (place / f"round-{number}.json").write_bytes(kept["round-1.json"])
-    (place / f"member-{'9' * 32}.json").mkdir()
-    folders("a foreign secret").exchange(member("f"))
+    (place / f"node-{'9' * 32}.json").mkdir()
+    folders("a foreign secret").exchange(node("f"))
     new = [folders(""), folders("")]
     found = None
     deadline = time.monotonic() + 10
     while found is None or found.number < 2:
         assert time.monotonic() < deadline
         for letter, folder in zip("12", new, strict=True):
-            found = folder.exchange(member(letter)).round
+            found = folder.exchange(node(letter)).round
         # Old files that come back later are old still.
         for name, content in kept.items():
-            if name.startswith("member-"):
+            if name.startswith("node-"):
                 (place / name).write_bytes(content)
         time.sleep(0.05)
     assert (found.number, set(found.ids)) == (3, {"1" * 32, "2" * 32})
-    assert "f" * 32 not in new[0].exchange(member("1")).heard
+    assert "f" * 32 not in new[0].exchange(node("1")).heard
 
 
 def test_a_place_where_no_folder_can_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path, words in ((tmp_path / "file", "is a file"), (tmp_path / "no/where", "does not exist")):
         with pytest.raises(UserError, match=words):
-            SharedFolder(str(path), SECRET, 2, 1, 0.5).exchange(member("a"))
+            SharedFolder(str(path), SECRET, 2, 1, 0.5).exchange(node("a"))
 
 
 def test_limits_are_as_documented() -> None:
     assert (contacts.SILENT_SECONDS, contacts.FILE_SILENT_SECONDS) == (5.0, 25.0)
-    assert joining.BIG_SKEW == 10.0
+    assert cluster.BIG_SKEW == 10.0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from drumline.core.errors import LostError, UserError
+from drumline.core.errors import PEER_LOST, LostError, UserError
 from drumline.launch.failure import (
     FILE,
     Failure,
@@ -95,7 +95,7 @@ def test_the_loss_of_a_peer_is_not_taken_for_the_cause(
     record_failure(_error(RuntimeError(message)), rank=1)
     follower = read_failure(tmp_path / "error.json")
     assert follower is not None
-    cause = Failure(2, "was killed by SIGKILL", time=follower.time + 0.1)
+    cause = Failure(2, "killed by SIGKILL", time=follower.time + 0.1)
     assert first_cause([follower, cause]) == cause
     assert first_cause([follower]) == follower
 
@@ -107,10 +107,10 @@ def test_of_two_causes_the_earlier_counts() -> None:
 
 def test_a_signal_is_named_with_what_usually_sends_it() -> None:
     killed = failure_from_exit(2, -signal.SIGKILL, 1.0)
-    assert render_failure(killed).startswith("rank 2 was killed by SIGKILL (out of memory?")
+    assert render_failure(killed).startswith("rank 2: killed by SIGKILL (out of memory?")
     assert "--shm-size" in render_failure(failure_from_exit(2, -signal.SIGBUS, 1.0))
     assert failure_from_exit(2, -signal.SIGABRT, 1.0).follows
-    assert render_failure(failure_from_exit(2, -64 - 1, 1.0)) == "rank 2 was killed by signal 65"
+    assert render_failure(failure_from_exit(2, -64 - 1, 1.0)) == "rank 2: killed by signal 65"
     assert failure_from_exit(2, 7, 1.0).exit_code == 7
 
 
@@ -129,7 +129,7 @@ def test_a_loss_is_told_like_a_mistake_and_marked_as_one_that_a_restart_mends(
     assert failure is not None
     assert (failure.user, failure.lost, failure.follows) == (True, True, False)
     assert "Traceback" not in render_failure(failure)
-    record_failure(_error(LostError("waited in vain for the other ranks (timed out)")), rank=2)
+    record_failure(_error(LostError("timed out", code=PEER_LOST)), rank=2)
     failure = read_failure(tmp_path / "error.json")
     assert failure is not None
     assert failure.follows
@@ -137,7 +137,7 @@ def test_a_loss_is_told_like_a_mistake_and_marked_as_one_that_a_restart_mends(
 
 def test_a_summary_is_one_line_without_advice() -> None:
     killed = summary(failure_from_exit(2, -signal.SIGKILL, 1.0))
-    assert killed.startswith("rank 2 was killed by SIGKILL (out of memory? ")
+    assert killed.startswith("rank 2: killed by SIGKILL (out of memory? ")
     assert "\n" not in killed
     assert (
         summary(Failure(1, "ValueError: no\nreally", 1.0, traceback="T")) == "rank 1 failed (ValueError: no)"
@@ -146,7 +146,7 @@ def test_a_summary_is_one_line_without_advice() -> None:
         summary(Failure(1, "x", 1.0, traceback="T", follows=True))
         == "rank 1 lost contact with another process"
     )
-    assert summary(Failure(-1, "is gone: no sign", 1.0, host="machine 1")) == "machine 1 is gone: no sign"
+    assert summary(Failure(-1, "lost", 1.0, host="machine 1")) == "machine 1: lost"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from drumline.core.heartbeat import Beat, Phase
-from drumline.launch.hang import Limits, Pulse, Sign, culprit, is_busy, is_hung, standing, verdict
+from drumline.launch.hang import Limits, Pulse, Sign, blocking_rank, describe, is_busy, is_hung, verdict
 
 LIMITS = Limits(hang=3.0, starting=60.0)
 
@@ -40,31 +40,31 @@ def test_slow_steps_get_time_in_proportion() -> None:
 
 def test_a_pulse_knows_silence_and_the_slowest_step() -> None:
     pulse = Pulse(0, now=0.0)
-    assert pulse.look(Beat(1, 0, Phase.STARTING), False, 0.1).silent == 0
-    first = pulse.look(Beat(2, 1, Phase.STEPPING), False, 0.9)
+    assert pulse.update(Beat(1, 0, Phase.STARTING), False, 0.1).silent == 0
+    first = pulse.update(Beat(2, 1, Phase.STEPPING), False, 0.9)
     assert (first.silent, first.slowest) == (0, pytest.approx(0.8))
-    assert pulse.look(Beat(2, 1, Phase.STEPPING), False, 1.8).silent == pytest.approx(0.9)
-    saving = pulse.look(Beat(3, 1, Phase.SAVING), False, 2.7)
-    after = pulse.look(Beat(4, 2, Phase.STEPPING), False, 3.6)
+    assert pulse.update(Beat(2, 1, Phase.STEPPING), False, 1.8).silent == pytest.approx(0.9)
+    saving = pulse.update(Beat(3, 1, Phase.SAVING), False, 2.7)
+    after = pulse.update(Beat(4, 2, Phase.STEPPING), False, 3.6)
     assert saving.slowest == after.slowest == pytest.approx(0.8)
 
 
 def test_time_in_which_the_launcher_stood_still_does_not_count() -> None:
     pulse = Pulse(0, now=0.0)
-    pulse.look(Beat(1, 1, Phase.STEPPING), False, 0.5)
-    assert pulse.look(Beat(1, 1, Phase.STEPPING), True, 600.5).silent == 0
-    now = pulse.look(Beat(1, 1, Phase.STEPPING), True, 601.0)
+    pulse.update(Beat(1, 1, Phase.STEPPING), False, 0.5)
+    assert pulse.update(Beat(1, 1, Phase.STEPPING), True, 600.5).silent == 0
+    now = pulse.update(Beat(1, 1, Phase.STEPPING), True, 601.0)
     assert (now.silent, now.stopped) == (0.5, 0.5)
 
 
 def test_the_culprit_is_stopped_or_behind_or_elsewhere_in_the_code() -> None:
     alike = [sign(rank, 4.0) for rank in range(3)]
-    assert culprit([*alike[:2], sign(2, 4.0, stopped=4.0)], {})[0] == 2
-    assert culprit([sign(0, 4.0), sign(1, 4.0, step=9)], {}) == (1, "it has taken the fewest steps, 9")
-    assert culprit(alike, {0: "reduce", 1: "read", 2: "reduce"})[0] == 1
-    assert culprit(alike, {0: "reduce", 1: "reduce", 2: "reduce"})[0] is None
+    assert blocking_rank([*alike[:2], sign(2, 4.0, stopped=4.0)], {})[0] == 2
+    assert blocking_rank([sign(0, 4.0), sign(1, 4.0, step=9)], {}) == (1, "it has taken the fewest steps, 9")
+    assert blocking_rank(alike, {0: "reduce", 1: "read", 2: "reduce"})[0] == 1
+    assert blocking_rank(alike, {0: "reduce", 1: "reduce", 2: "reduce"})[0] is None
     assert (
-        culprit(alike[:2], {0: "reduce", 1: "read"})[0] is None
+        blocking_rank(alike[:2], {0: "reduce", 1: "read"})[0] is None
     )  # which of the two waits is anybody's guess
 
 
@@ -77,5 +77,6 @@ def test_a_machine_further_behind_is_blamed_instead() -> None:
 
 def test_a_rank_that_says_nothing_is_told_so() -> None:
     assert (
-        standing(sign(0, 4.0), "") == "rank 0: stepping, 10 steps done, silent for 4.0 s\n  does not answer"
+        describe(sign(0, 4.0), "")
+        == "rank 0: stepping, 10 steps done, silent for 4.0 s\n  no answer to the request for its stack"
     )

@@ -83,13 +83,13 @@ def test_a_users_mistake_on_every_rank_is_shown_once_without_a_traceback(run: Ru
 def test_a_killed_rank_is_named_as_the_cause_although_others_report_errors(run: Run) -> None:
     assert run.launch("killed", processes=3) == 1
     assert len(run.lines) == 1
-    assert run.lines[0].startswith("rank 1 was killed by SIGKILL (out of memory?")
+    assert run.lines[0].startswith("rank 1: killed by SIGKILL (out of memory?")
     assert run.survivors() == []
 
 
 def test_an_exit_code_without_a_message_is_passed_on(run: Run) -> None:
     assert run.launch("mute", processes=2) == 7
-    assert run.lines == ["rank 1 ended with exit code 7 and left no message; see its output above"]
+    assert run.lines == ["rank 1: exit code 7 and no error message; see its output above"]
     assert run.survivors() == []
 
 
@@ -113,7 +113,7 @@ def test_a_stop_request_reaches_each_worker_once_and_lets_it_save(run: Run, numb
     assert [(run.folder / f"saved-{rank}").read_text() for rank in range(2)] == ["1", "1"]
     assert (
         output
-        == f"{hello(2)}\n{again}: the processes finish their step, save and leave; {again} again kills them\n"
+        == f"{hello(2)}\n{again}: the processes finish their step, save and exit; {again} again kills them\n"
     )
     assert run.survivors() == []
 
@@ -193,7 +193,9 @@ def test_a_rendezvous_elsewhere_needs_a_number_of_machines(run: Run) -> None:
 
 
 def test_machines_that_do_not_come_are_a_users_mistake_naming_the_place(run: Run) -> None:
-    with pytest.raises(UserError, match=r"2 machines did not meet at 127\.0\.0\.1:\d+ within 1 s") as caught:
+    with pytest.raises(
+        UserError, match=r"2 machines did not connect to 127\.0\.0\.1:\d+ within 1 s"
+    ) as caught:
         run.launch("report", nodes=2, rendezvous=f"127.0.0.1:{free_port('127.0.0.1')}", timeout=1.0)
     assert "--parallel.node_rank" in caught.value.fix
 
@@ -202,9 +204,9 @@ def test_machines_that_do_not_come_are_a_users_mistake_naming_the_place(run: Run
 def test_a_port_that_another_program_holds_is_named(run: Run, nodes: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         place = f"127.0.0.1:{other.getsockname()[1]}"
-        with pytest.raises(UserError, match=f"holds the port of {place}") as caught:
+        with pytest.raises(UserError, match=f"uses the port of {place}") as caught:
             run.launch("report", nodes=nodes, node_rank=0, rendezvous=place, timeout=5.0)
-    assert "another port" in caught.value.fix
+    assert "a different port" in caught.value.fix
 
 
 def test_a_file_where_the_machines_should_meet_is_named(run: Run) -> None:
@@ -240,4 +242,4 @@ def test_a_launcher_that_waits_for_machines_leaves_at_ctrl_c(run: Run, node_rank
     assert launcher.poll() is None
     os.kill(launcher.pid, signal.SIGINT)
     launcher.communicate(timeout=5)
-    assert launcher.returncode == -signal.SIGINT
+    assert launcher.returncode == 128 + signal.SIGINT

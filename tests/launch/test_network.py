@@ -132,10 +132,10 @@ def test_gloo_and_nccl_are_told_and_the_users_own_settings_stay() -> None:
     assert socket_variables(eth0, {"NCCL_SOCKET_IFNAME": "eth0"}, forced=False) == (everything, [])
     variables, notes = socket_variables(eth0, {"NCCL_SOCKET_IFNAME": "ib0"}, forced=False)
     assert variables == {"GLOO_SOCKET_IFNAME": "eth0"}
-    assert notes == ["NCCL_SOCKET_IFNAME=ib0 is set and is kept (auto would take eth0)"]
+    assert notes == ["NCCL_SOCKET_IFNAME=ib0 is set and is kept (auto would choose eth0)"]
     variables, notes = socket_variables(eth0, {"NCCL_SOCKET_IFNAME": "ib0"}, forced=True)
     assert variables == everything
-    assert "comes first" in notes[0]
+    assert "overrides it" in notes[0]
 
 
 def _route(monkeypatch: pytest.MonkeyPatch, source: str | None) -> None:

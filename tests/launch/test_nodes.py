@@ -10,11 +10,11 @@ import pytest
 from drumline.launch.failure import Failure
 from drumline.launch.nodes import (
     Heard,
-    Member,
+    Node,
     Round,
-    member_from_fields,
-    member_to_fields,
     next_round,
+    node_from_fields,
+    node_to_fields,
     objection,
     ranks_of,
     round_from_fields,
@@ -22,21 +22,21 @@ from drumline.launch.nodes import (
 )
 
 
-def member(letter: str, address: str = "10.0.0.1", **changes: Any) -> Member:
-    made = Member(letter * 32, f"host-{letter}", address, 7, 2, 1, 4000, launch_id=letter * 32)
+def node(letter: str, address: str = "10.0.0.1", **changes: Any) -> Node:
+    made = Node(letter * 32, f"host-{letter}", address, 7, 2, 1, 4000, launch_id=letter * 32)
     return replace(made, **changes)
 
 
-def heard(*members: Member, silent: float = 0.0) -> dict[str, Heard]:
+def heard(*members: Node, silent: float = 0.0) -> dict[str, Heard]:
     return {each.id: Heard(each, silent) for each in members}
 
 
 def decide(known: dict[str, Heard], last: Round | None = None, **wanted: Any) -> Round | None:
-    rules: dict[str, Any] = {"nodes": 2, "least": 2, "limit": 5.0, "settled": 99.0}
+    rules: dict[str, Any] = {"nodes": 2, "least": 2, "limit": 5.0, "stable": 99.0}
     return next_round(known, last, **rules | wanted)
 
 
-A, B = member("a", "10.0.0.10"), member("b", "10.0.0.2", processes=3)
+A, B = node("a", "10.0.0.10"), node("b", "10.0.0.2", processes=3)
 
 
 def first_round() -> Round:
@@ -74,7 +74,7 @@ def test_a_restart_goes_on_with_fewer_where_that_is_allowed_and_the_others_are_g
     here = replace(A, round=1, restarts=1, launch_id=B.launch_id)
     gone = heard(here) | heard(replace(B, round=1, state="running"), silent=5.1)
     assert decide(gone, first_round()) is None
-    assert decide(gone, first_round(), least=1, settled=1.0) is None
+    assert decide(gone, first_round(), least=1, stable=1.0) is None
     round = decide(gone, first_round(), least=1)
     assert round is not None
     assert (round.ids, round.generation, round.address) == ((A.id,), 1, A.address)
@@ -84,7 +84,7 @@ def test_a_restart_goes_on_with_fewer_where_that_is_allowed_and_the_others_are_g
 
 def test_what_lies_there_from_an_earlier_run_is_not_alive_and_holds_up_until_it_is_known_to_be_gone() -> None:
     old = {B.id: Heard(replace(B, round=1, state="running"), 3.0, fresh=False)}
-    c, d = member("c"), member("d", "10.0.0.3")
+    c, d = node("c"), node("d", "10.0.0.3")
     assert decide(old | heard(c, d), first_round()) is None
     old = {B.id: replace(old[B.id], silent=6.0)}
     round = decide(old | heard(c, d), first_round())
@@ -94,7 +94,7 @@ def test_what_lies_there_from_an_earlier_run_is_not_alive_and_holds_up_until_it_
 
 def test_one_that_comes_late_joins_the_launch_that_is_there() -> None:
     old = replace(B, round=3, restarts=2, launch_id="e" * 32, folder="photos-1")
-    new = member("c", "10.0.0.1")
+    new = node("c", "10.0.0.1")
     round = decide(heard(old, new))
     assert round is not None
     assert (round.number, round.generation, round.folder) == (4, 2, "photos-1")
@@ -104,7 +104,7 @@ def test_one_that_comes_late_joins_the_launch_that_is_there() -> None:
 
 def test_too_many_machines_are_not_all_taken_and_those_of_before_come_first() -> None:
     old = [replace(each, round=1) for each in (A, B)]
-    round = decide(heard(*old, member("c", "10.0.0.1")))
+    round = decide(heard(*old, node("c", "10.0.0.1")))
     assert round is not None
     assert set(round.ids) == {A.id, B.id}
 
@@ -126,7 +126,7 @@ def test_numbered_machines_are_always_all_in_their_order() -> None:
         (B, ""),
     ],
 )
-def test_machines_of_different_commands_are_told_apart(other: Member, words: str) -> None:
+def test_machines_of_different_commands_are_told_apart(other: Node, words: str) -> None:
     assert words in objection(A, heard(A, other))
     assert bool(words) == bool(objection(A, heard(A, other)))
     assert objection(replace(A, number=1), heard(replace(B, number=1))).startswith("parallel.node_rank = 1")
@@ -134,7 +134,7 @@ def test_machines_of_different_commands_are_told_apart(other: Member, words: str
 
 def test_a_member_travels_without_the_clock_of_its_machine() -> None:
     sent = replace(A, failure=Failure(1, "boom", time=95.0))
-    found = member_from_fields(member_to_fields(sent, now=100.0), now=7.0)
+    found = node_from_fields(node_to_fields(sent, now=100.0), now=7.0)
     assert found.failure is not None
     assert found.failure.time == 2.0  # five seconds ago
     assert replace(found, failure=None) == A
@@ -159,7 +159,7 @@ def test_a_member_travels_without_the_clock_of_its_machine() -> None:
 )
 def test_a_member_of_another_shape_is_rejected(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r".+"):
-        member_from_fields(member_to_fields(A, 0.0) | change, 0.0)
+        node_from_fields(node_to_fields(A, 0.0) | change, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def start(host: Host, folder: Path, mode: list[str], parallel: dict[str, Any]) -
     command = [sys.executable, str(HERE / "job.py"), str(folder), *mode]
     request = {"command": command, "processes": 1, "parallel": {"nodes": 2, "timeout": 60.0, **parallel}}
     return subprocess.Popen(
-        [*host.prefix, sys.executable, str(HERE / "start.py"), json.dumps(request)],
+        [*host.prefix, sys.executable, str(HERE / "launcher_process.py"), json.dumps(request)],
         stderr=subprocess.PIPE,
         text=True,
     )

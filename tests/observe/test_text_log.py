@@ -31,7 +31,7 @@ def test_a_launchers_lines_are_said_at_once_and_stand_in_the_log_of_its_run(tmp_
     deadline = time.monotonic() + 20
     while len(texts(tmp_path)) < 4 and time.monotonic() < deadline:
         time.sleep(0.05)
-    notes("rank 1 was killed by SIGKILL: restart 1 of 3", text_log.FAILED)
+    notes("rank 1: killed by SIGKILL; restart 1 of 3", text_log.FAILED)
     notes("training again")
     notes.start = ("abc", 1)
     (tmp_path / ".lock").write_text(
@@ -47,7 +47,7 @@ def test_a_launchers_lines_are_said_at_once_and_stand_in_the_log_of_its_run(tmp_
         "launcher: before there is a run folder",
         "launcher: before there is a log",
         "launcher: rank 1 was killed during start-up",
-        "failed: rank 1 was killed by SIGKILL: restart 1 of 3",
+        "failed: rank 1: killed by SIGKILL; restart 1 of 3",
         "launcher: training again",
     ]
 

@@ -88,15 +88,15 @@ def test_each_restart_says_who_was_lost_and_when_it_trains_again(story: Story) -
     lines = [line for line in story.said.splitlines() if "restart " in line]
     assert len(lines) == 3, story.said
     for number, line in enumerate(lines, 1):
-        assert line.endswith(f": restart {number} of 3")
+        assert line.endswith(f"; restart {number} of 3")
     found = re.match(
-        r"rank 0 was killed by SIGKILL \(out of memory\? .*\); noticed within (\d\.\d\d) s", lines[0]
+        r"rank 0: killed by SIGKILL \(out of memory\? .*\); noticed within (\d\.\d\d) s", lines[0]
     )
     assert found, lines[0]
     assert float(found[1]) < 1
     assert "rank 1: a loader process was killed" in lines[1]
     assert re.match(
-        r"rank 1 has hung: no progress for [345]\.\d s; it is stopped \(SIGSTOP, or a debugger\)", lines[2]
+        r"rank 1: hung: no progress for [345]\.\d s; it is stopped by SIGSTOP or a debugger", lines[2]
     )
     again = re.findall(r"training again: step \d+ finished \d+\.\d s after rank \d was lost", story.said)
     assert len(again) == 3, story.said
@@ -110,7 +110,7 @@ def test_the_log_of_the_run_tells_the_losses_and_restarts_too(story: Story) -> N
     assert [text.partition(":")[0] for text in ends] == ["started", "failed"] * 3 + ["started"]
     for number, text in enumerate(ends[1::2], 1):
         assert text.startswith("failed: rank ")
-        assert text.endswith(f": restart {number} of 3")
+        assert text.endswith(f"; restart {number} of 3")
     assert "launcher: rank 1: stepping" in log
     assert len([text for text in entries if text.startswith("launcher: training again: step ")]) == 3
     assert entries[-1].startswith("finished: top-1 ")
@@ -122,7 +122,7 @@ def test_a_stopped_rank_is_noticed_in_time_and_the_others_say_where_they_stand(s
     block = story.said[story.said.index("rank 0: stepping, ") :]
     assert "drumline/train/loop.py" in block[: block.index("rank 1: ")]
     assert "rank 1: stepping" in block
-    assert "is stopped (SIGSTOP, or a debugger) and cannot say where" in block
+    assert "stopped by SIGSTOP or a debugger, so its stack cannot be read" in block
 
 
 def test_a_restart_warns_of_nothing_that_did_not_change(story: Story) -> None:

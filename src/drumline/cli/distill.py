@@ -63,4 +63,4 @@ def main(argv: list[str]) -> int:
 
     choose(invocation.recipe.distill)
     check_teachers(invocation.recipe.distill)
-    return run(["distill", *argv], invocation.recipe, "drumline.distill.run:distill")
+    return run(["distill", *argv], invocation.recipe, "distill")

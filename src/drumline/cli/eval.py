@@ -105,7 +105,7 @@ def main(argv: list[str]) -> int:
 
     from drumline.launch.worker import run
 
-    return run(["eval", *argv], invocation.recipe, "drumline.train.score:score")
+    return run(["eval", *argv], invocation.recipe, "eval")
 
 
 def _is_path(text: str) -> bool:

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         from drumline.cli.dry_run import show
 
         return show(invocation, "train")
-    return run(["train", *argv], invocation.recipe, "drumline.train.loop:train")
+    return run(["train", *argv], invocation.recipe, "train")
 
 
 def with_preset(argv: list[str]) -> list[str]:

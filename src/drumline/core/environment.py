@@ -1,8 +1,8 @@
-"""Who started this process, and which one of how many it is, read from environment variables.
+"""The rank of this process and the launcher that started it, read from environment variables.
 
-Promises: the same program runs alone, under our own launcher, torchrun, Slurm's srun, or with torch's
-variables set by hand. Pure: looks at the mapping it is given and nothing else. Refuses half a set of
-variables, naming the one that is missing, instead of running alone by accident.
+Promises: the same program runs alone, under our own launcher, torchrun, Slurm's srun, or with torch's variables set
+by hand. Pure: reads only the given mapping. Rejects an incomplete set of variables and names the missing one, so that
+no process runs alone by accident.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 from drumline.core.errors import UserError
 
 LAUNCHER = "DRUMLINE_LAUNCHER"
-"""Set by our launcher for its workers; holds the launcher's process id."""
+"""Set by our launcher for its workers: the launcher's process id."""
 
 LAUNCH_ID = "DRUMLINE_LAUNCH_ID"
 """Set by our launcher for its workers: random hexadecimal digits, one value per launch, the same on every machine."""
@@ -26,7 +26,7 @@ GENERATION = "DRUMLINE_GENERATION"
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One process's place in the run, and where the processes meet."""
+    """The rank of one process in the run, and the address of the rendezvous."""
 
     rank: int
     world_size: int
@@ -39,10 +39,10 @@ class RankInfo:
 
 
 def read_rank_info(env: Mapping[str, str]) -> RankInfo | None:
-    """The place somebody gave this process, or None when nobody started it as a worker.
+    """The rank of this process, or None if no launcher started it.
 
-    Torch's own variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) come before Slurm's, so torchrun
-    inside a Slurm job is torchrun.
+    torch's own variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) take precedence over Slurm's, so torchrun
+    inside a Slurm job counts as torchrun.
     """
     if "RANK" in env or "WORLD_SIZE" in env:
         return _torch_rank_info(env)
@@ -52,15 +52,15 @@ def read_rank_info(env: Mapping[str, str]) -> RankInfo | None:
 
 
 def thread_defaults(env: Mapping[str, str]) -> dict[str, str]:
-    """What OpenMP is to be given before torch is imported: threads that wait for work give up their core at once.
-    They spin by default, and on a machine that does anything else steps then take many times as long (measured by
-    benchmarks/cpu_wait_policy.py). Nothing where the user has chosen."""
+    """Settings for OpenMP, to be applied before torch is imported: idle threads release their core at once. By
+    default they spin, and on a busy machine steps then take many times as long (measured by
+    benchmarks/cpu_wait_policy.py). Empty if the user has set a policy."""
     chosen = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
     return {} if any(name in env for name in chosen) else {"OMP_WAIT_POLICY": "passive"}
 
 
 def threads_asked(env: Mapping[str, str]) -> int:
-    """The user's OMP_NUM_THREADS, or 0. torchrun sets 1 where the user set nothing, so a 1 under it is no wish."""
+    """The user's OMP_NUM_THREADS, or 0. torchrun sets it to 1 if the user did not, so 1 under torchrun is ignored."""
     first = env.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     count = int(first) if first.isascii() and first.isdigit() else 0
     by_torchrun = "TORCHELASTIC_RUN_ID" in env and LAUNCHER not in env
@@ -68,7 +68,7 @@ def threads_asked(env: Mapping[str, str]) -> int:
 
 
 def to_env(info: RankInfo) -> dict[str, str]:
-    """The variables that `init_process_group(init_method="env://")` and torch's tools read."""
+    """The variables for `init_process_group(init_method="env://")` and torch's tools."""
     return {
         "RANK": str(info.rank),
         "WORLD_SIZE": str(info.world_size),
@@ -91,8 +91,8 @@ def first_host(node_list: str) -> str:
 
 
 def slurm_port(job: int, step: int) -> int:
-    """10000 + (31 * job + step) mod 20000: the same on every task, below the range the kernel hands out, and
-    different for neighbouring jobs and for steps that share a machine."""
+    """10000 + (31 * job + step) mod 20000: the same on every task, below the kernel's ephemeral range, and different
+    for consecutive jobs and for steps that share a machine."""
     return 10000 + (31 * job + step) % 20000
 
 
@@ -112,8 +112,7 @@ def tasks_on_node(layout: str, node: int) -> int:
 def _torch_rank_info(env: Mapping[str, str]) -> RankInfo:
     """Variables as torchrun and our launcher set them, or four of them set by hand.
 
-    By hand, LOCAL_RANK may be left out: on a loopback address all ranks are on this machine, otherwise each
-    machine is taken to run one process.
+    Without LOCAL_RANK, all ranks are on this machine if the address is loopback; otherwise each machine has one rank.
     """
     rank, world = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
     if not 0 <= rank < world:
@@ -137,8 +136,8 @@ def _torch_rank_info(env: Mapping[str, str]) -> RankInfo:
 def _slurm_rank_info(env: Mapping[str, str]) -> RankInfo | None:
     """A task of an srun step; None for a single task and for the batch script itself.
 
-    sbatch gives its script SLURM_PROCID=0 and the job's SLURM_NTASKS although no other task exists yet; only
-    srun sets SLURM_STEP_ID. MASTER_ADDR and MASTER_PORT, where a job script sets them, are kept.
+    sbatch gives its script SLURM_PROCID=0 and the job's SLURM_NTASKS although no other task exists yet; only srun
+    sets SLURM_STEP_ID. MASTER_ADDR and MASTER_PORT are kept if a job script sets them.
     """
     if env.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in env:
         return None

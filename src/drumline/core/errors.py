@@ -29,6 +29,10 @@ class UserError(ValueError):
         return type(self), (self.what, self.fix, self.code)
 
 
+PEER_LOST = "peer-lost"
+"""The code of an error that most likely follows from the failure of another rank."""
+
+
 class LostError(UserError):
     """The run lost something it needs, such as a loader process or the reply of another rank. It is printed like
     any `UserError`, but a fresh start may succeed, so the launcher restarts the run."""

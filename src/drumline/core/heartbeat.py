@@ -1,8 +1,8 @@
-"""Signs of progress: each worker counts its steps in a few shared bytes, and its launcher looks at them.
+"""Heartbeats: each worker counts its steps in a few bytes of shared memory, which its launcher reads.
 
-Promises: a beat is three stores into shared memory, no system call, and nothing at all in a process that no launcher
-of ours has started; the bytes belong to no file system, so nothing is left behind however a process ends. What the
-launcher makes of silence is decided in `hang.py`.
+Promises: a beat is three stores into shared memory and no system call, and does nothing in a process that our
+launcher has not started; the memory belongs to no file system, so nothing is left behind however a process ends.
+`hang.py` decides what silence means.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from enum import IntEnum
 from pathlib import Path
 
 VARIABLE = "DRUMLINE_HEARTBEAT"
-"""Where a worker finds the bytes: a path and the number of its slot, with a colon between."""
+"""The path of the shared memory and the number of the worker's slot, separated by a colon."""
 
 SLOT = 64
 _LAYOUT = struct.Struct("=3q")
 
 
 class Phase(IntEnum):
-    """What the main thread of a worker is about."""
+    """What the main thread of a worker is doing."""
 
     STARTING = 0
     STEPPING = 1
@@ -34,18 +34,18 @@ class Phase(IntEnum):
 
     @property
     def steady(self) -> bool:
-        """Whether signs come at short intervals. In the others one thing may take long: compiling, a first batch, a
-        checkpoint on a slow disk."""
+        """Whether beats come at short intervals. In the other phases one operation may take long: compiling, a first
+        batch, a checkpoint on a slow disk."""
         return self in (Phase.STEPPING, Phase.EVALUATING, Phase.FILLING)
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         return "filling the teacher cache" if self is Phase.FILLING else self.name.lower()
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a worker has said last: how many signs so far, the steps it has taken, and its phase."""
+    """The state of a worker: its number of beats so far, the steps it has taken, and its phase."""
 
     count: int = 0
     step: int = 0
@@ -56,7 +56,7 @@ _slot: memoryview | None = None
 
 
 def connect(env: Mapping[str, str]) -> None:
-    """Opens the bytes that the launcher has named; without a launcher, beats go nowhere."""
+    """Opens the shared memory that the launcher names; without a launcher, beats do nothing."""
     global _slot
     if VARIABLE not in env:
         return
@@ -68,7 +68,7 @@ def connect(env: Mapping[str, str]) -> None:
 
 
 def beat(step: int) -> None:
-    """A step is done; `step` counts them."""
+    """Records that a step is done; `step` counts them."""
     if _slot is not None:
         _slot[1] = step
         _slot[2] = 1  # Phase.STEPPING: an attribute of an enum costs more than the rest of this function
@@ -76,7 +76,7 @@ def beat(step: int) -> None:
 
 
 def enter(phase: Phase) -> None:
-    """A sign of progress in something else than stepping, which the main thread is about from now on."""
+    """Records progress in another phase than stepping, which the main thread is in from now on."""
     if _slot is not None:
         _slot[2] = phase
         _slot[0] += 1
@@ -91,11 +91,11 @@ class Beats:
         self._bytes = mmap.mmap(self._descriptor, workers * SLOT)
 
     def variable(self, local_rank: int) -> dict[str, str]:
-        """What this worker is to be given."""
+        """The variable for this worker."""
         return {VARIABLE: f"/proc/{os.getpid()}/fd/{self._descriptor}:{local_rank}"}
 
     def read(self, local_rank: int) -> Beat:
-        """What this worker has said last."""
+        """The state of this worker."""
         count, step, phase = _LAYOUT.unpack_from(self._bytes, local_rank * SLOT)
         return Beat(count, step, Phase(phase))
 

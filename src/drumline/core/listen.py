@@ -1,7 +1,7 @@
-"""The key-value stores that processes meet at, listening on one address and no other.
+"""Key-value stores for the rendezvous of processes, each listening on one address only.
 
-torch's TCPStore listens on every interface of the machine when left to itself. Promises: a store made here can be
-reached through the address it was given and nowhere else; a port that somebody holds is an `OSError`.
+By default, torch's TCPStore listens on every interface of the machine. Promises: a store created here can be reached
+through the given address and no other; a port in use raises `OSError`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch.distributed import TCPStore
 
 
 def listening_socket(address: str, port: int) -> socket.socket:
-    """A socket that listens at a numeric address; port 0 takes a free one."""
+    """A socket that listens at a numeric address; port 0 chooses a free one."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # The port of a run that has just ended is free again at once; one that is listened on stays refused.
+        # The port of a run that has just ended can be used at once; one with a listener is still rejected.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
         listener.listen(1024)
@@ -28,8 +28,8 @@ def listening_socket(address: str, port: int) -> socket.socket:
 
 
 def host_store(address: str, port: int, timeout: float, *, clients: int | None = None) -> TCPStore:
-    """A store kept by this process at a numeric address; port 0 takes a free one. With `clients`, waits until that
-    many processes (this one included) have come, as long as `timeout` seconds."""
+    """A store hosted by this process at a numeric address; port 0 chooses a free one. With `clients`, waits up to
+    `timeout` seconds until that many processes (including this one) have connected."""
     with listening_socket(address, port) as listener:
         port = int(listener.getsockname()[1])
         descriptor = listener.detach()
@@ -45,7 +45,7 @@ def host_store(address: str, port: int, timeout: float, *, clients: int | None =
 
 
 def reach_store(host: str, port: int, timeout: float, *, clients: int | None = None) -> TCPStore:
-    """The store that another process keeps there."""
+    """The store that another process hosts at this address."""
     return TCPStore(
         host, port, clients, False, timedelta(seconds=timeout), wait_for_workers=clients is not None
     )

@@ -1,7 +1,7 @@
-"""What this machine really lets a process have: cores, memory, open files.
+"""The resources of this machine that a process may use: cores, memory, open files.
 
-Promises: numbers that hold inside containers and batch jobs, where the kernel's totals are not ours to use.
-Both cgroup versions are read; a limit that cannot be read counts as no limit.
+Promises: numbers that are right inside containers and batch jobs, where a process may use only part of the machine.
+Reads both cgroup versions; a limit that cannot be read counts as no limit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 
 DESCRIPTORS = 65536
-"""Open files we ask for. Data loading passes tensors by descriptor; 1024, a common default, runs out."""
+"""Limit of open files to ask for. Data loading passes tensors by descriptor, and the common default of 1024 is too
+low."""
 
 
 def host_name() -> str:
@@ -24,7 +25,7 @@ def host_name() -> str:
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores this process may keep busy: its affinity mask, cut to the cgroup's quota, at least 1."""
+    """The cores that this process may use: its affinity mask, limited to the cgroup's quota, at least 1."""
     affinity = getattr(os, "sched_getaffinity", None)
     allowed = len(affinity(0)) if affinity else (os.cpu_count() or 1)
     quota = _cpu_quota(cgroup)
@@ -32,8 +33,8 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def cores_per_process(local_processes: int, env: Mapping[str, str] = os.environ) -> int:
-    """A fair share of the cores for one of the processes here. Slurm hands each task its own cores already, but a
-    launcher (ours or torchrun) inside a task shares them among its workers."""
+    """The cores for each process of this machine. Slurm gives each task cores of its own, but a launcher (ours or
+    torchrun) inside a task divides them among its workers."""
     task = "SLURM_PROCID" in env and "TORCHELASTIC_RUN_ID" not in env
     if task and env.get("SLURM_CPUS_PER_TASK", "").isdigit():
         return max(1, min(usable_cores(), int(env["SLURM_CPUS_PER_TASK"])))
@@ -41,7 +42,7 @@ def cores_per_process(local_processes: int, env: Mapping[str, str] = os.environ)
 
 
 def usable_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of memory this process may use: the machine's, cut to the cgroup's limit."""
+    """Bytes of memory that this process may use: the machine's, limited by the cgroup."""
     limits = [psutil.virtual_memory().total]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         text = _read(cgroup / name)
@@ -56,7 +57,7 @@ def descriptor_limits() -> tuple[int, int]:
 
 
 def raise_descriptor_limit() -> int:
-    """Lifts the soft limit of open files towards the hard one and gives the new one. Children inherit it."""
+    """Raises the soft limit of open files towards the hard one and returns it. Children inherit it."""
     soft, hard = descriptor_limits()
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -66,7 +67,7 @@ def raise_descriptor_limit() -> int:
 
 
 def _cpu_quota(cgroup: Path) -> float | None:
-    """Cores' worth of time per period, or None without a limit."""
+    """The quota in cores, or None without a limit."""
     fields = _read(cgroup / "cpu.max").split()
     if len(fields) == 2 and fields[0] != "max":
         return int(fields[0]) / int(fields[1])

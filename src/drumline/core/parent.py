@@ -1,7 +1,6 @@
-"""Ties a worker's life to its launcher's.
+"""Ends a worker when its launcher ends.
 
-Promises: no worker outlives the launcher, however that ended. Refuses nothing; asks the kernel once, at the
-worker's start.
+Promises: no worker outlives its launcher, however that ended. One system call at the worker's start.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Called by a worker at its start: the kernel kills it when its launcher is gone, even after kill -9.
+    """Called by a worker at its start: the kernel kills it when its launcher ends, even by kill -9.
 
-    Does nothing unless our launcher started this process (a run under nohup must outlive its shell). Other
-    kernels than Linux only get the check for a launcher that is gone already.
+    Does nothing unless our launcher started this process (a run under nohup must outlive its shell). On kernels other
+    than Linux it only checks that the launcher still exists.
     """
     if LAUNCHER not in os.environ:
         return

@@ -1,8 +1,7 @@
-"""A launcher's contact with those of the other machines, kept by a thread of its own.
+"""A launcher's contact with the launchers of the other machines, kept by a thread of its own.
 
-Promises: the launcher's main loop never waits for the network or a shared disk: it leaves what it has to say, and
-reads what was heard last, in memory. How long nothing has been heard is part of that. Nobody waits for the thread to
-end.
+Promises: the launcher's main loop never waits for the network or a shared disk: it sets what to report and reads the
+latest replies in memory, including how long ago the last one came. Nothing waits for the thread to end.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from typing import Any, Protocol
 
 from drumline.core.errors import UserError
 from drumline.launch.hub import AwakeClock, Reply, Unreachable
-from drumline.launch.nodes import Heard, Member, Round
+from drumline.launch.nodes import Heard, Node, Round
 
 SILENT_SECONDS = 5.0
-"""Without a sign of life, after which a launcher counts as gone, and the contact with the hub as lost."""
+"""Without a message, after which a launcher counts as lost, and the contact with the hub too."""
 
 FILE_SILENT_SECONDS = 25.0
-"""The same at a shared folder, which may show what others have written late."""
+"""The same for a shared folder, where files of other machines may appear late."""
 
 PACE = 0.25
 FILE_PACE = 1.0
@@ -28,9 +27,9 @@ FILE_PACE = 1.0
 
 
 class Transport(Protocol):
-    """How messages travel: a hub here, a hub elsewhere, a shared folder."""
+    """How messages travel: a hub here, a hub on another machine, or a shared folder."""
 
-    def exchange(self, member: Member) -> Reply: ...
+    def exchange(self, node: Node) -> Reply: ...
 
     def leave(self) -> None: ...
 
@@ -39,72 +38,69 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class View:
-    """What is known now. `age`: how long ago the last answer came. `error`: why the last attempt failed, if it did;
-    `fatal`: why no attempt will succeed."""
+    """What is known now. `age`: how long ago the last reply came. `error`: why the last attempt failed, if it did,
+    with its code; `fatal`: why no attempt will succeed."""
 
     reply: Reply
     age: float
-    error: str
-    fatal: UserError | None
+    error: str = ""
+    error_code: str = ""
+    fatal: UserError | None = None
 
     @property
     def round(self) -> Round | None:
         return self.reply.round
 
-    def others(self, me: str) -> dict[str, Heard]:
-        """What was heard from the other launchers."""
-        return {name: each for name, each in self.reply.heard.items() if name != me}
+    def others(self, id: str) -> dict[str, Heard]:
+        """What the launchers other than `id` reported."""
+        return {name: each for name, each in self.reply.heard.items() if name != id}
 
 
 class Contact:
-    """Says and hears. `place` names the meeting place, `limit` is the silence that counts as a loss."""
+    """Sends reports and receives those of others. `limit` is the silence that counts as a loss."""
 
     def __init__(
-        self, transport: Transport, member: Member, *, place: str, limit: float, pace: float
+        self, transport: Transport, node: Node, *, rendezvous: str, limit: float, pace: float
     ) -> None:
-        self.place, self.limit, self._pace = place, limit, pace
-        self._transport, self._member = transport, member
+        self.rendezvous, self.limit, self._pace = rendezvous, limit, pace
+        self._transport, self._node = transport, node
         self._clock, self._lock = AwakeClock(), threading.Lock()
-        self._news = threading.Event()
-        self._reply, self._error = Reply(None, {}), ""
+        self._changed = threading.Event()
+        self._reply, self._error, self._error_code = Reply(None, {}), "", ""
         self._fatal: UserError | None = None
         self._heard_at = self._clock.now()
-        self._said, self._delivered = 0, -1
+        self._reported, self._delivered = 0, -1
         self._left = threading.Event()
         threading.Thread(target=self._run, name="contact", daemon=True).start()
 
     @property
     def id(self) -> str:
-        return self._member.id
+        return self._node.id
 
-    @property
-    def member(self) -> Member:
-        """What is being said."""
-        return self._member
-
-    def say(self, **changes: Any) -> None:
-        """Changes what is said from now on."""
+    def report(self, **changes: Any) -> None:
+        """Changes what is reported from now on."""
         with self._lock:
-            self._member = replace(self._member, **changes)
-            self._said += 1
-        self._news.set()
+            self._node = replace(self._node, **changes)
+            self._reported += 1
+        self._changed.set()
 
     def view(self) -> View:
-        """What is known now. To be called more than once a second, so that time in which this process was stopped
-        does not count as silence."""
+        """What is known now. Call it more than once a second, so that time in which this process was stopped does not
+        count as silence."""
         with self._lock:
-            return View(self._reply, self._clock.now() - self._heard_at, self._error, self._fatal)
+            age = self._clock.now() - self._heard_at
+            return View(self._reply, age, self._error, self._error_code, self._fatal)
 
     def delivered(self) -> bool:
-        """Whether all that was said has been heard."""
+        """Whether the latest report has been received."""
         with self._lock:
-            return self._delivered >= self._said
+            return self._delivered >= self._reported
 
     def leave(self, seconds: float) -> None:
-        """Takes leave, within so many seconds where there is contact."""
+        """Reports that this launcher leaves; waits up to `seconds` for delivery if there is contact."""
         view = self.view()
         lost = view.age > self.limit or view.fatal is not None
-        self.say(state="left")
+        self.report(state="left")
         self._left.set()
         deadline = time.monotonic() + (0.0 if lost else seconds)
         while not self.delivered() and time.monotonic() < deadline:
@@ -116,18 +112,18 @@ class Contact:
     def _run(self) -> None:
         over = False
         while not over:
-            self._news.wait(self._pace)
-            self._news.clear()
+            self._changed.wait(self._pace)
+            self._changed.clear()
             over = self._left.is_set()
             with self._lock:
-                member, said = self._member, self._said
+                node, reported = self._node, self._reported
             try:
-                reply = self._transport.exchange(replace(member, clock=time.time()))
+                reply = self._transport.exchange(replace(node, clock=time.time()))
                 if over:
                     self._transport.leave()
             except Unreachable as error:
                 with self._lock:
-                    self._error = str(error)
+                    self._error, self._error_code = str(error), error.code
                 over = False
                 time.sleep(self._pace)
             except UserError as error:
@@ -136,5 +132,5 @@ class Contact:
                 return
             else:
                 with self._lock:
-                    self._reply, self._error, self._delivered = reply, "", said
+                    self._reply, self._error, self._error_code, self._delivered = reply, "", "", reported
                     self._heard_at = self._clock.now()

@@ -1,8 +1,8 @@
-"""Why a process of the run ended, carried from the worker to the launcher, so that it is said once.
+"""Why a process of the run ended, passed from the worker to the launcher, so that it is shown once.
 
-Promises: of many failures the cause is shown, not the broken connections that follow from it; a mistake the
-user can mend comes without a traceback; a process killed by a signal is named with what usually does that.
-The file is the one torch's launcher gives its workers, in its format, so torchrun understands it too.
+Promises: of many failures the cause is shown, not the broken connections that follow from it; a mistake that the user
+can fix is shown without a traceback; a process killed by a signal is reported with the usual reason for that signal.
+The error file is the one that torch's launcher gives its workers, in its format, so torchrun can read it too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.environment import LAUNCHER
-from drumline.core.errors import LostError, UserError
+from drumline.core.errors import PEER_LOST, LostError, UserError
 from drumline.core.text import printable
 
 FILE = "TORCHELASTIC_ERROR_FILE"
@@ -28,18 +28,18 @@ FILE = "TORCHELASTIC_ERROR_FILE"
 HINTS = {
     signal.SIGKILL: "out of memory? The kernel then kills the largest process: see `dmesg`, "
     "and try a smaller data.batch or fewer data.workers",
-    signal.SIGBUS: "shared memory full, or a data file that was cut short or cannot be read? See `drumline doctor`; "
+    signal.SIGBUS: "shared memory full, or a data file that was truncated or cannot be read? See `drumline doctor`; "
     "in Docker, start with --shm-size=8g",
     signal.SIGSEGV: "a crash in native code: run again with PYTHONFAULTHANDLER=1 to see where",
 }
 
 _LOST_PEER = re.compile(
-    r"waited in vain for the other ranks|could not reach the other ranks"
-    r"|closed by peer|reset by peer|broken pipe|connection refused|connection was likely closed"
+    r"closed by peer|reset by peer|broken pipe|connection refused|connection was likely closed"
     r"|remote process exited|remote server|communicator was aborted|timed out waiting"
     r"|collective operation timeout|failed to recv|wait timeout|socket timeout|no error message was returned",
     re.IGNORECASE,
 )
+"""How gloo, NCCL and torch's stores word a lost connection; they raise plain RuntimeErrors for it."""
 
 
 @dataclass(frozen=True)
@@ -47,47 +47,56 @@ class Failure:
     """How one rank ended."""
 
     rank: int
+    """-1: the failure concerns a machine, not a rank."""
     message: str
     time: float
     """By the monotonic clock of the machine that holds this value."""
+    fix: str = ""
+    """What to do about a `UserError`."""
     traceback: str = ""
     user: bool = False
-    """A `UserError`: the message says what to do, a traceback would only hide it."""
+    """A `UserError`: the message says what to do, so no traceback is shown."""
+    code: str = ""
+    """The `code` of a `UserError`."""
     follows: bool = False
-    """Lost contact with another rank: most likely the consequence of another failure."""
+    """The rank lost contact with another one: most likely a consequence of another failure."""
     exit_code: int = 1
     host: str = ""
     lost: bool = False
-    """A `LostError` or a hang: a fresh start may mend it."""
+    """A `LostError` or a hang: a restart may succeed."""
     ends: bool = False
-    """The run ends with it: it is not to be restarted."""
+    """The run ends with this failure; it is not restarted."""
 
 
-_SHAPE = Failure(rank=0, message="", time=0.0)
+_EXAMPLE = Failure(rank=0, message="", time=0.0)
 
 
 def record_failure(error: BaseException, rank: int) -> bool:
-    """Leaves the error for whoever launched this worker. True when our launcher will show it, so that the
-    worker should not print it too. Call it before leaving the process group: the others notice then."""
+    """Writes the error for the launcher of this worker. True if our launcher shows it, so that the worker does not
+    print it too. Call it before leaving the process group: the other ranks notice that."""
     path = os.environ.get(FILE)
     if not path:
         return False
-    user, lost = isinstance(error, UserError), isinstance(error, LostError)
-    message = printable(str(error) if user else f"{type(error).__name__}: {error}", keep="\n\t")
-    stack = "" if user else printable("".join(traceback.format_exception(error)), keep="\n\t")
-    failure = Failure(
-        rank=rank,
-        message=message,
-        time=time.monotonic(),
-        traceback=stack,
-        user=user,
-        follows=(not user or lost) and bool(_LOST_PEER.search(message)),
-        exit_code=error.exit_code if isinstance(error, UserError) else 1,
-        lost=lost,
-    )
+    now = time.monotonic()
+    if isinstance(error, UserError):
+        failure = Failure(
+            rank,
+            printable(error.what, keep="\n\t"),
+            now,
+            fix=printable(error.fix, keep="\n\t"),
+            user=True,
+            code=error.code,
+            follows=error.code == PEER_LOST,
+            exit_code=error.exit_code,
+            lost=isinstance(error, LostError),
+        )
+    else:
+        text = printable(f"{type(error).__name__}: {error}", keep="\n\t")
+        stack = printable("".join(traceback.format_exception(error)), keep="\n\t")
+        failure = Failure(rank, text, now, traceback=stack, follows=bool(_LOST_PEER.search(text)))
     torch_format = {
-        "message": message,
-        "extraInfo": {"py_callstack": stack, "timestamp": str(int(time.time()))},
+        "message": f"{failure.message}\n{failure.fix}".strip(),
+        "extraInfo": {"py_callstack": failure.traceback, "timestamp": str(int(time.time()))},
     }
     draft = Path(path + ".draft")
     draft.write_text(json.dumps({"message": torch_format, "drumline": asdict(failure)}))
@@ -96,7 +105,7 @@ def record_failure(error: BaseException, rank: int) -> bool:
 
 
 def read_failure(path: str | Path) -> Failure | None:
-    """What `record_failure` left in a file; None when it left nothing."""
+    """The failure that `record_failure` wrote to a file; None if there is none."""
     try:
         content = json.loads(Path(path).read_text())
     except FileNotFoundError:
@@ -105,43 +114,40 @@ def read_failure(path: str | Path) -> Failure | None:
 
 
 def failure_from_exit(rank: int, code: int, now: float) -> Failure:
-    """A rank that ended without a word: by a signal (negative code, as subprocess counts) or an exit code."""
+    """A rank that ended without an error file: by a signal (negative code, as in subprocess) or an exit code."""
     if code >= 0:
         return Failure(
-            rank,
-            f"ended with exit code {code} and left no message; see its output above",
-            now,
-            exit_code=code,
+            rank, f"exit code {code} and no error message; see its output above", now, exit_code=code
         )
     number = -code
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     hint = HINTS.get(signal.Signals(number)) if number in set(signal.Signals) else None
     # torch's NCCL watchdog aborts the process when a peer is gone, so an abort alone proves no cause.
     return Failure(
-        rank, f"was killed by {name}" + (f" ({hint})" if hint else ""), now, follows=number == signal.SIGABRT
+        rank, f"killed by {name}" + (f" ({hint})" if hint else ""), now, follows=number == signal.SIGABRT
     )
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:
-    """The failure the others follow from: the earliest that is not itself a lost connection."""
+    """The failure that caused the others: the earliest that is not itself a lost connection."""
     return min(failures, key=lambda failure: (failure.follows, failure.time, failure.rank))
 
 
 def on_host(failure: Failure, host: str) -> Failure:
-    """The failure with its machine's name."""
+    """The failure with the name of its machine."""
     return replace(failure, host=host)
 
 
 def from_fields(content: object) -> Failure:
-    """A failure that came over a network: fields and types must be those of a `Failure`, else `ValueError`; what a
-    terminal would obey is taken out, and a long text is cut."""
-    kinds = {field.name: type(getattr(_SHAPE, field.name)) for field in fields(Failure)}
+    """A failure received over a network. Raises `ValueError` unless fields and types are those of a `Failure`. Strips
+    terminal control characters and truncates long text."""
+    kinds = {field.name: type(getattr(_EXAMPLE, field.name)) for field in fields(Failure)}
     if not isinstance(content, dict) or set(content) != set(kinds):
         raise ValueError("not a failure")
     if any(type(content[name]) is not kind for name, kind in kinds.items()):
-        raise ValueError("a failure with a field of another type")
+        raise ValueError("a failure with a field of the wrong type")
     if not math.isfinite(content["time"]):
-        raise ValueError("a failure at no time")
+        raise ValueError("a failure without a valid time")
     cleaned: dict[str, Any] = {
         name: plain(value) if isinstance(value, str) else value for name, value in content.items()
     }
@@ -149,34 +155,32 @@ def from_fields(content: object) -> Failure:
 
 
 def plain(text: str) -> str:
-    """Text without what would move a terminal's cursor or colour it, at most 20,000 characters."""
+    """Text without terminal control characters, at most 20,000 characters."""
     return printable(text[:20_000], keep="\n\t")[:20_000]
 
 
 def render_failure(failure: Failure) -> str:
-    """What the user reads: rank, machine where there are several, message, and the traceback of our own
-    mistakes."""
-    where = who(failure)
+    """The failure for the user: rank, machine if there are several, message, and the traceback of an unexpected
+    error."""
     if failure.follows and failure.host and failure.traceback:
-        # Between machines, a broken connection tells nothing but that: its traceback would name gloo or NCCL.
+        # Between machines, a broken connection says only that: its traceback would name gloo or NCCL.
         return f"{summary(failure)} ({plain(failure.message).strip().splitlines()[0][:300]})"
     if failure.traceback:
-        return f"{where} failed:\n{failure.traceback.rstrip()}"
-    separator = " " if failure.message.startswith(("was ", "ended ", "lost ", "is ", "has ")) else ": "
-    return f"{where}{separator}{failure.message}"
+        return f"{rank_name(failure)} failed:\n{failure.traceback.rstrip()}"
+    return f"{rank_name(failure)}: {failure.message}" + (f"\n  fix: {failure.fix}" if failure.fix else "")
 
 
 def summary(failure: Failure) -> str:
-    """The same on one line."""
+    """The failure in one line."""
     if failure.follows and failure.traceback:
-        return f"{who(failure)} lost contact with another process"
+        return f"{rank_name(failure)} lost contact with another process"
     if failure.traceback:
-        return f"{who(failure)} failed ({failure.message.strip().splitlines()[0]})"
+        return f"{rank_name(failure)} failed ({failure.message.strip().splitlines()[0]})"
     return render_failure(failure).partition("\n")[0]
 
 
-def who(failure: Failure) -> str:
-    """The rank, and its machine where there are several."""
+def rank_name(failure: Failure) -> str:
+    """The rank, and its machine if there are several."""
     if failure.rank < 0:
         return failure.host
     return f"rank {failure.rank}" + (f" on {failure.host}" if failure.host else "")

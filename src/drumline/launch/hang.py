@@ -1,7 +1,7 @@
-"""Which worker no longer moves, and which one the others wait for. Pure: what is known goes in, a verdict comes out.
+"""Decides whether the workers hang and which rank the others wait for. Pure.
 
-Promises: ranks that wait for one whose work may take long (compiling, saving) are not taken for hung; a run whose
-steps are slow by themselves gets time in proportion; time in which the launcher itself stood still does not count.
+Promises: ranks that wait for one whose work may take long (compiling, saving) do not count as hung; a run with slow
+steps gets time in proportion; time in which the launcher itself was stopped does not count.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 
 from drumline.core.heartbeat import Beat, Phase
 from drumline.launch.failure import Failure
-from drumline.launch.stacks import innermost, tidy
+from drumline.launch.stacks import format_stacks, innermost
 
 PATIENCE = 3.0
-"""A step may take this many times as long as the slowest one so far."""
+"""A step may take this many times as long as the slowest so far."""
 
 LATE_SECONDS = 1.0
-"""A look at the workers that comes later than this after the one before: the launcher itself stood still."""
+"""If two checks of the workers are further apart than this, the launcher itself was stopped."""
 
 
 @dataclass(frozen=True)
 class Sign:
-    """What is known of one rank: its last beat and how long ago it came, how long it has been seen stopped (0: it is
-    not), and its longest time between two beats while it went on steadily."""
+    """The state of one rank: its last beat and how many seconds ago it came, how long the process has been stopped
+    (0: it is running), and the longest time between two beats of a steady phase."""
 
     rank: int
     beat: Beat
@@ -35,7 +35,7 @@ class Sign:
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds without a sign of progress: while beats come steadily (0: no limit), and while one thing may take
+    """Seconds without a beat: in phases with steady beats (0: no limit), and in phases where one operation may take
     long."""
 
     hang: float
@@ -47,19 +47,19 @@ class Pulse:
 
     def __init__(self, rank: int, now: float) -> None:
         self._rank, self._beat = rank, Beat()
-        self._since = self._looked = now
+        self._since = self._checked = now
         self._stopped_since: float | None = None
         self._slowest = 0.0
 
-    def look(self, beat: Beat, stopped: bool, now: float) -> Sign:
-        """Takes in what is to be seen now."""
-        late = now - self._looked
-        self._looked = now
+    def update(self, beat: Beat, stopped: bool, now: float) -> Sign:
+        """Records the latest beat and whether the process is stopped."""
+        late = now - self._checked
+        self._checked = now
         if late > LATE_SECONDS:
             self._since += late
             self._stopped_since = None
         if beat.count != self._beat.count:
-            # A start ends with a sign right before the first step, so that step's length is known too.
+            # The starting phase ends with a beat right before the first step, so that step's length is known too.
             if beat.phase.steady and self._beat.phase in (beat.phase, Phase.STARTING):
                 self._slowest = max(self._slowest, now - self._since)
             self._beat, self._since = beat, now
@@ -72,7 +72,7 @@ class Pulse:
 
 
 def is_hung(signs: Sequence[Sign], limits: Limits, busy_elsewhere: bool = False) -> bool:
-    """Whether the run stands still. `busy_elsewhere`: a rank of another machine does something that may take long."""
+    """Whether the run hangs. `busy_elsewhere`: a rank of another machine does something that may take long."""
     if limits.hang == 0:
         return False
     if any(sign.stopped > limits.hang for sign in signs):
@@ -81,53 +81,53 @@ def is_hung(signs: Sequence[Sign], limits: Limits, busy_elsewhere: bool = False)
 
 
 def is_busy(signs: Sequence[Sign], limits: Limits) -> bool:
-    """Whether one of the ranks does something that may take long, so that others may have to wait for it."""
+    """Whether one of the ranks does something that may take long, so that others may wait for it."""
     return any(not sign.beat.phase.steady and not _overdue(sign, limits) for sign in signs)
 
 
-def standing(sign: Sign, answer: str) -> str:
-    """Where a rank stands, for people; `answer` is what it wrote when it was asked for its stacks."""
+def describe(sign: Sign, answer: str) -> str:
+    """The state of a rank for the user; `answer` holds its stacks as faulthandler wrote them."""
     if sign.stopped:
-        lines = ["is stopped (SIGSTOP, or a debugger) and cannot say where"]
+        lines = ["stopped by SIGSTOP or a debugger, so its stack cannot be read"]
     else:
-        lines = tidy(answer) or ["does not answer"]
-    head = f"rank {sign.rank}: {sign.beat.phase.words}, {sign.beat.step:,} steps done, silent for {sign.silent:.1f} s"
+        lines = format_stacks(answer) or ["no answer to the request for its stack"]
+    head = f"rank {sign.rank}: {sign.beat.phase.label}, {sign.beat.step:,} steps done, silent for {sign.silent:.1f} s"
     return "\n".join([head, *(f"  {line}" for line in lines)])
 
 
 def verdict(
     signs: Sequence[Sign], answers: Mapping[int, str], elsewhere: Sequence[int], now: float
 ) -> Failure:
-    """The failure that a hang is: of the rank that the others most likely wait for. `elsewhere` has the fewest
-    steps of each other machine; one that is further behind is more likely to hold that rank."""
-    rank, why = culprit(signs, {rank: innermost(answer) for rank, answer in answers.items() if answer})
+    """The hang as a failure of the rank that the others most likely wait for. `elsewhere` has the fewest steps of
+    each other machine; a machine further behind is more likely to have that rank."""
+    rank, why = blocking_rank(signs, {rank: innermost(answer) for rank, answer in answers.items() if answer})
     silent = max(max(sign.silent, sign.stopped) for sign in signs)
     behind = any(step < min(sign.beat.step for sign in signs) for step in elsewhere)
     return Failure(
         signs[0].rank if rank is None else rank,
-        f"has hung: no progress for {silent:.1f} s; {why or 'nothing tells it from the others'}",
+        f"hung: no progress for {silent:.1f} s; {why or 'all ranks look the same'}",
         now,
         follows=behind and not any(sign.stopped for sign in signs),
         lost=True,
     )
 
 
-def culprit(signs: Sequence[Sign], places: Mapping[int, str]) -> tuple[int | None, str]:
-    """The rank that the others most likely wait for, and why it is thought to be; None when nothing tells them apart.
-    `places` says where in the code the main thread of each rank stands, as far as known."""
+def blocking_rank(signs: Sequence[Sign], frames: Mapping[int, str]) -> tuple[int | None, str]:
+    """The rank that the others most likely wait for, and the reason; None if all look the same. `frames` has the
+    innermost frame of each rank's main thread, as far as known."""
     stopped = [sign for sign in signs if sign.stopped]
     if stopped:
-        return stopped[0].rank, "it is stopped (SIGSTOP, or a debugger)"
+        return stopped[0].rank, "it is stopped by SIGSTOP or a debugger"
     if len(signs) == 1:
-        return signs[0].rank, "it is the only one here"
+        return signs[0].rank, "it is the only rank on this machine"
     fewest = min(sign.beat.step for sign in signs)
     behind = [sign.rank for sign in signs if sign.beat.step == fewest]
     if len(behind) < len(signs):
         return behind[0], f"it has taken the fewest steps, {fewest:,}"
-    counts = Counter(places.values())
-    odd = [rank for rank, place in places.items() if counts[place] == 1]
-    if len(odd) == 1 and len(places) > 2:
-        return odd[0], "it stands at another place than the others"
+    counts = Counter(frames.values())
+    odd = [rank for rank, frame in frames.items() if counts[frame] == 1]
+    if len(odd) == 1 and len(frames) > 2:
+        return odd[0], "its main thread is at a different line from the others"
     return None, ""
 
 

@@ -1,14 +1,12 @@
-"""Starts this machine's part of a run: chooses the network interface, meets the other machines' launchers, and hands
-over to `watch.py`.
+"""Launches this machine's workers: chooses the network interface, opens the rendezvous, and runs the supervisor.
 
-Promises: workers are given arguments and environment, nothing else; a stop request reaches each worker once
-and leaves it time to save; one failing rank restarts the run or ends it within seconds, on every machine, with the
-cause shown once; no worker outlives the launcher. One machine needs neither network nor secret. Machines that cannot
-meet get a `UserError`.
+Promises: workers get arguments and environment, nothing else; a stop request reaches each worker once and leaves it
+time to save; one failing rank restarts the run or ends it within seconds, on every machine, with the cause shown
+once; no worker outlives the launcher. One machine needs neither network nor secret. Machines that cannot connect
+raise a `UserError`.
 
-Exit codes: 0 when every worker ended with 0; 2 after a user's mistake, 1 after any other failure. After a
-stop request the workers' own code is passed on (0 when they saved and left with 0); workers that had to be
-killed give 128 + the signal, as a shell would.
+Exit codes: 0 finished; 2 a user's mistake; 1 any other failure; 128 + the signal if a signal stopped the run and it
+saved; 137 if the workers were killed before they saved.
 """
 
 from __future__ import annotations
@@ -19,8 +17,10 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from torch.distributed import DistError, TCPStore
 
@@ -31,10 +31,11 @@ from drumline.core.errors import UserError
 from drumline.core.listen import host_store
 from drumline.core.machine import raise_descriptor_limit
 from drumline.launch import contact as contacts
+from drumline.launch.cluster import Cluster, NotConnected, SingleNode
 from drumline.launch.contact import Contact, Transport
 from drumline.launch.hang import Limits
 from drumline.launch.hub import Client, Hub, Server
-from drumline.launch.joining import OVER, NotMet
+from drumline.launch.messages import SECRET, not_a_launcher, shared_secret
 from drumline.launch.network import (
     Interface,
     choose_interface,
@@ -42,97 +43,110 @@ from drumline.launch.network import (
     listening_address,
     socket_variables,
 )
-from drumline.launch.nodes import Member, Round
-from drumline.launch.secret import VARIABLE as SECRET
-from drumline.launch.secret import shared_secret
+from drumline.launch.nodes import Node, Round
 from drumline.launch.shared_folder import SharedFolder
-from drumline.launch.signed import not_a_launcher
-from drumline.launch.supervisor import GRACE_SECONDS, Care, Watch
-from drumline.launch.worker_environment import Handout
+from drumline.launch.supervisor import GRACE_SECONDS, Outcome, Policy, Supervisor
+from drumline.launch.workers import WorkerEnvironment
 from drumline.observe.text_log import LauncherLog
 
 LEAVE_SECONDS = 10.0
-"""How long the machine with the hub waits for the others to stop their workers and take leave."""
+"""How long the machine with the hub waits for the others to stop their workers and leave."""
 
 
 def launch(
     command: Sequence[str],
     parallel: Parallel,
     processes: int,
-    announce: Callable[[str], None],
+    say: Callable[[str], None],
     *,
     threads: int,
-    care: Launch | None = None,
+    supervision: Launch | None = None,
     grace: float = GRACE_SECONDS,
     run_dir: str = "",
-) -> int:
-    """Runs `processes` copies of `command` here, as this machine's part of the run, and gives the exit code.
+    variables: Mapping[str, str] = MappingProxyType({}),
+    returns_result: bool = False,
+) -> Outcome:
+    """Runs `processes` copies of `command` here, as this machine's part of the run.
 
-    `care` says how they are watched over (None: neither restarts nor a limit of silence). `threads` becomes
-    OMP_NUM_THREADS unless the user has set it. `grace` is how long workers may take to save after a stop request.
-    `announce` is given each line meant for the user; what happens to the workers is also written to log.txt of their
-    run folder below `run_dir`. Main thread only: it takes over SIGINT, SIGTERM and SIGHUP until it returns.
+    `supervision` sets restarts and limits of silence (None: neither). `threads` becomes OMP_NUM_THREADS unless the
+    user has set it. `grace` is how long workers may take to save after a stop request. `say` gets each line for the
+    user; lines about the workers are also written to log.txt of their run folder below `run_dir`. `variables` are
+    added to the environment of the workers. `returns_result`: rank 0's result is part of the outcome instead of being
+    printed. In the main thread, handles SIGINT, SIGTERM and SIGHUP until it returns; in other threads it cannot.
     """
-    rendezvous = _meeting_place(parallel)
-    several = parallel.nodes > 1
+    rendezvous = _rendezvous(parallel)
     interface = choose_interface(parallel.interface, rendezvous.host or None, machines=parallel.nodes)
-    sockets, notes = socket_variables(interface, os.environ, forced=parallel.interface != "auto")
+    sockets, lines = socket_variables(interface, os.environ, forced=parallel.interface != "auto")
     defaults = {
         "OMP_NUM_THREADS": str(threads),
-        # What torch's native code warns of (a peer that is gone, a name that does not resolve) comes as an error too.
+        # Warnings of torch's native code (a lost peer, a name that does not resolve) also come as errors.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
-    variables = defaults | dict(os.environ) | sockets | {LAUNCHER: str(os.getpid())}
-    variables.pop(SECRET, None)  # workers have no use for it
+    common = defaults | dict(os.environ) | dict(variables) | sockets | {LAUNCHER: str(os.getpid())}
+    common.pop(SECRET, None)  # workers do not need it
     raise_descriptor_limit()
-    for note in notes:
-        announce(note)
-    announce(f"{processes} process{'es' * (processes > 1)} here, network interface {interface}")
-    care = care or Launch(hang=0.0)
+    for line in (*lines, f"{processes} process{'es' * (processes > 1)} here, network interface {interface}"):
+        say(line)
+    supervision = supervision or Launch(hang=0.0)
     store = _workers_store(rendezvous, interface, parallel)
-    host = f"{socket.gethostname()} ({interface.address})" if several else ""
-    launch_id = secrets.token_hex(16)
-    alone = Round(1, launch_id, 0, "", (launch_id,), (processes,), interface.address, store.port)
-    contact: Contact | None = None
     with contextlib.ExitStack() as cleanup:
-        handout = cleanup.enter_context(contextlib.closing(Handout()))
-        record = LauncherLog(announce, lambda: _run_folder(run_dir, handout.claim.read()))
-        cleanup.callback(record.close)
-        if several:
-            announce(f"waiting for {parallel.nodes} machines at {rendezvous}")
-            transport = _transport(rendezvous, parallel, care, interface)
-            cleanup.callback(transport.close)
-            member = Member(
-                id=secrets.token_hex(16),
-                host=host,
-                address=interface.address,
-                pid=os.getpid(),
-                nodes=parallel.nodes,
-                processes=processes,
-                port=store.port,
-                number=-1 if parallel.node_rank == "auto" else parallel.node_rank,
-                launch_id=launch_id,
-            )
-            limit, pace = _silence(rendezvous, parallel.nodes)
-            contact = Contact(transport, member, place=str(rendezvous), limit=limit, pace=pace)
-            cleanup.callback(_leave, contact, transport)
-        watch = Watch(
+        environment = cleanup.enter_context(contextlib.closing(WorkerEnvironment(returns_result)))
+        log = LauncherLog(say, lambda: _run_folder(run_dir, environment.claim.read()))
+        cleanup.callback(log.close)
+        host = f"{socket.gethostname()} ({interface.address})" if parallel.nodes > 1 else ""
+        cluster = _connect(
+            rendezvous, parallel, supervision, interface, processes, store.port, host, say, cleanup
+        )
+        supervisor = Supervisor(
             command,
-            processes,
-            variables,
-            handout,
-            alone=alone,
-            contact=contact,
-            announce=record,
-            grace=grace,
+            common,
+            environment,
+            cluster,
+            log=log,
             host=host,
-            care=Care(restarts=care.restarts, limits=Limits(care.hang, parallel.timeout)),
+            policy=Policy(supervision.restarts, Limits(supervision.hang, parallel.timeout), grace),
         )
         try:
-            return watch.finish()
-        except NotMet as error:
-            raise _did_not_meet(rendezvous, parallel, str(error)) from error
+            return replace(supervisor.run(), result=environment.result())
+        except NotConnected as error:
+            raise _not_connected(rendezvous, parallel, error) from error
+
+
+def _connect(
+    rendezvous: Rendezvous,
+    parallel: Parallel,
+    supervision: Launch,
+    interface: Interface,
+    processes: int,
+    port: int,
+    host: str,
+    say: Callable[[str], None],
+    cleanup: contextlib.ExitStack,
+) -> SingleNode:
+    """The machines of the run. `port` is that of the workers' store."""
+    launch_id = secrets.token_hex(16)
+    if parallel.nodes == 1:
+        return SingleNode(Round(1, launch_id, 0, "", (launch_id,), (processes,), interface.address, port))
+    say(f"waiting for {parallel.nodes} machines at {rendezvous}")
+    transport = _transport(rendezvous, parallel, supervision, interface)
+    cleanup.callback(transport.close)
+    node = Node(
+        id=secrets.token_hex(16),
+        host=host,
+        address=interface.address,
+        pid=os.getpid(),
+        nodes=parallel.nodes,
+        processes=processes,
+        port=port,
+        number=-1 if parallel.node_rank == "auto" else parallel.node_rank,
+        launch_id=launch_id,
+    )
+    limit, pace = _silence(rendezvous, parallel.nodes)
+    contact = Contact(transport, node, rendezvous=str(rendezvous), limit=limit, pace=pace)
+    cluster = Cluster(contact, host)
+    cleanup.callback(_leave, cluster, transport)
+    return cluster
 
 
 def _run_folder(run_dir: str, name: str) -> Path | None:
@@ -140,8 +154,8 @@ def _run_folder(run_dir: str, name: str) -> Path | None:
     return Path(run_dir) / name if run_dir and name else None
 
 
-def _meeting_place(parallel: Parallel) -> Rendezvous:
-    """The rendezvous of the recipe, refused where a launcher has no use for it."""
+def _rendezvous(parallel: Parallel) -> Rendezvous:
+    """The rendezvous of the recipe. Rejects one that a launcher cannot use."""
     rendezvous = parse_rendezvous(parallel.rendezvous)
     if rendezvous.kind == "env":
         raise variables_missing()
@@ -154,8 +168,7 @@ def _meeting_place(parallel: Parallel) -> Rendezvous:
 
 
 def _workers_store(rendezvous: Rendezvous, interface: Interface, parallel: Parallel) -> TCPStore:
-    """The store at which the workers meet, should this be the first machine. One machine that was given a port keeps
-    it there."""
+    """The workers' store, used if this is the first machine. A run on one machine hosts it at the given port."""
     address, port = interface.address, 0
     if rendezvous.kind == "tcp" and parallel.nodes == 1:
         address, port = listening_address(rendezvous.host, interface), rendezvous.port
@@ -166,28 +179,29 @@ def _workers_store(rendezvous: Rendezvous, interface: Interface, parallel: Paral
             raise _port_taken(rendezvous) from error
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
-            f"cannot open a port on {interface} for the processes to meet ({reason[0]})",
+            f"cannot open a port on {interface} for the workers' store ({reason[0]})",
             "see `drumline doctor`",
         ) from error
 
 
 def _transport(
-    rendezvous: Rendezvous, parallel: Parallel, care: Launch, interface: Interface
+    rendezvous: Rendezvous, parallel: Parallel, supervision: Launch, interface: Interface
 ) -> Server | Client | SharedFolder:
-    """Opens the meeting place: keeps the hub where that is ours to do, reaches it otherwise."""
-    least = parallel.nodes if care.min_nodes == "auto" else min(care.min_nodes, parallel.nodes)
+    """Opens the rendezvous: hosts the hub if this machine is the first, connects to it otherwise."""
+    wanted = supervision.min_nodes
+    least = parallel.nodes if wanted == "auto" else min(wanted, parallel.nodes)
     limit, _ = _silence(rendezvous, parallel.nodes)
     if rendezvous.kind == "local":
         raise UserError(
-            f"parallel.nodes = {parallel.nodes}, but the machines have no place to meet",
+            f"parallel.nodes = {parallel.nodes} needs parallel.rendezvous",
             "add --parallel.rendezvous HOST:PORT, the same on each machine",
         )
     secret = shared_secret(os.environ)
     if rendezvous.kind == "file":
         if parallel.node_rank != "auto":
             raise UserError(
-                f"parallel.node_rank = {parallel.node_rank} needs HOST:PORT; a file numbers the machines by itself",
-                "leave parallel.node_rank at auto, or meet at HOST:PORT",
+                f"parallel.node_rank = {parallel.node_rank} needs HOST:PORT: a file numbers the machines itself",
+                "leave parallel.node_rank at auto, or set parallel.rendezvous to HOST:PORT",
             )
         return SharedFolder(rendezvous.path, secret, parallel.nodes, least, limit)
     host, port, numbered = rendezvous.host, rendezvous.port, parallel.node_rank != "auto"
@@ -196,14 +210,14 @@ def _transport(
             address = listening_address(host, interface)
             return Server(Hub(parallel.nodes, least, limit), secret, address, port)
         except OSError as error:
-            # Two launchers on one machine both find the address theirs; the one that comes second joins the first.
+            # For two launchers on one machine the address is local to both; the second connects to the first.
             if numbered or error.errno != errno.EADDRINUSE:
                 raise _port_taken(rendezvous, error) from error
     return Client(host, port, str(rendezvous), secret)
 
 
 def _silence(rendezvous: Rendezvous, nodes: int) -> tuple[float, float]:
-    """The silence that counts as a loss, and the time between two exchanges: longer for many machines, whose answers
+    """The silence that counts as a loss, and the time between two exchanges: longer for many machines, whose replies
     are longer too."""
     if rendezvous.kind == "file":
         return contacts.FILE_SILENT_SECONDS, contacts.FILE_PACE
@@ -211,10 +225,9 @@ def _silence(rendezvous: Rendezvous, nodes: int) -> tuple[float, float]:
     return max(contacts.SILENT_SECONDS, 5 * pace), pace
 
 
-def _leave(contact: Contact, transport: Transport) -> None:
-    """Takes leave of the other machines. The one with the hub lets the others go first, so that they never find it
-    gone."""
-    contact.leave(2.0)
+def _leave(cluster: Cluster, transport: Transport) -> None:
+    """Leaves the run. The machine with the hub waits for the others to leave first."""
+    cluster.leave()
     if isinstance(transport, Server):
         deadline = time.monotonic() + LEAVE_SECONDS
         while transport.still_here() and time.monotonic() < deadline:
@@ -228,20 +241,21 @@ def _port_taken(rendezvous: Rendezvous, error: OSError | None = None) -> UserErr
             "give an address of machine 0 in --parallel.rendezvous, the same on each machine",
         )
     return UserError(
-        f"another program on this machine holds the port of {rendezvous}",
-        "give another port in --parallel.rendezvous, the same on each machine",
+        f"another program on this machine uses the port of {rendezvous}",
+        "give a different port in --parallel.rendezvous, the same on each machine",
+        code="port-in-use",
     )
 
 
-def _did_not_meet(rendezvous: Rendezvous, parallel: Parallel, reason: str) -> UserError:
+def _not_connected(rendezvous: Rendezvous, parallel: Parallel, error: NotConnected) -> UserError:
     """A rendezvous that failed, in the user's terms."""
-    if reason == OVER:
+    if error.code == "ended":
         return UserError(f"the run at {rendezvous} has ended", "start all machines again")
-    mark = "the program there is not a Drumline launcher: "
-    if reason.startswith(mark):
-        return not_a_launcher(str(rendezvous), reason.removeprefix(mark))
+    if error.code == "not-a-launcher":
+        return not_a_launcher(str(rendezvous), str(error))
     return UserError(
-        f"{parallel.nodes} machines did not meet at {rendezvous} within {parallel.timeout:g} s ({reason})",
+        f"{parallel.nodes} machines did not connect to {rendezvous} within {parallel.timeout:g} s ({error})",
         "start the same command on each machine, check that the port is free and open between them, "
         "or number them with --parallel.node_rank",
+        code="rendezvous-timeout",
     )

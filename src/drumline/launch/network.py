@@ -1,8 +1,8 @@
-"""Which network interface the processes of a run talk over.
+"""The network interface of a run.
 
-Promises: one machine uses loopback, so it needs no network and no name service; several machines use the
-interface whose route reaches the rendezvous, found without sending a packet. Refuses an interface that does
-not exist or has no address, listing those that do.
+Promises: one machine uses loopback, so it needs no network and no name service; several machines use the interface
+whose route reaches the rendezvous, found without sending a packet. Rejects an interface that does not exist or has no
+address, and lists those that do.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import psutil
 from drumline.core.errors import UserError
 
 ELSEWHERE = "192.0.2.1"
-"""An address reserved for documentation: asking for the route to it finds the default route."""
+"""An address reserved for documentation: the route to it is the default route."""
 
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface and the address others can reach it by; an empty address when it has none."""
+    """A network interface and the address at which others reach it; empty if it has none."""
 
     name: str
     address: str
@@ -55,8 +55,8 @@ def loopback() -> Interface:
 
 
 def interface_for(host: str) -> Interface:
-    """The interface that routes to `host`, with the address it would send from. Nothing is sent: connecting
-    a UDP socket only asks the kernel for a route."""
+    """The interface that routes to `host`, with its source address. Sends nothing: connecting a UDP socket only asks
+    the kernel for a route."""
     family, address = _resolve(host)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -78,8 +78,8 @@ def interface_for(host: str) -> Interface:
 
 
 def choose_interface(wanted: str, rendezvous_host: str | None, *, machines: int = 1) -> Interface:
-    """The interface for this run. `auto`: loopback for one machine, otherwise the one that reaches the
-    rendezvous, or, when that is a file, the one that reaches the outside."""
+    """The interface for this run. `auto`: loopback for one machine, otherwise the one that reaches the rendezvous, or
+    the default route if the rendezvous is a file."""
     if wanted != "auto":
         named = {interface.name: interface for interface in interfaces()}
         if wanted not in named or not named[wanted].address:
@@ -97,7 +97,7 @@ def choose_interface(wanted: str, rendezvous_host: str | None, *, machines: int 
     if not rendezvous_host:
         return _outward()
     chosen = interface_for(rendezvous_host)
-    # Debian writes the machine's own name into its hosts file as 127.0.1.1; others cannot reach that.
+    # Debian maps the machine's own name to 127.0.1.1 in its hosts file; other machines cannot reach that.
     if chosen.loopback and not _means_loopback(rendezvous_host):
         return _outward()
     return chosen
@@ -110,8 +110,8 @@ def is_this_machine(host: str) -> bool:
 
 
 def listening_address(host: str, interface: Interface) -> str:
-    """The one address of this machine at which others reach it under the name `host`: what the name means here, or
-    the interface's where that is loopback though others take it for this machine."""
+    """The address at which other machines reach this one under the name `host`: the address of the name, or that of
+    the interface if the name resolves to loopback here."""
     ours = {address for found in _addresses().values() for address in found}
     for _, address in _resolve(host):
         if address in ours and (_means_loopback(host) or not ipaddress.ip_address(address).is_loopback):
@@ -120,7 +120,7 @@ def listening_address(host: str, interface: Interface) -> str:
 
 
 def free_port(address: str) -> int:
-    """A TCP port nobody listens on at `address` right now."""
+    """A TCP port at `address` on which no program listens right now."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind((address, 0))
@@ -130,26 +130,26 @@ def free_port(address: str) -> int:
 def socket_variables(
     interface: Interface, env: Mapping[str, str], forced: bool
 ) -> tuple[dict[str, str], list[str]]:
-    """The variables that tell gloo and NCCL which interface to use, and what to tell the user about them.
+    """The variables that make gloo and NCCL use this interface, and messages about them.
 
-    A variable the user has set stays, unless `forced` (the interface was named on the command line).
+    A variable that the user has set is kept, unless `forced` (the recipe names the interface).
     """
     # NCCL takes a bare name as a prefix (eth1 would also match eth10); "=" asks for the exact name.
     wanted = {"GLOO_SOCKET_IFNAME": interface.name, "NCCL_SOCKET_IFNAME": f"={interface.name}"}
-    variables, notes = {}, []
+    variables, lines = {}, []
     for name, value in wanted.items():
         theirs = env.get(name)
         if theirs and theirs.lstrip("=") != interface.name:
             if not forced:
-                notes.append(f"{name}={theirs} is set and is kept (auto would take {interface.name})")
+                lines.append(f"{name}={theirs} is set and is kept (auto would choose {interface.name})")
                 continue
-            notes.append(f"{name}={theirs} is set, but --parallel.interface {interface.name} comes first")
+            lines.append(f"{name}={theirs} is set, but --parallel.interface {interface.name} overrides it")
         variables[name] = value
-    return variables, notes
+    return variables, lines
 
 
 def _outward() -> Interface:
-    """The interface of the default route, or the only one that leaves this machine."""
+    """The interface of the default route, or the only one besides loopback."""
     try:
         return interface_for(ELSEWHERE)
     except UserError:
@@ -163,7 +163,7 @@ def _outward() -> Interface:
 
 
 def _addresses() -> dict[str, list[str]]:
-    """Addresses by interface name, IPv4 first, without link-local IPv6 (it needs a scope)."""
+    """Addresses by interface name, IPv4 first, without link-local IPv6 (which needs a scope)."""
     found: dict[str, list[str]] = {}
     for name, entries in psutil.net_if_addrs().items():
         v4 = [entry.address for entry in entries if entry.family == socket.AF_INET]
@@ -173,7 +173,7 @@ def _addresses() -> dict[str, list[str]]:
 
 
 def _resolve(host: str) -> list[tuple[socket.AddressFamily, str]]:
-    """Numeric addresses of a host, IPv4 first; an address is its own."""
+    """The numeric addresses of a host, IPv4 first."""
     try:
         answers = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
     except OSError as error:
@@ -186,7 +186,7 @@ def _resolve(host: str) -> list[tuple[socket.AddressFamily, str]]:
 
 
 def _means_loopback(host: str) -> bool:
-    """Whether the user wrote a loopback address himself."""
+    """Whether the user gave a loopback address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -194,7 +194,7 @@ def _means_loopback(host: str) -> bool:
 
 
 def _listing() -> str:
-    """The interfaces one can name, for messages."""
+    """The interfaces to choose from, for messages."""
     return (
         ", ".join(f"{i.name} ({i.address})" for i in interfaces() if i.address and i.up)
         or "none has an address"

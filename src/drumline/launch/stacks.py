@@ -1,7 +1,7 @@
-"""Where in the code each thread of a hung process stands, asked for by a signal.
+"""The stack of each thread of a hung process, requested by a signal.
 
-Promises: a process answers from inside a native call too, without any of its Python code being run; the answer is
-cut to what a person reads. A stopped process cannot answer; that is told from /proc.
+Promises: a process answers even from inside a native call, and none of its Python code runs; the answer is shortened
+to what a person reads. A stopped process cannot answer; `is_stopped` reads that from /proc.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 VARIABLE = "DRUMLINE_STACKS"
-"""File that a worker writes its stacks into."""
+"""The file to which a worker writes its stacks."""
 
 SIGNAL = signal.SIGUSR1
 ANSWER_SECONDS = 1.0
@@ -24,25 +24,26 @@ MAIN_FRAMES, OTHER_FRAMES = 16, 4
 
 
 def answer_signal(env: Mapping[str, str]) -> None:
-    """Called by a worker at its start: from now on SIGUSR1 makes it write its stacks where the launcher looks."""
+    """Called by a worker at its start: from now on SIGUSR1 makes it write its stacks to the launcher's file."""
     if VARIABLE in env:
-        # Stays open as long as the process: the handler writes to its descriptor.
+        # Stays open for the life of the process: the handler writes to this descriptor.
         descriptor = os.open(env[VARIABLE], os.O_WRONLY | os.O_APPEND)
         faulthandler.register(SIGNAL, file=descriptor, all_threads=True, chain=False)
 
 
 class Stacks:
-    """The launcher's side: a place for each worker's answer, that belongs to no file system."""
+    """The launcher's side: an anonymous file for each worker's answer."""
 
     def __init__(self, workers: int) -> None:
         self._descriptors = [os.memfd_create("drumline-stacks") for _ in range(workers)]
 
     def variable(self, local_rank: int) -> dict[str, str]:
-        """What this worker is to be given."""
+        """The variable for this worker."""
         return {VARIABLE: f"/proc/{os.getpid()}/fd/{self._descriptors[local_rank]}"}
 
     def ask(self, processes: Mapping[int, int]) -> dict[int, str]:
-        """What those of the processes (ids by local rank) answer that can, as faulthandler writes it."""
+        """The answers of the processes (ids by local rank), as faulthandler writes them; empty if one does not
+        answer."""
         before = {local_rank: self._size(local_rank) for local_rank in processes}
         for pid in processes.values():
             os.kill(pid, SIGNAL)
@@ -51,7 +52,7 @@ class Stacks:
             time.sleep(0.1)
             last, sizes = sizes, {local_rank: self._size(local_rank) for local_rank in processes}
             if last == sizes and all(sizes[local_rank] > before[local_rank] for local_rank in processes):
-                break  # all have answered, and finished
+                break  # all answers are complete
         return {
             local_rank: os.pread(self._descriptors[local_rank], 1 << 20, before[local_rank]).decode(
                 errors="replace"
@@ -75,11 +76,11 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-def tidy(answer: str) -> list[str]:
-    """An answer for people: the main thread first, innermost call first, paths from the package on, at most 40
+def format_stacks(answer: str) -> list[str]:
+    """An answer for the user: the main thread first, innermost call first, paths relative to the package, at most 40
     lines."""
     threads = [_thread(block) for block in re.split(r"\n(?=(?:Current t|T)hread )", answer.strip()) if block]
-    # faulthandler goes from the youngest thread to the main one.
+    # faulthandler writes the youngest thread first and the main thread last.
     lines: list[str] = []
     for number, frames in enumerate(reversed(threads)):
         most = OTHER_FRAMES if number else MAIN_FRAMES
@@ -93,21 +94,21 @@ def tidy(answer: str) -> list[str]:
 
 
 def innermost(answer: str) -> str:
-    """The place at which the main thread stands."""
-    lines = tidy(answer)
+    """The innermost frame of the main thread."""
+    lines = format_stacks(answer)
     return lines[1].strip() if len(lines) > 1 else ""
 
 
 def _thread(block: str) -> list[str]:
     frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', block, re.MULTILINE)
-    # How the interpreter came to run a module or a thread tells nobody anything.
+    # The interpreter's own frames below a module or a thread are of no use to a reader.
     while len(frames) > 1 and (frames[-1][0] == "<frozen runpy>" or frames[-1][2].startswith("_bootstrap")):
         del frames[-1]
     return [f"{_short(path)}:{line} in {function}" for path, line, function in frames]
 
 
 def _short(path: str) -> str:
-    """The part of a path that tells something: from the package, or the standard library's module, on."""
+    """The path relative to the package, or to the standard library."""
     for mark in ("/site-packages/", "/src/", "/dist-packages/"):
         if mark in path:
             return path.rpartition(mark)[2]

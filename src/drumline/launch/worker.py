@@ -1,8 +1,7 @@
-"""Runs a job on the processes the recipe asks for, and is what each of those processes runs.
+"""Runs a job on the processes that the recipe asks for, and is what each of those processes runs.
 
-Promises: the same command works alone, under our launcher, torchrun, srun or hand-set variables; an error is
-shown once, by the rank that had it; the result is printed by rank 0 alone. A job is named, not passed, so
-nothing but words travels to another process.
+Promises: the same command works alone, under our launcher, torchrun, srun or with variables set by hand; an error is
+shown once, by the rank that had it; only rank 0 prints the result. A job is passed to other processes by name.
 """
 
 from __future__ import annotations
@@ -13,10 +12,12 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from typing import NoReturn
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 import torch
 
@@ -25,41 +26,57 @@ from drumline.config.recipe import Recipe
 from drumline.config.rendezvous import parse_rendezvous, variables_missing
 from drumline.core import heartbeat
 from drumline.core.environment import RankInfo, read_rank_info
-from drumline.core.errors import LostError, UserError
+from drumline.core.errors import PEER_LOST, LostError, UserError
 from drumline.core.machine import raise_descriptor_limit, usable_cores
 from drumline.core.parent import die_with_parent
-from drumline.core.result import print_result
+from drumline.core.result import json_line, print_result
 from drumline.core.text import message
 from drumline.launch.failure import record_failure
 from drumline.launch.network import choose_interface, listening_address, socket_variables
 from drumline.launch.stacks import answer_signal
+from drumline.launch.supervisor import Outcome
+from drumline.launch.workers import RESULT
 from drumline.observe.text_log import say
 from drumline.parallel.process_group import init_world, pick_device, resolve_device_type
 from drumline.parallel.world import World, single_process
 from drumline.state.claim import claimed, restart_recipe, restart_resume
 
+JOBS = {
+    "train": "drumline.train.loop:train",
+    "distill": "drumline.distill.run:distill",
+    "eval": "drumline.train.score:score",
+}
+"""The function of each job, called with recipe and world."""
 
-def run(words: Sequence[str], recipe: Recipe, job: str) -> int:
-    """Runs `job` ("module:function", called with recipe and world) and returns the exit code. `words` is the
-    command line that does the same in another process."""
+
+def run(argv: Sequence[str], recipe: Recipe, job: str) -> int:
+    """Runs a job and returns the exit code. `argv` is the command line that does the same in another process."""
+    info, processes = resolve_processes(recipe)
+    if processes:
+        return launch_workers(argv, recipe, processes, say).exit_code
+    return _work(info, recipe, job)
+
+
+def resolve_processes(recipe: Recipe) -> tuple[RankInfo | None, int]:
+    """This process's rank if a launcher started it, and the number of workers to launch here; 0: run in this
+    process."""
     for name, value in cuda_settings(recipe).items():
         os.environ.setdefault(name, value)
-    device_type = resolve_device_type(recipe.run.device)
     info = read_rank_info(os.environ)
     rendezvous = parse_rendezvous(recipe.parallel.rendezvous).kind
     if info is not None and info.started_by == "slurm" and rendezvous in ("tcp", "file"):
-        info = None  # one task per machine, each to be the launcher of its machine
-    if info is None:
-        if rendezvous == "env":
-            raise variables_missing()
-        processes = local_processes(recipe, device_type)
-        if processes > 1 or recipe.parallel.nodes > 1 or recipe.launch.restarts:
-            return _launch(words, recipe, processes)
-    return _work(info, recipe, device_type, job)
+        info = None  # one task per machine, each the launcher of its machine
+    if info is not None:
+        return info, 0
+    if rendezvous == "env":
+        raise variables_missing()
+    processes = local_processes(recipe, resolve_device_type(recipe.run.device))
+    launched = processes > 1 or recipe.parallel.nodes > 1 or recipe.launch.restarts > 0
+    return None, processes if launched else 0
 
 
 def local_processes(recipe: Recipe, device_type: str) -> int:
-    """How many processes this machine starts."""
+    """The number of processes on this machine."""
     if recipe.parallel.processes != "auto":
         return recipe.parallel.processes
     if device_type == "cpu" or layout_named(recipe.parallel.layout).one_process:
@@ -67,63 +84,91 @@ def local_processes(recipe: Recipe, device_type: str) -> int:
     return max(1, torch.cuda.device_count())
 
 
-def _launch(words: Sequence[str], recipe: Recipe, processes: int) -> int:
+def launch_workers(
+    argv: Sequence[str],
+    recipe: Recipe,
+    processes: int,
+    say: Callable[[str], None],
+    *,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    returns_result: bool = False,
+) -> Outcome:
+    """Launches this machine's workers and waits for their end. `variables` are added to their environment."""
     from drumline.launch.launcher import launch
 
     wanted = recipe.parallel.threads
     threads = max(1, usable_cores() // processes) if wanted == "auto" else wanted
     return launch(
-        [sys.executable, "-P", "-m", "drumline", *words],
+        [sys.executable, "-P", "-m", "drumline", *argv],
         recipe.parallel,
         processes,
         say,
         threads=threads,
-        care=recipe.launch,
+        supervision=recipe.launch,
         run_dir=recipe.run.dir,
+        variables=variables,
+        returns_result=returns_result,
     )
 
 
-def _work(info: RankInfo | None, recipe: Recipe, device_type: str, job: str) -> int:
+def _work(info: RankInfo | None, recipe: Recipe, job: str) -> int:
     """One process of the run."""
     ours = info is not None and info.started_by == "drumline"
-    listen = None
     if ours:
         die_with_parent()
         heartbeat.connect(os.environ)
         answer_signal(os.environ)
-    elif info is not None and info.world_size > 1:
-        listen = _heed_parallel(info, recipe)
-    raise_descriptor_limit()
+    device_type = resolve_device_type(recipe.run.device)
     world = single_process(pick_device(device_type, info.local_rank if info else 0))
     try:
-        world = init_world(info, device_type, recipe.parallel.backend, recipe.parallel.timeout, listen)
-        if name := claimed():
-            recipe = restart_recipe(
-                recipe,
-                name,
-                world.broadcast_object(restart_resume(recipe, name) if world.is_rank_zero else ""),
-            )
-        module, function = job.split(":")
-        result = getattr(importlib.import_module(module), function)(recipe, world)
+        world = connect(info, recipe)
+        result = call(job, recipe, world)
     except BaseException as error:
         if info is None or (info.world_size == 1 and not ours):
             raise
-        return _leave(error, info.rank, world)
+        return _fail(error, info.rank, world)
     if ours:
         _ignore_stops()
     if world.is_rank_zero:
-        print_result(asdict(result))
+        _publish(asdict(result))
     world.close()
     stopped_by = getattr(result, "stopped_by", "")
     code = 128 + signal.Signals[stopped_by] if stopped_by else 0
     if world.size > 1:
-        _end(code)
+        _exit(code)
     return code
 
 
-def _end(code: int) -> NoReturn:
-    """Ends a rank that is done without taking the interpreter down: gloo's threads outlive their group, and one that
-    wants Python then aborts the process (rare; seen with torch 2.13), which would count as a loss."""
+def connect(info: RankInfo | None, recipe: Recipe) -> World:
+    """Connects to the other processes of the run."""
+    listen = None
+    if info is not None and info.started_by != "drumline" and info.world_size > 1:
+        listen = _choose_network(info, recipe)
+    raise_descriptor_limit()
+    device_type = resolve_device_type(recipe.run.device)
+    return init_world(info, device_type, recipe.parallel.backend, recipe.parallel.timeout, listen)
+
+
+def call(job: str, recipe: Recipe, world: World) -> Any:
+    """Calls the function of a job. A restart continues in the run folder that the first start has claimed."""
+    if name := claimed():
+        mode = world.broadcast_object(restart_resume(recipe, name) if world.is_rank_zero else "")
+        recipe = restart_recipe(recipe, name, mode)
+    module, function = JOBS[job].split(":")
+    return getattr(importlib.import_module(module), function)(recipe, world)
+
+
+def _publish(result: dict[str, Any]) -> None:
+    """Writes the result for the launcher if it asks for it, prints it otherwise."""
+    if RESULT in os.environ:
+        Path(os.environ[RESULT]).write_text(json_line(result))
+    else:
+        print_result(result)
+
+
+def _exit(code: int) -> NoReturn:
+    """Ends a rank without shutting down the interpreter: gloo's threads outlive their group, and one that needs
+    Python then aborts the process (rare; seen with torch 2.13), which would count as a loss."""
     atexit._run_exitfuncs()
     with suppress(OSError, ValueError):
         sys.stdout.flush()
@@ -132,49 +177,51 @@ def _end(code: int) -> NoReturn:
 
 
 def _ignore_stops() -> None:
-    """A request that comes now has nothing left to stop, and must not give a finished run the exit code of a stopped
-    one. The launcher still kills when it is asked again."""
+    """A stop request that comes now has nothing left to stop, and must not change the exit code of a finished run.
+    The launcher still kills at a second request."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
-def _heed_parallel(info: RankInfo, recipe: Recipe) -> str:
-    """What our launcher would have done, for processes that somebody else started. Gives the address to listen at."""
+def _choose_network(info: RankInfo, recipe: Recipe) -> str:
+    """Chooses the network interface, as our launcher would, for processes that another launcher started. Returns the
+    address to listen at."""
     machines = 2 if info.world_size > info.local_size else 1
     interface = choose_interface(recipe.parallel.interface, info.master_addr, machines=machines)
-    variables, notes = socket_variables(interface, os.environ, forced=recipe.parallel.interface != "auto")
+    variables, lines = socket_variables(interface, os.environ, forced=recipe.parallel.interface != "auto")
     os.environ.update(variables)
     if recipe.parallel.processes not in ("auto", info.local_size):
-        notes.append(
-            f"parallel.processes = {recipe.parallel.processes} is not heeded: {info.started_by} started "
+        lines.append(
+            f"parallel.processes = {recipe.parallel.processes} is ignored: {info.started_by} started "
             f"{info.local_size} here"
         )
     if info.rank == 0:
-        for note in (f"network interface {interface}", *notes):
-            say(note)
+        for line in (f"network interface {interface}", *lines):
+            say(line)
         return listening_address(info.master_addr, interface)
     return interface.address
 
 
-def _leave(error: BaseException, rank: int, world: World) -> int:
-    """Ends a failed rank: says why unless the launcher will, and does not wait for threads that may hang."""
-    error = _explained(error, world)
+def _fail(error: BaseException, rank: int, world: World) -> NoReturn:
+    """Ends a failed rank: prints the error unless the launcher will, and does not wait for threads that may hang."""
+    error = explained(error)
     code = error.exit_code if isinstance(error, UserError) else 1
     if not record_failure(error, rank) and world.claim_failure():
-        story = str(error) if isinstance(error, UserError) else "".join(traceback.format_exception(error))
-        print(message(f"drumline: rank {rank}: {story}"), file=sys.stderr)
+        text = str(error) if isinstance(error, UserError) else "".join(traceback.format_exception(error))
+        print(message(f"drumline: rank {rank}: {text}"), file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _explained(error: BaseException, world: World) -> BaseException:
-    """A wait for the others that ran out, in words that do not blame the rank that waited."""
+def explained(error: BaseException) -> BaseException:
+    """A timeout of torch while waiting for other ranks, as an error that does not blame the rank that waited."""
     if isinstance(error, torch.distributed.DistError | RuntimeError) and "timed out" in str(error).lower():
         return LostError(
-            f"waited in vain for the other ranks ({str(error).strip().splitlines()[0]})",
+            f"timed out waiting for the other ranks ({str(error).strip().splitlines()[0]})",
             "a rank hangs or is far slower than this one: see what each process does (py-spy dump --pid PID), or "
             "raise --parallel.timeout",
+            code=PEER_LOST,
         )
     return error
 
@@ -187,7 +234,7 @@ def cuda_settings(recipe: Recipe) -> dict[str, str]:
         # NVLink's in-switch reduction adds in an order that differs between calls.
         settings["NCCL_NVLS_ENABLE"] = "0"
     if uses_stages(recipe):
-        # Each place has five streams. CUDA gives a GPU eight queues unless told otherwise, and streams that share
-        # one wait for each other.
+        # Each lane of a pipeline uses five streams. A GPU has eight queues by default, and streams that share a queue
+        # wait for each other.
         settings["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     return settings

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from drumline.core.environment import LAUNCH_ID, RankInfo, to_env
-from drumline.core.errors import LostError, UserError
+from drumline.core.errors import PEER_LOST, LostError, UserError
 from drumline.core.listen import host_store, reach_store
 from drumline.parallel.world import World, single_process
 
@@ -54,6 +54,7 @@ def init_process_group(
             f"{info.master_addr}:{info.master_port} within {timeout:g} s ({_first_line(error)})",
             "check that every process was started, that the port is open, and the network interface "
             "(`drumline doctor`, --parallel.interface)",
+            code=PEER_LOST,
         ) from error
     control = dist.new_group(backend="gloo", timeout=limit)
     return World(

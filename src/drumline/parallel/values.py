@@ -1,8 +1,9 @@
-"""Values as JSON and plain bytes, for what ranks exchange: nothing that is received can run code.
+"""Values as JSON and plain bytes, for messages between ranks: nothing that is received can run code.
 
-Promises: numbers, text, containers, paths, tensors, and the dataclasses, named tuples and enums of this package come
-out as they went in. Rejects any other type, in both directions: decoding looks up no name outside the modules of this
-package that are already loaded, and calls nothing but the constructors of such classes, with their own fields.
+Promises: numbers, text, containers, paths, tensors, and the dataclasses, named tuples and enums of this package are
+decoded as they were encoded. Rejects any other type, in both directions: decoding looks up no name outside the
+modules of this package that are already loaded, and calls only the constructors of such classes, with their own
+fields.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ _LENGTH = struct.Struct("!Q")
 
 
 def encode(value: object) -> bytes:
-    """The value as text, followed by the bytes of its tensors; `TypeError` for a type that does not travel."""
+    """The value as text, followed by the bytes of its tensors. Raises `TypeError` for an unsupported type."""
     blobs: list[bytes] = []
     text = json.dumps(_pack(value, blobs)).encode()
     return b"".join((_LENGTH.pack(len(text)), text, *blobs))
 
 
 def decode(content: bytes) -> Any:
-    """The value again; `ValueError` where the content was not made by `encode`."""
+    """The decoded value. Raises `ValueError` if `encode` did not create the content."""
     try:
         (length,) = _LENGTH.unpack_from(content)
         end = _LENGTH.size + length
@@ -45,7 +46,7 @@ def decode(content: bytes) -> Any:
         TypeError,
         struct.error,
     ) as wrong:
-        raise ValueError(f"not a value of ours ({wrong})") from wrong
+        raise ValueError(f"not an encoded value ({wrong})") from wrong
 
 
 def _pack(value: object, blobs: list[bytes]) -> object:
@@ -105,7 +106,7 @@ def _tensor(content: Any, blobs: memoryview) -> torch.Tensor:
     name, shape, start, length = content
     if length == 0:
         return torch.empty(shape, dtype=_dtype(name))
-    assert 0 <= start < start + length <= len(blobs), "a tensor outside of the content"
+    assert 0 <= start < start + length <= len(blobs), "a tensor outside the content"
     return torch.frombuffer(bytearray(blobs[start : start + length]), dtype=_dtype(name)).reshape(shape)
 
 
@@ -127,7 +128,7 @@ def _ours(name: str) -> type[Any]:
     """A dataclass, named tuple or enum of this package, by `module:class`."""
     module, _, path = name.partition(":")
     if not module.startswith(PACKAGE) or module not in sys.modules:
-        raise TypeError(f"{name} does not travel between processes")
+        raise TypeError(f"{name} cannot be sent to another process")
     found: Any = sys.modules[module]
     for part in path.split("."):
         found = vars(found)[part]

@@ -1,4 +1,4 @@
-"""The secret that launchers share."""
+"""The secret that launchers share, and messages that are not signed with it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from drumline.core.errors import UserError
-from drumline.launch.secret import secret_file, shared_secret
+from drumline.launch.messages import secret_file, shared_secret
 
 
 def test_a_variable_comes_first_and_must_be_hard_to_guess(tmp_path: Path) -> None:

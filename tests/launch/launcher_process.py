@@ -1,8 +1,8 @@
-"""A launcher in a process of its own, for tests that signal or kill it: `python start.py JSON`.
+"""A launcher in a process of its own, for tests that signal or kill it: `python launcher_process.py JSON`.
 
 The JSON holds `command`, `processes`, `threads`, `grace`, and the fields of `recipe.Parallel` (`parallel`) and of
-`recipe.Launch` (`care`) to set. `hurry` shortens what a lost machine is waited for. `clock` sets the wall clock of
-this process forward by so many seconds.
+`recipe.Launch` (`supervision`) to set. `hurry` shortens what a lost machine is waited for. `clock` sets the wall
+clock of this process forward by so many seconds.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def main() -> int:
             wanted["processes"],
             lambda line: print(line, file=sys.stderr, flush=True),
             threads=wanted.get("threads", 1),
-            care=Launch(**wanted["care"]) if "care" in wanted else None,
+            supervision=Launch(**wanted["supervision"]) if "supervision" in wanted else None,
             grace=wanted.get("grace", 60.0),
-        )
+        ).exit_code
     except UserError as error:
         print(f"mistake: {error}", file=sys.stderr)
         return 2
