@@ -4,7 +4,7 @@ Promises: under every schedule, forward and backward of a stage take its micro-b
 gradients add up in the order of plain accumulation. A rank holds at most `max_in_flight` micro-batches, and receives
 at most one input and one gradient at a time. Tensors of one channel (from rank, to rank, direction) are received in
 the order in which they are sent, so a transport needs no tags.
-Rejects, naming the field, what a schedule cannot do, and schedules that split the backward pass.
+The recipe's rules and `shape.py` reject what a schedule cannot do; here it is asserted.
 
     gpipe        All forwards, then all backwards. Copies overlap with computation.
     1f1b         As few forwards first as keep the last rank busy, then one backward for each forward. It needs the
@@ -20,8 +20,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
 
-from drumline.config.layouts import INSTEAD_OF_SPLIT, WHY_NOT_SPLIT, splits_backward
-from drumline.core.errors import UserError
 from drumline.parallel.pipeline.instructions import Instruction, Kind
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
@@ -40,14 +38,17 @@ def instruction_lists(
 ) -> tuple[tuple[Instruction, ...], ...]:
     """One list for each rank, for one optimizer step. `chunks` is the number of stages on each rank. `reduces` adds
     the sum over replicas, for each stage as soon as its gradients are complete."""
-    _check(schedule, ranks, chunks, micro_batches)
+    assert schedule in SCHEDULES, schedule
+    assert ranks >= 1, ranks
+    assert micro_batches >= 1, micro_batches
+    assert (chunks >= 2) == (schedule == "interleaved"), f"{chunks} stages on each rank under {schedule}"
+    assert schedule != "interleaved" or micro_batches % ranks == 0, f"{micro_batches} over {ranks} ranks"
     orders = (_order(schedule, ranks, chunks, micro_batches, rank) for rank in range(ranks))
     return tuple(_with_transfers(order, ranks * chunks, reduces) for order in orders)
 
 
 def forward_lists(ranks: int, chunks: int, micro_batches: int) -> tuple[tuple[Instruction, ...], ...]:
     """The lists of a pass without gradients (evaluation, a teacher), for any number of micro-batches."""
-    _check_counts(ranks, micro_batches)
     orders = (_passes(Kind.FORWARD, ranks, chunks, micro_batches, rank) for rank in range(ranks))
     return tuple(_with_transfers(order, ranks * chunks, reduces=False) for order in orders)
 
@@ -70,40 +71,6 @@ def channel(instruction: Instruction, ranks: int) -> Channel | None:
     if kind in (Kind.RECEIVE_GRADIENT, Kind.WAIT_GRADIENT):
         return (here + 1) % ranks, here % ranks, Kind.SEND_GRADIENT
     return None
-
-
-def _check(schedule: str, ranks: int, chunks: int, micro_batches: int) -> None:
-    if splits_backward(schedule):
-        raise UserError(f"parallel.schedule = {schedule} {WHY_NOT_SPLIT}", INSTEAD_OF_SPLIT)
-    if schedule not in SCHEDULES:
-        raise UserError(f"parallel.schedule = {schedule} is unknown", f"use one of {', '.join(SCHEDULES)}")
-    _check_counts(ranks, micro_batches)
-    if schedule != "interleaved" and chunks != 1:
-        raise UserError(
-            f"parallel.schedule = {schedule} runs one stage on each rank, not {chunks} (parallel.stages = {ranks})",
-            "use --parallel.schedule interleaved, or one stage per rank",
-        )
-    if schedule == "interleaved" and chunks < 2:
-        raise UserError(
-            f"parallel.schedule = interleaved needs two or more stages on each rank, not {chunks} "
-            f"(parallel.stages = {ranks})",
-            "use --parallel.schedule 1f1b, or cut the model into more stages",
-        )
-    if schedule == "interleaved" and micro_batches % ranks:
-        below = micro_batches // ranks * ranks
-        numbers = f"{below} or {below + ranks}" if below else f"{ranks}"
-        raise UserError(
-            f"parallel.micro_batches = {micro_batches} is not a multiple of parallel.stages = {ranks}, which the "
-            "interleaved schedule requires",
-            f"use --parallel.micro_batches {numbers}, or --parallel.schedule 1f1b",
-        )
-
-
-def _check_counts(ranks: int, micro_batches: int) -> None:
-    if ranks < 1:
-        raise UserError(f"parallel.stages = {ranks}", "use 1 or more")
-    if micro_batches < 1:
-        raise UserError(f"parallel.micro_batches = {micro_batches}", "use 1 or more")
 
 
 def _order(schedule: str, ranks: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
