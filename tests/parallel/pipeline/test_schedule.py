@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drumline.config.recipe import Parallel, Recipe
+from drumline.core.errors import UserError
 from drumline.parallel.pipeline.instructions import Instruction, InstructionLists, Kind
 from drumline.parallel.pipeline.schedule import (
     SCHEDULES,

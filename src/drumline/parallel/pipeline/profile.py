@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from drumline.core.arithmetic import autocast
 from drumline.core.errors import UserError
 from drumline.parallel.pipeline.cut import CutPoint, Traced
 from drumline.parallel.pipeline.split import check_stage_count, min_max_split
@@ -253,14 +254,7 @@ class _Round:
         return forward, backward
 
     def _forward(self, unit: _Unit, inputs: Sequence[Tensor]) -> tuple[_Timer, list[Tensor]]:
-        with (
-            torch.autocast(
-                self._device.type,
-                dtype=self._autocast or torch.bfloat16,
-                enabled=self._autocast is not None,
-            ),
-            _timed(self._device) as timer,
-        ):
+        with autocast(self._device, self._autocast), _timed(self._device) as timer:
             outputs = unit.module(*inputs)
         return timer, list(_tensors(outputs))
 
