@@ -267,7 +267,7 @@ def test_windows_of_decoded_images_are_pillows() -> None:
         filter, version = FILTERS[number % 4], VERSIONS[number // 4 % 2]
         left, top, right, bottom, wide, high = row[:6].tolist()
         order = vertical_first(version, right - left, bottom - top, wide, high)
-        found = native.window(image, row, (size, size), filter, order)
+        found = native.crop(image, row, (size, size), filter, order)
         assert np.array_equal(found, expected_window(image, row, size, filter, version)), row
 
 
@@ -286,7 +286,7 @@ def test_arrays_outlive_the_calls_they_are_handed_to(monkeypatch: pytest.MonkeyP
     library = SimpleNamespace(drum_make_window=taking, drum_resize=taking)
     monkeypatch.setattr(native, "_library", lambda: library)
     native.jpeg_crop(b"", (40, 30), WHOLE.astype(np.int64), 8, "bilinear", "pillow12")  # type: ignore[arg-type]
-    native.window(np.zeros((30, 40, 3), np.uint8), WHOLE.astype(np.int64), (8, 8), "box", False)  # type: ignore[arg-type]
+    native.crop(np.zeros((30, 40, 3), np.uint8), WHOLE.astype(np.int64), (8, 8), "box", False)  # type: ignore[arg-type]
     assert seen == [[40, 30], WHOLE.tolist(), WHOLE.tolist()]
 
 

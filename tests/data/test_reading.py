@@ -243,7 +243,7 @@ def made_here(path: str, split: str) -> SimpleNamespace:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_a_users_own_source_is_told_apart_alike() -> None:
+def test_a_users_own_source_is_reported_apart_alike() -> None:
     name = "tests.data.test_reading:made_here"
     content, system = (open_dataset(DatasetSpec(name, path, "train")) for path in ("content", "system"))
     assert isinstance(content, EncodedDataset)

@@ -1,4 +1,4 @@
-"""Damaged data, trained as a user would: no crash, no hang, an outcome that is told, and the same bits each time."""
+"""Damaged data, trained as a user would: no crash, no hang, an outcome that is reported, and the same bits each time."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Damaged:
     broken: frozenset[str]
     """As the run writes them: below the folder, printable."""
     result: dict[str, Any]
-    told: str
+    reported: str
 
     def run(self, name: str, *words: str, data: str = "set", **env: str) -> dict[str, Any]:
         return result(trained(self.folder, name, *words, data=data, **env))
@@ -125,22 +125,25 @@ def test_the_list_names_exactly_the_broken_files(damaged: Damaged) -> None:
     assert damaged.result["finished"]
 
 
-def test_what_was_broken_is_told_at_the_end(damaged: Damaged) -> None:
+def test_what_was_broken_is_reported_at_the_end(damaged: Damaged) -> None:
     counts = {split: [line[0] for line in listed(damaged.folder, "plain")].count(split)
               for split in ("training", "evaluation")}  # fmt: skip
     log = (damaged.folder / "runs/plain/log.txt").read_text()
-    for told in (damaged.told, log):
-        assert f"WARNING: {counts['training']} of 100 training samples are broken and were replaced" in told
+    for reported in (damaged.reported, log):
         assert (
-            f"WARNING: {counts['evaluation']} of 43 evaluation samples are broken and were scored as" in told
+            f"WARNING: {counts['training']} of 100 training samples are broken and were replaced" in reported
         )
-        assert "set/train/class0/empty.jpg is empty (0 bytes)" in told
-    assert "Traceback" not in damaged.told
+        assert (
+            f"WARNING: {counts['evaluation']} of 43 evaluation samples are broken and were scored as"
+            in reported
+        )
+        assert "set/train/class0/empty.jpg is empty (0 bytes)" in reported
+    assert "Traceback" not in damaged.reported
 
 
-def test_files_that_are_passed_over_are_told_at_the_start(damaged: Damaged) -> None:
+def test_files_that_are_passed_over_are_reported_at_the_start(damaged: Damaged) -> None:
     words = "WARNING: the training set has 1 file that is not an image, by extension: .txt 1"
-    assert words in damaged.told.split("epoch 1")[0]
+    assert words in damaged.reported.split("epoch 1")[0]
 
 
 def test_verify_agrees_with_the_run(damaged: Damaged) -> None:
@@ -253,7 +256,7 @@ def test_too_many_broken_samples_stop_the_run_with_their_number_and_names(
         "`drumline verify` lists all of them; restore or remove them, or raise data.bad_limit" in done.stderr
     )
     assert "Traceback" not in done.stderr
-    assert done.stderr.count("are broken, data.bad_limit") == 1, "told once, not by every rank"
+    assert done.stderr.count("are broken, data.bad_limit") == 1, "reported once, not by every rank"
 
 
 def test_a_limit_that_no_process_passes_alone_is_passed_together(damaged: Damaged) -> None:
@@ -292,8 +295,8 @@ def test_stopped_and_resumed_it_ends_with_the_bits_of_an_uninterrupted_run(damag
     run = begin("train", *words, folder=damaged.folder)
     wait_for(damaged.folder / "runs/stopped/checkpoints/step-3", run)
     run.send_signal(signal.SIGINT)
-    out, told = run.communicate(timeout=PATIENCE_S)
-    assert run.returncode == 128 + signal.SIGINT, told
+    out, reported = run.communicate(timeout=PATIENCE_S)
+    assert run.returncode == 128 + signal.SIGINT, reported
     assert '"finished": false' in out
     assert damaged.run("stopped", *longer, "checkpoint.resume=auto")["finished"]
     assert damaged.sha256("stopped") == damaged.sha256("whole")
@@ -314,29 +317,29 @@ def test_a_file_that_vanishes_while_the_run_goes_on_is_a_loss_that_names_it(
     wait_for(tmp_path / "runs/x/checkpoints/step-3", run)
     cut.write_bytes(cut.read_bytes()[:500])
     gone.unlink()
-    _, told = run.communicate(timeout=PATIENCE_S)
-    assert run.returncode == 1, told
+    _, reported = run.communicate(timeout=PATIENCE_S)
+    assert run.returncode == 1, reported
     name = gone.relative_to(tmp_path)
-    assert f"drumline: {name} cannot be read: No such file or directory (8 tries in 9.5 s)" in told
-    assert "Traceback" not in told
+    assert f"drumline: {name} cannot be read: No such file or directory (8 tries in 9.5 s)" in reported
+    assert "Traceback" not in reported
     noted = tmp_path / "runs/x/broken-samples.tsv"
     assert not noted.exists() or str(name) not in noted.read_text()
 
 
-def test_broken_evaluation_images_score_as_black_ones_on_any_world_and_are_told(damaged: Damaged) -> None:
+def test_broken_evaluation_images_score_as_black_ones_on_any_world_and_are_reported(damaged: Damaged) -> None:
     shutil.copytree(damaged.folder / "set", damaged.folder / "black", symlinks=True)
     black = encoded(picture().point(lambda _: 0), "PNG")
     replaced = [file for file in (damaged.folder / "black/val").rglob("*.*") if refused(file)]
     for file in replaced:
         file.write_bytes(black)
-    told = f"WARNING: {len(replaced)} of 43 evaluation samples are broken and were scored as black images"
+    reported = f"WARNING: {len(replaced)} of 43 evaluation samples are broken and were scored as black images"
     scores = []
     for words in (("data.path=black",), ("data.path=set",), ("data.path=set", "parallel.processes=2")):
         done = drumline(
             "eval", "runs/plain", *words, "parallel.threads=1", folder=damaged.folder, timeout=PATIENCE_S
         )
         scores.append(result(done))
-        assert (told in done.stderr) == ("data.path=set" in words)
+        assert (reported in done.stderr) == ("data.path=set" in words)
     assert [score.pop("broken_samples") for score in scores] == [0, len(replaced), len(replaced)]
     assert len(replaced) >= 9
     assert scores == [scores[0]] * 3

@@ -92,7 +92,7 @@ def describe_difference(
     unknown: Sequence[str] = (),
     sides: tuple[str, str] = ("the model", "the data"),
 ) -> str:
-    """What two lists of classes disagree about; `unknown` are those of the data that the model lacks."""
+    """How two lists of classes differ; `unknown` are those of the data that the model lacks."""
     if not (model.named and data.named) and len(model) != len(data):
         return f"{sides[0]} has {_counted(model)}, {sides[1]} has {_counted(data)}"
     here = set(data.names)
@@ -109,7 +109,7 @@ def describe_difference(
 
 
 def class_warnings(train: Dataset, evaluation: Dataset) -> list[str]:
-    """Warnings about classes that training or evaluation has no samples of. Synthetic sets are made to measure."""
+    """Warnings about classes without training or evaluation samples; none for synthetic data."""
     if train.name == "synthetic":
         return []
     names = train.classes

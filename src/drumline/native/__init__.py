@@ -1,8 +1,8 @@
-"""The native part: exact resize, JPEG windows, and threads that make batches, all without the GIL.
+"""The native part: exact resize, JPEG crops, and threads that make batches, all without the GIL.
 
-Optional by promise: built on install where a C compiler (and libjpeg-turbo's headers) are, and whatever it does,
-Python and Pillow do too, with the same pixels. `DRUMLINE_NATIVE=0` in the environment leaves it out. It is plain C
-behind ctypes, so it does not depend on the Python version.
+It is optional: it is built on installation if there are a C compiler and libjpeg-turbo's headers, and Python with
+Pillow does everything it does, with the same pixels. `DRUMLINE_NATIVE=0` in the environment turns it off. It is plain
+C behind ctypes, so it does not depend on the Python version.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PATIENCE_S = 0.1
 
 
 class Work(ctypes.Structure):
-    """A batch for the threads; mirrors `Work` in pool.c. Arrays are borrowed: keep them until the job is done."""
+    """A batch for the threads, as `Work` in pool.c. Keep the arrays alive until the job is done."""
 
     _fields_ = (
         ("kind", c_int32),
@@ -76,17 +76,17 @@ def resize(
     """A whole image, (H, W) or (H, W, C) with C 1 or 3, resized to (width, height)."""
     height, width = image.shape[:2]
     geometry = np.array([0, 0, width, height, *size, 0, 0, 0], np.int32)
-    return window(image, geometry, size, filter, columns_first)
+    return crop(image, geometry, size, filter, columns_first)
 
 
-def window(
+def crop(
     image: NDArray[np.uint8],
     geometry: NDArray[np.int32],
     size: tuple[int, int],
     filter: str,
     columns_first: bool,
 ) -> NDArray[np.uint8]:
-    """The window of `size` that a geometry row asks for (`data/image/geometry.py`)."""
+    """The crop of `size` by a geometry row (`data/image/geometry.py`)."""
     channels = 1 if image.ndim == 2 else image.shape[2]
     if image.strides[1] != channels or image.strides[-1] != 1 or image.strides[0] < 0:
         image = np.ascontiguousarray(image)
@@ -108,7 +108,7 @@ def window(
 
 
 def jpeg_size(data: bytes) -> tuple[int, int, int] | None:
-    """Width, height and whether there is EXIF, or None when the native part does not take this for a JPEG."""
+    """Width, height and whether there is EXIF; None if the native part does not accept it as a JPEG."""
     stored = np.zeros(STORED, np.int32)
     found = _built().drum_jpeg_size(data, len(data), stored.ctypes.data)
     return (int(stored[0]), int(stored[1]), int(stored[2])) if found else None
@@ -117,7 +117,7 @@ def jpeg_size(data: bytes) -> tuple[int, int, int] | None:
 def jpeg_crop(
     data: bytes, stored: tuple[int, int], geometry: NDArray[np.int32], size: int, filter: str, version: str
 ) -> NDArray[np.uint8] | None:
-    """One sample's window; None when it is left to Pillow."""
+    """The crop of one sample; None if it is left to Pillow."""
     out = np.empty((size, size, 3), np.uint8)
     sides, row = np.array(stored, np.int32), np.ascontiguousarray(geometry, np.int32)
     status = _built().drum_make_window(
@@ -134,12 +134,12 @@ def jpeg_crop(
 
 
 def jpeg_warnings(data: bytes) -> int | None:
-    """How often libjpeg complains about a file, -1 when it refuses it; None without the native part."""
+    """The number of libjpeg's warnings about a file, -1 if it rejects it; None without the native part."""
     return int(_built().drum_jpeg_warnings(data, len(data))) if decodes_jpeg() else None
 
 
 class Pool:
-    """Threads of our own. Close it when they are no longer wanted; jobs must be waited for before."""
+    """Native threads. Wait for all jobs before you close it."""
 
     def __init__(self, threads: int) -> None:
         assert threads > 0, threads
@@ -149,26 +149,26 @@ class Pool:
             raise MemoryError(f"starting {threads} threads")
 
     def submit(self, work: Work) -> int:
-        """Hands a batch over; gives the job to wait for."""
+        """Submits a batch. Returns the job to wait for."""
         job = _built().drum_submit(self._pool, ctypes.byref(work))
         if not job:
             raise MemoryError("handing over a batch")
         return int(job)
 
     def wait(self, job: int) -> None:
-        """Returns when the job is done, and lets Ctrl-C through meanwhile: the job then is lost, not ended."""
+        """Waits for the job. Ctrl-C interrupts the wait, not the job."""
         while not _built().drum_wait(self._pool, job, _PATIENCE_S):
             pass
 
     def close(self) -> None:
-        """Ends the threads after the samples they are at."""
+        """Ends the threads after their current samples."""
         if self._pool:
             pool, self._pool = self._pool, None
             _built().drum_pool_close(pool)
 
 
 def free_files(data: NDArray[np.uint64], rooms: NDArray[np.int64]) -> None:
-    """Gives back the buffers of files read by a pool."""
+    """Frees the buffers of files that a pool read."""
     _built().drum_free_files(data.ctypes.data, rooms.ctypes.data, len(data))
 
 
@@ -184,7 +184,8 @@ def _library() -> Any:
 
 @cache
 def _loaded() -> tuple[Any, str]:
-    """The library, or None and why. Looks for a build of this Python first, then for any: it does not use Python."""
+    """The library, or None and the reason. Prefers a build for this Python; any other works too, since it does not
+    use Python."""
     if os.environ.get("DRUMLINE_NATIVE") == "0":
         return None, "turned off by DRUMLINE_NATIVE=0"
     folder = Path(__file__).parent
@@ -195,10 +196,10 @@ def _loaded() -> tuple[Any, str]:
     try:
         library = ctypes.CDLL(str(found[0]))
         _declare(library)
-    except (OSError, AttributeError) as error:  # libjpeg is not here any more; or a build of other sources
+    except (OSError, AttributeError) as error:  # libjpeg is gone, or it was built from other sources
         return None, f"cannot be used ({error}): install drumline again"
     if library.drum_work_bytes() != ctypes.sizeof(Work):
-        return None, "is a build of other sources: install drumline again"
+        return None, "was built from other sources: install drumline again"
     return library, ""
 
 

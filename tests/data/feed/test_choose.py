@@ -1,4 +1,4 @@
-"""Who decodes: measured where there is a choice, told in words, and refused by field where it cannot be."""
+"""Who decodes: measured where there is a choice, reported in words, and refused by field where it cannot be."""
 
 from __future__ import annotations
 
@@ -104,21 +104,21 @@ def test_processes_are_taken_only_where_they_promise_twice_as_much(
     drawings: Path, rates: list[float], by_threads: float, kind: str
 ) -> None:
     rates[:] = [by_threads, 100.0]
-    workers, told = chosen(drawings)
+    workers, reported = chosen(drawings)
     assert workers.kind == kind
-    assert told.startswith(f"decoding by 2 {kind}: ")
+    assert reported.startswith(f"decoding by 2 {kind}: ")
     assert rates == []
 
 
 @needs_native
 def test_a_set_of_png_files_is_measured_without_pretence(drawings: Path) -> None:
-    workers, told = chosen(drawings)
+    workers, reported = chosen(drawings)
     assert workers.count == 2
-    assert f"decoding by {workers}: " in told
-    assert "img/s by 2 threads" in told
+    assert f"decoding by {workers}: " in reported
+    assert "img/s by 2 threads" in reported
 
 
-def test_one_worker_is_told_in_the_singular() -> None:
+def test_one_worker_is_reported_in_the_singular() -> None:
     assert [str(Workers(kind, 1)) for kind in ("threads", "processes")] == ["1 thread", "1 process"]  # type: ignore[arg-type]
     assert [str(Workers(kind, 3)) for kind in ("threads", "processes")] == ["3 threads", "3 processes"]  # type: ignore[arg-type]
     assert str(Workers("threads", 0)) == "no workers"
@@ -154,7 +154,7 @@ def without_native(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("unmeasured", "without_native")
-def test_without_the_native_part_processes_decode_and_the_reason_is_told(photos: Path) -> None:
+def test_without_the_native_part_processes_decode_and_the_reason_is_reported(photos: Path) -> None:
     found = chosen(photos)
     assert found == (
         Workers("processes", 2),
@@ -205,13 +205,13 @@ def test_a_gpu_helps_out_if_it_is_not_much_slower_than_the_cpu(
     monkeypatch.setattr(choose, "gpu_unavailable", lambda device: "")
     monkeypatch.setattr(choose, "batches", lambda *_: iter_of_ones())
     rates[:] = [1000.0, 99.0]
-    workers, told = chosen(photos, CUDA, pool="threads")
+    workers, reported = chosen(photos, CUDA, pool="threads")
     assert workers == Workers("threads", 2)
-    assert told == "decoding by 2 threads: CPU 1,000 img/s, GPU 99 img/s alone"
+    assert reported == "decoding by 2 threads: CPU 1,000 img/s, GPU 99 img/s alone"
     rates[:] = [1000.0, 101.0]
-    workers, told = chosen(photos, CUDA, pool="threads")
+    workers, reported = chosen(photos, CUDA, pool="threads")
     assert workers == Workers("threads", 2, decode="both")
-    assert told == (
+    assert reported == (
         "decoding by 2 threads, and on the GPU what the step would wait for: CPU 1,000 img/s, GPU 101 img/s alone"
     )
 

@@ -379,7 +379,7 @@ def test_resident_batches_repeat_and_a_step_always_gets_the_same_one(first: int)
         (Workers("processes", 2), "2 processes"),
     ],
 )
-def test_workers_are_told_in_words(workers: Workers, text: str) -> None:
+def test_workers_are_reported_in_words(workers: Workers, text: str) -> None:
     assert str(workers).startswith(text)
 
 

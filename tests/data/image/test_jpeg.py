@@ -1,4 +1,4 @@
-"""The JPEG header: what Pillow reads, never an exception, and a clean end told from a damaged one."""
+"""The JPEG header: what Pillow reads, never an exception, and a clean end distinguished from a damaged one."""
 
 from __future__ import annotations
 

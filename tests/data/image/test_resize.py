@@ -273,7 +273,7 @@ def test_columns_come_first_in_12_for_towers_and_in_13_when_the_height_shrinks_m
 
 
 def test_without_the_native_part_the_pixels_are_the_same() -> None:
-    """In a process that is told to leave it out: all of Pillow 13's hashes, and the same digest over random cases."""
+    """In a process that runs without it: all of Pillow 13's hashes, and the same digest over random cases."""
     code = """
 import hashlib, numpy as np
 from drumline import native

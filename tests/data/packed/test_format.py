@@ -1,4 +1,4 @@
-"""The packed set: what comes out is what went in, and damage or malice is told by file and sample."""
+"""The packed set: what comes out is what went in, and damage or malice is reported by file and sample."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_a_set_without_evaluation_split_is_held_out_by_the_common_rule(tmp_path)
         opened(write(tmp_path / "both"), "train", 0.3)
 
 
-def test_a_changed_byte_in_a_shard_is_told_with_sample_shard_and_offset(tmp_path):
+def test_a_changed_byte_in_a_shard_is_reported_with_sample_shard_and_offset(tmp_path):
     folder = write(tmp_path / "set", shard_bytes=None)
     shard = shard_file(folder, "train", 0)
     data = bytearray(shard.read_bytes())
@@ -187,7 +187,7 @@ def test_a_changed_byte_in_a_shard_is_told_with_sample_shard_and_offset(tmp_path
     assert source.sound(np.arange(5)).tolist() == [True, False, True, True, True]
 
 
-def test_a_changed_byte_in_an_array_is_told_on_opening(tmp_path):
+def test_a_changed_byte_in_an_array_is_reported_on_opening(tmp_path):
     samples = [stored(PIXELS.tobytes(), Kind.RGB, 5, 4)] * 5
     folder = write(tmp_path / "set", samples, None, "arrays")
     shard = shard_file(folder, "train", 0)

@@ -490,7 +490,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(photos, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_told_and_the_pack_goes_on_once_there_is_room(photos, tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_the_pack_goes_on_once_there_is_room(photos, tmp_path, monkeypatch):
     whole = content(packed(photos, tmp_path / "whole"))
     real = work.SplitWriter.add
     room = 5
@@ -514,7 +514,7 @@ def test_a_full_disk_is_told_and_the_pack_goes_on_once_there_is_room(photos, tmp
     assert content(out) == whole
 
 
-def test_a_really_full_disk_is_told(photos, tmp_path):
+def test_a_really_full_disk_is_reported(photos, tmp_path):
     small = tmp_path / "small"
     small.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(small)]
@@ -529,7 +529,7 @@ def test_a_really_full_disk_is_told(photos, tmp_path):
         subprocess.run(["umount", str(small)], check=True)
 
 
-def test_a_target_that_cannot_be_written_is_told(photos, tmp_path, monkeypatch):
+def test_a_target_that_cannot_be_written_is_reported(photos, tmp_path, monkeypatch):
     def refuse(self: Path, *_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system", str(self))
 
@@ -559,8 +559,8 @@ def test_a_file_that_cannot_be_read_ends_the_pack_with_its_name(photos, tmp_path
 
 def test_the_command_tells_what_it_did_and_lists_bad_samples(photos, tmp_path, capsys):
     assert pack([str(photos), str(tmp_path / "out"), "--workers=1", "--raw"]) == 0
-    told = capsys.readouterr()
-    result = json.loads(told.out.splitlines()[-1])
+    reported = capsys.readouterr()
+    result = json.loads(reported.out.splitlines()[-1])
     assert result["train"] == 11
     assert (result["eval"], result["classes"], result["shards"], result["bad"]) == (2, 3, 2, 3)
     assert result["bytes"] == sum(len(data) for data in content(tmp_path / "out").values())
@@ -570,7 +570,7 @@ def test_the_command_tells_what_it_did_and_lists_bad_samples(photos, tmp_path, c
         "cut.jpg is truncated",
         "page.jpg is a web page",
     ):
-        assert words in told.err
+        assert words in reported.err
     assert pack([str(photos), str(tmp_path / "small"), "--resize-short", "16", "--workers", "1"]) == 0
     assert "NOT pixel-equal to the originals" in capsys.readouterr().err
 
@@ -582,7 +582,7 @@ def test_bad_samples_are_counted_without_decoding_when_files_are_kept(photos, tm
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         (["--resize-shrt", "3"], "did you mean --resize-short?"),
         (["--resize", "3"], "did you mean --resize-short?"),
@@ -603,9 +603,9 @@ def test_bad_samples_are_counted_without_decoding_when_files_are_kept(photos, tm
         (["--raww", "--workers", "x"], "did you mean --raw?"),
     ],
 )
-def test_wrong_lines_are_told_with_the_fix(words, told, tmp_path):
+def test_wrong_lines_are_reported_with_the_fix(words, reported, tmp_path):
     error = refusal_of_line(["in", "out", *words])
-    assert told in str(error)
+    assert reported in str(error)
 
 
 def refusal_of_line(words: list[str]) -> UserError:
@@ -614,7 +614,7 @@ def refusal_of_line(words: list[str]) -> UserError:
     return caught.value
 
 
-def test_both_mistakes_of_a_line_are_told_at_once():
+def test_both_mistakes_of_a_line_are_reported_at_once():
     error = str(refusal_of_line(["in", "out", "--raww", "--workers", "x"]))
     assert "--raww" in error
     assert "--workers x" in error

@@ -222,7 +222,7 @@ def test_own_eval_without_classes_takes_them_from_training(own):
         ("def make(path, split): return S(labels=[], read=print)", "is empty"),
     ],
 )
-def test_own_mistakes_are_told_with_the_factorys_name(own, code, words):
+def test_own_mistakes_are_reported_with_the_factorys_name(own, code, words):
     with pytest.raises(UserError, match=words) as caught:
         own(code)
     assert "own_" in caught.value.what

@@ -23,7 +23,7 @@ from drumline.data.feed.prefetch import prefetch
 from drumline.data.feed.processes import process_batches
 from drumline.data.feed.sample import BadSample, load_sample
 from drumline.data.feed.sampler import Request
-from drumline.data.feed.threads import Room, Route, threaded_batches
+from drumline.data.feed.threads import Allocate, Route, threaded_batches
 from drumline.data.feed.transform import Transform
 from drumline.data.gpu.fraction import GpuFraction
 from drumline.data.image.augment import apply
@@ -67,7 +67,7 @@ def batches(
 ) -> Batches:
     """The batches of the requests, in their order, on the device. Close the iterator to end the workers."""
     fraction = GpuFraction() if workers.decode == "both" and device.type == "cuda" else None
-    asked = _Asked(spec, dataset, transform, seed, requests, workers, fraction)
+    asked = _FeedArguments(spec, dataset, transform, seed, requests, workers, fraction)
     made = _on_device(asked, device) if device.type == "cuda" else _on_host(asked)
     # On a CPU, an array batch is made faster than it could be handed to another thread.
     running_ahead = (
@@ -145,7 +145,7 @@ class PinnedRing:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _FeedArguments:
     """The arguments of a feed."""
 
     spec: DatasetSpec
@@ -156,7 +156,7 @@ class _Asked:
     workers: Workers
     fraction: GpuFraction | None = None
 
-    def on_host(self, room: Room, route: Route | None = None) -> Generator[HostBatch, None, None]:
+    def on_host(self, allocate: Allocate, route: Route | None = None) -> Generator[HostBatch, None, None]:
         """The batches as the workers make them."""
         dataset, transform, seed, workers = self.dataset, self.transform, self.seed, self.workers
         if workers.count == 0 or isinstance(dataset, ArrayDataset):
@@ -166,7 +166,9 @@ class _Asked:
                 self.spec, dataset.digest(), transform, seed, self.requests, workers.count
             )
         else:
-            yield from threaded_batches(dataset, transform, seed, self.requests, workers.count, room, route)
+            yield from threaded_batches(
+                dataset, transform, seed, self.requests, workers.count, allocate, route
+            )
 
 
 def _fresh(*shape: int) -> torch.Tensor:
@@ -176,17 +178,17 @@ def _fresh(*shape: int) -> torch.Tensor:
 Ready = tuple[Batch, tuple[BadSample, ...], torch.cuda.Event | None]
 
 
-def _on_host(asked: _Asked) -> Generator[Ready, None, None]:
+def _on_host(asked: _FeedArguments) -> Generator[Ready, None, None]:
     with closing(asked.on_host(_fresh)) as host:
         for made in host:
             batch, plan = made.batch, made.plan
             yield batch._replace(images=apply(batch.images, plan)) if plan else batch, made.bad, None
 
 
-def _on_device(asked: _Asked, device: torch.device) -> Generator[Ready, None, None]:
+def _on_device(asked: _FeedArguments, device: torch.device) -> Generator[Ready, None, None]:
     """Copies each batch on a side stream, decodes the remaining samples on the device, and augments the pixels
     there."""
-    room, stream, dataset = PinnedRing(), _side_stream(device), asked.dataset
+    ring, stream, dataset = PinnedRing(), _side_stream(device), asked.dataset
     with torch.cuda.device(device), ExitStack() as cleanup:
         decoder = None
         if asked.workers.decode != "cpu" and isinstance(dataset, EncodedDataset):
@@ -197,12 +199,12 @@ def _on_device(asked: _Asked, device: torch.device) -> Generator[Ready, None, No
                     closing(DeviceDecoder(len(dataset), asked.transform, device, asked.fraction))
                 )
         route = decoder.route if decoder else None
-        host = cleanup.enter_context(closing(asked.on_host(room.take, route)))
+        host = cleanup.enter_context(closing(asked.on_host(ring.take, route)))
         for made in asked.fraction.timed(host) if asked.fraction else host:
             batch, bad = made.batch, made.bad
             pixels = batch.images
             if not pixels.is_pinned():
-                pixels = room.take(*batch.images.shape)
+                pixels = ring.take(*batch.images.shape)
                 pixels.copy_(batch.images)
             with torch.cuda.stream(stream):
                 images = pixels.to(device, non_blocking=True)
@@ -217,7 +219,7 @@ def _on_device(asked: _Asked, device: torch.device) -> Generator[Ready, None, No
                 copied = torch.cuda.Event()
                 copied.record(stream)
                 for buffer in (pixels, made.undecoded.data) if made.undecoded else (pixels,):
-                    room.give_back(buffer, copied)
+                    ring.give_back(buffer, copied)
                 others = (tensor.pin_memory().to(device, non_blocking=True) for tensor in batch[1:4])
                 moved = Batch(apply(images, made.plan) if made.plan else images, *others)
                 ready = torch.cuda.Event(enable_timing=asked.fraction is not None)

@@ -119,12 +119,12 @@ def cut(image: Pixels, row: NDArray[np.int32], transform: Transform) -> Pixels:
     columns_first = vertical_first(transform.resize, right - left, bottom - top, width, height)
     size = transform.size
     if native.available():
-        return native.window(image, row, (size, size), transform.interpolation, columns_first)
+        return native.crop(image, row, (size, size), transform.interpolation, columns_first)
     resized = resize_by_pillow(
         image[top:bottom, left:right], (width, height), columns_first, transform.interpolation
     )
-    window = resized[y : y + size, x : x + size]
-    return np.ascontiguousarray(window[:, ::-1] if mirror else window)
+    cropped = resized[y : y + size, x : x + size]
+    return np.ascontiguousarray(cropped[:, ::-1] if mirror else cropped)
 
 
 def native_decodes(stored: NDArray[np.int32], transform: Transform) -> NDArray[np.bool_]:

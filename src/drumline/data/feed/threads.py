@@ -35,7 +35,7 @@ READERS = 8
 UNDECODED_ALIGNMENT, UNDECODED_LEAST = 16, 4 << 20
 """JPEG bytes for the device: each sample starts at a multiple of the first. The buffer has a power of two of bytes,
 at least the second, so that it can be reused."""
-Room = Callable[..., torch.Tensor]
+Allocate = Callable[..., torch.Tensor]
 """Called with a shape, returns a uint8 buffer, which leaves with the batch."""
 Route = Callable[
     [NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64], NDArray[np.int32], NDArray[np.bool_]],
@@ -51,7 +51,7 @@ def threaded_batches(
     seed: int,
     requests: Iterable[Request],
     threads: int,
-    room: Room,
+    allocate: Allocate,
     route: Route | None = None,
 ) -> Generator[HostBatch, None, None]:
     """The batches of the requests, in their order. Samples that `route` sends to the device stay undecoded. Close the
@@ -73,7 +73,7 @@ def threaded_batches(
 
     try:
         for request in requests:
-            slot = free.pop() if free else Slot(dataset, transform, seed, room, route)
+            slot = free.pop() if free else Slot(dataset, transform, seed, allocate, route)
             reading.append(slot)
             slot.read(request, readers, rest)
             yield from move(READ_AHEAD, MADE_AHEAD)
@@ -92,9 +92,20 @@ class Slot:
     """One batch under way, and its arrays, which the native threads use too."""
 
     def __init__(
-        self, dataset: EncodedDataset, transform: Transform, seed: int, room: Room, route: Route | None
+        self,
+        dataset: EncodedDataset,
+        transform: Transform,
+        seed: int,
+        allocate: Allocate,
+        route: Route | None,
     ) -> None:
-        self.dataset, self.transform, self.seed, self.room, self.route = dataset, transform, seed, room, route
+        self.dataset, self.transform, self.seed, self.allocate, self.route = (
+            dataset,
+            transform,
+            seed,
+            allocate,
+            route,
+        )
         self.request = Request(0, np.empty(0, np.int64))
         self.images = torch.empty(0, dtype=torch.uint8)
         self.arrays = Arrays(0)
@@ -110,7 +121,7 @@ class Slot:
         """Starts to fetch the encoded samples."""
         count, samples = len(request.samples), request.samples
         self.request = request
-        self.images = self.room(count, self.transform.size, self.transform.size, 3)
+        self.images = self.allocate(count, self.transform.size, self.transform.size, 3)
         if len(self.arrays.lengths) != count:
             self.arrays.free_files()
             self.arrays = Arrays(count)
@@ -200,7 +211,7 @@ class Slot:
         data, lengths = arrays.data[slots], arrays.lengths[slots]
         ends = np.cumsum(lengths + -lengths % UNDECODED_ALIGNMENT)
         offsets = np.concatenate([[0], ends[:-1]])
-        target = self.room(max(UNDECODED_LEAST, 1 << int(ends[-1] - 1).bit_length()))
+        target = self.allocate(max(UNDECODED_LEAST, 1 << int(ends[-1] - 1).bit_length()))
         self.undecoded = Undecoded(
             slots,
             self.request.samples[slots],

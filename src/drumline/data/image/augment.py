@@ -30,8 +30,8 @@ PARAMETERS = 7
 """int32 numbers of an operation; a float32 is stored by its bits."""
 
 HOST_PIECE, DEVICE_PIECE = 1 << 19, 1 << 25
-"""Bytes of images that go through an operation at once. On the host what is between its steps stays in the cache,
-two to four times as fast as a whole batch; on a GPU it stays below 1 GB (some 24 times the images)."""
+"""Bytes of images per operation. On the host, intermediate results then stay in the cache, which is two to four times
+as fast as a whole batch; on a GPU they stay below 1 GB (some 24 times the images)."""
 
 
 class Op(IntEnum):
@@ -53,7 +53,7 @@ class Op(IntEnum):
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What may happen to the pixels of a training sample."""
+    """The random pixel operations of training."""
 
     jitter: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     """Strengths of brightness, contrast, saturation and hue as in torchvision's ColorJitter; 0 leaves one out."""
@@ -109,7 +109,7 @@ def mean_colour(mean: tuple[float, ...]) -> tuple[int, ...]:
 
 
 def plan(augmentation: Augmentation, seed: int, request: Request, size: int) -> AugmentPlan:
-    """What is to be done to a batch of square images of this size."""
+    """The plan for a batch of square images of this size."""
     return plans(augmentation, seed, [request], size)[0]
 
 
@@ -132,7 +132,7 @@ def plans(augmentation: Augmentation, seed: int, requests: list[Request], size: 
 
 
 def apply(images: torch.Tensor, plan: AugmentPlan) -> torch.Tensor:
-    """The batch (n, H, W, C) uint8 after the plan, on its device; the given tensor is left as it is."""
+    """The batch (n, H, W, C) uint8 after the plan, on its device. Does not change its argument."""
     if not plan.runs:
         return images
     table = torch.from_numpy(plan.table)
@@ -160,7 +160,7 @@ def colour_jitter(
     strengths: tuple[float, float, float, float], seed: int, epoch: int, samples: Ids
 ) -> list[_Layer]:
     """Brightness, contrast and saturation by a factor of 1 - strength to 1 + strength (never below 0), hue by up to
-    its strength of a circle either way, in an order of each sample's own."""
+    its strength of a circle either way, in a random order for each sample."""
     draws = uniform(seed, epoch, samples, Purpose.JITTER, 5)
     low = np.array([max(0.0, 1.0 - strength) for strength in strengths[:3]] + [-strengths[3]])
     high = np.array([1.0 + strength for strength in strengths[:3]] + [strengths[3]])

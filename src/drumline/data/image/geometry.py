@@ -1,8 +1,8 @@
-"""Which part of each image becomes the model's input: pure, vectorised over a batch.
+"""The crop of each image: pure, vectorised over a batch.
 
-Promises: a row of geometry depends on the image's stored size and on draws keyed by (seed, epoch, sample id), on
-nothing else; only operations that every machine rounds alike are used, so the same boxes come out everywhere.
-A row means: crop the box, resize it to (width, height), cut the window of the model's size at (x, y), mirror it.
+Promises: a row of geometry depends on the image's stored size and on draws keyed by (seed, epoch, sample id) alone.
+Only operations that every machine rounds alike are used, so the boxes are the same on every machine. A row means:
+crop the box, resize it to (width, height), crop the model's size from that at (x, y), mirror it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Geometry = NDArray[np.int32]
 
 
 class Column(IntEnum):
-    """What a geometry row holds; the native part and the GPU kernel read the same order."""
+    """The columns of a geometry row. The native part and the GPU kernel read the same order."""
 
     LEFT = 0
     TOP = 1
@@ -52,13 +52,13 @@ def training_geometry(
 
 
 def evaluation_geometry(sizes: NDArray[np.integer], size: int, crop: float) -> Geometry:
-    """The whole image resized so that its short side is size / crop, and the window in its middle."""
+    """The whole image, resized to a short side of size / crop, and the centre crop of that."""
     wide, high = np.asarray(sizes).astype(np.int64).T
     short = math.floor(size / crop)
     rows = np.zeros((len(wide), COLUMNS), np.int32)
     rows[:, Column.RIGHT], rows[:, Column.BOTTOM] = wide, high
     upright = wide <= high
-    # Whole numbers, so the same as the usual int(short * high / wide).
+    # In integers; the result is that of the usual int(short * high / wide).
     width = np.where(upright, short, short * wide // high)
     height = np.where(upright, short * high // wide, short)
     rows[:, Column.WIDTH], rows[:, Column.HEIGHT] = width, height
@@ -69,7 +69,7 @@ def evaluation_geometry(sizes: NDArray[np.integer], size: int, crop: float) -> G
 
 def random_resized_crops(sizes: NDArray[np.integer], draws: NDArray[np.float64]) -> NDArray[np.int32]:
     """Inception's crop as (n, 4) boxes: 8 to 100 % of the area, aspect 3/4 to 4/3, the first of ten tries that
-    fits, else the centre. `draws` holds four uniform numbers per try."""
+    fits, otherwise the centre. `draws` has four uniform numbers per try."""
     wide, high = np.asarray(sizes).astype(np.int64).T
     tries = draws.reshape(len(wide), ATTEMPTS, 4)
     area = (wide * high)[:, None] * (0.08 + 0.92 * tries[:, :, 0])
@@ -89,7 +89,7 @@ def random_resized_crops(sizes: NDArray[np.integer], draws: NDArray[np.float64])
 
 
 def mirrored(seed: int, epoch: int, samples: NDArray[np.integer]) -> NDArray[np.bool_]:
-    """Which samples are seen in the mirror."""
+    """Which samples are mirrored."""
     return uniform(seed, epoch, samples, Purpose.FLIP, 1)[:, 0] < 0.5
 
 
@@ -105,7 +105,7 @@ def exp_small(x: NDArray[np.float64]) -> NDArray[np.float64]:
 def _centre_of_last_resort(
     wide: NDArray[np.int64], high: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The largest centre crop of an allowed aspect, for images so long that no try fitted."""
+    """The largest centre crop of an allowed aspect, for images so elongated that no try fits."""
     too_high, too_wide = wide / high < 1 / LARGEST_ASPECT, wide / high > LARGEST_ASPECT
     w = np.where(too_wide, np.rint(high * LARGEST_ASPECT).astype(np.int64), wide)
     h = np.where(too_high, np.rint(wide * LARGEST_ASPECT).astype(np.int64), high)

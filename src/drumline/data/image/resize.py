@@ -29,7 +29,7 @@ Smooth = Literal["bilinear", "bicubic", "box", "lanczos"]
 Filter = Literal["bilinear", "bicubic", "box", "lanczos", "nearest"]
 
 FRACTION_BITS = 22
-"""Weights are whole numbers of 2**-22: the most that leaves a sum of 8-bit pixels within 32 bits."""
+"""Weights are multiples of 2**-22: the finest that keep a sum of 8-bit pixels within 32 bits."""
 
 
 class Coefficients(NamedTuple):
@@ -132,7 +132,7 @@ def _cubic(x: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _lanczos(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A sinc under a wider one. Python's sine is the C library's; NumPy has another."""
+    """A sinc under a wider one. Python's sine is the C library's; NumPy's differs."""
 
     def sinc(value: float) -> float:
         return 1.0 if value == 0.0 else math.sin(value * math.pi) / (value * math.pi)
