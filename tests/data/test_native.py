@@ -418,7 +418,7 @@ native.Work = Longer
 print(native.available(), native.describe())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False is a build of other sources: install drumline again"
+    assert done.stdout.strip() == "False was built from other sources: install drumline again"
 
 
 def test_it_can_be_left_out_and_says_so() -> None:

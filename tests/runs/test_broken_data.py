@@ -1,4 +1,4 @@
-"""Damaged data, trained as a user would: no crash, no hang, an outcome that is reported, and the same bits each time."""
+"""Damaged data, trained as a user would: no crash, no hang, a reported outcome, and the same bits each time."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-/* Columns of a geometry row: see data/geometry.py. */
+/* Columns of a geometry row: see data/image/geometry.py. */
 enum { LEFT, TOP, RIGHT, BOTTOM, WIDTH, HEIGHT, X, Y, MIRROR, GEOMETRY };
 
 /* What became of a sample. LEFT_TO_PILLOW is no error: Pillow decides, and words the message. */
@@ -57,7 +57,7 @@ int resampler_finish(Resampler *r, uint8_t *out, int channels, int mirror);
 
 int columns_come_first(int version13, const int32_t *geometry);
 
-/* The limits of data/limits.py, which explains them: what is over one of them is left to Python, which refuses it. */
+/* The limits of data/image/limits.py, which explains them. What exceeds one is left to Python, which rejects it. */
 enum { MAX_PIXELS = 89478485, MAX_PARTS = 100000, MAX_SCANS = 100, SCANNED_TIMES = 20 };
 
 /* One JPEG to one window; DONE or LEFT_TO_PILLOW. */

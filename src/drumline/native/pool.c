@@ -1,4 +1,4 @@
-/* Threads that make whole batches: Python hands over a batch and is told when it is done.
+/* Threads that make whole batches: Python submits a batch and waits for it.
  *
  * Jobs are served in the order they came, samples of the next job begin while the last ones of this job finish, so
  * no thread waits at the end of a batch. A sample's result goes to its own slot: which thread made it shows nowhere.
@@ -28,7 +28,7 @@ enum { READ_FILES, READ_SIZES, MAKE_WINDOWS, GATHER };
 
 /* A file's buffer is used again for the next file in its slot, unless it is much larger than that needs: kept at the
  * largest file seen, the buffers of all slots would creep up to it. They are pages of their own, since heaps of many
- * threads, with buffers of every size coming and going, grow for an hour before they settle. */
+ * threads, with buffers of every size coming and going, grow for an hour before they stop. */
 #define ROOM_UNIT ((int64_t)64 << 10)
 
 static int fits(int64_t room, int64_t size) { return size <= room && room <= 2 * size + ROOM_UNIT; }
