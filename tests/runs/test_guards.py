@@ -113,7 +113,7 @@ def trained(folder: Path, name: str, *words: str) -> subprocess.CompletedProcess
 
 
 def stopped(done: subprocess.CompletedProcess[str]) -> str:
-    """What a run said that ended with a finding."""
+    """The stderr of a run that ended with a finding."""
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert "fix: " in done.stderr
@@ -179,7 +179,7 @@ def test_with_warn_an_update_that_is_not_finite_is_left_out_and_the_run_goes_on(
         ("Astray", "device", "buffer 'table' is on meta, but rank 0 computes on cpu", "step 6"),
     ],
 )
-def test_a_model_that_spoils_itself_at_step_5_is_told_at_the_next_look(
+def test_a_model_that_spoils_itself_at_step_5_is_reported_at_the_next_check(
     name: str, guard: str, said: str, since: str, tmp_path: Path
 ) -> None:
     found = stopped(trained(tmp_path, name))

@@ -21,6 +21,8 @@ def make_guards(run: Run) -> RunGuards:
         batch = run.single_batch(index)
         return batch, find_origin(run.step, batch, index)
 
+    # Tensors that the other processes of a replica hold are on the meta device here.
+    elsewhere = [torch.device("meta")] if grid.places > 1 else []
     on_cuda = run.world.device.type == "cuda"
     return RunGuards(
         Guarded(
@@ -41,8 +43,7 @@ def make_guards(run: Run) -> RunGuards:
             autocast=run.step.autocast,
             reads=grid.reads,
             one_gpu_each=on_cuda and run.strategy.equal_memory and not run.task.spans_devices,
-            # What other processes of a pipeline hold is on the meta device here.
-            devices=frozenset({*run.strategy.devices, torch.device("meta")}),
+            devices=frozenset({*run.strategy.devices, *elsewhere}),
         )
     )
 

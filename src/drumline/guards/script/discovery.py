@@ -19,7 +19,12 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 from torch.utils.hooks import RemovableHandle
 
 from drumline.guards.checks.drift import digest, fingerprints
-from drumline.guards.checks.modes import depends_on_mode, teacher_in_train_mode
+from drumline.guards.checks.modes import (
+    depends_on_mode,
+    gradient_marks,
+    teacher_in_train_mode,
+    trained_teacher,
+)
 from drumline.guards.finding import Finding, Found
 
 _MOST_COPIES = 8
@@ -73,6 +78,12 @@ class Discovery:
     ) -> None:
         self._model, self._outer, self._optimizers = model, outer, list(optimizers)
         self._teachers = list(teachers)
+        self.teacher_parameters: dict[str, nn.Parameter] = {
+            f"{number}.{name}" if len(teachers) > 1 else name: parameter
+            for number, teacher in enumerate(teachers)
+            for name, parameter in teacher.named_parameters()
+        }
+        self._teacher_gradients = gradient_marks(self.teacher_parameters)
         self.modules: list[SideModule] = []
         self.schedulers: list[LRScheduler] = []
         self.held_elsewhere: set[int] = set()
@@ -118,6 +129,11 @@ class Discovery:
                 if layer is not None:
                     return teacher_in_train_mode(one.name, layer, step), one.passed
         return None
+
+    def trained_teacher(self, step: int) -> Found | None:
+        """A teacher that an optimizer trains or backward reaches."""
+        held = [p for one in self._optimizers for group in one.param_groups for p in group["params"]]
+        return trained_teacher(self.teacher_parameters, held, self._teacher_gradients, step)
 
     def teachers(self) -> dict[str, str]:
         """A digest of each teacher that is called without gradients, as the ranks compare them."""

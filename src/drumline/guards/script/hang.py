@@ -28,12 +28,7 @@ from drumline.guards.script.source_lines import is_user_file, user_lines
 _PERIOD = 1.0
 _GRACE = 3.0
 """Seconds that the main thread has to stop by itself."""
-_WAITING = (
-    "torch/distributed/",
-    "torch/nn/parallel/distributed.py",
-    "torch/autograd/",
-    "drumline/guards/",
-)
+_WAITING = ("torch/distributed/", "torch/nn/parallel/distributed.py", "torch/autograd/", "drumline/guards/")
 """Code that may wait for other ranks."""
 _COMPILING = (
     "torch/_dynamo/convert_frame.py",

@@ -122,10 +122,10 @@ class Parameters:
             return None  # the optimizer holds other tensors: `held` reports it
         return unconnected(step), not self._discovery.others_train()
 
-    def held(self, optimizer: Optimizer, of_teachers: Sequence[nn.Parameter], step: int) -> list[Found]:
+    def held(self, optimizer: Optimizer, step: int) -> list[Found]:
         """At a comparison: parameters that no optimizer holds, and tensors that are in no model."""
         everything = [p for one in self._optimizers for p in _held(one)]
-        model = dict(self._model.named_parameters())
+        model, of_teachers = dict(self._model.named_parameters()), self._discovery.teacher_parameters.values()
         known = {id(p) for p in (*model.values(), *of_teachers)}
         elsewhere = [p for p in model.values() if id(p) in self._discovery.held_elsewhere]
         missing = not_in_optimizer(model, (*everything, *of_teachers, *elsewhere), f"step {step}")

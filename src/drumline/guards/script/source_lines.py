@@ -20,15 +20,7 @@ _DRUMLINE = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
 _STANDARD = sysconfig.get_paths()["stdlib"]
 _ASSIGNED = 1
-_HARMLESS = (
-    "state_dict",
-    "load_state_dict",
-    "parameters",
-    "named_parameters",
-    "train",
-    "eval",
-    "modules",
-)
+_HARMLESS = ("state_dict", "load_state_dict", "parameters", "named_parameters", "train", "eval", "modules")
 """Methods of `model.module` that a script may call."""
 
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from drumline.core.errors import UserError
 from drumline.guards.checks.datasets import length_of
 from drumline.guards.checks.evaluation import miscounted
-from drumline.guards.checks.modes import Modes, gradient_marks, trained_teacher
+from drumline.guards.checks.modes import Modes
 from drumline.guards.checks.rates import Rates
 from drumline.guards.checks.seeds import Seeds
 from drumline.guards.finding import Action, GuardError, Reporter
@@ -35,7 +35,6 @@ from drumline.guards.script.comparison import FIRST_STEPS, Comparison, Monitors,
 from drumline.guards.script.discovery import Discovery
 from drumline.guards.script.forwards import Forwards, inner_of, wrapper_of
 from drumline.guards.script.hang import HangMonitor
-from drumline.guards.script.listener import ScriptListener
 from drumline.guards.script.loaders import Loaders
 from drumline.guards.script.losses import Losses
 from drumline.guards.script.nonfinite import BadStep, GradientCheck, HiddenNaN
@@ -171,10 +170,7 @@ class Watch:
             self._hang,
         )
         self._comparison = Comparison(self._rendezvous, monitors, self._model, teachers)
-        self._listener = ScriptListener(
-            monitors, self._hidden, self._parameters, optimizers, self._comparison
-        )
-        self._teacher_marks = gradient_marks(self._teacher_parameters())
+        self._listener = taps.Listener(monitors, self._hidden, self._parameters, optimizers, self._comparison)
         self._rates = Rates(optimizers[0], scheduler, length_of(loader))
         self._handles = [
             handle
@@ -409,24 +405,11 @@ class Watch:
         found = self._probes.before_step(number, optimizer, step, self._forwards.has_gradient)
         reached = self._parameters.reached(number, held, step)
         if compares or step == UNREACHED_STEPS:
-            of_teachers = self._teacher_parameters()
-            everything = [
-                p for one in self._optimizers for group in one.param_groups for p in group["params"]
-            ]
-            trained = trained_teacher(of_teachers, everything, self._teacher_marks, step)
+            trained = self._discovery.trained_teacher(step)
             found += [trained] if trained is not None else []
-            found += self._parameters.held(optimizer, list(of_teachers.values()), step)
+            found += self._parameters.held(optimizer, step)
         for finding, certain in (*found, *([reached] if reached is not None else [])):
             self._ranks.from_this_rank(finding, certain)
-
-    def _teacher_parameters(self) -> dict[str, nn.Parameter]:
-        """The teachers' parameters, by name."""
-        several = len(self._teachers) > 1
-        return {
-            f"{number}.{name}" if several else name: parameter
-            for number, teacher in enumerate(self._teachers)
-            for name, parameter in teacher.named_parameters()
-        }
 
     def _report_nonfinite(self, bad: BadStep) -> None:
         self._ranks.report(investigate(bad, self._model, self._rendezvous, self._poll, self._folder))
