@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from drumline.core.arithmetic import resolve_precision, threads_per_process
+from drumline.core.arithmetic import leave_no_trace, resolve_precision, threads_per_process
 from drumline.core.errors import UserError
 from drumline.core.machine import usable_cores
 
@@ -45,3 +48,28 @@ def test_threads_divide_the_cores_among_the_processes() -> None:
     assert threads_per_process(5, 2, env={"OMP_NUM_THREADS": "3"}) == 5
     assert threads_per_process("auto", 10**6, env={"OMP_NUM_THREADS": "3"}) == 3
     assert threads_per_process("auto", 1, strict=True, env={"OMP_NUM_THREADS": "3"}) == 1
+
+
+def test_nothing_that_happens_inside_leaves_a_trace() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 2)).train()
+    model[1].eval()
+    model(torch.rand(4, 3)).sum().backward()
+    own, gradients = torch.arange(3.0), [parameter.grad for parameter in model.parameters()]
+    buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+    generators = torch.get_rng_state(), random.getstate()
+    with suppress(ZeroDivisionError), leave_no_trace(model, tensors=[own], devices=[CPU]):
+        model.train()(torch.rand(4, 3)).sum().backward()
+        model.zero_grad()
+        model[0].running_mean = torch.ones(3)
+        own.add_(random.random())
+        raise ZeroDivisionError
+    assert [layer.training for layer in model] == [True, False, True]
+    assert all(
+        parameter.grad is before for parameter, before in zip(model.parameters(), gradients, strict=True)
+    )
+    for name, buffer in model.named_buffers():
+        assert buffer is buffers[name][0]
+        assert torch.equal(buffer, buffers[name][1])
+    assert own.tolist() == [0, 1, 2]
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    assert random.getstate() == generators[1]

@@ -7,9 +7,12 @@ training modes, gradients and random generators named to it are as before, at th
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
+from torch import Tensor, nn
 
 from drumline.core.compiler import use_deterministic_algorithms
 from drumline.core.environment import threads_asked
@@ -17,10 +20,47 @@ from drumline.core.errors import UserError
 from drumline.core.machine import cores_per_process
 
 
-def autocast(device: torch.device | str, dtype: torch.dtype | None) -> torch.autocast:
-    """Computes in `dtype` where torch considers that safe. None computes in fp32, also inside another autocast."""
-    kind = device if isinstance(device, str) else device.type
-    return torch.autocast(kind, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+def autocast(device: torch.device, dtype: torch.dtype | None, cached: bool | None = None) -> torch.autocast:
+    """Computes in `dtype` where torch considers that safe. None computes in fp32, also inside another autocast.
+    `cached` says whether converted weights are kept; None is torch's default."""
+    return torch.autocast(
+        device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=cached
+    )
+
+
+@contextmanager
+def leave_no_trace(
+    *modules: nn.Module, tensors: Iterable[Tensor] = (), devices: Iterable[torch.device] = ()
+) -> Iterator[None]:
+    """Restores on exit, whatever happens inside: modes, buffers and gradients of the modules; values of the tensors;
+    the random generators of torch, of these GPUs and of Python. Copies are kept on the host, because a model may fill
+    the GPU."""
+    layers = list(dict.fromkeys(layer for module in modules for layer in module.modules()))
+    modes = [(layer, layer.training) for layer in layers]
+    buffers = [(layer._buffers, dict(layer._buffers)) for layer in layers]
+    gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
+    live = [*tensors, *(each for _, table in buffers for each in table.values() if each is not None)]
+    saved = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in live if not tensor.is_meta]
+    gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
+    generators = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in gpus)]
+    python = random.getstate()
+    try:
+        yield
+    finally:
+        for layer, mode in modes:
+            layer.training = mode
+        for table, before in buffers:
+            table.clear()
+            table.update(before)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for tensor, value in saved:
+                tensor.copy_(value)
+        torch.set_rng_state(generators[0])
+        for state, device in zip(generators[1:], gpus, strict=True):
+            torch.cuda.set_rng_state(state, device)
+        random.setstate(python)
 
 
 def resolve_precision(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from drumline.core.arithmetic import autocast
 from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch
 from drumline.distill.bundle import Said
@@ -82,7 +83,7 @@ class Distillation(Objective):
     def __call__(self, model: nn.Module, images: Tensor, batch: Batch) -> Outcome:
         taught, said = self._heard(model, images, batch)
         check_logits(said.logits, self.classification.classes)
-        with torch.autocast(images.device.type, enabled=False):
+        with autocast(images.device, None):
             return self._scored(*self._exact(said, taught), batch)
 
     def at(self, step: int) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from drumline.core.arithmetic import autocast
 from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch
 from drumline.parallel.world import World
@@ -135,8 +136,7 @@ class Teacher:
             )
 
     def _precision(self) -> torch.autocast:
-        enabled = self.autocast is not None
-        return torch.autocast(self.device.type, dtype=self.autocast or torch.bfloat16, enabled=enabled)
+        return autocast(self.device, self.autocast)
 
     def _joined(self, outputs: Sequence[Any]) -> Taught:
         """All modules' outputs on a batch as what one teacher says."""

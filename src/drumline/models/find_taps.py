@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from drumline.core.arithmetic import leave_no_trace
 from drumline.core.errors import UserError
 
 INPUT = ":input"
@@ -216,26 +217,9 @@ def first_tensor(values: object) -> Tensor | None:
 @contextmanager
 def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Evaluation mode without gradients. Restores modes, buffers and random generators afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [
-        (module, name, b, b.clone())
-        for module in model.modules()
-        for name, b in module._buffers.items()
-        if b is not None
-    ]
-    devices = [device] if device.type not in ("cpu", "meta") else []
-    kind = device.type if devices else "cuda"
-    model.eval()
-    with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices, device_type=kind):
-        try:
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
-            for module, name, buffer, before in buffers:
-                module._buffers[name] = buffer
-                if buffer.device.type != "meta" and not torch.equal(buffer, before):
-                    buffer.copy_(before)
+    with torch.inference_mode(False), torch.no_grad(), leave_no_trace(model, devices=[device]):
+        model.eval()
+        yield
 
 
 def _timm_ends(model: nn.Module, log: CallLog) -> list[str]:

@@ -13,9 +13,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
+from drumline.core.arithmetic import leave_no_trace
 from drumline.core.errors import UserError
 from drumline.parallel.pipeline.norm import commit_statistics, forget_statistics
 from drumline.train.equality import Claim, Row, Verdict
@@ -53,26 +53,17 @@ def reference(model: nn.Module, loss: Callable[[nn.Module, int], Tensor], micro_
     """Plain accumulation, in this process: `loss(model, micro)` for one micro-batch after the other, each with its
     backward. The loss is weighted as in training. Afterwards gradients, buffers and generators are as before."""
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    parameters = dict(model.named_parameters())
-    before = [(parameter, parameter.grad) for parameter in parameters.values()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    devices = {tensor.device for tensor in parameters.values() if tensor.is_cuda}
-    with torch.random.fork_rng(devices=sorted(devices, key=str)):
+    with leave_no_trace(model, devices=[each.device for each in model.parameters()]):
+        for parameter in model.parameters():
+            parameter.grad = None
+        forget_statistics(model)
         try:
-            for parameter in parameters.values():
-                parameter.grad = None
-            forget_statistics(model)
             for micro in range(micro_batches):
                 loss(model, micro).backward()
             commit_statistics(model)
             return Reference(gradients_of(model), copied(dict(model.named_buffers())))
         finally:
             forget_statistics(model)
-            for parameter, gradient in before:
-                parameter.grad = gradient
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:

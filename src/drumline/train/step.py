@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from drumline.core.arithmetic import autocast
+from drumline.core.arithmetic import autocast, leave_no_trace
 from drumline.data.feed.batch import Batch
 from drumline.guards.run.nonfinite import NonFiniteGate
 from drumline.parallel.local import local_shard
@@ -237,22 +237,14 @@ class TrainStep:
         buffers = [buffer for buffer in state.module.buffers() if not buffer.is_meta]
         live += [self.meter.sums, state.lr, *buffers, *self.objective.live()]
         live += self.finite.live() if self.finite is not None else []
-        # On the host: a model that fills the GPU must still be able to rehearse.
-        saved = [tensor.detach().to("cpu", copy=True) for tensor in live]
-        scaler_state = state.scaler.state_dict()
-        generators = self._generator_states()
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for tensor, before in zip(live, saved, strict=True):
-                    tensor.copy_(before)
-            if state.scaler.is_enabled():
-                state.scaler.load_state_dict(scaler_state)
-            state.optimizer.zero_grad(set_to_none=True)
-            torch.set_rng_state(generators[0])
-            for before, device in zip(generators[1:], self._gpus, strict=True):
-                torch.cuda.set_rng_state(before, device)
+        scaler = state.scaler.state_dict()
+        with leave_no_trace(tensors=live, devices=self._gpus):
+            try:
+                yield
+            finally:
+                if state.scaler.is_enabled():
+                    state.scaler.load_state_dict(scaler)
+                state.optimizer.zero_grad(set_to_none=True)
 
 
 def _other_generators() -> tuple[object, ...]:

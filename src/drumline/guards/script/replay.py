@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
+from drumline.core.arithmetic import leave_no_trace
 from drumline.core.files import write_file, write_text
 from drumline.guards.checks.nonfinite import (
     Origin,
@@ -162,19 +163,15 @@ def _recomputed_gradient(calls: Sequence[Call], parameters: Mapping[str, torch.T
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Restores buffers and generators. SyncBatchNorm runs without the other ranks."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     alone = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
     for module in alone:
         module.forward = partial(_BatchNorm.forward, module)  # type: ignore[method-assign]
     try:
-        with torch.random.fork_rng(devices=_devices(model)):
+        with leave_no_trace(model, devices=[each.device for each in model.parameters()]):
             yield
     finally:
         for module in alone:
             del module.forward
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
 
 
 @contextlib.contextmanager
@@ -185,8 +182,3 @@ def _as_called(call: Call) -> Iterator[None]:
             stack.enter_context(torch.autocast(kind, dtype=dtype))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
-
-
-def _devices(model: nn.Module) -> list[int]:
-    found = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
-    return sorted(device.index for device in found)

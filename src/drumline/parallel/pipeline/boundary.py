@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
+from drumline.core import arithmetic
+
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_hooks",
@@ -68,12 +70,7 @@ def boundaries(
     chain = _Chain(roots, stages)
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
-        torch.autocast(
-            sample.device.type,
-            dtype=autocast or torch.bfloat16,
-            enabled=autocast is not None,
-            cache_enabled=False,
-        ),
+        arithmetic.autocast(sample.device, autocast, cached=False),
         untouched(chain),
     ):
         fakes = Fakes(chain, sample.device)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from drumline.core.arithmetic import autocast
+from drumline.core.arithmetic import autocast, leave_no_trace
 from drumline.core.errors import UserError
 from drumline.parallel.pipeline.cut import CutPoint, Traced
 from drumline.parallel.pipeline.split import check_stage_count, min_max_split
@@ -96,7 +96,7 @@ def profile(
     in the modes that `root` is in.
     """
     assert repeats >= 1
-    with _own_random_numbers(device):
+    with leave_no_trace(devices=[device]), torch.enable_grad():
         units = _units(traced, cut_points(traced) if points is None else points, root, device)
         images = torch.randn(*shape, device=device)
         if channels_last:
@@ -333,11 +333,3 @@ def _timed(device: torch.device) -> Iterator[_Timer]:
     ended = begun
     yield lambda: ended - begun
     ended = time.perf_counter()
-
-
-@contextmanager
-def _own_random_numbers(device: torch.device) -> Iterator[None]:
-    """Restores the random generators, which dropout and random images draw from."""
-    devices = [device] if device.type != "cpu" else []
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.enable_grad():
-        yield

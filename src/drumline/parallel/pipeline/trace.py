@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.proxy import TraceError
 
+from drumline.core.arithmetic import leave_no_trace
 from drumline.core.errors import UserError
 from drumline.models.tapped import TapHook
 from drumline.parallel.pipeline.boundary import Fakes, untouched
@@ -324,17 +325,11 @@ class _Tracer(fx.Tracer):
 @contextmanager
 def _mode(model: nn.Module, training: bool) -> Iterator[None]:
     """Sets the mode of every module. A model that is already in training keeps the modes of its modules."""
-    before = [(module, module.training) for module in model.modules()]
-    if model.training != training or not training:
-        for module, _ in before:
-            module.training = training
-    draws = random.getstate()
-    try:
+    with leave_no_trace(model):
+        if model.training != training or not training:
+            for module in model.modules():
+                module.training = training
         yield
-    finally:
-        random.setstate(draws)
-        for module, mode in before:
-            module.training = mode
 
 
 def _uncuttable(model: nn.Module, error: Exception, blind: str, sample: Tensor) -> UserError:
