@@ -256,7 +256,7 @@ def test_too_many_broken_samples_stop_the_run_with_their_number_and_names(
         "`drumline verify` lists all of them; restore or remove them, or raise data.bad_limit" in done.stderr
     )
     assert "Traceback" not in done.stderr
-    assert done.stderr.count("are broken, data.bad_limit") == 1, "reported once, not by every rank"
+    assert done.stderr.count("are broken; data.bad_limit") == 1, "reported once, not by every rank"
 
 
 def test_a_limit_that_no_process_passes_alone_is_passed_together(damaged: Damaged) -> None:
@@ -267,7 +267,7 @@ def test_a_limit_that_no_process_passes_alone_is_passed_together(damaged: Damage
     assert done.returncode == 2
     assert f"{broken} of 100 training samples are broken; data.bad_limit allows {broken - 1}" in done.stderr
     assert metrics(damaged.folder, "together", "train")[-1]["step"] == 5
-    assert done.stderr.count("are broken, data.bad_limit") == 1
+    assert done.stderr.count("are broken; data.bad_limit") == 1
 
 
 @pytest.mark.parametrize("words", [(), ("data.workers=0",), ("parallel.processes=2",)])
