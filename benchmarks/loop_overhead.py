@@ -106,7 +106,7 @@ def ours(recipe: Recipe, steps: int, warm: int = WARM) -> tuple[float, float, st
         run = TrainingRun(recipe, world, classification, cleanup)
         # TensorBoard is imported on a background thread with the first metric: a start-up cost, not a step's.
         timed = Timed(run.step, world.device, warm, warm + steps - 1, settle=run.reporter.run_log.flush)
-        run = replace(run, step=timed)  # type: ignore[arg-type]
+        run.step = timed  # type: ignore[assignment]
         guards = make_guards(run)
         with StopSign(world, guards.poll) as stop:
             take_steps(run, stop, guards)
