@@ -1,6 +1,6 @@
-"""Command lines and recipe files that are wrong, and what the message must say about each.
+"""Command lines and recipe files that are wrong, and what the message must contain for each.
 
-One table for the parser's own test and for the test of the installed command.
+One table for the reader's own test and for the tests of the whole command.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class WrongCommand:
-    """A line to refuse. `files` go into the working folder first; a name that ends in / is a folder.
+    """A command line with errors. `files` are written to the working folder first; a name that ends in / is a folder.
 
-    `mistakes` is how many the message tells: one mistake must not be told as several.
+    `mistakes` is the number of errors in the message: one mistake must not be reported as several.
     """
 
     name: str

@@ -338,7 +338,7 @@ _RUN_FILES = ("environment.json", "metrics.jsonl", "checkpoints")
 
 def _untrusted_code(recipe: Recipe, origins: Mapping[str, str]) -> list[UserError]:
     """Errors for the fields with which a recipe file names a module to import, which runs the module. The file may
-    come from somebody else; what is on the command line is the user's own."""
+    come from someone else; what is on the command line is the user's own."""
     errors = []
     for name in ("data.source", "model.name", "distill.teacher"):
         value = value_of(recipe, name)
