@@ -102,7 +102,7 @@ def test_weights_are_those_that_were_hashed(run: Path) -> None:
 def test_weights_that_the_checksums_beside_them_do_not_name_are_refused(run: Path) -> None:
     for folder in (run / "weights", run / "checkpoints" / "step-3"):
         write_tensors(folder / "best.safetensors", {"w": torch.zeros(1)})
-        with pytest.raises(CorruptError, match="do not name it"):
+        with pytest.raises(CorruptError, match="do not list it"):
             known_sha256(folder / "best.safetensors")
 
 

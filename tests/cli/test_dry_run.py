@@ -151,7 +151,7 @@ def test_weights_and_sizes_are_checked_as_the_run_checks_them(capsys: pytest.Cap
     birds = weights("birds.safetensors", classes=("owl", "tit", "auk"))
     said = dry(capsys, *ON_PHOTOS, f"model.weights={birds}")
     assert "weights from birds.safetensors" in said
-    assert "birds.safetensors has other classes" in said
+    assert "birds.safetensors has different classes" in said
     assert main(["train", *ON_PHOTOS, "data.size=99999", "--dry-run"]) == 2
     assert "data.size=99999: too large" in capsys.readouterr().err
 
@@ -163,7 +163,7 @@ def test_a_teacher_is_checked_as_the_run_checks_it(capsys: pytest.CaptureFixture
     said = dry(capsys, *words, f"distill.teacher_weights={good}", command="distill")
     assert "teacher: resnet8 (good.safetensors)" in said
     said = dry(capsys, *words, f"distill.teacher_weights={birds}", command="distill", code=2)
-    assert "birds.safetensors has other classes" in said
+    assert "birds.safetensors has different classes" in said
     misfit = (f"distill.teacher_weights={good}", "distill.teacher=resnet14")
     assert "does not fit" in dry(capsys, *words, *misfit, command="distill", code=2)
     said = dry(

@@ -31,8 +31,9 @@ from drumline.parallel.process_group import init_world
 from drumline.parallel.strategy import create_strategy
 from drumline.parallel.world import World, single_process
 from drumline.state.checkpoint import read_checkpoint, write_checkpoint
-from drumline.state.manager import CheckpointManager, ShardWriter
+from drumline.state.manager import CheckpointManager
 from drumline.state.manifest import Position
+from drumline.state.shards import ShardWriter
 from drumline.train.guards import state_tensors
 from drumline.train.objective import Classification
 from drumline.train.recompute import recompute_blocks

@@ -216,7 +216,7 @@ def test_a_piece_that_is_missing_changed_or_too_many_is_refused(checkpoint: Path
         "is missing": piece.unlink,
         "checksum does not match": lambda: damaged(piece),
         "were written": lambda: piece.write_bytes(whole[:-4]),
-        "does not name it": lambda: shutil.copy(piece, checkpoint / "model.shard-2-of-3.safetensors"),
+        "does not list it": lambda: shutil.copy(piece, checkpoint / "model.shard-2-of-3.safetensors"),
     }
     for words, harm in cases.items():
         harm()

@@ -294,20 +294,16 @@ def test_a_live_state_that_does_not_fit_is_refused_with_the_name(saved: Path) ->
     live = groups()
     live["model"]["extra.bias"] = torch.zeros(1)
     with pytest.raises(
-        UserError, match=r"its model does not fit this recipe \(1 names differ, first 'extra.bias'\)"
+        UserError, match=r"its model does not fit \(1 names differ, the first is 'extra.bias'\)"
     ):
         copy_into(loaded, live, saved)
     live = groups()
     live["optimizer"]["m/conv.weight"] = torch.zeros(9, 3, 3, 3)
-    with pytest.raises(
-        UserError, match=r"'m/conv.weight' has shape \(4, 3, 3, 3\), the recipe's model has \(9"
-    ):
+    with pytest.raises(UserError, match=r"'m/conv.weight' has shape \(4, 3, 3, 3\), the model has \(9"):
         copy_into(loaded, live, saved)
     live = groups()
     live["model"]["conv.weight"] = live["model"]["conv.weight"].half()
-    with pytest.raises(
-        UserError, match=r"'conv.weight' is of type torch.float32, the recipe's model has torch.float16"
-    ):
+    with pytest.raises(UserError, match=r"'conv.weight' has type torch.float32, the model has torch.float16"):
         copy_into(loaded, live, saved)
     del loaded["average"]
     with pytest.raises(UserError, match="its average does not fit"):

@@ -76,7 +76,7 @@ def saved(run: Path, step: int, weight: torch.Tensor, momentum: float = 0.0) -> 
 def test_runs_with_the_same_bits_are_equal(tmp_path: Path) -> None:
     found = compare(run(tmp_path / "a"), run(tmp_path / "b"))
     assert (found.equal, found.agreed, found.steps) == (True, 20, 5)
-    assert found.lines == ("equal: the same bits at all 5 steps that both have, up to step 20",)
+    assert found.lines == ("equal: the same bits at all 5 common steps, up to step 20",)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_after_a_short_record_the_next_full_one_names_the_tensor(tmp_path: Path)
     a = run(tmp_path / "a", short=(10,))
     found = compare(a, run(tmp_path / "b", changed, short=(10,)))
     assert (found.step, found.group, found.tensor) == (10, "gradient", "b")
-    assert "at step 20, the next that names tensors" in found.lines[0]
+    assert "at step 20, the next that lists tensors" in found.lines[0]
     assert compare(a, run(tmp_path / "c", changed, short=(10, 20))).tensor == ""
 
 
@@ -120,24 +120,24 @@ def test_what_differs_in_recipe_and_set_up_is_said(tmp_path: Path) -> None:
     assert found.settings == ("optim.lr: 0.1 -> 0.2",)
     assert found.environment == ("threads: 1 -> 4",)
     assert "recipe: optim.lr: 0.1 -> 0.2" in found.lines
-    assert "set-up: threads: 1 -> 4" in found.lines
+    assert "environment: threads: 1 -> 4" in found.lines
     equal = compare(a, run(tmp_path / "c", recipe=other))
     assert equal.equal
-    assert "in spite of another recipe: optim.lr: 0.1 -> 0.2" in equal.lines
+    assert "although the recipe differs: optim.lr: 0.1 -> 0.2" in equal.lines
 
 
 def test_runs_of_different_length_and_other_steps_are_compared_where_both_are(tmp_path: Path) -> None:
     a, b = run(tmp_path / "a"), run(tmp_path / "b", steps=(1, 2, 3, 7, 10))
     found = compare(a, b)
     assert (found.equal, found.agreed, found.steps) == (True, 10, 4)
-    assert f"{a} goes on to step 20" in found.lines
+    assert f"{a} continues to step 20" in found.lines
 
 
 def test_a_tensor_that_one_run_lacks_is_named_so(tmp_path: Path) -> None:
     changed = {1: {"parameter": {"a": 3, "b": 4, "c": 1}}}
     found = compare(run(tmp_path / "a"), run(tmp_path / "b", changed))
     assert found.tensor == "c"
-    assert f"which {tmp_path / 'a'} has not" in found.lines[0]
+    assert f"which is missing in {tmp_path / 'a'}" in found.lines[0]
 
 
 def test_without_fingerprints_checkpoints_are_compared_value_by_value(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_without_fingerprints_checkpoints_are_compared_value_by_value(tmp_path: 
     saved(b, 9, torch.tensor([1.0, 2.5, 3.25]), momentum=1e-3)
     found = compare(a, b)
     assert (found.step, found.agreed, found.group, found.tensor) == (9, 5, "model", "w")
-    assert "checkpoint step-9: 2 tensors differ; the furthest apart:" in found.lines
+    assert "checkpoint step-9: 2 tensors differ; the largest differences:" in found.lines
     assert "  model w: 2 of 3 values, by up to 0.5" in found.lines
 
 
@@ -199,7 +199,7 @@ def test_runs_are_compared_up_to_a_torn_record(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-5])
     found = compare(a, b)
     assert (found.equal, found.agreed) == (True, 10)
-    assert any("the last record is not whole, and is left out" in line for line in found.lines)
+    assert any("the last record is incomplete and is ignored" in line for line in found.lines)
 
 
 def test_another_moving_average_is_found_in_checkpoints(tmp_path: Path) -> None:

@@ -290,7 +290,7 @@ def test_a_full_disk_leaves_nothing_and_is_said_at_the_next_wait(
     monkeypatch.setattr(checkpoint, "write_tensors", full)
     one.save(state(), Position(1, 10))
     with pytest.raises(
-        UserError, match=f"could not write a checkpoint below {tmp_path}.*No space left"
+        UserError, match=f"could not write a checkpoint in {tmp_path}.*No space left"
     ) as caught:
         one.wait()
     assert "--checkpoint.resume auto" in caught.value.fix
@@ -324,8 +324,8 @@ def test_training_goes_on_after_a_failed_save_and_the_next_one_tries_again(
     one.close()
     assert names(tmp_path) == ["step-3"]
     assert [line.split(":")[:2] for line in said] == [["WARNING", " step-1"], ["WARNING", " step-2"]]
-    assert "No space left on device (it takes 12.0 MiB, 7.0 MiB are free)" in said[0]
-    assert said[0].endswith("training goes on, and the next save tries again (failed saves in a row: 1)")
+    assert "No space left on device (needs 12.0 MiB, 7.0 MiB free)" in said[0]
+    assert said[0].endswith("training continues, and the next save tries again (failed saves in a row: 1)")
     assert one.failures == 0
 
 
@@ -397,7 +397,7 @@ def test_an_old_one_that_cannot_be_deleted_is_said_and_harms_nobody(
     one.wait()
     assert names(tmp_path) == ["step-1", "step-2"]
     assert len(said) == 1
-    assert "an old checkpoint cannot be deleted" in said[0]
+    assert "cannot delete an old checkpoint" in said[0]
 
 
 def test_what_is_not_a_half_written_checkpoint_of_ours_stays(make: Make, tmp_path: Path) -> None:

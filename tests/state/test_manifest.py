@@ -256,7 +256,7 @@ def test_tensors_that_the_manifest_does_not_name_are_unsound(saved: Path, name: 
     """Nobody has hashed them, and some tool may load them."""
     shutil.copyfile(saved / "model.safetensors", saved / name)
     for look in (verify_checkpoint, read_checkpoint):
-        with pytest.raises(CorruptError, match=f"{name}: the manifest does not name it"):
+        with pytest.raises(CorruptError, match=f"{name}: the manifest does not list it"):
             look(saved)
 
 

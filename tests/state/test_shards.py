@@ -97,7 +97,7 @@ def test_the_seal_waits_for_a_slow_process(tmp_path: Path) -> None:
 def test_a_process_that_never_writes_leaves_no_checkpoint(tmp_path: Path) -> None:
     temporary = begin_folder(tmp_path, 5)
     write_shards(temporary, 0, 2, local(0, 2))
-    with pytest.raises(OSError, match=r"rank\(s\) \[1\] have not written"):
+    with pytest.raises(OSError, match=r"waiting for the shards of rank\(s\) \[1\]"):
         seal_shards(temporary, 2, POSITION, RECIPE, {}, patience_s=0.2)
     assert list(tmp_path.iterdir()) == []
 
@@ -205,7 +205,7 @@ def test_a_piece_with_other_rows_is_refused_whatever_its_checksum(tmp_path: Path
     write_tensors(path / name, {"weight": WEIGHT[:1]})
     size, sha256 = file_sha256(path / name)
     resealed(path, lambda content: content["files"].update({name: {"bytes": size, "sha256": sha256}}))
-    with pytest.raises(CorruptError, match="its piece of 'weight' has shape"):
+    with pytest.raises(CorruptError, match="its shard of 'weight' has shape"):
         read_checkpoint(path)
 
 

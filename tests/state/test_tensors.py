@@ -85,29 +85,33 @@ def test_what_changes_between_looking_and_loading_is_never_loaded(
 @pytest.mark.parametrize(
     ("header", "data", "words"),
     [
-        (b"{", b"", "header is not readable"),
+        (b"{", b"", "header cannot be parsed"),
         (b"[]", b"", "not a table"),
-        (b"\xff", b"", "header is not readable"),
-        (b"[" * 100_000, b"", "header is not readable"),
-        (b'{"a": 1' + b"0" * 5000 + b"}", b"", "header is not readable"),
-        (b'{"a": {}, "a": {}}', b"", "a name twice"),
-        ({"a": 1}, b"", "no readable place"),
-        ({"a": entry(places=None)}, b"", "no readable place"),
-        ({"a": entry(places=[0, True])}, b"\0" * 8, "no readable place"),
-        ({"a": entry(places=[-8, 0])}, b"", "no readable place"),
-        ({"a": entry(places=[0, 10**30])}, b"", "no readable place"),
-        ({"a": entry(shape=[10**12], places=[0, 4 * 10**12])}, b"\0" * 8, "does not lie where"),
-        ({"a": entry(shape=[2**40, 2**40, 2**40])}, b"\0" * 8, "does not lie where"),
-        ({"a": entry(shape=[-2])}, b"\0" * 8, "no readable shape"),
-        ({"a": entry(shape=[2.0])}, b"\0" * 8, "no readable shape"),
-        ({"a": entry(shape="2")}, b"\0" * 8, "no readable shape"),
-        ({"a": entry(shape=[1] * 1000)}, b"\0" * 8, "no readable shape"),
+        (b"\xff", b"", "header cannot be parsed"),
+        (b"[" * 100_000, b"", "header cannot be parsed"),
+        (b'{"a": 1' + b"0" * 5000 + b"}", b"", "header cannot be parsed"),
+        (b'{"a": {}, "a": {}}', b"", "a name appears twice"),
+        ({"a": 1}, b"", "no valid offsets"),
+        ({"a": entry(places=None)}, b"", "no valid offsets"),
+        ({"a": entry(places=[0, True])}, b"\0" * 8, "no valid offsets"),
+        ({"a": entry(places=[-8, 0])}, b"", "no valid offsets"),
+        ({"a": entry(places=[0, 10**30])}, b"", "no valid offsets"),
+        (
+            {"a": entry(shape=[10**12], places=[0, 4 * 10**12])},
+            b"\0" * 8,
+            "offsets of tensor .* do not match",
+        ),
+        ({"a": entry(shape=[2**40, 2**40, 2**40])}, b"\0" * 8, "offsets of tensor .* do not match"),
+        ({"a": entry(shape=[-2])}, b"\0" * 8, "no valid shape"),
+        ({"a": entry(shape=[2.0])}, b"\0" * 8, "no valid shape"),
+        ({"a": entry(shape="2")}, b"\0" * 8, "no valid shape"),
+        ({"a": entry(shape=[1] * 1000)}, b"\0" * 8, "no valid shape"),
         ({"a": entry(dtype="F4")}, b"\0" * 8, "unknown type"),
         ({"a": entry(dtype=["F32"])}, b"\0" * 8, "unknown type"),
-        ({"a": entry(), "b": entry()}, b"\0" * 8, "does not lie where"),
-        ({"a": entry(places=[8, 16])}, b"\0" * 16, "does not lie where"),
+        ({"a": entry(), "b": entry()}, b"\0" * 8, "offsets of tensor .* do not match"),
+        ({"a": entry(places=[8, 16])}, b"\0" * 16, "offsets of tensor .* do not match"),
         ({"a": entry()}, b"\0" * 9, "belong to no tensor"),
-        ({"a": entry()}, b"\0" * 7, "does not lie where"),
+        ({"a": entry()}, b"\0" * 7, "offsets of tensor .* do not match"),
         ({}, b"\0", "belong to no tensor"),
     ],
 )
@@ -130,7 +134,7 @@ def test_a_file_larger_than_the_memory_is_refused_before_it_is_read(tmp_path: Pa
     """A sparse file of a stranger: 1 PB that take no disk."""
     file_of(tmp_path / "w", {})
     os.truncate(tmp_path / "w", 1 << 43)
-    with pytest.raises(CorruptError, match=r"8,192\.0 GiB do not fit into the free memory"):
+    with pytest.raises(CorruptError, match=r"8,192\.0 GiB do not fit into .* of free memory"):
         read_tensors(tmp_path / "w")
 
 

@@ -46,7 +46,7 @@ def test_a_bad_checkpoint_is_named_with_its_file_and_the_newest_sound_one_counts
     found = verify_run(run)
     assert not found.sound
     assert (found.step, found.state_sha256) == (10, state_sha256(groups(10)))
-    assert "step-11/optimizer.safetensors: 3 bytes" in found.unsound[0]
+    assert "step-11/optimizer.safetensors: has 3 bytes" in found.unsound[0]
     assert any(line.startswith("BAD  step-11") for line in found.lines)
     assert found.lines[-1].startswith("fix: ")
 
@@ -89,8 +89,8 @@ def test_left_overs_and_missing_records_are_told_but_make_nothing_unsound(run: P
     assert told == [
         "step-12.tmp",
         "step-8.aside",
-        "recipe.toml cannot be read",
-        "environment.json cannot be read",
+        "cannot read recipe.toml",
+        "cannot read environment.json",
         f"{FILE} is missing",
     ]
     assert all(f"note {note}" in found.lines for note in found.notes)
@@ -103,9 +103,9 @@ def test_left_overs_and_missing_records_are_told_but_make_nothing_unsound(run: P
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"# none\n", "not a file of fingerprints"),
+        (b"# none\n", "not a fingerprint file"),
         (WHOLE.replace(b"1 ids batch", b"1 ids botch"), "changed since they were written"),
-        (WHOLE[:-1], "the last record is not whole"),
+        (WHOLE[:-1], "the last record is incomplete"),
     ],
 )
 def test_fingerprints_that_are_not_as_written_are_told(run: Path, content: bytes, said: str) -> None:
@@ -119,16 +119,16 @@ def test_weights_are_checked_and_an_unlisted_one_is_unsound(run: Path) -> None:
     (run / "weights").mkdir()
     shutil.copyfile(run / "checkpoints/step-9/model.safetensors", run / "weights" / "best.safetensors")
     write_checksums(run / "weights")
-    assert "ok   weights: 1 files" in verify_run(run).lines
+    assert "ok   weights: 1 file" in verify_run(run).lines
     shutil.copyfile(run / "checkpoints/step-9/model.safetensors", run / "weights" / "last.safetensors")
-    assert "last.safetensors: sha256.txt does not name it" in verify_run(run).unsound[0]
+    assert "last.safetensors: sha256.txt does not list it" in verify_run(run).unsound[0]
     (run / "weights" / "last.safetensors").unlink()
     listed = (run / "weights" / "sha256.txt").read_text()
     for place in range(len(listed)):
         (run / "weights" / "sha256.txt").write_text(listed[:place] + "~" + listed[place + 1 :])
         assert not verify_run(run / "weights" / "..").sound, place
     (run / "weights" / "sha256.txt").write_text(listed.replace("best", "../../best"))
-    assert "is not a checksum and a name" in verify_run(run).unsound[0]
+    assert "is not a checksum and a file name" in verify_run(run).unsound[0]
     (run / "weights" / "sha256.txt").unlink()
     assert any("sha256.txt is missing" in note for note in verify_run(run).notes)
 
@@ -146,7 +146,7 @@ def test_a_checkpoint_that_its_run_deletes_meanwhile_is_not_called_bad(run: Path
 
     found = verify_run(run, meddle)
     assert (found.sound, found.checkpoints, found.step) == (True, 3, 12)
-    assert "gone step-10: its run has deleted it meanwhile" in found.lines
+    assert "gone step-10: deleted by its run meanwhile" in found.lines
 
 
 @pytest.mark.parametrize("how", ["deleted", "replaced"])

@@ -278,8 +278,10 @@ def test_a_file_cut_short_is_called_unreadable(suffix: str, tmp_path: Path) -> N
     whole, cut = tmp_path / f"whole{suffix}", tmp_path / f"cut{suffix}"
     torch.save(state(), whole) if suffix == ".pth" else save_file(state(), whole)
     cut.write_bytes(whole.read_bytes()[:5000])
-    said = "cannot be read as weights" if suffix == ".safetensors" else "is not a PyTorch weights file"
-    with pytest.raises(UserError, match=f"cut{suffix} {said}") as caught:
+    said = (
+        "cannot load weights: .*cut" if suffix == ".safetensors" else "cut.pth is not a PyTorch weights file"
+    )
+    with pytest.raises(UserError, match=said) as caught:
         load_weights(model(), cut)
     assert "damaged" in caught.value.fix
 
@@ -313,7 +315,7 @@ def test_a_run_folder_gives_its_best_then_its_last_then_its_newest_checkpoint(tm
         file.write_bytes(b"")
         return file
 
-    with pytest.raises(UserError, match="holds no weights"):
+    with pytest.raises(UserError, match="has no weights"):
         resolve_weights(tmp_path)
     (tmp_path / "checkpoints/step-300").mkdir(parents=True)
     put("checkpoints/step-400.tmp/model.safetensors")
@@ -348,7 +350,7 @@ def test_a_checkpoint_of_lightning_is_read_or_told_how_to_be_exported(tmp_path: 
 
 def test_mistakes_in_python_are_explained_in_python(tmp_path: Path) -> None:
     save_file(state(classes=3), tmp_path / "w.safetensors")
-    with pytest.raises(UserError, match="other classes") as caught:
+    with pytest.raises(UserError, match="different classes") as caught:
         load_weights(model(), tmp_path / "w.safetensors")
     assert "create_model(..., classes=3)" in caught.value.fix
     assert "strict_head=False" in caught.value.fix

@@ -102,7 +102,7 @@ def test_resume_auto_never_starts_a_run_over(
     if not recipe_there:
         (one / "recipe.toml").unlink()
     before = contents(one)
-    with pytest.raises(UserError, match=r"one holds a run \(.*\) and no checkpoint to go on from") as caught:
+    with pytest.raises(UserError, match=r"one holds a run \(.*\) and no checkpoint to resume from") as caught:
         run(tmp_path, resume="auto")
     assert f"restore or mount {one / 'checkpoints'}" in caught.value.fix
     assert contents(one) == before
@@ -194,10 +194,10 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again_with_the_same
         run(tmp_path, resume="auto", seed=1)
     assert contents(one) == before
     assert run(tmp_path, resume="auto").finished
-    assert "no checkpoint yet: the run starts again at step 0" in (one / "log.txt").read_text()
+    assert "no checkpoint yet: starting again at step 0" in (one / "log.txt").read_text()
     assert not (one / ".unsaved").exists()
     shutil.rmtree(one / "checkpoints")
-    with pytest.raises(UserError, match="no checkpoint to go on from"):
+    with pytest.raises(UserError, match="no checkpoint to resume from"):
         run(tmp_path, resume="auto")
 
 

@@ -141,7 +141,7 @@ def test_weights_without_a_record_are_matched_by_number(weights: Path, tmp_path:
     assert outputs is None
     assert any("no record of its class names" in word for word in words)
     save_file(knows_colours(5), tmp_path / "five.safetensors")
-    with pytest.raises(UserError, match="has other classes"):
+    with pytest.raises(UserError, match="has different classes"):
         score.model_to_score(recipe(three, tmp_path / "five.safetensors"), sets, single_process(CPU))
     *_, words = score.model_to_score(
         recipe(three, tmp_path / "five.safetensors", classes=5), sets, single_process(CPU)

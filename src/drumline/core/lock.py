@@ -1,11 +1,11 @@
-"""The lock of a run folder, and the check before each write that the folder is still ours.
+"""Locks: `exclusive` for a lock file, and `acquire` for a run folder, whose ownership is checked before each write.
 
-The kernel's lock (flock on `.lock`) ends with its process, however that ends. A process that is frozen, or whose
-machine is cut off, keeps it. So the file names its owner: the launch, and its generation, which rises with restarts.
-Promises: a later generation of the same launch takes the folder over at once, by putting a lock file of its own in
-place; the earlier one, when it runs again, finds that out before its next write and ends, having changed nothing. A
-folder that was renamed or deleted under a run ends that run; nothing is written under the old name. Refuses everybody
-else while the owner lives.
+The kernel's lock (flock on `.lock`) ends with its process, however that ends, but a process that is frozen or cut off
+keeps it. So the file of a run folder names its owner: the launch, and its generation, which rises with restarts.
+Promises: a later generation of the same launch takes over a folder at once, by replacing the lock file. When the
+earlier one runs again, it finds out before its next write and ends without changing anything. If a run folder is
+renamed or deleted, its run ends and writes nothing under the old name. While the owner lives, any other run is
+rejected.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ from drumline.core.text import printable
 
 FILE = ".lock"
 TRIES = 100
-"""How often a lock is tried for that others take away meanwhile."""
+"""How often to try a lock file that other processes keep replacing."""
 _READ = 4096
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Superseded(LostError):
-    """The run folder belongs to a later start of the run, or is no longer where it was."""
+    """The run folder belongs to a later start of the run, or was moved or deleted."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Who writes a run folder."""
+    """The process that writes a run folder."""
 
     launch: str
-    """Empty for a run that our launcher did not start: it is never taken over."""
+    """Empty for a run that our launcher did not start; its folder is never taken over."""
     generation: int
     host: str
     pid: int
     token: str
-    """Differs between two owners of one process."""
+    """Distinguishes two owners in one process."""
 
     def precedes(self, other: Owner) -> bool:
-        """Whether it is an earlier start of the same launch."""
+        """Whether this is an earlier start of the same launch."""
         return bool(self.launch) and self.launch == other.launch and self.generation < other.generation
 
 
 class Lock:
-    """Held until it is closed or the process ends."""
+    """The lock of a run folder, held until it is closed or the process ends."""
 
     def __init__(self, folder: Path, owner: Owner, descriptor: int) -> None:
         self.folder, self.owner = folder, owner
         self.replaced: Owner | None = None
-        """The earlier start whose place this one took."""
+        """The earlier start that this one took over from."""
         self._descriptor = descriptor
-        self._busy = threading.RLock()  # a signal handler may check while its thread does
+        self._busy = threading.RLock()  # a signal handler may call `check` while its thread does
         _held[folder] = self
 
     @property
@@ -73,24 +73,24 @@ class Lock:
         return self._descriptor
 
     def check(self) -> None:
-        """Raises `Superseded` unless the folder is still this owner's. Costs one open and one read."""
+        """Raises `Superseded` unless the folder still belongs to this owner. Costs one open and one read."""
         with self._busy:
             if self.closed:
                 return
             try:
-                # Opened anew each time: that is what makes a network file system look.
+                # Opened each time: that makes a network file system check its server.
                 found = _parse((self.folder / FILE).read_bytes()[:_READ])
             except (FileNotFoundError, NotADirectoryError):
                 raise self._displaced() from None
             if found == self.owner:
                 return
             if found is not None and found.precedes(self.owner):
-                self._put()  # frozen while it took over from a still earlier start
+                self._put()  # that owner was frozen while it took over from an even earlier one
                 return
             raise _superseded(self.folder, found)
 
     def close(self) -> None:
-        """Unlocks."""
+        """Releases the lock."""
         with self._busy:
             if not self.closed:
                 os.close(self._descriptor)
@@ -99,7 +99,7 @@ class Lock:
                 del _held[self.folder]
 
     def _put(self) -> None:
-        """Puts a locked file with this owner's name in place of whatever stands there."""
+        """Replaces the lock file by a locked one that names this owner."""
         draft = self.folder / f"{FILE}.{self.owner.token}.tmp"
         descriptor = os.open(draft, _FLAGS | os.O_EXCL, 0o666)
         try:
@@ -115,34 +115,35 @@ class Lock:
         self._descriptor = descriptor
 
     def _displaced(self) -> Superseded:
-        """What became of the folder, as far as the kernel knows."""
+        """The error that says what happened to the folder, as far as the kernel knows."""
         now = ""
         with suppress(OSError):
             now = str(Path(f"/proc/self/fd/{self._descriptor}").readlink().parent)
         if now and Path(now, FILE).exists():
             return Superseded(
-                f"{self.folder} was moved to {now} while the run was writing there; nothing was written since",
-                f"go on with `drumline train {now}/recipe.toml checkpoint.resume=auto`",
+                f"{self.folder} was moved to {now} while the run was writing it; nothing was written since",
+                f"resume with `drumline train {now}/recipe.toml checkpoint.resume=auto`",
             )
         if self.folder.is_dir():
             return Superseded(
-                f"{self.folder / FILE} was deleted while the run was writing there; nothing was written since",
-                "go on with --checkpoint.resume auto, and leave that file to the run",
+                f"{self.folder / FILE} was deleted while the run was writing the folder; nothing was written since",
+                "resume with --checkpoint.resume auto, and do not delete that file",
             )
         return Superseded(
-            f"{self.folder} was deleted while the run was writing there", "start the run again, or restore it"
+            f"{self.folder} was deleted while the run was writing it",
+            "start the run again, or restore the folder",
         )
 
 
 def acquire(folder: Path) -> Lock:
-    """Locks a folder, which is made where it is missing. Raises a `UserError`, or OSError."""
+    """Locks a run folder, and creates it if it is missing. Raises a `UserError`, or OSError."""
     owner = _owner(os.environ)
     for _ in range(TRIES):
         folder.mkdir(parents=True, exist_ok=True)
         try:
             descriptor = os.open(folder / FILE, _FLAGS, 0o666)
         except FileNotFoundError:
-            continue  # a run that never came to use the folder has just taken it away
+            continue  # a run that never used the folder has just removed it
         before = _parse(os.pread(descriptor, _READ, 0))
         if before is not None and owner.precedes(before):
             os.close(descriptor)
@@ -162,7 +163,7 @@ def acquire(folder: Path) -> Lock:
         except OSError as error:
             os.close(descriptor)
             raise _not_locked(folder, error, before) from error
-        # What was opened before another run took it away locks nobody out.
+        # A file that another run has removed since it was opened locks nothing.
         if _is_linked(descriptor, folder / FILE):
             try:
                 _write(descriptor, owner)
@@ -200,15 +201,15 @@ def exclusive(file: Path, held: UserError) -> Iterator[None]:
 
 
 def check(path: Path) -> None:
-    """Before something is written, renamed or deleted at a path: whether the run folder it lies in, if this process
-    holds one, is still ours. Raises `Superseded`."""
+    """Call before writing, renaming or deleting a path. Raises `Superseded` if the path is in a run folder that this
+    process has locked and that is no longer its own."""
     for folder, lock in tuple(_held.items()):
         if folder == path or folder in path.parents:
             lock.check()
 
 
 def is_past(folder: Path, launch: str, generation: int) -> bool:
-    """For a launcher, which holds no lock: whether a later generation of its launch has taken the folder over."""
+    """Whether a later generation of a launch has taken over a folder. For launchers, which hold no lock."""
     try:
         owner = _parse((folder / FILE).read_bytes()[:_READ])
     except OSError:
@@ -232,21 +233,21 @@ def _write(descriptor: int, owner: Owner) -> None:
 
 
 def _parse(content: bytes) -> Owner | None:
-    """The owner a lock file names; None for a file of an older version, and while it is being written."""
+    """The owner that a lock file names; None for a file of an early version, or while it is being written."""
     try:
         found = Owner(**json.loads(content))
     except (ValueError, TypeError):
         return None
-    kinds = (str, int, str, int, str)
-    fits = all(type(value) is kind for value, kind in zip(asdict(found).values(), kinds, strict=True))
-    return found if fits else None
+    types = (str, int, str, int, str)
+    valid = all(type(value) is kind for value, kind in zip(asdict(found).values(), types, strict=True))
+    return found if valid else None
 
 
 def _superseded(folder: Path, by: Owner | None) -> Superseded:
     start = f"restart {by.generation} on {_plain(by.host)}" if by is not None and by.launch else "another run"
     return Superseded(
-        f"{folder} was taken over by {start}; this process ends and has changed nothing since",
-        "nothing has to be done: the run goes on there, from its newest checkpoint",
+        f"{folder} was taken over by {start}; this process ends, and has changed nothing since",
+        "nothing to do: the run continues there, from its newest checkpoint",
     )
 
 
@@ -254,17 +255,18 @@ def _not_locked(folder: Path, error: OSError, owner: Owner | None) -> UserError:
     if isinstance(error, BlockingIOError):
         by = f" (process {owner.pid} on {_plain(owner.host)})" if owner is not None else ""
         return UserError(
-            f"{folder} is being written by another run{by}", "wait for it to end, or give another --run.name"
+            f"{folder} is being written by another run{by}",
+            "wait for it to end, or choose another --run.name",
         )
     return UserError(
-        f"{folder} cannot be locked ({error.strerror}), so nothing would keep a second run from writing there too",
-        "give a --run.dir on a local disk, or mount the network share with locks (NFS: without nolock, with lockd "
+        f"cannot lock {folder} ({error.strerror}), so a second run could write it too",
+        "choose a --run.dir on a local disk, or mount the network share with locks (NFS: without nolock, with lockd "
         "running)",
     )
 
 
 def _is_linked(descriptor: int, path: Path) -> bool:
-    """Whether an open file is still the one of this name."""
+    """Whether an open file is still the file of this name."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
@@ -272,5 +274,5 @@ def _is_linked(descriptor: int, path: Path) -> bool:
 
 
 def _plain(text: str) -> str:
-    """A name out of a file, short and without what would steer a terminal."""
+    """A name from a file, shortened and without control characters."""
     return printable(text[:64])

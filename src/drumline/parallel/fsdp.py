@@ -33,8 +33,9 @@ from drumline.parallel.model_draws import ModelDraws
 from drumline.parallel.single import SingleStrategy, used_anywhere
 from drumline.parallel.strategy import Cut, ForwardPass, Gathered, Log
 from drumline.parallel.world import World
-from drumline.state.checkpoint import Groups, check_fit
+from drumline.state.checkpoint import check_fit
 from drumline.state.shards import LocalGroups, TensorShard, shard_rows
+from drumline.state.tensors import Groups
 
 _CAST_BY_AUTOCAST = (nn.modules.conv._ConvNd, nn.Linear, nn.Bilinear, nn.MultiheadAttention)
 

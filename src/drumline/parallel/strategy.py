@@ -37,8 +37,9 @@ from drumline.parallel.pipeline.instructions import InstructionLists, Span
 from drumline.parallel.pipeline.shape import Shape
 from drumline.parallel.strict.lockstep import Lockstep
 from drumline.parallel.world import World
-from drumline.state.checkpoint import Groups, copy_into
+from drumline.state.checkpoint import copy_into
 from drumline.state.shards import LocalGroups, TensorShard
+from drumline.state.tensors import Groups
 
 Gathered = dict[str, dict[str, Tensor]]
 Log = Callable[[str], None]

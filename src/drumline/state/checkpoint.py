@@ -1,11 +1,10 @@
-"""Checkpoints: complete, checksummed, written beside and renamed, verified before use.
+"""Checkpoints: atomic, checksummed, and verified before use.
 
-A checkpoint is a folder `step-N` with `model.safetensors` (plain names: any tool loads it), `optimizer.safetensors`,
-`average.safetensors` when there is a moving average, and `manifest.json` with every file's size and SHA-256, the
-hash of the whole state, the recipe and the environment. Each group may lie in pieces instead (`state/shards.py`);
-whoever reads it gets the same tensors. Promises: a folder under its final name is whole; no byte
-is used but those that were hashed and found right; no pickle. Refuses to overwrite a step, and a folder that holds
-tensors its manifest does not name.
+A checkpoint is a folder `step-N` with `model.safetensors` (plain names that any tool loads), `optimizer.safetensors`,
+`average.safetensors` if there is a moving average, and `manifest.json` with the size and SHA-256 of every file, the
+hash of the whole state, the recipe and the environment. A group may be sharded (`state/shards.py`); reading it gives
+the same tensors. Promises: a folder under its final name is complete; only bytes that were hashed and verified are
+used; no pickle. Rejects overwriting a step, and a folder with tensors that its manifest does not list.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,10 +32,9 @@ from drumline.state.manifest import (
 )
 from drumline.state.model_record import record_of
 from drumline.state.shards import read_shards
-from drumline.state.tensors import Tensors, file_sha256, read_tensors, verify_file, write_tensors
+from drumline.state.tensors import Groups, Tensors, file_sha256, read_tensors, verify_file, write_tensors
 
 T = TypeVar("T")
-Groups = Mapping[str, Mapping[str, torch.Tensor]]
 CHECKSUMS = "sha256.txt"
 _CHECKSUM = re.compile(r"([0-9a-f]{64}) [ *]([^/\0]{1,200})")
 _LOADABLE = (".safetensors", ".pt", ".pth", ".bin")
@@ -49,7 +47,7 @@ _OURS = re.compile(
 def write_checkpoint(
     folder: Path, groups: Groups, position: Position, recipe: str, environment: dict[str, Any]
 ) -> Path:
-    """Writes `folder/step-N` from host tensors; returns its path. Blocking: call it off the training thread."""
+    """Writes `folder/step-N` from host tensors and returns its path. Blocking: keep it off the training thread."""
     temporary = begin_folder(folder, position.step)
     final = folder / f"step-{position.step}"
     record = record_of(environment)
@@ -70,8 +68,8 @@ def write_checkpoint(
 
 
 def begin_folder(folder: Path, step: int) -> Path:
-    """Makes the temporary folder of a checkpoint, under a name of its own: another process that writes the same step
-    cannot mix its files with ours."""
+    """Creates the temporary folder of a checkpoint under a unique name, so that another process that writes the same
+    step cannot mix its files with ours."""
     final = folder / f"step-{step}"
     if final.exists():
         raise FileExistsError(final)
@@ -82,60 +80,60 @@ def begin_folder(folder: Path, step: int) -> Path:
 
 
 def temporary_name(checkpoint: Path) -> Path:
-    """A name of its own for a checkpoint that is half written or half deleted."""
+    """A unique name for a checkpoint that is being written or deleted."""
     return checkpoint.with_name(f"{checkpoint.name}.{uuid.uuid4().hex[:8]}.tmp")
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a folder is a checkpoint of ours that was half written or half deleted, and nothing else."""
+    """Whether a folder is an incomplete checkpoint, left by an interrupted save or deletion, and nothing else."""
     if not _TEMPORARY.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
         return False
     return all(_OURS.fullmatch(file.name) and file.is_file() for file in path.iterdir())
 
 
 def verify_checkpoint(folder: Path, watch: Callable[[int], None] = lambda count: None) -> Manifest:
-    """Checks every byte of a checkpoint; `watch` is told of the bytes read. Raises `CorruptError` naming the file."""
+    """Verifies every byte of a checkpoint. `watch` gets the number of bytes read. Raises `CorruptError`."""
     manifest = read_manifest(folder)
-    _refuse_strays(folder, manifest)
+    _reject_unlisted(folder, manifest)
     for name, expected in manifest.files.items():
         verify_file(folder / name, expected["bytes"], expected["sha256"], watch)
     return manifest
 
 
 def read_checkpoint(folder: Path) -> tuple[Manifest, dict[str, Tensors]]:
-    """Loads the bytes that verify, and checks the loaded state against the hash of what was saved. Each file is read
-    once: what is hashed is what is loaded."""
+    """Loads a checkpoint, and verifies every file and the hash of the loaded state. Each file is read once: the bytes
+    that are hashed are the bytes that are loaded."""
     manifest = read_manifest(folder)
-    _refuse_strays(folder, manifest)
+    _reject_unlisted(folder, manifest)
     groups = {group: _read_group(folder, manifest, group) for group in manifest.groups}
     if state_sha256(groups) != manifest.state_sha256:
-        raise CorruptError(f"{folder}: the loaded state does not have the hash that was saved")
+        raise CorruptError(f"{folder}: the loaded state does not match the saved hash")
     return manifest, groups
 
 
 def read_group(folder: Path, group: str) -> Tensors:
-    """The tensors of one group, from bytes that verify."""
+    """The verified tensors of one group."""
     manifest = read_manifest(folder)
-    _refuse_strays(folder, manifest)
+    _reject_unlisted(folder, manifest)
     if group not in manifest.groups:
         raise CorruptError(f"{folder}: has no {group}")
     return _read_group(folder, manifest, group)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint, or was one; a run may be called step-anything."""
+    """Whether a folder is a checkpoint, possibly a damaged one. (A run may be called step-something too.)"""
     return (path / MANIFEST).exists() or STEP.fullmatch(path.name) is not None
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The finished checkpoints below a folder, oldest first."""
+    """The finished checkpoints in a folder, oldest first."""
     try:
         found = [path for path in folder.iterdir() if STEP.fullmatch(path.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise UserError(
-            f"{folder} cannot be read: {error.strerror}", "check its rights and the disk"
+            f"cannot read {folder}: {error.strerror}", "check its permissions and the disk"
         ) from error
     return sorted(found, key=step_of)
 
@@ -146,7 +144,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and why each newer one was passed over."""
+    """The newest checkpoint that verifies, and why each newer one does not."""
     for _ in range(RETRIES):
         complaints: list[str] = []
         gone = False
@@ -163,16 +161,16 @@ def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 RETRIES = 5
-"""How often a folder is looked at again that another run is changing."""
+"""How often to read a folder again that another process is changing."""
 
 
-def read_live(path: Path, look: Callable[[Path], T]) -> T | None:
-    """What `look` finds in a checkpoint whose run may be going on: one that is deleted or set aside meanwhile gives
-    None, and is no damaged one; one that was put in its place is looked at in its turn."""
+def read_live(path: Path, read: Callable[[Path], T]) -> T | None:
+    """Calls `read` on a checkpoint whose run may still be writing. A checkpoint that is deleted or renamed meanwhile
+    is not damaged: the result is None. One that is replaced meanwhile is read again."""
     for _ in range(RETRIES):
         before = _identity(path)
         try:
-            return look(path)
+            return read(path)
         except CorruptError:
             after = _identity(path)
             if after is None:
@@ -183,28 +181,28 @@ def read_live(path: Path, look: Callable[[Path], T]) -> T | None:
 
 
 def write_checksums(folder: Path) -> None:
-    """Puts the SHA-256 of each weights file beside them, in the form that `sha256sum -c` reads."""
+    """Writes the SHA-256 of each weights file in a folder, in the format of `sha256sum -c`."""
     lines = [f"{file_sha256(path)[1]}  {path.name}\n" for path in sorted(folder.glob("*.safetensors"))]
     write_text(folder / CHECKSUMS, "".join(lines))
 
 
 def verify_checksums(folder: Path) -> int:
-    """Checks exported weights against the checksums beside them; how many there were. Raises `CorruptError`."""
+    """Verifies exported weights against their checksums, and returns their number. Raises `CorruptError`."""
     listed = _checksums(folder)
     if listed is None:
         return 0
     for name, expected in listed.items():
         path = folder / name
         if not path.is_file() or file_sha256(path)[1] != expected:
-            raise CorruptError(f"{path}: its checksum does not match {CHECKSUMS}, or the file is gone")
+            raise CorruptError(f"{path}: does not match its checksum in {CHECKSUMS}, or is missing")
     if unlisted := sorted({path.name for path in folder.glob("*.safetensors")} - set(listed)):
-        raise CorruptError(f"{folder / unlisted[0]}: {CHECKSUMS} does not name it")
+        raise CorruptError(f"{folder / unlisted[0]}: {CHECKSUMS} does not list it")
     return len(listed)
 
 
 def known_sha256(file: Path) -> str | None:
-    """The SHA-256 that a manifest or a list of checksums beside a file gives for it; None without either. Raises
-    `CorruptError` when there is one that does not know the file."""
+    """The SHA-256 of a file from the manifest or the list of checksums in its folder; None if there is neither.
+    Raises `CorruptError` if there is one that does not list the file."""
     if (file.parent / MANIFEST).exists():
         expected: str | None = read_manifest(file.parent).files.get(file.name, {}).get("sha256")
     else:
@@ -213,12 +211,12 @@ def known_sha256(file: Path) -> str | None:
             return None
         expected = listed.get(file.name)
     if expected is None:
-        raise CorruptError(f"{file}: the checksums beside it do not name it")
+        raise CorruptError(f"{file}: the checksums in its folder do not list it")
     return expected
 
 
 def copy_into(groups: Groups, live: Groups, where: Path) -> None:
-    """Writes loaded tensors into the live ones, in place. Names, shapes and types must agree exactly."""
+    """Copies loaded tensors into the live ones, in place. Names, shapes and types must match exactly."""
     check_fit(groups, live, where)
     with torch.no_grad():
         for group, tensors in live.items():
@@ -227,27 +225,26 @@ def copy_into(groups: Groups, live: Groups, where: Path) -> None:
 
 
 def check_fit(groups: Groups, live: Groups, where: Path) -> None:
-    """Refuses loaded tensors whose names, shapes or types are not those of the live ones."""
+    """Raises `UserError` unless the loaded tensors have the names, shapes and types of the live ones."""
     for group, tensors in live.items():
         loaded = groups.get(group, {})
         if set(loaded) != set(tensors):
             odd = sorted(set(loaded) ^ set(tensors))
             raise UserError(
-                f"{where}: its {group} does not fit this recipe ({len(odd)} names differ, first {odd[0]!r})",
-                "resume with the model, optimizer and average the run was started with",
+                f"{where}: its {group} does not fit ({len(odd)} names differ, the first is {odd[0]!r})",
+                "resume with the model, optimizer and moving average that were saved",
             )
         for name, tensor in tensors.items():
             if loaded[name].shape != tensor.shape:
                 raise UserError(
-                    f"{where}: {group} {name!r} has shape {tuple(loaded[name].shape)}, the recipe's model has "
+                    f"{where}: {group} {name!r} has shape {tuple(loaded[name].shape)}, the model has "
                     f"{tuple(tensor.shape)}",
-                    "resume with the model and number of classes the run was started with",
+                    "resume with the model and the number of classes that were saved",
                 )
             if loaded[name].dtype != tensor.dtype:
                 raise UserError(
-                    f"{where}: {group} {name!r} is of type {loaded[name].dtype}, the recipe's model has "
-                    f"{tensor.dtype}",
-                    "resume with the model the run was started with: converting would round",
+                    f"{where}: {group} {name!r} has type {loaded[name].dtype}, the model has {tensor.dtype}",
+                    "resume with the type that was saved: converting would round",
                 )
 
 
@@ -259,7 +256,7 @@ def _read_group(folder: Path, manifest: Manifest, group: str) -> Tensors:
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:
-    """Differs between two folders of one name; the time too, since a file system gives a number away again."""
+    """Differs between two folders of one name. Includes the time, because file systems reuse inode numbers."""
     try:
         found = path.lstat()
     except OSError:
@@ -267,18 +264,18 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
     return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
-def _refuse_strays(folder: Path, manifest: Manifest) -> None:
-    """Notes that somebody leaves in a checkpoint do no harm; tensors that no checksum covers would be loaded."""
+def _reject_unlisted(folder: Path, manifest: Manifest) -> None:
+    """Rejects tensors that no checksum covers, which a tool could load. Other files in a checkpoint do no harm."""
     try:
         names = {path.name for path in folder.iterdir() if path.suffix in _LOADABLE}
     except OSError as error:
         raise CorruptError(f"{folder}: {error.strerror}") from None
     if odd := sorted(names - set(manifest.files)):
-        raise CorruptError(f"{folder / odd[0]}: the manifest does not name it")
+        raise CorruptError(f"{folder / odd[0]}: the manifest does not list it")
 
 
 def _checksums(folder: Path) -> dict[str, str] | None:
-    """What the list of checksums in a folder says, if there is one."""
+    """The list of checksums in a folder, by file name; None if there is none."""
     path = folder / CHECKSUMS
     try:
         lines = read_small(path, 1 << 20).decode(errors="replace").splitlines()
@@ -286,5 +283,5 @@ def _checksums(folder: Path) -> dict[str, str] | None:
         return None
     matches = [_CHECKSUM.fullmatch(line) for line in lines]
     if not all(matches):
-        raise CorruptError(f"{path}: a line is not a checksum and a name")
+        raise CorruptError(f"{path}: a line is not a checksum and a file name")
     return {match[2]: match[1] for match in matches if match}

@@ -1,8 +1,8 @@
-"""The run folder that a run's first start has claimed, remembered by the launcher for its restarts.
+"""The run folder that the first start of a run has claimed, which the launcher keeps for restarts.
 
-Promises: a restart goes on in the folder of the first start, whatever the command line says of names and resuming:
-from its newest checkpoint, or from the beginning in that same folder when there is none yet. Refuses to begin again
-in silence where another machine takes over and cannot see the folder.
+Promises: a restart continues in the folder of the first start, whatever the command line says about names and
+resuming: from its newest checkpoint, or from step 0 if there is none yet. Rejects a restart on a machine that cannot
+see the folder.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 
 VARIABLE = "DRUMLINE_CLAIMED"
-"""File for the name of the run folder, given to workers by our launcher."""
+"""The file in which our launcher keeps the name of the run folder."""
 
 
 class Claim:
-    """The launcher's side: a place for the name, that belongs to no file system."""
+    """The launcher's side: the name, in anonymous memory."""
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create("drumline-claimed")
 
     @property
     def variable(self) -> dict[str, str]:
-        """What the workers are to be given."""
+        """The environment variable for the workers."""
         return {VARIABLE: f"/proc/{os.getpid()}/fd/{self._descriptor}"}
 
     def read(self) -> str:
-        """The folder's name; empty when no worker has claimed one yet."""
+        """The name of the folder; empty if no worker has claimed one yet."""
         return os.pread(self._descriptor, 4096, 0).decode()
 
     def write(self, name: str) -> None:
-        """For workers of this machine, when one of another machine has claimed it."""
+        """Sets the name that a worker on another machine has claimed."""
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, name.encode(), 0)
 
@@ -43,23 +43,23 @@ class Claim:
 
 
 def remember(name: str) -> None:
-    """Called by rank 0 as soon as it has a run folder. The first name stays: folders inside the run's follow."""
+    """Claims a run folder, on rank 0. The first name stays: later ones are folders inside it."""
     if VARIABLE in os.environ and not claimed():
         Path(os.environ[VARIABLE]).write_text(name)
 
 
 def claimed() -> str:
-    """The name of the folder that this run has already; empty at its first start."""
+    """The name of the folder that an earlier start of this run has claimed; empty at its first start."""
     path = os.environ.get(VARIABLE)
     return Path(path).read_text() if path else ""
 
 
 def restart_resume(recipe: Recipe, name: str) -> str:
-    """What `checkpoint.resume` means for a restart in the run folder of that name. Rank 0 looks for checkpoints."""
+    """The value of `checkpoint.resume` for a restart in the run folder of this name. Call it on rank 0."""
     folder = Path(recipe.run.dir) / name
     if not folder.is_dir():
         raise UserError(
-            f"run.dir = {recipe.run.dir}: the folder of the run to continue, {name}, does not exist",
+            f"run.dir = {recipe.run.dir}: {name}, the folder of the run to continue, does not exist",
             "if you renamed or moved it, move it back and resume with --checkpoint.resume auto; on several machines, "
             "set run.dir to a folder on a shared disk",
         )

@@ -1,8 +1,8 @@
-"""`drumline compare`: do two runs hold the same bits, and if not, since when and where?
+"""`drumline compare`: do two runs have the same bits, and if not, where do they first differ?
 
-Promises: names the first step that both recorded and on which they differ, the group in the order of causes (samples,
-gradients, buffers, parameters, optimizer) and the tensor; the last step that agreed; and what of recipe and set-up
-could be the cause. Fingerprints come first, checkpoints where these do not reach. Refuses files that are damaged.
+Promises: reports the first common step that differs, the first differing group in causal order (samples, gradients,
+buffers, parameters, optimizer) and tensor, the last step that is equal, and the differences in recipe and environment
+that could be the cause. Compares fingerprints first, then checkpoints. Rejects damaged files.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from drumline.state.folder import changed_environment, changed_settings
 from drumline.state.manifest import read_manifest
 from drumline.state.verify import MAX_RECORD
 
-GROUP_WORDS = {"ids": "samples of the global batch"}
+GROUP_NAMES = {"ids": "samples of the global batch"}
 _NAMED = 3
-"""Tensors of a checkpoint that are shown."""
+"""Number of tensors to show."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two: a run folder or a checkpoint."""
+    """One side of a comparison: a run folder or a checkpoint."""
 
     path: Path
     records: Mapping[int, Record]
@@ -40,7 +40,7 @@ class Side:
     recipe: str
     environment: Mapping[str, Any]
     torn: str = ""
-    """A word where the last record of the fingerprints is not whole, and left out."""
+    """A message if the last record of fingerprints is incomplete, and ignored."""
 
     @property
     def last(self) -> int:
@@ -49,15 +49,15 @@ class Side:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was found. `step`, `group` and `tensor` are of the first difference; 0 and empty when there is none."""
+    """The result. `step`, `group` and `tensor` describe the first difference; they are 0 and empty without one."""
 
     equal: bool
     a: str
     b: str
     steps: int
-    """How many steps both have something of."""
+    """Number of steps that both have."""
     agreed: int
-    """The last of them at which everything was equal, before the first difference; 0 when there is none."""
+    """The last of them before the first difference; 0 if there is none."""
     step: int
     group: str
     tensor: str
@@ -67,7 +67,7 @@ class Comparison:
 
 
 def compare(a: Path, b: Path) -> Comparison:
-    """Compares two runs, two checkpoints, or a checkpoint with the run's own of its step."""
+    """Compares two runs, two checkpoints, or a checkpoint with the same step of a run."""
     one, other = _open(a), _open(b)
     recorded = sorted(one.records.keys() & other.records.keys())
     saved = sorted(one.checkpoints.keys() & other.checkpoints.keys())
@@ -75,7 +75,7 @@ def compare(a: Path, b: Path) -> Comparison:
     if not steps:
         raise UserError(
             f"nothing to compare: {a} has {_extent(one)}, {b} has {_extent(other)}",
-            "compare runs that recorded or saved a step in common (guard.every, checkpoint.every_steps)",
+            "compare runs that recorded or saved the same step (guard.every, checkpoint.every_steps)",
         )
     settings: tuple[str, ...] = ()
     environment: tuple[str, ...] = ()
@@ -87,16 +87,16 @@ def compare(a: Path, b: Path) -> Comparison:
 
     agreed = 0
     for step in steps:
-        group, tensor, words = _difference(one, other, step)
+        group, tensor, where = _difference(one, other, step)
         if not group:
             agreed = step
             continue
-        lines = [f"different: first at step {step:,}, in the {GROUP_WORDS.get(group, group)}{words}"]
-        lines.append(f"equal up to step {agreed:,}" if agreed else "no earlier step that both have")
+        lines = [f"different: first at step {step:,}, in the {GROUP_NAMES.get(group, group)}{where}"]
+        lines.append(f"equal up to step {agreed:,}" if agreed else "there is no earlier common step")
         lines += [f"recipe: {change}" for change in settings]
-        lines += [f"set-up: {change}" for change in environment]
+        lines += [f"environment: {change}" for change in environment]
         if not settings and not environment:
-            lines.append("recipe and set-up are the same, as far as they decide bits")
+            lines.append("recipe and environment do not differ in anything that decides bits")
         lines += _by_tensor(one, other, step)
         lines += [f"note: {side.torn}" for side in (one, other) if side.torn]
         return Comparison(
@@ -112,14 +112,14 @@ def compare(a: Path, b: Path) -> Comparison:
             environment,
             tuple(lines),
         )
-    many = f"all {len(steps)} steps that both have" if len(steps) > 1 else "the one step that both have"
+    many = f"all {len(steps)} common steps" if len(steps) > 1 else "the only common step"
     lines = [f"equal: the same bits at {many}, up to step {agreed:,}"]
-    lines += [f"{side.path} goes on to step {side.last:,}" for side in (one, other) if side.last > agreed]
+    lines += [f"{side.path} continues to step {side.last:,}" for side in (one, other) if side.last > agreed]
     if one.path.resolve() == other.path.resolve():
         lines.append("note: both are the same folder")
     lines += [f"note: {side.torn}" for side in (one, other) if side.torn]
-    lines += [f"in spite of another recipe: {change}" for change in settings]
-    lines += [f"in spite of another set-up: {change}" for change in environment]
+    lines += [f"although the recipe differs: {change}" for change in settings]
+    lines += [f"although the environment differs: {change}" for change in environment]
     return Comparison(
         True, str(a), str(b), len(steps), agreed, 0, "", "", settings, environment, tuple(lines)
     )
@@ -138,11 +138,11 @@ def _open(path: Path) -> Side:
     try:
         records, torn = chain.read_whole(file)
     except FileNotFoundError:
-        pass  # an older run: its checkpoints are compared
+        pass  # a run of an early version: compare its checkpoints
     except (chain.Damaged, CorruptError) as reason:
         what = str(reason) if isinstance(reason, CorruptError) else f"{file}: {reason}"
         raise UserError(
-            what, "restore it from a copy; or delete it, and the checkpoints are compared alone"
+            what, "restore it from a copy, or delete it to compare the checkpoints alone"
         ) from None
     saved = {step_of(each): each for each in checkpoints(path / "checkpoints") or checkpoints(path)}
     if not records and not saved:
@@ -150,28 +150,28 @@ def _open(path: Path) -> Side:
             f"{path} holds no run: neither {chain.FILE} nor checkpoints",
             "give a run folder or one of its checkpoints/step-N",
         )
-    word = f"{file}: {torn}, and is left out" if torn else ""
-    return Side(path, {record.step: record for record in records}, saved, *_facts(path), word)
+    message = f"{file}: {torn} and is ignored" if torn else ""
+    return Side(path, {record.step: record for record in records}, saved, *_facts(path), message)
 
 
 def _facts(run: Path) -> tuple[str, Mapping[str, Any]]:
-    """The recipe and the environment of a run folder; empty where it has none."""
+    """The recipe and the environment of a run folder; empty if it has none."""
     try:
         recipe = _text(run / "recipe.toml")
         environment = json.loads(_text(run / "environment.json") or "{}")
         if not all(isinstance(table, dict) for table in tomllib.loads(recipe).values()):
-            raise ValueError("recipe.toml holds more than sections")
+            raise ValueError("recipe.toml has values outside of sections")
     except (CorruptError, ValueError, RecursionError) as error:
         raise UserError(
-            f"{run}: recipe.toml or environment.json cannot be read: {error}", "restore it"
+            f"{run}: cannot read recipe.toml or environment.json: {error}", "restore it from a copy"
         ) from None
     if environment and not (isinstance(environment, dict) and isinstance(environment.get("packages"), dict)):
-        raise UserError(f"{run}/environment.json is not what a run writes", "restore it, or delete it")
+        raise UserError(f"{run}/environment.json is not the environment of a run", "restore it or delete it")
     return recipe, environment
 
 
 def _text(file: Path) -> str:
-    """Of a file of a run; empty where there is none."""
+    """The text of a file of a run; empty if it is missing."""
     try:
         return read_small(file, MAX_RECORD).decode()
     except FileNotFoundError:
@@ -183,7 +183,7 @@ def _is_strict(side: Side) -> bool:
 
 
 def _difference(a: Side, b: Side, step: int) -> tuple[str, str, str]:
-    """The first group and tensor in which a step differs, and words; empty when it does not."""
+    """The first group and tensor that differ at a step, and a description; empty if none differs."""
     if step in a.records and step in b.records:
         one, other = a.records[step], b.records[step]
         if one.groups != other.groups:
@@ -191,52 +191,52 @@ def _difference(a: Side, b: Side, step: int) -> tuple[str, str, str]:
             return (group, *_named(a, b, step, group))
     if step in a.checkpoints and step in b.checkpoints:
         folders = a.checkpoints[step], b.checkpoints[step]
-        # Files, not only the hash of the state: that one leaves out the moving average.
+        # The files, not only the hash of the state, which does not cover the moving average.
         if _verified(folders[0]) != _verified(folders[1]) and (apart := _differing_tensors(*folders)):
             group, name = apart[0][:2]
-            return group, name, f": {name!r} (of the checkpoints)"
+            return group, name, f": {name!r} (in the checkpoints)"
     return "", "", ""
 
 
 def _named(a: Side, b: Side, step: int, group: str) -> tuple[str, str]:
-    """The first tensor of the group, where the records of this step name tensors, or else of the next that do."""
+    """The first differing tensor of the group, from the first records since this step that list tensors."""
     for at in sorted(each for each in a.records.keys() & b.records.keys() if each >= step):
         one, other = a.records[at], b.records[at]
         if one.names and other.names and (names := chain.differing_names(one, other, group)):
             if group == "ids":
                 return "batch", ""
             total = len({name for each, name in (*one.names, *other.names) if each == group})
-            later = "" if at == step else f" at step {at:,}, the next that names tensors"
+            later = "" if at == step else f" at step {at:,}, the next that lists tensors"
             only = [
                 side.path for side, record in ((a, one), (b, other)) if (group, names[0]) not in record.names
             ]
-            missing = f", which {only[0]} has not" if only else ""
-            return names[0], f": {names[0]!r}{missing} ({len(names)} of its {total} tensors differ{later})"
+            missing = f", which is missing in {only[0]}" if only else ""
+            return names[0], f": {names[0]!r}{missing} ({len(names)} of {total} tensors differ{later})"
     return "", ""
 
 
 def _by_tensor(a: Side, b: Side, step: int) -> list[str]:
-    """How far apart the first checkpoints are that both have from this step on."""
+    """How far apart the first common checkpoints since this step are."""
     both = sorted(each for each in a.checkpoints.keys() & b.checkpoints.keys() if each >= step)
     if not both:
-        return ["no checkpoint of a later step is in both, to measure how far apart they are"]
+        return ["there is no later common checkpoint that shows how large the difference is"]
     apart = _differing_tensors(a.checkpoints[both[0]], b.checkpoints[both[0]])
     if not apart:
         return [f"the checkpoints of step {both[0]:,} are equal"]
     largest = sorted(apart, key=lambda each: -each[4])[:_NAMED]
-    lines = [f"checkpoint step-{both[0]}: {len(apart)} tensors differ; the furthest apart:"]
+    lines = [f"checkpoint step-{both[0]}: {len(apart)} tensors differ; the largest differences:"]
     for group, name, count, total, distance in largest:
         how = (
             f"{count:,} of {total:,} values, by up to {distance:.3g}"
             if total
-            else "of another shape, or in one only"
+            else "different shape or type, or only in one"
         )
         lines.append(f"  {group} {name}: {how}")
     return lines
 
 
 def _differing_tensors(a: Path, b: Path) -> list[tuple[str, str, int, int, float]]:
-    """(group, name, values that differ, values, largest difference) of each tensor whose bits differ."""
+    """(group, name, number of differing values, of values, largest difference) of each tensor that differs."""
     one, other = _groups(a), _groups(b)
     order = [
         group for group in ("model", "helpers", "optimizer", "average", "memory") if group in {**one, **other}
@@ -276,7 +276,7 @@ def _manifest(folder: Path) -> Any:
 
 
 def _verified(folder: Path) -> Any:
-    """The checksums of a checkpoint's files, all of which are read: a manifest alone does not know of damage."""
+    """The verified checksums of a checkpoint's files."""
     try:
         return verify_checkpoint(folder).files
     except CorruptError as reason:
@@ -285,7 +285,7 @@ def _verified(folder: Path) -> Any:
 
 def _unsound(reason: CorruptError) -> UserError:
     return UserError(
-        f"cannot compare: {reason}", "see `drumline verify`; delete it or restore it from a copy"
+        f"cannot compare: {reason}", "delete it or restore it from a copy; `drumline verify` lists all damage"
     )
 
 

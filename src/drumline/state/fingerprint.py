@@ -1,9 +1,9 @@
-"""Short numbers that stand for tensors, to compare ranks and runs.
+"""Fingerprints: 64-bit hashes of tensors, to compare ranks and runs.
 
-Promises: a fingerprint is computed on the tensor's own device, by two kernels, without waiting for it; it changes
-with any bit, any sign and any swap of two values, and depends on the values in their logical order alone: not on the
-device or the memory layout. `state_sha256` covers names, types, shapes and every byte of parameters, buffers,
-optimizer and memory. All are pure.
+Promises: a fingerprint is computed on the tensor's own device by two kernels, without waiting. It changes with any
+bit, any sign and any swap of two values, and depends only on the values in logical order, not on the device or the
+memory layout. `state_sha256` covers the names, types, shapes and bytes of the model, the optimizer and the rest of
+the state. Everything here is pure.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 
 CHUNK = 2**22
-"""Values that are weighed by one table (32 MiB on each device that holds tensors as large); longer tensors go by it
-again and again, each time times another odd number."""
+"""Size of the table of weights (32 MiB on a device with tensors that large). Longer tensors use it repeatedly, each
+time multiplied by a different odd number."""
 _CACHE_WORDS = 2**17
-"""On a CPU, slices whose products stay in the cache: 3 times as fast as whole tensors."""
+"""On a CPU, slices of this size stay in the cache: 3 times as fast as whole tensors."""
 _VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
@@ -31,14 +31,14 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fingerprints(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """One int64 per tensor, in the order of names."""
+    """One int64 per tensor, sorted by name."""
     return fingerprints_of([tensors[name] for name in sorted(tensors)])
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Which part of a whole tensor somebody holds: the number of values before it, and of the whole. The
-    fingerprints of all parts add up to that of the whole."""
+    """Which slice of a tensor a process holds: the number of values before it, and of the whole tensor. The
+    fingerprints of all slices add up to the fingerprint of the whole."""
 
     before: int
     whole: int
@@ -46,22 +46,22 @@ class Rows:
 
 @torch.no_grad()
 def fingerprints_of(
-    tensors: Sequence[torch.Tensor], parts: Sequence[Rows | None] | None = None
+    tensors: Sequence[torch.Tensor], slices: Sequence[Rows | None] | None = None
 ) -> torch.Tensor:
-    """One int64 per tensor, in their order, on the device of the first. Two kernels each, and two for all. `parts`
-    says of each whether it is one."""
+    """One int64 per tensor, in order, on the device of the first. Two kernels for each, and two for all together.
+    `slices` says which tensors are slices, and of what."""
     if not tensors:
         return torch.empty(0, dtype=torch.int64)
     device = tensors[0].device
-    rows = parts or [None] * len(tensors)
+    rows = slices or [None] * len(tensors)
     sums = [
-        (_weighed(tensor.detach()) if part is None else _weighed_part(tensor.detach(), part.before)).to(
+        (_weighed(tensor.detach()) if part is None else _weighed_slice(tensor.detach(), part.before)).to(
             device
         )
         for tensor, part in zip(tensors, rows, strict=True)
     ]
     lengths = tuple(
-        # The first part stands for the length of the whole.
+        # The first slice counts the length of the whole tensor.
         (tensor.numel() if part is None else 0 if part.before else part.whole)
         * (2 if tensor.element_size() == 8 else 1)
         for tensor, part in zip(tensors, rows, strict=True)
@@ -70,21 +70,21 @@ def fingerprints_of(
 
 
 def first_difference(names: Sequence[str], ranks: torch.Tensor) -> tuple[str, list[int]] | None:
-    """Given every rank's fingerprints (ranks x tensors, in the order of `names`): the first tensor on which they
-    differ, and the ranks that differ from the majority; all of them when there is none, as with two. None when all
-    agree."""
+    """Given the fingerprints of all ranks (ranks x tensors, in the order of `names`): the first tensor that differs,
+    and the ranks that differ from the majority, or all ranks if there is no majority, as with two. None if all are
+    equal."""
     majority = ranks.mode(dim=0).values
     wrong = ranks != majority
     if not wrong.any():
         return None
     column = int(wrong.any(dim=0).int().argmax())
-    accused = wrong[:, column].nonzero().flatten().tolist()
-    return names[column], accused if 2 * len(accused) < len(ranks) else list(range(len(ranks)))
+    minority = wrong[:, column].nonzero().flatten().tolist()
+    return names[column], minority if 2 * len(minority) < len(ranks) else list(range(len(ranks)))
 
 
 def state_sha256(groups: Mapping[str, Mapping[str, torch.Tensor]]) -> str:
-    """The hash that two runs with the same bits share: model, helpers, optimizer and the objective's memory, sorted
-    by name within each."""
+    """The hash of a state, equal for two runs with the same bits: model, helpers, optimizer and the objective's
+    memory, each sorted by name."""
     digest = hashlib.sha256()
     for group in ("model", "helpers", "optimizer", "memory"):
         for name in sorted(groups.get(group, {})):
@@ -108,8 +108,8 @@ def _weighed(tensor: torch.Tensor) -> torch.Tensor:
     return _weighed_chunk(words)
 
 
-def _weighed_part(tensor: torch.Tensor, before: int) -> torch.Tensor:
-    """What the values of a part add to the sum of its whole."""
+def _weighed_slice(tensor: torch.Tensor, before: int) -> torch.Tensor:
+    """What a slice contributes to the sum of the whole tensor."""
     if not before:
         return _weighed(tensor)
     if tensor.is_complex():
@@ -131,7 +131,7 @@ def _weighed_chunk(words: torch.Tensor) -> torch.Tensor:
     if words.device.type == "cpu" and words.numel() > _CACHE_WORDS and words.is_contiguous():
         pairs = zip(words.reshape(-1).split(_CACHE_WORDS), weights.split(_CACHE_WORDS), strict=True)
         return torch.stack([(part * weight).sum() for part, weight in pairs]).sum()
-    # The weights take the shape, not the words another layout: channels_last costs no copy.
+    # The weights take the shape of the words, so that channels_last costs no copy.
     return (words * weights.view(words.shape)).sum()
 
 
@@ -146,14 +146,14 @@ def _table(device: torch.device, count: int) -> torch.Tensor:
 
 
 def position_weights(count: int) -> NDArray[np.int64]:
-    """Odd numbers whose low 33 bits differ from each other, so that words of 32 bits, which differ by less than 2^32,
-    cannot be swapped unseen; scattered, so that no simple pattern of changes cancels out. Never to change: values
-    are kept with runs."""
-    places = np.arange(count, dtype=np.uint64)
-    low = places
+    """Odd numbers with different low 33 bits, so that a swap of two 32-bit words, which differ by less than 2^32,
+    changes the sum; scattered, so that no simple pattern of changes cancels out. Must never change: runs store
+    fingerprints."""
+    positions = np.arange(count, dtype=np.uint64)
+    low = positions
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):  # one-to-one on 32 bits
         low = (low ^ (low >> np.uint64(shift))) * np.uint64(factor) & np.uint64(0xFFFFFFFF)
-    high = places + np.uint64(0x9E3779B97F4A7C15)
+    high = positions + np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         high = (high ^ (high >> np.uint64(shift))) * np.uint64(factor)
     return ((high >> np.uint64(31) << np.uint64(33)) | (low << np.uint64(1)) | np.uint64(1)).view(np.int64)
@@ -161,7 +161,7 @@ def position_weights(count: int) -> NDArray[np.int64]:
 
 @lru_cache(maxsize=32)
 def _of_zeros(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """What tensors of these many zeros have: longer ones other numbers."""
+    """The fingerprints of tensors of zeros with these lengths, all different."""
     return torch.tensor([_of_zero_words(length) for length in lengths], dtype=torch.int64).to(device)
 
 

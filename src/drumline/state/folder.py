@@ -1,8 +1,8 @@
-"""The run folder: its name, its lock, and where a run goes on.
+"""The run folder: its name, its lock, and the checkpoint that a run resumes from.
 
-Promises: one process tree writes a run folder at a time; a folder that holds a run is never started over, unless that
-run had not saved anything yet and the same settings repeat its steps; opening changes no file of an earlier run;
-resuming takes the newest checkpoint that verifies and says loudly when it had to pass one over.
+Promises: one run at a time writes a run folder. A folder that holds a run is never overwritten, unless that run had
+not saved a checkpoint yet and the same settings repeat its steps. Opening a folder changes no file of an earlier run.
+Resuming uses the newest checkpoint that verifies, and warns about each newer one that does not.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ IRRELEVANT_TO_BITS = (
     "parallel.node_rank",
 )
 OF_THE_WORLD = ("parallel.processes", "parallel.nodes", "parallel.layout", "parallel.backend")
-"""What strict mode's bits do not depend on either."""
+"""Fields that do not change the bits in strict mode either."""
 UNSET = "not set"
 APPENDED = ("metrics.jsonl", "log.txt", "fingerprints.txt", "events.out.tfevents.*")
-"""Files of a run folder that a run holds open and appends to."""
+"""Files that a run keeps open and appends to."""
 OF_A_RUN = (
     "recipe.toml",
     "environment.json",
@@ -58,21 +58,21 @@ OF_A_RUN = (
     "events.out.tfevents.*",
     "checkpoints/step-*",
 )
-"""What makes a folder the folder of a run. log.txt alone does not: it is only ever added to."""
+"""Files that show that a folder holds a run. log.txt alone does not: it is only appended to."""
 UNSAVED = ".unsaved"
-"""Marks a run folder whose run has not saved a checkpoint yet."""
+"""Marks the folder of a run that has not saved a checkpoint yet."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A run folder ready to be written, and the checkpoint to go on from (None: start)."""
+    """A locked run folder, and the checkpoint to resume from (None: start at step 0)."""
 
     path: Path
     resume_from: Path | None
     notes: tuple[str, ...]
     lock: Lock
     holds_run: bool
-    """An earlier start of the run has left files here: none is to be changed before everything else was opened."""
+    """Whether an earlier start of the run left files here. Change none before everything else is open."""
 
     @property
     def checkpoints(self) -> Path:
@@ -80,27 +80,27 @@ class Opened:
 
     @property
     def resumes_elsewhere(self) -> bool:
-        """Whether the checkpoint to go on from belongs to another run folder."""
+        """Whether the checkpoint to resume from is in a different run folder."""
         return self.resume_from is not None and self.path.resolve() not in self.resume_from.resolve().parents
 
     def leave(self) -> None:
-        """Unlocks; takes the folder away again when the run never came to use it."""
-        # Still locked: a file that another run has locked meanwhile must not be taken away from it.
+        """Unlocks the folder, and removes it if the run never used it."""
+        # Still locked: a lock file that another run has locked meanwhile must not be removed.
         with suppress(Superseded, OSError):
             self.lock.check()
             if not found_of_run(self.path):
                 (self.path / LOCK).unlink(missing_ok=True)
-                self.path.rmdir()  # unless somebody else's files are in it
+                self.path.rmdir()  # fails if it holds other files
         self.lock.close()
 
 
 def open_run(recipe: Recipe, source: str) -> Opened:
-    """Finds or makes the folder of a run. On the writing rank only."""
+    """Finds or creates, and locks, the folder of a run. Call it on rank 0 only."""
     base = Path(recipe.run.dir)
     resume = recipe.checkpoint.resume
     elsewhere = find_checkpoint(Path(resume)) if resume not in ("auto", "never") else None
     path = base / (claim_name(recipe, source) if recipe.run.name == "auto" else recipe.run.name)
-    # A start of this very run that was lost before its first checkpoint.
+    # An earlier start of this run that was lost before its first checkpoint.
     begun = claimed() == path.name
     try:
         lock = acquire(path)
@@ -121,7 +121,7 @@ def open_run(recipe: Recipe, source: str) -> Opened:
 
 
 def resume_point(recipe: Recipe) -> Path | None:
-    """The checkpoint that the recipe's run would go on from, if any. Refuses what `open_run` refuses, and changes
+    """The checkpoint that the recipe's run would resume from, if any. Raises what `open_run` would raise, and changes
     nothing."""
     resume = recipe.checkpoint.resume
     elsewhere = find_checkpoint(Path(resume)) if resume not in ("auto", "never") else None
@@ -133,7 +133,7 @@ def resume_point(recipe: Recipe) -> Path | None:
 def _opened(
     recipe: Recipe, path: Path, lock: Lock, elsewhere: tuple[Path, list[str]] | None, begun: bool
 ) -> Opened:
-    """Where the run of a locked folder goes on. Changes nothing."""
+    """A locked folder with its checkpoint to resume from. Changes nothing."""
     resume_from, notes, found = _resume_point(recipe, path, elsewhere, begun)
     return Opened(path, resume_from, tuple(notes), lock, bool(found))
 
@@ -141,7 +141,7 @@ def _opened(
 def _resume_point(
     recipe: Recipe, path: Path, elsewhere: tuple[Path, list[str]] | None, begun: bool
 ) -> tuple[Path | None, list[str], list[str]]:
-    """The checkpoint, what to say about it, and the files of a run that the folder holds."""
+    """The checkpoint, messages about it, and the files of a run that the folder holds."""
     resume = recipe.checkpoint.resume
     notes: list[str] = []
     resume_from: Path | None = None
@@ -150,11 +150,11 @@ def _resume_point(
         if found:
             raise UserError(
                 f"run.name = {path.name}: {path} already holds a run",
-                "go on with it by --checkpoint.resume auto, or give another --run.name",
+                "resume it with --checkpoint.resume auto, or choose another --run.name",
             )
     elif resume == "auto":
         resume_from, complaints = newest_valid(path / "checkpoints")
-        notes += _passed_over(complaints, resume_from)
+        notes += _warnings(complaints, resume_from)
         if complaints and resume_from is None:
             raise UserError(
                 f"{path}: no checkpoint verifies. " + "; ".join(complaints),
@@ -162,30 +162,30 @@ def _resume_point(
             )
         if found and resume_from is None:
             _check_unsaved(recipe, path, found, begun)
-            notes.append(f"{path} has no checkpoint yet: the run starts again at step 0")
+            notes.append(f"{path} has no checkpoint yet: starting again at step 0")
         elif resume_from is None and not begun and not any(path.glob("initial-*")):
             notes.append(f"nothing to resume in {path}: starting at step 0")
     else:
         assert elsewhere is not None
         resume_from, complaints = elsewhere
-        notes += _passed_over(complaints, resume_from)
+        notes += _warnings(complaints, resume_from)
         if found and path.resolve() not in resume_from.resolve().parents:
             if not (path / UNSAVED).exists():
                 raise UserError(
-                    f"run.name = {path.name}: {path} holds another run than {resume_from}",
-                    "give another --run.name to go on under, or the name of the run itself",
+                    f"run.name = {path.name}: {path} holds a different run from {resume_from}",
+                    "choose another --run.name, or give the name of the run itself",
                 )
             _check_unsaved(recipe, path, found, begun)
     return resume_from, notes, found
 
 
 def found_of_run(path: Path) -> list[str]:
-    """The files of a run that a folder holds, by name."""
+    """The names of the files of a run in a folder."""
     return [str(file.relative_to(path)) for pattern in OF_A_RUN for file in sorted(path.glob(pattern))]
 
 
 def _state(folder: Path) -> str:
-    """Why a folder holds nothing."""
+    """Why a folder holds no checkpoint."""
     if folder.is_dir():
         return "is empty"
     if folder.exists():
@@ -194,13 +194,13 @@ def _state(folder: Path) -> str:
 
 
 def _check_unsaved(recipe: Recipe, path: Path, found: list[str], begun: bool) -> None:
-    """Refuses to begin again where a run has left something that the new one would not make again."""
-    fix = "to start over, give another --run.name, or move that folder away"
+    """Raises `UserError` if starting again at step 0 would lose something that the folder holds."""
+    fix = "to start over, choose another --run.name or move that folder away"
     if not (path / UNSAVED).exists():
         folder = path / "checkpoints"
         held = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
         raise UserError(
-            f"{path} holds a run ({held}) and no checkpoint to go on from: {folder} {_state(folder)}. "
+            f"{path} holds a run ({held}) and no checkpoint to resume from: {folder} {_state(folder)}. "
             "Nothing was changed",
             f"restore or mount {folder} and try again; {fix}",
         )
@@ -211,18 +211,18 @@ def _check_unsaved(recipe: Recipe, path: Path, found: list[str], begun: bool) ->
         saved = (path / "recipe.toml").read_text()
         changes = changed_settings(saved, dump_recipe(repeatable(recipe)), recipe.run.strict)
     except (OSError, ValueError) as error:
-        changes = [f"recipe.toml cannot be read ({error})"]
+        changes = [f"cannot read recipe.toml ({error})"]
     if changes:
         raise UserError(
-            f"{path} holds the metrics of a run with other settings that ended before its first checkpoint: "
+            f"{path} holds the metrics of a run with different settings that ended before its first checkpoint: "
             f"{'; '.join(changes)}. Nothing was changed",
             fix,
         )
 
 
 def _detach(path: Path) -> None:
-    """Puts copies in place of the files that an earlier start of the run may still hold open, and takes away what it
-    was just saving: what it goes on writing, should it run again, is in no folder any more."""
+    """Replaces the files that an earlier start of the run may still have open by copies, and removes the checkpoint
+    that it was saving. If that start wakes up, what it writes goes to files that no folder lists any more."""
     for pattern in APPENDED:
         for file in path.glob(pattern):
             if file.is_file() and not file.is_symlink():
@@ -233,7 +233,7 @@ def _detach(path: Path) -> None:
 
 
 def claim_name(recipe: Recipe, source: str) -> str:
-    """A free name for a run, by its source and model; its folder is made."""
+    """A free name for a run, from its source and model. Creates its folder."""
     base = Path(recipe.run.dir)
     try:
         base.mkdir(parents=True, exist_ok=True)
@@ -243,12 +243,12 @@ def claim_name(recipe: Recipe, source: str) -> str:
 
 
 def auto_stem(source: str, path: str, model: str) -> str:
-    """What an automatic name begins with: the name of the data folder or file, or of a source without one, and the
-    model. Pure, but for where a relative path leads."""
+    """The beginning of an automatic name: the name of the data folder or file (or of a source without one), and the
+    model."""
     data = source.split(":")[0]
     if path:
-        place = Path(path).expanduser().absolute()
-        data = (place.stem if place.suffix.lower() in _CONTAINERS else place.name) or data
+        absolute = Path(path).expanduser().absolute()
+        data = (absolute.stem if absolute.suffix.lower() in _CONTAINERS else absolute.name) or data
     stem = f"{data.lstrip('.-')[:40] or 'data'}-{model}"
     return "".join(sign if sign.isprintable() and sign not in "/:\\ " else "-" for sign in stem)
 
@@ -257,7 +257,7 @@ _CONTAINERS = (".npz", ".tar", ".packed")
 
 
 def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
-    """A checkpoint folder itself, or the newest sound one of a run folder."""
+    """A checkpoint folder itself, or the newest valid one of a run folder, and why newer ones are not valid."""
     if not path.exists():
         raise UserError(
             f"checkpoint.resume = {path}: {path} does not exist",
@@ -269,14 +269,14 @@ def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
     found, complaints = newest_valid(folder)
     if found is None:
         why = "; ".join(complaints) if complaints else "there is none"
-        raise UserError(f"{path}: no checkpoint to use: {why}", "give a run folder that has saved one")
+        raise UserError(f"{path}: no checkpoint to use: {why}", "give a run folder that has a valid one")
     return found, complaints
 
 
 def run_of(path: Path) -> Path | None:
-    """The run folder that a path belongs to: itself, one of its checkpoints, its `weights`, or a file of those."""
-    for place in dict.fromkeys((path.absolute(), path.resolve())):
-        folder = place.parent if place.is_file() else place
+    """The run folder of a path: the path itself, or of a checkpoint, the `weights` folder, or a file in those."""
+    for candidate in dict.fromkeys((path.absolute(), path.resolve())):
+        folder = candidate.parent if candidate.is_file() else candidate
         inside = folder.parent if folder.name == "weights" else folder
         run = folder.parent.parent if is_checkpoint(folder) else inside
         if (run / "recipe.toml").is_file():
@@ -285,8 +285,8 @@ def run_of(path: Path) -> Path | None:
 
 
 def repeatable(recipe: Recipe) -> Recipe:
-    """The recipe as it is saved: it starts the same run again, from any folder. Given from its own run folder, its
-    name is not used: `drumline train RUN/recipe.toml` takes a new one, or goes on in RUN with
+    """The recipe as it is saved, with absolute paths: it starts the same run from any working directory.
+    `drumline train RUN/recipe.toml` starts a new run under a new name, or resumes RUN with
     `checkpoint.resume=auto`."""
 
     def whole(path: str) -> str:
@@ -307,9 +307,9 @@ def repeatable(recipe: Recipe) -> Recipe:
 
 
 def resume_command(recipe: Recipe, folder: Path) -> str:
-    """The command line that goes on with a run, whatever its own one was."""
+    """The command that resumes a run, whatever command started it."""
     command = "train" if recipe.distill == Distill() else "distill"
-    if folder.name.startswith("initial-"):  # a stage of a run, which has no recipe in its own folder yet
+    if folder.name.startswith("initial-"):  # an initial stage, whose run has no recipe.toml yet
         return (
             f"drumline {command} ... {shlex.quote(f'run.name={folder.parent.name}')} checkpoint.resume=auto"
         )
@@ -319,13 +319,13 @@ def resume_command(recipe: Recipe, folder: Path) -> str:
 
 
 def write_facts(path: Path, recipe_text: str, environment: dict[str, Any]) -> None:
-    """recipe.toml and environment.json."""
+    """Writes recipe.toml and environment.json."""
     write_text(path / "recipe.toml", recipe_text)
     write_text(path / "environment.json", json.dumps(environment, indent=1) + "\n")
 
 
 def changed_settings(saved: str, current: str, strict: bool = False) -> list[str]:
-    """Which fields that can change the result differ between two recipe texts, as `name: old -> new`."""
+    """The fields that can change the result and differ between two recipes, as `name: old -> new`."""
     irrelevant = IRRELEVANT_TO_BITS + (OF_THE_WORLD if strict else ())
     return [
         f"{name}: {old} -> {new}"
@@ -335,9 +335,9 @@ def changed_settings(saved: str, current: str, strict: bool = False) -> list[str
 
 
 def changed_environment(saved: dict[str, Any], current: dict[str, Any], strict: bool = False) -> list[str]:
-    """What differs of the things that can change bits, as `name: old -> new`."""
+    """The facts that can change bits and differ between two environments, as `name: old -> new`."""
     names = ("device", "cuda", "cudnn", "libraries", "threads", *(() if strict else ("processes", "backend")))
-    # Strict mode promises bits, and its own code makes them.
+    # Strict mode promises equal bits, which its own code decides.
     packages = ("torch", "pillow", *(("drumline", "numpy") if strict else ()))
     pairs = {name: (saved.get(name), current.get(name)) for name in names}
     pairs |= {name: (saved.get("packages", {}).get(name), current["packages"].get(name)) for name in packages}
@@ -351,15 +351,14 @@ def changed_environment(saved: dict[str, Any], current: dict[str, Any], strict: 
 
 def _unwritable(base: Path, error: OSError) -> UserError:
     return UserError(
-        f"cannot write the run folder in {base}: {error.strerror or error}", "give another --run.dir"
+        f"cannot write the run folder in {base}: {error.strerror or error}", "choose another --run.dir"
     )
 
 
-def _passed_over(complaints: list[str], used: Path | None) -> list[str]:
-    instead = f"; going back to {used.name}" if used else ""
+def _warnings(complaints: list[str], used: Path | None) -> list[str]:
+    instead = f"; using {used.name}" if used else ""
     return [
-        f"WARNING: a checkpoint does not verify and is passed over: {reason}{instead}"
-        for reason in complaints
+        f"WARNING: a checkpoint does not verify and is not used: {reason}{instead}" for reason in complaints
     ]
 
 
@@ -376,5 +375,5 @@ def next_free(base: Path, stem: str) -> Path:
 
 
 def _plain(value: object) -> str:
-    """A value of somebody's manifest as a short text that cannot steer a terminal."""
+    """A value from an untrusted manifest as short text without control characters."""
     return printable(str(value)[:100])

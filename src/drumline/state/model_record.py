@@ -1,8 +1,8 @@
-"""What a trained model needs besides its tensors: its name, its class names, how its images were prepared.
+"""What a trained model needs besides its tensors: its name, its class names and its image preprocessing.
 
-Stored as `model` in environment.json and in each checkpoint's manifest, and as JSON under `drumline` in the metadata
-of safetensors files. Promises: what is read from a file is checked for type and range; fields that this version does
-not know are ignored. Files without a record, of earlier versions or of other programs, give None.
+Stored as `model` in environment.json and in the manifest of each checkpoint, and as JSON under `drumline` in the
+metadata of safetensors files. Promises: every field that is read is checked for type and range; unknown fields are
+ignored. Files without a record, from earlier versions or other programs, give None.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 from drumline.data.classes import Classes, numbers
 
 KEY = "drumline"
-"""In the metadata of a safetensors file."""
+"""The key in the metadata of a safetensors file."""
 ENVIRONMENT = "model"
-"""In environment.json and in the manifest's environment."""
+"""The key in environment.json and in the manifest's environment."""
 MAX_CLASSES = 1_000_000
 CHOICES = {
     "resize": ("pillow12", "pillow13"),
@@ -31,12 +31,12 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """A model as it was trained."""
+    """A trained model."""
 
     model: str
     """`model.name`"""
     outputs: int
-    """Of the classifier; more than there are classes where `model.classes` says so."""
+    """Outputs of the classifier: more than there are classes if `model.classes` says so."""
     classes: Classes
     size: int
     mean: tuple[float, ...]
@@ -50,35 +50,35 @@ class ModelRecord:
     of arrays, resizes both sides. Earlier versions did not record it."""
 
     def settings(self) -> dict[str, str]:
-        """The recipe's fields that evaluate the model on images prepared as they were in training."""
+        """The recipe fields that prepare images as in training."""
         values = {name: getattr(self, name) for name in PREPARED}
-        return {f"data.{name}": _word(value) for name, value in values.items()}
+        return {f"data.{name}": _text(value) for name, value in values.items()}
 
     def other_images(self, now: ModelRecord) -> list[str]:
-        """How images are prepared otherwise now, as `field: then -> now`."""
+        """The differences between this and the current preprocessing, as `field: then -> now`."""
         return [
-            f"data.{name}: {_word(getattr(self, name))} -> {_word(getattr(now, name))}"
+            f"data.{name}: {_text(getattr(self, name))} -> {_text(getattr(now, name))}"
             for name in PREPARED
             if not _alike(getattr(self, name), getattr(now, name))
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; classes without names as their number."""
+        """Plain values. Classes without names become their number."""
         return asdict(self) | {
             "classes": list(self.classes.names) if self.classes.named else len(self.classes)
         }
 
     def metadata(self) -> dict[str, str]:
-        """For a safetensors file."""
+        """The metadata for a safetensors file."""
         return {"format": "pt", KEY: json.dumps(self.as_json())}
 
 
 PREPARED = ("size", "mean", "std", "eval_crop", "resize", "interpolation", "exif")
-"""Fields of `data` that decide what an evaluated image looks like to a network."""
+"""Fields of `data` that decide how evaluation prepares an image."""
 
 
 def record_of(environment: Mapping[str, Any]) -> ModelRecord | None:
-    """The record in a run's or a checkpoint's environment. Raises ValueError."""
+    """The record in the environment of a run or a checkpoint. Raises ValueError."""
     stored = environment.get(ENVIRONMENT)
     return None if stored is None else read_record(stored)
 
@@ -88,11 +88,11 @@ def metadata_record(metadata: Mapping[str, str]) -> ModelRecord | None:
     try:
         return read_record(json.loads(metadata[KEY])) if KEY in metadata else None
     except RecursionError:
-        raise ValueError("is nested too deeply") from None
+        raise ValueError("the model record is nested too deeply") from None
 
 
 def read_record(given: Any) -> ModelRecord:
-    """A record from plain values that anybody may have written. Raises ValueError naming the field."""
+    """A record from untrusted plain values. Raises ValueError and names the field."""
     if not isinstance(given, dict):
         raise ValueError("the model record is not a table")
     given = {"fit": "crop"} | given
@@ -107,9 +107,9 @@ def read_record(given: Any) -> ModelRecord:
         **{name: partial(_is_one_of, known) for name, known in CHOICES.items()},
     }
     assert list(checks) == [item.name for item in fields(ModelRecord)]
-    for name, fine in checks.items():
-        if name not in given or not fine(given[name]):
-            raise ValueError(f"the model record's {name} = {str(given.get(name))[:40]!r} cannot be")
+    for name, is_valid in checks.items():
+        if name not in given or not is_valid(given[name]):
+            raise ValueError(f"the model record's {name} = {str(given.get(name))[:40]!r} is not valid")
     classes = given["classes"]
     if given["outputs"] < (classes if isinstance(classes, int) else len(classes)):
         raise ValueError("the model record has more classes than outputs")
@@ -145,7 +145,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Measured means may differ in their last digits between machines."""
+    """Equal up to rounding: measured means may differ in the last digits between machines."""
     if isinstance(one, tuple):
         wide = max(len(one), len(other))
         pairs = zip(_widened(one, wide), _widened(other, wide), strict=True)
@@ -157,5 +157,5 @@ def _widened(values: tuple[float, ...], count: int) -> tuple[float, ...]:
     return values * count if len(values) == 1 else values
 
 
-def _word(value: Any) -> str:
+def _text(value: Any) -> str:
     return ",".join(map(repr, value)) if isinstance(value, tuple) else str(value)

@@ -26,7 +26,7 @@ from drumline.config.recipe import Recipe
 from drumline.core.machine import host_name
 
 STEERING = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
-"""Variables by which CUDA's libraries choose their kernels."""
+"""Variables that decide which kernels CUDA's libraries choose."""
 DECIDING = (
     "ATEN_CPU_CAPABILITY",
     "ONEDNN_",
@@ -41,23 +41,23 @@ DECIDING = (
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "TORCH_BLAS_PREFER_",
 )
-"""How variables begin by which the libraries that compute choose their code, or the order of their additions."""
+"""Prefixes of variables that decide which code numerical libraries choose, or in which order they add."""
 HARMLESS = re.compile(
     r".*(VERBOSE|LOG|DISPLAY|AFFINITY|BLOCKTIME|SETTINGS|WARNINGS|DUPLICATE_LIB_OK|STACKSIZE|SPINCOUNT|JIT_(DUMP|PROFILE)).*"
     r"|(OMP|MKL)_NUM_THREADS|OMP_(WAIT_POLICY|PROC_BIND|PLACES)|MKL_(THREADING_LAYER|SERVICE_FORCE_INTEL)"
 )
-"""Those of them that change speed or messages alone. The number of threads is recorded as such."""
+"""Those of them that change only speed or messages. The number of threads is recorded separately."""
 PACKAGES = ("drumline", "torch", "numpy", "pillow", "safetensors")
 COMPARED = ("drumline", "torch", "numpy", "pillow", "simplejpeg")
 """Packages whose versions all ranks of a run must share."""
 ENDINGS = (".py", ".c", ".h")
 MOST_FILES = 5000
-"""Of a user's package that are read."""
+"""Largest number of files of a user's package that are read."""
 OURS = Path(__file__).parents[1]
 
 
 def describe_environment(device: torch.device, processes: int, backend: str, threads: int) -> dict[str, Any]:
-    """Plain values only; whatever may change bits is here."""
+    """What may change the bits of a run, as plain values."""
     cuda = device.type == "cuda"
     return {
         "python": platform.python_version(),
@@ -77,8 +77,8 @@ def describe_environment(device: torch.device, processes: int, backend: str, thr
 
 
 def arithmetic(device: torch.device, variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What decides the bits of one computation on this device beside the versions of packages: names and values, the
-    same in two processes that compute alike. Call it where the run has set torch's flags."""
+    """What decides the bits of a computation on this device besides package versions, as names and values. Call it
+    after the run has set torch's flags."""
     facts = {
         name: value
         for name, value in sorted(variables.items())
@@ -112,7 +112,7 @@ def arithmetic(device: torch.device, variables: Mapping[str, str] = os.environ) 
 
 
 def _driver() -> str:
-    """The version of NVIDIA's driver, as the kernel knows it."""
+    """The version of NVIDIA's driver, from the kernel."""
     with suppress(OSError):
         found = re.search(r"\b\d+\.\d+(\.\d+)?\b", Path("/proc/driver/nvidia/version").read_text())
         return found[0] if found else ""
@@ -120,7 +120,7 @@ def _driver() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Of a processor its model too: the libraries that compute choose their code by it."""
+    """The name of a device. For a CPU it includes the model, which decides the code that libraries choose."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     model = ""
@@ -131,7 +131,7 @@ def device_name(device: torch.device) -> str:
 
 
 def software(recipe: Recipe) -> dict[str, str]:
-    """Versions, and digests of code. Processes of one run must agree on them."""
+    """Versions, and digests of code. All processes of a run must have the same."""
     found = {"Python": platform.python_version()} | {name: package_version(name) for name in COMPARED}
     named = (recipe.model.name, recipe.data.source, *recipe.distill.teacher)
     for library in ("torchvision", "timm"):
@@ -144,50 +144,50 @@ def software(recipe: Recipe) -> dict[str, str]:
 
 
 def package_version(name: str) -> str:
-    """The version that is installed."""
+    """The installed version."""
     try:
         return version(name)
     except PackageNotFoundError:
         return "not installed as a package"
 
 
-def code_digest(place: Path) -> str:
-    """Start of the SHA-256 over the source files of a folder, their names included, or of a file."""
+def code_digest(path: Path) -> str:
+    """The first digits of the SHA-256 of a file, or of the source files of a folder with their names."""
     digest = hashlib.sha256()
-    for file in _sources(place):
+    for file in _sources(path):
         content = file.read_bytes()
-        digest.update(f"{file.relative_to(place)} {len(content)}\n".encode() + content)
+        digest.update(f"{file.relative_to(path)} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:12]
 
 
-def _sources(place: Path) -> list[Path]:
+def _sources(path: Path) -> list[Path]:
     """The source files of a folder, or the file itself."""
-    if not place.is_dir():
-        return [place]
+    if not path.is_dir():
+        return [path]
     return sorted(
-        Path(folder, name) for folder, _, names in os.walk(place) for name in names if name.endswith(ENDINGS)
+        Path(folder, name) for folder, _, names in os.walk(path) for name in names if name.endswith(ENDINGS)
     )[:MOST_FILES]
 
 
 def _module_digest(module: str) -> str:
-    """Of the package or file that a module belongs to, and of those beside it that it imports."""
+    """The digest of the package or file of a module, and of the neighbours that it imports."""
     top = module.partition(".")[0]
     try:
         spec = PathFinder.find_spec(top)
         if spec is None:
             return "missing"
         folders = sorted(spec.submodule_search_locations or ())
-        places = [Path(folder) for folder in folders] or ([Path(spec.origin)] if spec.origin else [])
-        roots = dict.fromkeys(place.parent for place in places)
-        beside = [place for root in roots for place in _beside(root, module) if place not in places]
-        return " ".join(map(code_digest, [*places, *beside]))
+        paths = [Path(folder) for folder in folders] or ([Path(spec.origin)] if spec.origin else [])
+        roots = dict.fromkeys(path.parent for path in paths)
+        beside = [path for root in roots for path in _beside(root, module) if path not in paths]
+        return " ".join(map(code_digest, [*paths, *beside]))
     except (ImportError, ValueError, OSError) as error:
         return f"unreadable ({type(error).__name__})"
 
 
 def _beside(root: Path, module: str) -> list[Path]:
-    """The files and packages in `root` that a module imports, directly or not. Installed libraries have versions, so
-    their imports are not followed. Only files that the module leads to are parsed."""
+    """The files and packages in `root` that a module imports, directly or indirectly. Imports of installed libraries
+    are not followed, because these have versions."""
     if root.name in ("site-packages", "dist-packages"):
         return []
     waiting, seen, tops = [module], set[Path](), set[str]()
@@ -206,15 +206,15 @@ def _beside(root: Path, module: str) -> list[Path]:
 
 
 def _source(root: Path, parts: list[str]) -> Path | None:
-    """The file of a module, or its folder if it has none."""
+    """The file of a module, or its folder if it has no file."""
     base = root.joinpath(*parts)
     candidates = (Path(f"{base}.py"), base / "__init__.py")
     return next((file for file in candidates if file.is_file()), base if base.is_dir() else None)
 
 
 def _imports(file: Path, package: list[str]) -> list[str]:
-    """The modules that a file of a package imports, by their full names. A file that cannot be parsed fails, with its
-    own message, when it is imported."""
+    """The full names of the modules that a file imports. A file that cannot be parsed raises its own error when it is
+    imported."""
     try:
         tree = ast.parse(file.read_bytes() if file.is_file() else b"")
     except (SyntaxError, ValueError):

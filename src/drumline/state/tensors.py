@@ -1,9 +1,9 @@
 """Tensors in a safetensors file: written and hashed in one pass, read and hashed in one pass.
 
-Promises: the hash of a file that is written is that of the bytes in memory, so a disk that changes them is found out;
-what is loaded are the very bytes that were hashed, held once in memory and not mapped, so nothing can change them
-afterwards. Everything in a header is untrusted: names, types, shapes and places are checked against the file's real
-size before a tensor is made. Refuses links, folders, pipes, and bytes that belong to no tensor.
+Promises: the hash of a written file is computed from memory, so a disk that changes bytes is detected. The bytes that
+are loaded are the bytes that were hashed; they are held in memory once and not mapped, so nothing can change them
+afterwards. Headers are untrusted: names, types, shapes and offsets are checked against the real size of the file
+before a tensor is created. Rejects links, folders, pipes, and bytes that belong to no tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from drumline.core.files import CorruptError, open_regular, read_into
 
 MAX_HEADER = 64 << 20
 MAX_SIDE = 1 << 48
-"""Largest side of a tensor; the largest shape is bounded by the file."""
+"""Largest side of a tensor. The size of the file bounds the whole shape."""
 _CHUNK = 8 << 20
 _TYPES = {
     "F64": torch.float64,
@@ -49,13 +49,38 @@ _TYPES = {
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 Tensors = dict[str, torch.Tensor]
+Groups = Mapping[str, Mapping[str, torch.Tensor]]
+"""Groups of tensors (`model`, `optimizer`, ...), each a file of a checkpoint."""
+
+
+def snapshot_to_host(groups: Groups) -> tuple[Groups, torch.cuda.Event | None]:
+    """Copies tensors to host memory. Copies from a GPU are queued, into pinned memory; the event says when they are
+    done."""
+    gpus = {tensor.device for group in groups.values() for tensor in group.values() if tensor.is_cuda}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_cuda:
+            return tensor.detach().clone(memory_format=torch.contiguous_format)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor.detach(), non_blocking=True)
+
+    snapshot = {
+        group: {name: copied(tensor) for name, tensor in tensors.items()} for group, tensors in groups.items()
+    }
+    if not gpus:
+        return snapshot, None
+    event = torch.cuda.Event()
+    for gpu in gpus:  # the stages of one process may use several, which copy independently
+        torch.cuda.current_stream().wait_event(torch.cuda.current_stream(gpu).record_event())
+    event.record()
+    return snapshot, event
 
 
 def write_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
-    """Writes host tensors to a new file; gives its size and SHA-256. Wide types first, as the safetensors library
-    does: then every tensor lies where its type may lie."""
+    """Writes host tensors to a new file; returns its size and SHA-256. Wide types come first, as in the safetensors
+    library, so that every tensor is aligned to its type."""
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -72,23 +97,23 @@ def write_tensors(
     text += b" " * (-len(text) % 8)
     digest, size = hashlib.sha256(), 8 + len(text) + end
     with path.open("xb", buffering=0) as file:
-        for part in (
+        for block in (
             memoryview(struct.pack("<Q", len(text)) + text),
             *(_bytes(tensors[name]) for name in order),
         ):
-            digest.update(part)
-            _write(file, part)
+            digest.update(block)
+            _write(file, block)
     return size, digest.hexdigest()
 
 
 def read_tensors(path: Path, size: int | None = None, sha256: str | None = None) -> Tensors:
-    """The tensors of a file, which has this size and hash where they are given. Raises `CorruptError`."""
+    """The tensors of a file, verified against a size and a hash if they are given. Raises `CorruptError`."""
     with open_regular(path) as file:
         found = _expected_size(path, file, size)
         free = psutil.virtual_memory().available
         if found > free:
             raise CorruptError(
-                f"{path}: {found / 2**30:,.1f} GiB do not fit into the free memory of {free / 2**30:,.1f}"
+                f"{path}: {found / 2**30:,.1f} GiB do not fit into {free / 2**30:,.1f} GiB of free memory"
             )
         buffer = torch.empty(found, dtype=torch.uint8)
         if _read(path, file, found, buffer.numpy().data) != sha256 and sha256 is not None:
@@ -98,7 +123,7 @@ def read_tensors(path: Path, size: int | None = None, sha256: str | None = None)
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file: its type, its shape, and the bytes after the header that it takes."""
+    """A tensor in a file: its type, its shape, and its range of bytes after the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -108,7 +133,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Index:
-    """What a file holds, read tensor by tensor. No hash covers what is read so: for files just written."""
+    """The tensors of a file, to be read one by one. No hash is checked: only for files that were just written."""
 
     path: Path
     offset: int
@@ -125,7 +150,7 @@ class Index:
 
 
 def tensor_index(path: Path) -> Index:
-    """The names and places of a file's tensors. Raises `CorruptError`."""
+    """The names and offsets of a file's tensors. Raises `CorruptError`."""
     with open_regular(path) as file:
         size = _expected_size(path, file, None)
         length = _header_length(path, _read_bytes(path, file, min(8, size)), size)
@@ -134,7 +159,7 @@ def tensor_index(path: Path) -> Index:
 
 
 def file_metadata(path: Path) -> dict[str, str]:
-    """The texts that a file's header carries besides its tensors. Raises `CorruptError`."""
+    """The text metadata in a file's header. Raises `CorruptError`."""
     with open_regular(path) as file:
         size = _expected_size(path, file, None)
         length = _header_length(path, _read_bytes(path, file, min(8, size)), size)
@@ -145,7 +170,7 @@ def file_metadata(path: Path) -> dict[str, str]:
 def verify_file(
     path: Path, size: int, sha256: str, watch: Callable[[int], None] = lambda count: None
 ) -> None:
-    """Checks size and hash without holding the file in memory; `watch` gets the bytes read. Raises `CorruptError`."""
+    """Verifies size and hash, one block at a time. `watch` gets the number of bytes read. Raises `CorruptError`."""
     with open_regular(path) as file:
         digest, buffer = hashlib.sha256(), bytearray(min(_CHUNK, size + 1))
         left = _expected_size(path, file, size)
@@ -159,51 +184,51 @@ def verify_file(
 
 
 def file_sha256(path: Path) -> tuple[int, str]:
-    """Size and SHA-256 of a plain file, as it is now."""
+    """The size and SHA-256 of a file as it is now."""
     with open_regular(path) as file:
         return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _tensors(path: Path, buffer: torch.Tensor) -> Tensors:
-    """Views into a whole file's bytes."""
+    """The tensors as views of the file's bytes."""
     length = _header_length(path, buffer[:8].numpy().tobytes(), len(buffer))
     header = _header(path, buffer[8 : 8 + length].numpy().tobytes())
     data = buffer[8 + length :]
     result: Tensors = {}
     for name, entry in _entries(path, header, len(data)).items():
-        part = data[entry.start : entry.end]
-        # A view where the place allows one; files of ours do, since wide types come first.
+        section = data[entry.start : entry.end]
+        # A view if it is aligned. In our own files it is, because wide types come first.
         size = entry.dtype.itemsize
-        aligned = part.storage_offset() % size == 0 and part.data_ptr() % size == 0
-        result[name] = (part if aligned else part.clone()).view(entry.dtype).reshape(entry.shape)
+        aligned = section.storage_offset() % size == 0 and section.data_ptr() % size == 0
+        result[name] = (section if aligned else section.clone()).view(entry.dtype).reshape(entry.shape)
     return result
 
 
 def _entries(path: Path, header: dict[str, Any], size: int) -> dict[str, Entry]:
-    """Where every tensor lies. Raises `CorruptError` unless they fill these many bytes without gap or overlap."""
+    """The entries by name. Raises `CorruptError` unless they fill `size` bytes without gap or overlap."""
     result: dict[str, Entry] = {}
     covered = 0
     for name, entry in sorted(header.items(), key=lambda item: _offsets(path, *item)):
         dtype, shape = _type_and_shape(path, name, entry)
         start, end = _offsets(path, name, entry)
         if start != covered or end > size or end - start != math.prod(shape) * dtype.itemsize:
-            raise CorruptError(f"{path}: tensor {name!r} does not lie where its type and shape say")
+            raise CorruptError(f"{path}: the offsets of tensor {name!r} do not match its type and shape")
         covered = end
         result[name] = Entry(dtype, tuple(shape), start, end)
     if covered != size:
-        raise CorruptError(f"{path}: {size - covered:,} bytes at its end belong to no tensor")
+        raise CorruptError(f"{path}: {size - covered:,} bytes at the end belong to no tensor")
     return result
 
 
 def _header_length(path: Path, first: bytes, size: int) -> int:
     (length,) = struct.unpack("<Q", first) if size >= 8 else (size,)
     if length > min(size - 8, MAX_HEADER):
-        raise CorruptError(f"{path}: not a safetensors file, or its header is cut off")
+        raise CorruptError(f"{path}: not a safetensors file, or its header is truncated")
     return int(length)
 
 
 def _header(path: Path, text: bytes) -> dict[str, Any]:
-    """What a header says of tensors."""
+    """The entries of a header."""
     header = _json(path, text)
     header.pop("__metadata__", None)
     return header
@@ -213,13 +238,13 @@ def _json(path: Path, text: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            raise ValueError("a name twice")
+            raise ValueError("a name appears twice")
         return found
 
     try:
         header = json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{path}: its header is not readable ({str(error)[:80]})") from None
+        raise CorruptError(f"{path}: its header cannot be parsed ({str(error)[:80]})") from None
     if not isinstance(header, dict):
         raise CorruptError(f"{path}: its header is not a table")
     return header
@@ -229,18 +254,22 @@ def _type_and_shape(path: Path, name: str, entry: Any) -> tuple[torch.dtype, lis
     dtype = _TYPES.get(entry["dtype"]) if isinstance(entry.get("dtype"), str) else None
     shape = entry.get("shape")
     if dtype is None:
-        raise CorruptError(f"{path}: tensor {name!r} has the unknown type {str(entry.get('dtype'))[:20]!r}")
+        raise CorruptError(f"{path}: tensor {name!r} has an unknown type, {str(entry.get('dtype'))[:20]!r}")
     sides = isinstance(shape, list) and len(shape) <= 64 and all(_is_count(side, MAX_SIDE) for side in shape)
     if not sides:
-        raise CorruptError(f"{path}: tensor {name!r} has no readable shape")
+        raise CorruptError(f"{path}: tensor {name!r} has no valid shape")
     return dtype, shape
 
 
 def _offsets(path: Path, name: str, entry: Any) -> tuple[int, int]:
-    places = entry.get("data_offsets") if isinstance(entry, dict) else None
-    if not isinstance(places, list) or len(places) != 2 or not all(_is_count(at, 1 << 62) for at in places):
-        raise CorruptError(f"{path}: tensor {name!r} has no readable place")
-    return places[0], places[1]
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    if (
+        not isinstance(offsets, list)
+        or len(offsets) != 2
+        or not all(_is_count(at, 1 << 62) for at in offsets)
+    ):
+        raise CorruptError(f"{path}: tensor {name!r} has no valid offsets")
+    return offsets[0], offsets[1]
 
 
 def _is_count(value: object, most: int) -> bool:
@@ -250,12 +279,12 @@ def _is_count(value: object, most: int) -> bool:
 def _expected_size(path: Path, file: FileIO, expected: int | None) -> int:
     found = os.fstat(file.fileno()).st_size
     if expected is not None and found != expected:
-        raise CorruptError(f"{path}: {found:,} bytes, {expected:,} were written")
+        raise CorruptError(f"{path}: has {found:,} bytes, but {expected:,} were written")
     return found
 
 
 def _read(path: Path, file: FileIO, size: int, into: memoryview) -> str:
-    """Fills the memory; gives the hash of what it was filled with."""
+    """Fills the memory from the file, and returns the hash of what was read."""
     digest, done = hashlib.sha256(), 0
     while done < size:
         count = read_into(path, file, into[done : done + _CHUNK])
@@ -271,7 +300,7 @@ def _read_bytes(path: Path, file: FileIO, size: int) -> bytes:
 
 
 def _write(file: FileIO, content: memoryview) -> None:
-    """All of it: an unbuffered write may stop half-way."""
+    """Writes everything: an unbuffered write may stop early."""
     while content:
         content = content[file.write(content[: 1 << 30]) :]
 
@@ -281,4 +310,4 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _changed(path: Path) -> CorruptError:
-    return CorruptError(f"{path}: its checksum does not match, the content has changed since it was written")
+    return CorruptError(f"{path}: its checksum does not match: the content has changed since it was written")

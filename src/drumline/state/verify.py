@@ -1,7 +1,7 @@
-"""`drumline verify`: is everything a run saved still what was saved?
+"""`drumline verify` for runs: is everything that a run saved still intact?
 
-Promises: every byte of every checkpoint and of the exported weights is read; what a run that is going on deletes or
-writes meanwhile is not taken for damage. Left-overs and missing records are told, but make nothing unsound.
+Promises: every byte of every checkpoint and of the exported weights is read. Files that the run deletes or writes in
+the meantime do not count as damage. Leftovers and missing records are reported, but are not damage.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from drumline.core.errors import UserError
 from drumline.core.files import CorruptError, read_small
+from drumline.core.text import counted
 from drumline.state.chain import FILE as FINGERPRINTS
 from drumline.state.chain import Damaged, read_whole
 from drumline.state.checkpoint import (
@@ -35,8 +36,8 @@ MAX_RECORD = 64 << 20
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found. `state_sha256` is of the newest sound checkpoint, empty when there is none. `notes` are things
-    worth knowing that make nothing unsound."""
+    """The result. `state_sha256` belongs to the newest valid checkpoint, and is empty if there is none. `notes` are
+    findings that are not damage."""
 
     path: str
     sound: bool
@@ -49,8 +50,8 @@ class Verification:
 
 
 def verify_run(path: Path, watch: Watch = lambda items, total: items) -> Verification:
-    """Checks a run folder (all of its checkpoints, those of initial stages too) or a single checkpoint, byte by byte.
-    They are drawn through `watch`, with about how many there are."""
+    """Verifies every byte of a run folder (its checkpoints, also those of initial stages, and its weights) or of one
+    checkpoint. `watch` wraps the checkpoints, for a progress bar; it also gets their approximate number."""
     if not path.exists():
         raise UserError(f"{path} does not exist", "give a run folder or one of its checkpoints/step-N")
     lines: list[str] = []
@@ -72,7 +73,7 @@ def verify_run(path: Path, watch: Watch = lambda items, total: items) -> Verific
             lines.append(f"BAD  {name}: {reason}")
             continue
         if found is None:
-            lines.append(f"gone {name}: its run has deleted it meanwhile")
+            lines.append(f"gone {name}: deleted by its run meanwhile")
             continue
         count += 1
         manifest, groups = found
@@ -88,22 +89,20 @@ def verify_run(path: Path, watch: Watch = lambda items, total: items) -> Verific
     try:
         weights = verify_checksums(path / "weights")
         if weights:
-            lines.append(f"ok   weights: {weights} files")
+            lines.append(f"ok   weights: {counted(weights, 'file')}")
     except CorruptError as reason:
         unsound.append(str(reason))
         lines.append(f"BAD  weights: {reason}")
     notes = _notes(path)
     if not (path / "weights" / CHECKSUMS).exists() and any((path / "weights").glob("*.safetensors")):
-        notes += (f"weights: {CHECKSUMS} is missing, nothing to check them against",)
+        notes += (f"weights: {CHECKSUMS} is missing, so they cannot be verified",)
     lines += [f"note {note}" for note in notes]
     step = max(sound, default=-1)
     if sound:
-        lines.append(f"newest sound step: {step}")
+        lines.append(f"newest valid step: {step}")
         lines.append(f"state sha256: {sound[step].state_sha256}")
     if unsound:
-        lines.append(
-            "fix: delete the bad ones or restore them from a copy; resuming passes them over by itself"
-        )
+        lines.append("fix: delete the bad ones or restore them from a copy; resuming ignores them")
     return Verification(
         path=str(path),
         sound=not unsound,
@@ -117,8 +116,8 @@ def verify_run(path: Path, watch: Watch = lambda items, total: items) -> Verific
 
 
 def _all_checkpoints(path: Path) -> Iterable[Path]:
-    """Oldest first. The folder is listed again at the end: a run that is going on may have written more, while those
-    that were listed first are gone."""
+    """All checkpoints, oldest first. The folder is listed again at the end, because a running run may have written
+    more and deleted the first ones."""
     if is_checkpoint(path):
         yield path
         return
@@ -133,12 +132,12 @@ def _all_checkpoints(path: Path) -> Iterable[Path]:
 
 
 def _notes(path: Path) -> tuple[str, ...]:
-    """Left-overs of killed runs, and records that are missing or unreadable."""
+    """Leftovers of killed runs, and records that are missing or unreadable."""
     if is_checkpoint(path):
         return ()
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     notes = [
-        f"{left.name}: half written or half deleted; removed by the next run"
+        f"{left.name}: incomplete; the next start of the run removes it"
         for left in sorted(folder.glob("step-*.tmp"))
         if is_temporary(left)
     ]
@@ -153,13 +152,13 @@ def _notes(path: Path) -> tuple[str, ...]:
     return tuple(notes)
 
 
-_ASIDE = "set aside when the run went on from an earlier step; delete it when you do not need it"
+_ASIDE = "set aside when the run resumed from an earlier step; delete it if you do not need it"
 
 
 def _read_fingerprints(file: Path) -> None:
     _, torn = read_whole(file)
     if torn:
-        raise Damaged(f"{torn}; left out by `compare`, removed when the run goes on")
+        raise Damaged(f"{torn}; `compare` ignores it, and resuming the run removes it")
 
 
 def _record(file: Path, read: Callable[[Path], object]) -> str:
@@ -170,5 +169,5 @@ def _record(file: Path, read: Callable[[Path], object]) -> str:
     except FileNotFoundError:
         return f"{file.name} is missing"
     except (CorruptError, ValueError, RecursionError) as error:
-        return f"{file.name} cannot be read: {str(error)[:120]}"
+        return f"cannot read {file.name}: {str(error)[:120]}"
     return ""

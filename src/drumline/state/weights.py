@@ -1,9 +1,9 @@
-"""Weights in and out of files: safetensors, and PyTorch files read without running anything in them.
+"""Loads and exports weights: safetensors, and PyTorch files without executing anything in them.
 
-Promises: after `load_weights` every tensor of the model came from the file, except those that the report
-names, and the classifier's rows are in the order of the classes asked for; `export_weights` leaves either the whole
-new file or the old one. Refuses files that hold more than tensors, weights of another model, naming the model of ours
-that they do fit, and a classifier of other classes, unless it may be re-initialised.
+Promises: after `load_weights`, every tensor of the model comes from the file, except those that the report lists, and
+the classifier's rows are in the order of the requested classes. `export_weights` is atomic. Rejects files that hold
+more than tensors; weights of a different model, and names the model that they fit; and a classifier of different
+classes, unless it may be re-initialised.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ State = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class WeightReport:
-    """What `load_weights` did."""
+    """What `load_weights` has loaded."""
 
     file: Path
     loaded: int
-    """Tensors taken from the file."""
+    """Number of tensors loaded from the file."""
     reinitialised: tuple[str, ...]
-    """Tensors of the classifier that stayed as they were, since the file has other classes."""
+    """Tensors of the classifier that were not loaded, because the file has different classes."""
     record: ModelRecord | None = None
-    """What the file says about its model, if it is one of ours."""
+    """The record of the model, if drumline wrote the file."""
     notes: tuple[str, ...] = ()
     """How its classes were matched, and why a classifier is re-initialised."""
 
 
 @dataclass(frozen=True)
 class WeightFields:
-    """The recipe fields that name weights and their model, for messages. Calls from Python have none."""
+    """The recipe fields for weights and model, for messages. Calls from Python have none."""
 
     weights: str = "model.weights"
     name: str = "model.name"
@@ -66,15 +66,13 @@ def load_weights(
     classes: Classes | None = None,
     fields: WeightFields | None = None,
 ) -> WeightReport:
-    """Fill the model, in place, from a file, a checkpoint folder or a run folder (see `resolve_weights`).
+    """Loads weights into a model, in place, from a file, a checkpoint or a run folder (see `resolve_weights`).
 
-    Takes a bare state dict or one under `state_dict`, `model` or `model_state_dict`, with or without a prefix that
-    all keys share, such as those that DataParallel, DDP, torch.compile and Lightning add; the model itself must not
-    be wrapped yet.
-    BatchNorm's batch counters may be missing, as in old files. The classifier must have as many classes as the
-    model and, where `classes` are given and the file has a record of its own, the same ones; rows in another order
-    are sorted by name. A classifier of other classes is refused, or with `strict_head=False` left as it is in the
-    model.
+    Accepts a state dict, also under `state_dict`, `model` or `model_state_dict`, and prefixes that all keys share,
+    such as those of DataParallel, DDP, torch.compile and Lightning. The model itself must not be wrapped. BatchNorm's
+    batch counters may be missing, as in old files. The classifier must have as many classes as the model. If
+    `classes` is given and the file has a record, they must be the same classes; rows in a different order are sorted
+    by name. A classifier of different classes is rejected, or not loaded if `strict_head` is false.
     """
     file = resolve_weights(path, fields)
     record = weights_record(file)
@@ -91,14 +89,16 @@ def load_weights(
     head = [key for key in _head_keys(model) if key in model.state_dict()]
     if other and strict_head:
         outputs = next((len(found[key]) for key in fit.head), 0)
-        raise UserError(f"{file} has other classes: {other}", fix=_other_classes_fix(record, outputs, fields))
+        raise UserError(
+            f"{file} has different classes: {other}", fix=_other_classes_fix(record, outputs, fields)
+        )
     if other:
         for key in head:
             fit.usable.pop(key, None)
         note = (
-            f"the classifier ({', '.join(head)}) is re-initialised because {file} has other classes: {other}"
+            f"the classifier ({', '.join(head)}) is re-initialised because {file} has different classes: {other}"
             if head
-            else f"the classifier was not found: {file} has other classes: {other}"
+            else f"the classifier was not found, and {file} has different classes: {other}"
         )
     elif record is None and classes is not None:
         note = f"{file} has no record of its class names: its {len(classes):,} classes are matched by number"
@@ -109,7 +109,7 @@ def load_weights(
 
 
 def weights_record(file: Path) -> ModelRecord | None:
-    """What a weights file says about its model; None for files of other programs and of earlier versions."""
+    """The record of the model in a weights file; None for files of other programs and of early versions."""
     if file.suffix != ".safetensors":
         return None
     try:
@@ -118,18 +118,16 @@ def weights_record(file: Path) -> ModelRecord | None:
         return metadata_record(file_metadata(file.resolve()))
     except (CorruptError, ValueError) as reason:
         raise UserError(
-            f"{file} cannot be read as weights: {reason}",
-            fix="the file may be cut short or damaged: copy or export it again",
+            f"cannot load weights: {reason}",
+            fix="the file may be truncated or damaged: copy or export it again",
         ) from reason
 
 
 def resolve_weights(path: str | Path, fields: WeightFields | None = None) -> Path:
-    """The weights file that a path means.
-
-    A file is itself. A folder gives its `model.safetensors` (a checkpoint), else `weights/best.safetensors`,
-    else `weights/last.safetensors`, else the model of its newest `checkpoints/step-N` (a run), else its
-    `best.safetensors` or `last.safetensors` (a run's `weights`). Where a checkpoint's
-    model lies in pieces, the first of them stands for all.
+    """The weights file of a path: the file itself, or in a folder the first of `model.safetensors` (a checkpoint),
+    `weights/best.safetensors`, `weights/last.safetensors`, the model of the newest `checkpoints/step-N` (a run),
+    `best.safetensors` and `last.safetensors` (the `weights` of a run). A sharded model is represented by its first
+    shard.
     """
     path = Path(path)
     if path.is_file():
@@ -137,7 +135,7 @@ def resolve_weights(path: str | Path, fields: WeightFields | None = None) -> Pat
     if not path.exists():
         raise UserError(
             f"{_named(path, fields)}: no such file or folder",
-            fix="give a weights file, a checkpoint or a run folder",
+            fix="give a weights file, a checkpoint folder or a run folder",
         )
     plain = ("model.safetensors", "weights/best.safetensors", "weights/last.safetensors")
     inside = (path / "best.safetensors", path / "last.safetensors")
@@ -155,7 +153,7 @@ def resolve_weights(path: str | Path, fields: WeightFields | None = None) -> Pat
         if candidate.is_file():
             return candidate
     raise UserError(
-        f"{path} holds no weights: no model.safetensors, no weights folder, no checkpoints/step-N",
+        f"{path} has no weights: no model.safetensors, no weights folder, no checkpoints/step-N",
         fix="give a weights file, a checkpoint folder or a run folder",
     )
 
@@ -165,15 +163,15 @@ def _first_shard(checkpoint: Path) -> list[Path]:
 
 
 def export_weights(model: nn.Module, path: str | Path) -> None:
-    """Write parameters and buffers as a plain safetensors file, under the bare model's key names."""
+    """Writes the parameters and buffers of a model, without wrappers, as a safetensors file."""
     export_tensors(unwrap(model).state_dict(), path)
 
 
 def export_tensors(
     tensors: Mapping[str, Tensor], path: str | Path, record: ModelRecord | None = None
 ) -> None:
-    """Write a model's state as a plain safetensors file, with what is known about the model in its metadata."""
-    # A copy of each: safetensors refuses tensors that share memory.
+    """Writes the state of a model as a safetensors file, with the model's record in its metadata."""
+    # Copies: safetensors rejects tensors that share memory.
     state = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
     def write(temporary: Path) -> None:
@@ -184,7 +182,7 @@ def export_tensors(
 
 @dataclass(frozen=True)
 class _Fit:
-    """How a file's tensors lie over a model's. The dicts map a key to what differs."""
+    """How the tensors of a file match those of a model. The dicts map a key to what differs."""
 
     usable: dict[str, Tensor]
     head: dict[str, str]
@@ -213,7 +211,7 @@ def _fit(found: State, model: nn.Module) -> _Fit:
 
 
 def _head_keys(model: nn.Module) -> tuple[str, str]:
-    """Keys of the classifier: our models name it, for others it is the last linear layer."""
+    """The keys of the classifier. In models that are not ours, it is the last linear layer."""
     if isinstance(model, VisionModel):
         name = model.head_name
     else:
@@ -223,11 +221,11 @@ def _head_keys(model: nn.Module) -> tuple[str, str]:
 
 
 def _sort_head(usable: dict[str, Tensor], head: list[str], order: NDArray[np.int64], file: Path) -> None:
-    """Puts the classifier's rows into the order of the data's classes; outputs beyond the classes stay."""
+    """Sorts the classifier's rows by the data's classes. Outputs beyond the classes stay."""
     rows = torch.from_numpy(order)
     if not head or any(len(usable[key]) < len(rows) for key in head):
         raise UserError(
-            f"{file} has its classes in another order than the data, and its classifier was not found",
+            f"{file} has its classes in a different order from the data, and its classifier was not found",
             fix="give the data's classes in the order of the weights' classes",
         )
     for key in head:
@@ -243,7 +241,7 @@ def _other_classes_fix(record: ModelRecord | None, outputs: int, fields: WeightF
         build = f"build the model with create_model(..., classes={outputs}), or " if outputs else ""
         return f"{build}load everything but the classifier with strict_head=False"
     if record is None:
-        return "give weights of the same classes, or set model.classes to the file's number"
+        return "give weights of the same classes, or set model.classes to the number in the file"
     return (
         f"give {fields.weights} that were trained on the data's classes, or rename the data's class folders to the "
         "names of the weights' classes"
@@ -251,7 +249,7 @@ def _other_classes_fix(record: ModelRecord | None, outputs: int, fields: WeightF
 
 
 def _renamed(found: State, model: nn.Module, wanted: State) -> State:
-    """The same tensors under our spelling, where published weights of this model spell a key otherwise."""
+    """The same tensors under our names, where published weights of this model use others."""
     if not isinstance(model, VisionModel):
         return found
     result = {}
@@ -264,7 +262,7 @@ def _renamed(found: State, model: nn.Module, wanted: State) -> State:
 
 
 def _unwrapped(state: State, model: nn.Module) -> State:
-    """The same tensors without the prefixes of torch.compile, DataParallel, DDP and modules that held the model."""
+    """The same tensors without the prefixes of wrappers and of modules that contain the model."""
     state = {key.replace("_orig_mod.", ""): tensor for key, tensor in state.items()}
     own = {key.partition(".")[0] for key in model.state_dict()}
     while len(tops := {key.partition(".")[0] for key in state}) == 1 and not tops & own:
@@ -275,7 +273,7 @@ def _unwrapped(state: State, model: nn.Module) -> State:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside torch.compile's, DataParallel's and DDP's wrappers."""
+    """The model without the wrappers of torch.compile, DataParallel and DDP."""
     inner = getattr(model, "_orig_mod", None)
     if isinstance(model, nn.DataParallel | DistributedDataParallel):
         inner = model.module
@@ -291,8 +289,8 @@ def _read(file: Path, fields: WeightFields | None) -> State:
             return read_tensors(file.resolve(), sha256=known_sha256(file))
         except CorruptError as reason:
             raise UserError(
-                f"{file} cannot be read as weights: {reason}",
-                fix="the file may be cut short or damaged: copy or export it again",
+                f"cannot load weights: {reason}",
+                fix="the file may be truncated or damaged: copy or export it again",
             ) from reason
     if file.suffix not in (".pt", ".pth", ".ckpt"):
         raise UserError(
@@ -306,7 +304,7 @@ def _read(file: Path, fields: WeightFields | None) -> State:
             raise _unreadable(file) from error
         kept = 'checkpoint["state_dict"]' if file.suffix == ".ckpt" else "its state_dict"
         raise UserError(
-            f"{file} is rejected: it holds {named[1]} besides tensors, and reading that could run code",
+            f"{file} is rejected: it holds {named[1]} besides tensors, and loading that could execute code",
             fix=f"if you trust it, load it in Python with weights_only=False and save only {kept}, preferably as "
             ".safetensors",
         ) from error
@@ -316,7 +314,7 @@ def _read(file: Path, fields: WeightFields | None) -> State:
 
 
 def _state_dict(file: Path, content: object) -> State:
-    """The state dict in what a PyTorch file held."""
+    """The state dict in the content of a PyTorch file."""
     if isinstance(content, Mapping):
         nested = (content.get(key) for key in ("state_dict", "model", "model_state_dict"))
         state = next((value for value in nested if isinstance(value, Mapping)), content)
@@ -355,7 +353,7 @@ def _misfit(file: Path, found: State, model: nn.Module, fit: _Fit, fields: Weigh
 
 
 def _fitting_names(found: State) -> Iterator[str]:
-    """Models of ours that the tensors do fit, whatever the number of classes."""
+    """Our models that the tensors fit, with any number of classes."""
     for name in (*IMAGENET, *(f"cifar/{name}" for name in CIFAR)):
         with torch.device("meta"):
             candidate = create_model(name)

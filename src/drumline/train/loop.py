@@ -32,11 +32,11 @@ from drumline.guards.run.guards import RunGuards
 from drumline.guards.run.nonfinite import advice
 from drumline.observe import text_log
 from drumline.parallel.world import World
-from drumline.state.checkpoint import Groups, read_group, verify_checkpoint, write_checksums
+from drumline.state.checkpoint import read_group, verify_checkpoint, write_checksums
 from drumline.state.folder import resume_command
 from drumline.state.manifest import Position
 from drumline.state.model_record import record_of
-from drumline.state.tensors import verify_file
+from drumline.state.tensors import Groups, verify_file
 from drumline.state.weights import export_tensors
 from drumline.train import broken
 from drumline.train.evaluate import Score

@@ -42,10 +42,11 @@ from drumline.state.folder import (
     repeatable,
     write_facts,
 )
-from drumline.state.manager import CheckpointManager, ShardWriter, set_aside
+from drumline.state.manager import CheckpointManager, set_aside
 from drumline.state.manifest import Position
 from drumline.state.model_record import ENVIRONMENT
 from drumline.state.provenance import describe_environment
+from drumline.state.shards import ShardWriter
 from drumline.train.agreement import check_data, check_recipes, check_software
 from drumline.train.meter import MeterReader
 from drumline.train.model import model_record

@@ -53,7 +53,8 @@ from drumline.parallel.strategy import (
     smallest_piece,
 )
 from drumline.parallel.world import World
-from drumline.state.checkpoint import Groups, check_fit
+from drumline.state.checkpoint import check_fit
+from drumline.state.tensors import Groups
 
 
 class PipelineStrategy(Strategy):
