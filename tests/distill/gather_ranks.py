@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from drumline.core.environment import read_rank_info
 from drumline.distill.gather import Gathered
-from drumline.parallel.norm import over_everybody, world_total
+from drumline.parallel.norm import over_all, world_total
 from drumline.parallel.process_group import init_world
 from drumline.parallel.world import World
 from tests.launch.ranks import results_of
@@ -109,7 +109,7 @@ def main(folder: Path) -> None:
     counts = COUNTS[world.size]
     first = sum(counts[: world.rank])
     own = slice(first, first + counts[world.rank])
-    found = {name: normed(over_everybody(norm_of(name), world_total(world)), name, own) for name in NORMS}
+    found = {name: normed(over_all(norm_of(name), world_total(world)), name, own) for name in NORMS}
     found["gathered"] = gathered(world)
     torch.save(found, folder / f"{world.rank}.pt")
     world.close()

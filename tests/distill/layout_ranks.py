@@ -109,7 +109,7 @@ def found(folder: Path, name: str, world: World) -> dict[str, Any]:
         "held": sum(not tensor.is_meta for tensor in tensors),
         "all": len(tensors),
         "refused": refused,
-        "words": list(task.words),
+        "words": list(task.messages),
     }
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.distill.gather import Gathered
-from drumline.parallel.norm import WorldNorm, over_everybody, world_total
+from drumline.parallel.norm import WorldNorm, over_all, world_total
 from drumline.parallel.world import World, single_process
 from tests.distill import gather_ranks
 from tests.distill.gather_ranks import COUNTS, GLOBAL, NORMS
@@ -110,7 +110,7 @@ def norms(module: nn.Module) -> dict[str, nn.Module]:
 def test_every_batchnorm_is_replaced_wherever_it_lies_and_nothing_else() -> None:
     module = nested()
     before = dict(module.named_modules())
-    changed = over_everybody(module, TOTAL)
+    changed = over_all(module, TOTAL)
     assert changed is module
     assert set(norms(module)) == {"deep.1.0", "listed.0", "listed.2"}
     for name, part in module.named_modules():
@@ -122,14 +122,14 @@ def test_every_batchnorm_is_replaced_wherever_it_lies_and_nothing_else() -> None
 
 
 def test_a_batchnorm_by_itself_is_replaced_too() -> None:
-    assert isinstance(over_everybody(nn.BatchNorm1d(3), TOTAL), WorldNorm)
+    assert isinstance(over_all(nn.BatchNorm1d(3), TOTAL), WorldNorm)
 
 
 def test_parameters_buffers_and_keys_stay_the_same_objects() -> None:
     module = nested()
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     keys = list(module.state_dict())
-    over_everybody(module, TOTAL)
+    over_all(module, TOTAL)
     assert list(module.state_dict()) == keys
     assert all(tensor is parameters[name] for name, tensor in module.named_parameters())
     assert all(tensor is buffers[name] for name, tensor in module.named_buffers())
@@ -144,7 +144,7 @@ def test_modes_frozen_weights_and_numbers_are_kept(training: bool, frozen: bool)
         name: (part.eps, part.momentum, part.affine, part.track_running_stats)  # type: ignore[attr-defined]
         for name, part in norms(module).items()
     }
-    over_everybody(module, TOTAL)
+    over_all(module, TOTAL)
     assert all(parameter.requires_grad is not frozen for parameter in module.parameters())
     assert all(part.training is training for part in module.modules())
     for name, part in norms(module).items():
@@ -154,7 +154,7 @@ def test_modes_frozen_weights_and_numbers_are_kept(training: bool, frozen: bool)
 def test_one_frozen_parameter_beside_a_trained_one_stays_so() -> None:
     norm = nn.BatchNorm2d(3)
     norm.bias.requires_grad_(False)
-    made = over_everybody(norm, TOTAL)
+    made = over_all(norm, TOTAL)
     assert [(name, parameter.requires_grad) for name, parameter in made.named_parameters()] == [
         ("weight", True),
         ("bias", False),
@@ -167,7 +167,7 @@ def test_an_evaluated_norm_is_torchs_bit_by_bit_and_talks_to_nobody() -> None:
     norm.running_var.uniform_(0.5, 2)  # type: ignore[operator,union-attr]
     images = torch.randn(3, 4, 5, 5)
     expected = norm(images)
-    assert torch.equal(over_everybody(norm, TOTAL)(images), expected)
+    assert torch.equal(over_all(norm, TOTAL)(images), expected)
 
 
 def test_an_evaluated_norm_without_statistics_takes_those_of_its_batch_and_talks_to_nobody() -> None:
@@ -177,10 +177,10 @@ def test_an_evaluated_norm_without_statistics_takes_those_of_its_batch_and_talks
     norm = nn.BatchNorm2d(4, track_running_stats=False).eval()
     images = torch.randn(3, 4, 5, 5)
     expected = norm(images)
-    assert torch.equal(over_everybody(norm, nobody)(images), expected)
+    assert torch.equal(over_all(norm, nobody)(images), expected)
 
 
-def test_a_norm_over_everybody_is_left_out_of_compiled_code() -> None:
+def test_a_norm_over_all_is_left_out_of_compiled_code() -> None:
     """What the compiler makes of a meeting depends on who meets; what it fuses around one would depend on it too."""
     operations: list[str] = []
 
@@ -188,7 +188,7 @@ def test_a_norm_over_everybody_is_left_out_of_compiled_code() -> None:
         operations.extend(str(node.target) for node in graph.graph.nodes)
         return graph.forward
 
-    first, norm = nn.Linear(4, 4), over_everybody(nn.BatchNorm1d(4), world_total(single_process(CPU)))
+    first, norm = nn.Linear(4, 4), over_all(nn.BatchNorm1d(4), world_total(single_process(CPU)))
 
     def model(images: Tensor) -> Tensor:
         return norm(first(images)).relu()  # type: ignore[no-any-return]
@@ -207,7 +207,7 @@ def test_a_norm_over_everybody_is_left_out_of_compiled_code() -> None:
 def test_a_norm_that_has_two_names_is_replaced_under_both() -> None:
     module = nn.Module()
     module.one = module.other = nn.BatchNorm2d(3)
-    over_everybody(module, TOTAL)
+    over_all(module, TOTAL)
     assert isinstance(module.one, WorldNorm)
     assert isinstance(module.other, WorldNorm)
     assert module.one.weight is module.other.weight

@@ -11,7 +11,7 @@ from torch import nn
 
 from drumline.config.recipe import Data, Recipe, Run, Train
 from drumline.core.errors import UserError
-from drumline.parallel.norm import SmallestBatch, few_samples, over_everybody
+from drumline.parallel.norm import SmallestBatch, few_samples, over_all
 from drumline.parallel.strategy import create_strategy
 from drumline.parallel.world import World, single_process
 from drumline.train.loop import train
@@ -83,7 +83,7 @@ def test_enough_samples_and_norms_over_all_of_them_are_not_warned_of() -> None:
     strict = Recipe(run=Run(strict=True, shards=8), data=Data(batch=16))
     assert not few_samples(tiny.normed(), smallest(replace(strict, data=Data(batch=64)), one))
     assert not few_samples(tiny.plain(), smallest(strict, one))
-    assert not few_samples(over_everybody(tiny.normed(), torch.Tensor.clone), smallest(strict, one))
+    assert not few_samples(over_all(tiny.normed(), torch.Tensor.clone), smallest(strict, one))
     assert not few_samples(tiny.normed().eval(), smallest(strict, one))
 
 

@@ -351,7 +351,7 @@ def test_replicas_of_a_stage_that_drift_apart_are_named(run: Runs) -> None:
             ("parallel.stages = 4 x parallel.chunks = 2: ResNet can be cut into at most 5", "1f1b"),
         ),
         ("parallel.stages=2", ("parallel.stages = 2: this process has 1 device", "--parallel.virtual")),
-        ("parallel.stages=auto", ("one process and one device make no stages", "--parallel.processes N")),
+        ("parallel.stages=auto", ("needs at least two devices or two processes", "--parallel.processes N")),
         (
             "parallel.stages=2 parallel.virtual=true parallel.split=layer9",
             ("parallel.split: ResNet calls no module 'layer9'", "did you mean layer"),

@@ -109,7 +109,7 @@ def test_images_prepared_otherwise_are_named() -> None:
 def test_a_checkpoint_of_other_classes_does_not_resume() -> None:
     now = ModelRecord(**{**vars(RECORD), "size": 32})
     said = compare_records(RECORD, now, Path("step-1"))
-    assert said == ["resumed on images prepared otherwise, the result may differ: data.size: 16 -> 32"]
+    assert said == ["resumed with different image preparation, the result may differ: data.size: 16 -> 32"]
     assert "no record" in compare_records(None, now, Path("step-1"))[0]
     for names in (("ant", "bee", "ça va"), ("ant", "ça va", "b\udcff"), ("ant", "b\udcff")):
         other = ModelRecord(**{**vars(RECORD), "classes": Classes(names, named=True)})

@@ -164,11 +164,11 @@ def stops(world: World, folder: Path) -> dict[str, Any]:
                 seen = step
                 break
             time.sleep(0.001)
-        stop.settle()
+        stop.finish()
         asked = stop.asked
     with StopSign(world) as again:
         unasked = [again.seen(step) for step in range(1, 10)]
-        again.settle()
+        again.finish()
     alarms: list[tuple[int, int]] = []
     with StopSign(world, lambda step: 7 if world.rank == world.size - 1 and step >= 7 else 0) as watching:
         for step in range(1, 20000):
@@ -178,7 +178,7 @@ def stops(world: World, folder: Path) -> dict[str, Any]:
             if len(alarms) == 2:  # one that went on after the first hears the next
                 break
             time.sleep(0.001)
-        watching.settle()
+        watching.finish()
     return {"stopped_at": seen, "asked": asked, "unasked": any(unasked), "alarms": alarms}
 
 

@@ -33,7 +33,7 @@ def test_a_signal_is_seen_at_the_next_step(number: signal.Signals) -> None:
         assert stop.seen(2)
         assert stop.seen(3)
         assert stop.stopped_by == number.name
-        stop.settle()
+        stop.finish()
 
 
 def test_the_handlers_from_before_are_put_back() -> None:

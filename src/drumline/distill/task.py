@@ -128,7 +128,7 @@ def distillation_task(
         module=bundle,
         model=pair.bare,
         objective=objective,
-        words=tuple(words),
+        messages=tuple(words),
         teacher_predictions=predictions,
         teacher_top1=score.accuracy if score else None,
         evaluates=not stage.name,

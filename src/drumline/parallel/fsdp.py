@@ -106,7 +106,7 @@ class FSDPStrategy(SingleStrategy):
 
     @torch.no_grad()
     def _exchange_whole(self) -> None:
-        """Averages the gradients of whole parameters. The same message tells all processes of a gradient that is not
+        """Averages the gradients of whole parameters. The same message reports a gradient that is not
         finite: it carries a number, zero or infinite, that is added to a gradient."""
         found = torch.zeros((), device=self.world.device)
         if shards := [each for each in self._gradients(True) if each.numel()]:

@@ -1,8 +1,8 @@
-"""A run's processes as replicas of a pipeline: rank = replica x stages + place.
+"""A run's processes as replicas of a pipeline: rank = replica x places + place.
 
-Promises: the places of a replica are neighbours, so that activations stay on a machine where that is possible;
-`peers` are the processes that hold the same part of the model and see other samples. Without a pipeline every process
-is a replica of its own, and all are peers.
+Promises: the processes of a replica have consecutive ranks, so that activations stay on one machine if possible;
+`peers` are the processes that hold the same stages and see other samples. Without a pipeline every process is a
+replica of its own, and all are peers.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from drumline.parallel.world import World, single_process
 
 @dataclass(frozen=True)
 class Grid:
-    """Where this process stands."""
+    """The position of this process, and the groups it communicates with."""
 
     world: World
     places: int
     """Processes of one replica."""
     peers: World
-    """The same place in all replicas; our rank there is the replica's number."""
+    """The same place in all replicas. The rank there is the number of the replica."""
     down: World
-    """This replica, for activations on their way to the loss."""
+    """This replica, for activations that travel to the loss."""
     up: World
-    """This replica, for gradients on their way back. A world of its own: the two ways never wait for each other."""
+    """This replica, for gradients that travel back. A separate group, so that the two directions never wait for each
+    other."""
 
     @property
     def place(self) -> int:
-        """Our number in the replica."""
+        """The number of this process in its replica."""
         return self.world.rank % self.places
 
     @property
@@ -41,7 +42,7 @@ class Grid:
 
     @property
     def reads(self) -> bool:
-        """Whether this process's samples count as its own: the first place of a replica feeds it."""
+        """Whether this process reads the samples of its replica: the first one does."""
         return self.place == 0
 
     @property
@@ -51,7 +52,7 @@ class Grid:
 
 
 def make_grid(world: World, places: int = 1) -> Grid:
-    """Divides the world. All ranks call it."""
+    """Divides the world into replicas. All ranks call it."""
     assert world.size % places == 0, (world.size, places)
     if places == 1:
         single = replace(

@@ -34,13 +34,13 @@ PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class WorldNorm(_BatchNorm):
-    """torch's own needs a GPU, and one process for each part of the batch."""
+    """torch's SyncBatchNorm needs a GPU and one process per slice of the batch; this layer needs neither."""
 
     total: Total
 
     @staticmethod
     def of(norm: _BatchNorm, total: Total) -> WorldNorm:
-        """The same layer, with the same parameters and buffers, over everybody."""
+        """The same layer, with the same parameters and buffers, over all who compute."""
         _never_compile()
         made = WorldNorm(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
         made.total, made.training = total, norm.training
@@ -55,7 +55,7 @@ class WorldNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
-            # Without running statistics, those of the batch at hand: in an evaluation nobody meets.
+            # Without running statistics, those of this batch: evaluation does not communicate.
             return F.batch_norm(
                 input,
                 self.running_mean,
@@ -86,21 +86,21 @@ class WorldNorm(_BatchNorm):
             return
         self.num_batches_tracked.add_(1)
         # Without momentum, the mean of all batches so far.
-        share = 1.0 / self.num_batches_tracked.float() if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+        rate = 1.0 / self.num_batches_tracked.float() if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), rate)
 
 
 @cache
 def _never_compile() -> None:
-    """The compiler would see other code where shards meet than where a process has but one, and fuse what is around
-    it otherwise, so that bits would depend on the number of processes. Said when the first layer is made, because the
-    compiler takes as long to import as torch itself."""
+    """The compiler would see different code where a process has several shards than where it has one, and fuse the
+    code around it differently, so bits would depend on the number of processes. Called for the first layer only,
+    because importing the compiler takes as long as importing torch."""
     WorldNorm.forward = torch.compiler.disable(WorldNorm.forward)  # type: ignore[method-assign]
 
 
 class _Sum(torch.autograd.Function):
-    """Its gradient is the sum of everybody's gradients."""
+    """A sum over all processes; its gradient is the sum of their gradients."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, total: Total) -> Tensor:
@@ -113,14 +113,15 @@ class _Sum(torch.autograd.Function):
 
 
 def world_total(world: World) -> Total:
-    """Over processes, by the backend."""
+    """The sum over processes, by the backend."""
     return lambda values: world.all_reduce(values.clone())
 
 
-def over_everybody(
+def over_all(
     module: nn.Module, total: Total, kinds: tuple[type[nn.Module], ...] = PLAIN, name: str = ""
 ) -> nn.Module:
-    """The module with every BatchNorm of these kinds (subclasses apart) spanning all. In place where it can be."""
+    """The module with every BatchNorm of these kinds (not their subclasses) over all who compute. In place if
+    possible."""
     if type(module) in kinds:
         return WorldNorm.of(module, total)  # type: ignore[arg-type]
     if isinstance(module, _BatchNorm) and not isinstance(module, WorldNorm) and _own_forward(module, kinds):
@@ -132,14 +133,14 @@ def over_everybody(
     for child_name, child in list(module._modules.items()):
         if child is None:
             continue
-        replaced = over_everybody(child, total, kinds, f"{name}.{child_name}".lstrip("."))
+        replaced = over_all(child, total, kinds, f"{name}.{child_name}".lstrip("."))
         if replaced is not child:
             setattr(module, child_name, replaced)
     return module
 
 
 def _own_forward(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Whether a layer of a user's or a library's own would have to be replaced: it is derived from such a kind."""
+    """Whether it is a layer derived from such a kind, by a user or a library, which would have to be replaced."""
     return isinstance(module, kinds) and type(module) not in PLAIN
 
 

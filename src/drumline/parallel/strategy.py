@@ -32,7 +32,7 @@ from drumline.data.feed.sampler import bounds, rank_slice
 from drumline.models.copies import copy_model
 from drumline.parallel.grid import make_grid
 from drumline.parallel.model_draws import ModelDraws
-from drumline.parallel.norm import SmallestBatch, few_samples, over_everybody, world_total
+from drumline.parallel.norm import SmallestBatch, few_samples, over_all, world_total
 from drumline.parallel.pipeline.instructions import InstructionLists, Span
 from drumline.parallel.pipeline.shape import Shape
 from drumline.parallel.strict.lockstep import Lockstep
@@ -218,7 +218,7 @@ class Strategy(ABC):
     def span_batchnorm(self, module: nn.Module) -> nn.Module:
         """The module with BatchNorm over the global batch, in any case."""
         peers = self.grid.peers
-        return over_everybody(module, world_total(peers)) if peers.size > 1 else module
+        return over_all(module, world_total(peers)) if peers.size > 1 else module
 
     def setup(
         self,

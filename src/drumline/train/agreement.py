@@ -175,11 +175,11 @@ def different_fields(first: str, mine: str) -> list[tuple[str, str, str]]:
 
 def _refuse_if_any(world: World, odd: list[str], what: str, fix: str) -> None:
     """Every rank learns whether any of them differs, and in what, so all of them stop with the same message."""
-    everybody: list[list[Any]] = world.all_gather_object([host_name(), odd])
-    ranks = [rank for rank, (_, differences) in enumerate(everybody) if differences]
+    every: list[list[Any]] = world.all_gather_object([host_name(), odd])
+    ranks = [rank for rank, (_, differences) in enumerate(every) if differences]
     if not ranks:
         return
-    host, differences = everybody[ranks[0]]
+    host, differences = every[ranks[0]]
     others = f" (and so do ranks {', '.join(map(str, ranks[1:]))})" if ranks[1:] else ""
     raise UserError(
         f"rank {ranks[0]} on {host} has {what} from rank 0{others}: {'; '.join(differences)}", fix

@@ -1,4 +1,4 @@
-"""Broken samples of a run, agreed on by all ranks and told at the end.
+"""Broken samples of a run, agreed on by all ranks and reported at the end.
 
 Promises: every rank learns what any rank met, so a limit that is passed ends the run on all of them; the list in the
 run folder (`broken-samples.tsv`) names each sample once, those met before a stop and a resume too.
@@ -40,19 +40,19 @@ def _key(line: str) -> tuple[bool, int]:
     return split != "training", int(sample)
 
 
-def words(sets: tuple[BadSamples, BadSamples], listed: bool = True) -> list[str]:
-    """What to tell about them; nothing when all is well."""
+def messages(sets: tuple[BadSamples, BadSamples], listed: bool = True) -> list[str]:
+    """What to report about them; empty if there are none."""
     where = f" (all in {FILE})" if listed else ""
     training, evaluation = sets
-    told = []
+    lines = []
     if training.bad:
-        told.append(
+        lines.append(
             f"WARNING: {len(training.bad):,} of {training.samples:,} training samples are broken and were replaced "
             f"by others, the same on every run{where}: {training.some()}"
         )
     if evaluation.bad:
-        told.append(
+        lines.append(
             f"WARNING: {len(evaluation.bad):,} of {evaluation.samples:,} evaluation samples are broken and were "
             f"scored as black images{where}: {evaluation.some()}"
         )
-    return told
+    return lines

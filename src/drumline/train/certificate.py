@@ -92,12 +92,12 @@ def summary(certificate: Certificate) -> str:
 
 def message(certificate: Certificate) -> str:
     """The whole result in one line, for the log."""
-    parts = [_verdict_words(verdict, certificate.micro_batches) for verdict in certificate.verdicts]
+    parts = [_describe(verdict, certificate.micro_batches) for verdict in certificate.verdicts]
     return "certificate: " + "; ".join(part for part in parts if part)
 
 
 def as_json(certificate: Certificate) -> str:
-    """The file of the run folder. Numbers that JSON does not have are null, with the reason beside them."""
+    """The file of the run folder. Numbers that JSON cannot represent are null, with a reason."""
     return (
         json.dumps(
             {
@@ -118,12 +118,12 @@ def refuse(certificate: Certificate) -> UserError | None:
     """The error to stop with; None where everything passes."""
     for verdict in certificate.verdicts:
         if (row := verdict.first_wrong) is not None:
-            told = _wrong_words(verdict, row, certificate.micro_batches)
-            return UserError(told, _fix(verdict, row, certificate.hint))
+            text = _describe_wrong(verdict, row, certificate.micro_batches)
+            return UserError(text, _fix(verdict, row, certificate.hint))
     return None
 
 
-def _verdict_words(verdict: Verdict, micro_batches: int) -> str:
+def _describe(verdict: Verdict, micro_batches: int) -> str:
     noun, total, right = verdict.claim.value, verdict.total, verdict.total - verdict.wrong
     if not total:
         return ""
@@ -160,22 +160,22 @@ def _size(row: Row, claim: Claim) -> str:
     return f"by {row.relative:.1e} of {whose} ({row.absolute:.1e} absolute), where {row.limit:.0e} passes"
 
 
-def _wrong_words(verdict: Verdict, row: Row, micro_batches: int) -> str:
+def _describe_wrong(verdict: Verdict, row: Row, micro_batches: int) -> str:
     noun = verdict.claim.value
     where = f" on rank {row.rank}" if row.rank >= 0 else ""
     others = f"{verdict.wrong} of {verdict.total} {noun}s differ, this is the first on the data's way"
     if row.odd:
-        told = f"{'parameter' if verdict.claim is Claim.GRADIENTS else noun} {row.name!r} {row.odd}{where}"
+        text = f"{'parameter' if verdict.claim is Claim.GRADIENTS else noun} {row.name!r} {row.odd}{where}"
     elif verdict.claim.exact:
-        told = f"{noun} {row.name!r} was changed{where} by a rehearsed step, {_size(row, verdict.claim)}"
+        text = f"{noun} {row.name!r} was changed{where} by a rehearsed step, {_size(row, verdict.claim)}"
     else:
         of = "of " if verdict.claim is Claim.GRADIENTS else ""
         factor = f"; it is {row.scaled_by:.4g} times the reference" if row.scaled_by else ""
-        told = (
+        text = (
             f"{noun} {of}{row.name!r} differs{where} from plain accumulation over {_pieces(micro_batches)} "
             f"{_size(row, verdict.claim)}{factor}"
         )
-    return f"certificate: the {told}; {others}"
+    return f"certificate: the {text}; {others}"
 
 
 def _fix(verdict: Verdict, row: Row, hint: str) -> str:

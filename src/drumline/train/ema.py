@@ -1,4 +1,4 @@
-"""A moving average of the weights, kept beside the model and updated on the device.
+"""A moving average of the weights, kept next to the model and updated on the device.
 
 Promises: floats are averaged, counters are copied, nothing waits for the host; the average is a full state of
 the model under the same names, so it saves, loads and evaluates like one.

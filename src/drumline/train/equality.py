@@ -1,7 +1,7 @@
 """Two sets of tensors by name: which have the same bits, which differ by rounding, which by more, and where first.
 
 Promises: pure; a difference is measured against the scale of what it belongs to, and passes up to a tolerance of its
-type; a gradient that one side lacks and NaN on one side are told as such.
+type; a gradient that one side lacks and NaN on one side are reported as such.
 Ranks that hold parts of a model, or copies, merge into one verdict.
 """
 
@@ -27,7 +27,7 @@ or without one of many micro-batches, differs by far more."""
 
 
 class Claim(StrEnum):
-    """What a comparison is about; the words that tell of it."""
+    """What is compared; the value describes it in messages."""
 
     GRADIENTS = "gradient"
     """Those of the layout's step are those of accumulation."""
@@ -74,7 +74,7 @@ class Verdict:
     claim: Claim
     rows: tuple[Row, ...]
     names: tuple[str, ...]
-    """All that should have been compared by somebody."""
+    """Everything that some rank should have compared."""
 
     @property
     def total(self) -> int:
@@ -143,12 +143,12 @@ def merge(verdicts: Sequence[Verdict]) -> Verdict:
     for row in (row for verdict in verdicts for row in verdict.rows):
         if row.name not in worst or _badness(row) > _badness(worst[row.name]):
             worst[row.name] = row
-    nobody = [
+    unheld = [
         Row(name, place, -1, same_bits=False, odd="is held by no rank")
         for place, name in enumerate(names)
         if name not in worst
     ]
-    return Verdict(claim, tuple(sorted([*worst.values(), *nobody], key=lambda row: row.place)), names)
+    return Verdict(claim, tuple(sorted([*worst.values(), *unheld], key=lambda row: row.place)), names)
 
 
 def _row(

@@ -1,7 +1,7 @@
-"""A training run from start to end: prepare, resume, step, evaluate, save.
+"""A training run from start to end: open, resume, step, evaluate, save.
 
 Promises: the loop itself never waits for the device, a file or another rank's news; a run that is stopped or
-killed and resumed takes the same steps with the same bits; what is saved was looked at by the guards before.
+killed and resumed takes the same steps with the same bits; the guards check what is saved before it is saved.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def train(recipe: Recipe, world: World, build: Builder = classification) -> Resu
             if position.step == run.plan.total and score is None and run.task.evaluates:
                 score = counting(score_model(run))
             run.reporter.display.end()
-            tell_broken(run)
+            report_broken(run)
             export(run, position)
             result = _result(run, position, score)
             if not result.finished:
@@ -103,7 +103,7 @@ def train(recipe: Recipe, world: World, build: Builder = classification) -> Resu
 
 @contextmanager
 def _out_of_memory(world: World) -> Iterator[None]:
-    """Memory that is not enough, in the user's terms. A fresh start may find more of it."""
+    """Explains a lack of memory in the user's terms. A fresh start may find more."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -116,7 +116,7 @@ def _out_of_memory(world: World) -> Iterator[None]:
 
 
 def take_steps(run: Run, stop: StopSign, guards: RunGuards) -> tuple[Position, Score | None]:
-    """Every step that is left, or those until somebody asks to stop."""
+    """Takes the remaining steps, or those until a stop is requested."""
     recipe, plan, reporter, position = run.recipe, run.plan, run.reporter, run.position
     score: Score | None = None
     if position.step >= plan.total:
@@ -178,7 +178,7 @@ def take_steps(run: Run, stop: StopSign, guards: RunGuards) -> tuple[Position, S
                 clock.data_begin()
                 batch = next(batches)
                 clock.data_end()
-        stop.settle()
+        stop.finish()
     enter(Phase.ENDING)
     guards.end()
     reporter.drain()
@@ -206,7 +206,7 @@ def evaluate_run(run: Run, position: Position) -> tuple[Score, Position]:
 
 
 def _nonfinite_weights(run: Run) -> bool:
-    """Whether weights that scored well are not finite (a ReLU hides -inf, for one), which is said: they are nobody's
+    """Whether weights that scored well are not finite (a ReLU hides -inf), which is logged: they never count as the
     best. Every rank calls it."""
     names = sorted({name for names in run.world.all_gather_object(run.state.nonfinite()) for name in names})
     if names:
@@ -246,8 +246,8 @@ def score_model(run: Run) -> tuple[Score, Score | None]:
 
 
 def save(run: Run, position: Position, guards: RunGuards, must: bool = False) -> None:
-    """Looks at what is to be saved, says what is still to be said, then hands a snapshot to the writer. The last one
-    and a new best `must` be saved, as does what a stop asks for; others are skipped while the disk is busy."""
+    """Lets the guards check the state, writes pending log lines, then hands a snapshot to the writer. The last
+    checkpoint, a new best and a requested one `must` be saved; others are skipped while the disk is busy."""
     enter(Phase.SAVING)
     guards.before_save(position.step)
     run.reporter.drain()
@@ -266,7 +266,7 @@ def save(run: Run, position: Position, guards: RunGuards, must: bool = False) ->
 
 
 def _save_sharded(run: Run, position: Position, whole: Groups, must: bool) -> None:
-    """Every process its own; rank 0 makes a checkpoint of them."""
+    """Every process writes its shards; rank 0 makes them a checkpoint."""
     temporary = run.world.broadcast_object(run.manager.begin_sharded(position, must) if run.manager else None)
     if temporary is None:
         return
@@ -277,11 +277,11 @@ def _save_sharded(run: Run, position: Position, whole: Groups, must: bool) -> No
         run.shard_writer.save(temporary, shards, run.world.rank, run.world.size)
 
 
-def tell_broken(run: Run) -> None:
-    """Says which samples could not be read; `broken.record` lists all of them in the run folder."""
+def report_broken(run: Run) -> None:
+    """Logs which samples could not be read; `broken.record` lists them all in the run folder."""
     broken.agree(run.sets.bad, run.world)
-    for word in broken.words(run.sets.bad):
-        run.log(word)
+    for message in broken.messages(run.sets.bad):
+        run.log(message)
 
 
 def _record_broken(run: Run) -> None:
@@ -323,12 +323,12 @@ def export(run: Run, position: Position) -> None:
     except OSError as error:
         raise UserError(
             f"cannot write the weights below {folder}: {error.strerror or error}",
-            "free space or mend the disk; the same command with --checkpoint.resume auto then writes them",
+            "free space or repair the disk; the same command with --checkpoint.resume auto then writes them",
         ) from error
 
 
 def _remove_replaced(weights: Path) -> None:
-    """Takes away the weights of earlier stops, unless some were not written again: their checkpoint may be gone."""
+    """Deletes the weights of earlier stops, unless some were not written again: their checkpoint may be gone."""
     lock.check(weights)
     for aside in weights.parent.glob("weights*.aside"):
         if all((weights / file.name).exists() for file in aside.glob("*.safetensors")):

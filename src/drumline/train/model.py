@@ -1,8 +1,8 @@
-"""From a recipe to its model, with the weights to start from or to score.
+"""A recipe's model, with the weights to start from or to score.
 
-Promises: builds the same model on every rank (weights come from the seed alone, or from one verified file); a
-classifier of other classes is re-initialised in training, which is said, and is refused elsewhere; so are weights
-that are not finite.
+Promises: every rank builds the same model (weights come from the seed alone, or from one verified file). A classifier
+of different classes is re-initialised in training, which is logged, and refused elsewhere. Weights that are not
+finite are refused.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def build_model(recipe: Recipe, classes: int) -> nn.Module:
 
 
 def shared_weights(path: str, world: World) -> Path:
-    """The verified weights file that a path means, the same one on every rank: the run whose folder it is may go on,
-    and save a newer one meanwhile."""
+    """The verified weights file that a path means, the same one on every rank: the run that owns the folder
+    may save a newer one meanwhile."""
     file = Path(world.broadcast_object(str(resolve_weights(path, FIELDS)) if world.is_rank_zero else ""))
     verify_weights(file)
     return file
@@ -74,7 +74,7 @@ def refuse_nonfinite(
     file: Path,
     fields: WeightFields = FIELDS,
 ) -> None:
-    """Weights of a run that diverged teach and score nothing. (Infinite buffers may be masks.)"""
+    """Refuses the weights of a run that diverged. (Infinite buffers may be masks.)"""
     odd = [name for name, tensor in module.named_parameters() if not tensor.isfinite().all()]
     odd += [name for name, tensor in module.named_buffers() if tensor.isnan().any()]
     if odd:
@@ -87,7 +87,7 @@ def refuse_nonfinite(
 
 
 def model_record(recipe: Recipe, sets: Sets) -> ModelRecord:
-    """What is stored with the model that this run trains."""
+    """The record that is stored with the trained model."""
     classes, transform = Classes.of(sets.train), sets.transform
     return ModelRecord(
         model=recipe.model.name,
@@ -105,7 +105,7 @@ def model_record(recipe: Recipe, sets: Sets) -> ModelRecord:
 
 
 def verify_weights(path: Path, fields: WeightFields = FIELDS) -> None:
-    """Weights of ours are checked against the checksums that lie beside them before they are used."""
+    """Checks weights that Drumline wrote against the checksums stored with them."""
     folder = resolve_weights(path, fields).parent
     try:
         if (folder / MANIFEST).exists() and read_live(folder, verify_checkpoint) is None:

@@ -28,8 +28,8 @@ class Outcome(NamedTuple):
 
 
 class Objective:
-    """Runs the model on normalised images and scores it. What it keeps from step to step, and brings along beside
-    the model, is its own; the step puts it back after a rehearsal and the loop saves it."""
+    """Runs the model on normalised images and scores it. It owns what it keeps from step to step; the step restores
+    that after a rehearsal, and the loop saves it."""
 
     terms: tuple[str, ...] = ()
     """Names of further sums that it reports, such as the parts of its loss."""
@@ -40,10 +40,11 @@ class Objective:
         raise NotImplementedError
 
     def at(self, step: int) -> None:
-        """Told the optimizer step before each; never waits for the device."""
+        """Called before each step with its number. Never waits for the device."""
 
     def check(self) -> None:
-        """Raises where what it brings along is not as it must be. Called after the first step and each epoch."""
+        """Raises an error if something it owns, such as a teacher, has changed. Called after the first step and each
+        epoch."""
 
     def live(self) -> list[torch.Tensor]:
         """The tensors of its own that a step writes."""
@@ -54,7 +55,7 @@ class Objective:
         return {}
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes up what `collect` gave; rank 0's state counts. All processes call it."""
+        """Restores what `collect` returned. Rank 0's state counts; all processes call it."""
 
 
 class Classification(Objective):

@@ -55,9 +55,9 @@ def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractC
 
 @contextmanager
 def _statistics_untouched(block: nn.Module) -> Iterator[None]:
-    """In training, BatchNorm normalises by the batch whatever its statistics: the second run writes to others, which
-    nobody reads. (Turning tracking off would save other tensors for backward.) Only buffers are changed: strict mode
-    keeps these apart for shards that take turns in the middle of this."""
+    """In training, BatchNorm normalises by the batch whatever its statistics: the second run writes to other buffers,
+    which are never read. (Turning tracking off would save other tensors for backward.) Only buffers are changed:
+    strict mode keeps these apart for shards that take turns in the middle of this."""
     norms = [module for module in block.modules() if isinstance(module, _BatchNorm) and module.training]
     before = [dict(norm._buffers) for norm in norms]
     for norm in norms:

@@ -1,4 +1,4 @@
-"""Tells the run_log and the display how a run is going, without holding it up.
+"""Reports the progress of a run to its log and the display, without slowing it down.
 
 Promises: loss is the mean over the global batch since the line before; per-rank data, compute and step times
 are measured always and written once per evaluation; numbers arrive late rather than stop the device. The display has
@@ -123,18 +123,18 @@ class Reporter:
             samples=score.samples,
             **extra,
         )
-        words = (
+        line = (
             f"epoch {epoch:.4g}: {self._trained()}top-1 {score.accuracy:.2%}, "
             + (f"top-5 {score.accuracy5:.2%}, " if self.classes > 5 else "")
             + f"evaluation loss {loss_text(score.loss)}"
         )
         if average:
-            words += f", averaged weights {average.accuracy:.2%}"
+            line += f", averaged weights {average.accuracy:.2%}"
         if agreement is not None:
-            words += f", agreement {agreement:.2%}"
-        words += " (best)" if best else ""
-        self.display.result(words)
-        self.run_log.log(words, show=False)
+            line += f", agreement {agreement:.2%}"
+        line += " (best)" if best else ""
+        self.display.result(line)
+        self.run_log.log(line, show=False)
         self._write_times(done)
         self.pause(done)
 
@@ -214,7 +214,7 @@ class Reporter:
             self._samples += reading.samples
             if reading.step in self._unscored:
                 self._unscored.remove(reading.step)
-                words = f"epoch {epoch:.4g}: {self._trained()}not evaluated"
-                self.run_log.log(words, show=False)
+                line = f"epoch {epoch:.4g}: {self._trained()}not evaluated"
+                self.run_log.log(line, show=False)
             self._latest = replace(self._latest, loss=reading.loss, loss_step=reading.step)
             self._show(reading.step, rate, images_per_s, times.data_s / wall)

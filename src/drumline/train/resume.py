@@ -42,7 +42,7 @@ def restore(
     live = state.tensors()
     groups: dict[str, dict[str, torch.Tensor]] | None = None
     memory: dict[str, torch.Tensor] = {}
-    position, words = Position(step=0, per_epoch=plan.per_epoch), []
+    position, messages = Position(step=0, per_epoch=plan.per_epoch), []
     if world.is_rank_zero:
         try:
             manifest, groups = read_checkpoint(checkpoint)
@@ -50,24 +50,24 @@ def restore(
             raise UserError(f"cannot resume: {reason}", "give another checkpoint of the run") from reason
         memory = groups.pop("memory", {})
         position = manifest.position
-        words = [
+        messages = [
             f"resumed from {checkpoint} at step {position.step:,}",
             *compare_records(record_of(manifest.environment), record_of(environment), checkpoint),
         ]
         strict = recipe.run.strict
         changes = changed_settings(manifest.recipe, dump_recipe(repeatable(recipe)), strict)
         if changes:
-            words.append(f"resumed with other settings, the result may differ: {'; '.join(changes)}")
-        words += compare_data(manifest.environment, environment, checkpoint, strict)
+            messages.append(f"resumed with different settings, the result may differ: {'; '.join(changes)}")
+        messages += compare_data(manifest.environment, environment, checkpoint, strict)
         changes = changed_environment(manifest.environment, environment, strict)
         if changes and strict:
             raise UserError(
-                f"run.strict: {checkpoint} was made on another set-up, so the same bits cannot be promised: "
+                f"run.strict: {checkpoint} was made in a different environment, so the same bits cannot be promised: "
                 f"{'; '.join(changes)}",
-                "resume on the set-up it was made on, or go on without the promise by --run.no-strict",
+                "resume in the environment it was made in, or continue without the promise: --run.no-strict",
             )
         if changes:
-            words.append(f"resumed on another set-up, the bits may differ: {'; '.join(changes)}")
+            messages.append(f"resumed in a different environment, the bits may differ: {'; '.join(changes)}")
     position = world.broadcast_object(position)
     strategy.scatter(groups, live, checkpoint)
     if strategy.grid.places > 1:
@@ -85,14 +85,14 @@ def restore(
         )
     if position.scaler:
         state.scaler.load_state_dict(dict(position.scaler))
-    return position, words
+    return position, messages
 
 
 def compare_records(then: ModelRecord | None, now: ModelRecord | None, checkpoint: Path) -> list[str]:
     """What to say when data and image preparation differ from the checkpoint's. Refuses other classes."""
     if then is None or now is None:
         return [f"{checkpoint} has no record of its class names: they are taken to be the data's"]
-    (a, b), words = (then.classes, now.classes), []
+    (a, b), messages = (then.classes, now.classes), []
     if a.names != b.names:
         if len(a) != len(b) or (a.named and b.named):
             known = set(a.names)
@@ -103,19 +103,21 @@ def compare_records(then: ModelRecord | None, now: ModelRecord | None, checkpoin
                 "resume with the data it was trained on (data.path), under its class names; to train these weights "
                 "on other classes, start a new run with --model.weights",
             )
-        words.append(
+        messages.append(
             f"the checkpoint or the data has no class names: {len(a):,} classes are matched by number"
         )
     if changes := then.other_images(now):
-        words.append(f"resumed on images prepared otherwise, the result may differ: {'; '.join(changes)}")
-    return words
+        messages.append(
+            f"resumed with different image preparation, the result may differ: {'; '.join(changes)}"
+        )
+    return messages
 
 
 def compare_data(
     then: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path, strict: bool
 ) -> list[str]:
     """Warnings about samples that differ from the checkpoint's. Strict mode rejects changed training data."""
-    before, words = then.get("data"), []
+    before, messages = then.get("data"), []
     for side, summary in now["data"].items():
         if not isinstance(before, dict) or not isinstance(before.get(side), dict):
             continue  # earlier versions did not record it
@@ -127,10 +129,10 @@ def compare_data(
                 "resume with the run's original data (data.path), or continue without the promise: --run.no-strict",
             )
         if changed:
-            words.append(
+            messages.append(
                 f"WARNING: the {side} set has changed since {checkpoint.name}, so the result may differ: {changed}"
             )
-    return words
+    return messages
 
 
 def saved_environment(checkpoint: Path) -> dict[str, Any]:

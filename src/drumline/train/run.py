@@ -212,7 +212,7 @@ class Run:
             *self._summary(threads),
             *messages,
             *self.strategy.messages(),
-            *self.task.words,
+            *self.task.messages,
             *(self.folder.notes if self.folder else ()),
             *resumed,
         ):
@@ -306,7 +306,7 @@ class Run:
 
 def _command(environment: dict[str, Any]) -> str:
     """What was typed, and what ran it."""
-    program, *words = environment["command"]
+    program, *argv = environment["command"]
     typed = "drumline" if Path(program).name in ("drumline", "__main__.py") else program
     versions = [f"{name} {environment['packages'][name]}" for name in ("drumline", "torch")]
-    return f"{shlex.join([typed, *words])} ({', '.join(versions)}; process {os.getpid()} on {environment['host']})"
+    return f"{shlex.join([typed, *argv])} ({', '.join(versions)}; process {os.getpid()} on {environment['host']})"

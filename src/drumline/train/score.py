@@ -94,14 +94,14 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
     set_deterministic(recipe.run.deterministic)
     torch.set_num_threads(threads_per_process(recipe.parallel.threads, world.local_size))
     check_recipes(recipe, world)
-    words = check_software(recipe, world)
+    messages = check_software(recipe, world)
     sets = open_sets(recipe, world, to_score=True)
     if world.size > 1:
         check_data(sets, recipe.run.seed, world)
-    module, model_classes, outputs, said = model_to_score(recipe, sets, world)
-    words += said
-    for word in words:
-        display.log(word)
+    module, model_classes, outputs, more = model_to_score(recipe, sets, world)
+    messages += more
+    for message in messages:
+        display.log(message)
     mine = evaluation_starts(samples=len(sets.eval), batch=sets.eval_batch, rank=world.rank, world=world.size)
     bar = partial(progress, text="evaluating", total=len(mine)) if world.is_rank_zero else iter
     autocast = resolve_precision(recipe.train.precision, world.device)
@@ -109,8 +109,8 @@ def score(recipe: Recipe, world: World) -> ScoreResult:
         module, sets, recipe, make_grid(world), through=bar, outputs=outputs, autocast=autocast
     )
     broken.agree(sets.bad, world)
-    for told in broken.words(sets.bad, listed=False):
-        display.log(told)
+    for line in broken.messages(sets.bad, listed=False):
+        display.log(line)
     if found.nonfinite:
         display.log(
             f"WARNING: the model's output is NaN or infinite for {found.nonfinite:,} of {found.samples:,} samples, "
@@ -149,9 +149,9 @@ def model_to_score(
     module = build_model(recipe, count)
     report = load_weights(module, file, fields=FIELDS)
     refuse_nonfinite(module, file)
-    words = [f"weights from {recipe.model.weights}: {report.loaded} tensors"]
+    messages = [f"weights from {recipe.model.weights}: {report.loaded} tensors"]
     if sets.eval_spec.whole:
-        words.append(f"{recipe.data.path} has no evaluation split: scoring all {len(sets.eval):,} images")
+        messages.append(f"{recipe.data.path} has no evaluation split: scoring all {len(sets.eval):,} images")
     labels, note = None, f"{file} has no record of its class names: its classes are matched by number"
     if recipe.model.classes not in ("auto", len(data)):
         note = f"WARNING: {note}, although the model has {recipe.model.classes:,} and the data {len(data):,}"
@@ -166,11 +166,11 @@ def model_to_score(
         except OtherClasses as difference:
             raise _other_classes(file, record, difference) from difference
         if odd := record.other_images(model_record(recipe, sets)):
-            words.append(f"images are not prepared as in training: {'; '.join(odd)}")
-    words += [note] if note else []
+            messages.append(f"images are not prepared as in training: {'; '.join(odd)}")
+    messages += [note] if note else []
     outputs = None if labels is None else torch.from_numpy(labels).to(world.device)
     classes = count if recipe.model.classes == "auto" else recipe.model.classes
-    return to_device(module, recipe, world.device), classes, outputs, words
+    return to_device(module, recipe, world.device), classes, outputs, messages
 
 
 def _other_classes(file: Path, record: ModelRecord, difference: OtherClasses) -> UserError:

@@ -54,7 +54,7 @@ class Sets:
     std: tuple[float, ...]
     workers: Workers
     workers_why: str
-    """Why these, in words; empty where there was nothing to choose."""
+    """Why these; empty if there was nothing to choose."""
     bad: tuple[BadSamples, BadSamples]
     """Broken samples met so far, of the training and of the evaluation set."""
     device: torch.device

@@ -249,8 +249,8 @@ class TrainStep:
 
 def _other_generators() -> tuple[object, ...]:
     """The states of Python's and NumPy's own generators."""
-    name, words, *rest = np.random.get_state()
-    return random.getstate(), name, np.asarray(words).tobytes(), *rest
+    name, keys, *rest = np.random.get_state()
+    return random.getstate(), name, np.asarray(keys).tobytes(), *rest
 
 
 @contextmanager

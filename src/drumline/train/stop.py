@@ -39,8 +39,8 @@ class StopSign:
         watch: Callable[[int], int] = lambda step: 0,
         record: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`watch` is asked after each check's step; what it gives, if not 0, becomes everybody's `alarm`. `record` is
-        given the last line of a process that a second signal ends, inside the signal handler."""
+        """`watch` is asked after each check's step; what it gives, if not 0, becomes the `alarm` of all ranks.
+        `record` is given the last line of a process that a second signal ends, inside the signal handler."""
         self.world, self.watch, self.record = world, watch, record
         self.signal = ""
         """The name of the signal that this process received."""
@@ -103,7 +103,7 @@ class StopSign:
         """Whether this process has received a signal."""
         return bool(self.signal)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Waits for a message still on its way, so that the ranks part in step."""
         if self._on_its_way is not None:
             self._on_its_way.wait()  # type: ignore[attr-defined]

@@ -41,7 +41,7 @@ class Task:
     """What is evaluated and exported: `module`, or a submodule of it."""
     objective: Objective
     cut: Cut = field(default_factory=Cut)
-    words: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
     """What to log about it."""
     teacher_predictions: torch.Tensor | None = None
     """The class that the teacher predicts for each evaluation sample, to count agreement."""
@@ -63,4 +63,4 @@ def classification(recipe: Recipe, sets: Sets, plan: Plan, strategy: Strategy, d
     module, messages = initial_model(recipe, classes, strategy)
     module = strategy.sync_batchnorm(module)
     objective = Classification(recipe.train.label_smoothing, len(classes))
-    return Task(module, module, objective, words=messages)
+    return Task(module, module, objective, messages=messages)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumline.parallel.strict.tree import Fold, Node, is_node, owned, split, whole_nodes, wire_share
+from drumline.parallel.strict.tree import Fold, Node, is_node, owned, relative_traffic, split, whole_nodes
 
 
 def written(left: str, right: str, n: int, m: int) -> str:
@@ -74,7 +74,7 @@ def test_a_split_leaves_a_power_of_two_on_the_left(node: Node) -> None:
 def test_the_wire_carries_what_a_ring_would_where_everybody_holds_one_node(
     shards: int, processes: int, share: float
 ) -> None:
-    assert wire_share(shards, processes) == share
+    assert relative_traffic(shards, processes) == share
 
 
 def test_a_fold_holds_no_more_than_the_depth_of_the_tree() -> None:

@@ -1,7 +1,7 @@
-"""A model in stages as evaluation sees it: images in, and at its end logits out.
+"""A model in stages for evaluation: images in, logits out.
 
-Promises: the scores of the whole model; each process goes through the same batches, so that while one stage computes
-a batch the one before is at the next. Where the last stage is not, there is nothing to score: None comes out.
+Promises: the scores of the whole model. All processes go through the same batches, so that one stage computes a batch
+while the stage before it computes the next. A process without the last stage returns None.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from drumline.parallel.pipeline.transport import ProcessTransport
 
 
 class Chain(nn.Module):
-    """Of one model, which stays its owner's: modes set here are set there."""
+    """Calls the stages of a model. Setting its mode sets the mode of the model."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Chain(nn.Module):
         self._wire = ProcessTransport(grid.down, grid.up) if shape.over_processes else None
 
     def train(self, mode: bool = True) -> Chain:
-        """Of the model too."""
+        """Sets the mode of the model, too."""
         self.training = mode
         self._held[0].train(mode)
         return self
@@ -53,8 +53,8 @@ class Chain(nn.Module):
         return found[0] if found else None
 
     def several(self, shapes: Sequence[tuple[int, ...]], feed: Callable[[int], Tensor]) -> list[Any]:
-        """Many batches, of these shapes, several under way at a time: what the last stage gave for each; nothing
-        where that is not. `feed` is asked where the first stage is."""
+        """Several batches of these shapes, pipelined: the last stage's output for each; an empty list on a process
+        without it. `feed` is called on the process with the first stage."""
         if self._wire is None:
             return [self._here(feed(number)) for number in range(len(shapes))]
         return self._over_processes(shapes, feed, self._wire)
@@ -85,7 +85,7 @@ class Chain(nn.Module):
 
     def _entering(self, key: tuple[int, ...]) -> list[tuple[TensorSpec, ...]]:
         if key not in self._specs:
-            # Fakes are made outside of inference mode: they ask for versions.
+            # Fake tensors need version counters, which inference mode does not keep.
             with torch.inference_mode(False), torch.no_grad():
                 sample = torch.empty(key, device=self._devices[0])
                 self._specs[key] = boundaries(self._stages, sample, self._autocast)

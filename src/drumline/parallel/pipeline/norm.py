@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from drumline.core.errors import UserError
-from drumline.parallel.norm import FEW, PLAIN, Total, WorldNorm, over_everybody
+from drumline.parallel.norm import FEW, PLAIN, Total, WorldNorm, over_all
 
 Mode = Literal["micro", "deferred", "sync", "frozen"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -36,11 +36,7 @@ def apply_norm_mode(module: nn.Module, mode: Mode, total: Total | None, micro_ba
         _check_norm(norm, name, mode, changes=mode != "micro")
     if mode == "sync":
         # torch's SyncBatchNorm would span every process, including those of other stages.
-        return (
-            over_everybody(module, total)
-            if total
-            else over_everybody(module, Tensor.clone, (nn.SyncBatchNorm,))
-        )
+        return over_all(module, total) if total else over_all(module, Tensor.clone, (nn.SyncBatchNorm,))
     if mode == "deferred" and micro_batches > 1:
         for _, norm in norms:
             if norm.track_running_stats and _deferral(norm) is None:

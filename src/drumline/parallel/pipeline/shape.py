@@ -1,7 +1,7 @@
-"""How many stages, micro-batches and replicas a recipe's pipeline has on the processes at hand. Pure.
+"""The stages, micro-batches and replicas of a recipe's pipeline on a given number of processes. Pure.
 
-Promises: every `auto` becomes a number by a rule of the recipe, the processes and the GPUs alone. Refuses what cannot
-be laid out, before a model is built.
+Promises: every `auto` becomes a number that depends on the recipe, the processes and the GPUs alone. Refuses what
+cannot be laid out before a model is built.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 
 PER_STAGE = 4
-"""Micro-batches for each stage, by default: the stages then work at least four fifths of the time."""
+"""Micro-batches per stage by default: the stages are then busy at least four fifths of the time."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one pipeline."""
+    """The shape of a pipeline."""
 
     lanes: int
     """Processes, or devices of one process, that work at the same time."""
@@ -46,13 +46,13 @@ def pipeline_shape(recipe: Recipe, processes: int, devices: int) -> Shape:
     lanes = (processes if over_processes else devices) if parallel.stages == "auto" else parallel.stages
     if over_processes and processes % lanes:
         raise UserError(
-            f"parallel.stages = {lanes}: {processes} processes were started, which is no multiple of it",
+            f"parallel.stages = {lanes}: {processes} processes cannot be divided into pipelines of {lanes} stages",
             f"start {lanes}, {2 * lanes}, … processes, or give a divisor of {processes}",
         )
     if not over_processes and parallel.stages == "auto" and devices == 1:
         over = "" if parallel.layout == "model" else "--parallel.processes N (a process for each stage), or "
         raise UserError(
-            f"parallel.layout = {parallel.layout}: one process and one device make no stages",
+            f"parallel.layout = {parallel.layout}: needs at least two devices or two processes",
             f"give {over}--parallel.stages N --parallel.virtual to try it out on one device",
         )
     if not over_processes and lanes > devices and not parallel.virtual:
@@ -62,8 +62,8 @@ def pipeline_shape(recipe: Recipe, processes: int, devices: int) -> Shape:
             else f"--parallel.processes {lanes} (a process for each stage), or "
         )
         raise UserError(
-            f"parallel.stages = {lanes}: this process has {devices} device{'s' * (devices > 1)} to lay them over",
-            f"give {over}--parallel.virtual to let stages share a device (right, but not faster)",
+            f"parallel.stages = {lanes}: this process has {devices} device{'s' * (devices > 1)} for them",
+            f"give {over}--parallel.virtual to let stages share a device (correct, but not faster)",
         )
     chunks = 1
     if parallel.schedule == "interleaved":

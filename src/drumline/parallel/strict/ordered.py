@@ -1,10 +1,10 @@
-"""Gradients of all shards, added in the order of the tree: by our own additions, the backend only moves bytes.
+"""Sums the gradients of all shards in the order of the tree. The additions are our own; the backend only moves bytes.
 
-Promises: the same bits of the sum for any number of processes up to the number of shards, and in any timing. Each
+Promises: the sum has the same bits on any number of processes up to the number of shards, with any timing. Each
 process folds the nodes that it holds, sends every other process a piece of them (all-to-all), adds the pieces of all
-nodes in the tree's order, and gathers the sums: 2 P (W-1)/W numbers out of each process, as in a ring all-reduce,
-where it holds one node. Gradients travel in buckets while backward still computes the earlier layers. Sums are fp32
-(wider for wider parameters). The result lies in memory of the same alignment on any world: norms of it are equal too.
+nodes in tree order, and gathers the sums. A process that holds one node sends 2 P (W-1)/W numbers, as in a ring
+all-reduce. Gradients travel in buckets while backward still computes the earlier layers. Sums are fp32 (wider for
+wider parameters). The result has the same memory alignment on any world, so its norms are equal, too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class OrderedSum:
                 parameter.register_post_accumulate_grad_hook(lambda _, place=place: self._ready(place))
 
     def begin(self) -> None:
-        """Forgets the step before."""
+        """Starts a step."""
         self.unused = set(range(len(self._parameters)))
         self._launched = 0
         for bucket in self._buckets:
@@ -63,7 +63,7 @@ class OrderedSum:
             bucket.kept = []
 
     def shard_begin(self, shard: int) -> None:
-        """Before the backward of a shard, in their order."""
+        """Called before the backward of each shard, in shard order."""
         for parameter in self._parameters:
             parameter.grad = None
         self._armed = self.world.size > 1 and shard == self.last
@@ -71,7 +71,7 @@ class OrderedSum:
             bucket.missing = len(bucket.places)
 
     def shard_end(self, shard: int) -> None:
-        """After it. Sends what backward itself has not sent yet, if this was the last one."""
+        """Called after it. Sends what backward has not sent yet, if this was the last one."""
         if self._armed:
             self._armed = False
             for bucket in self._buckets[self._launched :]:
@@ -98,12 +98,13 @@ class OrderedSum:
             torch.cuda.current_stream(self.world.device).wait_stream(self._side)
 
     def leave_out(self, places: set[int]) -> None:
-        """Takes the gradients of these parameters away again: nobody gives them any, ever."""
+        """Removes the gradients of these parameters, which never get any."""
         for place in places:
             self._parameters[place].grad = None
 
     def _ready(self, place: int) -> None:
-        """A gradient of the last own shard is complete. Buckets leave in their order, the same on every process."""
+        """Called when a gradient of the last own shard is complete. Buckets are sent in order, the same on every
+        process."""
         if not self._armed:
             return
         self._bucket_of[place].missing -= 1
@@ -122,14 +123,15 @@ class OrderedSum:
         bucket.fold.push((shard, shard + 1), values)
 
     def _launch(self, bucket: _Bucket) -> None:
-        """Folds the last shard's part of a bucket, sends it, and passes on what has come in of earlier ones."""
+        """Folds the last shard's gradients of a bucket, sends them, and reduces what has arrived of earlier
+        buckets."""
         self._push(bucket, self.last)
         with self._beside():
             bucket.sent = self.world.all_to_all_async(
                 bucket.packed(self.world.size), len(self.nodes[self.world.rank]), [len(n) for n in self.nodes]
             )
             self._launched += 1
-            # Two behind: by now it is there, mostly, and the order of messages is the same on every process.
+            # Two buckets later it has mostly arrived, and the order of messages is the same on every process.
             if self._launched > 2:
                 self._reduce(self._buckets[self._launched - 3])
 
@@ -139,7 +141,7 @@ class OrderedSum:
                 self._reduce(bucket)
 
     def _reduce(self, bucket: _Bucket) -> None:
-        """Adds this process's piece of all nodes, and begins to gather the pieces."""
+        """Adds this process's piece of all nodes, and starts to gather the pieces."""
         if bucket.gathered is not None:
             return
         assert bucket.sent is not None
@@ -232,5 +234,5 @@ def _sum_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def _added(left: Tensors, right: Tensors, n: int, m: int) -> Tensors:
-    """In a place of its own: a gradient may be somebody else's memory."""
+    """In new memory: a gradient may be a view of something else."""
     return list(torch._foreach_add(left, right))

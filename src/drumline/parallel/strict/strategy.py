@@ -19,7 +19,7 @@ from drumline.config.rules import shard_count
 from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch
 from drumline.parallel.model_draws import ModelDraws
-from drumline.parallel.norm import PLAIN, SmallestBatch, WorldNorm, over_everybody
+from drumline.parallel.norm import PLAIN, SmallestBatch, WorldNorm, over_all
 from drumline.parallel.strategy import Cut, ForwardPass, Log, Strategy
 from drumline.parallel.strict.lockstep import Lockstep
 from drumline.parallel.strict.ordered import OrderedSum
@@ -69,7 +69,7 @@ class StrictStrategy(Strategy):
     def _over_shards(self, module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> nn.Module:
         if self.lockstep.shards == 1:
             return module
-        module = over_everybody(module, self.lockstep.total, kinds)
+        module = over_all(module, self.lockstep.total, kinds)
         self.lockstep.needed |= any(isinstance(layer, WorldNorm) for layer in module.modules())
         return module
 

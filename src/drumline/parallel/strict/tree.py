@@ -1,8 +1,8 @@
 """The fixed order in which strict mode adds: a binary tree over the shards of the global batch. Pure.
 
-Promises: the tree depends on the number of shards alone. Whoever holds neighbouring shards can add those of them that
-the tree adds anyway, and what is left is added later, elsewhere, in the same order: the same bits for every way of
-dealing shards to processes. A node of n shards splits after the largest power of two below n.
+Promises: the tree depends on the number of shards alone. A process with consecutive shards adds those that the tree
+adds anyway; the rest is added later, elsewhere, in the same order. So the bits do not depend on which process
+computes which shard. A node of n shards splits after the largest power of two below n.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Generic, TypeVar
 from drumline.data.feed.sampler import bounds
 
 Node = tuple[int, int]
-"""The shards from the first number up to, and without, the second."""
+"""The shards from the first number up to the second, excluded."""
 Value = TypeVar("Value")
 
 
 def split(node: Node) -> int:
-    """The shard at which a node of at least two falls into its halves."""
+    """The shard that begins the second half of a node of at least two."""
     first, last = node
     assert last - first > 1, node
     return first + (1 << (last - first - 1).bit_length() - 1)
 
 
 def owned(shards: int, processes: int) -> list[Node]:
-    """Which shards each process computes: neighbours, at most one more than anybody else."""
+    """Which shards each process computes: consecutive ones, at most one more than any other process."""
     assert 1 <= processes <= shards, (processes, shards)
     cuts = bounds(shards, processes)
     return [(cuts[rank], cuts[rank + 1]) for rank in range(processes)]
@@ -50,7 +50,7 @@ def is_node(node: Node, shards: int) -> bool:
     return whole_nodes(node, shards) == [node]
 
 
-def wire_share(shards: int, processes: int) -> float:
+def relative_traffic(shards: int, processes: int) -> float:
     """What the busiest process sends, as a multiple of what it would send in a ring all-reduce: 1 where each process
     holds one node (as for powers of two); a process with two nodes sends two vectors in the first half."""
     most = max(len(whole_nodes(held, shards)) for held in owned(shards, processes))
@@ -58,7 +58,7 @@ def wire_share(shards: int, processes: int) -> float:
 
 
 class Fold(Generic[Value]):
-    """Joins values in the tree's order as they come, shard after shard; holds few at a time."""
+    """Joins values in tree order as they arrive, shard by shard. Holds only a few at a time."""
 
     def __init__(self, shards: int, join: Callable[[Value, Value, int, int], Value]) -> None:
         """`join(left, right, n, m)` joins the values of n shards and of the m that follow them."""
@@ -66,7 +66,7 @@ class Fold(Generic[Value]):
         self._held: list[tuple[Node, Value]] = []
 
     def push(self, node: Node, value: Value) -> None:
-        """The value of the shards that follow those pushed before."""
+        """Adds the value of the shards that follow those pushed before."""
         assert not self._held or self._held[-1][0][1] == node[0], (self._held[-1][0], node)
         self._held.append((node, value))
         while len(self._held) > 1:
@@ -77,6 +77,6 @@ class Fold(Generic[Value]):
             self._held[-2:] = [((left[0], right[1]), joined)]
 
     def take(self) -> list[tuple[Node, Value]]:
-        """What is left, in order, and forgets it: one value when all shards have been pushed."""
+        """Returns and clears what is left, in order: one value when all shards have been pushed."""
         held, self._held = self._held, []
         return held
