@@ -35,10 +35,10 @@ from drumline.config.recipe import Distill, Recipe
 from drumline.core.errors import UserError
 from drumline.core.files import write_text
 from drumline.data.classes import Classes
-from drumline.distill.choose import choose
-from drumline.distill.load import load_teachers
 from drumline.distill.methods import METHODS
 from drumline.distill.run import distill
+from drumline.distill.selection import select_methods
+from drumline.distill.teacher import load_teachers
 from drumline.observe.display import Display
 from drumline.parallel.process_group import pick_device, resolve_device_type
 from drumline.parallel.strategy import Strategy
@@ -157,7 +157,7 @@ def students(setting: Setting) -> list[Job]:
             if method != "alone":
                 words += [f"distill.teacher={setting.teacher}", *method_words(method, setting.epochs)]
             jobs.append(Job(method, seed, " ".join(words)))
-            choose(recipe_of(setting, jobs[-1], []).distill)
+            select_methods(recipe_of(setting, jobs[-1], []).distill)
     return jobs
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drumline.core.environment import read_rank_info
 from drumline.distill.bank import ContrastBank
-from drumline.distill.method import Anatomy, Seen
+from drumline.distill.method import LossInputs, NetworkInfo
 from drumline.distill.methods.contrast import Crd
 from drumline.parallel.process_group import init_world
 from drumline.parallel.world import World
@@ -23,7 +23,10 @@ from tests.launch.ranks import results_of
 
 SAMPLES, BATCH, STEPS, CLASSES, SEED = 37, 10, 6, 4, 11
 METHOD = Crd(K=50, dim=8)
-STUDENT, TEACHER = Anatomy("small", {"pooled": (5,)}, CLASSES), Anatomy("large", {"pooled": (7,)}, CLASSES)
+STUDENT, TEACHER = (
+    NetworkInfo("small", {"pooled": (5,)}, CLASSES),
+    NetworkInfo("large", {"pooled": (7,)}, CLASSES),
+)
 LABELS = torch.arange(SAMPLES) * 7 % CLASSES
 
 
@@ -47,7 +50,7 @@ def train(world: World, bank: ContrastBank, steps: range, helper: torch.nn.Modul
         bank.at(step)
         helped = helper({"pooled": student}, {"pooled": teacher})
         logits = torch.zeros(BATCH, CLASSES)
-        loss = METHOD.loss(Seen(logits, logits, {}, {}, helped, LABELS[ids], ids, bank))
+        loss = METHOD.loss(LossInputs(logits, logits, {}, {}, helped, LABELS[ids], ids, bank))
         helper.zero_grad()
         loss.backward()
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Gathered rows and world-wide norms on real processes over gloo, and what each rank found.
+"""AcrossRanks rows and world-wide norms on real processes over gloo, and what each rank found.
 
 As a program (`python -m tests.distill.gather_ranks FOLDER`) it is one rank.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.environment import read_rank_info
-from drumline.distill.gather import Gathered
+from drumline.distill.gather import AcrossRanks
 from drumline.parallel.norm import over_all, world_total
 from drumline.parallel.process_group import init_world
 from drumline.parallel.world import World
@@ -82,7 +82,7 @@ def gathered(world: World) -> dict[str, Tensor]:
     own = slice(first, first + counts[world.rank])
     weight = (drawn((3, 6), 31) / 8).requires_grad_()
     inputs = ((drawn((GLOBAL, 3), 30) - 5) / 4)[own].clone().requires_grad_()
-    everywhere = Gathered(world, counts)
+    everywhere = AcrossRanks(world, counts)
     rows = everywhere(inputs @ weight)
     loss = related(rows)
     (loss * counts[world.rank] / GLOBAL).backward()

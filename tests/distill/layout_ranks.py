@@ -18,9 +18,9 @@ from drumline.config.recipe import Checkpoint, Data, Distill, Model, Parallel, R
 from drumline.core.environment import read_rank_info
 from drumline.core.errors import UserError
 from drumline.distill.objective import Distillation
-from drumline.distill.stages import Relayed
+from drumline.distill.stages import RelayedTeacher
 from drumline.distill.task import distillation_task
-from drumline.distill.teacher import Live, Teacher
+from drumline.distill.teacher import LiveTeacher, Teacher
 from drumline.models import create_model
 from drumline.parallel.process_group import init_world
 from drumline.parallel.world import World
@@ -81,7 +81,7 @@ def learn(recipe: Recipe, world: World) -> tuple[dict[str, Any], Task]:
 def teacher_in(task: Task) -> tuple[Teacher, bool]:
     """The teacher that the run began with, and whether the objective still has it."""
     assert isinstance(task.objective, Distillation)
-    assert isinstance(task.objective.source, Live | Relayed)
+    assert isinstance(task.objective.source, LiveTeacher | RelayedTeacher)
     return task.objective.source.teacher, task.objective.teacher is not None
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from drumline.cli import main
 from drumline.models import create_model
 from tests.distill.nets import wakened
 from tests.runs.command import begin, drumline, kill_when, metrics, result, sha256
@@ -134,7 +135,7 @@ def test_a_run_killed_in_its_initial_stage_goes_on_there(home: Path) -> None:
     said = distil(home, "fsp", *words, "checkpoint.resume=auto")
     assert "resumed from" in said
     assert "initial stage of fsp" in said
-    assert "goes on from the initial stage initial-fsp" in said
+    assert "continues from the initial stage initial-fsp" in said
     assert (stage / "checkpoints/step-29").is_dir()
     assert sha256(home, "fsp/initial-fsp") == sha256(home, "fsp-whole/initial-fsp")
     assert sha256(home, "fsp") == sha256(home, "fsp-whole")
@@ -148,7 +149,7 @@ def test_an_initial_stage_is_taken_over_by_every_process(home: Path) -> None:
     words = (TEACHER, "distill.method=factor", "distill.initial_epochs=0.2", "train.steps=4")
     said = distil(home, "factor", *words, "parallel.processes=2")
     assert "initial stage of factor: 1 factor" in said
-    assert "goes on from the initial stage initial-factor" in said
+    assert "continues from the initial stage initial-factor" in said
     kept = load_file(home / "runs/factor/checkpoints/step-4/helpers.safetensors")
     (stage,) = (home / "runs/factor/initial-factor/checkpoints").glob("step-*")
     made = load_file(stage / "helpers.safetensors")
@@ -224,6 +225,10 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (TEACHER, "distill.method=hint", "distill.cache=maps"),
         ("distill.cache", "hint", "stage2", "remove distill.cache"),
     ),
+    "fsp with different channels": (
+        (TEACHER, "distill.method=fsp", "model.name=wrn_16_2"),
+        ("distill.method = fsp", "need the same channels"),
+    ),
     "taps that nobody reads": (
         (TEACHER, "distill.student_taps=stage1=layer9"),
         ("distill.student_taps", "kd reads no taps"),
@@ -252,15 +257,27 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_command_is_refused_with_the_field_and_a_fix(name: str, home: Path) -> None:
-    words, must_contain = WRONG[name]
-    done = drumline("distill", *STUDENT, "run.name=wrong", "train.steps=2", *words, folder=home, **ONE)
+def test_a_dry_run_rejects_a_wrong_command_with_the_field_and_a_fix(
+    name: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv, must_contain = WRONG[name]
+    monkeypatch.chdir(home)
+    assert main(["distill", *STUDENT, "run.name=wrong", "train.steps=2", *argv, "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    for text in ("fix: ", *must_contain):
+        assert text in error, error
+    assert not (home / "runs/wrong").exists()
+    assert not (home / "maps").exists()
+
+
+@pytest.mark.parametrize("name", ["maps from a cache", "fsp with different channels"])
+def test_a_run_rejects_a_wrong_command_as_its_dry_run_does(name: str, home: Path) -> None:
+    argv, must_contain = WRONG[name]
+    done = drumline("distill", *STUDENT, "run.name=wrong", "train.steps=2", *argv, folder=home, **ONE)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
-    assert "fix: " in done.stderr
-    for text in must_contain:
+    for text in ("fix: ", *must_contain):
         assert text in done.stderr, done.stderr
-    assert not (home / "runs/wrong").exists()
     assert not (home / "maps").exists()
 
 
@@ -272,7 +289,7 @@ def test_a_teacher_that_was_shown_other_images_is_told_of(home: Path) -> None:
         "data.size=12",
         "train.steps=2",
     )
-    assert "was trained on other images: data.size: 8 -> 12" in said
+    assert "was trained on different images: data.size: 8 -> 12" in said
 
 
 PRESETS: dict[tuple[str, ...], str] = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drumline.distill.gather import Gathered
+from drumline.distill.gather import AcrossRanks
 from drumline.parallel.norm import WorldNorm, over_all, world_total
 from drumline.parallel.world import World, single_process
 from tests.distill import gather_ranks
@@ -83,7 +83,7 @@ def test_gathered_rows_have_the_loss_and_gradient_of_the_whole_batch(size: int) 
 
 def test_alone_rows_are_left_as_they_are() -> None:
     rows = torch.randn(3, 2)
-    everywhere = Gathered(single_process(CPU), [3])
+    everywhere = AcrossRanks(single_process(CPU), [3])
     assert everywhere(rows) is rows
 
 

@@ -17,7 +17,14 @@ from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch
 from drumline.distill import stages
 from drumline.distill.run import distill
-from drumline.distill.stages import Relayed, Stages, cut_teacher, lay_teacher, plan_stages, stage_devices
+from drumline.distill.stages import (
+    RelayedTeacher,
+    Stages,
+    cut_teacher,
+    lay_teacher,
+    plan_stages,
+    stage_devices,
+)
 from drumline.distill.teacher import Teacher
 from drumline.models import create_model
 from drumline.observe.display import make_display
@@ -147,18 +154,18 @@ def test_a_teacher_in_stages_says_what_the_whole_one_says(count: int) -> None:
 def test_a_teacher_in_stages_is_still_checked() -> None:
     parts = laid(teacher(), 2)
     parts.modules[0].get_submodule("fc").to("meta")
-    with pytest.raises(UserError, match=r"fc.weight is on meta, its stage computes on cpu"):
+    with pytest.raises(UserError, match=r"fc.weight is on meta, but its stage computes on cpu"):
         parts.check()
 
 
 def test_a_teacher_that_leaves_takes_no_memory() -> None:
     gone = teacher()
-    gone.leave()
+    gone.release()
     assert all(tensor.is_meta for tensor in gone.modules[0].state_dict().values())
 
 
 def test_what_was_said_ahead_is_given_in_the_order_of_micro_batches_again_and_again() -> None:
-    source = Relayed(teacher())
+    source = RelayedTeacher(teacher())
     images = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     pieces = [batch_of(images[first : first + 2]) for first in (0, 2, 4)]
     source.ahead(pieces, lambda piece: piece.images.permute(0, 3, 1, 2))
@@ -248,9 +255,7 @@ def test_a_pipeline_in_one_process_has_no_places_for_a_teacher() -> None:
         plan_stages(recipe, create_strategy(recipe, HERE))
 
 
-@pytest.mark.parametrize(
-    ("method", "why"), [("rkd", "relates all samples"), ("fsp", "initial stage of its own")]
-)
+@pytest.mark.parametrize(("method", "why"), [("rkd", "relates all samples"), ("fsp", "has an initial stage")])
 def test_methods_that_need_the_whole_batch_or_other_parts_are_refused_in_stages(
     method: str, why: str, tmp_path: Path
 ) -> None:

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from drumline.config.recipe import Distill
 from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch
-from drumline.distill.bundle import Bundle, Said
-from drumline.distill.choose import choose
-from drumline.distill.gather import Gathered, Spread
-from drumline.distill.method import Method, Needs, Scope, Seen
+from drumline.distill.bundle import Bundle, BundleOutput
+from drumline.distill.gather import AcrossRanks, GlobalBatch
+from drumline.distill.method import LossInputs, Method, Needs, Scope
 from drumline.distill.methods import METHODS
 from drumline.distill.methods.logits import Dkd, Kd
 from drumline.distill.methods.relations import Similarity
-from drumline.distill.objective import Distillation, Part, ramp
-from drumline.distill.teacher import Live, Taught, Teacher
+from drumline.distill.objective import Distillation, MethodTerm, ramp
+from drumline.distill.selection import select_methods
+from drumline.distill.teacher import LiveTeacher, Teacher, TeacherOutput
 from drumline.parallel.world import single_process
 from drumline.train.objective import Classification, Outcome
 from drumline.train.step import TrainStep
@@ -41,18 +41,18 @@ MIX = torch.tensor([[share, share, 0.0, 0.0, 0.0, 0.0] for share in (0.9, 0.3, 0
 class Given(nn.Module):
     """A bundle that has made up its mind."""
 
-    def forward(self, images: Tensor, teacher_taps: dict[str, Tensor]) -> Said:
-        return Said(STUDENT, {"stage1": MAP}, {"spy": {"made": MAP}})
+    def forward(self, images: Tensor, teacher_taps: dict[str, Tensor]) -> BundleOutput:
+        return BundleOutput(STUDENT, {"stage1": MAP}, {"spy": {"made": MAP}})
 
 
 @dataclass(frozen=True)
 class Spy(Method):
     """Counts its calls and keeps what it saw."""
 
-    seen: list[Seen] = field(default_factory=list)
-    per_sample: Callable[[Seen], Tensor] = lambda seen: seen.labels.to(seen.logits.dtype) + 1
+    seen: list[LossInputs] = field(default_factory=list)
+    per_sample: Callable[[LossInputs], Tensor] = lambda seen: seen.labels.to(seen.logits.dtype) + 1
 
-    def loss(self, seen: Seen) -> Tensor:
+    def loss(self, seen: LossInputs) -> Tensor:
         self.seen.append(seen)
         return self.per_sample(seen)
 
@@ -69,19 +69,23 @@ NOTHING = Needs()
 MAPS = Needs(("stage1",), ("stage1",))
 
 
-def part(name: str, method: Method, weight: float, needs: Needs = NOTHING) -> Part:
-    return Part(name, method, weight, needs)
+def part(name: str, method: Method, weight: float, needs: Needs = NOTHING) -> MethodTerm:
+    return MethodTerm(name, method, weight, needs)
 
 
 def objective(
-    parts: list[Part], r: float = 1.0, smoothing: float = 0.0, spread: Spread | None = None, **options: Any
+    parts: list[MethodTerm],
+    r: float = 1.0,
+    smoothing: float = 0.0,
+    global_batch: GlobalBatch | None = None,
+    **options: Any,
 ) -> Distillation:
     return Distillation(
         parts,
         r,
         Classification(smoothing, CLASSES),
-        source=lambda images, batch: Taught(TAUGHT, {"stage1": TAUGHT_MAP}),
-        spread=Gathered(single_process(CPU), [COUNT]) if spread is None else spread,
+        source=lambda images, batch: TeacherOutput(TAUGHT, {"stage1": TAUGHT_MAP}),
+        global_batch=AcrossRanks(single_process(CPU), [COUNT]) if global_batch is None else global_batch,
         device=CPU,
         per_epoch=10,
         **options,
@@ -204,9 +208,9 @@ def test_a_method_sees_its_own_taps_and_helper_and_nothing_else() -> None:
     (seen,), (blind,) = reader.seen, other.seen
     assert torch.equal(seen.taps["stage1"], MAP)
     assert torch.equal(seen.teacher_taps["stage1"], TAUGHT_MAP)
-    assert torch.equal(seen.helped["made"], MAP)
+    assert torch.equal(seen.helper_outputs["made"], MAP)
     assert torch.equal(seen.samples, batch.samples)
-    assert blind.taps == blind.teacher_taps == blind.helped == {}
+    assert blind.taps == blind.teacher_taps == blind.helper_outputs == {}
 
 
 @pytest.mark.parametrize(("standardise", "changed"), [(True, True), (False, False)])
@@ -249,13 +253,13 @@ def test_a_loss_of_another_shape_than_declared_is_an_error(kind: type[Spy]) -> N
 def test_a_weight_of_zero_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a part is never built, so its loss is never called."""
 
-    def called(self: Method, seen: Seen) -> Tensor:
+    def called(self: Method, seen: LossInputs) -> Tensor:
         raise AssertionError("the loss of a method without weight was computed")
 
     for kind in (Kd, Similarity):
         monkeypatch.setattr(kind, "loss", called)
-    chosen = choose(Distill(method=("kd", "dkd", "similarity"), a=0.0, b=(1.0, 0.0)))
-    made = objective([part(each.name, each.method, each.weight) for each in chosen.parts], chosen.r)
+    chosen = select_methods(Distill(method=("kd", "dkd", "similarity"), a=0.0, b=(1.0, 0.0)))
+    made = objective([part(each.name, each.method, each.weight) for each in chosen.methods], chosen.r)
     assert made.terms == ("ce", "dkd", "teacher_agreement")
     scored(made, tiny.make(COUNT))
 
@@ -271,7 +275,7 @@ def test_logits_of_another_width_are_refused() -> None:
 
 
 def stepped(
-    autocast: torch.dtype | None, parts: list[Part], steps: int = 1
+    autocast: torch.dtype | None, parts: list[MethodTerm], steps: int = 1
 ) -> tuple[Distillation, TrainStep]:
     torch.manual_seed(0)
     student = Alone(CLASSES, (4, 4, 8))
@@ -281,8 +285,8 @@ def stepped(
         parts,
         1.0,
         Classification(0.0, CLASSES),
-        source=Live(teacher),
-        spread=Gathered(single_process(CPU), [COUNT]),
+        source=LiveTeacher(teacher),
+        global_batch=AcrossRanks(single_process(CPU), [COUNT]),
         device=CPU,
         per_epoch=10,
         teacher=teacher,
@@ -298,9 +302,9 @@ def stepped(
 def test_it_waits_for_others_only_where_a_method_reads_their_samples() -> None:
     two: Any = SimpleNamespace(world=SimpleNamespace(size=2))
     sample, batch = part("spy", Spy(), 1.0), part("whole", Whole(), 1.0)
-    assert not objective([sample], spread=two).meets
-    assert objective([sample, batch], spread=two).meets
-    assert objective([replace(sample, memory=cast(Any, object()))], spread=two).meets
+    assert not objective([sample], global_batch=two).meets
+    assert objective([sample, batch], global_batch=two).meets
+    assert objective([replace(sample, memory=cast(Any, object()))], global_batch=two).meets
     assert not objective([sample, batch]).meets
 
 
@@ -308,7 +312,7 @@ def test_it_waits_for_others_only_where_a_method_reads_their_samples() -> None:
 def test_losses_are_computed_in_fp32_outside_autocast(autocast: torch.dtype | None) -> None:
     enabled: list[bool] = []
 
-    def watched(seen: Seen) -> Tensor:
+    def watched(seen: LossInputs) -> Tensor:
         enabled.append(torch.is_autocast_enabled("cpu"))
         tensors = [seen.logits, seen.teacher_logits, *seen.taps.values(), *seen.teacher_taps.values()]
         assert [tensor.dtype for tensor in tensors] == [torch.float32] * 4

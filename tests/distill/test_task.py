@@ -45,8 +45,8 @@ def test_what_an_initial_stage_left_is_given_to_every_rank(tmp_path: Path) -> No
     bundle = Bundle(student, {"factor": nn.BatchNorm2d(2)}, {})
     given: list[torch.Tensor] = []
     other = SimpleNamespace(is_rank_zero=False, broadcast=given.append)
-    task._take_over(bundle, student, (tmp_path,), other)  # type: ignore[arg-type]
+    task._load_initial_stages(bundle, student, (tmp_path,), other)  # type: ignore[arg-type]
     assert [t.data_ptr() for t in given] == [t.data_ptr() for t in bundle.state_dict().values()]
     given.clear()
-    task._take_over(bundle, student, (), other)  # type: ignore[arg-type]
+    task._load_initial_stages(bundle, student, (), other)  # type: ignore[arg-type]
     assert given == []

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drumline.core.errors import UserError
-from drumline.distill.teacher import Rule, Teacher, ensemble, weights_sha256
+from drumline.distill.teacher import EnsembleRule, Teacher, ensemble, weights_sha256
 from drumline.models import create_model
 from drumline.parallel.world import single_process
 from tests.distill.nets import wakened
@@ -75,10 +75,10 @@ WRONG: dict[Callable[[nn.Module], None], tuple[str, str]] = {
     in_training: ("layer2.0.bn1 is in training mode", "eval()"),
     taking_gradients: ("layer1.0.conv1.weight takes gradients", "requires_grad_(False)"),
     holding_a_gradient: ("layer1.0.conv1.weight takes gradients", "requires_grad_(False)"),
-    on_another_device: ("fc.weight is on meta, this process computes on cpu", "own device"),
-    with_another_statistic: ("weights or statistics have changed", "what wrote them"),
-    with_another_weight: ("weights or statistics have changed", "what wrote them"),
-    with_weights_swapped: ("weights or statistics have changed", "what wrote them"),
+    on_another_device: ("fc.weight is on meta, but its process computes on cpu", "device of its process"),
+    with_another_statistic: ("weights or statistics have changed", "find the code"),
+    with_another_weight: ("weights or statistics have changed", "find the code"),
+    with_weights_swapped: ("weights or statistics have changed", "find the code"),
 }
 
 
@@ -219,21 +219,21 @@ def test_the_two_rules_differ() -> None:
 
 
 @pytest.mark.parametrize("rule", ["probabilities", "logits"])
-def test_an_ensemble_of_equals_is_the_teacher(rule: Rule) -> None:
+def test_an_ensemble_of_equals_is_the_teacher(rule: EnsembleRule) -> None:
     logits = 6 * torch.randn(5, 9)
     made = ensemble([logits] * 3, (1.0, 2.0, 5.0), rule, 4.0)
     torch.testing.assert_close(F.softmax(made / 4, 1), F.softmax(logits / 4, 1))
 
 
 @pytest.mark.parametrize("rule", ["probabilities", "logits"])
-def test_sure_teachers_that_disagree_stay_finite(rule: Rule) -> None:
+def test_sure_teachers_that_disagree_stay_finite(rule: EnsembleRule) -> None:
     logits = [torch.tensor([[1e4, -1e4, 0.0]]), torch.tensor([[-1e4, 1e4, 0.0]])]
     assert ensemble(logits, (1.0, 1.0), rule, 1.0).isfinite().all()
     assert ensemble([each.bfloat16() for each in logits], (1.0, 1.0), rule, 1.0).dtype == torch.float32
 
 
 @pytest.mark.parametrize("rule", ["probabilities", "logits"])
-def test_several_teachers_are_called_and_averaged_by_the_rule(rule: Rule) -> None:
+def test_several_teachers_are_called_and_averaged_by_the_rule(rule: EnsembleRule) -> None:
     modules = [network(seed) for seed in range(2)]
     each = [module(images()).detach().double().numpy() for module in modules]
     said = (
@@ -267,9 +267,9 @@ class Pair:
 
 def test_ranks_with_different_teachers_are_found() -> None:
     teacher = Teacher([wakened(create_model("resnet8", classes=10))], torch.device("cpu"))
-    teacher.agree(single_process(torch.device("cpu")))
-    with pytest.raises(UserError, match=r"distill.teacher_weights: rank\(s\) \[1\] have another teacher"):
-        teacher.agree(Pair())  # type: ignore[arg-type]
+    teacher.check_ranks(single_process(torch.device("cpu")))
+    with pytest.raises(UserError, match=r"distill.teacher_weights: rank\(s\) \[1\] have a different teacher"):
+        teacher.check_ranks(Pair())  # type: ignore[arg-type]
 
 
 def test_a_layer_that_makes_its_own_weights_is_left_to_autocast() -> None:

@@ -17,16 +17,15 @@ from torch.nn import functional as F
 from drumline.config.recipe import Distill
 from drumline.core.errors import UserError
 from drumline.distill.bank import ContrastBank
-from drumline.distill.bundle import Bundle, Said
-from drumline.distill.choose import choose
-from drumline.distill.gather import Gathered
-from drumline.distill.method import Anatomy, Method, Needs, Taps
+from drumline.distill.bundle import Bundle, BundleOutput, network_info
+from drumline.distill.gather import AcrossRanks
+from drumline.distill.method import Method, Needs, NetworkInfo, Taps
 from drumline.distill.methods import METHODS
 from drumline.distill.methods.logits import Kd, dist
 from drumline.distill.methods.relations import correlation, pkt, rkd, similarity
-from drumline.distill.objective import Distillation, Part
-from drumline.distill.task import anatomy
-from drumline.distill.teacher import Live, Taught, Teacher
+from drumline.distill.objective import Distillation, MethodTerm
+from drumline.distill.selection import select_methods
+from drumline.distill.teacher import LiveTeacher, Teacher, TeacherOutput
 from drumline.models import create_model
 from drumline.models.tapped import with_taps
 from drumline.parallel.world import World, single_process
@@ -47,14 +46,14 @@ def images(count: int = 4, side: int = 16) -> Tensor:
 
 
 def distillation(
-    parts: list[Part], source: Any, r: float = 1.0, teacher: Teacher | None = None
+    parts: list[MethodTerm], source: Any, r: float = 1.0, teacher: Teacher | None = None
 ) -> Distillation:
     return Distillation(
         parts,
         r,
         Classification(0.0, CLASSES),
         source=source,
-        spread=Gathered(single_process(CPU), [6]),
+        global_batch=AcrossRanks(single_process(CPU), [6]),
         device=CPU,
         per_epoch=10,
         teacher=teacher,
@@ -114,7 +113,7 @@ def test_a_teacher_in_train_mode_is_put_right_refused_and_never_changed() -> Non
     trap(images())
     assert not torch.equal(trap.get_buffer("bn1.running_mean"), before["bn1.running_mean"])
     teacher = Teacher([module], CPU)
-    made = distillation([Part("kd", Kd(), 1.0, Needs())], Live(teacher), teacher=teacher)
+    made = distillation([MethodTerm("kd", Kd(), 1.0, Needs())], LiveTeacher(teacher), teacher=teacher)
     student = Alone(CLASSES, (4, 4))
     state = tiny.state(Bundle(student, {}, {}), model=student)
     step = tiny.step_of(state, 6, objective=made)
@@ -212,9 +211,9 @@ class Given(nn.Module):
 
     def __init__(self, logits: Tensor, taps: Taps) -> None:
         super().__init__()
-        self.said = Said(logits, dict(taps), {})
+        self.said = BundleOutput(logits, dict(taps), {})
 
-    def forward(self, images: Tensor, teacher_taps: Taps) -> Said:
+    def forward(self, images: Tensor, teacher_taps: Taps) -> BundleOutput:
         return self.said
 
 
@@ -238,16 +237,16 @@ def test_half_precision_features_and_sure_logits_give_finite_losses() -> None:
     assert (flat @ flat.T).isinf().all(), "a Gram matrix in fp16 falls into the trap"
     logits = 1e4 * torch.tensor([[1.0, -1.0, 0.5, -0.5]]).repeat(6, 1).half()
     assert F.softmax(logits.float(), 1).log().isinf().any(), "log(softmax) falls into the trap"
-    student = Anatomy("s", {name: tuple(tap.shape[1:]) for name, tap in mine.items()}, CLASSES)
+    student = NetworkInfo("s", {name: tuple(tap.shape[1:]) for name, tap in mine.items()}, CLASSES)
     without_helpers = ("kd", "dkd", "dist", "attention", "similarity", "rkd", "pkt", "nst", "kdsvd", "fsp")
     for name in without_helpers:
         method: Method = METHODS[name]()
         assert method.helper(student, student) is None
         own = {key: tap.detach().clone().requires_grad_() for key, tap in mine.items()}
         said = logits.detach().clone().requires_grad_()
-        taught = Taught(-logits, theirs)
+        taught = TeacherOutput(-logits, theirs)
         made = distillation(
-            [Part(name, method, 1.0, method.needs(student, student))], lambda _i, _b, t=taught: t
+            [MethodTerm(name, method, 1.0, method.needs(student, student))], lambda _i, _b, t=taught: t
         )
         made.at(0)
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -263,11 +262,11 @@ def test_half_precision_features_and_sure_logits_give_finite_losses() -> None:
 def test_the_square_of_the_temperature_is_never_dropped() -> None:
     """Neither when a weight is zero nor when T is large: kd pulls equally hard at any T."""
     torch.manual_seed(4)
-    said, taught = torch.randn(6, CLASSES), Taught(torch.randn(6, CLASSES), {})
+    said, taught = torch.randn(6, CLASSES), TeacherOutput(torch.randn(6, CLASSES), {})
 
     def pull(T: float, r: float) -> float:
         logits = said.clone().requires_grad_()
-        made = distillation([Part("kd", Kd(T=T), 1.0, Needs())], lambda _images, _batch: taught, r=r)
+        made = distillation([MethodTerm("kd", Kd(T=T), 1.0, Needs())], lambda _images, _batch: taught, r=r)
         made.at(0)
         outcome = made(Given(logits, {}), torch.empty(6, 3, 8, 8), tiny.make(6))
         labels = F.cross_entropy(logits, tiny.make(6).labels, reduction="sum")
@@ -282,7 +281,7 @@ def test_the_square_of_the_temperature_is_never_dropped() -> None:
 
 
 def test_correlation_is_added_with_the_right_sign() -> None:
-    (part,) = choose(Distill(method=("correlation",))).parts
+    (part,) = select_methods(Distill(method=("correlation",))).methods
     student, teacher = torch.randn(8, 5, requires_grad=True), torch.randn(8, 5)
     before = (student.detach() - teacher).abs().sum()
     (part.weight * correlation(student, teacher)).backward()
@@ -303,16 +302,16 @@ def test_features_are_returned_and_never_left_on_a_module() -> None:
     torch.manual_seed(0)
     student = with_taps(InPlace(), "", images())
     teacher_module = wakened(create_model("resnet8", classes=CLASSES))
-    one = (anatomy(student, "student", images()), anatomy(teacher_module, "teacher", images()))
+    one = (network_info(student, "student", images()), network_info(teacher_module, "teacher", images()))
     methods = {name: METHODS[name]() for name in ("hint", "attention", "vid", "crd", "srd", "correlation")}
     needs = {name: method.needs(*one) for name, method in methods.items()}
     helpers = {name: made for name, method in methods.items() if (made := method.helper(*one)) is not None}
-    asking = [name for name, method in methods.items() if method.helper_asks_teacher]
+    asking = [name for name, method in methods.items() if method.helper_reads_teacher]
     bundle = Bundle(student, helpers, needs, asking).train()
     teacher = Teacher([teacher_module], CPU, taps=("stage1", "stage2", "stage3", "pooled"))
     said = bundle(images(), teacher(images()).taps)
     assert len(said.taps) >= 3
-    assert set(said.helped) == set(helpers)
+    assert set(said.helper_outputs) == set(helpers)
     assert strays(bundle) == []
     assert strays(teacher_module) == []
     bundle.student.features = said.taps

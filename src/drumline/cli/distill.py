@@ -58,9 +58,9 @@ def main(argv: list[str]) -> int:
 
         return show(invocation, "distill")
 
-    from drumline.distill.choose import choose
-    from drumline.distill.load import check_teachers
+    from drumline.distill.selection import select_methods
+    from drumline.distill.teacher import check_teachers
 
-    choose(invocation.recipe.distill)
+    select_methods(invocation.recipe.distill)
     check_teachers(invocation.recipe.distill)
     return run(["distill", *argv], invocation.recipe, "distill")

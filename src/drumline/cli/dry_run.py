@@ -126,13 +126,13 @@ class _DryRun:
 
     def teachers(self) -> list[str]:
         from drumline.data.classes import Classes
-        from drumline.distill.choose import choose
-        from drumline.distill.load import check_teachers, load_teachers, other_views
+        from drumline.distill.selection import select_methods
         from drumline.distill.task import check_fit
+        from drumline.distill.teacher import check_teachers, image_warnings, load_teachers
         from drumline.train.model import load_model
 
         distill, sets = self.recipe.distill, self._sets
-        choose(distill)
+        select_methods(distill)
         names = check_teachers(distill)
         by = ", ".join(f"{name} ({path})" for name, path in zip(names, distill.teacher_weights, strict=True))
         messages: list[str] = []
@@ -140,11 +140,11 @@ class _DryRun:
             by += "; not built, because that would run its code; --trust allows it"
         elif sets is not None:
             loaded = load_teachers(self.recipe, Classes.of(sets.train), self._world())
-            messages = [note for each in loaded for note in each.notes]
-            messages += other_views(self.recipe, sets, loaded)
+            messages = [message for each in loaded for message in each.messages]
+            messages += image_warnings(self.recipe, sets, loaded)
             if not self._is_untrusted((self.recipe.model.name,), "model.name"):
                 student, _ = load_model(self.recipe, Classes.of(sets.train), self._world())
-                check_fit(self.recipe, student, loaded, sets.transform.size, self._world())
+                check_fit(self.recipe, student, loaded, sets, self._whole_world().size)
         return [f"teacher: {by}; method {'+'.join(distill.method)}", *messages]
 
     def _world(self) -> World:

@@ -32,7 +32,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class NetworkInfo:
     """A network as a method sees it: its taps and their shapes, found by one forward of one image."""
 
     name: str
@@ -58,7 +58,7 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Seen:
+class LossInputs:
     """The outputs of both networks on a batch: this process's micro-batch or, for scope `global_batch`, the rows of
     all processes in the order of the global batch, equal on every process."""
 
@@ -68,7 +68,7 @@ class Seen:
     """The student's taps that the method needs."""
     teacher_taps: Taps
     """The teacher's taps, without gradient."""
-    helped: Taps
+    helper_outputs: Taps
     """The output of the method's helper."""
     labels: Tensor
     samples: Tensor
@@ -78,23 +78,26 @@ class Seen:
 
     def rows(self) -> list[Tensor]:
         """All tensors with one row per sample, in a fixed order."""
-        taken = [self.taps, self.teacher_taps, self.helped]
+        groups = [self.taps, self.teacher_taps, self.helper_outputs]
         return [
             self.logits,
             self.teacher_logits,
-            *(taps[name] for taps in taken for name in taps),
+            *(taps[name] for taps in groups for name in taps),
             self.labels,
             self.samples,
         ]
 
-    def with_rows(self, rows: Sequence[Tensor]) -> Seen:
+    def with_rows(self, rows: Sequence[Tensor]) -> LossInputs:
         """A copy with these tensors, in the order of `rows()`."""
         logits, teacher_logits, *rest, labels, samples = rows
         left = iter(rest)
-        taps, teacher_taps, helped = (
-            {name: next(left) for name in each} for each in (self.taps, self.teacher_taps, self.helped)
+        taps, teacher_taps, helper_outputs = (
+            {name: next(left) for name in each}
+            for each in (self.taps, self.teacher_taps, self.helper_outputs)
         )
-        return Seen(logits, teacher_logits, taps, teacher_taps, helped, labels, samples, self.memory)
+        return LossInputs(
+            logits, teacher_logits, taps, teacher_taps, helper_outputs, labels, samples, self.memory
+        )
 
 
 class Memory(Protocol):
@@ -129,7 +132,7 @@ class Method:
     """Whether it compares logits. Logit standardisation applies only then."""
     mixes: ClassVar[bool] = True
     """Whether it is defined for mixed images (mixup, cutmix)."""
-    helper_asks_teacher: ClassVar[bool] = False
+    helper_reads_teacher: ClassVar[bool] = False
     """Whether its helper reads the teacher's taps. If no helper does, student and teacher run concurrently on a
     GPU."""
     initial: ClassVar[str] = ""
@@ -140,11 +143,11 @@ class Method:
     warmup: float = 0.0
     """Epochs over which its weight rises linearly. A dataclass field in methods that have a warm-up."""
 
-    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         """The taps that it reads. Raises a `UserError` with the reason if the two networks do not fit the method."""
         return Needs()
 
-    def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module | None:
+    def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module | None:
         """The module that it trains beside the student, or None. `helper(student_taps, teacher_taps)` returns a dict
         of tensors."""
         return None
@@ -153,7 +156,7 @@ class Method:
         """Its state between steps, or None. `labels`: one per sample id, on the device."""
         return None
 
-    def loss(self, seen: Seen) -> Tensor:
+    def loss(self, inputs: LossInputs) -> Tensor:
         """(n,) losses for scope `sample`, one number for scope `global_batch`."""
         raise NotImplementedError
 

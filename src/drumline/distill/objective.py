@@ -1,8 +1,9 @@
-"""What a student minimises: r · cross-entropy + a · kd + Σ b · method.
+"""The objective of a distillation: r · cross-entropy + a · kd + Σ b · method.
 
-Promises: losses are computed in fp32 outside any autocast; batch-relational ones see the whole global batch, so the
-loss and its gradient are the same on any number of processes; a weight of 0 costs nothing. The teacher is live or
-read from the batch (`extra`), and is checked after the first step and every epoch. Nothing waits for the device.
+Promises: losses are computed in fp32, outside any autocast. Methods that relate samples see the whole global batch,
+so the loss and its gradient do not depend on the number of processes. A weight of 0 costs nothing. The teacher is
+live, cached (read from the batch's `extra`) or in stages, and is checked after the first step and after every epoch.
+Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -16,182 +17,186 @@ from torch import Tensor, nn
 from drumline.core.arithmetic import autocast
 from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch
-from drumline.distill.bundle import Said
-from drumline.distill.gather import Spread
-from drumline.distill.method import Memory, Method, Needs, Seen
+from drumline.distill.bundle import BundleOutput
+from drumline.distill.gather import GlobalBatch
+from drumline.distill.method import LossInputs, Memory, Method, Needs
 from drumline.distill.methods.logits import standardised
-from drumline.distill.teacher import Taught, Teacher
+from drumline.distill.teacher import Teacher, TeacherOutput
 from drumline.train.objective import Classification, Objective, Outcome, check_logits
 
-Source = Callable[[Tensor, Batch], Taught]
-"""What the teacher says of normalised images, or of the batch they came in."""
+Source = Callable[[Tensor, Batch], TeacherOutput]
+"""From normalised images, or the batch that they came in, to the teacher's output."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """One method of an objective."""
+class MethodTerm:
+    """One method in the loss."""
 
     name: str
     method: Method
     weight: float
     needs: Needs
-    helped: bool = False
-    """Whether it has a helper, which then is what reads the student's taps."""
+    has_helper: bool = False
+    """Whether it has a helper, which then reads the student's taps instead of the loss."""
     memory: Memory | None = None
 
     @property
     def reads(self) -> Needs:
-        """The taps that its loss itself reads."""
+        """The taps that the loss itself reads."""
         return Needs(
-            () if self.helped else self.needs.student,
-            () if self.method.helper_asks_teacher else self.needs.teacher,
+            () if self.has_helper else self.needs.student,
+            () if self.method.helper_reads_teacher else self.needs.teacher,
         )
 
 
 class Distillation(Objective):
-    """Calls a bundle. `r` weighs the labels, each part brings its own weight (kd's is `a`)."""
+    """Calls a bundle. `r` is the weight of the labels; each method has its own weight (kd's is `a`)."""
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        methods: Sequence[MethodTerm],
         r: float,
         classification: Classification,
         source: Source,
-        spread: Spread,
+        global_batch: GlobalBatch,
         device: torch.device,
         per_epoch: int,
         teacher: Teacher | None = None,
         standardise: bool = False,
-        beside: bool = False,
+        concurrent: bool = False,
     ) -> None:
-        """`beside`: a GPU may run the teacher beside the student, since no helper waits for it. Measured on an H200:
-        1.06 times as fast for ResNet-34 and ResNet-18 at 224 px, 1.07 to 1.20 for CIFAR's small networks."""
-        self.parts, self.r, self.classification, self.source = tuple(parts), r, classification, source
-        self.spread, self.teacher = spread, teacher
+        """`concurrent`: a GPU runs teacher and student at the same time, on two streams, because no helper reads the
+        teacher's taps. Measured on an H200: 1.06 times as fast for ResNet-34 and ResNet-18 at 224 px, 1.07 to 1.20
+        times for small CIFAR networks."""
+        self.methods, self.r, self.classification, self.source = tuple(methods), r, classification, source
+        self.global_batch, self.teacher = global_batch, teacher
         self.standardise, self.per_epoch = standardise, per_epoch
-        self.terms = ("ce", *(part.name for part in parts), "teacher_agreement")
-        self.meets = spread.world.size > 1 and any(
-            part.method.scope == "global_batch" or part.memory is not None for part in parts
+        self.terms = ("ce", *(term.name for term in methods), "teacher_agreement")
+        self.meets = global_batch.world.size > 1 and any(
+            term.method.scope == "global_batch" or term.memory is not None for term in methods
         )
-        # In a fixed order, as sets are not: it decides the order in which backward adds gradients.
-        self._student_taps = tuple(dict.fromkeys(tap for part in parts for tap in part.reads.student))
-        self._teacher_taps = tuple(dict.fromkeys(tap for part in parts for tap in part.reads.teacher))
-        self._ramps = torch.ones(len(parts), device=device)
+        # In a fixed order (not a set), because it determines the order in which backward adds gradients.
+        self._student_taps = tuple(dict.fromkeys(tap for term in methods for tap in term.reads.student))
+        self._teacher_taps = tuple(dict.fromkeys(tap for term in methods for tap in term.reads.teacher))
+        self._ramps = torch.ones(len(methods), device=device)
         self._epoch = -1
-        self._side = torch.cuda.Stream(device) if beside and device.type == "cuda" else None
+        self._side = torch.cuda.Stream(device) if concurrent and device.type == "cuda" else None
 
     def __call__(self, model: nn.Module, images: Tensor, batch: Batch) -> Outcome:
-        taught, said = self._heard(model, images, batch)
-        check_logits(said.logits, self.classification.classes)
+        teacher, student = self._forward(model, images, batch)
+        check_logits(student.logits, self.classification.classes)
         with autocast(images.device, None):
-            return self._scored(*self._exact(said, taught), batch)
+            return self._outcome(*self._in_fp32(student, teacher), batch)
 
     def at(self, step: int) -> None:
         epoch = step // self.per_epoch
         if epoch != self._epoch:
             self._epoch = epoch
-            for place, part in enumerate(self.parts):
-                self._ramps[place].fill_(ramp(part.method.warmup, epoch))
-        for part in self.parts:
-            if part.memory is not None:
-                part.memory.at(step)
+            for index, term in enumerate(self.methods):
+                self._ramps[index].fill_(ramp(term.method.warmup, epoch))
+        for term in self.methods:
+            if term.memory is not None:
+                term.memory.at(step)
 
     def check(self) -> None:
         if self.teacher is not None:
             self.teacher.check()
 
     def live(self) -> list[Tensor]:
-        return [tensor for part in self.parts if part.memory is not None for tensor in part.memory.live()]
+        return [tensor for term in self.methods if term.memory is not None for tensor in term.memory.live()]
 
     def collect(self) -> dict[str, Tensor]:
         return {
-            f"{part.name}.{name}": tensor
-            for part in self.parts
-            if part.memory is not None
-            for name, tensor in part.memory.collect().items()
+            f"{term.name}.{name}": tensor
+            for term in self.methods
+            if term.memory is not None
+            for name, tensor in term.memory.collect().items()
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        for part in self.parts:
-            if part.memory is not None:
-                part.memory.restore(
+        for term in self.methods:
+            if term.memory is not None:
+                term.memory.restore(
                     {
-                        name: self._from_rank_0(state.get(f"{part.name}.{name}"), shape, part.name)
-                        for name, shape in part.memory.shapes().items()
+                        name: self._from_rank_0(state.get(f"{term.name}.{name}"), shape, term.name)
+                        for name, shape in term.memory.shapes().items()
                     }
                 )
 
     def _from_rank_0(self, tensor: Tensor | None, shape: tuple[int, ...], name: str) -> Tensor:
-        world = self.spread.world
+        world = self.global_batch.world
         if not world.broadcast_object(tensor is not None and tensor.shape == shape):
             raise UserError(
-                f"the checkpoint has no memory of {name} for this data",
-                "resume with the methods and the data the run was started with",
+                f"the checkpoint has no state of {name} for this data",
+                "resume with the methods and the data that the run started with",
             )
         if tensor is None:
             tensor = torch.empty(shape)
         return world.broadcast(tensor.to(world.device))
 
-    def _heard(self, model: nn.Module, images: Tensor, batch: Batch) -> tuple[Taught, Said]:
-        """Both networks on the batch: one after the other, or on two streams that part and meet here."""
+    def _forward(self, model: nn.Module, images: Tensor, batch: Batch) -> tuple[TeacherOutput, BundleOutput]:
+        """Runs both networks on the batch: one after the other, or on two streams that fork and join here."""
         if self._side is None:
-            taught = self.source(images, batch)
-            return taught, model(images, taught.taps)
+            teacher = self.source(images, batch)
+            return teacher, model(images, teacher.taps)
         current = torch.cuda.current_stream(images.device)
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side):
-            taught = self.source(images, batch)
-        said = model(images, {})
+            teacher = self.source(images, batch)
+        student = model(images, {})
         current.wait_stream(self._side)
-        for tensor in (taught.logits, *taught.taps.values()):
+        for tensor in (teacher.logits, *teacher.taps.values()):
             tensor.record_stream(current)
-        return taught, said
+        return teacher, student
 
-    def _scored(self, said: Said, taught: Taught, batch: Batch) -> Outcome:
-        labels = self.classification.outcome(said.logits, batch)
+    def _outcome(self, student: BundleOutput, teacher: TeacherOutput, batch: Batch) -> Outcome:
+        labels = self.classification.outcome(student.logits, batch)
         total, terms = self.r * labels.loss, [labels.loss.detach()]
-        for place, part in enumerate(self.parts):
-            value = self._part(part, said, taught, batch)
-            total = total + part.weight * self._ramps[place] * value
+        for index, term in enumerate(self.methods):
+            value = self._loss(term, student, teacher, batch)
+            total = total + term.weight * self._ramps[index] * value
             terms.append(value.detach())
         with torch.no_grad():
-            terms.append((said.logits.argmax(1) == taught.logits.argmax(1)).sum().to(total.dtype))
+            terms.append((student.logits.argmax(1) == teacher.logits.argmax(1)).sum().to(total.dtype))
         return Outcome(total, labels.correct, torch.stack(terms))
 
-    def _exact(self, said: Said, taught: Taught) -> tuple[Said, Taught]:
-        """What the losses read, in fp32."""
-        helped = {
-            name: {key: value.float() for key, value in each.items()} for name, each in said.helped.items()
+    def _in_fp32(self, student: BundleOutput, teacher: TeacherOutput) -> tuple[BundleOutput, TeacherOutput]:
+        """The tensors that the losses read, in fp32."""
+        helper_outputs = {
+            name: {key: value.float() for key, value in each.items()}
+            for name, each in student.helper_outputs.items()
         }
+        student_taps = {name: student.taps[name].float() for name in self._student_taps}
+        teacher_taps = {name: teacher.taps[name].float() for name in self._teacher_taps}
         return (
-            Said(said.logits.float(), {name: said.taps[name].float() for name in self._student_taps}, helped),
-            Taught(taught.logits.float(), {name: taught.taps[name].float() for name in self._teacher_taps}),
+            BundleOutput(student.logits.float(), student_taps, helper_outputs),
+            TeacherOutput(teacher.logits.float(), teacher_taps),
         )
 
-    def _part(self, part: Part, said: Said, taught: Taught, batch: Batch) -> Tensor:
-        """A method's loss, as a sum over the micro-batch's samples."""
-        logits, teacher_logits = said.logits, taught.logits
-        if self.standardise and part.method.on_logits:
+    def _loss(self, term: MethodTerm, student: BundleOutput, teacher: TeacherOutput, batch: Batch) -> Tensor:
+        """A method's loss, as a sum over the samples of the micro-batch."""
+        logits, teacher_logits = student.logits, teacher.logits
+        if self.standardise and term.method.on_logits:
             logits, teacher_logits = standardised(logits), standardised(teacher_logits)
-        seen = Seen(
+        inputs = LossInputs(
             logits=logits,
             teacher_logits=teacher_logits,
-            taps={name: said.taps[name] for name in part.reads.student},
-            teacher_taps={name: taught.taps[name] for name in part.reads.teacher},
-            helped=said.helped.get(part.name, {}),
+            taps={name: student.taps[name] for name in term.reads.student},
+            teacher_taps={name: teacher.taps[name] for name in term.reads.teacher},
+            helper_outputs=student.helper_outputs.get(term.name, {}),
             labels=batch.labels,
             samples=batch.samples,
-            memory=part.memory,
+            memory=term.memory,
         )
-        if part.method.scope == "global_batch":
-            loss = self.spread.loss(seen, part.method.loss)
-            assert loss.ndim == 0, (part.name, loss.shape)
+        if term.method.scope == "global_batch":
+            loss = self.global_batch.loss(inputs, term.method.loss)
+            assert loss.ndim == 0, (term.name, loss.shape)
             return loss * len(batch.labels)
-        losses = part.method.loss(seen)
-        assert losses.shape == batch.labels.shape, (part.name, losses.shape)
+        losses = term.method.loss(inputs)
+        assert losses.shape == batch.labels.shape, (term.name, losses.shape)
         return losses.sum()
 
 
 def ramp(warmup: float, epoch: int) -> float:
-    """The weight of a method in an epoch (counted from 0) while it rises over `warmup` epochs."""
+    """The factor of a method's weight in an epoch (counted from 0): it rises linearly over `warmup` epochs."""
     return 1.0 if warmup <= 0 else min(1.0, (epoch + 1) / warmup)

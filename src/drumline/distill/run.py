@@ -1,7 +1,7 @@
-"""A distillation run: initial stages where the methods have one, then the main one. The loop is that of `train`.
+"""A distillation run: the initial stages of its methods, then the main stage, each in the loop of `train`.
 
-Promises: an initial stage is a run of its own inside the run folder (`initial-METHOD`), with checkpoints and log; a
-run that is stopped or killed in it and resumed goes on there.
+Promises: an initial stage is a run of its own inside the run folder (`initial-METHOD`), with checkpoints and logs. A
+run that is stopped or killed during an initial stage resumes there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.data.sources import detect_source
-from drumline.distill.choose import choose
+from drumline.distill.selection import select_methods
 from drumline.distill.task import Stage, distillation_task
 from drumline.observe.display import make_display
 from drumline.parallel.world import World
@@ -24,8 +24,8 @@ from drumline.train.loop import Result, train
 
 
 def distill(recipe: Recipe, world: World) -> Result:
-    """Runs the recipe. Every rank calls it, and every rank gets the same result."""
-    stages = [(name, epochs) for name, epochs in choose(recipe.distill).initial if epochs]
+    """Runs the recipe. Every rank calls it and gets the same result."""
+    stages = [(name, epochs) for name, epochs in select_methods(recipe.distill).initial if epochs]
     done: tuple[Path, ...] = ()
     if stages and not world.broadcast_object(_is_past(recipe) if world.is_rank_zero else False):
         recipe = _named(recipe, world)
@@ -45,30 +45,30 @@ def distill(recipe: Recipe, world: World) -> Result:
 
 
 def _is_past(recipe: Recipe) -> bool:
-    """Whether the run goes on from a checkpoint of its main stage."""
+    """Whether the run resumes from a checkpoint of its main stage."""
     resume = recipe.checkpoint.resume
     if resume == "auto":
         folder = Path(recipe.run.dir) / recipe.run.name
         if newest_valid(folder / "checkpoints")[0] is not None:
             return True
-        # It has saved checkpoints, which are gone: opening the folder says so, and nothing is to be changed before.
+        # Its checkpoints are gone. Opening the folder reports that; nothing must change before.
         return bool(found_of_run(folder)) and not (folder / UNSAVED).exists()
     if resume != "never" and _stopped_early(Path(resume)):
         raise UserError(
             f"checkpoint.resume = {resume}: was stopped in its initial stage",
-            f"go on under its own name: --run.name {Path(resume).name} --checkpoint.resume auto",
+            f"resume it under its own name: --run.name {Path(resume).name} --checkpoint.resume auto",
         )
     return resume != "never"
 
 
 def _stopped_early(run: Path) -> bool:
-    """Whether a run folder has an initial stage and nothing after it."""
+    """Whether a run folder has an initial stage but no checkpoint of the main stage."""
     begun = not is_checkpoint(run) and any(run.glob("initial-*"))
     return begun and not checkpoints(run / "checkpoints")
 
 
 def _named(recipe: Recipe, world: World) -> Recipe:
-    """With the name of the run folder, which the stages lie in."""
+    """The recipe with the name of the run folder that contains the stages."""
     name = recipe.run.name
     if name == "auto":
         source = detect_source(recipe.data.source, recipe.data.path)

@@ -18,7 +18,7 @@ from drumline.config.layouts import teacher_over_devices, teacher_over_processes
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch
-from drumline.distill.teacher import Taught, Teacher
+from drumline.distill.teacher import Teacher, TeacherOutput
 from drumline.observe.display import Display
 from drumline.parallel.grid import Grid
 from drumline.parallel.pipeline.chain import Chain
@@ -42,7 +42,7 @@ class Stages:
 
     @property
     def words(self) -> str:
-        """Said before the run."""
+        """BundleOutput before the run."""
         if self.shape.over_processes:
             return f"in {self.shape.stages} stages over the processes of the student's pipeline"
         count = len(set(self.devices))
@@ -116,45 +116,45 @@ def lay_teacher(
     teacher: Teacher, cuts: Sequence[Sequence[Segment]], stages: Stages, channels_last: bool
 ) -> None:
     """Moves the teacher's tensors to where their stages are computed, and has it computed there."""
-    ways = []
+    forwards = []
     for module, segments in zip(teacher.modules, cuts, strict=True):
         try:
             place_stages(module, module, segments, stages.shape, stages.grid, stages.devices, channels_last)
         except UserError as error:
             raise _of_teacher(error, f"model in {stages.shape.stages} stages: a teacher") from error
-        ways.append(
+        forwards.append(
             Chain(module, segments, stages.shape, stages.grid, stages.devices, teacher.autocast).several
         )
-    teacher.lay(ways)
+    teacher.use_stages(forwards)
 
 
-class Relayed:
-    """What a teacher over processes has said of a step's micro-batches. They are asked for in their order, by whoever
-    goes through them: the step, and the reference that a layout is compared with."""
+class RelayedTeacher:
+    """The outputs of a teacher in stages over processes, on a step's micro-batches. The step, and the reference that
+    a layout is compared with, read them in order."""
 
     def __init__(self, teacher: Teacher) -> None:
         self.teacher = teacher
-        self._said: list[Taught] = []
+        self._outputs: list[TeacherOutput] = []
         self._next = 0
 
     def ahead(self, pieces: Sequence[Batch], images: Callable[[Batch], Tensor]) -> None:
-        """All micro-batches of a step through the teacher. Every process of a pipeline calls it."""
-        self._said, self._next = [], 0
+        """Runs the teacher on all micro-batches of a step. Every process of a pipeline calls it."""
+        self._outputs, self._next = [], 0
         shapes = [(len(piece.labels), 3, *piece.images.shape[1:3]) for piece in pieces]
-        self._said = self.teacher.hear(shapes, lambda number: images(pieces[number]))
+        self._outputs = self.teacher.outputs_of(shapes, lambda number: images(pieces[number]))
 
-    def __call__(self, images: Tensor, batch: Batch) -> Taught:
-        said = self._said[self._next]
-        assert len(said.logits) == len(batch.labels), (self._next, len(said.logits), len(batch.labels))
-        self._next = (self._next + 1) % len(self._said)
-        return said
+    def __call__(self, images: Tensor, batch: Batch) -> TeacherOutput:
+        output = self._outputs[self._next]
+        assert len(output.logits) == len(batch.labels), (self._next, len(output.logits), len(batch.labels))
+        self._next = (self._next + 1) % len(self._outputs)
+        return output
 
 
 def _of_teacher(error: UserError, which: str) -> UserError:
     """What was said of a model in stages, as the user of a teacher must hear it."""
     return UserError(
         f"distill.teacher_layout = {which}: {error.what}",
-        "use another number of stages, or --distill.teacher_layout single",
+        "use a different number of stages, or --distill.teacher_layout single",
     )
 
 

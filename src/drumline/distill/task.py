@@ -1,12 +1,12 @@
-"""From a recipe to a distillation task: student, helpers, teacher and objective, fitted to each other.
+"""Builds the distillation task of a recipe: student, helpers, teacher and objective, fitted to each other.
 
-Promises: the student starts from the weights that `drumline train` would start from; the teacher's accuracy is
-measured before the first step; what does not fit together (taps, classes, processes, a cache) is refused before it.
+Promises: the student starts from the weights that `drumline train` would start from. The teacher's accuracy is
+measured before the first step. What does not fit together (taps, classes, processes, a cache) is rejected before
+that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,19 +16,23 @@ from torch import Tensor, nn
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.data.classes import Classes
-from drumline.distill.bundle import Bundle
+from drumline.distill.bundle import Bundle, NetworkPair, fit_networks
 from drumline.distill.cache.teacher import open_cached_teacher, refuse_uncacheable
-from drumline.distill.choose import Chosen, choose, stage_of
-from drumline.distill.gather import Gathered, OverShards, Spread
-from drumline.distill.load import Loaded, load_teachers, other_views
-from drumline.distill.measure import measured, score_words
-from drumline.distill.method import Anatomy, Method, Needs
-from drumline.distill.objective import Distillation, Part
-from drumline.distill.stages import Relayed, Stages, cut_teacher, lay_teacher, plan_stages
-from drumline.distill.teacher import Live, Teacher, weights_sha256
-from drumline.models.base import VisionModel
+from drumline.distill.gather import AcrossRanks, AcrossShards, GlobalBatch
+from drumline.distill.objective import Distillation, MethodTerm
+from drumline.distill.selection import Selection, select_initial_stage, select_methods
+from drumline.distill.stages import RelayedTeacher, Stages, cut_teacher, lay_teacher, plan_stages
+from drumline.distill.teacher import (
+    LiveTeacher,
+    LoadedTeacher,
+    Teacher,
+    describe_score,
+    image_warnings,
+    load_teachers,
+    measure_teacher,
+    weights_sha256,
+)
 from drumline.models.copies import copy_model
-from drumline.models.tapped import Tapped, norm_before, with_taps
 from drumline.observe.display import Display
 from drumline.parallel.pipeline.cut import Segment, describe_stages
 from drumline.parallel.strategy import Cut, Strategy, strategy_class
@@ -43,12 +47,12 @@ from drumline.train.task import Task, unchanged
 
 @dataclass(frozen=True)
 class Stage:
-    """An initial stage to be run, or the folders of those that are done."""
+    """A stage of a distillation run: an initial one, or the main one."""
 
     name: str = ""
-    """The method whose initial stage this is; empty for the main one."""
+    """The method whose initial stage this is; empty for the main stage."""
     before: tuple[Path, ...] = ()
-    """Run folders of the stages before, in their order."""
+    """The run folders of the earlier stages, in order."""
 
 
 def distillation_task(
@@ -59,374 +63,265 @@ def distillation_task(
     display: Display,
     stage: Stage = Stage(),  # noqa: B008
 ) -> Task:
-    """What `drumline distill` trains."""
-    chosen = stage_of(recipe.distill, stage.name) if stage.name else choose(recipe.distill)
+    """The task of `drumline distill`."""
+    selection = _select(recipe, stage)
     grid, world = strategy.grid, strategy.world
-    _refuse_misfits(recipe, chosen, stage, type(strategy))
+    _check_combination(recipe, selection, stage, type(strategy))
     classes = Classes.of(sets.train)
-    student, from_weights = initial_model(recipe, classes, strategy)
+    student, student_messages = initial_model(recipe, classes, strategy)
     stages = plan_stages(recipe, strategy)
     teachers = load_teachers(recipe, classes, world, on_host=stages is not None)
-    pair = _Pair.of(recipe, chosen, student, teachers, sets.transform.size, world)
-    bundle = pair.bundle(recipe.run.seed, runs_student=not stage.name or pair.reads_student, world=world)
-    words = [
-        *from_weights,
-        *(note for each in teachers for note in each.notes),
-        *pair.words,
-        *_take_over(bundle, pair.bare, stage.before, world),
+    pair = fit_networks(recipe, selection, student, teachers, sets.transform.size)
+    bundle = pair.bundle(recipe.run.seed, runs_student=not stage.name or bool(pair.student_taps))
+    messages = [
+        *student_messages,
+        *(message for each in teachers for message in each.messages),
+        *pair.messages,
+        *_load_initial_stages(bundle, pair.model, stage.before, world),
     ]
-    cached = bool(recipe.distill.cache) and not stage.name
-    if cached:
+    uses_cache = bool(recipe.distill.cache) and not stage.name
+    if uses_cache:
         refuse_uncacheable(recipe, pair.teacher_taps, sets.name)
-    weights = weights_sha256(pair.teachers) if cached else ""
+    weights = weights_sha256(pair.teachers) if uses_cache else ""
     cuts = _cuts(pair, teachers, stages, strategy, sets.transform.size, display) if stages else []
-    compiled = recipe.train.compile and not cached and stages is None
-    teacher = _teacher(strategy, chosen, pair, teachers, compiled)
-    teacher.agree(world)
+    compiled = recipe.train.compile and not uses_cache and stages is None
+    teacher = _teacher(strategy, selection, pair, teachers, compiled)
+    teacher.check_ranks(world)
     if stages is not None:
         lay_teacher(teacher, cuts, stages, strategy.channels_last)
-        words += _stages_words(teachers, stages, cuts)
-    relayed = Relayed(teacher) if stages is not None and stages.shape.over_processes else None
+        messages += [
+            f"teacher {each.name} {stages.words}: {describe_stages(segments)}"
+            for each, segments in zip(teachers, cuts, strict=True)
+        ]
+    relayed = RelayedTeacher(teacher) if stages is not None and stages.shape.over_processes else None
     predictions, score = None, None
     if not (stage.name and stage.before):
         predictions = torch.full((len(sets.eval),), -1, device=world.device)
-        score = measured(
-            teacher, predictions, sets, recipe, strategy, speaks=grid.ends or relayed is not None
-        )
-        told = [score_words(teachers, score, sets.eval.labels), *other_views(recipe, sets, teachers)]
-        words += told
-        for line in told if cached else ():  # to be known before a cache is filled for hours
+        runs_here = grid.ends or relayed is not None
+        score = measure_teacher(teacher, predictions, sets, strategy, runs_here)
+        about = [describe_score(teachers, score, sets.eval.labels), *image_warnings(recipe, sets, teachers)]
+        messages += about
+        for line in about if uses_cache else ():  # before hours of filling a cache
             display.log(line)
     if stage.name:
-        _freeze_idle(bundle, teacher, sets.transform.size)
-    # BatchNorm in helpers always spans the global batch; in the student where `train.sync_bn` asks for it.
+        _freeze_unused(bundle, teacher, sets.transform.size)
+    # BatchNorm in helpers always spans the global batch; in the student only with `train.sync_bn`.
     strategy.span_batchnorm(bundle.helpers)
     strategy.sync_batchnorm(bundle.student)
-    stored = None
-    if cached:
-        stored = open_cached_teacher(
-            recipe, teacher, _identity(teacher, teachers, weights), sets, plan, world
-        )
-    words += stored.messages if stored else ()
-    here = relayed is not None or (grid.ends and stored is None)
-    if not here:
-        teacher.leave()
+    cached = None
+    if uses_cache:
+        identity = _identity(teacher, teachers, weights)
+        cached = open_cached_teacher(recipe, teacher, identity, sets, plan, world)
+        messages += cached.messages
+    needed = relayed is not None or (grid.ends and cached is None)
+    if not needed:
+        teacher.release()
     objective = Distillation(
-        parts=_parts(chosen, pair, bundle, torch.from_numpy(sets.train.labels), recipe.run.seed, grid.peers),
-        r=chosen.r,
+        methods=_method_terms(selection, pair, bundle, sets, recipe.run.seed, grid.peers),
+        r=selection.r,
         classification=Classification(recipe.train.label_smoothing, len(classes)),
-        source=stored or relayed or Live(teacher),
-        spread=_spread(chosen, strategy),
+        source=cached or relayed or LiveTeacher(teacher),
+        global_batch=_global_batch(selection, strategy),
         device=world.device,
         per_epoch=plan.per_epoch,
-        teacher=teacher if here else None,
+        teacher=teacher if needed else None,
         standardise=recipe.distill.standardise,
-        beside=not stored and not relayed and not pair.asking,
+        concurrent=not cached and not relayed and not pair.reading_teacher,
     )
-    words.append(_method_words(chosen, stage))
+    messages.append(_describe_loss(selection, stage))
     return Task(
         module=bundle,
-        model=pair.bare,
+        model=pair.model,
         objective=objective,
-        messages=tuple(words),
+        messages=tuple(messages),
         teacher_predictions=predictions,
         teacher_top1=score.accuracy if score else None,
         evaluates=not stage.name,
-        feed=stored.feed if stored and grid.ends else unchanged,
+        feed=cached.feed if cached and grid.ends else unchanged,
         spans_devices=stages is not None and len({*stages.devices, world.device}) > 1,
         cut=Cut(
             "student",
             {"taps": True} if bundle.taps else {},
             Bundle.after,
-            reads_images=stored is None and relayed is None,
+            reads_images=cached is None and relayed is None,
             prefetch=relayed.ahead if relayed else None,
         ),
     )
 
 
-def _parts(
-    chosen: Chosen, pair: _Pair, bundle: Bundle, labels: Tensor, seed: int, world: World
-) -> list[Part]:
-    """The methods with all that they need; memories are made here."""
-    labels = labels.to(world.device)
+def check_fit(
+    recipe: Recipe, student: nn.Module, teachers: list[LoadedTeacher], sets: Sets, processes: int
+) -> None:
+    """Raises the `UserError` that a run would raise if a method, in any stage, does not fit student and teachers."""
+    main = select_methods(recipe.distill)
+    for stage in (*(Stage(name) for name, epochs in main.initial if epochs), Stage()):
+        selection = _select(recipe, stage)
+        _check_combination(recipe, selection, stage, strategy_class(recipe, processes))
+        pair = fit_networks(recipe, selection, student, teachers, sets.transform.size)
+        pair.bundle(recipe.run.seed)
+        if recipe.distill.cache and not stage.name:
+            refuse_uncacheable(recipe, pair.teacher_taps, sets.name)
+
+
+def _select(recipe: Recipe, stage: Stage) -> Selection:
+    return select_initial_stage(recipe.distill, stage.name) if stage.name else select_methods(recipe.distill)
+
+
+def _method_terms(
+    selection: Selection, pair: NetworkPair, bundle: Bundle, sets: Sets, seed: int, world: World
+) -> list[MethodTerm]:
+    """The methods with everything that they need. Creates their memories."""
+    labels: Tensor = torch.from_numpy(sets.train.labels).to(world.device)
     return [
-        Part(
-            part.name,
-            part.method,
-            part.weight,
-            pair.needs[part.name],
-            helped=part.name in bundle.helpers,
-            memory=part.method.memory(labels, seed, world),
+        MethodTerm(
+            each.name,
+            each.method,
+            each.weight,
+            pair.needs[each.name],
+            has_helper=each.name in bundle.helpers,
+            memory=each.method.memory(labels, seed, world),
         )
-        for part in chosen.parts
+        for each in selection.methods
     ]
 
 
-def _spread(chosen: Chosen, strategy: Strategy) -> Spread:
-    """Where losses that relate samples find all of them."""
-    spanning = any(part.method.scope == "global_batch" for part in chosen.parts)
+def _global_batch(selection: Selection, strategy: Strategy) -> GlobalBatch:
+    """How losses that relate samples gather the global batch."""
+    spanning = any(each.method.scope == "global_batch" for each in selection.methods)
     if strategy.lockstep is not None and spanning:
-        return OverShards(strategy.lockstep)
+        return AcrossShards(strategy.lockstep)
     peers = strategy.grid.peers
     slices = [strategy.batch_slice(replica) for replica in range(peers.size)]
-    return Gathered(peers, [each.stop - each.start for each in slices])
+    return AcrossRanks(peers, [each.stop - each.start for each in slices])
 
 
-def check_fit(recipe: Recipe, student: nn.Module, teachers: list[Loaded], size: int, world: World) -> None:
-    """Raises a `UserError` if a method cannot work with this student and these teachers."""
-    chosen = choose(recipe.distill)
-    _refuse_misfits(recipe, chosen, Stage(), strategy_class(recipe, world.size))
-    _Pair.of(recipe, chosen, student, teachers, size, world).bundle(recipe.run.seed, True, world)
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """Student and teacher as the methods see them."""
-
-    bare: nn.Module
-    """The student as it is evaluated and exported."""
-    student: nn.Module
-    """The same, able to give the taps that are needed."""
-    teachers: tuple[nn.Module, ...]
-    anatomies: tuple[Anatomy, Anatomy]
-    methods: Mapping[str, Method]
-    needs: Mapping[str, Needs]
-
-    @staticmethod
-    def of(
-        recipe: Recipe, chosen: Chosen, student: nn.Module, teachers: list[Loaded], size: int, world: World
-    ) -> _Pair:
-        methods = {part.name: part.method for part in chosen.parts}
-        modules = tuple(each.module for each in teachers)
-        wants_taps = any(not method.on_logits for method in methods.values())
-        tapped, teacher = student, modules[0]
-        example = torch.zeros((1, 3, size, size))
-        for key in ("student_taps", "teacher_taps"):
-            if getattr(recipe.distill, key) and not wants_taps:
-                raise UserError(
-                    f"distill.{key}: {', '.join(methods)} reads no taps",
-                    "leave it out, or use another method",
-                )
-        if wants_taps:
-            tapped = _tapped(student, "student_taps", recipe.distill.student_taps, example)
-            teacher = _tapped(teacher, "teacher_taps", recipe.distill.teacher_taps, example)
-        anatomies = (
-            anatomy(tapped, recipe.model.name, example),
-            anatomy(teacher, teachers[0].name, example),
-        )
-        needs = {name: method.needs(*anatomies) for name, method in methods.items()}
-        if len(teachers) > 1 and any(need.teacher for need in needs.values()):
-            names = ", ".join(name for name, need in needs.items() if need.teacher)
-            raise UserError(
-                f"distill.method = {names} reads features of one teacher, and there are {len(teachers)}",
-                "use methods of logits (kd, dkd, dist) with several teachers, or give one",
-            )
-        return _Pair(student, tapped, (teacher, *modules[1:]), anatomies, methods, needs)
-
-    @property
-    def reads_student(self) -> bool:
-        """Whether a method looks at anything of the student but its logits."""
-        return any(need.student for need in self.needs.values())
-
-    @property
-    def words(self) -> list[str]:
-        """Where the taps that are read lie in networks that are not ours."""
-        sides = (
-            ("student", self.student, self.student_taps),
-            ("teacher", self.teachers[0], self.teacher_taps),
-        )
-        return [
-            f"taps of the {side}: {', '.join(f'{tap} = {model.locations[tap]}' for tap in read)}"
-            for side, model, taps in sides
-            if isinstance(model, Tapped) and (read := [tap for tap in taps if tap in model.locations])
-        ]
-
-    @property
-    def student_taps(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(tap for need in self.needs.values() for tap in need.student))
-
-    @property
-    def asking(self) -> tuple[str, ...]:
-        """Methods whose helpers read the teacher."""
-        return tuple(name for name, method in self.methods.items() if method.helper_asks_teacher)
-
-    @property
-    def teacher_taps(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(tap for need in self.needs.values() for tap in need.teacher))
-
-    def bundle(self, seed: int, runs_student: bool, world: World) -> Bundle:
-        """Student and helpers; these start from the seed too, by other draws than the student's."""
-        torch.manual_seed(seed ^ 0x68656C70)
-        found = {name: method.helper(*self.anatomies) for name, method in self.methods.items()}
-        helpers = {name: helper for name, helper in found.items() if helper is not None}
-        made = Bundle(self.student, helpers, self.needs, self.asking, runs_student, self.anatomies[0].classes)
-        return made.to(_device(self.student))
-
-
-def _tapped(model: nn.Module, key: str, text: str, example: Tensor) -> nn.Module:
-    try:
-        return with_taps(model, text, example.to(_device(model)))
-    except UserError as error:
-        raise UserError(f"distill.{key}: {error.what}", error.fix) from error
-
-
-def anatomy(model: nn.Module, name: str, example: Tensor) -> Anatomy:
-    """A network's taps and their shapes, found by running it once, in evaluation mode and without a trace."""
-    was_training = model.training
-    model.eval()
-    taps: Mapping[str, Tensor] = {}
-    example = example.to(_device(model))
-    with torch.no_grad():
-        if isinstance(model, VisionModel | Tapped):
-            logits, taps = model(example, taps=True)
-        else:
-            logits = model(example)
-    model.train(was_training)
-    for tap, value in taps.items():
-        wanted, form = (2, "N x C") if tap == "pooled" else (4, "N x C x H x W")
-        if value.ndim != wanted:
-            place = (
-                f" ({model.locations[tap]})" if isinstance(model, Tapped) and tap in model.locations else ""
-            )
-            raise UserError(
-                f"{tap}{place} of {name} has shape {' x '.join(map(str, value.shape))}, and must be {form}",
-                "name another place by distill.student_taps or distill.teacher_taps",
-            )
-    norms = {tap: norm for tap in taps if (norm := norm_before(model, tap)) is not None}
-    shapes = {tap: tuple(value.shape[1:]) for tap, value in taps.items()}
-    return Anatomy(name, shapes, logits.shape[1], norms)
-
-
-def _device(model: nn.Module) -> torch.device:
-    """Where a model lies that has not been cut: on the host, if it is to be."""
-    return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-
-
-def _identity(teacher: Teacher, teachers: list[Loaded], weights: str) -> str:
-    """What a cache knows the teacher by."""
-    parts = [
+def _identity(teacher: Teacher, teachers: list[LoadedTeacher], weights: str) -> str:
+    """What identifies the teacher in the key of a cache. Stored in caches, so the format must not change."""
+    fields = [
         f"model={'+'.join(each.name for each in teachers)}",
         f"weights={weights}",
         f"precision={teacher.autocast or torch.float32}",
     ]
     if len(teachers) > 1:
         shares = ",".join(f"{share:g}" for share in teacher.shares)
-        parts.append(f"ensemble of {teacher.rule} at T={teacher.temperature:g}, shares {shares}")
-    return "; ".join(parts)
+        fields.append(f"ensemble of {teacher.rule} at T={teacher.temperature:g}, shares {shares}")
+    return "; ".join(fields)
 
 
 def _teacher(
-    strategy: Strategy, chosen: Chosen, pair: _Pair, teachers: list[Loaded], compiled: bool
+    strategy: Strategy,
+    selection: Selection,
+    pair: NetworkPair,
+    teachers: list[LoadedTeacher],
+    compiled: bool,
 ) -> Teacher:
-    recipe = strategy.recipe
-    distill = recipe.distill
-    wanted = recipe.train.precision if distill.teacher_precision == "auto" else distill.teacher_precision
+    train, distill = strategy.recipe.train, strategy.recipe.distill
+    precision = train.precision if distill.teacher_precision == "auto" else distill.teacher_precision
     return Teacher(
         pair.teachers,
         strategy.world.device,
         taps=pair.teacher_taps,
-        autocast=strategy.precision(wanted),
+        autocast=strategy.precision(precision),
         rule=distill.ensemble,
         shares=distill.shares or (1.0,) * len(teachers),
-        temperature=chosen.T,
+        temperature=selection.T,
         compiled=compiled,
     )
 
 
 def _cuts(
-    pair: _Pair, teachers: list[Loaded], stages: Stages, strategy: Strategy, size: int, display: Display
+    pair: NetworkPair,
+    teachers: list[LoadedTeacher],
+    stages: Stages,
+    strategy: Strategy,
+    size: int,
+    display: Display,
 ) -> list[list[Segment]]:
-    """Of each teacher, while its weights are as they were loaded: a trace knows no autocast."""
+    """The stages of each teacher, cut before its weights are cast: tracing does not support autocast."""
     return [
         cut_teacher(module, each.name, bool(pair.teacher_taps), stages, strategy, size, display)
         for module, each in zip(pair.teachers, teachers, strict=True)
     ]
 
 
-def _stages_words(teachers: list[Loaded], stages: Stages, cuts: list[list[Segment]]) -> list[str]:
-    return [
-        f"teacher {each.name} {stages.words}: {describe_stages(segments)}"
-        for each, segments in zip(teachers, cuts, strict=True)
-    ]
-
-
-def _method_words(chosen: Chosen, stage: Stage) -> str:
-    terms = [f"{chosen.r:g} cross-entropy"] if chosen.r else []
-    terms += [f"{part.weight:g} {part.name}" for part in chosen.parts]
+def _describe_loss(selection: Selection, stage: Stage) -> str:
+    terms = [f"{selection.r:g} cross-entropy"] if selection.r else []
+    terms += [f"{each.weight:g} {each.name}" for each in selection.methods]
     opening = f"initial stage of {stage.name}: " if stage.name else "loss = "
-    tempered = any(part.method.on_logits for part in chosen.parts)
-    return opening + " + ".join(terms) + (f", T = {chosen.T:g}" if tempered else "")
+    tempered = any(each.method.on_logits for each in selection.methods)
+    return opening + " + ".join(terms) + (f", T = {selection.T:g}" if tempered else "")
 
 
-def _refuse_misfits(recipe: Recipe, chosen: Chosen, stage: Stage, strategy: type[Strategy]) -> None:
-    """What the recipe alone, with the number of processes, rules out."""
+def _check_combination(recipe: Recipe, selection: Selection, stage: Stage, strategy: type[Strategy]) -> None:
+    """Raises a `UserError` if the methods do not work with the layout or with other fields of the recipe."""
     if strategy.why_no_teacher:
         raise UserError(
             f"parallel.layout = {strategy.name}: {strategy.why_no_teacher}", "use --parallel.layout ddp"
         )
-    spanning = [part.name for part in chosen.parts if part.method.scope == "global_batch"]
+    spanning = [each.name for each in selection.methods if each.method.scope == "global_batch"]
+    relates = f"{', '.join(spanning)} relates all samples of the global batch, and micro-batches would separate them"
     if spanning and strategy.staged:
         raise UserError(
-            f"parallel.layout = {strategy.name}: {', '.join(spanning)} relates all samples of the global "
-            "batch to each other, and micro-batches would hide them from each other",
-            "use --parallel.layout ddp, or a method of single samples",
+            f"parallel.layout = {strategy.name}: {relates}",
+            "use --parallel.layout ddp, or a method that does not relate samples",
         )
-    initial = [stage.name] if stage.name else [name for name, epochs in chosen.initial if epochs]
+    initial = [stage.name] if stage.name else [name for name, epochs in selection.initial if epochs]
     if initial and strategy.staged:
         raise UserError(
-            f"parallel.layout = {strategy.name}: {', '.join(initial)} has an "
-            "initial stage of its own, which trains other parts of the student",
-            "use --parallel.layout ddp, or another method",
+            f"parallel.layout = {strategy.name}: {', '.join(initial)} has an initial stage, which does not train the "
+            "whole student",
+            "use --parallel.layout ddp, or a different method",
         )
     if spanning and recipe.train.accumulate > 1:
         raise UserError(
-            f"train.accumulate = {recipe.train.accumulate}: {', '.join(spanning)} relates all samples of the global "
-            "batch to each other, and micro-batches would hide them from each other",
-            "use --train.accumulate 1 with more processes or a smaller data.batch, or a method of single samples",
+            f"train.accumulate = {recipe.train.accumulate}: {relates}",
+            "use --train.accumulate 1 with more processes or a smaller data.batch, or a method that does not relate "
+            "samples",
         )
-    unmixed = [part.name for part in chosen.parts if not part.method.mixes]
+    unmixed = [each.name for each in selection.methods if not each.method.mixes]
     if unmixed and (recipe.data.mixup or recipe.data.cutmix):
         raise UserError(
-            f"distill.method = {', '.join(unmixed)}: needs the one class or sample of an image, a mixed one has two",
-            "turn data.mixup and data.cutmix off, or use another method",
+            f"distill.method = {', '.join(unmixed)}: needs one class per image, but a mixed image has two",
+            "set data.mixup and data.cutmix to 0, or use a different method",
         )
 
 
-def _take_over(bundle: Bundle, student: nn.Module, before: tuple[Path, ...], world: World) -> list[str]:
-    """Loads what initial stages left, on rank 0, which has the run folder, and gives it to every rank: the student,
-    and those helpers that go on."""
-    words = []
+def _load_initial_stages(
+    bundle: Bundle, student: nn.Module, before: tuple[Path, ...], world: World
+) -> list[str]:
+    """Loads the student, and the helpers that continue, from the checkpoints of initial stages. Rank 0, which has the
+    run folder, reads and broadcasts them."""
+    messages = []
     for folder in before if world.is_rank_zero else ():
         newest, _ = newest_valid(folder / "checkpoints")
         if newest is None:
-            raise UserError(
-                f"{folder}: its initial stage left no sound checkpoint", "delete it and run again"
-            )
+            raise UserError(f"{folder}: has no valid checkpoint", "delete the folder and repeat the command")
         _, groups = read_checkpoint(newest)
         student.load_state_dict(groups["model"])
-        ours = bundle.state_dict()
+        own = bundle.state_dict()
         taken = {
             name: tensor
             for name, tensor in groups.get("helpers", {}).items()
-            if name in ours and ours[name].shape == tensor.shape
+            if name in own and own[name].shape == tensor.shape
         }
         bundle.load_state_dict(taken, strict=False)
         helpers = f" and {len(taken)} tensors of its helpers" if taken else ""
-        words.append(f"goes on from the initial stage {folder.name}: its student{helpers}")
+        messages.append(f"continues from the initial stage {folder.name}: student{helpers}")
     if before:
         for tensor in bundle.state_dict().values():
             world.broadcast(tensor)
-    return words
+    return messages
 
 
-def _freeze_idle(bundle: Bundle, teacher: Teacher, size: int) -> None:
-    """Turns gradients off for what an initial stage does not train, such as the student's last layer: found by one
-    backward of a copy. DDP would wait for them for ever."""
+def _freeze_unused(bundle: Bundle, teacher: Teacher, size: int) -> None:
+    """Turns off gradients for parameters that an initial stage does not train, such as the student's last layer: DDP
+    would wait for them forever. Finds them by one backward of a copy."""
     trial = copy_model(bundle).train()
     images = torch.randn((4, 3, size, size), generator=torch.Generator().manual_seed(0)).to(teacher.device)
-    taught = teacher(images)
-    said = trial(images, {name: tap.float() for name, tap in taught.taps.items()})
-    features = [*said.taps.values(), *(value for each in said.helped.values() for value in each.values())]
+    teacher_taps = {name: tap.float() for name, tap in teacher(images).taps.items()}
+    output = trial(images, teacher_taps)
+    helper_outputs = [value for each in output.helper_outputs.values() for value in each.values()]
+    features = [*output.taps.values(), *helper_outputs]
     sum(value.float().sum() for value in features if value.requires_grad).backward()
     for parameter, tried in zip(bundle.parameters(), trial.parameters(), strict=True):
         if tried.grad is None:

@@ -1,9 +1,10 @@
-"""Teachers that run beside the student: one, or an ensemble.
+"""Teachers: loaded from their weights, measured, and run beside the student; one, or an ensemble.
 
-Promises: in evaluation mode and without gradients, on this process's own device (in stages: each tensor on the device
-of its stage, or given up where another process computes that), in its own precision; `check` proves it, and that not
-one bit of them has changed since they were loaded. The forward runs in inference mode and makes nothing wait.
-Ensembles average softened probabilities or logits by given shares.
+Promises: every tensor of a teacher comes from its weights, which also name the model. Its classes are matched to
+those of the data by name, and its accuracy is measured before the first step. A teacher runs in inference mode,
+without gradients, in its own precision, on this process's device (in stages: each tensor on the device of its stage),
+and makes nothing wait. `check` proves this, and that no bit has changed since it was loaded. Rejects a teacher
+without weights, and one whose classes differ from the data's.
 """
 
 from __future__ import annotations
@@ -12,26 +13,45 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from drumline.config.arguments import names_code
+from drumline.config.recipe import Distill, Recipe
+from drumline.config.toml import load_recipe
 from drumline.core.arithmetic import autocast
 from drumline.core.errors import UserError
+from drumline.core.progress import progress
+from drumline.data.classes import Classes
 from drumline.data.feed.batch import Batch
+from drumline.data.feed.sampler import evaluation_starts
+from drumline.models import create_model
+from drumline.parallel.strategy import Strategy, to_device
 from drumline.parallel.world import World
 from drumline.state.fingerprint import fingerprints_of, state_sha256
+from drumline.state.folder import run_of
+from drumline.state.model_record import ModelRecord
+from drumline.state.weights import WeightFields, load_weights, resolve_weights, weights_record
+from drumline.train.evaluate import Score
+from drumline.train.model import model_record, refuse_nonfinite, verify_weights
+from drumline.train.score import score_module
+from drumline.train.sets import Sets
 
-Way = Callable[[Sequence[tuple[int, ...]], Callable[[int], Tensor]], Sequence[Any]]
-"""How a module is computed on several batches: from their shapes, and what gives the images of each, to the module's
-output on each, or to nothing where another process has that."""
-Rule = Literal["probabilities", "logits"]
-_SIXTEEN_BIT = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+Forward = Callable[[Sequence[tuple[int, ...]], Callable[[int], Tensor]], Sequence[Any]]
+"""Runs a module on several batches. It receives their shapes and a function that returns the images of each, and
+returns the module's output on each, or nothing if a different process has it."""
+EnsembleRule = Literal["probabilities", "logits"]
+FIELDS = WeightFields("distill.teacher_weights", "distill.teacher")
+_AUTOCAST_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 
 
-class Taught(NamedTuple):
-    """What a teacher says of a batch: ordinary tensors without gradient."""
+class TeacherOutput(NamedTuple):
+    """A teacher's output on a batch: ordinary tensors without gradient."""
 
     logits: Tensor
     taps: dict[str, Tensor]
@@ -39,21 +59,21 @@ class Taught(NamedTuple):
 
 @dataclass
 class Teacher:
-    """One or several frozen networks, called on normalised images."""
+    """One or more frozen networks, called on normalised images."""
 
     modules: Sequence[nn.Module]
-    """Bare, for state and checks."""
+    """The networks themselves, for state and checks."""
     device: torch.device
     taps: tuple[str, ...] = ()
-    """Read from the only module; an ensemble has none."""
+    """Read from the only module; an ensemble has no taps."""
     autocast: torch.dtype | None = None
-    rule: Rule = "probabilities"
+    rule: EnsembleRule = "probabilities"
     shares: tuple[float, ...] = (1.0,)
     temperature: float = 1.0
     compiled: bool = False
-    _ways: Sequence[Way] = field(init=False)
-    _homes: dict[tuple[int, str], torch.device] = field(init=False, default_factory=dict)
-    """Where tensors lie, but on the device."""
+    _forwards: Sequence[Forward] = field(init=False)
+    _devices: dict[tuple[int, str], torch.device] = field(init=False, default_factory=dict)
+    """The device of each tensor of a teacher in stages."""
     _identity: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,93 +82,98 @@ class Teacher:
         for module in self.modules:
             module.eval().requires_grad_(False)
             if self.autocast is not None:
-                # What autocast would do at every step, done once; norms stay in fp32, as there.
-                for part in module.modules():
-                    # Not subclasses: one may compute its weights from what it stores, in fp32 under autocast.
-                    if type(part) in _SIXTEEN_BIT:
-                        part.to(self.autocast)
+                # Casts once what autocast would cast at every step. Norms stay in fp32, as under autocast.
+                for layer in module.modules():
+                    # Not subclasses: one may compute its weights from stored tensors, in fp32 under autocast.
+                    if type(layer) in _AUTOCAST_LAYERS:
+                        layer.to(self.autocast)
             if self.compiled:
-                # Evaluation and training batches differ in length: a graph for each, none for any.
+                # Evaluation and training batches differ in length: one graph for each instead of a dynamic one.
                 module.compile(dynamic=False)
-        self._ways = [partial(_whole, module, bool(self.taps)) for module in self.modules]
+        self._forwards = [partial(_run_whole, module, bool(self.taps)) for module in self.modules]
         self._identity = self._fingerprints()
 
-    def __call__(self, images: Tensor) -> Taught:
-        (said,) = self.hear([tuple(images.shape)], lambda number: images)
-        return said
+    def __call__(self, images: Tensor) -> TeacherOutput:
+        (output,) = self.outputs_of([tuple(images.shape)], lambda number: images)
+        return output
 
-    def hear(self, shapes: Sequence[tuple[int, ...]], feed: Callable[[int], Tensor]) -> list[Taught]:
-        """What is said of several batches of these shapes; nothing where the teacher's last stage is not."""
+    def outputs_of(
+        self, shapes: Sequence[tuple[int, ...]], feed: Callable[[int], Tensor]
+    ) -> list[TeacherOutput]:
+        """The outputs on several batches of these shapes; empty in processes without the teacher's last stage."""
         with torch.inference_mode(), self._precision():
-            outputs = [way(shapes, feed) for way in self._ways]
-            said = [self._joined(each) for each in zip(*outputs, strict=True)]
-        # An inference tensor may not be saved for backward, its copy may.
+            outputs = [forward(shapes, feed) for forward in self._forwards]
+            combined = [self._combined(each) for each in zip(*outputs, strict=True)]
+        # Backward must not save an inference tensor, but may save its copy.
         return [
-            Taught(logits.clone(), {name: tap.clone() for name, tap in taps.items()}) for logits, taps in said
+            TeacherOutput(logits.clone(), {name: tap.clone() for name, tap in taps.items()})
+            for logits, taps in combined
         ]
 
-    def lay(self, ways: Sequence[Way]) -> None:
-        """From now on computed in these ways, by tensors that lie as they do now; those on the meta device are other
-        processes'. What is here must be what was loaded."""
-        assert len(ways) == len(self.modules)
+    def use_stages(self, forwards: Sequence[Forward]) -> None:
+        """Runs the modules with these functions from now on. Tensors stay on their present devices; those on the meta
+        device belong to other processes. The tensors of this process must be those that were loaded."""
+        assert len(forwards) == len(self.modules)
         loaded, here = self._identity, [not tensor.is_meta for _, _, tensor in self._named()]
-        self._ways = ways
-        self._homes = {(number, name): tensor.device for number, name, tensor in self._named()}
+        self._forwards = forwards
+        self._devices = {(number, name): tensor.device for number, name, tensor in self._named()}
         self._identity = self._fingerprints()
-        assert torch.equal(self._identity.cpu(), loaded.cpu()[torch.tensor(here)]), "moved, and changed by it"
+        assert torch.equal(self._identity.cpu(), loaded.cpu()[torch.tensor(here)]), (
+            "the move changed a tensor"
+        )
 
-    def leave(self) -> None:
-        """Gives the memory back, where nobody will ask."""
+    def release(self) -> None:
+        """Frees the memory, in processes that do not run the teacher."""
         for module in self.modules:
             module.to("meta")
 
-    def agree(self, world: World) -> None:
-        """Raises where the ranks were given different teachers."""
+    def check_ranks(self, world: World) -> None:
+        """Raises a `UserError` if the ranks have different teachers."""
         ranks = world.all_gather_integers(self._identity.to(self.device))
-        odd = [rank for rank in range(world.size) if not torch.equal(ranks[rank], ranks[0])]
-        if odd:
+        different = [rank for rank in range(world.size) if not torch.equal(ranks[rank], ranks[0])]
+        if different:
             raise UserError(
-                f"distill.teacher_weights: rank(s) {odd} have another teacher than rank 0",
+                f"distill.teacher_weights: rank(s) {different} have a different teacher from rank 0",
                 "give every machine the same weights",
             )
 
     def check(self) -> None:
-        """Raises where a teacher trains, holds a gradient, lies on another device or has changed."""
+        """Raises a `UserError` if a teacher is in training mode, takes gradients, is on a wrong device or has
+        changed."""
         for module in self.modules:
-            for name, part in module.named_modules():
-                if part.training:
-                    raise _wrong(f"{name or type(part).__name__} is in training mode", "call eval() on it")
+            for name, child in module.named_modules():
+                if child.training:
+                    raise _wrong(f"{name or type(child).__name__} is in training mode", "call eval() on it")
         for number, name, tensor in self._named():
             if tensor.requires_grad or tensor.grad is not None:
                 raise _wrong(f"{name} takes gradients", "call requires_grad_(False) on it")
-            home = self._homes.get((number, name), self.device)
-            if tensor.device != home:
-                whose = "its stage" if self._homes else "this process"
+            expected = self._devices.get((number, name), self.device)
+            if tensor.device != expected:
+                owner = "stage" if self._devices else "process"
                 raise _wrong(
-                    f"{name} is on {tensor.device}, {whose} computes on {home}",
-                    "move it to the device of its stage"
-                    if self._homes
-                    else "move it to the process's own device",
+                    f"{name} is on {tensor.device}, but its {owner} computes on {expected}",
+                    f"move it to the device of its {owner}",
                 )
         if (self._fingerprints() != self._identity).any():
             raise _wrong(
-                "weights or statistics have changed since they were loaded", "look for what wrote them"
+                "weights or statistics have changed since they were loaded",
+                "find the code that writes to them",
             )
 
     def _precision(self) -> torch.autocast:
         return autocast(self.device, self.autocast)
 
-    def _joined(self, outputs: Sequence[Any]) -> Taught:
-        """All modules' outputs on a batch as what one teacher says."""
+    def _combined(self, outputs: Sequence[Any]) -> TeacherOutput:
+        """Combines the outputs of all modules on a batch."""
         if self.taps:
             logits, taps = outputs[0]
-            return Taught(logits, {name: taps[name] for name in self.taps})
+            return TeacherOutput(logits, {name: taps[name] for name in self.taps})
         if len(outputs) == 1:
-            return Taught(outputs[0], {})
-        return Taught(ensemble(outputs, self.shares, self.rule, self.temperature), {})
+            return TeacherOutput(outputs[0], {})
+        return TeacherOutput(ensemble(outputs, self.shares, self.rule, self.temperature), {})
 
     def _named(self) -> list[tuple[int, str, Tensor]]:
-        """Every tensor with its name and the number of its module."""
+        """Every tensor with the number of its module and its name."""
         return [
             (number, name, tensor)
             for number, module in enumerate(self.modules)
@@ -156,36 +181,38 @@ class Teacher:
         ]
 
     def _fingerprints(self) -> Tensor:
-        """Of the tensors that are here."""
+        """The fingerprints of this process's tensors."""
         return fingerprints_of([tensor for _, _, tensor in self._named() if not tensor.is_meta])
 
 
 @dataclass(frozen=True)
-class Live:
-    """A teacher that is computed at every step."""
+class LiveTeacher:
+    """A teacher that runs at every step."""
 
     teacher: Teacher
 
-    def __call__(self, images: Tensor, batch: Batch) -> Taught:
+    def __call__(self, images: Tensor, batch: Batch) -> TeacherOutput:
         return self.teacher(images)
 
 
-def _whole(
+def _run_whole(
     module: nn.Module, taps: bool, shapes: Sequence[tuple[int, ...]], feed: Callable[[int], Tensor]
 ) -> list[Any]:
-    """A module's outputs, one batch after the other."""
+    """A whole module's outputs, one batch after the other."""
     return [module(feed(each), taps=True) if taps else module(feed(each)) for each in range(len(shapes))]
 
 
 def _wrong(what: str, fix: str) -> UserError:
-    return UserError(f"the teacher's {what}: it would not be the teacher that was loaded", fix)
+    return UserError(f"the teacher's {what}; it must stay as it was loaded", fix)
 
 
-def ensemble(logits: Sequence[Tensor], shares: Sequence[float], rule: Rule, temperature: float) -> Tensor:
-    """The logits of several teachers as those of one, in fp32.
+def ensemble(
+    logits: Sequence[Tensor], shares: Sequence[float], rule: EnsembleRule, temperature: float
+) -> Tensor:
+    """Combines the logits of several teachers, in fp32.
 
-    `logits`: Σ wₖ zₖ. `probabilities`: z = T · log Σ wₖ softmax(zₖ / T), so that softmax(z / T) is exactly the mean
-    of the teachers' softened probabilities. Shares are scaled to sum to 1.
+    `logits`: Σ wₖ zₖ. `probabilities`: z = T · log Σ wₖ softmax(zₖ / T), so that softmax(z / T) is exactly the
+    weighted mean of the softened probabilities. The weights w are the shares, scaled to sum to 1.
     """
     weights = [share / sum(shares) for share in shares]
     if rule == "logits":
@@ -198,10 +225,148 @@ def ensemble(logits: Sequence[Tensor], shares: Sequence[float], rule: Rule, temp
 
 
 def weights_sha256(modules: Sequence[nn.Module]) -> str:
-    """What a cache knows a teacher by: every byte of its parameters and buffers."""
+    """The SHA-256 of all parameters and buffers, which identifies a teacher in the key of a cache."""
     tensors = {
         f"{number}/{name}": tensor
         for number, module in enumerate(modules)
         for name, tensor in module.state_dict().items()
     }
     return state_sha256({"model": tensors})
+
+
+@dataclass(frozen=True)
+class LoadedTeacher:
+    """A teacher on this process's device, or on the host; not yet frozen."""
+
+    name: str
+    weights: str
+    module: nn.Module
+    record: ModelRecord | None = None
+    """What its weights file records about it."""
+    messages: tuple[str, ...] = ()
+    """How its classes were matched to the data's."""
+
+
+def load_teachers(
+    recipe: Recipe, classes: Classes, world: World, on_host: bool = False
+) -> list[LoadedTeacher]:
+    """Every teacher of the recipe, in order. Teachers that will be cut into stages stay `on_host`."""
+    names, paths = check_teachers(recipe.distill), recipe.distill.teacher_weights
+    return [
+        _load(recipe, name, path, classes, world, on_host) for name, path in zip(names, paths, strict=True)
+    ]
+
+
+def check_teachers(distill: Distill) -> tuple[str, ...]:
+    """The model name of each teacher. Rejects what is wrong without building a model."""
+    names, weights = distill.teacher, distill.teacher_weights
+    if not weights:
+        raise UserError(
+            "distill.teacher_weights is empty: distillation needs a trained teacher",
+            "train one (drumline train) and give its run folder, or a weights file",
+        )
+    if names and len(names) != len(weights):
+        raise UserError(
+            f"distill.teacher names {len(names)} model(s), but distill.teacher_weights has {len(weights)}",
+            "give one weights file or run folder per teacher, in the same order",
+        )
+    if distill.shares and len(distill.shares) != len(weights):
+        raise UserError(
+            f"distill.shares has {len(distill.shares)} weight(s), but there are {len(weights)} teacher(s)",
+            "give one weight per teacher, in their order, or none",
+        )
+    for path in weights:
+        resolve_weights(path, FIELDS)
+    return names or tuple(_without_code(teacher_name(path), path) for path in weights)
+
+
+def teacher_name(path: str) -> str:
+    """The model's name, from the record in its weights or from the recipe of its run."""
+    if (record := weights_record(resolve_weights(path, FIELDS))) is not None:
+        return record.model
+    run = run_of(Path(path))
+    if run is None:
+        raise UserError(
+            f"distill.teacher is empty, and {path} is not a run folder that names its model",
+            "give the model's name, such as --distill.teacher resnet34",
+        )
+    return load_recipe(str(run / "recipe.toml")).recipe.model.name
+
+
+def image_warnings(recipe: Recipe, sets: Sets, teachers: list[LoadedTeacher]) -> list[str]:
+    """A warning for each teacher whose weights record different image settings."""
+    warnings = []
+    for teacher in teachers:
+        different = teacher.record.other_images(model_record(recipe, sets)) if teacher.record else []
+        if different:
+            warnings.append(
+                f"WARNING: the teacher {teacher.weights} was trained on different images: {'; '.join(different)}"
+            )
+    return warnings
+
+
+def measure_teacher(
+    teacher: Teacher, predictions: Tensor, sets: Sets, strategy: Strategy, runs_here: bool
+) -> Score:
+    """The teacher's score, counted like any evaluation; writes its predicted classes to `predictions`. Processes that
+    do not run the teacher's last stage go through the same samples (`runs_here` false: without computing)."""
+    grid, peers = strategy.grid, strategy.grid.peers
+    own = evaluation_starts(samples=len(sets.eval), batch=sets.eval_batch, rank=peers.rank, world=peers.size)
+    bar = partial(progress, text="measuring the teacher", total=len(own)) if grid.world.is_rank_zero else iter
+    return score_module(
+        _ForEvaluation(teacher, runs_here),
+        sets,
+        strategy.recipe,
+        grid,
+        through=bar,
+        record=predictions,
+        autocast=strategy.autocast,
+    )
+
+
+def describe_score(teachers: list[LoadedTeacher], score: Score, labels: NDArray[np.int64]) -> str:
+    """The log line about a teacher's score, with a warning if it is close to chance."""
+    names = " + ".join(f"{each.name} ({each.weights})" for each in teachers)
+    line = f"teacher {names}: top-1 {score.accuracy:.2%} ({score.top1:,} of {score.samples:,})"
+    majority = np.bincount(labels).max() / len(labels)
+    if score.nonfinite or score.accuracy < majority + 0.1 * (1 - majority):
+        line += (
+            ". WARNING: hardly better than chance. Check that the weights, the classes, the image size and the "
+            "normalisation (data.size, data.mean, data.std) are those of its training"
+        )
+    return line
+
+
+class _ForEvaluation(nn.Module):
+    """A teacher as evaluation calls it. Not a parent module of it, so nothing can switch it to training mode."""
+
+    def __init__(self, teacher: Teacher, runs_here: bool) -> None:
+        super().__init__()
+        self.outputs_of, self.runs_here = teacher.outputs_of, runs_here
+
+    def forward(self, images: Tensor) -> Tensor | None:
+        outputs = self.outputs_of([tuple(images.shape)], lambda number: images) if self.runs_here else []
+        return outputs[0].logits if outputs else None
+
+
+def _without_code(name: str, path: str) -> str:
+    """A model name from a teacher's recipe. Rejects one that would run code: the run folder may be untrusted."""
+    if names_code(name):
+        raise UserError(
+            f"{path}: its recipe names the model {name}, which runs the code of {name.partition(':')[0]}",
+            f"if you trust that code, name the model on the command line: distill.teacher={name}",
+        )
+    return name
+
+
+def _load(
+    recipe: Recipe, name: str, path: str, classes: Classes, world: World, on_host: bool
+) -> LoadedTeacher:
+    verify_weights(Path(path), FIELDS)
+    count = len(classes) if recipe.model.classes == "auto" else recipe.model.classes
+    module = create_model(name, classes=count)
+    report = load_weights(module, path, classes=classes, fields=FIELDS)
+    refuse_nonfinite(module, report.file, FIELDS)
+    if not on_host:
+        module = to_device(module, recipe, world.device)
+    return LoadedTeacher(name, path, module, report.record, report.notes)

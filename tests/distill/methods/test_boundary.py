@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import UserError
-from drumline.distill.method import Anatomy, Needs, Seen
+from drumline.distill.method import LossInputs, Needs, NetworkInfo
 from drumline.distill.methods.boundary import Abound, Ofd, abound, by_depth, margins, ofd
 
 SHAPES = [(3, 4, 5, 5), (1, 1, 1, 1), (2, 7, 3, 2)]
@@ -29,27 +29,29 @@ def norm(width: int, seed: int) -> nn.BatchNorm2d:
     return made
 
 
-def anatomy(name: str, *stages: tuple[int, int, int], norms: bool = True) -> Anatomy:
+def network_info(name: str, *stages: tuple[int, int, int], norms: bool = True) -> NetworkInfo:
     shapes: dict[str, tuple[int, ...]] = {"stem": stages[0]}
     for number, shape in enumerate(stages, 1):
         shapes[f"stage{number}.pre"] = shapes[f"stage{number}"] = shape
     known = {f"stage{n}.pre": norm(shape[0], n) for n, shape in enumerate(stages, 1)} if norms else {}
-    return Anatomy(name, {**shapes, "pooled": (stages[-1][0],)}, 10, known)
+    return NetworkInfo(name, {**shapes, "pooled": (stages[-1][0],)}, 10, known)
 
 
-STUDENT = anatomy("small", (3, 8, 8), (4, 8, 8), (5, 3, 3), (6, 2, 2), norms=False)
-TEACHER = anatomy("large", (4, 8, 8), (8, 4, 4), (9, 3, 3))
+STUDENT = network_info("small", (3, 8, 8), (4, 8, 8), (5, 3, 3), (6, 2, 2), norms=False)
+TEACHER = network_info("large", (4, 8, 8), (8, 4, 4), (9, 3, 3))
 
 
-def taps(which: Anatomy, names: tuple[str, ...], count: int, seed: int) -> dict[str, Tensor]:
+def taps(which: NetworkInfo, names: tuple[str, ...], count: int, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(count, *which.shapes[name], generator=generator) for name in names}
 
 
-def seen(student: dict[str, Tensor], teacher: dict[str, Tensor], helped: dict[str, Tensor]) -> Seen:
+def seen(student: dict[str, Tensor], teacher: dict[str, Tensor], helped: dict[str, Tensor]) -> LossInputs:
     count = len(next(iter(helped.values())))
     logits = torch.zeros(count, 10)
-    return Seen(logits, logits, student, teacher, helped, torch.zeros(count).long(), torch.arange(count))
+    return LossInputs(
+        logits, logits, student, teacher, helped, torch.zeros(count).long(), torch.arange(count)
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ def test_stages_are_matched_from_the_last_and_everything_learns(method: Ofd | Ab
 
 
 def test_a_larger_student_is_pooled() -> None:
-    student, teacher = anatomy("wide", (3, 6, 6), norms=False), anatomy("deep", (4, 2, 2))
+    student, teacher = network_info("wide", (3, 6, 6), norms=False), network_info("deep", (4, 2, 2))
     helper = Ofd().helper(student, teacher)
     mine, theirs = taps(student, ("stage1.pre",), 4, 1), taps(teacher, ("stage1.pre",), 4, 2)
     conv, bn = helper.stages[0]
@@ -218,12 +220,12 @@ def test_a_teacher_without_batchnorm_or_taps_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"BatchNorm directly before each activation.*stage1\.pre of the teacher plain"
     ):
-        Ofd().needs(STUDENT, anatomy("plain", (4, 8, 8), norms=False))
-    without = Anatomy("odd", {"stage1": (3, 4, 4), "pooled": (3,)}, 10)
+        Ofd().needs(STUDENT, network_info("plain", (4, 8, 8), norms=False))
+    without = NetworkInfo("odd", {"stage1": (3, 4, 4), "pooled": (3,)}, 10)
     for method in (Ofd(), Abound()):
         with pytest.raises(UserError, match=r"odd has no stage1\.pre"):
             method.needs(without, TEACHER)
         with pytest.raises(UserError, match="bare has no stages"):
-            method.needs(STUDENT, Anatomy("bare", {"pooled": (3,)}, 10))
+            method.needs(STUDENT, NetworkInfo("bare", {"pooled": (3,)}, 10))
     with pytest.raises(UserError, match="margin = 0"):
         Abound(margin=0)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from drumline.core.errors import UserError
 from drumline.distill import bank as bank_module
 from drumline.distill.bank import ContrastBank, first_rows
-from drumline.distill.method import Anatomy, Memory, Method, Needs, Seen
+from drumline.distill.method import LossInputs, Memory, Method, Needs, NetworkInfo
 from drumline.distill.methods.contrast import Crd, log_partition, nce, scores
 from drumline.parallel.world import single_process
 from tests.distill import bank_ranks
@@ -22,7 +22,7 @@ from tests.launch.ranks import one_thread
 
 WORLD = single_process(torch.device("cpu"))
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 3])
-SMALL, LARGE = Anatomy("small", {"pooled": (5,)}, 4), Anatomy("large", {"pooled": (7,)}, 4)
+SMALL, LARGE = NetworkInfo("small", {"pooled": (5,)}, 4), NetworkInfo("large", {"pooled": (7,)}, 4)
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +36,9 @@ def unit(count: int, dim: int, seed: int) -> Tensor:
     return F.normalize(torch.randn(count, dim, generator=generator, dtype=torch.float64))
 
 
-def seen(helped: dict[str, Tensor], ids: Tensor, bank: Memory | None) -> Seen:
+def seen(helped: dict[str, Tensor], ids: Tensor, bank: Memory | None) -> LossInputs:
     logits = torch.zeros(len(ids), 4)
-    return Seen(logits, logits, {}, {}, helped, LABELS[ids], ids, bank)
+    return LossInputs(logits, logits, {}, {}, helped, LABELS[ids], ids, bank)
 
 
 def small_bank(seed: int = 3, dim: int = 6, draws: int = 20, momentum: float = 0.5) -> ContrastBank:
@@ -288,7 +288,7 @@ def test_wrong_options_are_refused(option: dict[str, Any]) -> None:
 
 def test_networks_without_a_pooled_vector_are_refused() -> None:
     with pytest.raises(UserError, match="`pooled`, which maps only does not have"):
-        Crd().needs(SMALL, Anatomy("maps only", {"stage1": (3, 2, 2)}, 4))
+        Crd().needs(SMALL, NetworkInfo("maps only", {"stage1": (3, 2, 2)}, 4))
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import UserError
-from drumline.distill.method import Anatomy, Needs, Seen
+from drumline.distill.method import LossInputs, Needs, NetworkInfo
 from drumline.distill.methods.factor import Factor, Paraphrase, Paraphraser, factor, paraphrase
 
-STUDENT = Anatomy("small", {"stage1": (3, 8, 8), "stage2": (5, 4, 4), "pooled": (5,)}, 10)
-TEACHER = Anatomy(
+STUDENT = NetworkInfo("small", {"stage1": (3, 8, 8), "stage2": (5, 4, 4), "pooled": (5,)}, 10)
+TEACHER = NetworkInfo(
     "large", {"stage1": (4, 6, 6), "stage2": (6, 4, 4), "stage3": (8, 3, 3), "pooled": (8,)}, 10
 )
 SHAPES = [(3, 4, 5, 5), (1, 1, 1, 1), (2, 7, 3, 2)]
@@ -23,10 +23,10 @@ def maps(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) 
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def seen(helped: dict[str, Tensor]) -> Seen:
+def seen(helped: dict[str, Tensor]) -> LossInputs:
     count = len(next(iter(helped.values())))
     logits = torch.zeros(count, 10)
-    return Seen(logits, logits, {}, {}, helped, torch.zeros(count).long(), torch.arange(count))
+    return LossInputs(logits, logits, {}, {}, helped, torch.zeros(count).long(), torch.arange(count))
 
 
 def both(count: int = 5) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -123,7 +123,7 @@ def test_the_initial_stage_learns_to_rebuild_the_teachers_map() -> None:
 
 
 def test_both_stages_pool_the_teacher_alike() -> None:
-    teacher = Anatomy("fine", {"stage1": (8, 8, 8)}, 10)
+    teacher = NetworkInfo("fine", {"stage1": (8, 8, 8)}, 10)
     tapped = {"stage1": maps((2, 8, 8, 8), 1, torch.float32)}
     pooled = tapped["stage1"].unfold(2, 2, 2).unfold(3, 2, 2).mean((-1, -2))
     rebuilt = Paraphrase().helper(STUDENT, teacher)({}, tapped)
@@ -178,4 +178,4 @@ def test_wrong_options_and_networks_without_stages_are_refused() -> None:
     with pytest.raises(UserError, match="k = -1"):
         Paraphrase(k=-1)
     with pytest.raises(UserError, match="`stage1`, which bare does not have"):
-        Factor().needs(STUDENT, Anatomy("bare", {"pooled": (3,)}, 10))
+        Factor().needs(STUDENT, NetworkInfo("bare", {"pooled": (3,)}, 10))

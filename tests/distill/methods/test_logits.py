@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import UserError
-from drumline.distill.method import Anatomy, Method, Needs, Seen
+from drumline.distill.method import LossInputs, Method, Needs, NetworkInfo
 from drumline.distill.methods.logits import Dist, Dkd, Kd, dist, dkd, kd, standardised
 
 SHAPES = [(1, 2), (5, 3), (7, 20)]
@@ -38,8 +38,8 @@ def divergence(t: list[float], s: list[float]) -> float:
     return sum(a * math.log(a / b) for a, b in zip(t, s, strict=True))
 
 
-def seen(student: Tensor, teacher: Tensor) -> Seen:
-    return Seen(student, teacher, {}, {}, {}, labels(*student.shape), torch.arange(len(student)))
+def seen(student: Tensor, teacher: Tensor) -> LossInputs:
+    return LossInputs(student, teacher, {}, {}, {}, labels(*student.shape), torch.arange(len(student)))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
@@ -252,10 +252,12 @@ def test_a_sample_costs_the_same_in_any_company(method: Method) -> None:
     student, teacher = logits(6, 5)
     own = labels(6, 5)
     alone = [
-        method.loss(Seen(student[i : i + 1], teacher[i : i + 1], {}, {}, {}, own[i : i + 1], own[i : i + 1]))
+        method.loss(
+            LossInputs(student[i : i + 1], teacher[i : i + 1], {}, {}, {}, own[i : i + 1], own[i : i + 1])
+        )
         for i in range(6)
     ]
-    together = method.loss(Seen(student, teacher, {}, {}, {}, own, own))
+    together = method.loss(LossInputs(student, teacher, {}, {}, {}, own, own))
     assert together.shape == (6,)
     torch.testing.assert_close(torch.cat(alone), together)
 
@@ -293,12 +295,12 @@ def test_the_declarations_are_the_papers() -> None:
 
 @pytest.mark.parametrize("method", [Kd(), Dkd(), Dist()])
 def test_logits_are_all_they_need_and_classes_must_agree(method: Method) -> None:
-    student = Anatomy("small", {"stage1": (8, 4, 4), "pooled": (8,)}, 10)
-    teacher = Anatomy("large", {"stage1": (32, 8, 8), "stage2": (64, 4, 4), "pooled": (64,)}, 10)
+    student = NetworkInfo("small", {"stage1": (8, 4, 4), "pooled": (8,)}, 10)
+    teacher = NetworkInfo("large", {"stage1": (32, 8, 8), "stage2": (64, 4, 4), "pooled": (64,)}, 10)
     assert method.needs(student, teacher) == Needs()
     assert method.helper(student, teacher) is None
     with pytest.raises(UserError, match="large has 100 classes and the student small has 10"):
-        method.needs(student, Anatomy("large", teacher.shapes, 100))
+        method.needs(student, NetworkInfo("large", teacher.shapes, 100))
 
 
 @pytest.mark.parametrize("kind", [Kd, Dkd, Dist])
@@ -308,6 +310,6 @@ def test_a_temperature_that_is_not_above_zero_is_refused(kind: type[Kd] | type[D
 
 
 def test_dkd_refuses_a_single_class() -> None:
-    one = Anatomy("one", {"pooled": (8,)}, 1)
+    one = NetworkInfo("one", {"pooled": (8,)}, 1)
     with pytest.raises(UserError, match="has one class"):
         Dkd().needs(one, one)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import UserError
-from drumline.distill.method import Anatomy, Method, Seen
+from drumline.distill.method import LossInputs, Method, NetworkInfo
 from drumline.distill.methods.maps import (
     Attention,
     Hint,
@@ -21,12 +21,12 @@ from drumline.distill.methods.maps import (
 )
 from drumline.distill.methods.taps import at_common_size, paired_stages
 
-THREE = Anatomy(
+THREE = NetworkInfo(
     "three",
     {"stem": (6, 32, 32), "stage1": (6, 32, 32), "stage2": (7, 16, 16), "stage3": (9, 8, 8), "pooled": (9,)},
     10,
 )
-FOUR = Anatomy(
+FOUR = NetworkInfo(
     "four",
     {
         "stem": (4, 32, 32),
@@ -41,7 +41,9 @@ FOUR = Anatomy(
 SHAPES = [((3, 4, 6, 6), (3, 5, 6, 6)), ((2, 4, 8, 8), (2, 3, 4, 4)), ((2, 4, 3, 5), (2, 3, 6, 5))]
 
 
-def seen(method: Method, student: Anatomy, teacher: Anatomy, count: int = 3) -> tuple[Seen, nn.Module | None]:
+def seen(
+    method: Method, student: NetworkInfo, teacher: NetworkInfo, count: int = 3
+) -> tuple[LossInputs, nn.Module | None]:
     """A batch of random features as the two networks would give them, and the helper that looked at it."""
     needs = method.needs(student, teacher)
     taps = {name: torch.randn(count, *student.shapes[name]).requires_grad_() for name in needs.student}
@@ -50,10 +52,10 @@ def seen(method: Method, student: Anatomy, teacher: Anatomy, count: int = 3) -> 
     helped = helper(taps, teacher_taps) if helper is not None else {}
     logits = torch.randn(count, 10)
     ids = torch.arange(count)
-    return Seen(logits, logits, taps, teacher_taps, helped, ids, ids), helper
+    return LossInputs(logits, logits, taps, teacher_taps, helped, ids, ids), helper
 
 
-def works(method: Method, student: Anatomy, teacher: Anatomy) -> Seen:
+def works(method: Method, student: NetworkInfo, teacher: NetworkInfo) -> LossInputs:
     """Declaration, helper and loss together: finite, one per sample, with a gradient for all that is trained."""
     batch, helper = seen(method, student, teacher)
     losses = method.loss(batch)
@@ -184,7 +186,7 @@ def test_equal_maps_cost_nothing_and_scale_does_not_matter_to_attention() -> Non
 @pytest.mark.parametrize("method", [Hint(), Attention(), Vid()])
 @pytest.mark.parametrize(("student", "teacher"), [(THREE, FOUR), (FOUR, THREE), (THREE, THREE)])
 def test_methods_work_between_networks_of_different_shape(
-    method: Method, student: Anatomy, teacher: Anatomy
+    method: Method, student: NetworkInfo, teacher: NetworkInfo
 ) -> None:
     works(method, student, teacher)
 
@@ -195,7 +197,7 @@ def test_a_samples_loss_does_not_depend_on_the_others(method: Method) -> None:
     taps = {name: x[1:2] for name, x in batch.taps.items()}
     theirs = {name: x[1:2] for name, x in batch.teacher_taps.items()}
     helped = helper(taps, theirs) if helper is not None else {}
-    one = Seen(batch.logits, batch.logits, taps, theirs, helped, batch.labels, batch.samples)
+    one = LossInputs(batch.logits, batch.logits, taps, theirs, helped, batch.labels, batch.samples)
     torch.testing.assert_close(method.loss(one), method.loss(batch)[1:2])
 
 
@@ -230,9 +232,9 @@ def test_vid_starts_from_a_variance_of_five_and_adds_up_its_stages() -> None:
     batch, _ = seen(Vid(), THREE, FOUR)
     expected = torch.zeros(3)
     for name, teacher in batch.teacher_taps.items():
-        variance = batch.helped[f"{name}.variance"]
+        variance = batch.helper_outputs[f"{name}.variance"]
         torch.testing.assert_close(variance, torch.full((teacher.shape[1],), 5.0))
-        expected = expected + vid(batch.helped[name], variance, teacher)
+        expected = expected + vid(batch.helper_outputs[name], variance, teacher)
     torch.testing.assert_close(Vid().loss(batch), expected)
 
 
@@ -244,12 +246,12 @@ def test_vid_starts_from_a_variance_of_five_and_adds_up_its_stages() -> None:
         (Hint(layer=0), THREE, THREE, "stage 0 of the student"),
         (Attention(layers="3+4"), THREE, THREE, "stage 4 of the student"),
         (Attention(layers="last"), THREE, THREE, "'last'"),
-        (Attention(), Anatomy("flat", {"pooled": (4,)}, 10), THREE, "flat has 0"),
-        (Vid(), THREE, Anatomy("flat", {"pooled": (4,)}, 10), "method = vid"),
+        (Attention(), NetworkInfo("flat", {"pooled": (4,)}, 10), THREE, "flat has 0"),
+        (Vid(), THREE, NetworkInfo("flat", {"pooled": (4,)}, 10), "method = vid"),
     ],
 )
 def test_what_cannot_be_paired_is_refused(
-    method: Method, student: Anatomy, teacher: Anatomy, says: str
+    method: Method, student: NetworkInfo, teacher: NetworkInfo, says: str
 ) -> None:
     with pytest.raises(UserError, match=says):
         method.needs(student, teacher)

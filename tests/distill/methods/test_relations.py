@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from drumline.core.errors import UserError
-from drumline.distill.method import Anatomy, Method, Needs, Seen
+from drumline.distill.method import LossInputs, Method, Needs, NetworkInfo
 from drumline.distill.methods import relations
 from drumline.distill.methods.relations import (
     Correlation,
@@ -29,8 +29,10 @@ from drumline.distill.methods.relations import (
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
-STUDENT = Anatomy("small", {"stem": (4, 8, 8), "stage1": (4, 8, 8), "stage2": (6, 4, 4), "pooled": (6,)}, 10)
-TEACHER = Anatomy(
+STUDENT = NetworkInfo(
+    "small", {"stem": (4, 8, 8), "stage1": (4, 8, 8), "stage2": (6, 4, 4), "pooled": (6,)}, 10
+)
+TEACHER = NetworkInfo(
     "large",
     {"stem": (8, 16, 16), "stage1": (8, 16, 16), "stage2": (12, 8, 8), "stage3": (20, 2, 3), "pooled": (20,)},
     10,
@@ -143,7 +145,7 @@ def test_rkd_weighs_distances_and_angles() -> None:
     student, teacher = rows(6)
     parts = 25 * rkd_distance(student, teacher) + 50 * rkd_angle(student, teacher)
     torch.testing.assert_close(both(student, teacher), parts)
-    seen = Seen(
+    seen = LossInputs(
         student, teacher, {"pooled": student}, {"pooled": teacher}, {}, torch.arange(6), torch.arange(6)
     )
     torch.testing.assert_close(Rkd().loss(seen), parts)
@@ -300,7 +302,9 @@ def test_networks_of_different_shapes_train_together(method: Method) -> None:
     helper = method.helper(STUDENT, TEACHER)
     helped = {} if helper is None else helper(taps, teacher_taps)
     logits = torch.randn(5, 10)
-    loss = method.loss(Seen(logits, logits, taps, teacher_taps, helped, torch.arange(5), torch.arange(5)))
+    loss = method.loss(
+        LossInputs(logits, logits, taps, teacher_taps, helped, torch.arange(5), torch.arange(5))
+    )
     loss.backward()
     assert loss.shape == ()
     assert bool(loss.isfinite())
@@ -323,7 +327,7 @@ def test_each_reads_its_tap() -> None:
 
 def test_similarity_takes_the_last_map_whatever_else_is_there() -> None:
     maps = {name: torch.randn(4, 3, 2, 2) for name in ("stage10", "stage2", "stage10.pre", "pooled", "stem")}
-    seen = Seen(
+    seen = LossInputs(
         maps["stem"], maps["stem"], maps, {"stage3": maps["stem"]}, {}, torch.arange(4), torch.arange(4)
     )
     torch.testing.assert_close(Similarity().loss(seen), similarity(maps["stage10"], maps["stem"]))
@@ -331,7 +335,7 @@ def test_similarity_takes_the_last_map_whatever_else_is_there() -> None:
 
 @pytest.mark.parametrize("method", [Similarity(), Correlation(), Rkd(), Pkt()])
 def test_a_network_without_the_tap_is_refused_by_name(method: Method) -> None:
-    bare = Anatomy("bare", {"stem": (8, 4, 4)}, 10)
+    bare = NetworkInfo("bare", {"stem": (8, 4, 4)}, 10)
     for pair in ((bare, TEACHER), (STUDENT, bare)):
         with pytest.raises(
             UserError, match=r"`(stage1|pooled)`, which bare does not have \(its taps: stem\)"

@@ -9,14 +9,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from drumline.core.errors import UserError
-from drumline.distill.method import Anatomy
+from drumline.distill.method import NetworkInfo
 from drumline.distill.methods.review import ReviewKd, hierarchical
 from tests.distill.methods.test_maps import FOUR, THREE, close, doubles, pooled, seen, works
 
-SMALL = Anatomy(
+SMALL = NetworkInfo(
     "small", {"stage1": (4, 16, 16), "stage2": (5, 8, 8), "stage3": (6, 4, 4), "pooled": (6,)}, 10
 )
-LARGE = Anatomy(
+LARGE = NetworkInfo(
     "large",
     {
         "stage1.pre": (6, 32, 32),
@@ -71,9 +71,11 @@ def test_gradients_are_those_of_finite_differences() -> None:
     ("student", "teacher"),
     [(SMALL, LARGE), (LARGE, SMALL), (THREE, FOUR), (FOUR, THREE), (FOUR, SMALL), (LARGE, LARGE)],
 )
-def test_the_method_works_between_networks_of_different_shape(student: Anatomy, teacher: Anatomy) -> None:
+def test_the_method_works_between_networks_of_different_shape(
+    student: NetworkInfo, teacher: NetworkInfo
+) -> None:
     batch = works(ReviewKd(mid=8), student, teacher)
-    for name, fused in batch.helped.items():
+    for name, fused in batch.helper_outputs.items():
         shape = teacher.shapes[name]
         assert fused.shape[1:] == (shape if len(shape) == 3 else (*shape, 1, 1))
 
@@ -105,13 +107,13 @@ def test_the_fusion_is_the_papers_from_deep_to_shallow() -> None:
         deeper = x[:, :, index][:, :, :, index]
         expected[name] = normed(F.conv2d(deeper, fusion.leave[0].weight, padding=1))
     for name, theirs in (("pooled", "pooled"), ("stage3", "stage3.pre"), ("stage2", "stage2.pre")):
-        torch.testing.assert_close(batch.helped[theirs], expected[name], rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(batch.helped["stage1.pre"], expected["stage1"], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(batch.helper_outputs[theirs], expected[name], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(batch.helper_outputs["stage1.pre"], expected["stage1"], rtol=1e-3, atol=1e-4)
 
 
 def test_the_shallowest_level_teaches_all_deeper_ones() -> None:
     batch, _ = seen(ReviewKd(mid=8), SMALL, LARGE)
-    hierarchical(batch.helped["stage1.pre"], batch.teacher_taps["stage1.pre"]).mean().backward()
+    hierarchical(batch.helper_outputs["stage1.pre"], batch.teacher_taps["stage1.pre"]).mean().backward()
     for tap in batch.taps.values():
         assert tap.grad is not None
         assert tap.grad.abs().max() > 0
@@ -119,9 +121,9 @@ def test_the_shallowest_level_teaches_all_deeper_ones() -> None:
 
 def test_the_loss_adds_up_its_levels() -> None:
     batch, _ = seen(ReviewKd(mid=8), SMALL, LARGE)
-    expected = (batch.helped["pooled"].flatten(1) - batch.teacher_taps["pooled"]).square().mean(1)
+    expected = (batch.helper_outputs["pooled"].flatten(1) - batch.teacher_taps["pooled"]).square().mean(1)
     for name in ("stage1.pre", "stage2.pre", "stage3.pre"):
-        expected = expected + hierarchical(batch.helped[name], batch.teacher_taps[name])
+        expected = expected + hierarchical(batch.helper_outputs[name], batch.teacher_taps[name])
     torch.testing.assert_close(ReviewKd().loss(batch), expected)
 
 
@@ -139,28 +141,28 @@ def test_only_batch_norms_tie_samples_together() -> None:
 
 
 def test_a_network_without_pooled_features_is_compared_by_stages() -> None:
-    bare = Anatomy("bare", {name: shape for name, shape in SMALL.shapes.items() if name != "pooled"}, 10)
+    bare = NetworkInfo("bare", {name: shape for name, shape in SMALL.shapes.items() if name != "pooled"}, 10)
     assert "pooled" not in ReviewKd().needs(bare, LARGE).teacher
     works(ReviewKd(mid=8), bare, LARGE)
 
 
 @pytest.mark.parametrize(("width", "mid"), [(9, 9), (600, 512)])
 def test_levels_are_fused_in_as_many_channels_as_the_students_deepest_has(width: int, mid: int) -> None:
-    student = Anatomy("student", {**SMALL.shapes, "pooled": (width,)}, 10)
+    student = NetworkInfo("student", {**SMALL.shapes, "pooled": (width,)}, 10)
     for method, expected in ((ReviewKd(), mid), (ReviewKd(mid=8), 8)):
         helper = method.helper(student, LARGE)
         assert {fusion.enter[0].out_channels for fusion in helper.fusions} == {expected}
     shapes = {name: shape for name, shape in SMALL.shapes.items() if name != "pooled"}
-    last = Anatomy("bare", shapes, 10).stages[-1]
+    last = NetworkInfo("bare", shapes, 10).stages[-1]
     assert (
-        ReviewKd().helper(Anatomy("bare", shapes, 10), LARGE).fusions[0].enter[0].out_channels
+        ReviewKd().helper(NetworkInfo("bare", shapes, 10), LARGE).fusions[0].enter[0].out_channels
         == shapes[last][0]
     )
 
 
 def test_what_cannot_be_fused_is_refused() -> None:
     with pytest.raises(UserError, match="flat has 0"):
-        ReviewKd().needs(Anatomy("flat", {"pooled": (4,)}, 10), LARGE)
+        ReviewKd().needs(NetworkInfo("flat", {"pooled": (4,)}, 10), LARGE)
     with pytest.raises(UserError, match="mid = -1"):
         ReviewKd(mid=-1)
 

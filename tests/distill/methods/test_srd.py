@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import UserError
-from drumline.distill.method import Anatomy, Needs, Seen
+from drumline.distill.method import LossInputs, Needs, NetworkInfo
 from drumline.distill.methods.srd import Srd, srd
 
-STUDENT = Anatomy("small", {"pooled": (5,)}, 10)
-TEACHER = Anatomy("large", {"pooled": (7,)}, 10)
+STUDENT = NetworkInfo("small", {"pooled": (5,)}, 10)
+TEACHER = NetworkInfo("large", {"pooled": (7,)}, 10)
 
 
 def rows(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def seen(helped: dict[str, Tensor], logits: Tensor, teacher_logits: Tensor) -> Seen:
+def seen(helped: dict[str, Tensor], logits: Tensor, teacher_logits: Tensor) -> LossInputs:
     count = len(logits)
-    return Seen(logits, teacher_logits, {}, {}, helped, torch.zeros(count).long(), torch.arange(count))
+    return LossInputs(logits, teacher_logits, {}, {}, helped, torch.zeros(count).long(), torch.arange(count))
 
 
 def entropy_gap(student: list[float], teacher: list[float], temperature: float) -> float:
@@ -96,4 +96,4 @@ def test_wrong_options_and_networks_without_a_pooled_vector_are_refused() -> Non
     with pytest.raises(UserError, match="T = -1"):
         Srd(T=-1)
     with pytest.raises(UserError, match="`pooled`, which maps only does not have"):
-        Srd().needs(STUDENT, Anatomy("maps only", {"stage1": (3, 2, 2)}, 10))
+        Srd().needs(STUDENT, NetworkInfo("maps only", {"stage1": (3, 2, 2)}, 10))

@@ -11,17 +11,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drumline.core.errors import UserError
-from drumline.distill.method import Anatomy, Method, Seen
+from drumline.distill.method import LossInputs, Method, NetworkInfo
 from drumline.distill.methods import statistics
 from drumline.distill.methods.statistics import Fsp, Kdsvd, Nst, flow, fsp, kdsvd, nst, singular_vectors
 from tests.distill.methods.test_maps import FOUR, THREE, close, doubles, meet, seen, works
 
-TWIN = Anatomy(
+TWIN = NetworkInfo(
     "twin",
     {"stem": (6, 32, 32), "stage1": (6, 32, 32), "stage2": (7, 16, 16), "stage3": (9, 8, 8), "pooled": (9,)},
     10,
 )
-HALVED = Anatomy(
+HALVED = NetworkInfo(
     "halved",
     {
         "stem": (6, 16, 16),
@@ -336,7 +336,7 @@ def test_fsp_reads_the_stem_and_is_an_initial_stage() -> None:
     ],
 )
 def test_methods_work_between_networks_of_different_shape(
-    method: Method, student: Anatomy, teacher: Anatomy
+    method: Method, student: NetworkInfo, teacher: NetworkInfo
 ) -> None:
     works(method, student, teacher)
 
@@ -346,7 +346,7 @@ def test_a_samples_loss_does_not_depend_on_the_others(method: Method) -> None:
     batch, _ = seen(method, THREE, TWIN)
     taps = {name: x[1:2] for name, x in batch.taps.items()}
     theirs = {name: x[1:2] for name, x in batch.teacher_taps.items()}
-    one = Seen(batch.logits, batch.logits, taps, theirs, {}, batch.labels, batch.samples)
+    one = LossInputs(batch.logits, batch.logits, taps, theirs, {}, batch.labels, batch.samples)
     torch.testing.assert_close(method.loss(one), method.loss(batch)[1:2], rtol=1e-4, atol=1e-5)
 
 
@@ -364,13 +364,13 @@ def test_nst_and_kdsvd_add_up_their_stages() -> None:
 def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(UserError, match=r"three has 6/6/7/9, four has 4/5/8/10(.|\n)*resnet56"):
         Fsp().needs(THREE, FOUR)
-    single = Anatomy("single", {"stage1": (4, 8, 8)}, 10)
+    single = NetworkInfo("single", {"stage1": (4, 8, 8)}, 10)
     with pytest.raises(UserError, match="at least 2 named stages"):
         Kdsvd().needs(single, THREE)
     with pytest.raises(UserError, match="two or more taps"):
         Fsp().needs(single, single)
     with pytest.raises(UserError, match="three has 3 and flat has 0"):
-        Nst().needs(THREE, Anatomy("flat", {"pooled": (4,)}, 10))
+        Nst().needs(THREE, NetworkInfo("flat", {"pooled": (4,)}, 10))
     with pytest.raises(UserError, match="k = 0"):
         Kdsvd(k=0)
 

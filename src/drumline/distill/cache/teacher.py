@@ -33,7 +33,7 @@ from drumline.distill.cache.fill import CHUNK, fill, spot_check
 from drumline.distill.cache.format import Cache, open_cache
 from drumline.distill.cache.key import make_key
 from drumline.distill.cache.payload import Rule, decode
-from drumline.distill.teacher import Taught, Teacher
+from drumline.distill.teacher import Teacher, TeacherOutput
 from drumline.parallel.world import World
 from drumline.train.plan import Plan
 from drumline.train.sets import Sets, normaliser
@@ -54,10 +54,10 @@ class CachedTeacher:
     messages: tuple[str, ...]
     """Log lines about it."""
 
-    def __call__(self, images: Tensor, batch: Batch) -> Taught:
+    def __call__(self, images: Tensor, batch: Batch) -> TeacherOutput:
         """The teacher's outputs on the batch."""
         logits, pooled = decode(batch.extra, self.cache.key.rule)
-        return Taught(logits, {} if pooled is None else {"pooled": pooled})
+        return TeacherOutput(logits, {} if pooled is None else {"pooled": pooled})
 
     def feed(self, batches: Batches, requests: Iterable[Request]) -> Batches:
         """Adds the rows to each batch."""
@@ -66,6 +66,8 @@ class CachedTeacher:
 
 def refuse_uncacheable(recipe: Recipe, taps: tuple[str, ...], source: str) -> None:
     """Raises a `UserError` if a cache cannot serve the methods or the data. Called before anything is computed."""
+    if Path(recipe.distill.cache).is_file():
+        raise UserError(f"distill.cache = {recipe.distill.cache}: is a file", "use a folder or a new name")
     maps = [tap for tap in taps if tap not in CACHEABLE_TAPS]
     if maps:
         raise UserError(
@@ -85,8 +87,6 @@ def open_cached_teacher(
     recipe: Recipe, teacher: Teacher, identity: str, sets: Sets, plan: Plan, world: World
 ) -> CachedTeacher:
     """Opens the recipe's cache, fills the missing blocks of this run's epochs, and spot-checks a few rows."""
-    if Path(recipe.distill.cache).is_file():
-        raise UserError(f"distill.cache = {recipe.distill.cache}: is a file", "use a folder or a new name")
     normalise = normaliser(sets, recipe)
     rule = _rule(recipe, teacher, sets.transform.size, world)
     key = make_key(

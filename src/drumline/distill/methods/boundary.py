@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import UserError
-from drumline.distill.method import Anatomy, Method, Needs, Seen, Taps, Weights, check_option
+from drumline.distill.method import LossInputs, Method, Needs, NetworkInfo, Taps, Weights, check_option
 from drumline.distill.methods.taps import Pair, at_common_size, needs_of
 
 _RARE = 1e-3
@@ -75,25 +75,25 @@ class Ofd(Method):
     """A comprehensive overhaul of feature distillation (Heo et al., 2019): `by_depth` of `ofd` over the stages."""
 
     weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=1e-3)
-    helper_asks_teacher: ClassVar[bool] = True
+    helper_reads_teacher: ClassVar[bool] = True
 
-    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         """The pre-activation taps of all common stages."""
         pairs = _pairs("ofd", student, teacher)
         for _, tap in pairs:
             _norm(teacher, tap)
         return needs_of(pairs)
 
-    def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
+    def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
         """The connectors and the teacher's margins."""
         pairs = _pairs("ofd", student, teacher)
         norms = [_norm(teacher, tap) for _, tap in pairs]
         found = [margins(norm.weight, norm.bias) for norm in norms]
         return Connectors(student, teacher, pairs, found)
 
-    def loss(self, seen: Seen) -> Tensor:
+    def loss(self, inputs: LossInputs) -> Tensor:
         """(n,)."""
-        return by_depth([ofd(student, target) for student, target in _connected(seen.helped)])
+        return by_depth([ofd(student, target) for student, target in _connected(inputs.helper_outputs)])
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Abound(Method):
     """
 
     weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=1.0)
-    helper_asks_teacher: ClassVar[bool] = True
+    helper_reads_teacher: ClassVar[bool] = True
     initial: ClassVar[str] = "abound"
     initial_epochs: ClassVar[float] = 30.0
     scale: ClassVar[float] = 0.003
@@ -115,17 +115,19 @@ class Abound(Method):
     def __post_init__(self) -> None:
         check_option("margin", self.margin, self.margin > 0, "above 0", 1)
 
-    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         """The pre-activation taps of all common stages."""
         return needs_of(_pairs("abound", student, teacher))
 
-    def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
+    def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
         """The connectors."""
         return Connectors(student, teacher, _pairs("abound", student, teacher))
 
-    def loss(self, seen: Seen) -> Tensor:
+    def loss(self, inputs: LossInputs) -> Tensor:
         """(n,)."""
-        losses = [abound(student, target, self.margin) for student, target in _connected(seen.helped)]
+        losses = [
+            abound(student, target, self.margin) for student, target in _connected(inputs.helper_outputs)
+        ]
         return self.scale * by_depth(losses)
 
 
@@ -139,8 +141,8 @@ class Connectors(nn.Module):
 
     def __init__(
         self,
-        student: Anatomy,
-        teacher: Anatomy,
+        student: NetworkInfo,
+        teacher: NetworkInfo,
         pairs: list[Pair],
         margins: list[Tensor] | None = None,
     ) -> None:
@@ -170,14 +172,14 @@ def _connected(helped: Taps) -> list[tuple[Tensor, Tensor]]:
     return [(helped[f"student.{i}"], helped[f"target.{i}"]) for i in range(len(helped) // 2)]
 
 
-def _pairs(method: str, student: Anatomy, teacher: Anatomy) -> list[Pair]:
+def _pairs(method: str, student: NetworkInfo, teacher: NetworkInfo) -> list[Pair]:
     """The pre-activation taps of the common stages, first to last, paired from the last one backwards."""
-    both = [[f"{stage}.pre" for stage in anatomy.stages] for anatomy in (student, teacher)]
-    for anatomy, taps in zip((student, teacher), both, strict=True):
-        missing = [tap for tap in taps if tap not in anatomy.shapes]
+    both = [[f"{stage}.pre" for stage in network.stages] for network in (student, teacher)]
+    for network, taps in zip((student, teacher), both, strict=True):
+        missing = [tap for tap in taps if tap not in network.shapes]
         if missing or not taps:
             raise UserError(
-                f"distill.method = {method}: compares pre-activation values, and {anatomy.name} has no "
+                f"distill.method = {method}: compares pre-activation values, and {network.name} has no "
                 f"{missing[0] if missing else 'stages'}",
                 "name it in distill.student_taps or distill.teacher_taps (stage1.pre=bn1,...), or use a different "
                 "method",
@@ -186,7 +188,7 @@ def _pairs(method: str, student: Anatomy, teacher: Anatomy) -> list[Pair]:
     return list(zip(both[0][-count:], both[1][-count:], strict=True))
 
 
-def _norm(teacher: Anatomy, tap: str) -> nn.BatchNorm2d:
+def _norm(teacher: NetworkInfo, tap: str) -> nn.BatchNorm2d:
     norm = teacher.norms.get(tap)
     if isinstance(norm, nn.BatchNorm2d) and norm.affine and norm.num_features == teacher.shapes[tap][0]:
         return norm

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drumline.distill.bank import ContrastBank
-from drumline.distill.method import Anatomy, Method, Needs, Scope, Seen, Weights, check_option
+from drumline.distill.method import LossInputs, Method, Needs, NetworkInfo, Scope, Weights, check_option
 from drumline.distill.methods.taps import Embeddings, require_pooled
 from drumline.parallel.world import World
 
@@ -56,7 +56,7 @@ class Crd(Method):
     teacher's bank, plus `nce` of the teacher's vectors against the student's bank."""
 
     weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=0.8)
-    helper_asks_teacher: ClassVar[bool] = True
+    helper_reads_teacher: ClassVar[bool] = True
     scope: ClassVar[Scope] = "global_batch"
     mixes: ClassVar[bool] = False
 
@@ -75,11 +75,11 @@ class Crd(Method):
         check_option("momentum", self.momentum, 0 <= self.momentum < 1, "in [0, 1)", 0.5)
         check_option("dim", self.dim, self.dim >= 1, "1 or more", 128)
 
-    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         """The pooled vectors."""
         return require_pooled("crd", student, teacher)
 
-    def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
+    def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
         """Two linear embeddings."""
         return Embeddings(student, teacher, self.dim)
 
@@ -87,17 +87,20 @@ class Crd(Method):
         """The two banks, with one row per label."""
         return ContrastBank(labels, seed, world, dim=self.dim, draws=self.K, momentum=self.momentum)
 
-    def loss(self, seen: Seen) -> Tensor:
+    def loss(self, inputs: LossInputs) -> Tensor:
         """One number. Updates the banks with the batch."""
-        bank = seen.memory
+        bank = inputs.memory
         assert isinstance(bank, ContrastBank)
         # Normalised here and not in the helper: in half precision the length would be off by up to 0.4 %.
-        student, teacher = F.normalize(seen.helped["student"]), F.normalize(seen.helped["teacher"])
+        student, teacher = (
+            F.normalize(inputs.helper_outputs["student"]),
+            F.normalize(inputs.helper_outputs["teacher"]),
+        )
         negatives = bank.negatives()
-        rows = bank.fetch(torch.cat([seen.samples, negatives]))
+        rows = bank.fetch(torch.cat([inputs.samples, negatives]))
         students, teachers = rows.student.to(student.dtype), rows.teacher.to(student.dtype)
         count = len(student)
-        keep = bank.labels[seen.samples][:, None] != bank.labels[negatives]
+        keep = bank.labels[inputs.samples][:, None] != bank.labels[negatives]
         both = (
             scores(student, teachers[:count], teachers[count:], self.tau),
             scores(teacher, students[:count], students[count:], self.tau),
@@ -107,5 +110,5 @@ class Crd(Method):
                 torch.stack([log_partition(*found, keep, bank.samples) for found in both])
             )
         losses = [nce(*found, keep, z, bank.samples) for found, z in zip(both, log_z, strict=True)]
-        bank.update(seen.samples, student, teacher)
+        bank.update(inputs.samples, student, teacher)
         return losses[0] + losses[1]

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from drumline.distill.method import Anatomy, Method, Needs, Seen, Taps, Weights, check_option
+from drumline.distill.method import LossInputs, Method, Needs, NetworkInfo, Taps, Weights, check_option
 from drumline.distill.methods.taps import common_grid, last_stage, unit
 from drumline.models.base import pool_to
 
@@ -38,7 +38,7 @@ class Paraphrase(Method):
     """The initial stage of `Factor`: an autoencoder of the teacher's last map. It does not involve the student."""
 
     weights: ClassVar[Weights] = Weights(r=0.0, a=0.0, b=1.0)
-    helper_asks_teacher: ClassVar[bool] = True
+    helper_reads_teacher: ClassVar[bool] = True
     initial: ClassVar[str] = "paraphrase"
     initial_epochs: ClassVar[float] = 30.0
 
@@ -48,17 +48,17 @@ class Paraphrase(Method):
     def __post_init__(self) -> None:
         check_option("k", self.k, self.k > 0, "above 0", 0.5)
 
-    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         """The teacher's last map."""
         return Needs(teacher=(_last(teacher),))
 
-    def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
+    def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
         """The autoencoder."""
         return _Reconstruct(_last(teacher), _grid(student, teacher), _paraphraser(teacher, self.k))
 
-    def loss(self, seen: Seen) -> Tensor:
+    def loss(self, inputs: LossInputs) -> Tensor:
         """(n,)."""
-        return paraphrase(seen.helped["reconstruction"], seen.helped["target"])
+        return paraphrase(inputs.helper_outputs["reconstruction"], inputs.helper_outputs["target"])
 
 
 @dataclass(frozen=True)
@@ -71,20 +71,20 @@ class Factor(Paraphrase):
 
     weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=500.0)
 
-    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         """The last map of both networks."""
         return Needs((_last(student),), (_last(teacher),))
 
-    def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
+    def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
         """The frozen autoencoder and the translator."""
         paraphraser = _paraphraser(teacher, self.k)
         translator = encoder(student.shapes[_last(student)][0], paraphraser.width)
         taps = (_last(student), _last(teacher))
         return _Translate(taps, _grid(student, teacher), paraphraser, translator)
 
-    def loss(self, seen: Seen) -> Tensor:
+    def loss(self, inputs: LossInputs) -> Tensor:
         """(n,)."""
-        return factor(seen.helped["student"], seen.helped["teacher"])
+        return factor(inputs.helper_outputs["student"], inputs.helper_outputs["teacher"])
 
 
 class Paraphraser(nn.Module):
@@ -156,15 +156,15 @@ def _layer(convolution: nn.Conv2d | nn.ConvTranspose2d) -> tuple[nn.Module, ...]
     return convolution, nn.BatchNorm2d(convolution.out_channels), nn.LeakyReLU(0.1)
 
 
-def _paraphraser(teacher: Anatomy, k: float) -> Paraphraser:
+def _paraphraser(teacher: NetworkInfo, k: float) -> Paraphraser:
     channels = teacher.shapes[_last(teacher)][0]
     return Paraphraser(channels, max(1, round(k * channels)))
 
 
-def _last(network: Anatomy) -> str:
+def _last(network: NetworkInfo) -> str:
     return last_stage("factor", network)
 
 
-def _grid(student: Anatomy, teacher: Anatomy) -> tuple[int, int]:
+def _grid(student: NetworkInfo, teacher: NetworkInfo) -> tuple[int, int]:
     """From the probed shapes, because the initial stage does not read the student's map."""
     return common_grid(student.shapes[_last(student)], teacher.shapes[_last(teacher)])

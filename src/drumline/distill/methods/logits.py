@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drumline.core.errors import UserError
-from drumline.distill.method import Anatomy, Method, Needs, Scope, Seen, Weights
+from drumline.distill.method import LossInputs, Method, Needs, NetworkInfo, Scope, Weights
 
 PEARSON_EPS = 1e-8
 """Added to the product of the two norms in `dist`, as its authors do, so that classes whose probability is tiny in
@@ -97,11 +97,11 @@ class Kd(Method):
     def __post_init__(self) -> None:
         check_temperature(self.T)
 
-    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         return _only_logits("kd", student, teacher)
 
-    def loss(self, seen: Seen) -> Tensor:
-        return kd(seen.logits, seen.teacher_logits, self.T)
+    def loss(self, inputs: LossInputs) -> Tensor:
+        return kd(inputs.logits, inputs.teacher_logits, self.T)
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Dkd(Method):
     def __post_init__(self) -> None:
         check_temperature(self.T)
 
-    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         if student.classes < 2:
             raise UserError(
                 f"distill.method = dkd: compares the classes other than the label, and {student.name} has one class",
@@ -134,8 +134,8 @@ class Dkd(Method):
             )
         return _only_logits("dkd", student, teacher)
 
-    def loss(self, seen: Seen) -> Tensor:
-        return dkd(seen.logits, seen.teacher_logits, seen.labels, self.T, self.alpha, self.beta)
+    def loss(self, inputs: LossInputs) -> Tensor:
+        return dkd(inputs.logits, inputs.teacher_logits, inputs.labels, self.T, self.alpha, self.beta)
 
 
 @dataclass(frozen=True)
@@ -156,11 +156,11 @@ class Dist(Method):
     def __post_init__(self) -> None:
         check_temperature(self.T)
 
-    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         return _only_logits("dist", student, teacher)
 
-    def loss(self, seen: Seen) -> Tensor:
-        return dist(seen.logits, seen.teacher_logits, self.T, self.beta, self.gamma)
+    def loss(self, inputs: LossInputs) -> Tensor:
+        return dist(inputs.logits, inputs.teacher_logits, self.T, self.beta, self.gamma)
 
 
 def _kl(log_t: Tensor, log_s: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ def check_temperature(temperature: float) -> None:
         raise UserError(f"distill.T = {temperature:g}: must be above 0", "papers use 1 to 4")
 
 
-def _only_logits(method: str, student: Anatomy, teacher: Anatomy) -> Needs:
+def _only_logits(method: str, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
     if student.classes != teacher.classes:
         raise UserError(
             f"distill.method = {method}: compares logits, but the teacher {teacher.name} has {teacher.classes} "

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drumline.core.errors import UserError
-from drumline.distill.method import Anatomy, Method, Needs, Seen, Taps, Weights
+from drumline.distill.method import LossInputs, Method, Needs, NetworkInfo, Taps, Weights
 from drumline.distill.methods.taps import (
     Pair,
     at_common_size,
@@ -64,21 +64,21 @@ class Hint(Method):
     layer: int = 2
     """The student's stage, counted from 1. The teacher's stage is the one at the same distance from the end."""
 
-    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         """One stage of each network. Rejects a `layer` that either network lacks."""
         mine, theirs = self._pair(student, teacher)
         return Needs((mine,), (theirs,))
 
-    def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
+    def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
         """The regressor."""
         return _Regressor(self._pair(student, teacher), student, teacher)
 
-    def loss(self, seen: Seen) -> Tensor:
+    def loss(self, inputs: LossInputs) -> Tensor:
         """`hint` of the regressed map."""
-        ((name, regressed),) = seen.helped.items()
-        return hint(regressed, seen.teacher_taps[name])
+        ((name, regressed),) = inputs.helper_outputs.items()
+        return hint(regressed, inputs.teacher_taps[name])
 
-    def _pair(self, student: Anatomy, teacher: Anatomy) -> Pair:
+    def _pair(self, student: NetworkInfo, teacher: NetworkInfo) -> Pair:
         return _chosen("hint", "layer", [self.layer], student, teacher)[0]
 
 
@@ -91,16 +91,16 @@ class Attention(Method):
     layers: str = ""
     """The student's stages, counted from 1, such as `3+4`. Empty: all stages that both networks have."""
 
-    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         """The stages of `layers` and their partners. Rejects numbers that either network lacks."""
         if self.layers.strip():
             return needs_of(_chosen("attention", "layers", self._numbers(), student, teacher))
         return needs_of(require_pairs("attention", student, teacher))
 
-    def loss(self, seen: Seen) -> Tensor:
+    def loss(self, inputs: LossInputs) -> Tensor:
         """Sum of `attention` over the stages."""
-        pairs = paired_stages(seen.taps, seen.teacher_taps)
-        return sum_of([attention(seen.taps[mine], seen.teacher_taps[theirs]) for mine, theirs in pairs])
+        pairs = paired_stages(inputs.taps, inputs.teacher_taps)
+        return sum_of([attention(inputs.taps[mine], inputs.teacher_taps[theirs]) for mine, theirs in pairs])
 
     def _numbers(self) -> list[int]:
         try:
@@ -118,20 +118,24 @@ class Vid(Method):
 
     weights: ClassVar[Weights] = Weights(b=1.0)
 
-    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         """All common stages."""
         return needs_of(require_pairs("vid", student, teacher))
 
-    def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
+    def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
         """One predictor of mean and variance per stage."""
         return _Predictors(require_pairs("vid", student, teacher), student, teacher)
 
-    def loss(self, seen: Seen) -> Tensor:
+    def loss(self, inputs: LossInputs) -> Tensor:
         """Sum of `vid` over the stages."""
         return sum_of(
             [
-                vid(seen.helped[name], seen.helped[name + _VARIANCE], seen.teacher_taps[name])
-                for name in stages_among(seen.teacher_taps)
+                vid(
+                    inputs.helper_outputs[name],
+                    inputs.helper_outputs[name + _VARIANCE],
+                    inputs.teacher_taps[name],
+                )
+                for name in stages_among(inputs.teacher_taps)
             ]
         )
 
@@ -139,7 +143,7 @@ class Vid(Method):
 class _Regressor(nn.Module):
     """Maps the student's tap to the teacher's channels at the common size. The output has the teacher's tap name."""
 
-    def __init__(self, pair: Pair, student: Anatomy, teacher: Anatomy) -> None:
+    def __init__(self, pair: Pair, student: NetworkInfo, teacher: NetworkInfo) -> None:
         super().__init__()
         self.mine, self.theirs = pair
         self.conv = nn.Conv2d(student.shapes[self.mine][0], teacher.shapes[self.theirs][0], 1)
@@ -158,7 +162,7 @@ _LEAST_VARIANCE = 1e-5
 class _Predictors(nn.Module):
     """For each stage T of the teacher, the mean as "T" (n, C, h, w) and the variance as "T.variance" (C,)."""
 
-    def __init__(self, pairs: list[Pair], student: Anatomy, teacher: Anatomy) -> None:
+    def __init__(self, pairs: list[Pair], student: NetworkInfo, teacher: NetworkInfo) -> None:
         super().__init__()
         self.pairs = pairs
         self.grids = [common_grid(student.shapes[mine], teacher.shapes[theirs]) for mine, theirs in pairs]
@@ -189,7 +193,9 @@ def _attention_map(x: Tensor) -> Tensor:
     return F.normalize(x.square().mean(1).flatten(1), dim=1)
 
 
-def _chosen(method: str, option: str, numbers: list[int], student: Anatomy, teacher: Anatomy) -> list[Pair]:
+def _chosen(
+    method: str, option: str, numbers: list[int], student: NetworkInfo, teacher: NetworkInfo
+) -> list[Pair]:
     """The pairs for these stage numbers of the student."""
     pairs = dict(require_pairs(method, student, teacher))
     for number in numbers:

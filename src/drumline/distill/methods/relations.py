@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from drumline.distill.method import Anatomy, Method, Needs, Scope, Seen, Taps, Weights
+from drumline.distill.method import LossInputs, Method, Needs, NetworkInfo, Scope, Taps, Weights
 from drumline.distill.methods.taps import Embeddings, last_stage, require_pooled, stages_among, unit
 
 PKT_EPS = 1e-7
@@ -85,11 +85,11 @@ class Similarity(Method):
     weights: ClassVar[Weights] = Weights(b=3000.0)
     scope: ClassVar[Scope] = "global_batch"
 
-    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         return Needs((last_stage("similarity", student),), (last_stage("similarity", teacher),))
 
-    def loss(self, seen: Seen) -> Tensor:
-        return similarity(_last_map(seen.taps), _last_map(seen.teacher_taps))
+    def loss(self, inputs: LossInputs) -> Tensor:
+        return similarity(_last_map(inputs.taps), _last_map(inputs.teacher_taps))
 
 
 @dataclass(frozen=True)
@@ -100,20 +100,20 @@ class Correlation(Method):
     """
 
     weights: ClassVar[Weights] = Weights(b=0.02)
-    helper_asks_teacher: ClassVar[bool] = True
+    helper_reads_teacher: ClassVar[bool] = True
     scope: ClassVar[Scope] = "global_batch"
 
     dim: int = 128
     """Width of the two embeddings."""
 
-    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         return require_pooled("correlation", student, teacher)
 
-    def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
+    def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
         return Embeddings(student, teacher, self.dim)
 
-    def loss(self, seen: Seen) -> Tensor:
-        return correlation(seen.helped["student"], seen.helped["teacher"])
+    def loss(self, inputs: LossInputs) -> Tensor:
+        return correlation(inputs.helper_outputs["student"], inputs.helper_outputs["teacher"])
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,11 @@ class Rkd(Method):
     angle: float = 50.0
     """Weight of the angles."""
 
-    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         return require_pooled("rkd", student, teacher)
 
-    def loss(self, seen: Seen) -> Tensor:
-        return rkd(seen.taps["pooled"], seen.teacher_taps["pooled"], self.distance, self.angle)
+    def loss(self, inputs: LossInputs) -> Tensor:
+        return rkd(inputs.taps["pooled"], inputs.teacher_taps["pooled"], self.distance, self.angle)
 
 
 @dataclass(frozen=True)
@@ -143,11 +143,11 @@ class Pkt(Method):
     weights: ClassVar[Weights] = Weights(b=30000.0)
     scope: ClassVar[Scope] = "global_batch"
 
-    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         return require_pooled("pkt", student, teacher)
 
-    def loss(self, seen: Seen) -> Tensor:
-        return pkt(seen.taps["pooled"], seen.teacher_taps["pooled"])
+    def loss(self, inputs: LossInputs) -> Tensor:
+        return pkt(inputs.taps["pooled"], inputs.teacher_taps["pooled"])
 
 
 def _affinity(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drumline.distill.method import Anatomy, Method, Needs, Seen, Taps, Weights, check_option
+from drumline.distill.method import LossInputs, Method, Needs, NetworkInfo, Taps, Weights, check_option
 from drumline.distill.methods.taps import Pair, needs_of, require_pairs, sum_of
 from drumline.models.base import pool_to
 
@@ -57,25 +57,27 @@ class ReviewKd(Method):
     def __post_init__(self) -> None:
         check_option("mid", self.mid, self.mid >= 0, "0 or more", 0)
 
-    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         """The common stages, before their activation where that tap exists, and the pooled vectors."""
         return needs_of(_levels(student, teacher))
 
-    def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
+    def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
         """Fuses levels from deep to shallow."""
         levels = _levels(student, teacher)
         deepest, _ = levels[-1]
         return _Review(levels, student, teacher, self.mid or min(MOST_MID, student.shapes[deepest][0]))
 
-    def loss(self, seen: Seen) -> Tensor:
+    def loss(self, inputs: LossInputs) -> Tensor:
         """Sum of `hierarchical` over the levels."""
-        return sum_of([hierarchical(x, _as_map(seen.teacher_taps[name])) for name, x in seen.helped.items()])
+        return sum_of(
+            [hierarchical(x, _as_map(inputs.teacher_taps[name])) for name, x in inputs.helper_outputs.items()]
+        )
 
 
 class _Review(nn.Module):
     """Computes a map for each of the teacher's taps, with its name and shape, from the student's levels."""
 
-    def __init__(self, levels: list[Pair], student: Anatomy, teacher: Anatomy, mid: int) -> None:
+    def __init__(self, levels: list[Pair], student: NetworkInfo, teacher: NetworkInfo, mid: int) -> None:
         super().__init__()
         self.levels = levels[::-1]
         shapes = [teacher.shapes[theirs] for _, theirs in self.levels]
@@ -130,7 +132,7 @@ def _as_map(x: Tensor) -> Tensor:
     return x if x.dim() == 4 else x[:, :, None, None]
 
 
-def _levels(student: Anatomy, teacher: Anatomy) -> list[Pair]:
+def _levels(student: NetworkInfo, teacher: NetworkInfo) -> list[Pair]:
     """The taps to compare, from shallow to deep."""
     stages = require_pairs("reviewkd", student, teacher)
     levels = [
@@ -140,5 +142,5 @@ def _levels(student: Anatomy, teacher: Anatomy) -> list[Pair]:
     return [*levels, ("pooled", "pooled")] if both_pool else levels
 
 
-def _before_activation(network: Anatomy, stage: str) -> str:
+def _before_activation(network: NetworkInfo, stage: str) -> str:
     return f"{stage}.pre" if f"{stage}.pre" in network.shapes else stage

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from drumline.distill.method import Anatomy, Method, Needs, Scope, Seen, Taps, Weights, check_option
+from drumline.distill.method import LossInputs, Method, Needs, NetworkInfo, Scope, Taps, Weights, check_option
 from drumline.distill.methods.logits import check_temperature, kd
 from drumline.distill.methods.taps import require_pooled
 
@@ -32,7 +32,7 @@ class Srd(Method):
     mean of `kd`. The student's vector is projected; both pass a BatchNorm without weights."""
 
     weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=1.0, T=1.0)
-    helper_asks_teacher: ClassVar[bool] = True
+    helper_reads_teacher: ClassVar[bool] = True
     scope: ClassVar[Scope] = "global_batch"
 
     exponent: float = 4.0
@@ -43,18 +43,18 @@ class Srd(Method):
         check_option("exponent", self.exponent, self.exponent > 0, "above 0", 4)
         check_temperature(self.T)
 
-    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         """The pooled vectors."""
         return require_pooled("srd", student, teacher)
 
-    def helper(self, student: Anatomy, teacher: Anatomy) -> nn.Module:
+    def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
         """The projector and the two BatchNorms."""
         return _Project(student.shapes["pooled"][0], teacher.shapes["pooled"][0])
 
-    def loss(self, seen: Seen) -> Tensor:
+    def loss(self, inputs: LossInputs) -> Tensor:
         """One number."""
-        distance = srd(seen.helped["student"], seen.helped["teacher"], self.exponent)
-        return 2 * distance + kd(seen.logits, seen.teacher_logits, self.T).mean()
+        distance = srd(inputs.helper_outputs["student"], inputs.helper_outputs["teacher"], self.exponent)
+        return 2 * distance + kd(inputs.logits, inputs.teacher_logits, self.T).mean()
 
 
 class _Project(nn.Module):

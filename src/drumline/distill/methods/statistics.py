@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from drumline.core.errors import UserError
-from drumline.distill.method import Anatomy, Method, Needs, Seen, Weights, check_option
+from drumline.distill.method import LossInputs, Method, Needs, NetworkInfo, Weights, check_option
 from drumline.distill.methods.taps import (
     at_common_size,
     common_grid,
@@ -109,13 +109,13 @@ class Nst(Method):
 
     weights: ClassVar[Weights] = Weights(b=50.0)
 
-    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         """All common stages."""
         return needs_of(require_pairs("nst", student, teacher))
 
-    def loss(self, seen: Seen) -> Tensor:
+    def loss(self, inputs: LossInputs) -> Tensor:
         """Sum of `nst` over the stages."""
-        return sum_of([nst(mine, theirs) for mine, theirs in zip(*_maps(seen), strict=True)])
+        return sum_of([nst(mine, theirs) for mine, theirs in zip(*_maps(inputs), strict=True)])
 
 
 @dataclass(frozen=True)
@@ -130,13 +130,13 @@ class Kdsvd(Method):
     def __post_init__(self) -> None:
         check_option("k", self.k, self.k >= 1, "1 or more", 1)
 
-    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         """All common stages; at least two."""
         return needs_of(require_pairs("kdsvd", student, teacher, least=2))
 
-    def loss(self, seen: Seen) -> Tensor:
+    def loss(self, inputs: LossInputs) -> Tensor:
         """`kdsvd` of all stages."""
-        return kdsvd(*_maps(seen), self.k)
+        return kdsvd(*_maps(inputs), self.k)
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Fsp(Method):
     initial: ClassVar[str] = "fsp"
     initial_epochs: ClassVar[float] = 30.0
 
-    def needs(self, student: Anatomy, teacher: Anatomy) -> Needs:
+    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         """The stem and all common stages. Rejects networks whose channels differ there."""
         pairs = require_pairs("fsp", student, teacher)
         if "stem" in student.shapes and "stem" in teacher.shapes:
@@ -166,11 +166,11 @@ class Fsp(Method):
             )
         return needs_of(pairs)
 
-    def loss(self, seen: Seen) -> Tensor:
+    def loss(self, inputs: LossInputs) -> Tensor:
         """`fsp` from the stem to the last stage."""
-        mine, theirs = _maps(seen)
-        if "stem" in seen.taps and "stem" in seen.teacher_taps:
-            mine, theirs = [seen.taps["stem"], *mine], [seen.teacher_taps["stem"], *theirs]
+        mine, theirs = _maps(inputs)
+        if "stem" in inputs.taps and "stem" in inputs.teacher_taps:
+            mine, theirs = [inputs.taps["stem"], *mine], [inputs.teacher_taps["stem"], *theirs]
         return fsp(mine, theirs)
 
 
@@ -260,10 +260,10 @@ def _strongest(x: Tensor, grid: tuple[int, int]) -> Tensor:
     return F.max_pool2d(x, (height // grid[0], width // grid[1]))
 
 
-def _maps(seen: Seen) -> tuple[list[Tensor], list[Tensor]]:
+def _maps(inputs: LossInputs) -> tuple[list[Tensor], list[Tensor]]:
     """The maps of the paired stages, of student and teacher."""
-    pairs = paired_stages(seen.taps, seen.teacher_taps)
-    return [seen.taps[mine] for mine, _ in pairs], [seen.teacher_taps[theirs] for _, theirs in pairs]
+    pairs = paired_stages(inputs.taps, inputs.teacher_taps)
+    return [inputs.taps[mine] for mine, _ in pairs], [inputs.teacher_taps[theirs] for _, theirs in pairs]
 
 
 def _listed(channels: list[int]) -> str:

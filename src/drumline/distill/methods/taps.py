@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import UserError
-from drumline.distill.method import Anatomy, Needs, Taps
+from drumline.distill.method import Needs, NetworkInfo, Taps
 from drumline.models.base import pool_to
 
 Pair = tuple[str, str]
@@ -32,7 +32,7 @@ def paired_stages(student: Iterable[str], teacher: Iterable[str]) -> list[Pair]:
     return list(zip(mine[len(mine) - count :], theirs[len(theirs) - count :], strict=True))
 
 
-def require_pairs(method: str, student: Anatomy, teacher: Anatomy, least: int = 1) -> list[Pair]:
+def require_pairs(method: str, student: NetworkInfo, teacher: NetworkInfo, least: int = 1) -> list[Pair]:
     """`paired_stages`; raises a `UserError` if there are fewer than `least`."""
     pairs = paired_stages(student.shapes, teacher.shapes)
     if len(pairs) < least:
@@ -45,7 +45,7 @@ def require_pairs(method: str, student: Anatomy, teacher: Anatomy, least: int = 
     return pairs
 
 
-def require_tap(method: str, network: Anatomy, tap: str) -> str:
+def require_tap(method: str, network: NetworkInfo, tap: str) -> str:
     """The tap; raises a `UserError` if the network lacks it."""
     if tap not in network.shapes:
         raise UserError(
@@ -56,12 +56,12 @@ def require_tap(method: str, network: Anatomy, tap: str) -> str:
     return tap
 
 
-def last_stage(method: str, network: Anatomy) -> str:
+def last_stage(method: str, network: NetworkInfo) -> str:
     """The deepest stage; raises a `UserError` if there is none."""
     return require_tap(method, network, network.stages[-1] if network.stages else "stage1")
 
 
-def require_pooled(method: str, student: Anatomy, teacher: Anatomy) -> Needs:
+def require_pooled(method: str, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
     """The pooled vectors of both networks; raises a `UserError` if one has none."""
     return Needs((require_tap(method, student, "pooled"),), (require_tap(method, teacher, "pooled"),))
 
@@ -98,7 +98,7 @@ def unit(x: Tensor) -> Tensor:
 class Embeddings(nn.Module):
     """One linear layer per network, from its pooled vector to a common width."""
 
-    def __init__(self, student: Anatomy, teacher: Anatomy, dim: int) -> None:
+    def __init__(self, student: NetworkInfo, teacher: NetworkInfo, dim: int) -> None:
         super().__init__()
         self.student = nn.Linear(student.shapes["pooled"][0], dim)
         self.teacher = nn.Linear(teacher.shapes["pooled"][0], dim)

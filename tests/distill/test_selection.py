@@ -8,7 +8,6 @@ import pytest
 
 from drumline.config.recipe import Distill
 from drumline.core.errors import UserError
-from drumline.distill.choose import Chosen, choose, stage_of
 from drumline.distill.methods import METHODS
 from drumline.distill.methods.boundary import Abound
 from drumline.distill.methods.contrast import Crd
@@ -16,6 +15,7 @@ from drumline.distill.methods.factor import Factor, Paraphrase
 from drumline.distill.methods.logits import Dkd, Kd
 from drumline.distill.methods.maps import Attention, Hint
 from drumline.distill.methods.statistics import Fsp
+from drumline.distill.selection import Selection, select_initial_stage, select_methods
 
 PAPERS: dict[str, tuple[float, float, float, float]] = {
     # r, a, b, T
@@ -42,12 +42,12 @@ PAPERS: dict[str, tuple[float, float, float, float]] = {
 ONLY_INITIAL = ("fsp", "abound")
 
 
-def chosen(*methods: str, **fields: object) -> Chosen:
-    return choose(Distill(method=methods, **fields))  # type: ignore[arg-type]
+def chosen(*methods: str, **fields: object) -> Selection:
+    return select_methods(Distill(method=methods, **fields))  # type: ignore[arg-type]
 
 
-def weights(found: Chosen) -> dict[str, float]:
-    return {part.name: part.weight for part in found.parts}
+def weights(found: Selection) -> dict[str, float]:
+    return {part.name: part.weight for part in found.methods}
 
 
 def refused(*methods: str, **fields: object) -> str:
@@ -67,16 +67,16 @@ def test_what_is_left_open_comes_from_the_paper(name: str) -> None:
 
 
 def test_a_recipe_without_a_word_is_hintons() -> None:
-    found = choose(Distill())
+    found = select_methods(Distill())
     assert (found.r, found.T, weights(found), found.initial) == (0.1, 4.0, {"kd": 0.9}, ())
-    assert found.parts[0].method == Kd(T=4.0)
+    assert found.methods[0].method == Kd(T=4.0)
 
 
 @pytest.mark.parametrize("name", ["crd", "rkd", "dkd"])
 def test_kd_joins_any_method_by_its_weight(name: str) -> None:
     found = chosen(name, a=0.7, T=2.5)
     assert weights(found) == {"kd": 0.7, name: PAPERS[name][2]}
-    assert found.parts[0].method == Kd(T=2.5)
+    assert found.methods[0].method == Kd(T=2.5)
     assert (found.r, found.T) == (1.0, 2.5)
 
 
@@ -108,14 +108,14 @@ def test_standardising_where_no_logits_are_compared_is_refused() -> None:
     said = refused("hint", standardise=True)
     assert "distill.standardise" in said
     assert "hint" in said
-    assert "--distill.a" in said
+    assert "distill.a" in said
     assert weights(chosen("hint", standardise=True, a=1.0)) == {"kd": 1.0, "hint": 100.0}
 
 
 @pytest.mark.parametrize("name", ["dkd", "dist", "srd"])
 def test_the_temperature_reaches_every_method_that_has_one(name: str) -> None:
     found = chosen(name, T=7.0, a=1.0)
-    assert [part.method.T for part in found.parts] == [7.0, 7.0]  # type: ignore[attr-defined]
+    assert [part.method.T for part in found.methods] == [7.0, 7.0]  # type: ignore[attr-defined]
 
 
 def test_weights_are_given_in_the_order_of_the_methods_without_kd() -> None:
@@ -125,10 +125,10 @@ def test_weights_are_given_in_the_order_of_the_methods_without_kd() -> None:
 @pytest.mark.parametrize(
     ("methods", "b", "said"),
     [
-        (("crd",), (1.0, 2.0), "2 weight(s), the methods that take one are: crd"),
-        (("crd", "rkd"), (1.0,), "1 weight(s), the methods that take one are: crd, rkd"),
+        (("crd",), (1.0, 2.0), "2 weight(s); the methods that take one are: crd"),
+        (("crd", "rkd"), (1.0,), "1 weight(s); the methods that take one are: crd, rkd"),
         (("kd",), (0.5,), "none (kd is weighted by distill.a)"),
-        (("kd", "crd"), (0.5, 0.5), "2 weight(s), the methods that take one are: crd"),
+        (("kd", "crd"), (0.5, 0.5), "2 weight(s); the methods that take one are: crd"),
     ],
 )
 def test_another_number_of_weights_is_refused(
@@ -165,22 +165,22 @@ def test_no_method_and_a_method_twice_are_refused() -> None:
 
 @pytest.mark.parametrize("sign", [":", "="])
 def test_options_are_read_by_the_type_of_their_field(sign: str) -> None:
-    (crd,) = chosen("crd", options=(f"K{sign}512", f"tau{sign}0.1", f"momentum{sign}0")).parts
+    (crd,) = chosen("crd", options=(f"K{sign}512", f"tau{sign}0.1", f"momentum{sign}0")).methods
     assert crd.method == Crd(K=512, tau=0.1, momentum=0.0)
     assert [type(crd.method.K), type(crd.method.momentum)] == [int, float]  # type: ignore[attr-defined]
-    (attention,) = chosen("attention", options=(f"layers{sign}2+3",)).parts
+    (attention,) = chosen("attention", options=(f"layers{sign}2+3",)).methods
     assert attention.method == Attention(layers="2+3")
 
 
 def test_an_options_value_may_hold_the_other_sign() -> None:
-    (attention,) = chosen("attention", options=("layers=a:b",)).parts
+    (attention,) = chosen("attention", options=("layers=a:b",)).methods
     assert attention.method == Attention(layers="a:b")
 
 
 @pytest.mark.parametrize("sign", [":", "="])
 def test_an_option_may_name_its_method(sign: str) -> None:
     found = chosen("dkd", "hint", options=(f"dkd.beta{sign}2", f"hint.layer{sign}1", "warmup:3"))
-    assert [part.method for part in found.parts] == [Dkd(beta=2.0, warmup=3.0), Hint(layer=1)]
+    assert [part.method for part in found.methods] == [Dkd(beta=2.0, warmup=3.0), Hint(layer=1)]
 
 
 def test_an_option_that_two_methods_have_must_name_its_own() -> None:
@@ -188,7 +188,7 @@ def test_an_option_that_two_methods_have_must_name_its_own() -> None:
     assert "dkd and reviewkd both have it" in said
     assert "write dkd.warmup:5" in said
     found = chosen("dkd", "reviewkd", options=("dkd.warmup:5",))
-    assert [part.method.warmup for part in found.parts] == [5.0, 20.0]
+    assert [part.method.warmup for part in found.methods] == [5.0, 20.0]
 
 
 @pytest.mark.parametrize("text", ["gama:2", "crd.beta:2", "T:3"])
@@ -206,7 +206,7 @@ def test_an_option_of_a_method_that_is_not_asked_for_is_refused(text: str) -> No
 
 
 def test_an_option_of_a_method_without_options_is_told_so() -> None:
-    assert "there are none" in refused("pkt", options=("beta:2",))
+    assert "has no options" in refused("pkt", options=("beta:2",))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_an_option_of_a_method_without_options_is_told_so() -> None:
 def test_a_value_of_another_type_is_refused(text: str, kind: str) -> None:
     said = refused("crd", options=(text,))
     assert f"distill.options: {text}" in said
-    assert f"wants a {kind}" in said
+    assert f"must be of type {kind}" in said
 
 
 def test_what_the_method_itself_refuses_is_said() -> None:
@@ -237,11 +237,11 @@ def test_initial_stages_are_listed_in_order_with_their_epochs() -> None:
 def test_a_stage_is_its_methods_initial_loss_alone(name: str, method: object, weighed: bool) -> None:
     """Weighed by 1, as public code has it, or by the user where the method has no other stage."""
     distill = Distill(method=(name, "crd"), r=2.0, a=3.0, T=9.0, options=("crd.K:32",))
-    found = stage_of(distill, name)
+    found = select_initial_stage(distill, name)
     assert found.r == 0.0
     assert found.initial == ()
-    assert [(part.name, part.method, part.weight) for part in found.parts] == [(name, method, 1.0)]
-    (part,) = stage_of(dataclasses.replace(distill, b=(7.0, 0.5)), name).parts
+    assert [(part.name, part.method, part.weight) for part in found.methods] == [(name, method, 1.0)]
+    (part,) = select_initial_stage(dataclasses.replace(distill, b=(7.0, 0.5)), name).methods
     assert part.weight == (7.0 if weighed else 1.0)
 
 
@@ -252,13 +252,13 @@ def test_nothing_to_minimise_is_refused() -> None:
 
 def test_a_stage_keeps_the_options_that_it_shares_with_its_method() -> None:
     distill = Distill(method=("factor",), options=("k:0.25",))
-    (part,) = stage_of(distill, "factor").parts
+    (part,) = select_initial_stage(distill, "factor").methods
     assert part.method == Paraphrase(k=0.25)
-    assert choose(distill).parts[0].method == Factor(k=0.25)
-    (margin,) = stage_of(Distill(method=("abound",), options=("margin:2",)), "abound").parts
+    assert select_methods(distill).methods[0].method == Factor(k=0.25)
+    (margin,) = select_initial_stage(Distill(method=("abound",), options=("margin:2",)), "abound").methods
     assert margin.method == Abound(margin=2.0)
 
 
 def test_the_same_recipe_gives_the_same_choice() -> None:
     distill = Distill(method=("crd", "kd"), options=("K:64",))
-    assert choose(distill) == choose(dataclasses.replace(distill))
+    assert select_methods(distill) == select_methods(dataclasses.replace(distill))

@@ -1,7 +1,7 @@
-"""From a recipe's `distill` section to methods with their numbers: a pure function.
+"""Selects the methods and weights of a recipe's `distill` section: a pure function.
 
-Promises: what the recipe leaves open comes from the first method's paper; kd joins any method by its weight `a`.
-Refuses unknown methods and options, naming the nearest, and weights that no method takes.
+Promises: numbers that the recipe leaves open come from the first method's paper; kd combines with any method by its
+weight `a`. Rejects unknown methods and options with a suggestion, and weights that no method takes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from drumline.distill.methods import METHODS, STAGES
 
 
 @dataclass(frozen=True)
-class Weighted:
-    """A method with its name and weight."""
+class WeightedMethod:
+    """A method with its name and its weight."""
 
     name: str
     method: Method
@@ -26,19 +26,19 @@ class Weighted:
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """What a distillation minimises, and what comes before it."""
+class Selection:
+    """What a distillation minimises, and its initial stages."""
 
     r: float
-    parts: tuple[Weighted, ...]
-    """kd first, where it has a weight."""
+    methods: tuple[WeightedMethod, ...]
+    """kd comes first if it has a weight."""
     T: float
     initial: tuple[tuple[str, float], ...]
-    """Methods with an initial stage, and its epochs."""
+    """The methods with an initial stage, and its epochs."""
 
 
-def choose(distill: Distill) -> Chosen:
-    """The recipe's methods, with every open number filled in."""
+def select_methods(distill: Distill) -> Selection:
+    """The recipe's methods, with every number filled in."""
     names = _names(distill)
     others = [name for name in names if name != "kd"]
     first = METHODS[others[0] if others else "kd"]
@@ -55,37 +55,38 @@ def choose(distill: Distill) -> Chosen:
     options = _options(distill.options, names)
     built = {name: _build(name, {**options.get(name, {}), "T": T}) for name in (*names, "kd")}
     weights = _weights(distill, others)
-    parts = [Weighted("kd", built["kd"], a)] if a else []
-    parts += [
-        Weighted(name, built[name], weight)
+    methods = [WeightedMethod("kd", built["kd"], a)] if a else []
+    methods += [
+        WeightedMethod(name, built[name], weight)
         for name, weight in zip(others, weights, strict=True)
         if weight and METHODS[name].initial != name
     ]
-    if not r and not parts:
+    if not r and not methods:
         raise UserError(
             "distill.r, distill.a and distill.b leave nothing to minimise",
-            "give one of them a weight above 0",
+            "set one of them above 0",
         )
-    if distill.standardise and not any(part.method.on_logits for part in parts):
+    if distill.standardise and not any(each.method.on_logits for each in methods):
         raise UserError(
             f"distill.standardise = true: {', '.join(names)} compares no logits",
-            "leave it off, or give kd a weight by --distill.a",
+            "remove it, or add kd with distill.a",
         )
     if distill.initial_epochs != "auto" and not any(METHODS[name].initial for name in others):
         raise UserError(
             f"distill.initial_epochs = {distill.initial_epochs:g}: {', '.join(names)} has no initial stage",
-            "leave it out; fsp, abound and factor have one",
+            "remove it; fsp, abound and factor have an initial stage",
         )
     initial = tuple(
         (name, METHODS[name].initial_epochs if distill.initial_epochs == "auto" else distill.initial_epochs)
         for name in others
         if METHODS[name].initial
     )
-    return Chosen(r, tuple(parts), T, initial)
+    return Selection(r, tuple(methods), T, initial)
 
 
-def stage_of(distill: Distill, name: str) -> Chosen:
-    """The initial stage of a method: its stage's loss alone. `b` weighs it where the method has no other stage."""
+def select_initial_stage(distill: Distill, name: str) -> Selection:
+    """The initial stage of a method, whose only term is that stage's loss. `b` is its weight if the method has no
+    other stage."""
     options = _options(distill.options, _names(distill))[name]
     stage = METHODS[name].initial
     known = {key: value for key, value in options.items() if key in _option_fields(stage)}
@@ -93,7 +94,7 @@ def stage_of(distill: Distill, name: str) -> Chosen:
     if stage == name and distill.b:
         others = [other for other in distill.method if other != "kd"]
         weight = _weights(distill, others)[others.index(name)]
-    return Chosen(0.0, (Weighted(name, _build(stage, known), weight),), 1.0, ())
+    return Selection(0.0, (WeightedMethod(name, _build(stage, known), weight),), 1.0, ())
 
 
 def _names(distill: Distill) -> list[str]:
@@ -103,11 +104,13 @@ def _names(distill: Distill) -> list[str]:
         if name not in METHODS:
             near = get_close_matches(name.lower(), METHODS, n=1)
             raise UserError(
-                f"distill.method = {name}: there is no such method",
+                f"distill.method = {name}: unknown method",
                 f"did you mean {near[0]}?" if near else f"use one of: {', '.join(METHODS)}",
             )
     if len(set(distill.method)) < len(distill.method):
-        raise UserError(f"distill.method = {','.join(distill.method)} names a method twice", "name each once")
+        raise UserError(
+            f"distill.method = {','.join(distill.method)} names a method twice", "name each method once"
+        )
     return list(distill.method)
 
 
@@ -117,15 +120,15 @@ def _weights(distill: Distill, others: list[str]) -> list[float]:
     if len(distill.b) != len(others):
         names = ", ".join(others) or "none (kd is weighted by distill.a)"
         raise UserError(
-            f"distill.b = {','.join(f'{b:g}' for b in distill.b)} has {len(distill.b)} weight(s), the methods that "
+            f"distill.b = {','.join(f'{b:g}' for b in distill.b)} has {len(distill.b)} weight(s); the methods that "
             f"take one are: {names}",
-            "give one weight for each of them, in their order",
+            "give one weight per method, in their order",
         )
     return list(distill.b)
 
 
 def _options(texts: tuple[str, ...], names: list[str]) -> dict[str, dict[str, Any]]:
-    """Every method's options, read by the type of its fields."""
+    """The options of every method, parsed by the types of its fields."""
     found: dict[str, dict[str, Any]] = {name: {} for name in names}
     for text in texts:
         key, _, value = text.partition(min(":=", key=lambda sign: text.find(sign) % (len(text) + 1)))
@@ -135,7 +138,7 @@ def _options(texts: tuple[str, ...], names: list[str]) -> dict[str, dict[str, An
             known = ", ".join(f"{name}.{option}" for name in names for option in _option_fields(name))
             raise UserError(
                 f"distill.options: {text}: distill.method = {','.join(names)} has no option {key!r}",
-                f"use one of: {known}" if known else "leave it out: there are none",
+                f"use one of: {known}" if known else "remove it: the method has no options",
             )
         if len(owners) > 1:
             raise UserError(
@@ -146,13 +149,14 @@ def _options(texts: tuple[str, ...], names: list[str]) -> dict[str, dict[str, An
             found[owners[0]][option] = kind(value)
         except ValueError:
             raise UserError(
-                f"distill.options: {text}: {option} wants a {kind.__name__}", f"for example {option}:1"
+                f"distill.options: {text}: {option} must be of type {kind.__name__}",
+                f"for example {option}:1",
             ) from None
     return found
 
 
 def _option_fields(name: str) -> dict[str, type]:
-    """A method's options and their types; the temperature has a field of its own in the recipe."""
+    """A method's options and their types, without the temperature, which is a field of the recipe."""
     kind = _all()[name]
     hints = get_type_hints(kind)
     own = [item.name for item in fields(kind) if item.name != "T"]  # type: ignore[arg-type]
