@@ -56,7 +56,7 @@ from pipelines import (
 )
 
 MOVES: dict[str, Move] = {"device to device": copy_direct, "through the host": copy_through_host}
-ONE, EACH, OWN = "one stream", "a stream a stage", "copies on their own"
+ONE, EACH, OWN = "one stream", "one stream per stage", "separate copy streams"
 STREAMS = (ONE, EACH, OWN)
 
 
@@ -302,7 +302,7 @@ def overlap_on_gpu(
         f"stages) or {', '.join(cuts[4])} (interleaved); {len(found['whole'])} rounds of {steps} steps, medians\n"
     )
     heads = " | ".join(f"{streams}, ms (spread)" for streams in STREAMS)
-    print(f"| schedule | copies | {heads} | shorter by: than {ONE} | than {EACH} | peak, GiB |")
+    print(f"| schedule | copies | {heads} | shorter than {ONE} by | shorter than {EACH} by | peak, GiB |")
     print("|---|---|---|---|---|---|---|---|")
     print(
         f"| the whole model | none | {with_spread(found['whole'])} | - | - | - | - | {peaks['whole']:.1f} |"

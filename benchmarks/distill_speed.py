@@ -55,8 +55,8 @@ from drumline.train.task import classification
 from harness import Parser, synchronize
 from photographs import machine
 
-NAIVE, LIVE, CACHED, ALONE = "by hand", "Drumline, live", "Drumline, cached", "Drumline, alone"
-NAIVE_LAST = "by hand, channels_last"
+NAIVE, LIVE, CACHED, ALONE = "hand-written", "Drumline, live", "Drumline, cached", "Drumline, alone"
+NAIVE_LAST = "hand-written, channels_last"
 FASTEST, DETERMINISTIC = "fastest", "same bits"
 TARGETS = ((LIVE, NAIVE, 1.15), (CACHED, NAIVE, 1.5), (CACHED, ALONE, 0.95))
 """Who should be how many times as fast as whom."""
@@ -267,7 +267,8 @@ def entries(folder: Path, plan: Plan, compiled: bool) -> list[Entry]:
 def table(found: Found) -> str:
     """Markdown. Ratios are those of the same round, then their median."""
     lines = [
-        "| way | kernels | CUDA graph | img/s | min..max | to by hand | to by hand, channels_last | peak memory |",
+        "| loop | kernels | CUDA graph | img/s | min..max | vs. hand-written | "
+        "vs. hand-written, channels_last | peak memory |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for (name, kernels), measured in found.items():

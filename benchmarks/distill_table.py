@@ -91,7 +91,7 @@ def report(
         "seconds: a run from start to end.",
     ]
     table = [
-        "| method | runs | last, mean | spread | by seed | to alone, points | best, mean | agrees | seconds | "
+        "| method | runs | last, mean | spread | by seed | gain over alone, points | best, mean | agrees | seconds | "
         f"published, {LITERATURE} epochs |",
         "|---|---|---|---|---|---|---|---|---|---|",
         _row(setting, "teacher", [taught], []),

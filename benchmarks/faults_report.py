@@ -60,7 +60,7 @@ def report(runs: Sequence[Run]) -> str:
     every = [kill for run in runs for kill in run.kills]
     lines = [
         f"{os.cpu_count()} CPU cores, torch {torch.__version__}: {len(every):,} kills\n",
-        "| killed | times | steps lost, mean / most | training again after, s, p50 / p99 |",
+        "| killed | kills | steps lost, mean / max | recovery time, s, p50 / p99 |",
         "|---|---|---|---|",
     ]
     rows: list[tuple[str, Sequence[Kill]]] = [
@@ -76,7 +76,7 @@ def report(runs: Sequence[Run]) -> str:
         wait = f"{quantile(waits, 0.5):.1f} / {quantile(waits, 0.99):.1f}" if waits else "-"
         lines.append(f"| {name} | {len(kills):,} | {what} | {wait} |")
     lines += [
-        "\n| layout | kills | runs finished | with the untouched run's bits | starts by processes |",
+        "\n| layout | kills | runs finished | with the uninterrupted run's bits | starts x processes |",
         "|---|---|---|---|---|",
     ]
     for layout in sorted({run.layout for run in runs}):

@@ -107,7 +107,8 @@ def one_core(source: EncodedDataset, transform: Transform, rounds: int) -> bool:
         f"{len(paths)} images, in turns\n"
     )
     print(
-        "| path | ms | img/s/core | min..max | to Pillow | values equal to Pillow's |\n|---|---|---|---|---|---|"
+        "| path | ms | img/s/core | min..max | speed relative to Pillow | values equal to Pillow's |\n"
+        "|---|---|---|---|---|---|"
     )
     for name, found in speeds.items():
         ratio = statistics.mean(mine / pillow for mine, pillow in zip(found, speeds[PILLOW], strict=True))

@@ -148,7 +148,7 @@ def main() -> None:
     where = torch.cuda.get_device_name(0) if gpu else f"CPU, {torch.get_num_threads()} thread(s)"
     work = f"{recipe.model.name}, batch {recipe.data.batch}, {recipe.train.precision}"
     print(f"\n{where}, torch {torch.__version__}; {work}; {args.rounds} rounds of {args.every} steps\n")
-    print("| with | ms a step | to neither, median | range |")
+    print("| enabled | ms per step | relative to neither, median | range |")
     print("|---|---|---|---|")
     for kind, seconds in times.items():
         ratios = [mine / plain for mine, plain in zip(seconds, times["neither"], strict=True)]

@@ -235,7 +235,7 @@ def over_processes(plan: Plan) -> list[dict[str, Any]]:
 
 def print_steps(plan: Plan, found: dict[Case, list[float]]) -> None:
     print(
-        "| schedule | P | M | ideal share | ideal, ms | measured, ms | of the ideal | beside one rank alone |"
+        "| schedule | P | M | ideal share | ideal, ms | measured, ms | of the ideal | relative to one rank alone |"
     )
     print("|---|---|---|---|---|---|---|---|")
     shares: list[tuple[float, float]] = []
@@ -251,7 +251,8 @@ def print_steps(plan: Plan, found: dict[Case, list[float]]) -> None:
         seconds / by_itself(case).work for case in plan.cases() for seconds in found[by_itself(case)]
     )
     print(
-        f"\nWithin {100 * WITHIN:.0f} % of the ideal: {good[0]} of {len(shares)}, beside one rank alone {good[1]}. "
+        f"\nWithin {100 * WITHIN:.0f} % of the ideal: {good[0]} of {len(shares)}; "
+        f"relative to one rank alone: {good[1]}. "
         f"One rank alone takes {100 * (late - 1):.1f} % longer than it sleeps.\n",
         flush=True,
     )

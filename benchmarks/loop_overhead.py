@@ -209,7 +209,8 @@ def main() -> int:
         return 2
     print(f"{name_of(device)}, torch {torch.__version__}, bf16, {args.rounds} rounds, medians\n")
     print(
-        "| work | by hand, ms | ours without graph, ms | ours, ms | bare replay, ms | ours to by hand | same bits |"
+        "| workload | hand-written, ms | without graph, ms | Drumline, ms | bare replay, ms | "
+        "vs. hand-written | same bits |"
     )
     print("|---|---|---|---|---|---|---|")
     good = True

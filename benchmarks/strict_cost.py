@@ -65,7 +65,9 @@ def whole_loop(rounds: int, steps: int, compiled: bool, small: bool) -> None:
     print(
         f"{name_of(device)}, torch {torch.__version__}: {model}, batch {batch}, bf16, {how}, captured if on a GPU;"
     )
-    print(f"{rounds} rounds of {steps} steps, medians\n\n| mode | ms per step | to plain |\n|---|---|---|")
+    print(
+        f"{rounds} rounds of {steps} steps, medians\n\n| mode | ms per step | relative to plain |\n|---|---|---|"
+    )
     for name, found in times.items():
         ratios = [mine / base for mine, base in zip(found, times["plain"], strict=True)]
         print(
@@ -122,7 +124,8 @@ def on_cpu(rounds: int, steps: int, small: bool) -> None:
         f"{CPU_SHARDS} shards, gloo"
     )
     print(
-        f"{rounds} rounds of {steps} steps, medians\n\n| processes | strict to plain | spread |\n|---|---|---|"
+        f"{rounds} rounds of {steps} steps, medians\n\n"
+        "| processes | strict relative to plain | spread |\n|---|---|---|"
     )
     for processes in (2,) if small else (2, 4):
         common = {

@@ -313,7 +313,10 @@ def test_distill_speed_measures_every_way_and_notices_one_that_computes_another_
     script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, small: dict[str, Done]
 ) -> None:
     printed = small["distill_speed"].printed
-    for name, count in (("by hand", 2), *((f"Drumline, {way}", 2) for way in ("live", "cached", "alone"))):
+    for name, count in (
+        ("hand-written", 2),
+        *((f"Drumline, {way}", 2) for way in ("live", "cached", "alone")),
+    ):
         found = rows(printed, name)
         assert len(found) == count
         assert all(float(cells[3].replace(",", "")) > 0 for cells in found)
