@@ -1,53 +1,85 @@
-"""Drumline trains PyTorch vision models: fast, right, the same every time, and it tells you why.
+"""Drumline trains and distils PyTorch vision models: fast, correct, the same every time, and it says why.
 
-The command line is `drumline`; from Python, `create_model` builds any model by name, `resize` gives Pillow's pixels
-whatever Pillow is installed, and `guard` watches a training loop of one's own for silent mistakes.
+The command line is `drumline`. From Python:
+
+    Recipe, train, distill, evaluate     the commands as functions
+    create_model, load_model             models by name; the model of a run, ready to predict
+    open_feed                            exact pixels at full speed, for any training loop
+    guard, GuardError                    finds silent mistakes in any training loop
+    checkpoints                          save, verify and load, for any training loop
+    resize                               Pillow's resize, whatever Pillow is installed
+    UserError                            a mistake that the user can fix
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    __version__: str
-    from drumline.data.feed.open import open_feed
-    from drumline.data.image.resize import resize
-    from drumline.guards.finding import GuardError
-    from drumline.guards.script.watch import guard
-    from drumline.models import create_model
+    from drumline import checkpoints as checkpoints
+    from drumline.api import distill as distill
+    from drumline.api import evaluate as evaluate
+    from drumline.api import train as train
+    from drumline.config.recipe import Recipe as Recipe
+    from drumline.core.errors import UserError as UserError
+    from drumline.data.feed.open import open_feed as open_feed
+    from drumline.data.image.resize import resize as resize
+    from drumline.guards.finding import GuardError as GuardError
+    from drumline.guards.script.watch import guard as guard
+    from drumline.models.registry import create_model as create_model
+    from drumline.training.trained_model import load_model as load_model
 
-__all__ = ["GuardError", "__version__", "create_model", "guard", "open_feed", "resize"]
+    __version__: str
+
+_HOMES = {
+    "GuardError": "drumline.guards.finding",
+    "Recipe": "drumline.config.recipe",
+    "UserError": "drumline.core.errors",
+    "create_model": "drumline.models.registry",
+    "distill": "drumline.api",
+    "evaluate": "drumline.api",
+    "guard": "drumline.guards.script.watch",
+    "load_model": "drumline.training.trained_model",
+    "open_feed": "drumline.data.feed.open",
+    "resize": "drumline.data.image.resize",
+    "train": "drumline.api",
+}
+"""Where each public name is defined. Imported when it is first used: `import drumline` does not import torch."""
+
+__all__ = [
+    "GuardError",
+    "Recipe",
+    "UserError",
+    "__version__",
+    "checkpoints",
+    "create_model",
+    "distill",
+    "evaluate",
+    "guard",
+    "load_model",
+    "open_feed",
+    "resize",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports torch only when something that needs it is asked for: `drumline --help` stays quick."""
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if name == "checkpoints":
+        return import_module("drumline.checkpoints")
     if name == "__version__":
         return _version()
-    if name == "create_model":
-        from drumline.models import create_model
-
-        return create_model
-    if name == "guard":
-        from drumline.guards.script.watch import guard
-
-        return guard
-    if name == "GuardError":
-        from drumline.guards.finding import GuardError
-
-        return GuardError
-    if name == "open_feed":
-        from drumline.data.feed.open import open_feed
-
-        return open_feed
-    if name == "resize":
-        from drumline.data.image.resize import resize
-
-        return resize
     raise AttributeError(f"module 'drumline' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def _version() -> str:
-    """That of pyproject.toml: from the installed package, or from the file itself in a folder of sources."""
+    """The version in pyproject.toml: from the installed package, or from the file itself in a source tree."""
     import tomllib
     from importlib.metadata import PackageNotFoundError, version
     from pathlib import Path

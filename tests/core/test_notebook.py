@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from drumline.core.notebook import in_notebook
 def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A function that runs code in a kernel and returns the messages that its cell shows."""
     folder: Path = tmp_path_factory.mktemp("notebook")
-    manager, client = start_new_kernel(cwd=str(folder))
+    # A kernel under pytest does not show what child processes print; elsewhere it does.
+    env = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    manager, client = start_new_kernel(cwd=str(folder), env=env)
 
     def run(code: str) -> list[dict[str, Any]]:
         shown: list[dict[str, Any]] = []
@@ -52,3 +55,20 @@ def test_a_live_line_is_replaced_in_place_and_erased(cell: Any) -> None:
     lines = [each["data"]["text/plain"] for each in shown]
     assert any("checking" in line and "/6" in line for line in lines)
     assert lines[-1] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_notebook_trains_on_one_process_and_on_several(cell: Any, processes: int) -> None:
+    shown = cell(
+        "import drumline\n"
+        "recipe = drumline.Recipe.from_args(['data.source=digits', 'model.name=resnet8', 'train.epochs=1',\n"
+        f"    'parallel.threads=1', 'parallel.processes={processes}'])\n"
+        "drumline.train(recipe)['finished']"
+    )
+    assert shown[-1]["type"] == "execute_result"
+    assert shown[-1]["data"]["text/plain"] == "True"
+    text = "".join(each.get("text", "") or each.get("data", {}).get("text/plain", "") for each in shown)
+    assert "epoch 1: loss" in text
+    assert "Traceback" not in text
+    assert "\x1b[2K" not in text, "control characters of a terminal"

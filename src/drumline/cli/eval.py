@@ -80,12 +80,24 @@ HERE = (
 
 
 def main(argv: list[str]) -> int:
-    path = Path(argv[0]) if argv and _is_path(argv[0]) else None
-    if path is not None:
+    if argv and _is_path(argv[0]):
         announce("eval", argv[0])
+    invocation = read_invocation(argv)
+    if invocation.options.dry_run:
+        from drumline.cli.dry_run import show
 
+        return show(invocation, "eval")
+
+    from drumline.launch.worker import run
+
+    return run(["eval", *argv], invocation.recipe, "eval")
+
+
+def read_invocation(argv: list[str]) -> Invocation[RecipeOptions]:
+    """The recipe by which a model is scored: that of its run, with what the arguments change."""
     from drumline.state.folder import run_of
 
+    path = Path(argv[0]) if argv and _is_path(argv[0]) else None
     invocation = read_recipe([*_settings(path), *argv[1:]] if path else argv, "eval", RecipeOptions)
     if path is not None:
         _reject_unknowns(path, invocation)
@@ -98,14 +110,7 @@ def main(argv: list[str]) -> int:
             if beside
             else "give a run folder, a checkpoint or a weights file as the first argument",
         )
-    if invocation.options.dry_run:
-        from drumline.cli.dry_run import show
-
-        return show(invocation, "eval")
-
-    from drumline.launch.worker import run
-
-    return run(["eval", *argv], invocation.recipe, "eval")
+    return invocation
 
 
 def _is_path(text: str) -> bool:
