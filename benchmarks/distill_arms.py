@@ -25,11 +25,11 @@ from drumline.models import create_model
 from drumline.observe.display import SilentDisplay
 from drumline.parallel.world import single_process
 from drumline.state.weights import load_weights
-from drumline.train import sets as train_sets
-from drumline.train.rehearse import rehearse
-from drumline.train.run import Run as TrainingRun
-from drumline.train.step import Normalise
-from drumline.train.task import Builder
+from drumline.training import sets as train_sets
+from drumline.training.rehearse import rehearse
+from drumline.training.run import Run as TrainingRun
+from drumline.training.step import Normalise
+from drumline.training.task import Builder
 
 T, R, A = 4.0, 0.1, 0.9
 RATE, MOMENTUM, DECAY = 0.01, 0.9, 1e-4

@@ -35,19 +35,19 @@ from drumline.config.recipe import Distill, Recipe
 from drumline.core.errors import UserError
 from drumline.core.files import write_text
 from drumline.data.classes import Classes
-from drumline.distill.methods import METHODS
-from drumline.distill.run import distill
-from drumline.distill.selection import select_methods
-from drumline.distill.teacher import load_teachers
+from drumline.distillation.methods import METHODS
+from drumline.distillation.run import distill
+from drumline.distillation.selection import select_methods
+from drumline.distillation.teacher import load_teachers
 from drumline.observe.display import Display
 from drumline.parallel.process_group import pick_device, resolve_device_type
 from drumline.parallel.strategy import Strategy
 from drumline.parallel.world import World, single_process
-from drumline.train.loop import Result, train
-from drumline.train.plan import Plan
-from drumline.train.score import score_module
-from drumline.train.sets import Sets
-from drumline.train.task import Task, classification
+from drumline.training.loop import Result, train
+from drumline.training.plan import Plan
+from drumline.training.score import score_module
+from drumline.training.sets import Sets
+from drumline.training.task import Task, classification
 
 sys.path.insert(0, str(Path(__file__).parent))
 from distill_table import LITERATURE, Done, Job, Setting, report

@@ -47,11 +47,11 @@ from torch import nn
 from distill_arms import Arm, ByHand, Ours, Plan, has_torchvision, make_recipe
 from drumline.core.arithmetic import set_deterministic
 from drumline.core.errors import UserError
-from drumline.distill.cache import teacher as stored
-from drumline.distill.task import distillation_task
+from drumline.distillation.cache import teacher as stored
+from drumline.distillation.task import distillation_task
 from drumline.models import create_model
 from drumline.state.weights import export_weights
-from drumline.train.task import classification
+from drumline.training.task import classification
 from harness import Parser, synchronize
 from photographs import machine
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from drumline.core.errors import UserError
-from drumline.distill.presets import published
+from drumline.distillation.presets import published
 
 LITERATURE = 240
 """Epochs of the literature's schedule."""

@@ -27,11 +27,11 @@ from drumline.config.recipe import Checkpoint, Data, Guard, Model, Optim, Parall
 from drumline.data.feed.batch import Batch
 from drumline.guards.run.guards import RunGuards
 from drumline.parallel.world import single_process
-from drumline.train.guards import make_guards
-from drumline.train.rehearse import rehearse
-from drumline.train.run import Run as TrainingRun
-from drumline.train.stop import StopSign
-from drumline.train.task import classification
+from drumline.training.guards import make_guards
+from drumline.training.rehearse import rehearse
+from drumline.training.run import Run as TrainingRun
+from drumline.training.stop import StopSign
+from drumline.training.task import classification
 from harness import Parser, pick_device, synchronize
 
 WARM = 10

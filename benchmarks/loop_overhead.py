@@ -35,13 +35,13 @@ from drumline.data.feed.sampler import training_requests
 from drumline.models import create_model
 from drumline.parallel.world import single_process
 from drumline.state.fingerprint import state_sha256
-from drumline.train.guards import make_guards
-from drumline.train.loop import take_steps
-from drumline.train.run import Run as TrainingRun
-from drumline.train.sets import normaliser, open_sets
-from drumline.train.step import TrainStep
-from drumline.train.stop import StopSign
-from drumline.train.task import classification
+from drumline.training.guards import make_guards
+from drumline.training.loop import take_steps
+from drumline.training.run import Run as TrainingRun
+from drumline.training.sets import normaliser, open_sets
+from drumline.training.step import TrainStep
+from drumline.training.stop import StopSign
+from drumline.training.task import classification
 from harness import Parser, name_of, pick_device, synchronize
 
 WARM, SMALL_WARM = 20, 2

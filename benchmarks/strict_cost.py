@@ -32,9 +32,9 @@ from drumline.core.environment import read_rank_info
 from drumline.launch.network import free_port
 from drumline.parallel.process_group import init_world
 from drumline.parallel.world import World
-from drumline.train.rehearse import rehearse
-from drumline.train.run import Run as TrainingRun
-from drumline.train.task import classification
+from drumline.training.rehearse import rehearse
+from drumline.training.run import Run as TrainingRun
+from drumline.training.task import classification
 from harness import Parser, name_of, pick_device
 from loop_overhead import SMALL_WARM, WARM, case, ours
 

@@ -22,8 +22,8 @@ ORDER = [
     "parallel",
     "guards",
     "observe",
-    "train",
-    "distill",
+    "training",
+    "distillation",
     "launch",
     "cli",
 ]

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch._dynamo  # nearly all of them import it, for seconds
 
 import drumline.cli
-import drumline.train.loop  # noqa: F401
+import drumline.training.loop  # noqa: F401
 from tests import warm
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

@@ -66,7 +66,7 @@ def test_code_named_by_a_strangers_run_is_not_run(
 
 
 def test_code_named_by_a_strangers_teacher_is_not_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from drumline.distill.load import check_teachers
+    from drumline.distillation.teacher import check_teachers
 
     (run / "recipe.toml").write_text('[model]\nname = "evil:boom"\n')
     with pytest.raises(UserError, match="its recipe names the model evil:boom, which runs the code of evil"):

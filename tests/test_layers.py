@@ -16,8 +16,8 @@ LAYERS = (
     ("state",),
     ("parallel",),
     ("guards", "observe"),
-    ("train",),
-    ("distill",),
+    ("training",),
+    ("distillation",),
     ("launch",),
     ("cli",),
 )

@@ -132,11 +132,11 @@ def _server() -> str:
 def main() -> None:
 
     import drumline.cli
-    import drumline.distill.run
+    import drumline.distillation.run
     import drumline.launch.launcher
     import drumline.parallel.fsdp
-    import drumline.train.loop
-    import drumline.train.prove  # noqa: F401
+    import drumline.training.loop
+    import drumline.training.prove  # noqa: F401
 
     fork_drumline()
     listener = socket.socket(socket.AF_UNIX)

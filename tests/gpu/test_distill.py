@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import save_file
 
 from drumline.config.recipe import Checkpoint, Data, Distill, Model, Optim, Recipe, Run, Train
-from drumline.distill.methods import METHODS
-from drumline.distill.run import distill
+from drumline.distillation.methods import METHODS
+from drumline.distillation.run import distill
 from drumline.models import create_model
 from drumline.parallel.world import single_process
 from drumline.state.checkpoint import checkpoints
 from drumline.state.verify import verify_run
-from tests.distill.nets import wakened
+from tests.distillation.nets import wakened
 
 pytestmark = [
     pytest.mark.gpu,

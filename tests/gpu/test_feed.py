@@ -26,7 +26,7 @@ from drumline.data.image.augment import Augmentation
 from drumline.data.sources import Dataset, DatasetSpec, open_dataset
 from drumline.parallel.world import single_process
 from drumline.state.verify import verify_run
-from drumline.train.loop import train
+from drumline.training.loop import train
 from tests.data.damage import KINDS, good_jpeg
 
 pytestmark = [

@@ -14,7 +14,7 @@ from drumline.config.recipe import Checkpoint, Data, Model, Optim, Recipe, Run, 
 from drumline.parallel.world import single_process
 from drumline.state.checkpoint import checkpoints
 from drumline.state.verify import verify_run
-from drumline.train.loop import train
+from drumline.training.loop import train
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ import torch
 
 from drumline.config.recipe import Model, Optim, Recipe, Train
 from drumline.parallel.world import single_process
-from tests.distill.ranks import write_teacher
+from tests.distillation.ranks import write_teacher
 from tests.launch.ranks import run_ranks
 from tests.parallel import strict_ranks
 

@@ -34,13 +34,13 @@ from drumline.state.checkpoint import read_checkpoint, write_checkpoint
 from drumline.state.manager import CheckpointManager
 from drumline.state.manifest import Position
 from drumline.state.shards import ShardWriter
-from drumline.train.guards import state_tensors
-from drumline.train.objective import Classification
-from drumline.train.recompute import recompute_blocks
-from drumline.train.state import build_state
-from drumline.train.step import TrainStep
+from drumline.training.guards import state_tensors
+from drumline.training.objective import Classification
+from drumline.training.recompute import recompute_blocks
+from drumline.training.state import build_state
+from drumline.training.step import TrainStep
 from tests.launch.ranks import one_thread, results_of
-from tests.train import tiny
+from tests.training import tiny
 
 BATCH, STEPS = 12, 3
 OPTIMS = {

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from drumline.config.recipe import Checkpoint, Data, Distill, Model, Optim, Parallel, Recipe, Run, Train
 from drumline.core.environment import read_rank_info
-from drumline.distill.run import distill
+from drumline.distillation.run import distill
 from drumline.parallel.process_group import init_world
 from drumline.parallel.strict.ordered import OrderedSum
 from drumline.parallel.strict.tree import owned
 from drumline.parallel.world import Pending, World
 from drumline.state.verify import verify_run
-from drumline.train.loop import train
-from tests.distill.ranks import write_teacher
+from drumline.training.loop import train
+from tests.distillation.ranks import write_teacher
 from tests.launch.ranks import results_of
 
 NETS = "tests.parallel.strict_nets"

@@ -23,7 +23,7 @@ from drumline.state.verify import verify_run
 from drumline.state.weights import load_weights, resolve_weights
 from tests.launch.ranks import one_thread
 from tests.parallel import fsdp_ranks as ranks
-from tests.train import tiny
+from tests.training import tiny
 
 pytestmark = pytest.mark.slow
 SIZES = (2, 3)

@@ -14,8 +14,8 @@ from drumline.core.errors import UserError
 from drumline.parallel.norm import SmallestBatch, few_samples, over_all
 from drumline.parallel.strategy import create_strategy
 from drumline.parallel.world import World, single_process
-from drumline.train.loop import train
-from tests.train import tiny
+from drumline.training.loop import train
+from tests.training import tiny
 
 STAGES = (
     "parallel.layout=pipeline parallel.virtual=true parallel.stages=2 parallel.micro_batches=4 data.batch=5"
@@ -48,7 +48,7 @@ def test_one_value_per_channel_is_refused_before_training(
 ) -> None:
     recipe = Recipe.from_args(
         (
-            "data.source=tests.train.few_ranks:load",
+            "data.source=tests.training.few_ranks:load",
             "model.name=tests.parallel.test_norm:pooled",
             "train.steps=2",
             "parallel.threads=1",

@@ -23,7 +23,7 @@ from drumline.parallel.single import BufferMean
 from drumline.parallel.strategy import Strategy, create_strategy, uses_channels_last
 from drumline.parallel.world import World, single_process
 from drumline.state.verify import verify_run
-from tests.train import ranks, tiny
+from tests.training import ranks, tiny
 
 ONE = single_process(tiny.CPU)
 GPU = torch.device("cuda", 0)

@@ -18,8 +18,8 @@ from drumline.parallel.strict.ordered import OrderedSum, bucketed
 from drumline.parallel.world import single_process
 from drumline.state.checkpoint import read_checkpoint
 from drumline.state.verify import verify_run
-from drumline.train.loop import train
-from drumline.train.sets import normaliser, open_sets
+from drumline.training.loop import train
+from drumline.training.sets import normaliser, open_sets
 from tests.launch.ranks import one_thread
 from tests.parallel import strict_ranks
 

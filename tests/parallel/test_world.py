@@ -12,7 +12,7 @@ from drumline.core.errors import UserError
 from drumline.launch.network import free_port
 from drumline.parallel.process_group import choose_backend, init_world, resolve_device_type
 from drumline.parallel.world import Pending, World, single_process
-from tests.train import ranks
+from tests.training import ranks
 
 CPU = torch.device("cpu")
 SIZES = pytest.mark.parametrize("size", [2, 3])

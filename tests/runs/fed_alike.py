@@ -15,10 +15,10 @@ from drumline.core.errors import UserError
 from drumline.observe.display import Display
 from drumline.parallel.process_group import init_world
 from drumline.parallel.strategy import Strategy
-from drumline.train.loop import train
-from drumline.train.plan import Plan
-from drumline.train.sets import Sets
-from drumline.train.task import Task, classification
+from drumline.training.loop import train
+from drumline.training.plan import Plan
+from drumline.training.sets import Sets
+from drumline.training.task import Task, classification
 
 
 def alike(recipe: Recipe, sets: Sets, plan: Plan, strategy: Strategy, display: Display) -> Task:

@@ -16,7 +16,7 @@ from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.parallel.world import single_process
 from drumline.state.verify import verify_run
-from drumline.train.loop import train as train_here
+from drumline.training.loop import train as train_here
 from tests.runs.command import begin, drumline, kill_when, metrics, result
 
 pytestmark = pytest.mark.slow

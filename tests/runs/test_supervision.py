@@ -120,7 +120,7 @@ def test_the_log_of_the_run_tells_the_losses_and_restarts_too(story: Story) -> N
 def test_a_stopped_rank_is_noticed_in_time_and_the_others_say_where_they_stand(story: Story) -> None:
     assert story.hang_seconds < 3 + 3
     block = story.said[story.said.index("rank 0: stepping, ") :]
-    assert "drumline/train/loop.py" in block[: block.index("rank 1: ")]
+    assert "drumline/training/loop.py" in block[: block.index("rank 1: ")]
     assert "rank 1: stepping" in block
     assert "stopped by SIGSTOP or a debugger, so its stack cannot be read" in block
 

@@ -17,7 +17,7 @@ from drumline.state.checkpoint import write_checkpoint
 from drumline.state.manifest import Position, read_manifest
 from drumline.state.model_record import ENVIRONMENT, KEY, ModelRecord, metadata_record, read_record, record_of
 from drumline.state.tensors import file_metadata
-from drumline.train.resume import compare_records
+from drumline.training.resume import compare_records
 
 RECORD = ModelRecord(
     model="resnet8",

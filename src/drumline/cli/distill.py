@@ -45,7 +45,7 @@ COMMAND = Command(
 
 def main(argv: list[str]) -> int:
     if "--presets" in argv:
-        from drumline.distill.presets import listing
+        from drumline.distillation.presets import listing
 
         print(listing())
         return 0
@@ -58,8 +58,8 @@ def main(argv: list[str]) -> int:
 
         return show(invocation, "distill")
 
-    from drumline.distill.selection import select_methods
-    from drumline.distill.teacher import check_teachers
+    from drumline.distillation.selection import select_methods
+    from drumline.distillation.teacher import check_teachers
 
     select_methods(invocation.recipe.distill)
     check_teachers(invocation.recipe.distill)

@@ -21,7 +21,7 @@ from drumline.core.text import counted, message
 
 if TYPE_CHECKING:
     from drumline.parallel.world import World
-    from drumline.train.sets import Sets
+    from drumline.training.sets import Sets
 
 
 def show(invocation: Invocation[RecipeOptions], command: Literal["train", "distill", "eval"]) -> int:
@@ -64,8 +64,8 @@ class _DryRun:
     def data(self) -> list[str]:
         from drumline.data.sources import detect_source
         from drumline.parallel.strategy import strategy_class
-        from drumline.train.plan import make_plan
-        from drumline.train.sets import open_sets
+        from drumline.training.plan import make_plan
+        from drumline.training.sets import open_sets
 
         data = self.recipe.data
         self._source = detect_source(data.source, data.path)
@@ -92,7 +92,7 @@ class _DryRun:
 
         from drumline.data.classes import Classes
         from drumline.state.weights import resolve_weights
-        from drumline.train.model import FIELDS, build_model, load_model
+        from drumline.training.model import FIELDS, build_model, load_model
 
         name, classes, weights = self.recipe.model.name, self.recipe.model.classes, self.recipe.model.weights
         if weights:
@@ -111,7 +111,7 @@ class _DryRun:
 
     def scored(self) -> list[str]:
         from drumline.state.weights import resolve_weights
-        from drumline.train.score import model_to_score
+        from drumline.training.score import model_to_score
 
         model = self.recipe.model
         file = resolve_weights(model.weights)
@@ -126,10 +126,10 @@ class _DryRun:
 
     def teachers(self) -> list[str]:
         from drumline.data.classes import Classes
-        from drumline.distill.selection import select_methods
-        from drumline.distill.task import check_fit
-        from drumline.distill.teacher import check_teachers, image_warnings, load_teachers
-        from drumline.train.model import load_model
+        from drumline.distillation.selection import select_methods
+        from drumline.distillation.task import check_fit
+        from drumline.distillation.teacher import check_teachers, image_warnings, load_teachers
+        from drumline.training.model import load_model
 
         distill, sets = self.recipe.distill, self._sets
         select_methods(distill)

@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
 
 def with_preset(argv: list[str]) -> list[str]:
     """Replaces the name of a published recipe at the start of a command line by the settings it stands for."""
-    from drumline.distill.presets import is_preset, preset_arguments
+    from drumline.distillation.presets import is_preset, preset_arguments
 
     if not argv or not is_preset(argv[0]):
         return argv

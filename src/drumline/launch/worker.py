@@ -42,9 +42,9 @@ from drumline.parallel.world import World, single_process
 from drumline.state.claim import claimed, restart_recipe, restart_resume
 
 JOBS = {
-    "train": "drumline.train.loop:train",
-    "distill": "drumline.distill.run:distill",
-    "eval": "drumline.train.score:score",
+    "train": "drumline.training.loop:train",
+    "distill": "drumline.distillation.run:distill",
+    "eval": "drumline.training.score:score",
 }
 """The function of each job, called with recipe and world."""
 

@@ -20,7 +20,7 @@ from drumline.data.feed.loader import Workers
 from drumline.data.feed.transform import Transform
 from drumline.data.sources import Dataset, DatasetSpec, open_dataset
 from drumline.parallel.world import single_process
-from drumline.train.sets import open_sets
+from drumline.training.sets import open_sets
 from tests.data.damage import encoded, good_jpeg, picture
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

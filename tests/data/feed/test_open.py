@@ -24,7 +24,7 @@ from drumline.data.feed.sampler import bounds, evaluation_bounds
 from drumline.data.packed.format import Options
 from drumline.data.packed.write import pack_set
 from drumline.parallel.world import single_process
-from drumline.train.sets import open_sets
+from drumline.training.sets import open_sets
 from tests.data.damage import good_jpeg
 
 TRAIN, EVAL = 22, 7

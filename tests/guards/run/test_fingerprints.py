@@ -12,8 +12,8 @@ from drumline.guards.run.fingerprints import FingerprintMonitor
 from drumline.observe.run_log import RunLog
 from drumline.parallel.world import single_process
 from drumline.state import chain
-from drumline.train.guards import state_tensors
-from tests.train import ranks, tiny
+from drumline.training.guards import state_tensors
+from tests.training import ranks, tiny
 
 
 def test_parameters_gradients_buffers_optimizer_and_average_are_covered() -> None:

@@ -10,10 +10,10 @@ import torch
 from drumline.config.recipe import Optim, Train
 from drumline.guards.run import nonfinite as nonfinite_module
 from drumline.guards.run.nonfinite import NonFiniteGate
-from drumline.train.state import TrainState
-from drumline.train.step import TrainStep
-from tests.train import tiny
-from tests.train.test_step import everything, same_bits
+from drumline.training.state import TrainState
+from drumline.training.step import TrainStep
+from tests.training import tiny
+from tests.training.test_step import everything, same_bits
 
 OPTIMIZERS = ["sgd", "adamw", "lars", "lamb"]
 

@@ -20,8 +20,8 @@ from drumline.parallel.pipeline.norm import (
     forget_statistics,
     norm_count,
 )
-from drumline.train.ema import Average
-from drumline.train.recompute import recompute_blocks
+from drumline.training.ema import Average
+from drumline.training.recompute import recompute_blocks
 
 
 class Net(nn.Module):

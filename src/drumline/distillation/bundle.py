@@ -1,0 +1,205 @@
+"""The student and its helpers as one module with one forward, and how they are fitted to a teacher.
+
+Promises: one DDP wraps the bundle, so every helper's gradient is exchanged. Features are returned, never stored. The
+student inside is unchanged and is exported alone (`student`). `NetworkPair` rejects networks that do not fit a
+method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from drumline.config.recipe import Recipe
+from drumline.core.errors import UserError
+from drumline.distillation.method import Method, Needs, NetworkInfo, Taps
+from drumline.distillation.selection import Selection
+from drumline.distillation.teacher import LoadedTeacher
+from drumline.models.base import Output, VisionModel
+from drumline.models.tapped import Tapped, norm_before, with_taps
+
+_HELPER_SEED = 0x68656C70
+"""Mixed into the seed, so that helpers do not start from the student's random numbers."""
+
+
+class BundleOutput(NamedTuple):
+    """The output of a bundle."""
+
+    logits: Tensor
+    taps: dict[str, Tensor]
+    """The student's taps that a method needs."""
+    helper_outputs: dict[str, dict[str, Tensor]]
+    """Method to the output of its helper."""
+
+
+class Bundle(nn.Module):
+    """`student` maps images to logits or, called with `taps=True`, to (logits, taps)."""
+
+    def __init__(
+        self,
+        student: nn.Module,
+        helpers: Mapping[str, nn.Module],
+        needs: Mapping[str, Needs],
+        reading_teacher: Collection[str] = (),
+        runs_student: bool = True,
+        classes: int = 0,
+    ) -> None:
+        super().__init__()
+        self.student = student
+        self.helpers = nn.ModuleDict(helpers)
+        self.needs = {
+            name: need if name in reading_teacher else Needs(need.student, ()) for name, need in needs.items()
+        }
+        """The taps that helpers read; the teacher's only for the methods in `reading_teacher`."""
+        self.taps = _unique(tap for need in needs.values() for tap in need.student)
+        self.runs_student, self.classes = runs_student, classes
+
+    def forward(self, images: Tensor, teacher_taps: Taps) -> BundleOutput:
+        """One forward of the student, then of each helper. If no helper reads the teacher, its taps may be
+        missing."""
+        if not self.runs_student:
+            return self.after(images.new_zeros((len(images), self.classes)), teacher_taps)
+        return self.after(
+            self.student(images, taps=True) if self.taps else self.student(images), teacher_taps
+        )
+
+    def after(self, output: Output, teacher_taps: Taps) -> BundleOutput:
+        """The bundle's output, given the student's."""
+        logits, taps = (output, {}) if isinstance(output, Tensor) else output
+        helper_outputs = {
+            name: helper(_only(taps, self.needs[name].student), _only(teacher_taps, self.needs[name].teacher))
+            for name, helper in self.helpers.items()
+        }
+        return BundleOutput(logits, _only(taps, self.taps), helper_outputs)
+
+
+@dataclass(frozen=True)
+class NetworkPair:
+    """Student and teachers as the methods see them."""
+
+    model: nn.Module
+    """The student as it is evaluated and exported."""
+    student: nn.Module
+    """The same network, with the taps that the methods need."""
+    teachers: tuple[nn.Module, ...]
+    student_info: NetworkInfo
+    teacher_info: NetworkInfo
+    methods: Mapping[str, Method]
+    needs: Mapping[str, Needs]
+
+    @property
+    def student_taps(self) -> tuple[str, ...]:
+        return _unique(tap for need in self.needs.values() for tap in need.student)
+
+    @property
+    def teacher_taps(self) -> tuple[str, ...]:
+        return _unique(tap for need in self.needs.values() for tap in need.teacher)
+
+    @property
+    def reading_teacher(self) -> tuple[str, ...]:
+        """The methods whose helpers read the teacher's taps."""
+        return tuple(name for name, method in self.methods.items() if method.helper_reads_teacher)
+
+    @property
+    def messages(self) -> list[str]:
+        """Which modules of third-party networks the taps come from."""
+        networks = (
+            ("student", self.student, self.student_taps),
+            ("teacher", self.teachers[0], self.teacher_taps),
+        )
+        return [
+            f"taps of the {role}: {', '.join(f'{tap} = {model.locations[tap]}' for tap in read)}"
+            for role, model, taps in networks
+            if isinstance(model, Tapped) and (read := [tap for tap in taps if tap in model.locations])
+        ]
+
+    def bundle(self, seed: int, runs_student: bool = True) -> Bundle:
+        """Student and helpers, on the student's device. The helpers' initial weights depend on the seed alone."""
+        torch.manual_seed(seed ^ _HELPER_SEED)
+        built = {
+            name: method.helper(self.student_info, self.teacher_info) for name, method in self.methods.items()
+        }
+        helpers = {name: helper for name, helper in built.items() if helper is not None}
+        classes = self.student_info.classes
+        bundle = Bundle(self.student, helpers, self.needs, self.reading_teacher, runs_student, classes)
+        return bundle.to(_device(self.student))
+
+
+def fit_networks(
+    recipe: Recipe, selection: Selection, student: nn.Module, teachers: list[LoadedTeacher], size: int
+) -> NetworkPair:
+    """Finds the taps that the methods need. Raises a `UserError` if a network does not fit a method."""
+    methods = {term.name: term.method for term in selection.methods}
+    modules = tuple(each.module for each in teachers)
+    wants_taps = any(not method.on_logits for method in methods.values())
+    tapped, teacher = student, modules[0]
+    example = torch.zeros((1, 3, size, size))
+    for key in ("student_taps", "teacher_taps"):
+        if getattr(recipe.distill, key) and not wants_taps:
+            raise UserError(
+                f"distill.{key}: {', '.join(methods)} reads no taps", "remove it, or use a different method"
+            )
+    if wants_taps:
+        tapped = _with_taps(student, "student_taps", recipe.distill.student_taps, example)
+        teacher = _with_taps(teacher, "teacher_taps", recipe.distill.teacher_taps, example)
+    student_info = network_info(tapped, recipe.model.name, example)
+    teacher_info = network_info(teacher, teachers[0].name, example)
+    needs = {name: method.needs(student_info, teacher_info) for name, method in methods.items()}
+    if len(teachers) > 1 and any(need.teacher for need in needs.values()):
+        names = ", ".join(name for name, need in needs.items() if need.teacher)
+        raise UserError(
+            f"distill.method = {names}: reads the features of one teacher, but there are {len(teachers)}",
+            "use methods on logits (kd, dkd, dist) with several teachers, or give one teacher",
+        )
+    return NetworkPair(student, tapped, (teacher, *modules[1:]), student_info, teacher_info, methods, needs)
+
+
+def network_info(model: nn.Module, name: str, example: Tensor) -> NetworkInfo:
+    """A network's taps and their shapes, from one forward in evaluation mode that leaves the model unchanged."""
+    was_training = model.training
+    model.eval()
+    taps: Mapping[str, Tensor] = {}
+    example = example.to(_device(model))
+    with torch.no_grad():
+        if isinstance(model, VisionModel | Tapped):
+            logits, taps = model(example, taps=True)
+        else:
+            logits = model(example)
+    model.train(was_training)
+    for tap, value in taps.items():
+        dims, form = (2, "N x C") if tap == "pooled" else (4, "N x C x H x W")
+        if value.ndim != dims:
+            location = model.locations.get(tap) if isinstance(model, Tapped) else None
+            raise UserError(
+                f"{tap}{f' ({location})' if location else ''} of {name} has shape "
+                f"{' x '.join(map(str, value.shape))}; it must be {form}",
+                "name a different module with distill.student_taps or distill.teacher_taps",
+            )
+    norms = {tap: norm for tap in taps if (norm := norm_before(model, tap)) is not None}
+    shapes = {tap: tuple(value.shape[1:]) for tap, value in taps.items()}
+    return NetworkInfo(name, shapes, logits.shape[1], norms)
+
+
+def _with_taps(model: nn.Module, key: str, text: str, example: Tensor) -> nn.Module:
+    try:
+        return with_taps(model, text, example.to(_device(model)))
+    except UserError as error:
+        raise UserError(f"distill.{key}: {error.what}", error.fix, error.code) from error
+
+
+def _device(model: nn.Module) -> torch.device:
+    """The device of a model that has not been cut into stages."""
+    return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+
+
+def _only(taps: Taps, names: tuple[str, ...]) -> dict[str, Tensor]:
+    return {name: taps[name] for name in names}
+
+
+def _unique(taps: Iterable[str]) -> tuple[str, ...]:
+    """Without repetitions, in order of appearance."""
+    return tuple(dict.fromkeys(taps))

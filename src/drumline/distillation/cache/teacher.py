@@ -1,0 +1,215 @@
+"""The cached teacher: a run reads the teacher's outputs from a cache instead of computing them.
+
+Promises: before the first step, the cache is filled and spot-checked against the live teacher, whose memory is then
+freed. Each batch carries its rows, bit for bit as stored, in the order of the requests; a thread reads them ahead. No
+row is used before its whole epoch has been verified. An epoch that is damaged or not filled raises when its first row
+is needed, not earlier. Rejects methods that read more of the teacher than a cache stores, and data without sample
+ids.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Generator, Iterable
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from drumline.config.recipe import Recipe
+from drumline.core.errors import UserError
+from drumline.core.progress import progress
+from drumline.data.feed.batch import Batch
+from drumline.data.feed.loader import Batches
+from drumline.data.feed.prefetch import prefetch
+from drumline.data.feed.sampler import Ids, Request
+from drumline.distillation.cache.fill import CHUNK, fill, spot_check
+from drumline.distillation.cache.format import Cache, open_cache
+from drumline.distillation.cache.key import make_key
+from drumline.distillation.cache.payload import Rule, decode
+from drumline.distillation.teacher import Teacher, TeacherOutput
+from drumline.parallel.world import World
+from drumline.training.plan import Plan
+from drumline.training.sets import Sets, normaliser
+from drumline.training.stop import StopSign
+
+CACHEABLE_TAPS = ("pooled",)
+"""Taps that a cache can store beside the logits."""
+READY = 2
+"""Batches of rows that are read ahead of the step."""
+
+
+@dataclass(frozen=True)
+class CachedTeacher:
+    """A complete cache, ready for training."""
+
+    cache: Cache
+    device: torch.device
+    messages: tuple[str, ...]
+    """Log lines about it."""
+
+    def __call__(self, images: Tensor, batch: Batch) -> TeacherOutput:
+        """The teacher's outputs on the batch."""
+        logits, pooled = decode(batch.extra, self.cache.key.rule)
+        return TeacherOutput(logits, {} if pooled is None else {"pooled": pooled})
+
+    def feed(self, batches: Batches, requests: Iterable[Request]) -> Batches:
+        """Adds the rows to each batch."""
+        return with_rows(batches, requests, self.cache, self.device)
+
+
+def refuse_uncacheable(recipe: Recipe, taps: tuple[str, ...], source: str) -> None:
+    """Raises a `UserError` if a cache cannot serve the methods or the data. Called before anything is computed."""
+    if Path(recipe.distill.cache).is_file():
+        raise UserError(f"distill.cache = {recipe.distill.cache}: is a file", "use a folder or a new name")
+    maps = [tap for tap in taps if tap not in CACHEABLE_TAPS]
+    if maps:
+        raise UserError(
+            f"distill.cache: {', '.join(recipe.distill.method)} reads the teacher's {', '.join(maps)}, but a cache "
+            "stores only logits and pooled features (maps of every sample and epoch would be too large)",
+            "remove distill.cache, or use a method on logits or pooled features: kd, dkd, dist, correlation, rkd, "
+            "pkt, crd, srd",
+        )
+    if source == "synthetic":
+        raise UserError(
+            "distill.cache: synthetic data repeats a few batches and has no sample ids",
+            "remove distill.cache, or use real data",
+        )
+
+
+def open_cached_teacher(
+    recipe: Recipe, teacher: Teacher, identity: str, sets: Sets, plan: Plan, world: World
+) -> CachedTeacher:
+    """Opens the recipe's cache, fills the missing blocks of this run's epochs, and spot-checks a few rows."""
+    normalise = normaliser(sets, recipe)
+    rule = _rule(recipe, teacher, sets.transform.size, world)
+    key = make_key(
+        teacher=identity,
+        source=sets.train,
+        transform=sets.transform,
+        mean=sets.mean,
+        std=sets.std,
+        seed=recipe.run.seed,
+        rule=rule,
+    )
+    cache = open_cache(Path(recipe.distill.cache), key, world)
+    epochs = range(math.ceil(plan.total / plan.per_epoch))
+    missing = [(epoch, block) for epoch in epochs for block in cache.missing(epoch)]
+    chunks = sum(-(-len(cache.samples(block)) // CHUNK) for _, block in missing[:: world.size])
+
+    def outputs(images: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits, taps = teacher(normalise(images))
+        return logits.to(rule.numbers), taps["pooled"].to(rule.numbers) if rule.pooled else None
+
+    def shown(requests: Iterable[Request]) -> Batches:
+        with closing(sets.feed(recipe.run.seed, requests, world.device)) as batches:
+            text = "filling the teacher cache"
+            yield from progress(batches, text, chunks) if world.is_rank_zero and chunks else batches
+
+    with StopSign(world) as stop:
+        whole = fill(cache, epochs, outputs, shown, world, stopping=lambda: stop.asked)
+    if not whole:
+        stopped = UserError(
+            f"stopped while filling {cache.folder}; the blocks filled so far are kept",
+            "repeat the command to continue",
+            code="stopped",
+        )
+        stopped.exit_code = 128 + signal.Signals[stop.signal or "SIGTERM"]
+        raise stopped
+    warning = spot_check(
+        cache, epochs, outputs, lambda requests: sets.feed(recipe.run.seed, requests, world.device), world
+    )
+    teacher.check()
+    filled = f" ({len(missing):,} of {cache.blocks * len(epochs):,} blocks filled now)" if missing else ""
+    stored = f"the {rule.top} largest logits" if rule.top else "all logits"
+    stored += " and the pooled features" if rule.pooled else ""
+    return CachedTeacher(
+        cache,
+        world.device,
+        (
+            f"teacher: cached in {cache.folder}{filled}; {stored} of each sample",
+            *([warning] if warning else []),
+        ),
+    )
+
+
+def _rule(recipe: Recipe, teacher: Teacher, size: int, world: World) -> Rule:
+    """What a row stores, in the dtype of the teacher's outputs, so that nothing is lost."""
+    output = teacher(torch.zeros((2, 3, size, size), device=world.device))
+    pooled = output.taps.get("pooled")
+    kinds = {output.logits.dtype, *(() if pooled is None else (pooled.dtype,))}
+    dtype = kinds.pop() if len(kinds) == 1 else torch.float32
+    width = 0 if pooled is None else pooled.shape[1]
+    return Rule(output.logits.shape[1], str(dtype).removeprefix("torch."), recipe.distill.cache_top, width)
+
+
+def with_rows(batches: Batches, requests: Iterable[Request], cache: Cache, device: torch.device) -> Batches:
+    """Adds the rows of its samples, on the device, to each batch as `extra`. `requests` is a second iterable over the
+    requests that the batches are made from. Closing the generator closes `batches`."""
+    source = CachedRows(cache, pin=device.type == "cuda")
+    with closing(batches), closing(source.for_requests(requests)) as stored:
+        for batch, rows in zip(batches, stored, strict=True):
+            assert len(rows) == len(batch.labels), (len(rows), len(batch.labels))
+            yield batch._replace(extra=rows.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True)
+class CachedRows:
+    """Reads the rows of batches."""
+
+    cache: Cache
+    pin: bool = False
+    """Use page-locked memory, so that copies to a GPU do not wait."""
+
+    def for_requests(self, requests: Iterable[Request]) -> Generator[Tensor, None, None]:
+        """(n, row_bytes) uint8 for each request, in order, read ahead by a thread. Each epoch is verified before its
+        first row is returned: one block between two requests of the previous epoch. Close it to stop the thread."""
+        return prefetch(self._rows(requests), READY)
+
+    def _rows(self, requests: Iterable[Request]) -> Generator[Tensor, None, None]:
+        opened: dict[int, _Epoch] = {}
+        for request in requests:
+            now, later = request.epoch, request.epoch + 1
+            opened = {epoch: opened.get(epoch) or _Epoch(self.cache, epoch) for epoch in (now, later)}
+            yield opened[now].rows(request.samples, self.pin)
+            opened[later].verify_early()
+
+
+class _Epoch:
+    """The blocks of an epoch, each verified when it is mapped."""
+
+    def __init__(self, cache: Cache, epoch: int) -> None:
+        self._cache, self._epoch = cache, epoch
+        self._remaining = cache.verified(epoch)
+        self._blocks: list[NDArray[np.uint8]] = []
+        self._failed = False
+
+    def verify_early(self) -> None:
+        """Verifies one more block. An error is raised only when the epoch is needed."""
+        if self._failed or len(self._blocks) == self._cache.blocks:
+            return
+        try:
+            self._blocks.append(next(self._remaining))
+        except UserError:
+            self._failed, self._blocks = True, []
+            self._remaining = self._cache.verified(self._epoch)
+
+    def rows(self, samples: Ids, pin: bool) -> Tensor:
+        """The rows of these samples, in their order."""
+        if len(self._blocks) < self._cache.blocks:
+            self._blocks.extend(self._remaining)
+        rows = torch.empty((len(samples), self._cache.key.rule.row_bytes), dtype=torch.uint8, pin_memory=pin)
+        into, of_block = rows.numpy(), self._cache.block_of(samples)
+        order = np.argsort(of_block, kind="stable")
+        cuts = np.searchsorted(of_block[order], np.arange(len(self._blocks) + 1))
+        for block, (first, last) in enumerate(pairwise(cuts.tolist())):
+            if first < last:
+                where = order[first:last]
+                into[where] = self._blocks[block][samples[where] - self._cache.samples(block).start]
+        return rows

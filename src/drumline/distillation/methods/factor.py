@@ -1,0 +1,170 @@
+"""Factor transfer: the student learns a compressed form of the teacher's last map instead of the map itself.
+
+Promises: an initial stage (`Paraphrase`) trains an autoencoder of the teacher's last map. `Factor` freezes it and
+trains a translator that computes the same factors from the student's last map. Both helpers name the autoencoder
+`paraphraser`, so its weights carry over by name; once frozen, it stays in eval mode. In both stages, the larger of
+two maps is pooled to the size of the smaller before it is encoded. Rejects networks without stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from drumline.distillation.method import LossInputs, Method, Needs, NetworkInfo, Taps, Weights, check_option
+from drumline.distillation.methods.taps import common_grid, last_stage, unit
+from drumline.models.base import pool_to
+
+
+def factor(student: Tensor, teacher: Tensor) -> Tensor:
+    """Mean absolute difference per sample, (n,), of the two networks' factors n x K x H x W:
+
+        mean over k, h, w of | s / ||s|| - t / ||t|| |
+
+    with the L2 norm over all factors of a sample. Factors of zero stay zero and get no gradient.
+    """
+    return (unit(student.flatten(1)) - unit(teacher.flatten(1))).abs().mean(1)
+
+
+def paraphrase(reconstruction: Tensor, target: Tensor) -> Tensor:
+    """Mean squared error per sample, (n,)."""
+    return ((reconstruction - target) ** 2).flatten(1).mean(1)
+
+
+@dataclass(frozen=True)
+class Paraphrase(Method):
+    """The initial stage of `Factor`: an autoencoder of the teacher's last map. It does not involve the student."""
+
+    weights: ClassVar[Weights] = Weights(r=0.0, a=0.0, b=1.0)
+    helper_reads_teacher: ClassVar[bool] = True
+    initial: ClassVar[str] = "paraphrase"
+    initial_epochs: ClassVar[float] = 30.0
+
+    k: float = 0.5
+    """Channels of the factors, as a multiple of the channels of the teacher's last map."""
+
+    def __post_init__(self) -> None:
+        check_option("k", self.k, self.k > 0, "above 0", 0.5)
+
+    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
+        """The teacher's last map."""
+        return Needs(teacher=(_last(teacher),))
+
+    def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
+        """The autoencoder."""
+        return _Reconstruct(_last(teacher), _grid(student, teacher), _paraphraser(teacher, self.k))
+
+    def loss(self, inputs: LossInputs) -> Tensor:
+        """(n,)."""
+        return paraphrase(inputs.helper_outputs["reconstruction"], inputs.helper_outputs["target"])
+
+
+@dataclass(frozen=True)
+class Factor(Paraphrase):
+    """Paraphrasing complex network (Kim et al., 2018), with p = 1, the authors' loss and their weight of 500.
+
+    RepDistiller normalises differently and uses a weight of 200; the figures published for CIFAR-100 use that
+    variant.
+    """
+
+    weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=500.0)
+
+    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
+        """The last map of both networks."""
+        return Needs((_last(student),), (_last(teacher),))
+
+    def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
+        """The frozen autoencoder and the translator."""
+        paraphraser = _paraphraser(teacher, self.k)
+        translator = encoder(student.shapes[_last(student)][0], paraphraser.width)
+        taps = (_last(student), _last(teacher))
+        return _Translate(taps, _grid(student, teacher), paraphraser, translator)
+
+    def loss(self, inputs: LossInputs) -> Tensor:
+        """(n,)."""
+        return factor(inputs.helper_outputs["student"], inputs.helper_outputs["teacher"])
+
+
+class Paraphraser(nn.Module):
+    """Three convolutions to `width` channels, and three transposed ones back."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.encode = encoder(channels, width)
+        self.decode = nn.Sequential(
+            *_layer(nn.ConvTranspose2d(width, width, 3, padding=1, bias=False)),
+            *_layer(nn.ConvTranspose2d(width, channels, 3, padding=1, bias=False)),
+            *_layer(nn.ConvTranspose2d(channels, channels, 3, padding=1, bias=False)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The map, reconstructed from its factors."""
+        rebuilt: Tensor = self.decode(self.encode(x))
+        return rebuilt
+
+
+def encoder(channels: int, width: int) -> nn.Sequential:
+    """Three 3x3 convolutions, each with BatchNorm and LeakyReLU(0.1): channels, then twice `width`."""
+    return nn.Sequential(
+        *_layer(nn.Conv2d(channels, channels, 3, padding=1, bias=False)),
+        *_layer(nn.Conv2d(channels, width, 3, padding=1, bias=False)),
+        *_layer(nn.Conv2d(width, width, 3, padding=1, bias=False)),
+    )
+
+
+class _Reconstruct(nn.Module):
+    def __init__(self, tap: str, grid: tuple[int, int], paraphraser: Paraphraser) -> None:
+        super().__init__()
+        self.tap, self.grid = tap, grid
+        self.paraphraser = paraphraser
+
+    def forward(self, student: Taps, teacher: Taps) -> dict[str, Tensor]:
+        target = pool_to(teacher[self.tap], self.grid)
+        return {"reconstruction": self.paraphraser(target), "target": target}
+
+
+class _Translate(nn.Module):
+    def __init__(
+        self,
+        taps: tuple[str, str],
+        grid: tuple[int, int],
+        paraphraser: Paraphraser,
+        translator: nn.Sequential,
+    ) -> None:
+        super().__init__()
+        self.taps, self.grid = taps, grid
+        self.paraphraser = paraphraser.requires_grad_(False).eval()
+        self.translator = translator
+
+    def train(self, mode: bool = True) -> _Translate:
+        super().train(mode)
+        self.paraphraser.eval()
+        return self
+
+    def forward(self, student: Taps, teacher: Taps) -> dict[str, Tensor]:
+        mine, theirs = self.taps
+        return {
+            "student": self.translator(pool_to(student[mine], self.grid)),
+            "teacher": self.paraphraser.encode(pool_to(teacher[theirs], self.grid)),
+        }
+
+
+def _layer(convolution: nn.Conv2d | nn.ConvTranspose2d) -> tuple[nn.Module, ...]:
+    return convolution, nn.BatchNorm2d(convolution.out_channels), nn.LeakyReLU(0.1)
+
+
+def _paraphraser(teacher: NetworkInfo, k: float) -> Paraphraser:
+    channels = teacher.shapes[_last(teacher)][0]
+    return Paraphraser(channels, max(1, round(k * channels)))
+
+
+def _last(network: NetworkInfo) -> str:
+    return last_stage("factor", network)
+
+
+def _grid(student: NetworkInfo, teacher: NetworkInfo) -> tuple[int, int]:
+    """From the probed shapes, because the initial stage does not read the student's map."""
+    return common_grid(student.shapes[_last(student)], teacher.shapes[_last(teacher)])

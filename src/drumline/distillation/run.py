@@ -1,0 +1,84 @@
+"""A distillation run: the initial stages of its methods, then the main stage, each in the loop of `train`.
+
+Promises: an initial stage is a run of its own inside the run folder (`initial-METHOD`), with checkpoints and logs. A
+run that is stopped or killed during an initial stage resumes there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from drumline.config.recipe import Recipe
+from drumline.core.errors import UserError
+from drumline.data.sources import detect_source
+from drumline.distillation.selection import select_methods
+from drumline.distillation.task import Stage, distillation_task
+from drumline.observe.display import make_display
+from drumline.parallel.world import World
+from drumline.state.checkpoint import checkpoints, is_checkpoint, newest_valid
+from drumline.state.claim import remember
+from drumline.state.folder import UNSAVED, claim_name, found_of_run
+from drumline.training.loop import Result, train
+
+
+def distill(recipe: Recipe, world: World) -> Result:
+    """Runs the recipe. Every rank calls it and gets the same result."""
+    stages = [(name, epochs) for name, epochs in select_methods(recipe.distill).initial if epochs]
+    done: tuple[Path, ...] = ()
+    if stages and not world.broadcast_object(_is_past(recipe) if world.is_rank_zero else False):
+        recipe = _named(recipe, world)
+        if world.is_rank_zero:
+            remember(recipe.run.name)
+        for name, epochs in stages:
+            stage = _stage_recipe(recipe, name, epochs)
+            result = train(stage, world, partial(distillation_task, stage=Stage(name, done)))
+            if not result.finished:
+                make_display(world.rank).log(
+                    f"stopped in the initial stage of {name}; to resume, repeat the command with "
+                    f"run.name={recipe.run.name} checkpoint.resume=auto"
+                )
+                return replace(result, run=str(Path(result.run).parent))
+            done = (*done, Path(stage.run.dir) / stage.run.name)
+    return train(recipe, world, partial(distillation_task, stage=Stage(before=done)))
+
+
+def _is_past(recipe: Recipe) -> bool:
+    """Whether the run resumes from a checkpoint of its main stage."""
+    resume = recipe.checkpoint.resume
+    if resume == "auto":
+        folder = Path(recipe.run.dir) / recipe.run.name
+        if newest_valid(folder / "checkpoints")[0] is not None:
+            return True
+        # Its checkpoints are gone. Opening the folder reports that; nothing must change before.
+        return bool(found_of_run(folder)) and not (folder / UNSAVED).exists()
+    if resume != "never" and _stopped_early(Path(resume)):
+        raise UserError(
+            f"checkpoint.resume = {resume}: was stopped in its initial stage",
+            f"resume it under its own name: --run.name {Path(resume).name} --checkpoint.resume auto",
+        )
+    return resume != "never"
+
+
+def _stopped_early(run: Path) -> bool:
+    """Whether a run folder has an initial stage but no checkpoint of the main stage."""
+    begun = not is_checkpoint(run) and any(run.glob("initial-*"))
+    return begun and not checkpoints(run / "checkpoints")
+
+
+def _named(recipe: Recipe, world: World) -> Recipe:
+    """The recipe with the name of the run folder that contains the stages."""
+    name = recipe.run.name
+    if name == "auto":
+        source = detect_source(recipe.data.source, recipe.data.path)
+        name = world.broadcast_object(claim_name(recipe, source) if world.is_rank_zero else "")
+    return replace(recipe, run=replace(recipe.run, name=name))
+
+
+def _stage_recipe(recipe: Recipe, name: str, epochs: float) -> Recipe:
+    return replace(
+        recipe,
+        run=replace(recipe.run, dir=str(Path(recipe.run.dir) / recipe.run.name), name=f"initial-{name}"),
+        train=replace(recipe.train, epochs=epochs, steps=0, ema=0.0),
+    )

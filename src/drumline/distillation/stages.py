@@ -1,0 +1,169 @@
+"""Teachers in stages: over the processes of the student's pipeline, or over the devices of each process.
+
+Promises: the outputs of the whole teacher, bit for bit; a process keeps the tensors of its own stages alone, the
+others are on the meta device. Over processes, a step's micro-batches go through the teacher before the student's
+stages run them, and the objective takes what was said in their order.
+Refuses a teacher that cannot be cut into so many stages, and stages that there are no devices for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from drumline.config.layouts import teacher_over_devices, teacher_over_processes
+from drumline.config.recipe import Recipe
+from drumline.core.errors import UserError
+from drumline.data.feed.batch import Batch
+from drumline.distillation.teacher import Teacher, TeacherOutput
+from drumline.observe.display import Display
+from drumline.parallel.grid import Grid
+from drumline.parallel.pipeline.chain import Chain
+from drumline.parallel.pipeline.cut import Segment, Traced, even_cuts, trace
+from drumline.parallel.pipeline.placement import place_stages
+from drumline.parallel.pipeline.profile import cut_points, profile
+from drumline.parallel.pipeline.shape import Shape
+from drumline.parallel.pipeline.split import min_max_split
+from drumline.parallel.strategy import Strategy
+from drumline.parallel.world import World
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How the teachers of a run are to lie."""
+
+    shape: Shape
+    grid: Grid
+    devices: tuple[torch.device, ...]
+    """Of this process's stages: one, or all of them."""
+
+    @property
+    def words(self) -> str:
+        """BundleOutput before the run."""
+        if self.shape.over_processes:
+            return f"in {self.shape.stages} stages over the processes of the student's pipeline"
+        count = len(set(self.devices))
+        where = f"{count} devices" if count > 1 else "one device"
+        return f"in {self.shape.stages} stages on {where} of each process, which take turns"
+
+
+def plan_stages(recipe: Recipe, strategy: Strategy) -> Stages | None:
+    """The stages that the recipe asks for, on the processes of the run; None for whole teachers."""
+    grid, world = strategy.grid, strategy.world
+    if teacher_over_processes(recipe):
+        if strategy.shape is None or grid.places == 1:
+            raise UserError(
+                "distill.teacher_layout = pipeline: the student's pipeline is in one process",
+                "start a process for each stage (--parallel.processes), or use --distill.teacher_layout model",
+            )
+        return Stages(replace(strategy.shape, chunks=1), grid, (world.device,))
+    if teacher_over_devices(recipe):
+        devices = stage_devices(recipe.distill.teacher_stages, recipe.parallel.virtual, world)
+        return Stages(Shape(len(devices), 1, 1, "gpipe", world.size, False), grid, devices)
+    return None
+
+
+def stage_devices(stages: int | str, virtual: bool, world: World) -> tuple[torch.device, ...]:
+    """Of a teacher in the stages of one process: GPUs that no other process computes on. The last is the process's
+    own, where the loss is."""
+    own = world.device
+    count = torch.cuda.device_count() if own.type == "cuda" else 1
+    mine = max(1, count // world.local_size)
+    wanted = mine if isinstance(stages, str) else stages
+    if isinstance(stages, str) and mine == 1:
+        raise UserError(
+            "distill.teacher_layout = model: the process has one device, which makes no stages",
+            "start fewer processes than there are GPUs, or give --distill.teacher_stages N --parallel.virtual to try "
+            "it out on one device",
+        )
+    if wanted > mine and not virtual:
+        raise UserError(
+            f"distill.teacher_stages = {wanted}: the process has {mine} device{'s' * (mine > 1)} to itself",
+            "give fewer, start fewer processes on each machine, or let stages share a device by --parallel.virtual",
+        )
+    if own.type != "cuda":
+        return (own,) * wanted
+    steps = ((wanted - 1 - stage) % mine for stage in range(wanted))
+    return tuple(torch.device("cuda", (own.index + step * world.local_size) % count) for step in steps)
+
+
+def cut_teacher(
+    module: nn.Module, name: str, taps: bool, stages: Stages, strategy: Strategy, size: int, display: Display
+) -> list[Segment]:
+    """The stages of a teacher that lies on the host in fp32. All ranks call it and agree."""
+    shape, world, recipe = stages.shape, stages.grid.world, strategy.recipe
+    samples = -(-recipe.data.batch // (shape.replicas * shape.micro_batches))
+    sample = torch.empty((samples, 3, size, size), device=world.device)
+    try:
+        traced = trace(module.eval(), {"taps": True} if taps else {}, sample=sample)
+        names = even_cuts(traced, shape.stages)  # refuses too many
+        if shape.over_processes and recipe.parallel.split != "even":
+            if world.is_rank_zero:
+                display.log("measuring where to cut the teacher")
+                names = _balanced(traced, module, sample, shape.stages, strategy.autocast)
+            names = world.broadcast_object(names)
+        return traced.split(names)
+    except UserError as error:
+        raise _of_teacher(
+            error, f"{recipe.distill.teacher_layout} in {shape.stages} stages: teacher {name}"
+        ) from error
+
+
+def lay_teacher(
+    teacher: Teacher, cuts: Sequence[Sequence[Segment]], stages: Stages, channels_last: bool
+) -> None:
+    """Moves the teacher's tensors to where their stages are computed, and has it computed there."""
+    forwards = []
+    for module, segments in zip(teacher.modules, cuts, strict=True):
+        try:
+            place_stages(module, module, segments, stages.shape, stages.grid, stages.devices, channels_last)
+        except UserError as error:
+            raise _of_teacher(error, f"model in {stages.shape.stages} stages: a teacher") from error
+        forwards.append(
+            Chain(module, segments, stages.shape, stages.grid, stages.devices, teacher.autocast).several
+        )
+    teacher.use_stages(forwards)
+
+
+class RelayedTeacher:
+    """The outputs of a teacher in stages over processes, on a step's micro-batches. The step, and the reference that
+    a layout is compared with, read them in order."""
+
+    def __init__(self, teacher: Teacher) -> None:
+        self.teacher = teacher
+        self._outputs: list[TeacherOutput] = []
+        self._next = 0
+
+    def ahead(self, pieces: Sequence[Batch], images: Callable[[Batch], Tensor]) -> None:
+        """Runs the teacher on all micro-batches of a step. Every process of a pipeline calls it."""
+        self._outputs, self._next = [], 0
+        shapes = [(len(piece.labels), 3, *piece.images.shape[1:3]) for piece in pieces]
+        self._outputs = self.teacher.outputs_of(shapes, lambda number: images(pieces[number]))
+
+    def __call__(self, images: Tensor, batch: Batch) -> TeacherOutput:
+        output = self._outputs[self._next]
+        assert len(output.logits) == len(batch.labels), (self._next, len(output.logits), len(batch.labels))
+        self._next = (self._next + 1) % len(self._outputs)
+        return output
+
+
+def _of_teacher(error: UserError, which: str) -> UserError:
+    """What was said of a model in stages, as the user of a teacher must hear it."""
+    return UserError(
+        f"distill.teacher_layout = {which}: {error.what}",
+        "use a different number of stages, or --distill.teacher_layout single",
+    )
+
+
+def _balanced(
+    traced: Traced, module: nn.Module, sample: Tensor, stages: int, autocast: torch.dtype | None
+) -> tuple[str, ...]:
+    """By measured times of the forward alone: a teacher has no other."""
+    points = cut_points(traced)
+    measured = profile(traced, module, tuple(sample.shape), sample.device, autocast, points=points)
+    times = [unit.forward_s for unit in measured.units]
+    split = min_max_split(times, stages, crossing=measured.crossings, slack=0.01)
+    return tuple(measured.units[first].name for first in split)

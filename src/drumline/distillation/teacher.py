@@ -1,0 +1,372 @@
+"""Teachers: loaded from their weights, measured, and run beside the student; one, or an ensemble.
+
+Promises: every tensor of a teacher comes from its weights, which also name the model. Its classes are matched to
+those of the data by name, and its accuracy is measured before the first step. A teacher runs in inference mode,
+without gradients, in its own precision, on this process's device (in stages: each tensor on the device of its stage),
+and makes nothing wait. `check` proves this, and that no bit has changed since it was loaded. Rejects a teacher
+without weights, and one whose classes differ from the data's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from drumline.config.arguments import names_code
+from drumline.config.recipe import Distill, Recipe
+from drumline.config.toml import load_recipe
+from drumline.core.arithmetic import autocast
+from drumline.core.errors import UserError
+from drumline.core.progress import progress
+from drumline.data.classes import Classes
+from drumline.data.feed.batch import Batch
+from drumline.data.feed.sampler import evaluation_starts
+from drumline.models import create_model
+from drumline.parallel.strategy import Strategy, to_device
+from drumline.parallel.world import World
+from drumline.state.fingerprint import fingerprints_of, state_sha256
+from drumline.state.folder import run_of
+from drumline.state.model_record import ModelRecord
+from drumline.state.weights import WeightFields, load_weights, resolve_weights, weights_record
+from drumline.training.evaluate import Score
+from drumline.training.model import model_record, refuse_nonfinite, verify_weights
+from drumline.training.score import score_module
+from drumline.training.sets import Sets
+
+Forward = Callable[[Sequence[tuple[int, ...]], Callable[[int], Tensor]], Sequence[Any]]
+"""Runs a module on several batches. It receives their shapes and a function that returns the images of each, and
+returns the module's output on each, or nothing if a different process has it."""
+EnsembleRule = Literal["probabilities", "logits"]
+FIELDS = WeightFields("distill.teacher_weights", "distill.teacher")
+_AUTOCAST_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+
+
+class TeacherOutput(NamedTuple):
+    """A teacher's output on a batch: ordinary tensors without gradient."""
+
+    logits: Tensor
+    taps: dict[str, Tensor]
+
+
+@dataclass
+class Teacher:
+    """One or more frozen networks, called on normalised images."""
+
+    modules: Sequence[nn.Module]
+    """The networks themselves, for state and checks."""
+    device: torch.device
+    taps: tuple[str, ...] = ()
+    """Read from the only module; an ensemble has no taps."""
+    autocast: torch.dtype | None = None
+    rule: EnsembleRule = "probabilities"
+    shares: tuple[float, ...] = (1.0,)
+    temperature: float = 1.0
+    compiled: bool = False
+    _forwards: Sequence[Forward] = field(init=False)
+    _devices: dict[tuple[int, str], torch.device] = field(init=False, default_factory=dict)
+    """The device of each tensor of a teacher in stages."""
+    _identity: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert len(self.modules) == len(self.shares)
+        assert not self.taps or len(self.modules) == 1
+        for module in self.modules:
+            module.eval().requires_grad_(False)
+            if self.autocast is not None:
+                # Casts once what autocast would cast at every step. Norms stay in fp32, as under autocast.
+                for layer in module.modules():
+                    # Not subclasses: one may compute its weights from stored tensors, in fp32 under autocast.
+                    if type(layer) in _AUTOCAST_LAYERS:
+                        layer.to(self.autocast)
+            if self.compiled:
+                # Evaluation and training batches differ in length: one graph for each instead of a dynamic one.
+                module.compile(dynamic=False)
+        self._forwards = [partial(_run_whole, module, bool(self.taps)) for module in self.modules]
+        self._identity = self._fingerprints()
+
+    def __call__(self, images: Tensor) -> TeacherOutput:
+        (output,) = self.outputs_of([tuple(images.shape)], lambda number: images)
+        return output
+
+    def outputs_of(
+        self, shapes: Sequence[tuple[int, ...]], feed: Callable[[int], Tensor]
+    ) -> list[TeacherOutput]:
+        """The outputs on several batches of these shapes; empty in processes without the teacher's last stage."""
+        with torch.inference_mode(), self._precision():
+            outputs = [forward(shapes, feed) for forward in self._forwards]
+            combined = [self._combined(each) for each in zip(*outputs, strict=True)]
+        # Backward must not save an inference tensor, but may save its copy.
+        return [
+            TeacherOutput(logits.clone(), {name: tap.clone() for name, tap in taps.items()})
+            for logits, taps in combined
+        ]
+
+    def use_stages(self, forwards: Sequence[Forward]) -> None:
+        """Runs the modules with these functions from now on. Tensors stay on their present devices; those on the meta
+        device belong to other processes. The tensors of this process must be those that were loaded."""
+        assert len(forwards) == len(self.modules)
+        loaded, here = self._identity, [not tensor.is_meta for _, _, tensor in self._named()]
+        self._forwards = forwards
+        self._devices = {(number, name): tensor.device for number, name, tensor in self._named()}
+        self._identity = self._fingerprints()
+        assert torch.equal(self._identity.cpu(), loaded.cpu()[torch.tensor(here)]), (
+            "the move changed a tensor"
+        )
+
+    def release(self) -> None:
+        """Frees the memory, in processes that do not run the teacher."""
+        for module in self.modules:
+            module.to("meta")
+
+    def check_ranks(self, world: World) -> None:
+        """Raises a `UserError` if the ranks have different teachers."""
+        ranks = world.all_gather_integers(self._identity.to(self.device))
+        different = [rank for rank in range(world.size) if not torch.equal(ranks[rank], ranks[0])]
+        if different:
+            raise UserError(
+                f"distill.teacher_weights: rank(s) {different} have a different teacher from rank 0",
+                "give every machine the same weights",
+            )
+
+    def check(self) -> None:
+        """Raises a `UserError` if a teacher is in training mode, takes gradients, is on a wrong device or has
+        changed."""
+        for module in self.modules:
+            for name, child in module.named_modules():
+                if child.training:
+                    raise _wrong(f"{name or type(child).__name__} is in training mode", "call eval() on it")
+        for number, name, tensor in self._named():
+            if tensor.requires_grad or tensor.grad is not None:
+                raise _wrong(f"{name} takes gradients", "call requires_grad_(False) on it")
+            expected = self._devices.get((number, name), self.device)
+            if tensor.device != expected:
+                owner = "stage" if self._devices else "process"
+                raise _wrong(
+                    f"{name} is on {tensor.device}, but its {owner} computes on {expected}",
+                    f"move it to the device of its {owner}",
+                )
+        if (self._fingerprints() != self._identity).any():
+            raise _wrong(
+                "weights or statistics have changed since they were loaded",
+                "find the code that writes to them",
+            )
+
+    def _precision(self) -> torch.autocast:
+        return autocast(self.device, self.autocast)
+
+    def _combined(self, outputs: Sequence[Any]) -> TeacherOutput:
+        """Combines the outputs of all modules on a batch."""
+        if self.taps:
+            logits, taps = outputs[0]
+            return TeacherOutput(logits, {name: taps[name] for name in self.taps})
+        if len(outputs) == 1:
+            return TeacherOutput(outputs[0], {})
+        return TeacherOutput(ensemble(outputs, self.shares, self.rule, self.temperature), {})
+
+    def _named(self) -> list[tuple[int, str, Tensor]]:
+        """Every tensor with the number of its module and its name."""
+        return [
+            (number, name, tensor)
+            for number, module in enumerate(self.modules)
+            for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        ]
+
+    def _fingerprints(self) -> Tensor:
+        """The fingerprints of this process's tensors."""
+        return fingerprints_of([tensor for _, _, tensor in self._named() if not tensor.is_meta])
+
+
+@dataclass(frozen=True)
+class LiveTeacher:
+    """A teacher that runs at every step."""
+
+    teacher: Teacher
+
+    def __call__(self, images: Tensor, batch: Batch) -> TeacherOutput:
+        return self.teacher(images)
+
+
+def _run_whole(
+    module: nn.Module, taps: bool, shapes: Sequence[tuple[int, ...]], feed: Callable[[int], Tensor]
+) -> list[Any]:
+    """A whole module's outputs, one batch after the other."""
+    return [module(feed(each), taps=True) if taps else module(feed(each)) for each in range(len(shapes))]
+
+
+def _wrong(what: str, fix: str) -> UserError:
+    return UserError(f"the teacher's {what}; it must stay as it was loaded", fix)
+
+
+def ensemble(
+    logits: Sequence[Tensor], shares: Sequence[float], rule: EnsembleRule, temperature: float
+) -> Tensor:
+    """Combines the logits of several teachers, in fp32.
+
+    `logits`: Σ wₖ zₖ. `probabilities`: z = T · log Σ wₖ softmax(zₖ / T), so that softmax(z / T) is exactly the
+    weighted mean of the softened probabilities. The weights w are the shares, scaled to sum to 1.
+    """
+    weights = [share / sum(shares) for share in shares]
+    if rule == "logits":
+        return torch.stack([w * z.float() for w, z in zip(weights, logits, strict=True)]).sum(0)
+    logs = [
+        torch.log_softmax(z.float() / temperature, dim=-1) + math.log(w)
+        for w, z in zip(weights, logits, strict=True)
+    ]
+    return temperature * torch.logsumexp(torch.stack(logs), dim=0)
+
+
+def weights_sha256(modules: Sequence[nn.Module]) -> str:
+    """The SHA-256 of all parameters and buffers, which identifies a teacher in the key of a cache."""
+    tensors = {
+        f"{number}/{name}": tensor
+        for number, module in enumerate(modules)
+        for name, tensor in module.state_dict().items()
+    }
+    return state_sha256({"model": tensors})
+
+
+@dataclass(frozen=True)
+class LoadedTeacher:
+    """A teacher on this process's device, or on the host; not yet frozen."""
+
+    name: str
+    weights: str
+    module: nn.Module
+    record: ModelRecord | None = None
+    """What its weights file records about it."""
+    messages: tuple[str, ...] = ()
+    """How its classes were matched to the data's."""
+
+
+def load_teachers(
+    recipe: Recipe, classes: Classes, world: World, on_host: bool = False
+) -> list[LoadedTeacher]:
+    """Every teacher of the recipe, in order. Teachers that will be cut into stages stay `on_host`."""
+    names, paths = check_teachers(recipe.distill), recipe.distill.teacher_weights
+    return [
+        _load(recipe, name, path, classes, world, on_host) for name, path in zip(names, paths, strict=True)
+    ]
+
+
+def check_teachers(distill: Distill) -> tuple[str, ...]:
+    """The model name of each teacher. Rejects what is wrong without building a model."""
+    names, weights = distill.teacher, distill.teacher_weights
+    if not weights:
+        raise UserError(
+            "distill.teacher_weights is empty: distillation needs a trained teacher",
+            "train one (drumline train) and give its run folder, or a weights file",
+        )
+    if names and len(names) != len(weights):
+        raise UserError(
+            f"distill.teacher names {len(names)} model(s), but distill.teacher_weights has {len(weights)}",
+            "give one weights file or run folder per teacher, in the same order",
+        )
+    if distill.shares and len(distill.shares) != len(weights):
+        raise UserError(
+            f"distill.shares has {len(distill.shares)} weight(s), but there are {len(weights)} teacher(s)",
+            "give one weight per teacher, in their order, or none",
+        )
+    for path in weights:
+        resolve_weights(path, FIELDS)
+    return names or tuple(_without_code(teacher_name(path), path) for path in weights)
+
+
+def teacher_name(path: str) -> str:
+    """The model's name, from the record in its weights or from the recipe of its run."""
+    if (record := weights_record(resolve_weights(path, FIELDS))) is not None:
+        return record.model
+    run = run_of(Path(path))
+    if run is None:
+        raise UserError(
+            f"distill.teacher is empty, and {path} is not a run folder that names its model",
+            "give the model's name, such as --distill.teacher resnet34",
+        )
+    return load_recipe(str(run / "recipe.toml")).recipe.model.name
+
+
+def image_warnings(recipe: Recipe, sets: Sets, teachers: list[LoadedTeacher]) -> list[str]:
+    """A warning for each teacher whose weights record different image settings."""
+    warnings = []
+    for teacher in teachers:
+        different = teacher.record.other_images(model_record(recipe, sets)) if teacher.record else []
+        if different:
+            warnings.append(
+                f"WARNING: the teacher {teacher.weights} was trained on different images: {'; '.join(different)}"
+            )
+    return warnings
+
+
+def measure_teacher(
+    teacher: Teacher, predictions: Tensor, sets: Sets, strategy: Strategy, runs_here: bool
+) -> Score:
+    """The teacher's score, counted like any evaluation; writes its predicted classes to `predictions`. Processes that
+    do not run the teacher's last stage go through the same samples (`runs_here` false: without computing)."""
+    grid, peers = strategy.grid, strategy.grid.peers
+    own = evaluation_starts(samples=len(sets.eval), batch=sets.eval_batch, rank=peers.rank, world=peers.size)
+    bar = partial(progress, text="measuring the teacher", total=len(own)) if grid.world.is_rank_zero else iter
+    return score_module(
+        _ForEvaluation(teacher, runs_here),
+        sets,
+        strategy.recipe,
+        grid,
+        through=bar,
+        record=predictions,
+        autocast=strategy.autocast,
+    )
+
+
+def describe_score(teachers: list[LoadedTeacher], score: Score, labels: NDArray[np.int64]) -> str:
+    """The log line about a teacher's score, with a warning if it is close to chance."""
+    names = " + ".join(f"{each.name} ({each.weights})" for each in teachers)
+    line = f"teacher {names}: top-1 {score.accuracy:.2%} ({score.top1:,} of {score.samples:,})"
+    majority = np.bincount(labels).max() / len(labels)
+    if score.nonfinite or score.accuracy < majority + 0.1 * (1 - majority):
+        line += (
+            ". WARNING: hardly better than chance. Check that the weights, the classes, the image size and the "
+            "normalisation (data.size, data.mean, data.std) are those of its training"
+        )
+    return line
+
+
+class _ForEvaluation(nn.Module):
+    """A teacher as evaluation calls it. Not a parent module of it, so nothing can switch it to training mode."""
+
+    def __init__(self, teacher: Teacher, runs_here: bool) -> None:
+        super().__init__()
+        self.outputs_of, self.runs_here = teacher.outputs_of, runs_here
+
+    def forward(self, images: Tensor) -> Tensor | None:
+        outputs = self.outputs_of([tuple(images.shape)], lambda number: images) if self.runs_here else []
+        return outputs[0].logits if outputs else None
+
+
+def _without_code(name: str, path: str) -> str:
+    """A model name from a teacher's recipe. Rejects one that would run code: the run folder may be untrusted."""
+    if names_code(name):
+        raise UserError(
+            f"{path}: its recipe names the model {name}, which runs the code of {name.partition(':')[0]}",
+            f"if you trust that code, name the model on the command line: distill.teacher={name}",
+        )
+    return name
+
+
+def _load(
+    recipe: Recipe, name: str, path: str, classes: Classes, world: World, on_host: bool
+) -> LoadedTeacher:
+    verify_weights(Path(path), FIELDS)
+    count = len(classes) if recipe.model.classes == "auto" else recipe.model.classes
+    module = create_model(name, classes=count)
+    report = load_weights(module, path, classes=classes, fields=FIELDS)
+    refuse_nonfinite(module, report.file, FIELDS)
+    if not on_host:
+        module = to_device(module, recipe, world.device)
+    return LoadedTeacher(name, path, module, report.record, report.notes)

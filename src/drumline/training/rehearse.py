@@ -1,0 +1,142 @@
+"""Tries the first step without effect before a run takes it.
+
+Promises: afterwards the run is as it was. Compiled code, gradient buckets and library workspaces exist; parameters
+without a gradient and random numbers that no seed reaches are reported; the layout has its certificate; the step is
+recorded as a CUDA graph where that is possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from drumline.core.errors import UserError
+from drumline.data.feed.batch import Batch
+from drumline.training.prove import prove
+from drumline.training.run import Run
+from drumline.training.step import NotCapturable
+
+
+def rehearse(run: Run, batch: Batch) -> None:
+    """Runs the first step once without effect, and records it as a CUDA graph where that is possible."""
+    if run.recipe.train.compile:
+        run.log("compiling the model; the first steps take a while")
+    try:
+        with _sparse_gradients(run) as sparse:
+            run.step.rehearse(batch)
+    except RuntimeError as error:
+        if sparse or "sparse" in str(error).lower():
+            raise _no_sparse(sparse or _sparse_layers(run.state.module)) from error
+        if "deterministic" not in str(error):
+            raise
+        raise UserError(
+            f"run.deterministic = true: {str(error).strip().splitlines()[0]}",
+            "use --run.no-deterministic, or another model",
+        ) from error
+    _check_gradients(run)
+    _check_draws(run)
+    if run.strategy.certified:
+        prove(run.step, batch, run.position.step, run.folder.path if run.folder else None, run.log)
+    why_not = why_not_captured(run)
+    if not why_not:
+        try:
+            run.step.capture(batch)
+        except NotCapturable as reason:
+            why_not = f"the model cannot be captured ({reason})"
+            if run.recipe.train.capture == "on":
+                raise UserError(f"train.capture = on: {why_not}", "use auto or off") from reason
+    if run.timeline is not None and why_not:
+        with run.timeline.recording():
+            run.step.replay(batch, run.position.step)
+        run.timeline.predict()
+        run.timeline.begin(run.position.step)
+    if run.world.device.type == "cuda":
+        run.log(f"no CUDA graph: {why_not}" if why_not else "the whole step runs as one CUDA graph")
+
+
+def why_not_captured(run: Run) -> str:
+    """Why the step is not recorded as a CUDA graph; empty where it can be."""
+    recipe = run.recipe
+    if recipe.train.capture == "off":
+        return "train.capture = off"
+    reason = ""
+    if run.world.device.type != "cuda":
+        reason = "no GPU"
+    elif not (reason := run.strategy.why_not_captured()):
+        if run.task.spans_devices:
+            reason = "the teacher spans several GPUs"
+        elif recipe.train.gradient_checkpointing:
+            reason = "gradient checkpointing saves and restores generator states on the host"
+    if reason and recipe.train.capture == "on":
+        raise UserError(f"train.capture = on is not possible: {reason}", "use auto or off")
+    return reason
+
+
+@contextmanager
+def _sparse_gradients(run: Run) -> Iterator[list[str]]:
+    """Collects the parameters whose gradients are sparse. Not of a compiled model, which would compile the hooks,
+    too."""
+    found: list[str] = []
+
+    def check(name: str, gradient: torch.Tensor) -> None:
+        if gradient.layout != torch.strided:
+            found.append(name)
+
+    handles = [
+        parameter.register_hook(partial(check, name))
+        for name, parameter in run.state.module.named_parameters()
+        if parameter.requires_grad and not parameter.is_meta and not run.recipe.train.compile
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _sparse_layers(module: nn.Module) -> list[str]:
+    """What the layers say of themselves, where gradients belong to tensors that are not their parameters (FSDP)."""
+    return [
+        f"{name}.weight"
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad
+    ]
+
+
+def _no_sparse(names: list[str]) -> UserError:
+    what = f"the gradient of {', '.join(dict.fromkeys(names))}" if names else "a gradient"
+    return UserError(
+        f"{what} is sparse: gradients are checked, clipped, exchanged and applied as dense tensors",
+        "make the layer with sparse=False, as in nn.Embedding(..., sparse=False)",
+    )
+
+
+def _check_gradients(run: Run) -> None:
+    """Reports parameters that the rehearsed step left without a gradient. All processes call it."""
+    every = run.world.all_gather_object(run.step.without_gradient)
+    idle = list(dict.fromkeys(name for names in every for name in names))
+    if not idle:
+        return
+    what = f"{len(idle)} trainable parameter(s) got no gradient: {', '.join(idle[:5])}"
+    if run.strategy.needs_all_gradients:
+        raise UserError(
+            f"{what}; processes cannot exchange gradients that some never have",
+            "use them in forward, remove them, or set requires_grad_(False) on them",
+        )
+    run.log(f"WARNING: {what}. They are never trained")
+
+
+def _check_draws(run: Run) -> None:
+    """Reports a model that draws numbers which cannot be drawn again. All processes call it."""
+    if not any(run.world.all_gather_object(run.step.draws_elsewhere)):
+        return
+    what = "the model draws from Python's `random` or from `numpy.random`, which no seed of the run reaches"
+    if run.recipe.run.strict:
+        raise UserError(
+            f"run.strict: {what}", "draw with torch.rand in its forward, or leave out --run.strict"
+        )
+    run.log(f"WARNING: {what}: the run cannot be repeated. Draw with torch.rand in its forward")

@@ -1,0 +1,150 @@
+"""Resumes from a checkpoint: rank 0 reads it, and every process restores what it holds.
+
+Promises: a checkpoint that does not fit this recipe is refused before a byte is written; different settings and a
+different environment are logged, and refused where the same bits were promised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drumline.config.recipe import Recipe
+from drumline.config.toml import dump_recipe
+from drumline.core.arithmetic import threads_per_process
+from drumline.core.errors import UserError
+from drumline.core.files import CorruptError
+from drumline.data.classes import describe_difference
+from drumline.data.identity import changed_samples
+from drumline.parallel.world import World
+from drumline.state.checkpoint import read_checkpoint
+from drumline.state.folder import changed_environment, changed_settings, repeatable
+from drumline.state.manifest import Position, read_manifest
+from drumline.state.model_record import ModelRecord, record_of
+from drumline.training.plan import Plan
+from drumline.training.state import TrainState
+from drumline.training.task import Task
+
+
+def restore(
+    recipe: Recipe,
+    plan: Plan,
+    state: TrainState,
+    task: Task,
+    checkpoint: Path,
+    environment: dict[str, Any],
+) -> tuple[Position, list[str]]:
+    """Loads on rank 0 and scatters. Returns the position, and messages about what differs."""
+    strategy, world = state.strategy, state.strategy.world
+    live = state.tensors()
+    groups: dict[str, dict[str, torch.Tensor]] | None = None
+    memory: dict[str, torch.Tensor] = {}
+    position, messages = Position(step=0, per_epoch=plan.per_epoch), []
+    if world.is_rank_zero:
+        try:
+            manifest, groups = read_checkpoint(checkpoint)
+        except CorruptError as reason:
+            raise UserError(f"cannot resume: {reason}", "give another checkpoint of the run") from reason
+        memory = groups.pop("memory", {})
+        position = manifest.position
+        messages = [
+            f"resumed from {checkpoint} at step {position.step:,}",
+            *compare_records(record_of(manifest.environment), record_of(environment), checkpoint),
+        ]
+        strict = recipe.run.strict
+        changes = changed_settings(manifest.recipe, dump_recipe(repeatable(recipe)), strict)
+        if changes:
+            messages.append(f"resumed with different settings, the result may differ: {'; '.join(changes)}")
+        messages += compare_data(manifest.environment, environment, checkpoint, strict)
+        changes = changed_environment(manifest.environment, environment, strict)
+        if changes and strict:
+            raise UserError(
+                f"run.strict: {checkpoint} was made in a different environment, so the same bits cannot be promised: "
+                f"{'; '.join(changes)}",
+                "resume in the environment it was made in, or continue without the promise: --run.no-strict",
+            )
+        if changes:
+            messages.append(f"resumed in a different environment, the bits may differ: {'; '.join(changes)}")
+    position = world.broadcast_object(position)
+    strategy.scatter(groups, live, checkpoint)
+    if strategy.grid.places > 1:
+        memory = world.broadcast_object(memory)  # the process that computes the loss restores it
+    task.objective.restore(memory)
+    if position.per_epoch != plan.per_epoch:
+        raise UserError(
+            f"{checkpoint} has {position.per_epoch} steps per epoch, this recipe has {plan.per_epoch}",
+            "resume with the data and the global batch (data.batch) the run was started with",
+        )
+    if position.step > plan.total:
+        raise UserError(
+            f"{checkpoint} is at step {position.step:,}, the recipe ends at {plan.total:,}",
+            "raise train.epochs or train.steps, or resume from an earlier checkpoint",
+        )
+    if position.scaler:
+        state.scaler.load_state_dict(dict(position.scaler))
+    return position, messages
+
+
+def compare_records(then: ModelRecord | None, now: ModelRecord | None, checkpoint: Path) -> list[str]:
+    """What to say when data and image preparation differ from the checkpoint's. Refuses other classes."""
+    if then is None or now is None:
+        return [f"{checkpoint} has no record of its class names: they are taken to be the data's"]
+    (a, b), messages = (then.classes, now.classes), []
+    if a.names != b.names:
+        if len(a) != len(b) or (a.named and b.named):
+            known = set(a.names)
+            unknown = [name for name in b.names if name not in known]
+            difference = describe_difference(a, b, unknown, ("the checkpoint", "the data"))
+            raise UserError(
+                f"{checkpoint} was trained on other classes: {difference}",
+                "resume with the data it was trained on (data.path), under its class names; to train these weights "
+                "on other classes, start a new run with --model.weights",
+            )
+        messages.append(
+            f"the checkpoint or the data has no class names: {len(a):,} classes are matched by number"
+        )
+    if changes := then.other_images(now):
+        messages.append(
+            f"resumed with different image preparation, the result may differ: {'; '.join(changes)}"
+        )
+    return messages
+
+
+def compare_data(
+    then: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path, strict: bool
+) -> list[str]:
+    """Warnings about samples that differ from the checkpoint's. Strict mode rejects changed training data."""
+    before, messages = then.get("data"), []
+    for side, summary in now["data"].items():
+        if not isinstance(before, dict) or not isinstance(before.get(side), dict):
+            continue  # earlier versions did not record it
+        changed = changed_samples(before[side], summary)
+        if changed and strict and side == "training":
+            raise UserError(
+                f"run.strict: the {side} set differs from that of {checkpoint}, so the same bits cannot be promised: "
+                f"{changed}",
+                "resume with the run's original data (data.path), or continue without the promise: --run.no-strict",
+            )
+        if changed:
+            messages.append(
+                f"WARNING: the {side} set has changed since {checkpoint.name}, so the result may differ: {changed}"
+            )
+    return messages
+
+
+def saved_environment(checkpoint: Path) -> dict[str, Any]:
+    """What the run that wrote the checkpoint ran on, and its strategy's facts."""
+    try:
+        return dict(read_manifest(checkpoint).environment)
+    except CorruptError as reason:
+        raise UserError(f"cannot resume: {reason}", "give another checkpoint of the run") from reason
+
+
+def threads_of(recipe: Recipe, saved: Mapping[str, Any], world: World) -> int:
+    """A resumed run keeps its number of threads: on a CPU it decides the order of additions."""
+    if recipe.parallel.threads == "auto" and saved:
+        return int(saved.get("threads", 1))
+    return threads_per_process(recipe.parallel.threads, world.local_size, recipe.run.strict)

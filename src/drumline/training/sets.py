@@ -1,0 +1,214 @@
+"""The training and evaluation sets of a run, and how their images are prepared.
+
+Promises: every `auto` of the data section becomes a value; what does not fit together is refused before the first
+step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from drumline.config.recipe import Recipe
+from drumline.core.errors import UserError
+from drumline.core.machine import cores_per_process
+from drumline.data.classes import Classes, class_warnings, describe_difference
+from drumline.data.feed.bad_samples import BadSamples
+from drumline.data.feed.choose import choose_workers
+from drumline.data.feed.loader import Batches, Workers, batches, blank_batches, resident_batches
+from drumline.data.feed.resident import ResidentSet, fits_on_device, resident_feed
+from drumline.data.feed.sampler import Request, evaluation_requests, training_requests
+from drumline.data.feed.transform import Transform, make_transform, normalization
+from drumline.data.sources import (
+    ArrayDataset,
+    Dataset,
+    DatasetSpec,
+    EncodedDataset,
+    detect_source,
+    open_dataset,
+)
+from drumline.data.sources.base import NoEvalSplit, NoTrainSplit, describe_skipped
+from drumline.parallel.strategy import uses_channels_last
+from drumline.parallel.world import World
+from drumline.state.claim import claimed
+from drumline.training.step import Normalise
+
+EVALUATION_BATCH = 256
+"""Largest evaluation batch. Fixed, so that a sample is always scored in the same company."""
+
+
+@dataclass(frozen=True)
+class Sets:
+    """The training and evaluation data of a run, and how to look at them."""
+
+    name: str
+    train_spec: DatasetSpec
+    eval_spec: DatasetSpec
+    train: Dataset
+    eval: Dataset
+    transform: Transform
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    workers: Workers
+    workers_why: str
+    """Why these; empty if there was nothing to choose."""
+    bad: tuple[BadSamples, BadSamples]
+    """Broken samples met so far, of the training and of the evaluation set."""
+    device: torch.device
+
+    @cached_property
+    def resident_train(self) -> ResidentSet | None:
+        """The training set on the GPU, where it fits there whole."""
+        return _resident(self.train, self.transform, self.device)
+
+    @cached_property
+    def resident_eval(self) -> ResidentSet | None:
+        """The evaluation set on the GPU, where it fits there whole."""
+        return _resident(self.eval, self.transform.for_evaluation(), self.device)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings about files that are not images and classes without samples."""
+        sides = (("training", self.train), ("evaluation", self.eval))
+        return [
+            f"WARNING: the {side} set has {describe_skipped(source)}"
+            for side, source in (
+                sides[:1] if self.train_spec.holdout else sides
+            )  # a holdout has the same folders
+            if isinstance(source, EncodedDataset) and source.skipped
+        ] + class_warnings(self.train, self.eval)
+
+    @property
+    def unit(self) -> int:
+        """Samples that stay together on one process: pairs, where they are mixed."""
+        return 2 if self.transform.mixes else 1
+
+    @property
+    def eval_batch(self) -> int:
+        return min(EVALUATION_BATCH, len(self.eval))
+
+    def training(
+        self, recipe: Recipe, rows: slice, first_step: int, last_step: int, blank: bool = False
+    ) -> Batches:
+        """Batches from `first_step` on, of these rows of every global batch. `blank` ones have no pixels, for
+        processes that compute neither images nor labels."""
+        resident = self.name == "synthetic"
+        requests = self.requests(recipe, rows, 0 if resident and not blank else first_step, last_step)
+        if blank:
+            return blank_batches(self.train, self.transform, recipe.run.seed, requests, self.device)
+        if resident:
+            return resident_batches(
+                self.train, self.transform, recipe.run.seed, requests, first_step, self.device
+            )
+        return self.feed(recipe.run.seed, requests, self.device)
+
+    def feed(self, seed: int, requests: Iterable[Request], device: torch.device) -> Batches:
+        """The training batches that these requests ask for."""
+        if self.resident_train is not None:
+            return resident_feed(self.resident_train, seed, requests)
+        return batches(
+            self.train_spec, self.train, self.transform, seed, requests, self.workers, device, self.bad[0]
+        )
+
+    def requests(self, recipe: Recipe, rows: slice, first_step: int, last_step: int) -> Iterator[Request]:
+        """The samples of those batches."""
+        return training_requests(
+            seed=recipe.run.seed,
+            samples=len(self.train),
+            batch=recipe.data.batch,
+            first_step=first_step,
+            last_step=last_step,
+            local=rows,
+        )
+
+    def evaluation(self, recipe: Recipe, world: World, blank: bool = False) -> Batches:
+        """This rank's evaluation batches; with `blank`, images are for others to see."""
+        requests = evaluation_requests(
+            samples=len(self.eval), batch=self.eval_batch, rank=world.rank, world=world.size
+        )
+        transform = self.transform.for_evaluation()
+        if blank:
+            return blank_batches(self.eval, transform, recipe.run.seed, requests, world.device)
+        if self.resident_eval is not None:
+            return resident_feed(self.resident_eval, recipe.run.seed, requests)
+        return batches(
+            self.eval_spec,
+            self.eval,
+            transform,
+            recipe.run.seed,
+            requests,
+            self.workers,
+            world.device,
+            self.bad[1],
+        )
+
+
+def open_sets(recipe: Recipe, world: World, to_score: bool = False) -> Sets:
+    """Opens the data and decides how it is seen. With `to_score`, the data needs no splits: without them, all of
+    it is the evaluation set."""
+    data = recipe.data
+    again = bool(claimed())  # a start of this very run has opened the data before
+    name = detect_source(data.source, data.path, again)
+    train_spec = DatasetSpec(source=name, path=data.path, split="train", holdout=data.holdout)
+    eval_spec = DatasetSpec(source=name, path=data.path, split="eval", holdout=data.holdout)
+    try:
+        train, evaluation = open_dataset(train_spec, again), open_dataset(eval_spec, again)
+    except (NoEvalSplit, NoTrainSplit):
+        if not to_score:
+            raise
+        train_spec = eval_spec = replace(eval_spec, whole=True)
+        train = evaluation = open_dataset(eval_spec)
+    _refuse_other_classes(train, evaluation)
+    mean, std = normalization(data, train)
+    transform = make_transform(data, train, mean)
+    bad = (
+        BadSamples("training", len(train), data.bad_limit),
+        BadSamples("evaluation", len(evaluation), data.bad_limit),
+    )
+    count = cores_per_process(world.local_size) if data.workers == "auto" else data.workers
+    # Every rank for itself, at the same time as in the run to come: machines differ, and pixels do not.
+    workers, why = choose_workers(
+        train_spec,
+        train,
+        transform,
+        recipe.run.seed,
+        world.device,
+        count=count,
+        pool=data.pool,
+        # Damaged files may decode differently; which side gets one must not depend on the clock.
+        decode="cpu" if recipe.run.strict and data.decode == "auto" else data.decode,
+    )
+    return Sets(
+        name, train_spec, eval_spec, train, evaluation, transform, mean, std, workers, why, bad, world.device
+    )
+
+
+def normaliser(sets: Sets, recipe: Recipe) -> Normalise:
+    """What turns a batch's pixels into the model's input, on the device."""
+    return Normalise.build(sets.mean, sets.std, sets.device, uses_channels_last(recipe, sets.device))
+
+
+def _refuse_other_classes(train: Dataset, evaluation: Dataset) -> None:
+    """A user's own source names the classes of each split by itself."""
+    known, here = Classes.of(train), Classes.of(evaluation)
+    if known.names != here.names and (len(known) != len(here) or (known.named and here.named)):
+        names = set(known.names)
+        unknown = [name for name in here.names if name not in names]
+        raise UserError(
+            f"data.source = {train.name}: the evaluation split has different classes from the training split: "
+            f"{describe_difference(known, here, unknown, ('the training split', 'the evaluation split'))}",
+            "give both splits the same class names in the same order",
+        )
+
+
+def _resident(source: Dataset, transform: Transform, device: torch.device) -> ResidentSet | None:
+    if (
+        device.type != "cuda"
+        or not isinstance(source, ArrayDataset)
+        or not fits_on_device(source, transform, device)
+    ):
+        return None
+    return ResidentSet.upload(source, transform, device)

@@ -1,0 +1,141 @@
+"""A trained model, ready to predict: weights, class names and preprocessing.
+
+Promises: an image becomes exactly the pixels that evaluation gives the model, normalised in the same way. Rejects
+weights without a record of their model, and a model that the user's own code builds unless that code is trusted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+from torch import Tensor, nn
+
+from drumline.config.arguments import names_code
+from drumline.core.errors import UserError
+from drumline.data.feed.sample import crop_decoded, crop_encoded
+from drumline.data.feed.transform import Transform, resize_array
+from drumline.data.image.decode import decode, to_rgb
+from drumline.data.image.geometry import Geometry
+from drumline.data.reading import read_whole
+from drumline.models.registry import create_model
+from drumline.state.model_record import ModelRecord
+from drumline.state.weights import load_weights, resolve_weights, weights_record
+from drumline.training.step import Normalise
+
+Picture = str | PathLike[str] | Image.Image | NDArray[np.uint8]
+"""An image file, a PIL image, or an array: height x width (grey) or height x width x channels (1 or 3) of uint8."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The most likely class."""
+
+    label: str
+    probability: float
+    index: int
+    """The model's output that stands for the class."""
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model in eval mode, with what it takes to use it."""
+
+    model: nn.Module
+    classes: tuple[str, ...]
+    """In the order of the model's outputs."""
+    record: ModelRecord
+
+    def predict(self, image: Picture) -> Prediction:
+        """The most likely class of an image."""
+        probabilities = self.probabilities([image])[0]
+        index = int(probabilities.argmax())
+        label = self.classes[index] if index < len(self.classes) else str(index)
+        return Prediction(label, float(probabilities[index]), index)
+
+    @torch.inference_mode()
+    def probabilities(self, images: list[Picture]) -> Tensor:
+        """The probability of each class for each image, on the CPU: (images, outputs)."""
+        logits: Tensor = self.model(self.preprocess(images))
+        return logits.float().softmax(dim=1).cpu()
+
+    def preprocess(self, images: list[Picture]) -> Tensor:
+        """The model's input: float, (images, 3, size, size), normalised, on the model's device."""
+        device = next(self.model.parameters()).device
+        normalise = Normalise.build(self.record.mean, self.record.std, device, channels_last=False)
+        pixels = np.stack([self.pixels(image) for image in images])
+        return normalise(torch.from_numpy(pixels).to(device))
+
+    def pixels(self, image: Picture) -> NDArray[np.uint8]:
+        """An image as evaluation shows it to the model, before it is normalised: (size, size, 3)."""
+        transform = self.transform
+
+        def geometry(sizes: NDArray[np.int32]) -> Geometry:
+            return transform.geometry(0, 0, [0], sizes)
+
+        if isinstance(image, str | PathLike):
+            data, where = read_whole(image), str(image)
+            if self.record.fit == "crop":
+                return crop_encoded(data, where, transform, geometry)
+            array = np.asarray(decode(data, where, transform.exif))
+        else:
+            array, where = _array(image, transform), "the image"
+        if self.record.fit == "crop":
+            return crop_decoded(array, where, transform, geometry)
+        return resize_array(array[None], transform)[0]
+
+    @property
+    def transform(self) -> Transform:
+        """How evaluation transforms images, as the data path describes it."""
+        record = self.record
+        return Transform(
+            size=record.size,
+            augment="none",
+            eval_crop=record.eval_crop,
+            exif="apply" if record.exif == "apply" else "ignore",
+            resize=record.resize,  # type: ignore[arg-type]  # checked when the record was read
+            interpolation=record.interpolation,  # type: ignore[arg-type]
+        )
+
+
+def load_model(
+    path: str | PathLike[str], *, device: str | torch.device = "cpu", trust: bool = False
+) -> TrainedModel:
+    """Loads the model of a run folder (its best weights), a checkpoint or a weights file that drumline wrote.
+    `trust=True` allows a model that the user's own code builds (`module:function`), which is imported and run."""
+    file = resolve_weights(Path(path))
+    record = weights_record(file)
+    if record is None:
+        raise UserError(
+            f"{file} does not say what model it holds",
+            "give a run, or weights that drumline wrote; for others use create_model and load_weights",
+        )
+    if names_code(record.model) and not trust:
+        raise UserError(
+            f"{file} holds a model that the code of {record.model} builds",
+            "if you trust that code, call load_model(..., trust=True)",
+        )
+    model = create_model(record.model, classes=record.outputs)
+    load_weights(model, file)
+    return TrainedModel(model.eval().to(device), record.classes.names, record)
+
+
+def _array(image: Image.Image | NDArray[np.uint8], transform: Transform) -> NDArray[np.uint8]:
+    """Decoded pixels, height x width x 3."""
+    if isinstance(image, Image.Image):
+        turned = ImageOps.exif_transpose(image) if transform.exif == "apply" else image
+        return np.asarray(to_rgb(turned, "the image"))
+    array = np.asarray(image)
+    if array.ndim == 2:
+        array = array[:, :, None]
+    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] not in (1, 3) or not array.size:
+        raise UserError(
+            f"the image is an array of {array.dtype} with shape {array.shape}",
+            "give uint8 with the shape (height, width), (height, width, 1) or (height, width, 3)",
+        )
+    return np.ascontiguousarray(np.broadcast_to(array, (*array.shape[:2], 3)))

@@ -1,0 +1,265 @@
+"""Maps compared place by place give what the formulas give, for any two networks."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drumline.core.errors import UserError
+from drumline.distillation.method import LossInputs, Method, NetworkInfo
+from drumline.distillation.methods.maps import (
+    Attention,
+    Hint,
+    Vid,
+    attention,
+    hint,
+    vid,
+)
+from drumline.distillation.methods.taps import at_common_size, paired_stages
+
+THREE = NetworkInfo(
+    "three",
+    {"stem": (6, 32, 32), "stage1": (6, 32, 32), "stage2": (7, 16, 16), "stage3": (9, 8, 8), "pooled": (9,)},
+    10,
+)
+FOUR = NetworkInfo(
+    "four",
+    {
+        "stem": (4, 32, 32),
+        "stage1": (4, 32, 32),
+        "stage2": (5, 16, 16),
+        "stage3": (8, 8, 8),
+        "stage4": (10, 4, 4),
+        "pooled": (10,),
+    },
+    10,
+)
+SHAPES = [((3, 4, 6, 6), (3, 5, 6, 6)), ((2, 4, 8, 8), (2, 3, 4, 4)), ((2, 4, 3, 5), (2, 3, 6, 5))]
+
+
+def seen(
+    method: Method, student: NetworkInfo, teacher: NetworkInfo, count: int = 3
+) -> tuple[LossInputs, nn.Module | None]:
+    """A batch of random features as the two networks would give them, and the helper that looked at it."""
+    needs = method.needs(student, teacher)
+    taps = {name: torch.randn(count, *student.shapes[name]).requires_grad_() for name in needs.student}
+    teacher_taps = {name: torch.randn(count, *teacher.shapes[name]) for name in needs.teacher}
+    helper = method.helper(student, teacher)
+    helped = helper(taps, teacher_taps) if helper is not None else {}
+    logits = torch.randn(count, 10)
+    ids = torch.arange(count)
+    return LossInputs(logits, logits, taps, teacher_taps, helped, ids, ids), helper
+
+
+def works(method: Method, student: NetworkInfo, teacher: NetworkInfo) -> LossInputs:
+    """Declaration, helper and loss together: finite, one per sample, with a gradient for all that is trained."""
+    batch, helper = seen(method, student, teacher)
+    losses = method.loss(batch)
+    assert losses.shape == (3,)
+    losses.mean().backward()
+    trained = [*batch.taps.values(), *(helper.parameters() if helper is not None else ())]
+    for tensor in trained:
+        assert tensor.grad is not None
+        assert tensor.grad.isfinite().all()
+        assert tensor.grad.abs().max() > 0
+    return batch
+
+
+def doubles(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def pooled(x: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
+    """Means over equal windows, by loops."""
+    down, across = x.shape[2] // grid[0], x.shape[3] // grid[1]
+    out = np.zeros((*x.shape[:2], *grid))
+    for i in range(grid[0]):
+        for j in range(grid[1]):
+            out[:, :, i, j] = x[:, :, i * down : (i + 1) * down, j * across : (j + 1) * across].mean((2, 3))
+    return out
+
+
+def meet(one: Tensor, other: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    a, b = one.numpy(), other.numpy()
+    grid = (min(a.shape[2], b.shape[2]), min(a.shape[3], b.shape[3]))
+    return pooled(a, grid), pooled(b, grid)
+
+
+def close(found: Tensor, expected: object) -> None:
+    torch.testing.assert_close(found, torch.as_tensor(expected, dtype=torch.float64))
+
+
+def test_stages_are_paired_from_the_last_one_backwards() -> None:
+    assert paired_stages(THREE.shapes, FOUR.shapes) == [
+        ("stage1", "stage2"),
+        ("stage2", "stage3"),
+        ("stage3", "stage4"),
+    ]
+    assert paired_stages(FOUR.shapes, THREE.shapes)[0] == ("stage2", "stage1")
+    assert paired_stages(["stage2.pre", "stage10", "stage9", "pooled"], ["stage1", "stage2"]) == [
+        ("stage9", "stage1"),
+        ("stage10", "stage2"),
+    ]
+
+
+def test_maps_meet_at_the_smaller_height_and_the_smaller_width() -> None:
+    one, other = at_common_size(torch.randn(1, 2, 8, 3), torch.randn(1, 5, 4, 6))
+    assert one.shape == (1, 2, 4, 3)
+    assert other.shape == (1, 5, 4, 3)
+
+
+@pytest.mark.parametrize(("mine", "theirs"), SHAPES)
+def test_hint_is_the_mean_squared_difference(mine: tuple[int, ...], theirs: tuple[int, ...]) -> None:
+    student, teacher = doubles(*mine[:1], theirs[1], *mine[2:]), doubles(*theirs)
+    a, b = meet(student, teacher)
+    close(hint(student, teacher), [((x - y) ** 2).sum() / x.size for x, y in zip(a, b, strict=True)])
+
+
+@pytest.mark.parametrize(("mine", "theirs"), SHAPES)
+def test_attention_compares_normalised_mean_squares(mine: tuple[int, ...], theirs: tuple[int, ...]) -> None:
+    student, teacher = doubles(*mine), doubles(*theirs)
+    expected = []
+    for x, y in zip(*meet(student, teacher), strict=True):
+        maps = []
+        for features in (x, y):
+            energy = np.zeros(features.shape[1:])
+            for channel in features:
+                energy += channel * channel / len(features)
+            maps.append(energy / math.sqrt((energy * energy).sum()))
+        expected.append(((maps[0] - maps[1]) ** 2).mean())
+    close(attention(student, teacher), expected)
+
+
+def test_attention_pools_before_it_squares() -> None:
+    student = torch.tensor([[[[1.0, -1.0], [1.0, -1.0]]]], dtype=torch.float64).repeat(1, 1, 1, 2)
+    teacher = torch.ones(1, 1, 1, 2, dtype=torch.float64)
+    assert attention(student, teacher).item() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("mine", "theirs"), SHAPES)
+def test_vid_is_a_gaussians_negative_log_likelihood(mine: tuple[int, ...], theirs: tuple[int, ...]) -> None:
+    mean, teacher = doubles(*mine[:1], theirs[1], *mine[2:]), doubles(*theirs)
+    variance = torch.rand(theirs[1], dtype=torch.float64) + 0.2
+    expected = []
+    for m, t in zip(*meet(mean, teacher), strict=True):
+        spread = variance.sqrt()[:, None, None].expand(m.shape)
+        normal = torch.distributions.Normal(torch.from_numpy(m), spread)
+        expected.append(-normal.log_prob(torch.from_numpy(t)).mean() - 0.5 * math.log(2 * math.pi))
+    close(vid(mean, variance, teacher), torch.stack(expected))
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    teacher = doubles(2, 3, 2, 2)
+    same = doubles(2, 3, 4, 4).requires_grad_()
+    other = doubles(2, 5, 4, 4).requires_grad_()
+    variance = (torch.rand(3, dtype=torch.float64) + 0.5).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: hint(x, teacher), same)
+    assert torch.autograd.gradcheck(lambda x: attention(x, teacher), other)
+    assert torch.autograd.gradcheck(lambda x, v: vid(x, v, teacher), (same, variance))
+
+
+@pytest.mark.parametrize("empty", ["student", "teacher", "both"])
+def test_attention_of_a_map_of_zeros_has_a_finite_gradient(empty: str) -> None:
+    student, teacher = torch.randn(2, 3, 4, 4), torch.randn(2, 5, 4, 4)
+    if empty != "teacher":
+        student = torch.zeros_like(student)
+    if empty != "student":
+        teacher = torch.zeros_like(teacher)
+    student.requires_grad_()
+    losses = attention(student, teacher)
+    losses.sum().backward()
+    assert student.grad is not None
+    assert student.grad.isfinite().all()
+    assert losses.tolist() == pytest.approx([0.0 if empty == "both" else 1 / 16] * 2)
+
+
+def test_equal_maps_cost_nothing_and_scale_does_not_matter_to_attention() -> None:
+    x = doubles(2, 3, 4, 4)
+    assert hint(x, x).abs().max() == 0
+    assert attention(3 * x, x).abs().max() < 1e-15
+
+
+@pytest.mark.parametrize("method", [Hint(), Attention(), Vid()])
+@pytest.mark.parametrize(("student", "teacher"), [(THREE, FOUR), (FOUR, THREE), (THREE, THREE)])
+def test_methods_work_between_networks_of_different_shape(
+    method: Method, student: NetworkInfo, teacher: NetworkInfo
+) -> None:
+    works(method, student, teacher)
+
+
+@pytest.mark.parametrize("method", [Hint(), Attention(), Vid()])
+def test_a_samples_loss_does_not_depend_on_the_others(method: Method) -> None:
+    batch, helper = seen(method, THREE, FOUR)
+    taps = {name: x[1:2] for name, x in batch.taps.items()}
+    theirs = {name: x[1:2] for name, x in batch.teacher_taps.items()}
+    helped = helper(taps, theirs) if helper is not None else {}
+    one = LossInputs(batch.logits, batch.logits, taps, theirs, helped, batch.labels, batch.samples)
+    torch.testing.assert_close(method.loss(one), method.loss(batch)[1:2])
+
+
+def test_hint_takes_the_stage_as_far_from_the_end() -> None:
+    needs = Hint().needs(THREE, FOUR)
+    assert (needs.student, needs.teacher) == (("stage2",), ("stage3",))
+    needs = Hint(layer=4).needs(FOUR, THREE)
+    assert (needs.student, needs.teacher) == (("stage4",), ("stage3",))
+
+
+def test_hint_regresses_with_a_bias_and_the_loss_sees_the_teachers_map() -> None:
+    batch, helper = seen(Hint(), THREE, THREE)
+    assert helper is not None
+    weight, bias = helper.conv.weight[:, :, 0, 0], helper.conv.bias
+    out = torch.einsum("oc,nchw->nohw", weight, batch.taps["stage2"]) + bias[:, None, None]
+    expected = (out - batch.teacher_taps["stage2"]).square().flatten(1).mean(1)
+    torch.testing.assert_close(Hint().loss(batch), expected)
+
+
+def test_attention_adds_up_its_stages_and_reads_those_asked_for() -> None:
+    needs = Attention(layers="2+3").needs(THREE, FOUR)
+    assert (needs.student, needs.teacher) == (("stage2", "stage3"), ("stage3", "stage4"))
+    batch, _ = seen(Attention(layers="2+3"), THREE, FOUR)
+    parts = [
+        attention(batch.taps[mine], batch.teacher_taps[theirs])
+        for mine, theirs in (("stage2", "stage3"), ("stage3", "stage4"))
+    ]
+    torch.testing.assert_close(Attention(layers="2+3").loss(batch), parts[0] + parts[1])
+
+
+def test_vid_starts_from_a_variance_of_five_and_adds_up_its_stages() -> None:
+    batch, _ = seen(Vid(), THREE, FOUR)
+    expected = torch.zeros(3)
+    for name, teacher in batch.teacher_taps.items():
+        variance = batch.helper_outputs[f"{name}.variance"]
+        torch.testing.assert_close(variance, torch.full((teacher.shape[1],), 5.0))
+        expected = expected + vid(batch.helper_outputs[name], variance, teacher)
+    torch.testing.assert_close(Vid().loss(batch), expected)
+
+
+@pytest.mark.parametrize(
+    ("method", "student", "teacher", "says"),
+    [
+        (Hint(layer=4), THREE, FOUR, "stage 4 of the student"),
+        (Hint(layer=1), FOUR, THREE, "stages 2, 3, 4"),
+        (Hint(layer=0), THREE, THREE, "stage 0 of the student"),
+        (Attention(layers="3+4"), THREE, THREE, "stage 4 of the student"),
+        (Attention(layers="last"), THREE, THREE, "'last'"),
+        (Attention(), NetworkInfo("flat", {"pooled": (4,)}, 10), THREE, "flat has 0"),
+        (Vid(), THREE, NetworkInfo("flat", {"pooled": (4,)}, 10), "method = vid"),
+    ],
+)
+def test_what_cannot_be_paired_is_refused(
+    method: Method, student: NetworkInfo, teacher: NetworkInfo, says: str
+) -> None:
+    with pytest.raises(UserError, match=says):
+        method.needs(student, teacher)
+
+
+def test_weights_are_the_papers() -> None:
+    assert [(m.weights.r, m.weights.a, m.weights.b) for m in (Hint, Attention, Vid)] == [
+        (1, 0, 100),
+        (1, 0, 1000),
+        (1, 0, 1),
+    ]

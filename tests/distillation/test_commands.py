@@ -1,0 +1,307 @@
+"""`drumline distill` as a user types it: what it says and writes, stopped and resumed, cached, and refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from drumline.cli import main
+from drumline.models import create_model
+from tests.distillation.nets import wakened
+from tests.runs.command import begin, drumline, kill_when, metrics, result, sha256
+
+pytestmark = pytest.mark.slow
+
+DATA = ("data.source=digits", "data.batch=48", "parallel.threads=1", "data.workers=0")
+STUDENT = (*DATA, "model.name=resnet8", "train.log_every=1")
+TEACHER = "distill.teacher_weights=runs/teacher"
+ONE = {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run `teacher`, a resnet8 after one epoch, and weights of another one."""
+    folder = tmp_path_factory.mktemp("distill")
+    words = (*DATA, "model.name=resnet8", "train.epochs=1", "run.name=teacher")
+    result(drumline("train", *words, folder=folder, **ONE))
+    torch.manual_seed(5)
+    state = wakened(create_model("resnet8", classes=10)).state_dict()
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "other.safetensors")
+    return folder
+
+
+def distil(home: Path, name: str, *words: str, code: int = 0) -> str:
+    """One run; what it said, the JSON line last."""
+    done = drumline("distill", *STUDENT, f"run.name={name}", *words, folder=home, **ONE)
+    assert done.returncode == code, done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+    return done.stderr + done.stdout
+
+
+def killed(home: Path, name: str, ready: Callable[[], bool], *words: str) -> None:
+    """A run that is killed as soon as it is `ready`."""
+    kill_when(ready, begin("distill", *STUDENT, f"run.name={name}", *words, folder=home, **ONE))
+
+
+# One run.
+
+
+@pytest.fixture(scope="module")
+def plain(home: Path) -> tuple[Path, str]:
+    """The run `plain`, with a method that trains helpers of its own, and what it said."""
+    return home, distil(home, "plain", TEACHER, "distill.method=kd,hint", "distill.b=1", "train.epochs=1")
+
+
+def test_a_run_tells_the_teachers_score_the_loss_and_the_agreement(plain: tuple[Path, str]) -> None:
+    home, said = plain
+    teacher = metrics(home, "teacher", "eval")[-1]
+    assert f"top-1 {teacher['top1']:.2%} ({teacher['correct']} of 359)" in said.split("epoch 1:")[0]
+    assert "loss = 1 cross-entropy + 1 kd + 1 hint, T = 4" in said
+    final = metrics(home, "plain", "eval")[-1]
+    assert 0 < final["agreement"] <= 1
+    assert f'"agreement": {final["agreement"]}' in said.splitlines()[-1]
+    assert f"teacher {teacher['top1']:.2%}, agreement {final['agreement']:.2%}" in said
+    assert f'"teacher_top1": {teacher["top1"]}' in said.splitlines()[-1]
+    assert round(final["agreement"] * 359) == pytest.approx(final["agreement"] * 359)
+
+
+def test_the_parts_of_the_loss_are_logged_and_add_up(plain: tuple[Path, str]) -> None:
+    lines = metrics(plain[0], "plain", "train")
+    assert len(lines) == 29
+    for line in lines:
+        assert line["loss"] == pytest.approx(line["ce"] + line["kd"] + line["hint"], rel=1e-4)
+        assert 0 <= line["teacher_agreement"] <= 1
+
+
+def test_what_is_exported_is_the_student_alone_and_can_be_scored(plain: tuple[Path, str]) -> None:
+    home, _ = plain
+    exported = load_file(home / "runs/plain/weights/last.safetensors")
+    expected = create_model("resnet8", classes=10).state_dict()
+    assert exported.keys() == expected.keys()
+    assert all(exported[name].shape == tensor.shape for name, tensor in expected.items())
+    scored = result(drumline("eval", "runs/plain", folder=home, **ONE))
+    assert scored["correct"] == metrics(home, "plain", "eval")[-1]["correct"]
+
+
+# Stopped and resumed.
+
+
+def test_crd_killed_and_resumed_on_two_processes_ends_with_the_bits_of_an_uninterrupted_run(
+    home: Path,
+) -> None:
+    words = (
+        TEACHER,
+        "distill.method=crd,kd",
+        "distill.options=K:64,dim:16",
+        "train.steps=24",
+        "train.eval_every=0",
+        "checkpoint.every_steps=4",
+        "parallel.processes=2",
+    )
+    distil(home, "whole", *words)
+    saved = home / "runs/cut/checkpoints/step-8"
+    killed(home, "cut", saved.exists, *words)
+    said = distil(home, "cut", *words, "checkpoint.resume=auto")
+    assert "resumed from" in said
+    assert sha256(home, "cut") == sha256(home, "whole")
+    losses = [
+        [(line["step"], line["loss"]) for line in metrics(home, name, "train")] for name in ("whole", "cut")
+    ]
+    assert losses[0] == losses[1]
+    newest = home / "runs/whole/checkpoints/step-24"
+    keys = {key for file in newest.glob("*.safetensors") for key in load_file(file)}
+    assert {"crd.student", "crd.teacher", "crd.log_z"} <= keys
+    # Its certificate computes a step of its own, which must leave no trace in the memory either.
+    distil(home, "sharded", *words, "parallel.layout=fsdp")
+    assert sha256(home, "sharded") == sha256(home, "whole")
+
+
+def test_a_run_killed_in_its_initial_stage_goes_on_there(home: Path) -> None:
+    words = (
+        TEACHER,
+        "distill.method=fsp",
+        "distill.initial_epochs=1",
+        "train.steps=6",
+        "checkpoint.every_steps=5",
+    )
+    distil(home, "fsp-whole", *words)
+    stage = home / "runs/fsp/initial-fsp"
+    killed(home, "fsp", (stage / "checkpoints/step-5").exists, *words)
+    assert not (home / "runs/fsp/checkpoints").exists()
+    said = distil(home, "fsp", *words, "checkpoint.resume=auto")
+    assert "resumed from" in said
+    assert "initial stage of fsp" in said
+    assert "continues from the initial stage initial-fsp" in said
+    assert (stage / "checkpoints/step-29").is_dir()
+    assert sha256(home, "fsp/initial-fsp") == sha256(home, "fsp-whole/initial-fsp")
+    assert sha256(home, "fsp") == sha256(home, "fsp-whole")
+    first = metrics(home, "fsp", "train")[0]
+    assert first["step"] == 1
+    assert not (home / "runs/fsp/initial-fsp/weights/best.safetensors").exists()
+
+
+def test_an_initial_stage_is_taken_over_by_every_process(home: Path) -> None:
+    """The run compares the ranks' models, buffers included, after its first steps."""
+    words = (TEACHER, "distill.method=factor", "distill.initial_epochs=0.2", "train.steps=4")
+    said = distil(home, "factor", *words, "parallel.processes=2")
+    assert "initial stage of factor: 1 factor" in said
+    assert "continues from the initial stage initial-factor" in said
+    kept = load_file(home / "runs/factor/checkpoints/step-4/helpers.safetensors")
+    (stage,) = (home / "runs/factor/initial-factor/checkpoints").glob("step-*")
+    made = load_file(stage / "helpers.safetensors")
+    frozen = [name for name in kept if ".paraphraser." in name]
+    assert len(frozen) > 10
+    assert all(torch.equal(kept[name], made[name]) for name in frozen)
+
+
+def test_a_run_stopped_in_its_initial_stage_is_told_and_judged_as_one(home: Path) -> None:
+    words = (TEACHER, "distill.method=abound", "distill.initial_epochs=3", "train.steps=4")
+    killed(home, "early", (home / "runs/early/initial-abound/checkpoints/step-29").exists, *words)
+    judged = drumline("verify", "runs/early", folder=home, **ONE)
+    assert "no images" not in judged.stderr + judged.stdout
+    said = distil(home, "elsewhere", *words, "checkpoint.resume=runs/early", code=2)
+    assert "stopped in its initial stage" in said
+    assert "--run.name early --checkpoint.resume auto" in said
+
+
+# Cached.
+
+
+def test_a_cache_serves_another_student_and_refuses_another_teacher(home: Path) -> None:
+    words = ("train.steps=6", "distill.cache=kept")
+    filled = distil(home, "first", *words, TEACHER)
+    assert "blocks filled now" in filled
+    second = distil(home, "second", *words, TEACHER, "model.name=wrn_16_1", "data.batch=32")
+    assert "teacher: cached in kept;" in second
+    assert "blocks filled" not in second
+    # The precision that `auto` means here, by its name.
+    assert "cached in kept;" in distil(home, "named", *words, TEACHER, "train.precision=fp32")
+    other = ("distill.teacher=resnet8", "distill.teacher_weights=other.safetensors")
+    said = distil(home, "third", *words, *other, code=2)
+    assert "teacher" in said
+    assert "kept" in said
+    assert "fix:" in said
+
+
+def test_a_cached_run_takes_the_steps_of_a_live_one(home: Path) -> None:
+    words = (TEACHER, "train.steps=5", "train.eval_every=0")
+    distil(home, "live", *words)
+    distil(home, "stored", *words, "distill.cache=kept-too")
+    losses = [[line["loss"] for line in metrics(home, name, "train")] for name in ("live", "stored")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+# Refused.
+
+WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "no weights": ((), ("distill.teacher_weights is empty", "drumline train")),
+    "a missing file": (
+        ("distill.teacher_weights=gone.safetensors",),
+        ("distill.teacher_weights = gone.safetensors", "no such file", "run folder"),
+    ),
+    "a file without a name": (
+        ("distill.teacher_weights=other.safetensors",),
+        ("distill.teacher is empty", "--distill.teacher"),
+    ),
+    "an unknown method": ((TEACHER, "distill.method=crdd"), ("distill.method = crdd", "did you mean crd?")),
+    "an option of another method": (
+        (TEACHER, "distill.options=rkd.angle:2"),
+        ("distill.options: rkd.angle:2",),
+    ),
+    "data parallel": ((TEACHER, "parallel.layout=dp"), ("parallel.layout = dp", "--parallel.layout ddp")),
+    "accumulation with a relational method": (
+        (TEACHER, "distill.method=rkd", "train.accumulate=2"),
+        ("train.accumulate = 2", "rkd", "--train.accumulate 1"),
+    ),
+    "mixed images with a bank": (
+        (TEACHER, "distill.method=crd", "data.mixup=0.2"),
+        ("distill.method = crd", "data.mixup"),
+    ),
+    "maps from a cache": (
+        (TEACHER, "distill.method=hint", "distill.cache=maps"),
+        ("distill.cache", "hint", "stage2", "remove distill.cache"),
+    ),
+    "fsp with different channels": (
+        (TEACHER, "distill.method=fsp", "model.name=wrn_16_2"),
+        ("distill.method = fsp", "need the same channels"),
+    ),
+    "taps that nobody reads": (
+        (TEACHER, "distill.student_taps=stage1=layer9"),
+        ("distill.student_taps", "kd reads no taps"),
+    ),
+    "a tap that is no map": (
+        (TEACHER, "distill.method=hint", "distill.student_taps=stage2=fc"),
+        ("stage2 (fc)", "must be N x C x H x W", "distill.student_taps"),
+    ),
+    "an initial stage that is none": (
+        (TEACHER, "distill.initial_epochs=3"),
+        ("distill.initial_epochs = 3", "kd has no initial stage"),
+    ),
+    "nothing to keep the largest in": (
+        (TEACHER, "distill.cache_top=3"),
+        ("distill.cache_top", "give distill.cache too"),
+    ),
+    "a cache that is a file": (
+        (TEACHER, "distill.cache=other.safetensors"),
+        ("distill.cache = other.safetensors: is a file",),
+    ),
+    "features of two teachers": (
+        ("distill.teacher_weights=runs/teacher,runs/teacher", "distill.method=hint"),
+        ("distill.method = hint", "there are 2", "kd, dkd, dist"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_dry_run_rejects_a_wrong_command_with_the_field_and_a_fix(
+    name: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv, must_contain = WRONG[name]
+    monkeypatch.chdir(home)
+    assert main(["distill", *STUDENT, "run.name=wrong", "train.steps=2", *argv, "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    for text in ("fix: ", *must_contain):
+        assert text in error, error
+    assert not (home / "runs/wrong").exists()
+    assert not (home / "maps").exists()
+
+
+@pytest.mark.parametrize("name", ["maps from a cache", "fsp with different channels"])
+def test_a_run_rejects_a_wrong_command_as_its_dry_run_does(name: str, home: Path) -> None:
+    argv, must_contain = WRONG[name]
+    done = drumline("distill", *STUDENT, "run.name=wrong", "train.steps=2", *argv, folder=home, **ONE)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    for text in ("fix: ", *must_contain):
+        assert text in done.stderr, done.stderr
+    assert not (home / "maps").exists()
+
+
+def test_a_teacher_that_was_shown_other_images_is_told_of(home: Path) -> None:
+    said = distil(
+        home,
+        "larger",
+        "distill.teacher_weights=runs/teacher/weights/last.safetensors",
+        "data.size=12",
+        "train.steps=2",
+    )
+    assert "was trained on different images: data.size: 8 -> 12" in said
+
+
+PRESETS: dict[tuple[str, ...], str] = {
+    ("train", "imagenet/alone/resnet18", "train.steps=1"): "needs its images",
+    ("distill", "cifar100/alone/resnet20"): "use drumline train cifar100/alone/resnet20",
+    ("train", "cifar100/kd/resnet56-resnet20", "data.path=."): "train has no teacher",
+}
+
+
+@pytest.mark.parametrize("words", PRESETS, ids=lambda words: words[1])
+def test_a_preset_that_does_not_fit_the_command_is_refused(words: tuple[str, ...], tmp_path: Path) -> None:
+    done = drumline(*words, folder=tmp_path)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert PRESETS[words] in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,406 @@
+"""A preset is the published recipe of a pair and a method: the literature's networks, weights, rates and figure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from drumline.config.fields import from_text, recipe_fields, with_values
+from drumline.config.recipe import Recipe
+from drumline.core.errors import UserError
+from drumline.distillation.presets import is_preset, listing, preset_arguments, preset_names, published
+from drumline.models.registry import create_model
+
+PARAMETERS = {
+    "resnet20": 278_324,
+    "resnet32": 472_756,
+    "resnet56": 861_620,
+    "resnet110": 1_736_564,
+    "resnet8x4": 1_233_540,
+    "resnet32x4": 7_433_860,
+    "wrn_16_2": 703_284,
+    "wrn_40_1": 569_780,
+    "wrn_40_2": 2_255_156,
+    "vgg8": 3_965_028,
+    "vgg13": 9_462_180,
+    "resnet50": 23_705_252,
+    "mobilenet_v2_half": 812_836,
+    "shufflenet_v1": 949_258,
+    "shufflenet_v2": 1_355_528,
+}
+"""Of the literature's CIFAR networks with 100 classes. ImageNet's vgg13 and resnet50 have others."""
+DISTILL = {"teacher", "method", "r", "a", "b", "T", "standardise", "options"}
+ENDS = ("teacher", "alone")
+
+
+def fields(name: str) -> dict[str, str]:
+    """The words of a preset by field; no field is set twice."""
+    words = [word.partition("=") for word in preset_arguments(name)]
+    found = {key: value for key, _, value in words}
+    assert len(found) == len(words)
+    return found
+
+
+def size(model: str, classes: int) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in create_model(model, classes).parameters())
+
+
+def test_every_preset_names_the_network_that_its_name_says() -> None:
+    models = {}
+    for name in preset_names():
+        start, kind, networks = name.split("/")
+        given = fields(name)
+        students = networks if kind in ENDS else networks.split("-")[1]
+        models[start, students] = given["model.name"]
+        if kind not in ENDS:
+            models[start, networks.split("-")[0]] = given["distill.teacher"]
+    for (start, network), model in models.items():
+        if start == "cifar100":
+            assert size(model, 100) == PARAMETERS[network], network
+        else:
+            assert size(model, 1000) == {"resnet18": 11_689_512, "resnet34": 21_797_672}[network]
+    assert {network for start, network in models if start == "cifar100"} == set(PARAMETERS)
+
+
+def test_every_word_is_a_value_that_its_field_can_hold() -> None:
+    for name in preset_names():
+        values = {}
+        for key, text in fields(name).items():
+            if known := recipe_fields().get(key):
+                values[key] = from_text(known.hint, [text])
+            else:
+                assert key in {f"distill.{own}" for own in DISTILL}
+        with_values(Recipe(), values)
+
+
+def test_a_recipe_without_a_teacher_says_nothing_of_distillation() -> None:
+    lone = [name for name in preset_names() if name.split("/")[1] in ENDS]
+    assert len(lone) == 6 + 9 + 2
+    for name in lone:
+        assert not any(word.startswith("distill.") for word in preset_arguments(name))
+    for name in set(preset_names()) - set(lone):
+        assert {"distill.teacher", "distill.method", "distill.r", "distill.a", "distill.T"} < set(
+            fields(name)
+        )
+
+
+SCHEDULE = [
+    "optim.momentum=0.9",
+    "optim.nesterov=false",
+    "optim.weight_decay=0.0005",
+    "optim.decay_all=true",
+    "optim.schedule=step",
+    "optim.milestones=150,180,210",
+    "optim.gamma=0.1",
+    "train.epochs=240",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "cifar100/dkd/resnet56-resnet20",
+            [
+                "data.source=cifar100",
+                "data.batch=64",
+                "data.augment=shift-flip",
+                "model.name=resnet20",
+                "distill.teacher=resnet56",
+                "distill.method=dkd",
+                "distill.r=1.0",
+                "distill.a=0.0",
+                "distill.b=1.0",
+                "distill.T=4.0",
+                "distill.options=beta=2.0,warmup=20",
+                "optim.name=sgd",
+                "optim.lr=0.05",
+                *SCHEDULE,
+            ],
+        ),
+        (
+            "cifar100/kd+ls/vgg13-mobilenet_v2_half",
+            [
+                "data.source=cifar100",
+                "data.batch=64",
+                "data.augment=shift-flip",
+                "model.name=mobilenet_v2_half",
+                "distill.teacher=cifar/vgg13",
+                "distill.method=kd",
+                "distill.r=0.1",
+                "distill.a=9.0",
+                "distill.T=3.0",
+                "distill.standardise=true",
+                "optim.name=sgd",
+                "optim.lr=0.01",
+                *SCHEDULE,
+            ],
+        ),
+        (
+            "cifar100/alone/shufflenet_v1",
+            [
+                "data.source=cifar100",
+                "data.batch=64",
+                "data.augment=shift-flip",
+                "model.name=shufflenet_v1",
+                "optim.name=sgd",
+                "optim.lr=0.01",
+                *SCHEDULE,
+            ],
+        ),
+        (
+            "imagenet/attention/resnet34-resnet18",
+            [
+                "data.batch=256",
+                "data.augment=crop-flip",
+                "model.name=resnet18",
+                "distill.teacher=resnet34",
+                "distill.method=attention",
+                "distill.r=1.0",
+                "distill.a=0.0",
+                "distill.b=1000.0",
+                "distill.T=4.0",
+                "distill.options=layers=3+4",
+                "optim.name=sgd",
+                "optim.lr=0.1",
+                "optim.momentum=0.9",
+                "optim.nesterov=false",
+                "optim.weight_decay=0.0001",
+                "optim.decay_all=true",
+                "optim.schedule=step",
+                "optim.milestones=30,60,90",
+                "optim.gamma=0.1",
+                "train.epochs=100",
+            ],
+        ),
+    ],
+)
+def test_whole_presets_word_for_word(name: str, words: list[str]) -> None:
+    assert preset_arguments(name) == words
+
+
+@pytest.mark.parametrize(
+    ("method", "r", "a", "b"),
+    [
+        ("kd", 0.1, 0.9, None),
+        ("hint", 1, 0, 100),
+        ("attention", 1, 0, 1000),
+        ("similarity", 1, 0, 3000),
+        ("correlation", 1, 0, 0.02),
+        ("vid", 1, 0, 1),
+        ("rkd", 1, 0, 1),
+        ("pkt", 1, 0, 30000),
+        ("crd", 1, 0, 0.8),
+        ("crd+kd", 1, 1, 0.8),
+        ("reviewkd", 1, 0, 5),
+        ("ofd", 1, 0, 0.001),
+        ("factor", 1, 0, 500),
+        ("nst", 1, 0, 50),
+        ("kdsvd", 1, 0, 1),
+        ("fsp", 1, 0, 1),
+        ("abound", 1, 0, 1),
+        ("dist", 1, 0, 2),
+    ],
+)
+def test_weights_are_the_methods_own(method: str, r: float, a: float, b: float | None) -> None:
+    given = fields(f"cifar100/{method}/resnet32x4-resnet8x4")
+    assert given["distill.method"] == method.split("+")[0]
+    assert (float(given["distill.r"]), float(given["distill.a"])) == (r, a)
+    assert (float(given["distill.b"]) if "distill.b" in given else None) == b
+    assert given["distill.T"] == "4.0"
+    assert "distill.standardise" not in given
+
+
+@pytest.mark.parametrize(
+    ("pair", "beta"),
+    [
+        ("wrn_40_2-wrn_16_2", 6),
+        ("wrn_40_2-wrn_40_1", 6),
+        ("resnet56-resnet20", 2),
+        ("resnet110-resnet20", 2),
+        ("resnet110-resnet32", 2),
+        ("resnet32x4-resnet8x4", 8),
+        ("vgg13-vgg8", 6),
+        ("vgg13-mobilenet_v2_half", 6),
+        ("resnet50-mobilenet_v2_half", 8),
+        ("resnet32x4-shufflenet_v1", 8),
+        ("resnet32x4-shufflenet_v2", 8),
+        ("wrn_40_2-shufflenet_v1", 8),
+    ],
+)
+def test_beta_of_dkd_goes_by_the_pair(pair: str, beta: float) -> None:
+    assert fields(f"cifar100/dkd/{pair}")["distill.options"] == f"beta={beta:.1f},warmup=20"
+
+
+@pytest.mark.parametrize(
+    ("pair", "weight"),
+    [
+        ("wrn_40_2-wrn_16_2", 5),
+        ("wrn_40_2-wrn_40_1", 5),
+        ("wrn_40_2-shufflenet_v1", 5),
+        ("resnet32x4-shufflenet_v1", 5),
+        ("resnet32x4-shufflenet_v2", 8),
+        ("resnet56-resnet20", 0.6),
+        ("resnet110-resnet32", 1),
+    ],
+)
+def test_weight_of_reviewkd_goes_by_the_pair(pair: str, weight: float) -> None:
+    assert float(fields(f"cifar100/reviewkd/{pair}")["distill.b"]) == weight
+
+
+@pytest.mark.parametrize(
+    ("pair", "T", "a"),
+    [
+        ("resnet32x4-resnet8x4", 2, 9),
+        ("wrn_40_2-wrn_40_1", 2, 9),
+        ("resnet110-resnet20", 4, 12),
+        ("vgg13-vgg8", 3, 9),
+        ("resnet50-mobilenet_v2_half", 3, 1),
+    ],
+)
+def test_logit_standardisation_as_in_its_logs(pair: str, T: float, a: float) -> None:
+    given = fields(f"cifar100/kd+ls/{pair}")
+    assert (float(given["distill.T"]), float(given["distill.a"]), given["distill.r"]) == (T, a, "0.1")
+    assert given["distill.standardise"] == "true"
+
+
+def test_imagenet_has_weights_of_its_own() -> None:
+    given = fields("imagenet/kd/resnet34-resnet18")
+    assert [given[f"distill.{key}"] for key in "raT"] == ["0.5", "0.5", "1.0"]
+    given = fields("imagenet/dkd/resnet34-resnet18")
+    assert (given["distill.T"], given["distill.options"]) == ("1.0", "beta=0.5,warmup=1")
+    given = fields("imagenet/reviewkd/resnet34-resnet18")
+    assert (given["distill.b"], given["distill.options"]) == ("1.0", "warmup=1")
+    given = fields("imagenet/kd+ls/resnet34-resnet18")
+    assert [given[f"distill.{key}"] for key in ("r", "a", "T", "standardise")] == [
+        "1.0",
+        "6.0",
+        "2.0",
+        "true",
+    ]
+    given = fields("imagenet/dist/resnet34-resnet18")
+    assert (given["distill.b"], given["distill.T"]) == ("2.0", "1.0")
+    assert (given["optim.nesterov"], given["optim.decay_all"]) == ("true", "false")
+    given = fields("imagenet/teacher/resnet34")
+    assert (given["train.epochs"], given["optim.milestones"]) == ("90", "30,60")
+
+
+def test_the_rate_is_a_fifth_for_mobile_and_shuffle_students_alone() -> None:
+    for name in preset_names():
+        if name.startswith("cifar100/"):
+            small = name.endswith(("mobilenet_v2_half", "shufflenet_v1", "shufflenet_v2"))
+            assert fields(name)["optim.lr"] == ("0.01" if small else "0.05")
+
+
+@pytest.mark.parametrize(
+    ("name", "figure"),
+    [
+        ("cifar100/kd/wrn_40_2-wrn_16_2", 74.92),
+        ("cifar100/hint/resnet50-mobilenet_v2_half", 63.16),
+        ("cifar100/attention/vgg13-mobilenet_v2_half", 59.40),
+        ("cifar100/similarity/resnet50-vgg8", 73.34),
+        ("cifar100/vid/wrn_40_2-wrn_40_1", 73.30),
+        ("cifar100/rkd/resnet32x4-resnet8x4", 71.90),
+        ("cifar100/pkt/resnet110-resnet32", 72.61),
+        ("cifar100/crd/resnet32x4-shufflenet_v1", 75.11),
+        ("cifar100/crd+kd/vgg13-vgg8", 74.29),
+        ("cifar100/dkd/resnet56-resnet20", 71.97),
+        ("cifar100/dkd/wrn_40_2-shufflenet_v1", 76.70),
+        ("cifar100/dkd/resnet50-vgg8", None),
+        ("cifar100/kd+ls/resnet32x4-shufflenet_v2", 75.56),
+        ("cifar100/kd+ls/resnet110-resnet20", 71.48),
+        ("cifar100/kd+ls/wrn_40_2-shufflenet_v1", None),
+        ("cifar100/hint+kd/wrn_40_2-wrn_16_2", None),
+        ("cifar100/teacher/resnet56", 72.34),
+        ("cifar100/teacher/vgg13", 74.64),
+        ("cifar100/teacher/resnet50", 79.34),
+        ("cifar100/alone/resnet32", 71.14),
+        ("cifar100/alone/mobilenet_v2_half", 64.60),
+        ("cifar100/alone/shufflenet_v2", 71.82),
+        ("imagenet/teacher/resnet34", 73.31),
+        ("imagenet/alone/resnet18", 69.75),
+        ("imagenet/kd/resnet34-resnet18", 71.03),
+        ("imagenet/dist/resnet34-resnet18", 72.07),
+        ("imagenet/kd+ls/resnet34-resnet18", 71.42),
+    ],
+)
+def test_published_figures(name: str, figure: float | None) -> None:
+    assert published(name) == figure
+
+
+def test_no_figure_stands_in_a_wrong_column() -> None:
+    """A row too short or too long would show here, and so would a network with two figures of its own."""
+    rows = [line.split() for line in listing().partition("\n\n")[0].splitlines()]
+    pairs = [row[1] for row in rows if len(row) == 2 and "-" in row[1]]
+    by_method = {row[0]: row[1:] for row in rows}
+    for end, kind in enumerate(ENDS):
+        assert len(by_method[kind]) == len(pairs) == 13
+        for pair, cell in zip(pairs, by_method[kind], strict=True):
+            assert published(f"cifar100/{kind}/{pair.split('-')[end]}") == float(cell)
+    for method in {name.split("/")[1] for name in preset_names() if name.startswith("cifar100/")} - {"fsp"}:
+        if method in by_method:
+            assert len(by_method[method]) == 13
+
+
+def test_fsp_is_offered_where_the_maps_are_alike() -> None:
+    pairs = {name.split("/")[2] for name in preset_names() if "/fsp/" in name}
+    assert len(pairs) == 6
+    assert "resnet110-resnet32" in pairs
+    assert not pairs & {"wrn_40_2-wrn_40_1", "resnet50-vgg8", "vgg13-mobilenet_v2_half"}
+
+
+def test_the_listing_shows_every_pair_and_method() -> None:
+    text = listing()
+    for name in preset_names():
+        _, kind, networks = name.split("/")
+        assert kind in ENDS or f"  {networks}\n" in text
+        assert f"\n{kind.removesuffix('+kd')} " in text
+        if (figure := published(name)) is not None:
+            assert f"{figure:.2f}" in text
+    assert max(map(len, text.splitlines())) <= 120
+    examples = [line.split() for line in text.splitlines() if line.startswith("  drumline ")]
+    assert [words[1] for words in examples] == ["train", "distill"]
+    assert all(words[2] in preset_names() for words in examples)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("cifar100/dkdd/resnet56-resnet20", "cifar100/dkd/resnet56-resnet20"),
+        ("cifar100/dkd/resnet56-resnet21", "cifar100/dkd/resnet56-resnet20"),
+        ("cifar100/dkd/resnet56", "cifar100/dkd/resnet56-resnet20?"),
+        ("cifar100/AT/vgg13-MobileNetV2", "cifar100/attention/vgg13-mobilenet_v2_half?"),
+        ("cifar100/student/ShuffleV2", "cifar100/alone/shufflenet_v2?"),
+        ("imagenet/dkd/resnet50-resnet18", "imagenet/dkd/resnet34-resnet18?"),
+        ("cifar100/fsp/resnet50-vgg8", "cifar100/fsp/"),
+        ("imagenet/", "imagenet/teacher/resnet34"),
+        ("cifar100/!", "`drumline distill --presets`"),
+    ],
+)
+def test_an_unknown_name_leads_to_the_nearest(wrong: str, meant: str) -> None:
+    for ask in (preset_arguments, published):
+        with pytest.raises(UserError) as caught:
+            ask(wrong)
+        assert wrong in caught.value.what
+        assert meant in caught.value.fix
+
+
+def test_what_is_taken_for_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert all(map(is_preset, preset_names()))
+    assert is_preset("cifar100/no/such")
+    assert is_preset("imagenet/dkd/resnet34-resnet18")
+    for word in (
+        "cifar100",
+        "cifar10/kd/a-b",
+        "data.path=cifar100/x",
+        "cifar100/x=1",
+        "imagenet/recipe.toml",
+        "--x",
+    ):
+        assert not is_preset(word)
+    (tmp_path / "imagenet" / "train").mkdir(parents=True)
+    assert not is_preset("imagenet/train")

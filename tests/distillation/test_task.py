@@ -1,0 +1,52 @@
+"""What a run of distillation does around its steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from drumline.config.recipe import Checkpoint, Data, Distill, Model, Recipe, Run, Train
+from drumline.distillation import task
+from drumline.distillation.bundle import Bundle
+from drumline.distillation.objective import Distillation
+from drumline.distillation.run import distill
+from drumline.parallel.world import single_process
+from tests.distillation import ranks
+
+
+def test_the_teacher_is_checked_after_the_first_step_and_each_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps to an epoch, five in all; the run begins again from none."""
+    ranks.write_teacher(tmp_path)
+    steps: list[int] = []
+    taken: list[int] = []
+    monkeypatch.setattr(Distillation, "at", lambda self, step: taken.append(step))
+    monkeypatch.setattr(Distillation, "check", lambda self: steps.append(taken[-1] + 1))
+    recipe = Recipe(
+        run=Run(dir=str(tmp_path / "runs")),
+        data=Data(source="digits", batch=700, workers=0),
+        model=Model(name="tests.distillation.nets:alone"),
+        train=Train(steps=5, eval_every=0),
+        distill=Distill(teacher=("resnet14",), teacher_weights=(str(tmp_path / "teacher.safetensors"),)),
+        checkpoint=Checkpoint(every_epochs=0),
+    )
+    distill(recipe, single_process(torch.device("cpu")))
+    assert steps == [1, 2, 4]
+
+
+def test_what_an_initial_stage_left_is_given_to_every_rank(tmp_path: Path) -> None:
+    """torch below 2.13 does not give buffers to the other ranks when DDP begins."""
+    student = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    bundle = Bundle(student, {"factor": nn.BatchNorm2d(2)}, {})
+    given: list[torch.Tensor] = []
+    other = SimpleNamespace(is_rank_zero=False, broadcast=given.append)
+    task._load_initial_stages(bundle, student, (tmp_path,), other)  # type: ignore[arg-type]
+    assert [t.data_ptr() for t in given] == [t.data_ptr() for t in bundle.state_dict().values()]
+    given.clear()
+    task._load_initial_stages(bundle, student, (), other)  # type: ignore[arg-type]
+    assert given == []
