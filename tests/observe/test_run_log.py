@@ -282,12 +282,22 @@ def test_while_the_disk_is_full_lines_wait_and_none_is_lost_or_written_twice(
 
 
 def test_a_failing_tensorboard_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.utils.tensorboard import FileWriter
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
     def fail(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(FileWriter, "add_summary", fail)
+    opened: list[Event] = []
+    write = RecordWriter.write
+
+    def once(self: RecordWriter, data: bytes) -> None:
+        if opened:
+            fail()
+        opened.append(Event.FromString(data))
+        write(self, data)
+
+    monkeypatch.setattr(RecordWriter, "write", once)
     shown: list[str] = []
     with RunLog(tmp_path, shown.append) as run_log:
         for step in range(5):

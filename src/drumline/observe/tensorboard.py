@@ -6,10 +6,14 @@ seconds. A missing or failing TensorBoard is reported once and never stops a run
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from drumline.core.machine import host_name
 
 
 class TensorBoard:
@@ -29,12 +33,14 @@ class TensorBoard:
         if self.failed:
             return
         try:
+            from tensorboard.compat.proto.event_pb2 import Event
             from tensorboard.compat.proto.summary_pb2 import Summary
 
             if self._writer is None:
                 self._writer = self._open()
             values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-            self._writer.add_summary(Summary(value=values), step, time_s)
+            event = Event(wall_time=time_s, step=step, summary=Summary(value=values))
+            self._writer.write(event.SerializeToString())
         except (
             Exception
         ) as error:  # a version clash raises more than ImportError; the writer's thread, anything
@@ -53,14 +59,19 @@ class TensorBoard:
                 self._writer.close()
 
     def _open(self) -> Any:
+        """Opens an event file without TensorBoard's own thread and without a buffer: nothing may be written after
+        another process has taken over the run folder."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from torch.utils.tensorboard import FileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        writer = FileWriter(str(self._folder), flush_secs=20)
+        now = time.time()
+        name = f"events.out.tfevents.{int(now):010d}.{host_name()}.{os.getpid()}.0"
+        writer = RecordWriter((self._folder / name).open("ab", buffering=0))
+        writer.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
         if self.purge_step is not None:
             # What SummaryWriter writes for its purge_step.
-            start = Event(session_log=SessionLog(status=SessionLog.START))
-            writer.add_event(start, step=self.purge_step)
+            start = SessionLog(status=SessionLog.START)
+            writer.write(Event(wall_time=now, step=self.purge_step, session_log=start).SerializeToString())
         return writer
 
     def _fail(self, error: Exception) -> None:

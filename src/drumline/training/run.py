@@ -87,9 +87,16 @@ class RunOutput:
             self.run_log.flush,
             self.run_log.log,
             partial(self.run_log.log, show=False),
-            lambda: (folder.path / UNSAVED).unlink(missing_ok=True),
+            self._saved,
         )
         cleanup.callback(self.manager.close)
+
+    def _saved(self) -> None:
+        """The first checkpoint is there."""
+        marker = self.folder.path / UNSAVED
+        if marker.exists():
+            lock.check(self.folder.path)
+            marker.unlink(missing_ok=True)
 
     def begin(self) -> None:
         """From here on the run writes its folder. Each change may be the last, so their order always leaves a folder

@@ -388,9 +388,13 @@ def test_stopped_at_random_moments_it_goes_on_to_the_same_bytes_and_leaves_no_pr
     moments, most = random.Random(3), 0
     for stop_after in (-1, 0, 15, 35, None):
         command = [sys.executable, script, tmp_path / "in", out]
+        before = note.stat().st_mtime_ns if note.exists() else 0
         errors = (tmp_path / "errors").open("ab")
         with errors, subprocess.Popen(command, stderr=errors, start_new_session=True) as process:
-            while stop_after is not None and (not note.exists() or noted(note) <= stop_after):
+            # Not before it has packed something: Ctrl-C would end an interpreter that is still starting.
+            while stop_after is not None and (
+                not note.exists() or note.stat().st_mtime_ns == before or noted(note) <= stop_after
+            ):
                 assert process.poll() is None
                 time.sleep(0.01)
             children = []
