@@ -8,14 +8,13 @@ kept unchanged and listed, so ids do not shift. Refuses to touch what it did not
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,6 +22,7 @@ import numpy as np
 
 from drumline.core.errors import UserError
 from drumline.core.files import rename_folder, sync_folder, write_text
+from drumline.core.lock import exclusive
 from drumline.core.processes import deferred_interrupts
 from drumline.core.progress import progress
 from drumline.data.packed.format import (
@@ -170,25 +170,22 @@ def _writing(out: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(partial: Path) -> Iterator[None]:
-    """Makes the working folder, for one process at a time."""
+    """Creates the working folder, for one process at a time."""
     partial.mkdir(parents=True, exist_ok=True)
-    handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    held = UserError(f"another process is packing into {partial}", fix="wait until it has finished")
+    with ExitStack() as locks:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"another process is packing into {partial}", fix="wait until it has finished"
-            ) from error
+            # Beside the folder, which is renamed when the set is complete.
+            locks.enter_context(exclusive(partial.with_name(f"{partial.name}.lock"), held))
         except OSError as error:
-            # Some network file systems cannot lock a folder; that alone is no reason to refuse.
-            if error.errno not in (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            # Packing does not need a lock where the file system has none.
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
-        yield
-    finally:
-        os.close(handle)
-        with suppress(OSError):  # not empty: a pack to continue; missing: it has its final name
-            partial.rmdir()
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # not empty: packing can continue; missing: it has its final name
+                partial.rmdir()
 
 
 def _forget_other(partial: Path, job: _Job) -> None:
