@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from drumline.config.fields import with_values
 from drumline.config.recipe import Recipe
@@ -88,9 +90,20 @@ def test_a_program_without_a_file_starts_two_processes_inside_a_running_event_lo
 
 @pytest.mark.slow
 def test_a_script_without_a_guard_can_use_loader_processes(tmp_path: Path) -> None:
+    for split, label, number in itertools.product(("train", "val"), "ab", range(8)):
+        image = tmp_path / f"set/{split}/{label}/{number}.png"
+        image.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 40), (30 * number, 0, 0)).save(image)
+    loading = {
+        "data.source": "folder",
+        "data.path": "set",
+        "data.batch": 8,
+        "data.size": 32,
+        "data.workers": 2,
+        "data.pool": "processes",
+    }
     (tmp_path / "script.py").write_text(
-        PRELUDE
-        + "print(start(with_values(recipe, {'data.workers': 1, 'data.pool': 'processes'}))['finished'])"
+        PRELUDE + f"print('imported')\nprint(start(with_values(recipe, {loading!r}))['finished'])"
     )
     done = subprocess.run(
         [sys.executable, str(tmp_path / "script.py"), str(tmp_path)],
@@ -99,7 +112,7 @@ def test_a_script_without_a_guard_can_use_loader_processes(tmp_path: Path) -> No
         timeout=120,
         cwd=tmp_path,
     )
-    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "imported\nTrue\n"), done.stderr
 
 
 @pytest.mark.slow

@@ -101,5 +101,8 @@ def test_a_line_of_another_process_replaces_the_bar_on_a_terminal_only(
     text_log.leave_bar()
     assert capfd.readouterr().err == "plain\n"
     monkeypatch.setattr(text_log.os, "isatty", lambda handle: True)
+    monkeypatch.setattr(text_log.os, "get_terminal_size", lambda handle: os.terminal_size((20, 5)))
     text_log.say("drawn over")
     assert capfd.readouterr().err == "\r\x1b[Kdrawn over\n"
+    text_log.say("wider than the terminal is")
+    assert capfd.readouterr().err == "\r\x1b[Kwider than the\n  terminal is\n"

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.synchronize import Event
 from types import FrameType, TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -94,9 +94,26 @@ def deferred_interrupts() -> Iterator[Callable[[], bool]]:
 
 def _submit(pool: ProcessPoolExecutor, function: Callable[[Task], Result], task: Task) -> Future[Result]:
     try:
-        return pool.submit(_run, function, task)
+        with _main_hidden():
+            return pool.submit(_run, function, task)
     except (BrokenProcessPool, OSError, EOFError) as error:  # the fork server may be gone
         raise WorkerKilled(str(error)) from error
+
+
+@contextmanager
+def _main_hidden() -> Iterator[None]:
+    """Keeps a process that starts now from importing the script of this one, which it does not need: a script that
+    starts a run without `if __name__ == "__main__"` would start it again in each process."""
+    main = sys.modules["__main__"]
+    before: dict[str, Any] = {
+        name: vars(main)[name] for name in ("__file__", "__spec__") if name in vars(main)
+    }
+    main.__dict__.pop("__file__", None)
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        vars(main).update(before)
 
 
 _stopping: Event | None = None

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from drumline.core import lock
-from drumline.core.text import message
+from drumline.core.text import message, wrapped
 
 LOG = "log.txt"
 STARTED = "started: "
@@ -25,22 +25,26 @@ FINISHED, STOPPED, FAILED = "finished: ", "stopped: ", "failed: "
 
 EARLY_SECONDS = 0.5
 """Time between two checks for log.txt while lines wait for it to exist."""
-ERASE_LINE = b"\r\x1b[K"
-SHOW_CURSOR = b"\x1b[?25h"
+ERASE_LINE = "\r\x1b[K"
+SHOW_CURSOR = "\x1b[?25h"
 
 
 def leave_bar() -> None:
     """Erases the progress bar of a process that can no longer do it, and shows the cursor again."""
     with suppress(OSError):
         if os.isatty(2):
-            os.write(2, ERASE_LINE + SHOW_CURSOR)
+            os.write(2, (ERASE_LINE + SHOW_CURSOR).encode())
 
 
 def say(text: str) -> None:
     """Writes a line to stderr from a process or a signal handler that does not draw the display. It overwrites a
-    progress bar on the current line, which is drawn again below. Does nothing if stderr is closed."""
+    progress bar on the current line, which is drawn again below, and is wrapped at the width of a terminal. Does
+    nothing if stderr is closed."""
     with suppress(OSError):
-        os.write(2, (ERASE_LINE if os.isatty(2) else b"") + message(text).encode() + b"\n")
+        text = message(text)
+        if os.isatty(2):
+            text = ERASE_LINE + wrapped(text, os.get_terminal_size(2).columns or 80)
+        os.write(2, text.encode() + b"\n")
 
 
 def stamped(text: str) -> str:
