@@ -94,9 +94,6 @@ class SingleNode:
         """Gives other machines time to report why a connection broke, or to be missed."""
         return []
 
-    def leave(self) -> None:
-        """Sends the last message."""
-
 
 class Cluster(SingleNode):
     """A run on several machines. `host` is the name of this one."""
@@ -170,6 +167,7 @@ class Cluster(SingleNode):
         return found
 
     def leave(self) -> None:
+        """Sends the last message."""
         self._contact.leave(LEAVE_SECONDS)
 
     def _other_nodes(self, view: View, round: Round) -> list[Any]:

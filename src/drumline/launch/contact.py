@@ -99,7 +99,7 @@ class Contact:
     def leave(self, seconds: float) -> None:
         """Reports that this launcher leaves; waits up to `seconds` for delivery if there is contact."""
         view = self.view()
-        lost = view.age > self.limit or view.fatal is not None
+        lost = view.age > self.limit or view.fatal is not None or not view.reply.heard
         self.report(state="left")
         self._left.set()
         deadline = time.monotonic() + (0.0 if lost else seconds)

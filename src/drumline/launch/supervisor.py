@@ -219,7 +219,6 @@ class Supervisor:
         self._log(f"{number.name}: exiting; no process is running", text_log.STOPPED)
         cause = self._stop_failure(128 + number)
         self._cluster.report(failure=replace(cause, rank=-1))
-        self._cluster.leave()
         return Outcome(cause.exit_code)
 
     def _wait(self, seconds: float) -> None:
