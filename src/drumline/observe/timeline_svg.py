@@ -30,7 +30,7 @@ _GRADIENTS = (Kind.BACKWARD, Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT)
 _WIDTH, _LEFT, _RIGHT, _MARGIN = 1200, 206, 28, 20
 _BOX, _STRIP, _BETWEEN = 30, 5, 11
 _LETTER = 0.56
-"""The width of a letter in system fonts, of its size: a little more than the average."""
+"""The width of a letter in system fonts, relative to its size: a little above the average."""
 
 _STYLE = """\
 text{font-family:system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif;fill:#16202c}
@@ -127,7 +127,7 @@ class _Picture:
 
     def lane(self, half: Step, lane: int) -> None:
         self.name(self.lanes[lane])
-        slack = self.length / _WIDTH  # a pixel: clocks of a device round, and neighbours then seem to overlap
+        slack = self.length / _WIDTH  # one pixel: device clocks round, so that neighbours seem to overlap
         for start, end, following in idle_times(half, lane):
             until = f"before {_called(following)}" if following else "until the step's end"
             self.box("idle", start, end, self.y, _BOX, f"idle for {_time(end - start)} {until}")
@@ -162,7 +162,7 @@ class _Picture:
                 break
 
     def name(self, name: str) -> None:
-        """What stands before a bracket, bold; below it what stands inside, a line for each part; all as a tooltip."""
+        """The text before the bracket in bold, the text inside it below, one line for each part; all of it as a tooltip."""
         head, _, rest = name.partition(" (")
         parts = rest.removesuffix(")").split("; ", 1) if rest else []
         room = _LEFT - _MARGIN - 12
@@ -174,7 +174,7 @@ class _Picture:
         self.out.append("</g>")
 
     def legend(self) -> None:
-        """Only what the picture shows."""
+        """The legend, with only what the picture shows."""
         kinds = {span.kind for span in self.spans if span.end > span.start}
         at = self.hues(_MARGIN)
         items = [
@@ -203,7 +203,7 @@ class _Picture:
         self.y += 16
 
     def hues(self, at: float) -> float:
-        """A cell for each micro-batch, the first and the last numbered; gives where the next item may stand."""
+        """Draws a cell for each micro-batch. Returns the position of the next item."""
         self.text(at, self.y + 11, "say", "micro-batch")
         at += 12 * _LETTER * 12
         width = min(20.0, 320 / self.micro_batches)
@@ -248,12 +248,12 @@ def _shade(span: Span) -> str:
 
 
 def _unit(seconds: float) -> tuple[str, float]:
-    """Its name, and how many of it a second has."""
+    """The name of a time unit, and how many of it make a second."""
     return ("s", 1.0) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 else ("µs", 1e6)
 
 
 def _time(seconds: float, unit: tuple[str, float] | None = None) -> str:
-    """0.04132 -> `41.3 ms`: three digits, or whole ones beyond them."""
+    """0.04132 -> `41.3 ms`: three significant digits, or more for whole numbers."""
     name, per_second = unit or _unit(seconds)
     value = seconds * per_second
     digits = max(0, 2 - math.floor(math.log10(value))) if value >= 0.01 else 0 if not value else 3
@@ -272,7 +272,7 @@ def _number(value: float) -> str:
 
 
 def _short(text: str, room: float, size: float) -> str:
-    """Cut in its middle to what fits: the beginning and the end of a name tell most."""
+    """Shortened in the middle to fit: the beginning and the end of a name say most."""
     letters = int(room / (size * _LETTER))
     if len(text) <= letters:
         return text
@@ -280,7 +280,7 @@ def _short(text: str, room: float, size: float) -> str:
 
 
 def _xml(text: str) -> str:
-    """XML has no way to write control characters, not even escaped: they are spelled out."""
+    """Escaped for XML. Control characters, which XML cannot represent, are spelled out."""
     return escape(printable(text))
 
 

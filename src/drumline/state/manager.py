@@ -339,7 +339,7 @@ def _bytes(groups: Groups) -> int:
 
 
 def _shard_bytes(groups: LocalGroups) -> int:
-    return _bytes({g: {name: piece.tensor for name, piece in each.items()} for g, each in groups.items()})
+    return _bytes({g: {name: shard.tensor for name, shard in each.items()} for g, each in groups.items()})
 
 
 def _mib(count: int) -> str:
