@@ -162,7 +162,7 @@ class _Picture:
                 break
 
     def name(self, name: str) -> None:
-        """The text before the bracket in bold, the text inside it below, one line for each part; all of it as a tooltip."""
+        """The text before the bracket in bold, and below it the text inside, one line for each part."""
         head, _, rest = name.partition(" (")
         parts = rest.removesuffix(")").split("; ", 1) if rest else []
         room = _LEFT - _MARGIN - 12
