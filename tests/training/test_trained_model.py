@@ -116,7 +116,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
 
 
 def test_code_of_the_user_runs_only_when_it_is_trusted(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"the code of tests\.train\.test_trained_model:resnet8 builds"):
+    with pytest.raises(UserError, match=r"the code of tests\.training\.test_trained_model:resnet8 builds"):
         stored(tmp_path, name="tests.training.test_trained_model:resnet8")
     assert load_model(tmp_path / "w.safetensors", trust=True).classes[0] == "ash"
 
