@@ -221,14 +221,14 @@ def test_pixels_ends_with_1_when_a_value_of_ours_is_not_pillows(
     monkeypatch.setattr(pixels, "ways", without_empty(pixels.ways))
     cutters = script("cutters")
     script("pixels", "--small")
-    honest = cutters.window_of
+    honest = cutters.crop_encoded
 
     def one_value_off(*arguments: Any) -> Any:
         window = honest(*arguments).copy()
         window[5, 5, 0] ^= 1
         return window
 
-    monkeypatch.setattr(cutters, "window_of", one_value_off)
+    monkeypatch.setattr(cutters, "crop_encoded", one_value_off)
     assert pixels.main() == 1
     (cells,) = rows(capsys.readouterr().out, "Drumline, native")
     assert cells[1] != "100 %"

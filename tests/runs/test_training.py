@@ -204,4 +204,4 @@ def test_changed_weights_are_found_and_not_scored(trained: Path, tmp_path: Path)
     assert drumline("verify", "runs/copy", folder=tmp_path).returncode == 1
     done = drumline("eval", "runs/copy", folder=tmp_path)
     assert done.returncode == 2
-    assert "best.safetensors: its checksum does not match" in done.stderr
+    assert "best.safetensors: does not match its checksum" in done.stderr
