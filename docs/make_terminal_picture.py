@@ -47,7 +47,7 @@ def main() -> None:
             "new-session", "-d", "-s", SESSION, "-x", str(COLUMNS), "-y", str(ROWS), "-c", name, "bash --norc"
         )
         try:
-            typed("PS1='$ '; clear", folder / "ready")
+            typed("PS1='$ '; shopt -u checkwinsize; export COLUMNS=95; clear", folder / "ready")
             for number, command in enumerate(COMMANDS):
                 typed(command, folder / f"done-{number}", folder / "runs" / KILLED if number == 1 else None)
             screen = tmux("capture-pane", "-t", SESSION, "-e", "-p")
