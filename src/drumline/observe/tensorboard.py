@@ -41,9 +41,7 @@ class TensorBoard:
             values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
             event = Event(wall_time=time_s, step=step, summary=Summary(value=values))
             self._writer.write(event.SerializeToString())
-        except (
-            Exception
-        ) as error:  # a version clash raises more than ImportError; the writer's thread, anything
+        except Exception as error:  # a version clash raises more than ImportError
             self._fail(error)
 
     def flush(self) -> None:
