@@ -12,16 +12,17 @@ import time
 from html import escape
 from pathlib import Path
 
+from rich.ansi import AnsiDecoder
 from rich.color import Color
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 PICTURE = Path(__file__).parent / "images" / "terminal.svg"
-COLUMNS, ROWS = 104, 60
+COLUMNS, ROWS = 114, 60
 RECIPE = """
 data.source = "digits"
 model.name = "resnet8"
-train.epochs = 5
+train.epochs = 3
 run.strict = true
 checkpoint.every_steps = 5
 """
@@ -31,7 +32,7 @@ COMMANDS = (
     "drumline train digits.toml run.name=two parallel.processes=2 checkpoint.resume=auto",
     "drumline compare runs/one runs/two",
 )
-KILLED = "two/checkpoints/step-25"
+KILLED = "two/checkpoints/step-20"
 """When this checkpoint of the second command is there, the command is killed with signal 9."""
 SESSION = "drumline-picture"
 CELL, LINE = 8.4, 18
@@ -47,14 +48,15 @@ def main() -> None:
             "new-session", "-d", "-s", SESSION, "-x", str(COLUMNS), "-y", str(ROWS), "-c", name, "bash --norc"
         )
         try:
-            typed("PS1='$ '; shopt -u checkwinsize; export COLUMNS=95; clear", folder / "ready")
+            typed("PS1='\\n$ '; shopt -u checkwinsize; export COLUMNS=104; clear", folder / "ready")
             for number, command in enumerate(COMMANDS):
                 typed(command, folder / f"done-{number}", folder / "runs" / KILLED if number == 1 else None)
             screen = tmux("capture-pane", "-t", SESSION, "-e", "-p")
         finally:
             tmux("kill-session", "-t", SESSION)
-    lines = [line for line in screen.rstrip().splitlines() if "; touch " not in line]
-    PICTURE.write_text(svg([Text.from_ansi(line) for line in lines[:-1]]))
+    # One decoder for the whole screen: tmux gives a style only where it changes, also across lines.
+    lines = [line for line in AnsiDecoder().decode(screen.strip()) if "; touch " not in line.plain]
+    PICTURE.write_text(svg(lines[:-1]))
     print(PICTURE)
 
 
