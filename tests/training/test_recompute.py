@@ -11,7 +11,7 @@ from torch import nn
 from drumline.config.recipe import Train
 from drumline.core.errors import UserError
 from drumline.models import create_model
-from drumline.models.blocks import repeated_blocks
+from drumline.models.base import repeated_blocks
 from drumline.training.recompute import recompute_blocks
 from tests.training import tiny
 

@@ -32,7 +32,7 @@ from drumline.distillation.teacher import (
     measure_teacher,
     weights_sha256,
 )
-from drumline.models.copies import copy_model
+from drumline.models.base import copy_model
 from drumline.observe.display import Display
 from drumline.parallel.pipeline.cut import Segment, describe_stages
 from drumline.parallel.strategy import Cut, Strategy, strategy_class

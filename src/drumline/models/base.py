@@ -1,4 +1,4 @@
-"""The base class of the built-in models: named intermediate tensors (taps), repeated blocks and a head.
+"""The base class of the built-in models, and what all models share: repeated blocks, copies, pooling, initialisation.
 
 Promises: `forward(x, taps=True)` returns `(logits, taps)` with the logits, gradients and running statistics of
 `forward(x)`. Features are returned, never kept on the module, and no tapped tensor is written to afterwards.
@@ -6,14 +6,20 @@ Promises: `forward(x, taps=True)` returns `(logits, taps)` with the logits, grad
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drumline.core.errors import UserError
+
 Taps = dict[str, Tensor]
 Output = Tensor | tuple[Tensor, Taps]
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -120,3 +126,67 @@ def _means(x: Tensor, axis: int, count: int) -> Tensor:
     length = x.shape[axis]
     windows = [(i * length // count, -((i + 1) * length // -count)) for i in range(count)]
     return torch.stack([x.narrow(axis, a, b - a).mean(axis) for a, b in windows], axis)
+
+
+def copy_model(model: AnyModule) -> AnyModule:
+    """A deep copy. Rejects a model that holds a computed tensor, as the old `torch.nn.utils.weight_norm` creates."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                where = f"{path}.{name}" if path else name
+                raise UserError(
+                    f"the model cannot be copied: '{where}' is a tensor computed from parameters",
+                    fix="compute it in forward(), or replace the old torch.nn.utils functions with weight_norm or "
+                    "spectral_norm from torch.nn.utils.parametrizations; train.ema and some layouts copy the model",
+                )
+    return copy.deepcopy(model)
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The units of gradient checkpointing and of pipeline cuts: what the model declares with `blocks()`, or else the
+    members of its Sequential and ModuleList children that have parameters. A member that consists mostly of blocks of
+    one class (a stage) is replaced by those."""
+    declared = getattr(model, "blocks", None)
+    if callable(declared) and not isinstance(declared, nn.Module):
+        return list(declared())
+    return [
+        block
+        for child in model.modules()
+        if _is_row(child) and _outermost(model, child)
+        for member in child.children()
+        for block in _inside(member)
+    ]
+
+
+def _inside(member: nn.Module) -> Iterator[nn.Module]:
+    total = _size(member)
+    if not total:
+        return
+    rows = [member, *member.children()]
+    row = next((row for row in rows if _is_row(row) and _alike(row) and 2 * _size(row) > total), None)
+    for block in row.children() if row is not None else ():
+        yield from _inside(block)
+    if row is None:
+        yield member
+
+
+def _is_row(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential | nn.ModuleList) and len(module) > 1
+
+
+def _alike(row: nn.Module) -> bool:
+    """Whether all members are of one class, which is more than a single layer."""
+    first, *others = row.children()
+    return any(True for _ in first.children()) and all(type(other) is type(first) for other in others)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _outermost(model: nn.Module, child: nn.Module) -> bool:
+    """Whether no other container contains this one."""
+    name = next(name for name, module in model.named_modules() if module is child)
+    path = name.split(".") if name else []
+    parents = [model.get_submodule(".".join(path[:i])) for i in range(len(path))]
+    return not any(isinstance(parent, nn.Sequential | nn.ModuleList) for parent in parents)

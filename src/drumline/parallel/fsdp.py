@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch
-from drumline.models.blocks import repeated_blocks
-from drumline.models.copies import copy_model
+from drumline.models.base import copy_model, repeated_blocks
 from drumline.parallel.local import local_shard
 from drumline.parallel.model_draws import ModelDraws
 from drumline.parallel.single import SingleStrategy, used_anywhere

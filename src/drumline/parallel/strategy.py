@@ -29,7 +29,7 @@ from drumline.core.arithmetic import resolve_precision
 from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.sampler import bounds, rank_slice
-from drumline.models.copies import copy_model
+from drumline.models.base import copy_model
 from drumline.parallel.grid import make_grid
 from drumline.parallel.model_draws import ModelDraws
 from drumline.parallel.norm import SmallestBatch, few_samples, over_all, world_total

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from drumline.core.errors import UserError
-from drumline.models.blocks import repeated_blocks
+from drumline.models.base import repeated_blocks
 
 
 def recompute_blocks(model: nn.Module) -> int:

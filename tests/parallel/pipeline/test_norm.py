@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import UserError
-from drumline.models.copies import copy_model
+from drumline.models.base import copy_model
 from drumline.parallel.norm import WorldNorm
 from drumline.parallel.pipeline.norm import (
     MODES,

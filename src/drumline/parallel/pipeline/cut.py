@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 
 from drumline.core.errors import UserError
 from drumline.core.text import either
-from drumline.models.blocks import repeated_blocks
+from drumline.models.base import repeated_blocks
 from drumline.models.tapped import Tapped
 from drumline.parallel.pipeline.boundary import StageModule
 from drumline.parallel.pipeline.operations import TracedForward

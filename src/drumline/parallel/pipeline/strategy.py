@@ -22,8 +22,7 @@ from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.sampler import bounds
-from drumline.models.blocks import repeated_blocks
-from drumline.models.copies import copy_model
+from drumline.models.base import copy_model, repeated_blocks
 from drumline.models.tapped import Tapped
 from drumline.parallel.model_draws import ModelDraws
 from drumline.parallel.norm import SmallestBatch, world_total
