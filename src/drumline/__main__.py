@@ -2,7 +2,7 @@
 
 import sys
 
-from drumline.core.parent import die_with_parent
+from drumline.core.processes import die_with_parent
 
 if __name__ == "__main__":
     # Before anything slow is imported: a worker whose launcher is killed must not live on until torch is loaded.

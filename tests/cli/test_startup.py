@@ -20,7 +20,7 @@ import json, sys
 import torch
 
 from drumline.cli import main
-from drumline.core.compiler import use_deterministic_algorithms
+from drumline.core.arithmetic import use_deterministic_algorithms
 
 base = ["train", "--model.name", "cifar/resnet8", "--train.steps", "1", "--run.device", "cpu"]
 runs = [[], ["--optim.name", "adamw", "--run.strict"], ["--optim.name", "lamb", "--optim.clip", "1"]]
@@ -60,7 +60,7 @@ def test_a_run_that_compiles_nothing_imports_no_compiler(runs: list[list[object]
     assert codes == [0, 0, 0]
     assert imported == [], (
         f"a plain run imports {', '.join(map(str, imported))}: find what does with `python -X importtime -m drumline "
-        f"train ...`. If it is torch {torch.__version__}, see src/drumline/core/compiler.py"
+        f"train ...`. If it is torch {torch.__version__}, see src/drumline/core/arithmetic.py"
     )
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from drumline.core import heartbeat
 from drumline.core.environment import LAUNCHER, read_rank_info, to_env
 from drumline.core.errors import UserError
-from drumline.core.parent import die_with_parent
+from drumline.core.processes import die_with_parent
 from drumline.launch.failure import record_failure
 from drumline.launch.stacks import answer_signal
 
@@ -121,7 +121,9 @@ def saves_or_fails(folder: Path, rank: int) -> None:
 def deaf(folder: Path, rank: int) -> None:
     """Ignores stop requests, and has a data loader of its own."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    code = "import time; from drumline.core.parent import die_with_parent; die_with_parent(); time.sleep(600)"
+    code = (
+        "import time; from drumline.core.processes import die_with_parent; die_with_parent(); time.sleep(600)"
+    )
     loader = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {LAUNCHER: str(os.getpid())})
     write(folder / f"pid-{rank}-loader", str(loader.pid))
     ready(folder, rank)

@@ -176,7 +176,7 @@ def test_no_worker_outlives_a_launcher_that_was_killed(run: Run) -> None:
 
 
 def test_a_worker_whose_launcher_is_gone_before_it_starts_dies() -> None:
-    code = "from drumline.core.parent import die_with_parent; die_with_parent(); print('alive')"
+    code = "from drumline.core.processes import die_with_parent; die_with_parent(); print('alive')"
     environment = os.environ | {"DRUMLINE_LAUNCHER": "1" if os.getpid() != 1 else "2"}
     orphan = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False)
     assert orphan.returncode == -signal.SIGKILL

@@ -16,7 +16,7 @@ from shutil import get_terminal_size
 
 from drumline.core.environment import thread_defaults
 from drumline.core.errors import UserError
-from drumline.core.text import wrapped
+from drumline.core.text import near, wrapped
 
 HELP = """usage: drumline COMMAND ...
 
@@ -88,8 +88,6 @@ def _dispatch(argv: list[str]) -> int:
         print(f"drumline {__version__}")
         return 0
     if name not in COMMANDS:
-        from drumline.core.suggest import near
-
         meant = [OTHER_COMMANDS[name]] if name in OTHER_COMMANDS else near(name, COMMANDS)
         raise UserError(
             f"there is no command {name!r}",

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from drumline.cli.help import Command
 from drumline.config.arguments import read_options
-from drumline.core.result import print_result
-from drumline.core.text import message
+from drumline.core.text import message, print_result
 
 
 @dataclass(frozen=True)

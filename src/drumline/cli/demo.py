@@ -13,7 +13,7 @@ from typing import Any
 
 from drumline.cli.help import Command
 from drumline.config.arguments import RecipeOptions, read_recipe
-from drumline.core.result import print_result
+from drumline.core.text import print_result
 
 COMMAND = Command(
     name="demo",

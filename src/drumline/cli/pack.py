@@ -15,8 +15,7 @@ from drumline.config.arguments import read_options
 from drumline.config.limits import Range
 from drumline.config.recipe import AutoInt, Fraction
 from drumline.core.errors import UserError
-from drumline.core.result import print_result
-from drumline.core.text import counted, message
+from drumline.core.text import counted, message, print_result
 
 if TYPE_CHECKING:
     from drumline.data.sources import PackedFiles

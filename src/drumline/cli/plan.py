@@ -15,7 +15,7 @@ from drumline.config.arguments import read_options
 from drumline.config.limits import Range
 from drumline.config.recipe import AutoInt, Precision
 from drumline.core.errors import UserError
-from drumline.core.result import json_line, print_result
+from drumline.core.text import json_line, print_result
 
 if TYPE_CHECKING:
     from drumline.parallel.pipeline.plan import Measurement, StageSplit

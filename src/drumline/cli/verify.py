@@ -13,8 +13,7 @@ from drumline.config.arguments import read_options
 from drumline.config.limits import Range
 from drumline.config.recipe import AutoInt
 from drumline.core.errors import UserError
-from drumline.core.result import print_result
-from drumline.core.text import message
+from drumline.core.text import message, print_result
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,7 @@ from drumline.config.recipe import Recipe, value_of
 from drumline.config.rules import problems
 from drumline.config.toml import dump_recipe, literal, load_recipe, short_literal
 from drumline.core.errors import UserError, combined
-from drumline.core.suggest import did_you_mean
-from drumline.core.text import either
+from drumline.core.text import did_you_mean, either
 
 COMMAND_LINE = "command line"
 Options = TypeVar("Options")

@@ -19,7 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from drumline.config.limits import Values, Wrong
 from drumline.config.recipe import Recipe
-from drumline.core.suggest import near
+from drumline.core.text import near
 
 
 @dataclass(frozen=True)

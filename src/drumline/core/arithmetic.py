@@ -2,19 +2,26 @@
 
 Promises: every autocast block of Drumline is `autocast`. Whatever happens inside `leave_no_trace`, the tensors,
 training modes, gradients and random generators named to it are as before, at the same addresses.
+
+torch imports its compiler in `use_deterministic_algorithms` and in the first call of most methods of an optimizer,
+which takes as long as importing torch itself. The functions here have the same effect without that import. If a later
+torch is built differently, the compiler is imported again, which changes no result; `tests/cli/test_startup.py` fails
+then.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from drumline.core.compiler import use_deterministic_algorithms
 from drumline.core.environment import threads_asked
 from drumline.core.errors import UserError
 from drumline.core.machine import cores_per_process
@@ -99,3 +106,26 @@ def threads_per_process(
     if isinstance(wanted, int):
         return wanted
     return 1 if strict else threads_asked(env) or cores_per_process(local_size)
+
+
+def use_deterministic_algorithms(mode: bool) -> None:
+    """Does what `torch.use_deterministic_algorithms` does. A compiler imported later reads its setting from the
+    environment."""
+    if "torch._inductor.config" in sys.modules:
+        torch.use_deterministic_algorithms(mode)
+    else:
+        torch.set_deterministic_debug_mode("error" if mode else "default")
+        os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1" if mode else "0"
+
+
+class EagerOptimizer(torch.optim.Optimizer):
+    """torch's optimizer without the wrappers that keep the compiler out of its methods, and import it to do so. For
+    optimizers that no compiled code calls."""
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+
+def eager_step(optimizer: type[torch.optim.Optimizer]) -> Any:
+    """The `step` of one of torch's optimizers without such a wrapper. `differentiable=True` has no effect."""
+    return torch.no_grad()(inspect.unwrap(optimizer.step))

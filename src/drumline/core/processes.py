@@ -1,4 +1,5 @@
-"""Processes that work for this one: they load batches, pack and verify datasets.
+"""Processes that work for this one: they load batches, pack and verify datasets; and workers, which end with their
+launcher.
 
 Promises: results come in the order of the tasks, and a bounded number is under way. The processes leave Ctrl-C and
 SIGTERM to their owner, and none outlives it, however it ends. What a task raises is raised here; a process that is
@@ -7,6 +8,7 @@ killed raises `WorkerKilled`.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -21,6 +23,8 @@ from multiprocessing.connection import wait
 from multiprocessing.synchronize import Event
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
+
+from drumline.core.environment import LAUNCHER
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -90,6 +94,24 @@ def deferred_interrupts() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def die_with_parent() -> None:
+    """Called by a worker at its start: the kernel kills it when its launcher ends, even by kill -9.
+
+    Does nothing unless our launcher started this process (a run under nohup must outlive its shell). On kernels other
+    than Linux it only checks that the launcher still exists.
+    """
+    if LAUNCHER not in os.environ:
+        return
+    if sys.platform == "linux":
+        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != int(os.environ[LAUNCHER]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+_PR_SET_PDEATHSIG = 1
 
 
 def _submit(pool: ProcessPoolExecutor, function: Callable[[Task], Result], task: Task) -> Future[Result]:

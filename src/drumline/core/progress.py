@@ -1,7 +1,8 @@
 """Progress of anything that takes long: a bar on a terminal, plain lines elsewhere.
 
 Writes nothing to stdout. A terminal gets one live line of any width, which is erased at the end. A file or pipe gets
-a plain line every few seconds, without control characters.
+a plain line every few seconds, without control characters. A notebook gets one output below the cell, which is
+replaced in place and removed at the end; it needs no widgets.
 """
 
 from __future__ import annotations
@@ -9,16 +10,16 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sized
-from typing import NamedTuple, TextIO, TypeVar
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from drumline.core.notebook import NotebookScreen, in_notebook
 from drumline.core.text import duration
 
 Item = TypeVar("Item")
@@ -165,7 +166,57 @@ class Screen:
             atexit.unregister(self.clear)
 
 
+class NotebookScreen:
+    """The same interface as `Screen`, for the output of a cell."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def show(self, draw: Callable[[int, bool], Text]) -> None:
+        from IPython.display import display
+
+        assert self._thread is None
+        self._ended.clear()
+        self._handle = display(_Line(draw(_CELL_WIDTH, False)), display_id=True)
+
+        def redraw() -> None:
+            while not self._ended.wait(_CELL_REDRAW_S):
+                self._handle.update(_Line(draw(_CELL_WIDTH, False)))
+
+        self._thread = threading.Thread(target=redraw, name="drumline-notebook", daemon=True)
+        self._thread.start()
+
+    def clear(self) -> None:
+        if self._thread is not None:
+            self._ended.set()
+            self._thread.join()
+            self._thread = None
+            self._handle.update(_Line(Text()))
+
+
+class _Line:
+    """A line of text as an output of a cell."""
+
+    def __init__(self, text: Text) -> None:
+        self._text = text.plain.rstrip()
+
+    def __repr__(self) -> str:
+        return self._text
+
+
 _REDRAWS_PER_S = 4
+_CELL_WIDTH = 110
+"""Columns of the line in a notebook: the usual width of a cell's output."""
+_CELL_REDRAW_S = 0.5
+
+
+def in_notebook() -> bool:
+    """Whether a Jupyter kernel runs this process. (IPython in a terminal has no kernel.)"""
+    ipython = sys.modules.get("IPython")
+    shell: Any = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and hasattr(shell, "kernel")
 
 
 def make_screen(console: Console) -> Screen | NotebookScreen:

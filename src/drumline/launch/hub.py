@@ -15,7 +15,6 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 
-from drumline.core.listen import listening_socket
 from drumline.launch import messages
 from drumline.launch.messages import BadMessage, Channel, DifferentSecret, ForeignProtocol
 from drumline.launch.nodes import (
@@ -29,6 +28,7 @@ from drumline.launch.nodes import (
     objection,
     round_from_fields,
 )
+from drumline.parallel.process_group import listening_socket
 
 CALL_SECONDS = 3.0
 """Deadline of one exchange, of a connection, and of a greeting."""

@@ -28,7 +28,6 @@ from drumline.config.recipe import Launch, Parallel
 from drumline.config.rendezvous import Rendezvous, parse_rendezvous, variables_missing
 from drumline.core.environment import LAUNCHER
 from drumline.core.errors import UserError
-from drumline.core.listen import host_store
 from drumline.core.machine import raise_descriptor_limit
 from drumline.launch import contact as contacts
 from drumline.launch.cluster import Cluster, NotConnected, SingleNode
@@ -48,6 +47,7 @@ from drumline.launch.shared_folder import SharedFolder
 from drumline.launch.supervisor import GRACE_SECONDS, Outcome, Policy, Supervisor
 from drumline.launch.workers import WorkerEnvironment
 from drumline.observe.text_log import LauncherLog
+from drumline.parallel.process_group import host_store
 
 LEAVE_SECONDS = 10.0
 """How long the machine with the hub waits for the others to stop their workers and leave."""

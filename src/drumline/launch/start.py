@@ -19,8 +19,7 @@ from drumline.config.recipe import Recipe
 from drumline.config.rules import check
 from drumline.config.toml import dump_recipe
 from drumline.core.errors import LostError, UserError
-from drumline.core.result import json_line
-from drumline.core.text import message
+from drumline.core.text import json_line, message
 from drumline.launch.failure import Failure, render_failure
 from drumline.launch.worker import call, connect, explained, launch_workers, resolve_processes
 

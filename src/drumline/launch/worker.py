@@ -28,9 +28,8 @@ from drumline.core import heartbeat
 from drumline.core.environment import RankInfo, read_rank_info
 from drumline.core.errors import PEER_LOST, LostError, UserError
 from drumline.core.machine import raise_descriptor_limit, usable_cores
-from drumline.core.parent import die_with_parent
-from drumline.core.result import json_line, print_result
-from drumline.core.text import message
+from drumline.core.processes import die_with_parent
+from drumline.core.text import json_line, message, print_result
 from drumline.launch.failure import record_failure
 from drumline.launch.network import choose_interface, listening_address, socket_variables
 from drumline.launch.stacks import answer_signal

@@ -19,8 +19,7 @@ from typing import Any
 from torch import nn
 
 from drumline.core.errors import UserError
-from drumline.core.suggest import did_you_mean, near
-from drumline.core.text import either
+from drumline.core.text import did_you_mean, either, near
 from drumline.models.base import VisionModel
 from drumline.models.mobilenet import CifarMobileNetV2, MobileNetV2
 from drumline.models.resnet import BasicBlock, Bottleneck, ResNet

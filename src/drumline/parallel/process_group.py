@@ -1,12 +1,14 @@
 """How a process joins its run: device, backend, store and process group become a `World`.
 
 Promises: a single process needs no network; NCCL is used only where every process has a GPU of its own. A rendezvous
-that fails raises `LostError`, with the address and the time it waited.
+that fails raises `LostError`, with the address and the time it waited. A store is reached through the given address
+only, where torch's TCPStore by default listens on every interface; a port in use raises `OSError`.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 
 import torch
@@ -14,7 +16,6 @@ import torch.distributed as dist
 
 from drumline.core.environment import LAUNCH_ID, RankInfo, to_env
 from drumline.core.errors import PEER_LOST, LostError, UserError
-from drumline.core.listen import host_store, reach_store
 from drumline.parallel.world import World, single_process
 
 
@@ -117,6 +118,32 @@ def resolve_device_type(wanted: str) -> str:
     return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
 
 
+def listening_socket(address: str, port: int) -> socket.socket:
+    """A socket that listens at a numeric address; port 0 chooses a free one."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # The port of a run that has just ended can be used at once; one with a listener is still rejected.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(1024)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def host_store(address: str, port: int, timeout: float) -> dist.TCPStore:
+    """A store hosted by this process at a numeric address; port 0 chooses a free one."""
+    with listening_socket(address, port) as listener:
+        port = int(listener.getsockname()[1])
+        descriptor = listener.detach()
+    limit = timedelta(seconds=timeout)
+    return dist.TCPStore(
+        address, port, None, True, limit, wait_for_workers=False, master_listen_fd=descriptor
+    )
+
+
 def _open_store(info: RankInfo, timeout: float, listen: str | None) -> dist.Store:
     """The key-value store of this start of the processes. A launcher's store may still hold the keys of earlier
     starts; otherwise rank 0 hosts the store."""
@@ -124,7 +151,8 @@ def _open_store(info: RankInfo, timeout: float, listen: str | None) -> dist.Stor
     if info.rank == 0 and not hosted:
         store = host_store(listen or info.master_addr, info.master_port, timeout)
     else:
-        store = reach_store(info.master_addr, info.master_port, timeout)
+        limit = timedelta(seconds=timeout)
+        store = dist.TCPStore(info.master_addr, info.master_port, None, False, limit, wait_for_workers=False)
     # Only our own processes know the id of the launch, so keys that another program writes are never read.
     start = f"{os.environ.get(LAUNCH_ID, '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     return dist.PrefixStore(f"start/{start}", store)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from drumline.config.recipe import Optim
-from drumline.core.compiler import EagerOptimizer, eager_step
+from drumline.core.arithmetic import EagerOptimizer, eager_step
 
 Norms = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor]
 """The norms of whole tensors, given what this process holds of them and the parameters they belong to."""

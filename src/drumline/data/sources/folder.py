@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drumline.core.errors import LostError, UserError
-from drumline.core.suggest import near
+from drumline.core.text import near
 from drumline.data.reading import USERS, NotRegular, not_regular, patiently, read_whole, refused
 from drumline.data.sources.base import (
     DatasetSpec,
