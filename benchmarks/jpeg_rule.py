@@ -1,7 +1,7 @@
 """Is the rule for the GPU right? Every JPEG that it accepts, decoded by the GPU and by Pillow, every pixel compared.
 
-`drumline.data.gpu.rule` says from a JPEG's header whether the GPU decodes it to Pillow's bits. Here it is put to the
-test on photographs as they are, on crops of them written in every kind of JPEG that one can think of
+`drumline.data.gpu.layout` says from a JPEG's header whether the GPU decodes it to Pillow's bits. Here it is put to
+the test on photographs as they are, on crops of them written in every kind of JPEG that one can think of
 (jpeg_kinds.py; qualities 1 to 100, sides from 1 pixel on), on noise, pure colours and very large sides. Kinds that
 the rule leaves to the CPU are forced through the engine too, to show that they have to be left.
 Ends with status 1 if one pixel of one accepted file differs.
@@ -27,9 +27,8 @@ import torch
 from PIL import Image
 
 from drumline.data.feed.choose import gpu_unavailable
-from drumline.data.gpu import Layout, Places, place
+from drumline.data.gpu.layout import Layout, Places, decodes_equal, layout_of, layout_of_file, place
 from drumline.data.gpu.nvjpeg import PlaneDecoder
-from drumline.data.gpu.rule import decodes_equal, layout_of, layout_of_file
 from drumline.data.image.jpeg import JpegHeader, chroma, read_header
 from harness import Parser
 from jpeg_kinds import jpeg, unusual_samplings, usual_kinds

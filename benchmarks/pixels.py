@@ -36,12 +36,12 @@ from PIL import Image
 from cutters import cutters, turned
 from drumline import native
 from drumline.core.machine import usable_cores
-from drumline.data.feed.bad_samples import BadSamples
 from drumline.data.feed.choose import gpu_unavailable
 from drumline.data.feed.loader import Workers, batches
+from drumline.data.feed.sample import BadSamples
 from drumline.data.feed.sampler import evaluation_requests
 from drumline.data.feed.transform import Transform
-from drumline.data.gpu.rule import layout_of_file
+from drumline.data.gpu.layout import layout_of_file
 from drumline.data.sources import DatasetSpec, EncodedDataset, open_dataset
 from harness import Parser, pick_device
 from photographs import VERSION, Photos, Pixels, brief, lay_in_folders, machine, photographs, pillow_window

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from drumline import native
+from drumline.data.feed.transform import COLUMNS, evaluation_geometry
 from drumline.data.image.decode import decode
-from drumline.data.image.geometry import COLUMNS, evaluation_geometry
 from drumline.data.image.resize import Filter, Version, resize_by_pillow, vertical_first
 
 FILTERS: tuple[Filter, ...] = ("bilinear", "bicubic", "box", "lanczos")

@@ -15,13 +15,13 @@ from PIL import Image
 import drumline
 from drumline.config.recipe import Checkpoint, Data, Model, Optim, Recipe, Run, Train
 from drumline.data.feed import loader
-from drumline.data.feed.bad_samples import BadSamples
 from drumline.data.feed.batch import NOTHING, make_batch
 from drumline.data.feed.choose import choose_workers, gpu_unavailable
 from drumline.data.feed.loader import Workers, batches
+from drumline.data.feed.sample import BadSamples
 from drumline.data.feed.sampler import Request, evaluation_requests, training_requests
 from drumline.data.feed.transform import Transform
-from drumline.data.gpu import fraction
+from drumline.data.gpu import decoder as decoder_module
 from drumline.data.image.augment import Augmentation
 from drumline.data.sources import Dataset, DatasetSpec, open_dataset
 from drumline.parallel.world import single_process
@@ -115,9 +115,9 @@ def test_batches_on_the_gpu_are_those_of_make_batch(
 ) -> None:
     shares = iter([0.0, 0.4, 1.0, 0.1] * 20)
     if workers.decode == "both":  # however the fraction goes up and down
-        monkeypatch.setattr(fraction, "next_fraction", lambda *_: next(shares))
-        monkeypatch.setattr(fraction, "UNDER_WAY", 0)
-        monkeypatch.setattr(fraction, "WINDOW", 1)
+        monkeypatch.setattr(decoder_module, "next_fraction", lambda *_: next(shares))
+        monkeypatch.setattr(decoder_module, "UNDER_WAY", 0)
+        monkeypatch.setattr(decoder_module, "WINDOW", 1)
     spec, source = opened(files)
     asked, bad_samples = requests(source), BadSamples("training", len(source), 0.5)
     feed = batches(spec, source, transform, 5, iter(asked), workers, DEVICE, bad_samples)
@@ -161,7 +161,7 @@ def test_the_gpu_takes_what_the_threads_are_too_slow_for(
     """One thread cannot feed a step that does nothing; it can feed one that takes long."""
     reached = []
 
-    class Watched(fraction.GpuFraction):
+    class Watched(decoder_module.GpuFraction):
         def handed(self, wanted: torch.cuda.Event, ready: torch.cuda.Event) -> None:
             super().handed(wanted, ready)
             reached.append(self.value)

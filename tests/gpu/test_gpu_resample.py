@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from drumline.data.gpu import Layout, Places, chroma_size, place
+from drumline.data.gpu.layout import Layout, Places, chroma_size, place
 from drumline.data.image.resize import Version, coefficients, vertical_first
 
 pytest.importorskip("triton", reason="needs Triton")

@@ -12,9 +12,8 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
-from drumline.data.gpu import Layout, place
+from drumline.data.gpu.layout import Layout, layout_of, place
 from drumline.data.gpu.nvjpeg import PlaneDecoder, describe, unavailable
-from drumline.data.gpu.rule import layout_of
 from drumline.data.image.jpeg import read_header
 
 pytest.importorskip("triton", reason="needs Triton")

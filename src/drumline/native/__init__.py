@@ -86,7 +86,7 @@ def crop(
     filter: str,
     columns_first: bool,
 ) -> NDArray[np.uint8]:
-    """The crop of `size` by a geometry row (`data/image/geometry.py`)."""
+    """The crop of `size` by a geometry row (`data/feed/transform.py`)."""
     channels = 1 if image.ndim == 2 else image.shape[2]
     if image.strides[1] != channels or image.strides[-1] != 1 or image.strides[0] < 0:
         image = np.ascontiguousarray(image)

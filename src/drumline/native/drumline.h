@@ -8,7 +8,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-/* Columns of a geometry row: see data/image/geometry.py. */
+/* Columns of a geometry row: see data/feed/transform.py. */
 enum { LEFT, TOP, RIGHT, BOTTOM, WIDTH, HEIGHT, X, Y, MIRROR, GEOMETRY };
 
 /* What became of a sample. LEFT_TO_PILLOW is no error: Pillow decides, and words the message. */

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from drumline.core.files import write_bytes
-from drumline.data.feed.bad_samples import BadSamples
+from drumline.data.feed.sample import BadSamples
 from drumline.parallel.world import World
 
 FILE = "broken-samples.tsv"

@@ -14,9 +14,8 @@ from drumline.core.errors import UserError
 from drumline.data.feed.batch import finished, make_batch
 from drumline.data.feed.sample import BadSample, load_sample
 from drumline.data.feed.sampler import Request
-from drumline.data.feed.transform import Transform, mixing_plan, shift_offsets
+from drumline.data.feed.transform import Transform, mirrored, mixing_plan, shift_offsets
 from drumline.data.image.augment import Augmentation, plan
-from drumline.data.image.geometry import mirrored
 from drumline.data.sources import ArrayDataset, DatasetSpec, open_dataset
 from drumline.data.sources.base import EncodedDataset
 

@@ -1,4 +1,4 @@
-"""One sample's window: the same with and without the native part, for sound files and for damaged ones."""
+"""One sample's crop, the same with and without the native extension, for sound and damaged files; broken samples."""
 
 from __future__ import annotations
 
@@ -7,15 +7,25 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
 from drumline import native
 from drumline.core.errors import UserError
 from drumline.data.feed.draws import Purpose, bits
-from drumline.data.feed.sample import SUBSTITUTES, LoadedSample, crop_encoded, load_sample, substitute
-from drumline.data.feed.transform import Transform
-from drumline.data.image.geometry import Geometry, evaluation_geometry, training_geometry
+from drumline.data.feed.sample import (
+    SHOWN,
+    SUBSTITUTES,
+    BadSample,
+    BadSamples,
+    LoadedSample,
+    crop_encoded,
+    load_sample,
+    substitute,
+)
+from drumline.data.feed.transform import Geometry, Transform, evaluation_geometry, training_geometry
 from drumline.data.sources import EncodedDataset
 from tests.data.damage import KINDS, flipped, good_jpeg
 from tests.data.test_native import FILTERS, frame, in_three_scans, jpeg, kinds, needs_jpeg, photo
@@ -367,3 +377,60 @@ def test_files_built_for_these_tests_are_sound() -> None:
     if native.decodes_jpeg():
         assert native.jpeg_warnings(in_three_scans(50, 40, halved=True)) == 0
         assert all(native.jpeg_warnings(data) == 0 for data in HIT.values())
+
+
+def test_a_sample_counts_once_and_keeps_its_first_words() -> None:
+    bad_samples = BadSamples("training", 100, 0.02)
+    for epoch in range(50):
+        bad_samples.add([BadSample(7, f"seen in epoch {epoch}"), BadSample(3, "file 3 is cut off")])
+    assert bad_samples.bad == {7: "seen in epoch 0", 3: "file 3 is cut off"}
+    assert bad_samples.lines() == ["training\t3\tfile 3 is cut off", "training\t7\tseen in epoch 0"]
+
+
+@pytest.mark.parametrize(
+    ("samples", "share", "limit"),
+    [(100, 0.02, 2), (50, 0.01, 1), (100, 0.29, 29), (100, 0.07, 7), (10, 0.0, 0), (10, 1.0, 10)],
+)
+def test_as_many_as_allowed_pass_and_one_more_is_refused(samples: int, share: float, limit: int) -> None:
+    bad_samples = BadSamples("training", samples, share)
+    assert bad_samples.limit == limit
+    bad_samples.add(BadSample(sample, f"file {sample}") for sample in range(limit))
+    with pytest.raises(UserError, match=f"{limit + 1} of {samples} training samples") as caught:
+        bad_samples.add([BadSample(samples, "one more")])
+    assert "data.bad_limit" in caught.value.what
+    assert f"allows {limit}" in caught.value.what
+    assert bad_samples.some() in caught.value.what
+    assert "drumline verify" in caught.value.fix
+
+
+def test_nothing_broken_is_never_too_much() -> None:
+    bad_samples = BadSamples("training", 5, 0.0)
+    bad_samples.add([])
+    assert bad_samples.lines() == []
+    assert bad_samples.some() == ""
+
+
+@given(parts=st.lists(st.lists(st.integers(0, 60), max_size=12), max_size=4))
+def test_the_list_is_the_same_however_processes_shared_the_samples(parts: list[list[int]]) -> None:
+    everyone = BadSamples("training", 100, 1.0)
+    everyone.add(BadSample(sample, f"file {sample}") for part in parts for sample in part)
+    ranks = [BadSamples("training", 100, 1.0) for _ in parts]
+    for rank, part in zip(ranks, parts, strict=True):
+        rank.add(BadSample(sample, f"file {sample}") for sample in part)
+    merged = BadSamples("training", 100, 1.0)
+    merged.merge([rank.bad for rank in ranks])
+    assert merged.lines() == everyone.lines()
+    assert merged.lines() == [f"training\t{s}\tfile {s}" for s in sorted({s for part in parts for s in part})]
+
+
+def test_merging_refuses_what_is_too_much_together() -> None:
+    bad_samples = BadSamples("evaluation", 100, 0.02)
+    with pytest.raises(UserError, match="3 of 100 evaluation samples"):
+        bad_samples.merge([{1: "a", 2: "b"}, {2: "b"}, {9: "c"}])
+
+
+def test_a_message_shows_the_first_and_counts_the_rest() -> None:
+    bad_samples = BadSamples("training", 2000, 1.0)
+    bad_samples.add(BadSample(sample, f"file {sample}") for sample in reversed(range(1234 + SHOWN)))
+    assert bad_samples.some().startswith("file 0; file 1; ")
+    assert bad_samples.some().endswith(f"file {SHOWN - 1}; and 1,234 more")

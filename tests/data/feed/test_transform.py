@@ -1,18 +1,32 @@
-"""What a transform draws for a sample: shifts, flips, mixing; and what evaluation leaves out."""
+"""What a transform draws for a sample: crops (against published arithmetic), shifts, flips and mixing."""
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
+from drumline.data.feed.draws import Purpose, exp_small, uniform
 from drumline.data.feed.sampler import Request
-from drumline.data.feed.transform import Transform, mixing_plan, resize_array, shift_offsets
+from drumline.data.feed.transform import (
+    ATTEMPTS,
+    COLUMNS,
+    Column,
+    Transform,
+    evaluation_geometry,
+    mirrored,
+    mixing_plan,
+    random_resized_crops,
+    resize_array,
+    shift_offsets,
+    training_geometry,
+)
 from drumline.data.image.augment import Augmentation
-from drumline.data.image.geometry import evaluation_geometry, mirrored, training_geometry
 from drumline.data.image.resize import resize
 
 SEED = 11
@@ -134,3 +148,210 @@ def test_with_both_each_sample_takes_one_of_them_about_equally() -> None:
     blended = plan[:, 0] < 1
     assert not plan[blended, 2:].any()
     assert 0.46 < blended.mean() < 0.54
+
+
+Box = tuple[int, int, int, int]
+sides = st.one_of(st.integers(1, 600), st.sampled_from([1, 2, 3, 20_000, 65_500]))
+
+
+def published(draws: NDArray[np.float64], width: int, height: int) -> tuple[Box, float]:
+    """RandomResizedCrop.get_params of torchvision in its own words, from four numbers a try; and how near a side of
+    any try came to a half, where the last bit of a logarithm may decide the rounding."""
+    low, high = math.log(3.0 / 4.0), math.log(4.0 / 3.0)
+    nearest = 1.0
+    for area_draw, aspect_draw, x_draw, y_draw in draws.reshape(-1, 4).tolist():
+        target = width * height * (0.08 + area_draw * (1.0 - 0.08))
+        aspect = math.exp(low + aspect_draw * (high - low))
+        exact = math.sqrt(target * aspect), math.sqrt(target / aspect)
+        nearest = min(nearest, *(abs(side % 1.0 - 0.5) for side in exact))
+        w, h = round(exact[0]), round(exact[1])
+        if 0 < w <= width and 0 < h <= height:
+            left, top = math.floor(x_draw * (width - w + 1)), math.floor(y_draw * (height - h + 1))
+            return (left, top, left + w, top + h), nearest
+    ratio = width / height
+    w, h = width, height
+    if ratio < 3.0 / 4.0:
+        h = round(w / (3.0 / 4.0))
+    elif ratio > 4.0 / 3.0:
+        w = round(h * (4.0 / 3.0))
+    left, top = (width - w) // 2, (height - h) // 2
+    return (left, top, left + w, top + h), nearest
+
+
+def crop(width: int, height: int, draws: NDArray[np.float64]) -> Box:
+    found = random_resized_crops(np.array([[width, height]], np.int32), draws[None])[0]
+    return tuple(found.tolist())
+
+
+@settings(max_examples=400)
+@given(width=sides, height=sides, sample=st.integers(0, 2**40))
+def test_a_random_crop_is_inside_and_as_published(width: int, height: int, sample: int) -> None:
+    draws = uniform(SEED, 0, np.array([sample]), Purpose.CROP, 4 * ATTEMPTS)[0]
+    left, top, right, bottom = found = crop(width, height, draws)
+    assert 0 <= left < right <= width
+    assert 0 <= top < bottom <= height
+    expected, nearest = published(draws, width, height)
+    assert found == expected or nearest < 1e-9
+
+
+def test_thousands_of_crops_are_as_published() -> None:
+    draw = np.random.default_rng(0)
+    sizes = np.concatenate(
+        [
+            draw.integers(1, 30, (1500, 2)),
+            draw.integers(100, 900, (2500, 2)),
+            draw.integers(1, 20_000, (1000, 2)),
+        ]
+    )
+    draws = draw.random((len(sizes), 4 * ATTEMPTS))
+    found = random_resized_crops(sizes, draws)
+    unsure = 0
+    for box, size, row in zip(found.tolist(), sizes.tolist(), draws, strict=True):
+        expected, nearest = published(row, *size)
+        if tuple(box) != expected:
+            assert nearest < 1e-9, (size, box, expected)
+            unsure += 1
+    assert unsure < 3
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 7, 20_000])
+@pytest.mark.parametrize("height", [1, 2, 3, 7, 20_000])
+def test_crops_stay_inside_for_the_outermost_draws(width: int, height: int) -> None:
+    most = 1 - 2**-32
+    for values in (
+        (0.0,) * 4,
+        (most,) * 4,
+        (0.0, most, most, 0.0),
+        (most, 0.0, 0.0, most),
+        (0.5, 0.5, most, most),
+    ):
+        left, top, right, bottom = crop(width, height, np.tile(np.array(values), ATTEMPTS))
+        assert 0 <= left < right <= width
+        assert 0 <= top < bottom <= height
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "expected"),
+    [
+        (1000, 10, (493, 0, 506, 10)),
+        (10, 1000, (0, 493, 10, 506)),
+        (100, 90, (0, 0, 100, 90)),
+        (20_000, 3, (9998, 0, 10_002, 3)),
+        (3, 20_000, (0, 9998, 3, 10_002)),
+    ],
+)
+def test_when_no_try_fits_the_centre_is_taken_at_the_nearest_allowed_aspect(
+    width: int, height: int, expected: Box
+) -> None:
+    # The whole area, as wide as allowed: too wide ten times over.
+    never = np.full(4 * ATTEMPTS, 1 - 2**-32)
+    assert published(never, width, height)[0] == expected
+    assert crop(width, height, never) == expected
+
+
+def test_area_and_aspect_have_the_published_distribution() -> None:
+    """Area uniform on 8 to 100 % and log-aspect uniform on 3/4 to 4/3, in a square large enough that only the
+    largest areas fail to fit; those are compared below 70 %, where every aspect fits."""
+    rows = training_geometry(np.full((20_000, 2), 4000), 224, SEED, 0, np.arange(20_000))
+    boxes = rows[:, :4].astype(np.int64)
+    width, height = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
+    area, aspect = width * height / 4000**2, np.log(width / height)
+    small = area < 0.7
+    assert area.min() > 0.079
+    # A try fails only beyond 75 %; the failed ones are drawn again, so smaller areas are all raised alike.
+    counts = np.histogram(area[small], bins=10, range=(0.08, 0.7))[0]
+    assert counts.min() > 0.9 * counts.mean()
+    assert counts.max() < 1.1 * counts.mean()
+    limit = math.log(4 / 3)
+    assert np.abs(aspect).max() < limit + 0.01
+    counts = np.histogram(aspect[small], bins=10, range=(-limit, limit))[0]
+    assert counts.min() > 0.9 * counts.mean()
+    assert counts.max() < 1.1 * counts.mean()
+    place = boxes[small, 0] / np.maximum(1, 4000 - width[small])
+    assert abs(place.mean() - 0.5) < 0.01
+    assert abs(np.corrcoef(place, boxes[small, 1])[0, 1]) < 0.05
+    assert abs(rows[:, Column.MIRROR].mean() - 0.5) < 0.015
+
+
+def test_a_training_row_asks_for_the_models_size_and_nothing_else() -> None:
+    sizes, samples = np.array([[40, 30], [7, 900]]), np.array([5, 3])
+    rows = training_geometry(sizes, 96, SEED, 2, samples)
+    assert rows.shape == (2, COLUMNS)
+    assert rows.dtype == np.int32
+    assert (rows[:, Column.WIDTH : Column.HEIGHT + 1] == 96).all()
+    assert not rows[:, Column.X : Column.Y + 1].any()
+    assert rows[:, Column.MIRROR].tolist() == mirrored(SEED, 2, samples).tolist()
+    flip = uniform(SEED, 2, samples, Purpose.FLIP, 1)[:, 0]
+    assert mirrored(SEED, 2, samples).tolist() == (flip < 0.5).tolist()
+
+
+@settings(max_examples=60)
+@given(cuts=st.lists(st.integers(0, 40), max_size=5), seed=st.integers(0, 2**63), epoch=st.integers(0, 90))
+def test_a_row_is_the_same_for_every_slicing_and_company(cuts: list[int], seed: int, epoch: int) -> None:
+    draw = np.random.default_rng(1)
+    samples = draw.permutation(1000)[:40]
+    sizes = draw.integers(1, 700, (40, 2))
+    whole = training_geometry(sizes, 32, seed, epoch, samples)
+    edges = sorted({0, 40, *cuts})
+    parts = [
+        training_geometry(sizes[low:high], 32, seed, epoch, samples[low:high])
+        for low, high in pairwise(edges)
+    ]
+    assert np.array_equal(np.concatenate(parts), whole)
+    back = np.argsort(samples)
+    assert np.array_equal(training_geometry(sizes[back], 32, seed, epoch, samples[back]), whole[back])
+
+
+def test_seeds_epochs_and_samples_give_other_rows() -> None:
+    sizes, samples = np.full((50, 2), 500), np.arange(50)
+    first = training_geometry(sizes, 32, 1, 0, samples)
+    for other in (
+        training_geometry(sizes, 32, 2, 0, samples),
+        training_geometry(sizes, 32, 1, 1, samples),
+        training_geometry(sizes, 32, 1, 0, samples + 50),
+    ):
+        assert (other != first).any(axis=1).mean() > 0.9
+
+
+def resize_and_centre_crop(width: int, height: int, size: int, share: float) -> list[int]:
+    """torchvision's Resize(int(size / share)) and CenterCrop(size), in their words, as a geometry row."""
+    short_side = math.floor(size / share)
+    short, long = (width, height) if width <= height else (height, width)
+    new_short, new_long = short_side, int(short_side * long / short)
+    new_width, new_height = (new_short, new_long) if width <= height else (new_long, new_short)
+    top = int(round((new_height - size) / 2.0))  # noqa: RUF046
+    left = int(round((new_width - size) / 2.0))  # noqa: RUF046
+    return [0, 0, width, height, new_width, new_height, left, top, 0]
+
+
+@settings(max_examples=300)
+@given(
+    width=sides,
+    height=sides,
+    size=st.integers(1, 320),
+    share=st.one_of(st.sampled_from([0.875, 1.0, 0.9, 0.95, 0.5]), st.floats(0.2, 1.0)),
+)
+def test_evaluation_is_resize_and_centre_crop(width: int, height: int, size: int, share: float) -> None:
+    row = evaluation_geometry(np.array([[width, height]]), size, share)[0]
+    assert row.tolist() == resize_and_centre_crop(width, height, size, share)
+    assert 0 <= row[Column.X] <= row[Column.WIDTH] - size
+    assert 0 <= row[Column.Y] <= row[Column.HEIGHT] - size
+
+
+def test_evaluation_of_the_usual_sizes() -> None:
+    rows = evaluation_geometry(np.array([[500, 375], [375, 500], [224, 224]]), 224, 0.875)
+    assert rows.tolist() == [
+        [0, 0, 500, 375, 341, 256, 58, 16, 0],
+        [0, 0, 375, 500, 256, 341, 16, 58, 0],
+        [0, 0, 224, 224, 256, 256, 16, 16, 0],
+    ]
+
+
+@pytest.mark.parametrize(("reach", "units"), [(math.log(4 / 3), 2), (1.25, 4), (2.0, 20)])
+def test_the_series_is_the_exponential_function_to_its_last_bits(reach: float, units: int) -> None:
+    """Crops use it up to log(4/3), erased boxes up to 1.2. Below 0 the sum cancels, and a bit or two are lost."""
+    x = np.concatenate([np.linspace(-reach, reach, 20_001), np.array([0.0, -0.0, 1e-300, 2**-30])])
+    for value, found in zip(x.tolist(), exp_small(x).tolist(), strict=True):
+        exact = math.exp(value)
+        assert abs(found - exact) <= (units if value < 0 else 2) * math.ulp(exact), value
+    assert exp_small(np.array([0.0]))[0] == 1.0

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from drumline.core.errors import UserError
 from drumline.data.sources import ArrayDataset, DatasetSpec, detect_source, open_dataset
-from drumline.data.sources.plain_pickle import PlainArray, read_plain_pickle
+from drumline.data.sources.cifar import PlainArray, read_plain_pickle
 
 RNG = np.random.default_rng(1)
 PER_FILE = 4

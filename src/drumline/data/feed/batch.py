@@ -14,9 +14,15 @@ from numpy.typing import NDArray
 
 from drumline.data.feed.sample import BadSample, cut, load_sample
 from drumline.data.feed.sampler import Request
-from drumline.data.feed.transform import Transform, mixing_plan, resize_array, shift_offsets
+from drumline.data.feed.transform import (
+    Geometry,
+    Transform,
+    mirrored,
+    mixing_plan,
+    resize_array,
+    shift_offsets,
+)
 from drumline.data.image.augment import AugmentPlan, plan
-from drumline.data.image.geometry import Geometry, mirrored
 from drumline.data.sources import ArrayDataset, Dataset
 
 NOTHING = torch.empty((0, 0), dtype=torch.uint8)
@@ -51,7 +57,7 @@ class Undecoded(NamedTuple):
     sizes: NDArray[np.int32]
     """(k, 2): stored width and height."""
     layouts: NDArray[np.int8]
-    """How the device decodes each: `gpu.rule`."""
+    """How the device decodes each: `gpu.layout`."""
     geometry: Geometry
     status: NDArray[np.int32]
     """0 where the coded data is clean up to its end marker."""

@@ -90,6 +90,15 @@ def symmetric_beta(
     return drawn
 
 
+def exp_small(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The exponential function for |x| <= 2, by its series: additions, multiplications and divisions round alike on
+    every machine, which NumPy's own exp does not promise."""
+    total = np.ones_like(x)
+    for term in range(24, 0, -1):
+        total = 1.0 + x / term * total
+    return total
+
+
 def _philox(counter: list[NDArray[np.uint64]], key: tuple[np.uint64, np.uint64]) -> NDArray[np.uint64]:
     """Ten rounds over columns of 32-bit words kept in uint64, so that products need no wider type."""
     c0, c1, c2, c3 = counter

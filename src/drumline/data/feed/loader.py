@@ -1,33 +1,35 @@
-"""Batches on the device, in order, ahead of the step.
+"""Batches on the device, in order, ahead of the step: made by threads, processes or the GPU, and prefetched.
 
 Promises: the batches depend on the requests alone, never on the kind or number of workers, so resuming needs only the
 remaining requests. A bounded number of batches is under way, in buffers that are reused, so memory does not grow. The
 feed runs in its own thread and copies on its own stream, so the step finds its batch on the device. A broken sample
-is handled as `Transform.on_bad` says and recorded in `BadSamples`; a worker's `UserError` is raised.
+is handled as `Transform.on_bad` says and recorded in `BadSamples`. A worker's `UserError` is raised; a loader process
+that is killed is a `LostError`. Closing a feed ends its threads and processes before it returns.
 """
 
 from __future__ import annotations
 
 import itertools
+import queue
+import threading
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import cache
-from typing import Literal
+from functools import cache, lru_cache, partial
+from typing import Literal, TypeVar
 
 import torch
 
-from drumline.data.feed.bad_samples import BadSamples
+from drumline.core.errors import LostError
+from drumline.core.processes import WorkerKilled, map_in_processes
 from drumline.data.feed.batch import Batch, HostBatch, finished, make_batch
-from drumline.data.feed.prefetch import prefetch
-from drumline.data.feed.processes import process_batches
-from drumline.data.feed.sample import BadSample, load_sample
+from drumline.data.feed.sample import BadSample, BadSamples, load_sample
 from drumline.data.feed.sampler import Request
 from drumline.data.feed.threads import Allocate, Route, threaded_batches
 from drumline.data.feed.transform import Transform
-from drumline.data.gpu.fraction import GpuFraction
+from drumline.data.gpu.decoder import DeviceDecoder, GpuFraction
 from drumline.data.image.augment import apply
-from drumline.data.sources import ArrayDataset, Dataset, DatasetSpec, EncodedDataset
+from drumline.data.sources import ArrayDataset, Dataset, DatasetSpec, EncodedDataset, open_same
 
 Batches = Generator[Batch, None, None]
 """Close it to end its workers."""
@@ -192,8 +194,6 @@ def _on_device(asked: _FeedArguments, device: torch.device) -> Generator[Ready, 
     with torch.cuda.device(device), ExitStack() as cleanup:
         decoder = None
         if asked.workers.decode != "cpu" and isinstance(dataset, EncodedDataset):
-            from drumline.data.gpu.decoder import DeviceDecoder
-
             with torch.cuda.stream(stream):
                 decoder = cleanup.enter_context(
                     closing(DeviceDecoder(len(dataset), asked.transform, device, asked.fraction))
@@ -241,3 +241,73 @@ def _handed_over(batch: Batch, ready: torch.cuda.Event | None, device: torch.dev
         for tensor in batch[:4]:
             tensor.record_stream(stream)
     return batch
+
+
+def process_batches(
+    spec: DatasetSpec, digest: str, transform: Transform, seed: int, requests: Iterable[Request], workers: int
+) -> Generator[HostBatch, None, None]:
+    """The batches of the requests, in their order. `digest` is that of the dataset as this process has opened it."""
+    make = partial(_make, spec, digest, transform, seed)
+    try:
+        yield from map_in_processes(make, requests, workers, preload=__name__)
+    except WorkerKilled as error:
+        raise LostError(
+            "a loader process was killed",
+            "if memory ran out (see `dmesg`), use fewer data.workers or a smaller data.batch; then continue with "
+            "--checkpoint.resume auto",
+        ) from error
+
+
+def _make(spec: DatasetSpec, digest: str, transform: Transform, seed: int, request: Request) -> HostBatch:
+    return make_batch(_opened(spec, digest), transform, seed, request)
+
+
+@lru_cache(maxsize=1)
+def _opened(spec: DatasetSpec, digest: str) -> Dataset:
+    """The dataset in this process, opened for its first batch. The other processes use the other cores."""
+    torch.set_num_threads(1)
+    return open_same(spec, digest)
+
+
+Item = TypeVar("Item")
+_END = object()
+
+
+def prefetch(items: Generator[Item, None, None], ready: int) -> Generator[Item, None, None]:
+    """The items of a generator, with up to `ready` of them waiting. Closes the generator at the end."""
+    waiting: queue.Queue[tuple[object, BaseException | None]] = queue.Queue(ready)
+    ending = threading.Event()
+
+    def put(item: object, error: BaseException | None = None) -> bool:
+        while not ending.is_set():
+            try:
+                waiting.put((item, error), timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def work() -> None:
+        failure: BaseException | None = None
+        try:
+            with closing(items):
+                for item in items:
+                    if not put(item):
+                        break
+        except BaseException as error:
+            failure = error
+        put(_END, failure)
+
+    thread = threading.Thread(target=work, name="drumline-feed", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = waiting.get()
+            if error is not None:
+                raise error
+            if item is _END:
+                return
+            yield item  # type: ignore[misc]
+    finally:
+        ending.set()
+        thread.join()

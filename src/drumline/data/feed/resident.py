@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.sampler import Request
-from drumline.data.feed.transform import Transform, mixing_plan, resize_array, shift_offsets
+from drumline.data.feed.transform import Transform, mirrored, mixing_plan, resize_array, shift_offsets
 from drumline.data.image.augment import AugmentPlan, apply, plans
-from drumline.data.image.geometry import mirrored
 from drumline.data.sources import ArrayDataset, Dataset
 
 FREE_FRACTION = 0.1

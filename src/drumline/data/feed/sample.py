@@ -1,13 +1,17 @@
-"""Loads one sample: from its bytes to the cropped pixels that the model sees. Replaces a broken one by a substitute.
+"""Loads one sample: from its bytes to the cropped pixels that the model sees. Replaces a broken one by a substitute,
+and counts the broken ones.
 
-Promises: the same pixels with and without the native part. What Pillow rejects is rejected, by name. The substitute
-of a broken sample is a function of (seed, epoch, sample id), so every run and every world size takes the same one. It
-is cropped with the draws of the broken sample and has its own label.
+Promises: the same pixels with and without the native extension. What Pillow rejects is rejected, by name. The
+substitute of a broken sample is a function of (seed, epoch, sample id), so every run and every world size takes the
+same one. It is cropped with the draws of the broken sample and has its own label. A broken sample counts once,
+however often it is read; too many of them end the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +19,10 @@ from numpy.typing import NDArray
 
 from drumline import native
 from drumline.core.errors import LostError, UserError
-from drumline.core.text import counted
+from drumline.core.text import counted, printable
 from drumline.data.feed.draws import Purpose, bits
-from drumline.data.feed.transform import Transform
+from drumline.data.feed.transform import Column, Geometry, Transform
 from drumline.data.image.decode import decode
-from drumline.data.image.geometry import Column, Geometry
 from drumline.data.image.limits import MAX_PIXELS
 from drumline.data.image.resize import resize_by_pillow, vertical_first
 from drumline.data.reading import lost
@@ -154,3 +157,42 @@ def _checked_row(size: tuple[int, int], where: str, geometry: GeometryOf) -> NDA
             fix="crop it, or remove it from the data",
         )
     return rows[0]
+
+
+SHOWN = 3
+
+
+class BadSamples:
+    """The broken samples of one dataset. `limit` is how many there may be."""
+
+    def __init__(self, what: str, samples: int, fraction: float) -> None:
+        self.what, self.samples = what, samples
+        # From the decimal number as it was written: 0.29 of 100 is 29, although the float is a little less.
+        self.limit = math.ceil(Fraction(repr(float(fraction))) * samples)
+        self.bad: dict[int, str] = {}
+
+    def add(self, bad: Iterable[BadSample]) -> None:
+        """Adds broken samples. Refuses to continue if there are too many."""
+        for sample, why in bad:
+            self.bad.setdefault(sample, printable(why))
+        if len(self.bad) > self.limit:
+            raise UserError(
+                f"{len(self.bad):,} of {self.samples:,} {self.what} samples are broken; data.bad_limit allows "
+                f"{self.limit:,}: {self.some()}",
+                fix="`drumline verify` lists all of them; restore or remove them, or raise data.bad_limit",
+            )
+
+    def merge(self, others: Sequence[dict[int, str]]) -> None:
+        """Adds what other processes found."""
+        for other in others:
+            self.add(BadSample(sample, why) for sample, why in other.items())
+
+    def lines(self) -> list[str]:
+        """Every broken sample, one per line, in the order of sample ids."""
+        return [f"{self.what}\t{sample}\t{why}" for sample, why in sorted(self.bad.items())]
+
+    def some(self) -> str:
+        """The first of them, for a message."""
+        shown = [why for _, why in sorted(self.bad.items())[:SHOWN]]
+        rest = len(self.bad) - len(shown)
+        return "; ".join(shown) + (f"; and {rest:,} more" if rest else "")

@@ -21,8 +21,7 @@ from drumline.core.errors import LostError, UserError
 from drumline.data.feed.batch import HostBatch, Undecoded, finished
 from drumline.data.feed.sample import BadSample, LoadedSample, elongated, load_sample, native_decodes
 from drumline.data.feed.sampler import Request
-from drumline.data.feed.transform import Transform
-from drumline.data.image.geometry import COLUMNS
+from drumline.data.feed.transform import COLUMNS, Transform
 from drumline.data.sources import EncodedDataset
 from drumline.data.sources.base import MappedFiles
 from drumline.data.sources.folder import FolderDataset

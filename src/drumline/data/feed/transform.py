@@ -1,13 +1,17 @@
-"""The transform of a dataset: how stored images become the model's input.
+"""The transform of a dataset: how stored images become the model's input, and the crop of each image.
 
-Promises: pure functions of (transform, seed, request). Every random choice is drawn here and in `geometry.py`, by
-sample id; `sample.py` and `batch.py` apply it to pixels.
+Promises: pure functions of (transform, seed, request). Every random choice is drawn here or in `image/augment.py`, by
+(seed, epoch, sample id) alone, with operations that every machine rounds alike; `sample.py` and `batch.py` apply it
+to pixels. A row of geometry means: crop the box, resize it to (width, height), crop the model's size from that at
+(x, y), mirror it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import Literal
 
 import numpy as np
@@ -15,10 +19,9 @@ from numpy.typing import NDArray
 
 from drumline.config.recipe import Data
 from drumline.core.errors import UserError
-from drumline.data.feed.draws import Purpose, symmetric_beta, uniform
+from drumline.data.feed.draws import Purpose, exp_small, symmetric_beta, uniform
 from drumline.data.feed.sampler import Request
 from drumline.data.image.augment import Augmentation, mean_colour
-from drumline.data.image.geometry import Geometry, evaluation_geometry, training_geometry
 from drumline.data.image.resize import Smooth, Version, resize
 from drumline.data.sources import ArrayDataset, Dataset, channel_statistics
 
@@ -185,3 +188,91 @@ def resize_array(images: NDArray[np.uint8], transform: Transform) -> NDArray[np.
             for image in images
         ]
     )
+
+
+Geometry = NDArray[np.int32]
+"""(n, COLUMNS), by `Column`."""
+
+
+class Column(IntEnum):
+    """The columns of a geometry row. The native part and the GPU kernel read the same order."""
+
+    LEFT = 0
+    TOP = 1
+    RIGHT = 2
+    BOTTOM = 3
+    WIDTH = 4
+    HEIGHT = 5
+    X = 6
+    Y = 7
+    MIRROR = 8
+
+
+COLUMNS = len(Column)
+ATTEMPTS = 10
+LARGEST_ASPECT = 4 / 3
+_LOG_ASPECT = math.log(LARGEST_ASPECT)
+
+
+def training_geometry(
+    sizes: NDArray[np.integer], size: int, seed: int, epoch: int, samples: NDArray[np.integer]
+) -> Geometry:
+    """Random resized crops, half of them mirrored. `sizes` is (n, 2): the stored width and height."""
+    rows = np.zeros((len(samples), COLUMNS), np.int32)
+    draws = uniform(seed, epoch, samples, Purpose.CROP, 4 * ATTEMPTS)
+    rows[:, :4] = random_resized_crops(sizes, draws)
+    rows[:, Column.WIDTH] = rows[:, Column.HEIGHT] = size
+    rows[:, Column.MIRROR] = mirrored(seed, epoch, samples)
+    return rows
+
+
+def evaluation_geometry(sizes: NDArray[np.integer], size: int, crop: float) -> Geometry:
+    """The whole image, resized to a short side of size / crop, and the centre crop of that."""
+    wide, high = np.asarray(sizes).astype(np.int64).T
+    short = math.floor(size / crop)
+    rows = np.zeros((len(wide), COLUMNS), np.int32)
+    rows[:, Column.RIGHT], rows[:, Column.BOTTOM] = wide, high
+    upright = wide <= high
+    # In integers; the result is that of the usual int(short * high / wide).
+    width = np.where(upright, short, short * wide // high)
+    height = np.where(upright, short * high // wide, short)
+    rows[:, Column.WIDTH], rows[:, Column.HEIGHT] = width, height
+    rows[:, Column.X] = np.rint((width - size) / 2)
+    rows[:, Column.Y] = np.rint((height - size) / 2)
+    return rows
+
+
+def random_resized_crops(sizes: NDArray[np.integer], draws: NDArray[np.float64]) -> NDArray[np.int32]:
+    """Inception's crop as (n, 4) boxes: 8 to 100 % of the area, aspect 3/4 to 4/3, the first of ten tries that
+    fits, otherwise the centre. `draws` has four uniform numbers per try."""
+    wide, high = np.asarray(sizes).astype(np.int64).T
+    tries = draws.reshape(len(wide), ATTEMPTS, 4)
+    area = (wide * high)[:, None] * (0.08 + 0.92 * tries[:, :, 0])
+    aspect = exp_small((2 * tries[:, :, 1] - 1) * _LOG_ASPECT)
+    w = np.rint(np.sqrt(area * aspect)).astype(np.int64)
+    h = np.rint(np.sqrt(area / aspect)).astype(np.int64)
+    fits = (w > 0) & (w <= wide[:, None]) & (h > 0) & (h <= high[:, None])
+    chosen = np.arange(len(wide)), fits.argmax(axis=1)
+    w, h = w[chosen], h[chosen]
+    x = (tries[..., 2][chosen] * (wide - w + 1)).astype(np.int64)
+    y = (tries[..., 3][chosen] * (high - h + 1)).astype(np.int64)
+    none = ~fits.any(axis=1)
+    if none.any():
+        w[none], h[none] = _centre_of_last_resort(wide[none], high[none])
+        x[none], y[none] = (wide - w)[none] // 2, (high - h)[none] // 2
+    return np.stack([x, y, x + w, y + h], axis=1).astype(np.int32)
+
+
+def mirrored(seed: int, epoch: int, samples: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Which samples are mirrored."""
+    return uniform(seed, epoch, samples, Purpose.FLIP, 1)[:, 0] < 0.5
+
+
+def _centre_of_last_resort(
+    wide: NDArray[np.int64], high: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The largest centre crop of an allowed aspect, for images so elongated that no try fits."""
+    too_high, too_wide = wide / high < 1 / LARGEST_ASPECT, wide / high > LARGEST_ASPECT
+    w = np.where(too_wide, np.rint(high * LARGEST_ASPECT).astype(np.int64), wide)
+    h = np.where(too_high, np.rint(wide * LARGEST_ASPECT).astype(np.int64), high)
+    return np.maximum(w, 1), np.maximum(h, 1)

@@ -2,10 +2,10 @@
 
 Promises: never fails at import; says why it cannot be used on this machine; checks every status and reports failure
 per image, so that the caller can decode that one on the CPU; reuses its buffers, which grow to the largest image met.
-Does not judge files: `rule.decodes_equal` says which kinds come out right, and the engine reports success for files
-that are cut off or damaged inside, so `jpeg.clean_end` must have been asked.
+Does not judge files: `layout.layout_of_file` says which come out right. The engine reports success for files that are
+cut off or damaged inside, so `jpeg.clean_end` must have been asked.
 
-Only the HARDWARE backend is used: the others round the inverse DCT otherwise than libjpeg (by at most 3).
+Only the HARDWARE backend is used: the others round the inverse DCT differently from libjpeg (by at most 3).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from drumline.data.gpu import Layout, Places, place
+from drumline.data.gpu.layout import Layout, Places, place
 
 
 def unavailable(device: torch.device | None = None) -> str:

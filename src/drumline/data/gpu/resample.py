@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from drumline.data.gpu import Layout, Places, chroma_size, halved
+from drumline.data.gpu.layout import Layout, Places, chroma_size, halved
 from drumline.data.image.resize import FRACTION_BITS, Smooth, Version, coefficients, vertical_first
 
 TABLE_BYTES = 64 << 20

@@ -19,10 +19,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from drumline.data.feed.draws import Purpose, uniform
+from drumline.data.feed.draws import Purpose, exp_small, uniform
 from drumline.data.feed.sampler import Ids, Request
 from drumline.data.image import pixels
-from drumline.data.image.geometry import exp_small
 
 MAGNITUDES = 31
 ERASE_AREA, ERASE_ASPECT, ERASE_TRIES = (0.02, 0.33), (0.3, 3.3), 10

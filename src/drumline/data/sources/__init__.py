@@ -12,6 +12,7 @@ from pathlib import Path
 from drumline.core.errors import UserError
 from drumline.data.packed.format import looks_packed
 from drumline.data.reading import LONGER, patiently_opened
+from drumline.data.sources.arrays import idx_folder, open_idx, open_npz
 from drumline.data.sources.base import (
     ArrayDataset,
     Dataset,
@@ -23,14 +24,11 @@ from drumline.data.sources.base import (
     holdout_mask,
     refuse_holdout,
 )
+from drumline.data.sources.builtin import open_digits, open_synthetic
 from drumline.data.sources.cifar import has_cifar, open_cifar
 from drumline.data.sources.custom import open_custom
-from drumline.data.sources.digits import open_digits
 from drumline.data.sources.folder import open_folder
-from drumline.data.sources.idx import idx_folder, open_idx
-from drumline.data.sources.npz import open_npz
 from drumline.data.sources.packed import PackedFiles, open_packed
-from drumline.data.sources.synthetic import open_synthetic
 from drumline.data.sources.tar import ENDINGS, open_tar
 
 __all__ = [

@@ -1,21 +1,235 @@
-"""Checks and shapes arrays that came from a file or from a user's own code.
+"""Arrays in files: MNIST's idx files and NumPy's .npz; and the checks for any array that is not ours.
 
-Promises: what passes is (N, H, W, C) uint8 with 1 or 3 channels, and (N,) int64 labels from 0. Refuses other
-types and unclear shapes with the line of NumPy that fixes them, instead of guessing.
+Promises: nothing in a file is unpickled. Types, shapes, counts and sizes are checked before a pixel is used. What
+passes is (N, H, W, C) uint8 with 1 or 3 channels, and (N,) int64 labels from 0. Refuses other types and unclear
+shapes with the line of NumPy that fixes them, instead of guessing.
 """
 
 from __future__ import annotations
 
+import gzip
+import io
+import math
 import os
-from typing import Any
+import struct
+import zlib
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import psutil
+from numpy.lib import format as npy_format
+from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 
 from drumline.core.errors import UserError
 from drumline.core.machine import usable_memory
-from drumline.data.sources.base import Images, Labels
+from drumline.data.reading import open_regular, refused
+from drumline.data.sources.base import ArrayDataset, DatasetSpec, Images, Labels, holdout_ids, refuse_holdout
+
+_IDX_PREFIX = {"train": "train", "eval": "t10k"}
+
+
+def open_idx(spec: DatasetSpec) -> ArrayDataset:
+    """The images of a split. The path is the folder with the four files, or one that has them in `raw/`."""
+    folder = idx_folder(spec.path)
+    if folder is None:
+        raise UserError(
+            f"{spec.path} has no idx files",
+            fix="give the folder that holds train-images-idx3-ubyte, train-labels-idx1-ubyte, "
+            "t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte (or the same with .gz)",
+        )
+    train_labels = _read_idx(_required_idx(folder, "train", "labels"), dims=1)
+    classes = tuple(str(number) for number in range(int(train_labels.max()) + 1))
+    labels_file, images_file = (
+        _required_idx(folder, _IDX_PREFIX[spec.split], kind) for kind in ("labels", "images")
+    )
+    labels = train_labels if spec.split == "train" else _read_idx(labels_file, dims=1)
+    images = _read_idx(images_file, dims=3)
+    if len(images) != len(labels):
+        raise UserError(
+            f"{images_file} has {len(images)} images, {labels_file} has {len(labels)} labels",
+            fix="download both files again from the same source",
+        )
+    if labels.max() >= len(classes):
+        raise UserError(
+            f"{labels_file} contains the label {labels.max()}, but training labels end at {len(classes) - 1}",
+            fix="use train and t10k files of the same data set",
+        )
+    return ArrayDataset("idx", images[..., None], labels.astype(np.int64), classes)
+
+
+def idx_folder(path: str) -> Path | None:
+    """Where below a path idx files lie, or None."""
+    for folder in (Path(path).expanduser(), Path(path).expanduser() / "raw"):
+        if _find_idx(folder, "train", "images") or _find_idx(folder, "t10k", "images"):
+            return folder
+    return None
+
+
+def _find_idx(folder: Path, prefix: str, kind: str) -> Path | None:
+    """The plain file before the gzipped one, the usual `-idx` before `.idx`."""
+    dims = 3 if kind == "images" else 1
+    names = (f"{prefix}-{kind}{mark}idx{dims}-ubyte{gz}" for gz in ("", ".gz") for mark in "-.")
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def _required_idx(folder: Path, prefix: str, kind: str) -> Path:
+    found = _find_idx(folder, prefix, kind)
+    if found is None:
+        name = f"{prefix}-{kind}-idx{3 if kind == 'images' else 1}-ubyte"
+        raise UserError(
+            f"{folder} lacks {name} (or {name}.gz)", fix="put that file of the data set beside the others"
+        )
+    return found
+
+
+def _read_idx(file: Path, dims: int) -> Images:
+    """The array of an idx file: two zero bytes, type 8 (uint8), number of dimensions, sizes, data."""
+    damaged = "download the file again; it is truncated, changed, or not what its name says"
+    header_size = 4 + 4 * dims
+    try:
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
+            header = stream.read(header_size)
+            if len(header) < header_size or header[:4] != bytes((0, 0, 8, dims)):
+                raise UserError(
+                    f"{file} does not begin like an idx file of uint8 with {dims} sizes "
+                    f"(first bytes {header[:4].hex(' ') or 'missing'})",
+                    fix=damaged,
+                )
+            shape = struct.unpack(f">{dims}I", header[4:])
+            size = math.prod(shape)
+            if size == 0:
+                raise UserError(f"{file} is empty: its header says {shape}", fix=damaged)
+            if file.suffix != ".gz":
+                held = file.stat().st_size - header_size
+            else:
+                refuse_bomb(size, file.stat().st_size, str(file))
+                # Stops soon after what the header promises: a longer file shows, a bomb does not unfold.
+                data = bytearray()
+                while len(data) <= size and (part := stream.read(1 << 20)):
+                    data += part
+                held = len(data)
+    except (OSError, EOFError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise refused(file, error) from error
+        raise UserError(f"{file} cannot be read: {error}", fix=damaged) from error
+    if held != size:
+        raise UserError(
+            f"{file} holds {held if held < size else f'more than {size}'} bytes of data, "
+            f"its header says {' x '.join(map(str, shape))} = {size}",
+            fix=damaged,
+        )
+    if file.suffix == ".gz":
+        return np.frombuffer(data, dtype=np.uint8).reshape(shape)
+    return np.asarray(np.memmap(file, dtype=np.uint8, mode="r", offset=header_size, shape=shape))
+
+
+NPZ_NAMES = (
+    (("x_train", "y_train"), ("x_test", "y_test")),
+    (("train_images", "train_labels"), ("test_images", "test_labels")),
+    (("images", "labels"), None),
+)
+"""Names of the training pair and of the evaluation pair."""
+
+
+def open_npz(spec: DatasetSpec) -> ArrayDataset:
+    """The images of a split. Labels are 0 to K-1, and every class occurs in training."""
+    file = Path(spec.path).expanduser()
+    try:
+        stream = open_regular(file)
+    except OSError as error:
+        raise refused(file, error) from error
+    try:
+        with stream:
+            return _open_npz_stream(spec, io.BufferedReader(stream), file)
+    except OSError as error:
+        if error.errno is None:  # about the content
+            raise _unreadable(file, error) from error
+        raise refused(file, error) from error
+
+
+def _open_npz_stream(spec: DatasetSpec, stream: BinaryIO, file: Path) -> ArrayDataset:
+    try:
+        arrays = np.load(stream, allow_pickle=False)
+    except Exception as error:  # a damaged file, or one made to, gets nearly anything out of NumPy
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise _unreadable(file, error) from error
+    if not isinstance(arrays, NpzFile):
+        raise UserError(f"{file} holds one array without a name", fix=_HOW_TO_SAVE)
+    with arrays:
+        return _open_npz_arrays(spec, arrays, file)
+
+
+_HOW_TO_SAVE = (
+    "write it with np.savez(file, x_train=..., y_train=..., x_test=..., y_test=...), without objects"
+)
+
+
+def _open_npz_arrays(spec: DatasetSpec, arrays: NpzFile, file: Path) -> ArrayDataset:
+    names = set(arrays.files)
+    style = next((style for style in NPZ_NAMES if names.issuperset(style[0])), None)
+    if style is None:
+        raise UserError(
+            f"{file} holds {', '.join(sorted(names)) or 'nothing'}; none of the known pairs of names",
+            fix="name the arrays x_train, y_train, x_test, y_test (or images, labels with data.holdout)",
+        )
+    train, evaluation = style
+    own_split = evaluation is not None and names.issuperset(evaluation)
+    images_name, labels_name = train
+    if own_split and spec.split == "eval":
+        assert evaluation is not None
+        images_name, labels_name = evaluation
+    images = image_array(_npz_array(arrays, images_name, file), f"{file}: {images_name}")
+    labels = label_array(_npz_array(arrays, labels_name, file), len(images), f"{file}: {labels_name}")
+    if own_split:
+        refuse_holdout(spec, str(file))
+        train_labels = labels
+        if spec.split == "eval":
+            stored = _npz_array(arrays, train[1], file)
+            train_labels = label_array(stored, stored.size, f"{file}: {train[1]}")
+        classes = numbered_classes(train_labels, f"{file}: {train[1]}")
+        return ArrayDataset("npz", images, within_classes(labels, classes, f"{file}: {labels_name}"), classes)
+    classes = numbered_classes(labels, f"{file}: {labels_name}")
+    ids = holdout_ids(labels, spec, str(file))
+    return ArrayDataset("npz", images[ids], labels[ids], classes)
+
+
+def _npz_array(arrays: NpzFile, name: str, file: Path) -> NDArray[Any]:
+    try:
+        _check_npz_size(arrays, name, file)
+        value: NDArray[Any] = arrays[name]
+    except UserError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise _unreadable(file, error, name) from error
+    return value
+
+
+def _check_npz_size(arrays: NpzFile, name: str, file: Path) -> None:
+    """NumPy makes the array that the header asks for before it looks for its bytes."""
+    archive = arrays.zip
+    assert archive is not None
+    member = archive.getinfo(name if name in archive.namelist() else f"{name}.npy")
+    with archive.open(member) as stream:
+        version = npy_format.read_magic(stream)
+        read = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
+        shape, _, dtype = read(stream)
+        size = math.prod(shape) * dtype.itemsize
+        if not dtype.hasobject and size != member.file_size - stream.tell():
+            raise ValueError(f"the header says {shape} of {dtype}, the file holds {member.file_size:,} bytes")
+    refuse_bomb(size, member.compress_size, f"{file}: {name}")
+
+
+def _unreadable(file: Path, error: Exception, name: str = "") -> UserError:
+    what = f"{file}: {name}" if name else str(file)
+    return UserError(
+        f"{what} cannot be read without unpickling, or is damaged: {str(error)[:200]}", fix=_HOW_TO_SAVE
+    )
+
 
 MAX_CLASSES = 1_000_000
 TRUSTED_SIZE = 1 << 30

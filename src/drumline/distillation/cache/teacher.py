@@ -26,8 +26,7 @@ from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.core.progress import progress
 from drumline.data.feed.batch import Batch
-from drumline.data.feed.loader import Batches
-from drumline.data.feed.prefetch import prefetch
+from drumline.data.feed.loader import Batches, prefetch
 from drumline.data.feed.sampler import Ids, Request
 from drumline.distillation.cache.fill import CHUNK, fill, spot_check
 from drumline.distillation.cache.format import Cache, open_cache

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from drumline.data.gpu import Layout, place
-from drumline.data.gpu.rule import MAX_SIDE, decodes_equal, layout_of, layout_of_file
+from drumline.data.gpu.layout import MAX_SIDE, Layout, decodes_equal, layout_of, layout_of_file, place
 from drumline.data.image.jpeg import JpegHeader, read_header
 
 

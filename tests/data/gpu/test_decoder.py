@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumline.data.gpu import fraction as module
-from drumline.data.gpu.fraction import (
+from drumline.data.gpu import decoder as module
+from drumline.data.gpu.decoder import (
     FALL,
     FIRST_RISE,
     IDLE,

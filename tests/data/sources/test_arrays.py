@@ -1,9 +1,11 @@
-""".npz files: the known names, shapes and types, and no unpickling."""
+"""The idx and npz sources, and the checks of arrays."""
 
 from __future__ import annotations
 
+import gzip
 import io
 import pickle
+import struct
 import zipfile
 from contextlib import suppress
 from pathlib import Path
@@ -18,13 +20,154 @@ from hypothesis import strategies as st
 from drumline.core.errors import UserError
 from drumline.data.sources import ArrayDataset, DatasetSpec, detect_source, open_dataset
 
+RNG = np.random.default_rng(0)
+IDX_IMAGES = {
+    "train": RNG.integers(0, 256, (12, 5, 7), np.uint8),
+    "t10k": RNG.integers(0, 256, (4, 5, 7), np.uint8),
+}
+IDX_LABELS = {"train": np.arange(12, dtype=np.uint8) % 4, "t10k": np.arange(4, dtype=np.uint8)}
+
+
+def idx_bytes(array: np.ndarray) -> bytes:
+    return bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+
+
+def write(folder: Path, mark: str = "-", packed: bool = False) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for prefix in ("train", "t10k"):
+        for kind, arrays in (("images", IDX_IMAGES), ("labels", IDX_LABELS)):
+            data = idx_bytes(arrays[prefix])
+            name = f"{prefix}-{kind}{mark}idx{arrays[prefix].ndim}-ubyte"
+            (folder / (name + ".gz" * packed)).write_bytes(gzip.compress(data, mtime=0) if packed else data)
+    return folder
+
+
+def opened_idx(path: Path, split: str) -> ArrayDataset:
+    source = open_dataset(DatasetSpec("idx", str(path), split))  # type: ignore[arg-type]
+    assert isinstance(source, ArrayDataset)
+    return source
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mark", ["-", "."])
+@pytest.mark.parametrize("below", ["", "raw"])
+def test_reads_the_arrays_that_were_written(tmp_path, mark, packed, below):
+    write(tmp_path / below, mark, packed)
+    assert detect_source("auto", str(tmp_path)) == "idx"
+    for split, prefix in (("train", "train"), ("eval", "t10k")):
+        source = opened_idx(tmp_path, split)
+        assert np.array_equal(source.images[..., 0], IDX_IMAGES[prefix])
+        assert np.array_equal(source.labels, IDX_LABELS[prefix])
+        assert (source.name, source.shape, source.classes) == ("idx", (5, 7, 1), ("0", "1", "2", "3"))
+
+
+def test_take_gives_fresh_contiguous_images_in_the_order_asked(tmp_path):
+    source = opened_idx(write(tmp_path), "train")
+    taken = source.take(np.array([7, 0, 7]))
+    assert np.array_equal(taken[..., 0], IDX_IMAGES["train"][[7, 0, 7]])
+    assert taken.flags.c_contiguous
+    taken[:] = 0
+    assert np.array_equal(source.take(np.array([7]))[0, ..., 0], IDX_IMAGES["train"][7])
+
+
+def test_plain_files_are_memory_mapped_and_do_not_occupy_memory(tmp_path):
+    images = opened_idx(write(tmp_path), "train").images
+    base = images
+    while base.base is not None and not isinstance(base, np.memmap):
+        base = base.base
+    assert isinstance(base, np.memmap)
+
+
+def damage(tmp_path: Path, name: str, data: bytes) -> str:
+    write(tmp_path)
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError) as caught:
+        opened_idx(tmp_path, "train")
+    assert caught.value.fix
+    return caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "first bytes missing"),
+        (b"\x00\x00\x08", "first bytes 00 00 08"),
+        (idx_bytes(IDX_LABELS["train"]), "first bytes 00 00 08 01"),
+        (b"\x00\x00\x0d\x03" + idx_bytes(IDX_IMAGES["train"])[4:], "first bytes 00 00 0d 03"),
+        (idx_bytes(IDX_IMAGES["train"])[:-1], "holds 419 bytes of data, its header says 12 x 5 x 7 = 420"),
+        (idx_bytes(IDX_IMAGES["train"]) + b"\0", "holds more than 420 bytes"),
+        (idx_bytes(IDX_IMAGES["train"][:0]), "is empty"),
+        (idx_bytes(IDX_IMAGES["train"][:11]), "has 11 images"),
+    ],
+)
+def test_refuses_damaged_image_files(tmp_path, data, words):
+    what = damage(tmp_path, "train-images-idx3-ubyte", data)
+    assert words in what
+    assert "train-images-idx3-ubyte" in what
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (gzip.compress(idx_bytes(IDX_IMAGES["train"]), mtime=0)[:-12], "cannot be read"),
+        (b"not gzip", "cannot be read"),
+        (gzip.compress(idx_bytes(IDX_IMAGES["train"])[:-1], mtime=0), "holds 419 bytes"),
+        (gzip.compress(idx_bytes(IDX_IMAGES["train"]) + bytes(9), mtime=0), "holds more than 420 bytes"),
+        (gzip.compress(b"\x00\x00\x08\x03" + b"\xff" * 12, mtime=0), "unfolds to"),
+    ],
+)
+def test_refuses_damaged_gzip_files(tmp_path, data, words):
+    write(tmp_path)
+    (tmp_path / "train-images-idx3-ubyte").unlink()
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(data)
+    with pytest.raises(UserError, match=words):
+        opened_idx(tmp_path, "train")
+
+
+def test_refuses_a_missing_file_by_name(tmp_path):
+    (write(tmp_path) / "t10k-labels-idx1-ubyte").unlink()
+    assert len(opened_idx(tmp_path, "train")) == 12
+    with pytest.raises(UserError, match="lacks t10k-labels-idx1-ubyte"):
+        opened_idx(tmp_path, "eval")
+
+
+def test_refuses_a_folder_without_idx_files(tmp_path):
+    with pytest.raises(UserError, match="has no idx files"):
+        opened_idx(tmp_path, "train")
+
+
+def test_refuses_eval_labels_beyond_the_training_classes(tmp_path):
+    write(tmp_path)
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx_bytes(IDX_LABELS["t10k"] + 1))
+    with pytest.raises(UserError, match="contains the label 4, but training labels end at 3"):
+        opened_idx(tmp_path, "eval")
+
+
+def test_refuses_a_holdout_since_idx_has_a_split(tmp_path):
+    with pytest.raises(UserError, match=r"data\.holdout is 0\.1"):
+        open_dataset(DatasetSpec("idx", str(write(tmp_path)), "train", 0.1))
+
+
+@pytest.mark.parametrize("shape", [(2**32 - 1, 2**32 - 1, 2**32 - 1), (2**31, 28, 28), (10**5, 28, 28)])
+def test_a_gzip_bomb_is_refused_before_it_unfolds(tmp_path, shape):
+    """A header that promises more than the stored bytes can hold, however well they are packed."""
+    write(tmp_path)
+    (tmp_path / "train-images-idx3-ubyte").unlink()
+    bomb = bytes((0, 0, 8, 3)) + struct.pack(">3I", *shape)
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(bomb))
+    with pytest.raises(
+        UserError, match=r"unfolds to .* GiB, from .* bytes; images do not compress like that"
+    ):
+        opened_idx(tmp_path, "train")
+
+
 RNG = np.random.default_rng(2)
 GREY = RNG.integers(0, 256, (12, 6, 5), np.uint8)
 RGB = RNG.integers(0, 256, (12, 6, 5, 3), np.uint8)
 LABELS = np.arange(12) % 3
 
 
-def opened(path: Path, split: str = "train", holdout: float = 0.0) -> ArrayDataset:
+def opened_npz(path: Path, split: str = "train", holdout: float = 0.0) -> ArrayDataset:
     assert detect_source("auto", str(path)) == "npz"
     source = open_dataset(DatasetSpec("npz", str(path), split, holdout))  # type: ignore[arg-type]
     assert isinstance(source, ArrayDataset)
@@ -38,7 +181,7 @@ def save(folder: Path, **arrays: np.ndarray) -> Path:
 
 def refused(path: Path, split: str = "train", holdout: float = 0.0) -> UserError:
     with pytest.raises(UserError) as caught:
-        opened(path, split, holdout)
+        opened_npz(path, split, holdout)
     assert str(path) in caught.value.what
     assert caught.value.fix
     return caught.value
@@ -55,7 +198,7 @@ def refused(path: Path, split: str = "train", holdout: float = 0.0) -> UserError
 def test_reads_both_styles_of_names(tmp_path, names, label_shape):
     labels = LABELS.astype(np.uint8).reshape(label_shape)
     path = save(tmp_path, **dict(zip(names, (RGB, labels, RGB[:4] ^ 255, labels[:4]), strict=True)))
-    train, evaluation = opened(path), opened(path, "eval")
+    train, evaluation = opened_npz(path), opened_npz(path, "eval")
     assert np.array_equal(train.images, RGB)
     assert np.array_equal(evaluation.images, RGB[:4] ^ 255)
     assert train.labels.tolist() == LABELS.tolist()
@@ -66,12 +209,12 @@ def test_reads_both_styles_of_names(tmp_path, names, label_shape):
 def test_medmnist_val_arrays_are_left_alone(tmp_path):
     pair = {"train_images": GREY, "train_labels": LABELS, "test_images": GREY[:3], "test_labels": LABELS[:3]}
     path = save(tmp_path, **pair, val_images=GREY[:5], val_labels=LABELS[:5])
-    assert len(opened(path, "eval")) == 3
+    assert len(opened_npz(path, "eval")) == 3
 
 
 def test_holdout_divides_images_and_labels_together(tmp_path):
     path = save(tmp_path, images=GREY, labels=LABELS)
-    train, evaluation = opened(path, "train", 0.25), opened(path, "eval", 0.25)
+    train, evaluation = opened_npz(path, "train", 0.25), opened_npz(path, "eval", 0.25)
     rows = {image.tobytes(): int(label) for image, label in zip(GREY, LABELS, strict=True)}
     together = [
         *zip(train.images, train.labels, strict=True),
@@ -94,7 +237,7 @@ def test_holdout_divides_images_and_labels_together(tmp_path):
     ids=["NHW", "NHW1", "N1HW", "NHWC", "NCHW"],
 )
 def test_takes_each_clear_shape(tmp_path, images, expected):
-    source = opened(save(tmp_path, images=images, labels=LABELS))
+    source = opened_npz(save(tmp_path, images=images, labels=LABELS))
     assert np.array_equal(source.images, expected)
     assert source.images.flags.c_contiguous
 
