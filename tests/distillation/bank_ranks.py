@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from drumline.core.environment import read_rank_info
-from drumline.distillation.bank import ContrastBank
 from drumline.distillation.method import LossInputs, NetworkInfo
-from drumline.distillation.methods.contrast import Crd
+from drumline.distillation.methods.contrast import ContrastBank, Crd
 from drumline.parallel.process_group import init_world
 from drumline.parallel.world import World
 from tests.launch.ranks import results_of

@@ -25,8 +25,7 @@ from drumline.data.sources import ArrayDataset, DatasetSpec, open_dataset
 from drumline.distillation.cache import fill as fill_module
 from drumline.distillation.cache import format as cache_module
 from drumline.distillation.cache.fill import Teacher, fill, spot_check
-from drumline.distillation.cache.format import Cache, open_cache, sole_filler
-from drumline.distillation.cache.key import Key, make_key
+from drumline.distillation.cache.format import Cache, Key, make_key, open_cache, sole_filler
 from drumline.distillation.cache.payload import Rule
 from drumline.parallel.process_group import init_world
 from drumline.parallel.world import World

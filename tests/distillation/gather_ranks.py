@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.environment import read_rank_info
-from drumline.distillation.gather import AcrossRanks
+from drumline.distillation.objective import AcrossRanks
 from drumline.parallel.norm import over_all, world_total
 from drumline.parallel.process_group import init_world
 from drumline.parallel.world import World

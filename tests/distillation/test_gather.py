@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drumline.distillation.gather import AcrossRanks
+from drumline.distillation.objective import AcrossRanks
 from drumline.parallel.norm import WorldNorm, over_all, world_total
 from drumline.parallel.world import World, single_process
 from tests.distillation import gather_ranks

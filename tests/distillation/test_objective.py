@@ -16,12 +16,11 @@ from drumline.config.recipe import Distill
 from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch
 from drumline.distillation.bundle import Bundle, BundleOutput
-from drumline.distillation.gather import AcrossRanks, GlobalBatch
 from drumline.distillation.method import LossInputs, Method, Needs, Scope
 from drumline.distillation.methods import METHODS
 from drumline.distillation.methods.logits import Dkd, Kd
 from drumline.distillation.methods.relations import Similarity
-from drumline.distillation.objective import Distillation, MethodTerm, ramp
+from drumline.distillation.objective import AcrossRanks, Distillation, GlobalBatch, MethodTerm, ramp
 from drumline.distillation.selection import select_methods
 from drumline.distillation.teacher import LiveTeacher, Teacher, TeacherOutput
 from drumline.parallel.world import single_process

@@ -16,14 +16,13 @@ from torch.nn import functional as F
 
 from drumline.config.recipe import Distill
 from drumline.core.errors import UserError
-from drumline.distillation.bank import ContrastBank
 from drumline.distillation.bundle import Bundle, BundleOutput, network_info
-from drumline.distillation.gather import AcrossRanks
 from drumline.distillation.method import Method, Needs, NetworkInfo, Taps
 from drumline.distillation.methods import METHODS
+from drumline.distillation.methods.contrast import ContrastBank
 from drumline.distillation.methods.logits import Kd, dist
 from drumline.distillation.methods.relations import correlation, pkt, rkd, similarity
-from drumline.distillation.objective import Distillation, MethodTerm
+from drumline.distillation.objective import AcrossRanks, Distillation, MethodTerm
 from drumline.distillation.selection import select_methods
 from drumline.distillation.teacher import LiveTeacher, Teacher, TeacherOutput
 from drumline.models import create_model

@@ -18,8 +18,7 @@ from drumline.core.errors import UserError
 from drumline.data.classes import Classes
 from drumline.distillation.bundle import Bundle, NetworkPair, fit_networks
 from drumline.distillation.cache.teacher import open_cached_teacher, refuse_uncacheable
-from drumline.distillation.gather import AcrossRanks, AcrossShards, GlobalBatch
-from drumline.distillation.objective import Distillation, MethodTerm
+from drumline.distillation.objective import AcrossRanks, AcrossShards, Distillation, GlobalBatch, MethodTerm
 from drumline.distillation.selection import Selection, select_initial_stage, select_methods
 from drumline.distillation.stages import RelayedTeacher, Stages, cut_teacher, lay_teacher, plan_stages
 from drumline.distillation.teacher import (

@@ -24,8 +24,14 @@ from drumline.data.feed.transform import Transform
 from drumline.data.image.augment import Augmentation
 from drumline.data.sources import ArrayDataset, Dataset, DatasetSpec, open_dataset
 from drumline.distillation.cache import format as cache_module
-from drumline.distillation.cache.format import Cache, open_cache
-from drumline.distillation.cache.key import SAMPLED_IMAGES, Key, content_of, describe_transform
+from drumline.distillation.cache.format import (
+    SAMPLED_IMAGES,
+    Cache,
+    Key,
+    content_of,
+    describe_transform,
+    open_cache,
+)
 from drumline.distillation.cache.payload import Rule, decode, differences, encode
 from drumline.distillation.cache.teacher import CachedRows, with_rows
 from drumline.parallel.world import single_process

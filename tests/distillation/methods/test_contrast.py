@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drumline.core.errors import UserError
-from drumline.distillation import bank as bank_module
-from drumline.distillation.bank import ContrastBank, first_rows
 from drumline.distillation.method import LossInputs, Memory, Method, Needs, NetworkInfo
-from drumline.distillation.methods.contrast import Crd, log_partition, nce, scores
+from drumline.distillation.methods import contrast
+from drumline.distillation.methods.contrast import ContrastBank, Crd, first_rows, log_partition, nce, scores
 from drumline.parallel.world import single_process
 from tests.distillation import bank_ranks
 from tests.launch.ranks import one_thread
@@ -189,7 +188,7 @@ def test_what_is_not_finite_stays_out_of_the_bank() -> None:
 
 def test_first_rows_depend_on_the_seed_and_the_sample_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = small_bank().collect()
-    monkeypatch.setattr(bank_module, "_CHUNK", 3)
+    monkeypatch.setattr(contrast, "_CHUNK", 3)
     pieces = small_bank().collect()
     assert all(torch.equal(whole[name], pieces[name]) for name in whole)
     assert not torch.equal(small_bank(seed=4).collect()["student"], whole["student"])

@@ -19,12 +19,14 @@ from drumline.distillation.methods.relations import (
     Pkt,
     Rkd,
     Similarity,
+    Srd,
     correlation,
     pkt,
     rkd,
     rkd_angle,
     rkd_distance,
     similarity,
+    srd,
 )
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -341,3 +343,90 @@ def test_a_network_without_the_tap_is_refused_by_name(method: Method) -> None:
             UserError, match=r"`(stage1|pooled)`, which bare does not have \(its taps: stem\)"
         ):
             method.needs(*pair)
+
+
+SMALL = NetworkInfo("small", {"pooled": (5,)}, 10)
+LARGE = NetworkInfo("large", {"pooled": (7,)}, 10)
+
+
+def doubles(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def inputs_of(helped: dict[str, Tensor], logits: Tensor, teacher_logits: Tensor) -> LossInputs:
+    count = len(logits)
+    return LossInputs(logits, teacher_logits, {}, {}, helped, torch.zeros(count).long(), torch.arange(count))
+
+
+def entropy_gap(student: list[float], teacher: list[float], temperature: float) -> float:
+    """KL of two softmaxes, by their probabilities."""
+    p = [math.exp(x / temperature) for x in teacher]
+    q = [math.exp(x / temperature) for x in student]
+    p, q = [x / sum(p) for x in p], [x / sum(q) for x in q]
+    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (1, 1), (7, 3)])
+@pytest.mark.parametrize("exponent", [4.0, 1.0, 2.5])
+def test_srd_is_one_logarithm_of_one_sum(shape: tuple[int, int], exponent: float) -> None:
+    student, teacher = doubles(shape, 1), doubles(shape, 2)
+    total = 0.0
+    for s, t in zip(student.flatten().tolist(), teacher.flatten().tolist(), strict=True):
+        total += abs(s - t) ** exponent
+    assert srd(student, teacher, exponent).item() == pytest.approx(math.log(total), rel=1e-12)
+
+
+def test_srd_gradients_are_those_of_small_differences() -> None:
+    teacher = doubles((5, 6), 6)
+    assert torch.autograd.gradcheck(lambda x: srd(x, teacher, 4.0), doubles((5, 6), 5).requires_grad_())
+
+
+@pytest.mark.parametrize("gap", [0.0, 1e-30, 1e-12, 1e-6])
+def test_srd_of_equal_tensors_has_finite_losses_and_gradients(gap: float) -> None:
+    teacher = torch.zeros(4, 3)
+    student = (teacher + gap).requires_grad_()
+    found = srd(student, teacher, 4.0)
+    found.backward()
+    assert found.isfinite()
+    assert student.grad is not None
+    assert student.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 4.0])
+def test_the_srd_loss_is_twice_the_distance_plus_the_divergence(temperature: float) -> None:
+    student, teacher = doubles((4, 7), 1), doubles((4, 7), 2)
+    mine, theirs = doubles((4, 10), 3), doubles((4, 10), 4)
+    each = [entropy_gap(s, t, temperature) for s, t in zip(mine.tolist(), theirs.tolist(), strict=True)]
+    expected = 2 * math.log(((student - teacher) ** 4).sum().item()) + temperature**2 * sum(each) / 4
+    found = Srd(T=temperature).loss(inputs_of({"student": student, "teacher": teacher}, mine, theirs))
+    assert found.shape == ()
+    assert found.item() == pytest.approx(expected, rel=1e-12)
+    assert Srd.scope == "global_batch"
+
+
+def test_both_sides_are_normalised_without_weights_and_the_projector_learns() -> None:
+    method = Srd()
+    assert method.needs(SMALL, LARGE) == Needs(("pooled",), ("pooled",))
+    helper = method.helper(SMALL, LARGE)
+    assert [name for name, _ in helper.named_parameters()] == ["project.weight"]
+    student = doubles((6, 5), 1).float().requires_grad_()
+    helped = helper({"pooled": student}, {"pooled": 3 + 9 * doubles((6, 7), 2).float()})
+    for side in helped.values():
+        assert side.shape == (6, 7)
+        torch.testing.assert_close(side.mean(0), torch.zeros(7), atol=1e-5, rtol=0)
+        torch.testing.assert_close(side.var(0, unbiased=False), torch.ones(7), atol=5e-3, rtol=0)
+    logits = doubles((6, 10), 3).float().requires_grad_()
+    method.loss(inputs_of(helped, logits, doubles((6, 10), 4).float())).backward()
+    for tensor in (student, logits, *helper.parameters()):
+        assert tensor.grad is not None
+        assert tensor.grad.isfinite().all()
+        assert tensor.grad.abs().sum() > 0
+
+
+def test_wrong_options_and_networks_without_a_pooled_vector_are_rejected() -> None:
+    with pytest.raises(UserError, match="exponent = 0"):
+        Srd(exponent=0)
+    with pytest.raises(UserError, match="T = -1"):
+        Srd(T=-1)
+    with pytest.raises(UserError, match="`pooled`, which maps only does not have"):
+        Srd().needs(SMALL, NetworkInfo("maps only", {"stage1": (3, 2, 2)}, 10))

@@ -29,8 +29,7 @@ from drumline.data.feed.batch import Batch
 from drumline.data.feed.loader import Batches, prefetch
 from drumline.data.feed.sampler import Ids, Request
 from drumline.distillation.cache.fill import CHUNK, fill, spot_check
-from drumline.distillation.cache.format import Cache, open_cache
-from drumline.distillation.cache.key import make_key
+from drumline.distillation.cache.format import Cache, make_key, open_cache
 from drumline.distillation.cache.payload import Rule, decode
 from drumline.distillation.teacher import Teacher, TeacherOutput
 from drumline.parallel.world import World

@@ -7,10 +7,8 @@ from drumline.distillation.methods.boundary import Abound, Ofd
 from drumline.distillation.methods.contrast import Crd
 from drumline.distillation.methods.factor import Factor, Paraphrase
 from drumline.distillation.methods.logits import Dist, Dkd, Kd
-from drumline.distillation.methods.maps import Attention, Hint, Vid
-from drumline.distillation.methods.relations import Correlation, Pkt, Rkd, Similarity
-from drumline.distillation.methods.review import ReviewKd
-from drumline.distillation.methods.srd import Srd
+from drumline.distillation.methods.maps import Attention, Hint, ReviewKd, Vid
+from drumline.distillation.methods.relations import Correlation, Pkt, Rkd, Similarity, Srd
 from drumline.distillation.methods.statistics import Fsp, Kdsvd, Nst
 
 METHODS: dict[str, type[Method]] = {

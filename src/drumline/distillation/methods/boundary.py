@@ -16,8 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import UserError
-from drumline.distillation.method import LossInputs, Method, Needs, NetworkInfo, Taps, Weights, check_option
-from drumline.distillation.methods.taps import Pair, at_common_size, needs_of
+from drumline.distillation.method import (
+    LossInputs,
+    Method,
+    Needs,
+    NetworkInfo,
+    Pair,
+    Taps,
+    Weights,
+    at_common_size,
+    check_option,
+    needs_of,
+)
 
 _RARE = 1e-3
 """Below this fraction of negative values, ofd's margin is three standard deviations."""

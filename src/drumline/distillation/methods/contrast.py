@@ -3,21 +3,39 @@
 Promises: all anchors of a step use the same K negatives, so the scores are one B x K product and no B x K x dim
 tensor exists. Negatives of an anchor's own class do not count for it. Everything is computed in logarithms. The
 result does not depend on the number of processes. Rejects networks without a pooled vector.
+
+The memory is one embedding per sample and network, sharded over the processes: rank i mod size holds sample i, and
+nothing is stored twice. A read is a sum over the processes to which only the owner contributes, so it is exact and
+has the same bits on any number of processes. The initial rows are a pure function of seed and sample id, the
+negatives of seed, step and slot, so only the rows and the two normalisers have to be saved. Nothing waits for the
+device, and no shape depends on data, so a step can be captured as a CUDA graph. A sample may occur only once in a
+global batch.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drumline.distillation.bank import ContrastBank
-from drumline.distillation.method import LossInputs, Method, Needs, NetworkInfo, Scope, Weights, check_option
-from drumline.distillation.methods.taps import Embeddings, require_pooled
+from drumline.data.feed.draws import Purpose, uniform
+from drumline.distillation.method import (
+    Embeddings,
+    LossInputs,
+    Method,
+    Needs,
+    NetworkInfo,
+    Scope,
+    Weights,
+    check_option,
+    require_pooled,
+)
 from drumline.parallel.world import World
 
 
@@ -112,3 +130,138 @@ class Crd(Method):
         losses = [nce(*found, keep, z, bank.samples) for found, z in zip(both, log_z, strict=True)]
         bank.update(inputs.samples, student, teacher)
         return losses[0] + losses[1]
+
+
+_CHUNK = 8192
+"""Rows that are initialised or collected at a time."""
+_WORD = 2**64
+_GOLDEN = 0x9E3779B97F4A7C15
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)
+
+
+class BankRows(NamedTuple):
+    """The embeddings of some samples, (n, dim) each."""
+
+    student: Tensor
+    teacher: Tensor
+
+
+class ContrastBank:
+    """Two banks of N x dim, one per network, and the normalisers of both directions."""
+
+    def __init__(
+        self, labels: Tensor, seed: int, world: World, *, dim: int, draws: int, momentum: float
+    ) -> None:
+        self.labels = labels
+        """One per sample id."""
+        self.samples = len(labels)
+        self.log_z = torch.full((2,), -math.inf, device=labels.device)
+        """log Z with the student's and with the teacher's vectors as anchors; -inf before the first step."""
+        self._world, self._dim, self._momentum = world, dim, momentum
+        self._key = _signed(_mixed_word((seed + _GOLDEN) % _WORD))
+        self._step = torch.zeros((), dtype=torch.int64, device=labels.device)
+        self._slots = torch.arange(1, draws + 1, device=labels.device) * _signed(_GOLDEN)
+        owned = np.arange(world.rank, self.samples, world.size)
+        # The spare row at the end takes the reads and writes of samples that other ranks hold.
+        self._spare = len(owned)
+        self._rows = torch.zeros(self._spare + 1, 2, dim, device=labels.device)
+        for start in range(0, self._spare, _CHUNK):
+            ids = owned[start : start + _CHUNK]
+            self._rows[start : start + len(ids)] = torch.from_numpy(first_rows(seed, ids, dim))
+
+    def negatives(self) -> Tensor:
+        """The sample ids of the step's negatives, (draws,), with replacement: a hash of (seed, step, slot) modulo
+        N."""
+        key = _mixed(self._step * _signed(_GOLDEN) + self._key)
+        return (_mixed(key + self._slots) & (2**63 - 1)) % self.samples
+
+    @torch.no_grad()
+    def fetch(self, ids: Tensor) -> BankRows:
+        """The rows of these samples, on every process. A collective: all processes pass the same ids."""
+        mine, index = self._find(ids)
+        # + 0.0 removes negative zeros, which a sum over several processes does not have either.
+        rows = torch.where(mine[:, None, None], self._rows[index], 0.0) + 0.0
+        return BankRows(*self._world.all_reduce(rows).unbind(1))
+
+    @torch.no_grad()
+    def update(self, ids: Tensor, student: Tensor, teacher: Tensor) -> None:
+        """Sets each sample's rows to normalize(momentum row + (1 - momentum) new), from (n, dim) unit vectors.
+
+        Skips vectors that are not finite: their rows would never recover.
+        """
+        _, index = self._find(ids)
+        new = torch.stack([student, teacher], 1).to(self._rows.dtype)
+        old = self._rows[index]
+        moved = F.normalize(self._momentum * old + (1 - self._momentum) * new, dim=2)
+        self._rows.index_copy_(0, index, torch.where(new.isfinite().all(2, keepdim=True), moved, old))
+
+    @torch.no_grad()
+    def normalisers(self, fresh: Tensor) -> Tensor:
+        """log Z of both directions, (2,). The first finite `fresh` is kept for the rest of the run."""
+        found = torch.where(self.log_z.isneginf(), fresh.to(self.log_z.dtype), self.log_z)
+        self.log_z.copy_(torch.where(found.isfinite(), found, self.log_z))
+        return found
+
+    def at(self, step: int) -> None:
+        """Sets the step, which determines the next negatives."""
+        self._step.fill_(step)
+
+    def live(self) -> list[Tensor]:
+        """The rows of this process and the normalisers."""
+        return [self._rows, self.log_z]
+
+    def collect(self) -> dict[str, Tensor]:
+        """Both banks, ordered by sample id, and the normalisers, on the host."""
+        student, teacher = (torch.empty(self.samples, self._dim) for _ in range(2))
+        for start in range(0, self.samples, _CHUNK):
+            ids = torch.arange(start, min(start + _CHUNK, self.samples), device=self.labels.device)
+            rows = self.fetch(ids)
+            student[start : start + len(ids)] = rows.student
+            teacher[start : start + len(ids)] = rows.teacher
+        return {"student": student, "teacher": teacher, "log_z": self.log_z.cpu().clone()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Loads this process's rows of both banks, and the normalisers."""
+        shapes = {name: tuple(state[name].shape) for name in self.shapes()}
+        assert shapes == self.shapes(), shapes
+        owned = slice(self._world.rank, None, self._world.size)
+        for network, name in enumerate(BankRows._fields):
+            self._rows[: self._spare, network] = state[name][owned].to(self._rows)
+        self.log_z.copy_(state["log_z"])
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors that `collect` returns."""
+        bank = (self.samples, self._dim)
+        return {"student": bank, "teacher": bank, "log_z": (2,)}
+
+    def _find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether this rank holds each sample, and the sample's row (the spare row if it does not)."""
+        mine = ids % self._world.size == self._world.rank
+        return mine, torch.where(mine, ids // self._world.size, self._spare)
+
+
+def first_rows(seed: int, ids: np.ndarray, dim: int) -> np.ndarray:
+    """Initial rows, (n, 2, dim): uniform within +-1 / sqrt(dim / 3), so their length is about 1."""
+    drawn = uniform(seed, 0, ids, Purpose.BANK, 2 * dim).reshape(len(ids), 2, dim)
+    return ((2 * drawn - 1) / math.sqrt(dim / 3)).astype(np.float32)
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """SplitMix64's finaliser (Steele et al., 2014) on 64-bit words in int64, whose products wrap around."""
+    for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, 1), strict=True):
+        # int64 shifts in the sign bit; the mask makes it an unsigned shift.
+        words = (words ^ ((words >> shift) & (2 ** (64 - shift) - 1))) * _signed(multiplier)
+    return words
+
+
+def _mixed_word(word: int) -> int:
+    """The same on a Python integer."""
+    for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, 1), strict=True):
+        word = (word ^ word >> shift) * multiplier % _WORD
+    return word
+
+
+def _signed(word: int) -> int:
+    """A 64-bit word as int64."""
+    return word - _WORD if word >= _WORD // 2 else word

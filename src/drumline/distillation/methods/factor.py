@@ -13,8 +13,18 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from drumline.distillation.method import LossInputs, Method, Needs, NetworkInfo, Taps, Weights, check_option
-from drumline.distillation.methods.taps import common_grid, last_stage, unit
+from drumline.distillation.method import (
+    LossInputs,
+    Method,
+    Needs,
+    NetworkInfo,
+    Taps,
+    Weights,
+    check_option,
+    common_grid,
+    last_stage,
+    unit,
+)
 from drumline.models.base import pool_to
 
 

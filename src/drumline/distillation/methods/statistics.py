@@ -17,9 +17,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from drumline.core.errors import UserError
-from drumline.distillation.method import LossInputs, Method, Needs, NetworkInfo, Weights, check_option
-from drumline.distillation.methods.taps import (
+from drumline.distillation.method import (
+    LossInputs,
+    Method,
+    Needs,
+    NetworkInfo,
+    Weights,
     at_common_size,
+    check_option,
     common_grid,
     needs_of,
     paired_stages,
