@@ -35,12 +35,12 @@ from drumline.core.errors import UserError
 from drumline.models import create_model
 from drumline.observe.timeline import perfetto
 from drumline.observe.timeline_svg import timeline_svg
+from drumline.parallel.lanes import Recorder, simulate, step_time
 from drumline.parallel.pipeline.cut import even_cuts
 from drumline.parallel.pipeline.mailbox import LaneDevice, Mailbox, Move, copy_direct, copy_through_host
-from drumline.parallel.pipeline.profile import choose_split
-from drumline.parallel.pipeline.record import Recorder
+from drumline.parallel.pipeline.profile import ProfileOptions
 from drumline.parallel.pipeline.schedule import SCHEDULES
-from drumline.parallel.pipeline.simulate import simulate, step_time
+from drumline.parallel.pipeline.split import choose_split
 from harness import Parser
 from pipelines import (
     CPU,
@@ -172,9 +172,8 @@ def job_of(work: Work) -> ModelInStages:
 def balanced(job: ModelInStages, stages: int) -> Sequence[str]:
     """Where stages begin, by measured times."""
     shape = job.pieces[0][0].shape
-    names, _ = choose_split(
-        job.traced, job.model, stages, shape, job.device, job.autocast, channels_last=True
-    )
+    options = ProfileOptions(job.device, job.autocast, channels_last=True)
+    names, _ = choose_split(job.traced, job.model, stages, shape, options)
     return names
 
 

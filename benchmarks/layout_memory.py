@@ -28,9 +28,9 @@ from torch.autograd.graph import saved_tensors_hooks
 sys.path.insert(0, str(Path(__file__).parent))
 
 from drumline.models import create_model
+from drumline.parallel.lanes import Instruction, Kind
 from drumline.parallel.pipeline.cut import even_cuts
 from drumline.parallel.pipeline.execute import Lane
-from drumline.parallel.pipeline.instructions import Instruction, Kind
 from drumline.parallel.pipeline.mailbox import LaneDevice, Mailbox
 from drumline.parallel.pipeline.schedule import SCHEDULES, max_in_flight
 from harness import Parser

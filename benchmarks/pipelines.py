@@ -23,14 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drumline.parallel.pipeline.boundary import TensorSpec, boundaries
+from drumline.parallel.lanes import Instruction, Recorder, Span, Times
 from drumline.parallel.pipeline.cut import trace
 from drumline.parallel.pipeline.execute import Lane, run_lanes
-from drumline.parallel.pipeline.instructions import Instruction, Span
 from drumline.parallel.pipeline.mailbox import Mailbox
-from drumline.parallel.pipeline.record import Recorder
 from drumline.parallel.pipeline.schedule import instruction_lists
-from drumline.parallel.pipeline.simulate import Times
+from drumline.parallel.pipeline.stage import TensorSpec, boundaries
 from drumline.parallel.pipeline.transport import Transport
 
 CPU = torch.device("cpu")

@@ -10,9 +10,8 @@ import random
 from pathlib import Path
 
 from drumline.observe.timeline_svg import timeline_svg
-from drumline.parallel.pipeline.instructions import Span
+from drumline.parallel.lanes import Span, Times, simulate
 from drumline.parallel.pipeline.schedule import instruction_lists
-from drumline.parallel.pipeline.simulate import Times, simulate
 
 PICTURE = Path(__file__).parent / "images" / "timeline-1f1b.svg"
 

@@ -28,10 +28,9 @@ from drumline.distillation.stages import (
 from drumline.distillation.teacher import Teacher
 from drumline.models import create_model
 from drumline.observe.display import make_display
-from drumline.parallel.grid import make_grid
-from drumline.parallel.pipeline.shape import Shape
+from drumline.parallel.pipeline.schedule import Shape
 from drumline.parallel.strategy import create_strategy
-from drumline.parallel.world import single_process
+from drumline.parallel.world import make_grid, single_process
 from drumline.state.checkpoint import newest_valid, read_checkpoint
 from drumline.state.fingerprint import state_sha256
 from tests.distillation import layout_ranks as ranks

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from drumline.config.recipe import Parallel, Recipe
 from drumline.core.environment import RankInfo
 from drumline.launch.network import free_port
-from drumline.parallel.ddp import DDPStrategy
+from drumline.parallel.data_parallel import DDPStrategy
 from drumline.parallel.process_group import init_process_group, pick_device
 
 pytestmark = [

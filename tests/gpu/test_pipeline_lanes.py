@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from drumline.parallel.lanes import Kind, Recorder
 from drumline.parallel.pipeline import schedule as schedules
 from drumline.parallel.pipeline.execute import Lane, run_lanes
-from drumline.parallel.pipeline.instructions import Kind
 from drumline.parallel.pipeline.mailbox import LaneDevice, Mailbox, Move, copy_direct, copy_through_host
-from drumline.parallel.pipeline.record import Recorder
 from tests.parallel.pipeline import lanes
 from tests.parallel.pipeline.soundness import in_flight
 from tests.parallel.pipeline.test_execute import chunks_of, step

@@ -18,9 +18,8 @@ import pytest
 
 from drumline.observe.timeline import perfetto
 from drumline.observe.timeline_svg import shades, timeline_svg
-from drumline.parallel.pipeline.instructions import Kind, Span
+from drumline.parallel.lanes import Kind, Span, Times, bubble, simulate
 from drumline.parallel.pipeline.schedule import instruction_lists
-from drumline.parallel.pipeline.simulate import Times, bubble, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 LANES = ("rank 0: stage 0 (conv1 .. layer2.1)", "rank 1: stage 1 (layer3.0 .. fc)")

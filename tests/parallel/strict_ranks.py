@@ -19,8 +19,7 @@ from drumline.config.recipe import Checkpoint, Data, Distill, Model, Optim, Para
 from drumline.core.environment import read_rank_info
 from drumline.distillation.run import distill
 from drumline.parallel.process_group import init_world
-from drumline.parallel.strict.ordered import OrderedSum
-from drumline.parallel.strict.tree import owned
+from drumline.parallel.strict.ordered import OrderedSum, owned
 from drumline.parallel.world import Pending, World
 from drumline.state.verify import verify_run
 from drumline.training.loop import train

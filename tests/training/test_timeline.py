@@ -8,8 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from drumline.core.machine import host_name
-from drumline.parallel.pipeline.instructions import Kind, Span
-from drumline.parallel.strategy import Lanes
+from drumline.parallel.lanes import Kind, Lanes, Span
 from drumline.training.timeline import AFTER, TRACE, StepTimeline, in_turn
 
 

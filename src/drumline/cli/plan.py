@@ -18,7 +18,7 @@ from drumline.core.errors import UserError
 from drumline.core.text import json_line, print_result
 
 if TYPE_CHECKING:
-    from drumline.parallel.pipeline.plan import Measurement, StageSplit
+    from drumline.parallel.pipeline.split import Measurement, StageSplit
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
     options = read(argv)
     measured = _measure(options)
 
-    from drumline.parallel.pipeline.plan import plan_split
+    from drumline.parallel.pipeline.split import plan_split
 
     splits = [
         plan_split(
@@ -191,7 +191,8 @@ def _measure(options: Options) -> Measurement:
     from drumline.config.recipe import Recipe
     from drumline.core.arithmetic import resolve_precision
     from drumline.core.progress import progress
-    from drumline.parallel.pipeline.plan import measure_cuts
+    from drumline.parallel.pipeline.profile import ProfileOptions
+    from drumline.parallel.pipeline.split import measure_cuts
     from drumline.parallel.process_group import pick_device, resolve_device_type
     from drumline.parallel.strategy import uses_channels_last
     from drumline.parallel.world import single_process
@@ -208,11 +209,13 @@ def _measure(options: Options) -> Measurement:
         options.classes,
         options.batch,
         None if options.size == "auto" else options.size,
-        world.device,
-        resolve_precision(recipe.train.precision, world.device),
-        uses_channels_last(recipe, world.device),
-        repeats=options.repeats,
+        ProfileOptions(
+            world.device,
+            resolve_precision(recipe.train.precision, world.device),
+            uses_channels_last(recipe, world.device),
+            options.repeats,
+            lambda rounds: progress(rounds, f"timing {options.cuts}", len(rounds)),
+        ),
         inside_blocks=options.all,
         stages=options.stages,
-        progress=lambda rounds: progress(rounds, f"timing {options.cuts}", len(rounds)),
     )

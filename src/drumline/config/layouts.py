@@ -272,7 +272,7 @@ LAYOUTS: dict[str, Layout] = {
         one_process=True,
     ),
     "ddp": Layout(
-        "drumline.parallel.ddp:DDPStrategy",
+        "drumline.parallel.data_parallel:DDPStrategy",
         "one process per GPU, gradients averaged",
         (_without_stages,),
     ),

@@ -20,15 +20,14 @@ from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch
 from drumline.distillation.teacher import Teacher, TeacherOutput
 from drumline.observe.display import Display
-from drumline.parallel.grid import Grid
-from drumline.parallel.pipeline.chain import Chain
-from drumline.parallel.pipeline.cut import Segment, Traced, even_cuts, trace
-from drumline.parallel.pipeline.placement import place_stages
-from drumline.parallel.pipeline.profile import cut_points, profile
-from drumline.parallel.pipeline.shape import Shape
+from drumline.parallel.pipeline.cut import Traced, even_cuts, trace
+from drumline.parallel.pipeline.pipelined import Chain
+from drumline.parallel.pipeline.profile import ProfileOptions, cut_points, profile
+from drumline.parallel.pipeline.schedule import Shape
 from drumline.parallel.pipeline.split import min_max_split
+from drumline.parallel.pipeline.stage import Segment, place_stages
 from drumline.parallel.strategy import Strategy
-from drumline.parallel.world import World
+from drumline.parallel.world import Grid, World
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,7 @@ def _balanced(
 ) -> tuple[str, ...]:
     """By measured times of the forward alone: a teacher has no other."""
     points = cut_points(traced)
-    measured = profile(traced, module, tuple(sample.shape), sample.device, autocast, points=points)
+    measured = profile(traced, module, tuple(sample.shape), ProfileOptions(sample.device, autocast), points)
     times = [unit.forward_s for unit in measured.units]
     split = min_max_split(times, stages, crossing=measured.crossings, slack=0.01)
     return tuple(measured.units[first].name for first in split)

@@ -33,7 +33,7 @@ from drumline.distillation.teacher import (
 )
 from drumline.models.base import copy_model
 from drumline.observe.display import Display
-from drumline.parallel.pipeline.cut import Segment, describe_stages
+from drumline.parallel.pipeline.stage import Segment, describe_stages
 from drumline.parallel.strategy import Cut, Strategy, strategy_class
 from drumline.parallel.world import World
 from drumline.state.checkpoint import newest_valid, read_checkpoint

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from drumline.core.text import printable
-from drumline.parallel.pipeline.instructions import Kind, Span
+from drumline.parallel.lanes import Kind, Span
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
 TRANSFERS = (

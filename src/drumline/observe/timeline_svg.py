@@ -14,8 +14,7 @@ from xml.sax.saxutils import escape
 
 from drumline.core.text import printable
 from drumline.observe.timeline import COMPUTE, TRANSFERS, Step, idle_times, rows_of, step_of
-from drumline.parallel.pipeline.instructions import Instruction, Kind, Span
-from drumline.parallel.pipeline.simulate import bubble
+from drumline.parallel.lanes import Instruction, Kind, Span, bubble
 
 
 def timeline_svg(

@@ -1,1 +1,1 @@
-"""How a model is laid over processes and devices."""
+"""How a model is laid out over processes and devices: one strategy for each layout."""

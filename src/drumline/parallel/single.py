@@ -12,10 +12,9 @@ from torch import nn
 
 from drumline.config.recipe import Recipe
 from drumline.data.feed.batch import Batch
+from drumline.parallel.lanes import Kind, Lanes, Recorder, Span, timed
 from drumline.parallel.model_draws import ModelDraws
-from drumline.parallel.pipeline.instructions import Kind, Span
-from drumline.parallel.pipeline.record import Recorder, timed
-from drumline.parallel.strategy import Cut, ForwardPass, Lanes, Log, Strategy, split_batch
+from drumline.parallel.strategy import Cut, ForwardPass, Log, Strategy, split_batch
 from drumline.parallel.world import World
 
 

@@ -30,13 +30,12 @@ from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.sampler import bounds, rank_slice
 from drumline.models.base import copy_model
-from drumline.parallel.grid import make_grid
+from drumline.parallel.lanes import Lanes, Span
 from drumline.parallel.model_draws import ModelDraws
 from drumline.parallel.norm import SmallestBatch, few_samples, over_all, world_total
-from drumline.parallel.pipeline.instructions import InstructionLists, Span
-from drumline.parallel.pipeline.shape import Shape
+from drumline.parallel.pipeline.schedule import Shape
 from drumline.parallel.strict.lockstep import Lockstep
-from drumline.parallel.world import World
+from drumline.parallel.world import World, make_grid
 from drumline.state.checkpoint import copy_into
 from drumline.state.shards import LocalGroups, TensorShard
 from drumline.state.tensors import Groups
@@ -81,19 +80,6 @@ class Cut:
     def root(self, module: nn.Module) -> nn.Module:
         """The part of the module that is cut."""
         return module.get_submodule(self.name) if self.name else module
-
-
-@dataclass(frozen=True)
-class Lanes:
-    """What the timeline of a step shows."""
-
-    title: str
-    names: Sequence[str]
-    """One per lane of the first replica."""
-    world: World
-    """The processes whose lanes are drawn."""
-    instructions: InstructionLists | None = None
-    """What each lane does in a step. None: each computes the whole model, one micro-batch after the other."""
 
 
 class Strategy(ABC):

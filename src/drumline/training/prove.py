@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 from drumline.core.files import write_text
 from drumline.data.feed.batch import Batch
-from drumline.parallel.grid import Grid
 from drumline.parallel.local import full_tensor
 from drumline.parallel.norm import WorldNorm
 from drumline.parallel.strategy import split_batch
-from drumline.parallel.world import World
+from drumline.parallel.world import Grid, World
 from drumline.training.certificate import (
     Certificate,
     Reference,

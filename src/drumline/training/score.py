@@ -22,9 +22,8 @@ from drumline.data.classes import Classes, OtherClasses, label_map, some_names
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.sampler import evaluation_starts
 from drumline.observe.display import make_display
-from drumline.parallel.grid import Grid, make_grid
 from drumline.parallel.strategy import to_device
-from drumline.parallel.world import World
+from drumline.parallel.world import Grid, World, make_grid
 from drumline.state.model_record import ModelRecord
 from drumline.state.weights import load_weights, weights_record
 from drumline.training import broken

@@ -18,9 +18,8 @@ from drumline.core.files import write_text
 from drumline.core.machine import host_name
 from drumline.observe.timeline import perfetto
 from drumline.observe.timeline_svg import timeline_svg
-from drumline.parallel.pipeline.instructions import Kind, Span
-from drumline.parallel.pipeline.simulate import Times, bubble, simulate, step_time
-from drumline.parallel.strategy import Lanes, Strategy
+from drumline.parallel.lanes import Kind, Lanes, Span, Times, bubble, simulate, step_time
+from drumline.parallel.strategy import Strategy
 from drumline.training.prove import Log
 
 AFTER = 4

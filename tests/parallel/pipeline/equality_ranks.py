@@ -26,16 +26,14 @@ from drumline.data.feed.batch import Batch
 from drumline.data.feed.sampler import bounds, rank_slice
 from drumline.models.registry import create_model
 from drumline.models.resnet import BasicBlock, ResNet
-from drumline.parallel.grid import Grid, make_grid
 from drumline.parallel.norm import world_total
-from drumline.parallel.pipeline.boundary import TensorSpec, boundaries
-from drumline.parallel.pipeline.cut import Segment, even_cuts, trace
+from drumline.parallel.pipeline.cut import even_cuts, trace
 from drumline.parallel.pipeline.norm import MODES, Mode, apply_norm_mode, commit_statistics
 from drumline.parallel.pipeline.pipelined import Pipelined, Staged, Tail
-from drumline.parallel.pipeline.schedule import SCHEDULES, max_in_flight
-from drumline.parallel.pipeline.shape import Shape
+from drumline.parallel.pipeline.schedule import SCHEDULES, Shape, max_in_flight
+from drumline.parallel.pipeline.stage import Segment, TensorSpec, boundaries
 from drumline.parallel.process_group import init_world
-from drumline.parallel.world import World, single_process
+from drumline.parallel.world import Grid, World, make_grid, single_process
 
 RANKS = 8
 CPU = torch.device("cpu")

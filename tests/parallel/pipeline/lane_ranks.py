@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from drumline.core.environment import read_rank_info
+from drumline.parallel.lanes import Recorder
 from drumline.parallel.pipeline import schedule as schedules
 from drumline.parallel.pipeline.execute import Lane
-from drumline.parallel.pipeline.record import Recorder
 from drumline.parallel.pipeline.transport import ProcessTransport, Transport
 from drumline.parallel.process_group import init_world
 from drumline.parallel.world import World

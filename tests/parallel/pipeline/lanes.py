@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drumline.data.feed.sampler import bounds
-from drumline.parallel.pipeline.boundary import TensorSpec
 from drumline.parallel.pipeline.execute import Lane
 from drumline.parallel.pipeline.schedule import instruction_lists
+from drumline.parallel.pipeline.stage import TensorSpec
 from drumline.parallel.pipeline.transport import Transport
 
 CPU = torch.device("cpu")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from drumline.parallel.pipeline.instructions import Instruction, InstructionLists, Kind
-from drumline.parallel.pipeline.schedule import Channel, channel
+from drumline.parallel.lanes import Channel, Instruction, InstructionLists, Kind, channel
 
 
 def check(lists: InstructionLists) -> None:

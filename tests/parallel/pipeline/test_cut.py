@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from drumline.core.errors import UserError
 from drumline.models import create_model
 from drumline.models.tapped import Tapped, with_taps
-from drumline.parallel.pipeline.boundary import StageModule, boundaries
 from drumline.parallel.pipeline.cut import Traced, even_cuts, trace, trainable_units
+from drumline.parallel.pipeline.stage import StageModule, boundaries
 from drumline.training.recompute import recompute_blocks
 
 

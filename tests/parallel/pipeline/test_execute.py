@@ -14,12 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from drumline.parallel.lanes import Kind, Recorder
 from drumline.parallel.pipeline import schedule as schedules
-from drumline.parallel.pipeline.boundary import TensorSpec
 from drumline.parallel.pipeline.execute import Lane, run_lanes
-from drumline.parallel.pipeline.instructions import Kind
 from drumline.parallel.pipeline.mailbox import LaneDevice, Mailbox, copy_direct
-from drumline.parallel.pipeline.record import Recorder
+from drumline.parallel.pipeline.stage import TensorSpec
 from drumline.parallel.pipeline.transport import ProcessTransport, Transport, dense, flat
 from drumline.parallel.world import Pending, single_process
 from tests.launch.ranks import one_thread, results_of

@@ -11,17 +11,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from drumline.core.errors import UserError
 from drumline.models import create_model
-from drumline.parallel.pipeline import profile as module
-from drumline.parallel.pipeline.boundary import boundaries
+from drumline.parallel.pipeline import split as module
 from drumline.parallel.pipeline.cut import trace
-from drumline.parallel.pipeline.profile import (
-    Profile,
-    UnitProfile,
-    choose_split,
-    cut_points,
-    profile,
-    time_split,
-)
+from drumline.parallel.pipeline.profile import Profile, ProfileOptions, UnitProfile, cut_points, profile
+from drumline.parallel.pipeline.split import choose_split, time_split
+from drumline.parallel.pipeline.stage import boundaries
 
 CPU = torch.device("cpu")
 SHAPE = (4, 3, 16, 16)
@@ -67,8 +61,10 @@ class Tied(nn.Module):
         return self.three(self.two_again(self.two(self.one(x))))
 
 
-def measured(model: nn.Module, shape: Sequence[int] = SHAPE, **how: object) -> Profile:
-    return profile(trace(model, sample=torch.empty(shape)), model, shape, CPU, repeats=2, **how)  # type: ignore[arg-type]
+def measured(model: nn.Module, shape: Sequence[int] = SHAPE, autocast: torch.dtype | None = None) -> Profile:
+    return profile(
+        trace(model, sample=torch.empty(shape)), model, shape, ProfileOptions(CPU, autocast, repeats=2)
+    )
 
 
 def test_the_model_and_the_random_generator_do_not_notice() -> None:
@@ -96,7 +92,7 @@ def test_the_heavy_unit_is_found_and_gets_a_stage_of_its_own() -> None:
     # On a busy machine a small operation waits longer for its threads than it computes.
     torch.set_num_threads(1)
     try:
-        names, found = choose_split(traced, model, 3, SHAPE, CPU, repeats=9)
+        names, found = choose_split(traced, model, 3, SHAPE, ProfileOptions(CPU))
     finally:
         torch.set_num_threads(threads)
     assert max(found.units, key=lambda unit: unit.seconds).name.startswith("heavy")
@@ -158,20 +154,20 @@ def test_no_stage_begins_between_two_uses_of_one_parameter() -> None:
     assert [unit.name for unit in measured(model).units] == ["one", "three"]
 
 
-def test_too_many_stages_are_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_stages_are_rejected_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     model = create_model("resnet8", 10)
     traced = trace(model, sample=torch.empty(2, 3, 32, 32))
     monkeypatch.setattr(module, "profile", None)
     count = len(traced.units)
     with pytest.raises(UserError, match=f"ResNet can be cut into at most {count} stages, not 17"):
-        choose_split(traced, model, 17, (2, 3, 32, 32), CPU)
+        choose_split(traced, model, 17, (2, 3, 32, 32), ProfileOptions(CPU))
 
 
-def test_images_that_the_model_cannot_take_are_told_with_the_place() -> None:
+def test_images_that_the_model_cannot_take_are_rejected_with_the_module() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 14 * 14, 5)).train()
     traced = trace(model, sample=torch.empty(SHAPE))
     with pytest.raises(UserError, match=r"cannot take these images: at 2, with input 4 x 1024"):
-        profile(traced, model, (4, 3, 18, 18), CPU, repeats=1)
+        profile(traced, model, (4, 3, 18, 18), ProfileOptions(CPU, repeats=1))
 
 
 def unit(name: str, seconds: float, crossing: int = 0) -> UnitProfile:
@@ -183,6 +179,6 @@ def test_a_difference_that_no_measurement_repeats_yields_to_the_smaller_crossing
     assert time_split(found, 2) == ("d",)
 
 
-def test_a_wide_spread_is_called_noisy_in_words() -> None:
+def test_a_wide_spread_is_called_noisy() -> None:
     assert Profile((unit("a", 1.0),), 0.01).noisy == ""
     assert "differ by 12 %" in Profile((unit("a", 1.0),), 0.12).noisy

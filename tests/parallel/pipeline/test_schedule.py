@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 
 from drumline.config.recipe import Parallel, Recipe
 from drumline.core.errors import UserError
-from drumline.parallel.pipeline.instructions import Instruction, InstructionLists, Kind
+from drumline.parallel.lanes import Instruction, InstructionLists, Kind, channel
 from drumline.parallel.pipeline.schedule import (
     SCHEDULES,
-    channel,
     forward_lists,
     instruction_lists,
     max_in_flight,
+    pipeline_shape,
 )
-from drumline.parallel.pipeline.shape import pipeline_shape
 from tests.parallel.pipeline.soundness import check, in_flight, receives_in_flight
 
 SHAPES = [

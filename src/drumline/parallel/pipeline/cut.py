@@ -23,9 +23,8 @@ from drumline.core.errors import UserError
 from drumline.core.text import either
 from drumline.models.base import repeated_blocks
 from drumline.models.tapped import Tapped
-from drumline.parallel.pipeline.boundary import StageModule
 from drumline.parallel.pipeline.operations import TracedForward
-from drumline.parallel.pipeline.split import even_split
+from drumline.parallel.pipeline.stage import Segment
 from drumline.parallel.pipeline.trace import trace_forward
 
 
@@ -43,25 +42,6 @@ class CutPoint:
     """What enters a stage that begins here, in training: names of operations, or of the model's input."""
     positions: tuple[int, int] = field(repr=False)
     """The number of operations before it in (evaluation, training)."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """One stage of a cut, not yet bound to a model."""
-
-    number: int
-    name: str
-    """The module that begins it."""
-    parameters: tuple[str, ...]
-    buffers: tuple[str, ...]
-    modules: tuple[str, ...]
-    """Modules that it calls. All names are the model's. A tied parameter has the first of its names."""
-    graphs: Mapping[bool, fx.Graph] = field(repr=False)
-    """Its operations, by mode."""
-
-    def bind(self, root: nn.Module) -> StageModule:
-        """The stage as a module that uses the tensors of `root`: the traced model, or one with the same structure."""
-        return StageModule(root, {training: _compiled(graph) for training, graph in self.graphs.items()})
 
 
 @dataclass(frozen=True)
@@ -340,14 +320,18 @@ def _stage_graph(found: TracedForward, first: int, last: int | None) -> fx.Graph
     return graph
 
 
-def _compiled(graph: fx.Graph) -> Any:
-    """The stage as a Python function of the model and the inputs. It looks up the model's tensors at each call."""
-    code = graph.python_code("self")
-    scope = dict(code.globals)
-    exec(compile(code.src, "<a stage of the model>", "exec"), scope)
-    return scope["forward"]
+def even_split(units: int, stages: int) -> tuple[int, ...]:
+    """As many units in each stage, give or take one, regardless of their cost: `parallel.split = even`."""
+    check_stage_count("the model", units, stages)
+    return tuple(stage * units // stages for stage in range(1, stages))
 
 
-def describe_stages(segments: Sequence[Segment]) -> str:
-    """Where the stages begin."""
-    return " | ".join(f"{segment.number}: from {segment.name or 'the input'}" for segment in segments)
+def check_stage_count(model: str, units: int, stages: int) -> None:
+    """Rejects a number of stages that the model cannot be cut into."""
+    if stages < 1:
+        raise UserError(f"{stages} stages: a model has at least one", "use 1 or more")
+    if stages > units:
+        raise UserError(
+            f"{model} can be cut into at most {units} stages, not {stages}",
+            f"use {units} or fewer; `drumline plan --cuts MODEL --all` also lists cut points inside blocks",
+        )

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from drumline.parallel.pipeline.boundary import StageModule, TensorSpec
-from drumline.parallel.pipeline.instructions import Instruction, Kind
+from drumline.parallel.lanes import Instruction, Kind, Moment, Recorder
 from drumline.parallel.pipeline.mailbox import Mailbox
-from drumline.parallel.pipeline.record import Moment, Recorder
+from drumline.parallel.pipeline.stage import StageModule, TensorSpec
 from drumline.parallel.pipeline.transport import Transport
 
 Boundaries = Callable[[int, int], Sequence[TensorSpec]]

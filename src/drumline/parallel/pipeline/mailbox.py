@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from drumline.parallel.pipeline.boundary import TensorSpec
-from drumline.parallel.pipeline.instructions import Kind
-from drumline.parallel.pipeline.record import Recorder
+from drumline.parallel.lanes import Kind, Recorder
+from drumline.parallel.pipeline.stage import TensorSpec
 from drumline.parallel.pipeline.transport import DIRECTIONS, Transport, WorkerThread, dense, flat
 
 T = TypeVar("T")

@@ -22,13 +22,23 @@ from torch.autograd.graph import saved_tensors_hooks
 from drumline.core.arithmetic import autocast, leave_no_trace
 from drumline.core.errors import UserError
 from drumline.parallel.pipeline.cut import CutPoint, Traced
-from drumline.parallel.pipeline.split import check_stage_count, min_max_split
 
 NOISY = 0.05
 """A profile is noisy if the spread of its rounds is at least this."""
-
 Progress = Callable[[Sequence[int]], Iterable[int]]
 """Iterates over the rounds, and may show their progress."""
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """How a model is measured."""
+
+    device: torch.device
+    autocast: torch.dtype | None = None
+    channels_last: bool = False
+    repeats: int = 9
+    """Measured rounds, after two warm-up rounds."""
+    progress: Progress = iter
 
 
 @dataclass(frozen=True)
@@ -84,27 +94,22 @@ def profile(
     traced: Traced,
     root: nn.Module,
     shape: Sequence[int],
-    device: torch.device,
-    autocast: torch.dtype | None = None,
-    repeats: int = 9,
-    progress: Progress = iter,
-    channels_last: bool = False,
+    options: ProfileOptions,
     points: Sequence[CutPoint] | None = None,
 ) -> Profile:
-    """Measures `root`, whose trace is `traced`, on images of `shape` (N x C x H x W). A unit reaches from one of
-    `points` to the next; the default is `cut_points(traced)`. Runs two warm-up rounds, then `repeats` measured ones,
-    in the modes that `root` is in.
-    """
-    assert repeats >= 1
+    """Measures `root`, whose trace is `traced`, on images of `shape` (N x C x H x W), in the modes that it is in. A
+    unit reaches from one of `points` to the next; the default is `cut_points(traced)`."""
+    assert options.repeats >= 1
+    device = options.device
     with leave_no_trace(devices=[device]), torch.enable_grad():
         units = _units(traced, cut_points(traced) if points is None else points, root, device)
         images = torch.randn(*shape, device=device)
-        if channels_last:
+        if options.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         rounds: list[list[tuple[float, float]]] = []
         kept: list[_Kept] = []
-        for number in progress(range(2 + repeats)):
-            taken = _Round(images, device, autocast, counts=number == 0)
+        for number in options.progress(range(2 + options.repeats)):
+            taken = _Round(images, device, options.autocast, counts=number == 0)
             times = [taken.through(unit) for unit in units]
             if number == 0:
                 kept = taken.kept
@@ -132,26 +137,6 @@ def profile(
     return Profile(tuple(profiles), noise)
 
 
-def choose_split(
-    traced: Traced,
-    root: nn.Module,
-    stages: int,
-    shape: Sequence[int],
-    device: torch.device,
-    autocast: torch.dtype | None = None,
-    repeats: int = 9,
-    progress: Progress = iter,
-    channels_last: bool = False,
-    points: Sequence[CutPoint] | None = None,
-) -> tuple[tuple[str, ...], Profile]:
-    """Where `stages` stages begin (all but the first) so that the slowest is as fast as possible, and the profile
-    that decided it. `shape` is that of a micro-batch. Stages begin at `points`, by default `cut_points(traced)`."""
-    points = cut_points(traced) if points is None else points
-    check_stage_count(traced.name, len(points), stages)
-    measured = profile(traced, root, shape, device, autocast, repeats, progress, channels_last, points)
-    return time_split(measured, stages), measured
-
-
 def cut_points(traced: Traced, inside_blocks: bool = False) -> tuple[CutPoint, ...]:
     """Where stages may begin: at the beginning of the model and between blocks, or wherever the model can be cut. No
     cut point is between two uses of one parameter."""
@@ -161,13 +146,6 @@ def cut_points(traced: Traced, inside_blocks: bool = False) -> tuple[CutPoint, .
     except UserError:
         return (points[0], *(point for point in points[1:] if _can_cut(traced, point)))
     return points
-
-
-def time_split(measured: Profile, stages: int) -> tuple[str, ...]:
-    """The names of the min-max split. Within 1 % of the best time, which no measurement resolves, the smallest
-    crossing wins."""
-    split = min_max_split(measured.times, stages, crossing=measured.crossings, slack=0.01)
-    return tuple(measured.units[first].name for first in split)
 
 
 @dataclass(frozen=True)

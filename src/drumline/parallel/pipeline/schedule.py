@@ -18,19 +18,111 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 
-from drumline.parallel.pipeline.instructions import Instruction, Kind
+from drumline.config.recipe import Recipe
+from drumline.core.errors import UserError
+from drumline.parallel.lanes import Instruction, Kind
+
+PER_STAGE = 4
+"""Micro-batches per stage by default: the stages are then busy at least four fifths of the time."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a pipeline."""
+
+    lanes: int
+    """Processes, or devices of one process, that work at the same time."""
+    chunks: int
+    """Stages on each."""
+    micro_batches: int
+    schedule: str
+    replicas: int
+    over_processes: bool
+
+    @property
+    def stages(self) -> int:
+        return self.lanes * self.chunks
+
+    @property
+    def places(self) -> int:
+        """Processes of one replica."""
+        return self.lanes if self.over_processes else 1
+
+
+def pipeline_shape(recipe: Recipe, processes: int, devices: int) -> Shape:
+    """For a run of so many processes; `devices` are those that one process could spread over by itself: its GPUs, or
+    the one CPU."""
+    parallel = recipe.parallel
+    over_processes = processes > 1
+    lanes = (processes if over_processes else devices) if parallel.stages == "auto" else parallel.stages
+    if over_processes and processes % lanes:
+        raise UserError(
+            f"parallel.stages = {lanes}: {processes} processes cannot be divided into pipelines of {lanes} stages",
+            f"start {lanes}, {2 * lanes}, … processes, or give a divisor of {processes}",
+        )
+    if not over_processes and parallel.stages == "auto" and devices == 1:
+        over = "" if parallel.layout == "model" else "--parallel.processes N (a process for each stage), or "
+        raise UserError(
+            f"parallel.layout = {parallel.layout}: needs at least two devices or two processes",
+            f"give {over}--parallel.stages N --parallel.virtual to try it out on one device",
+        )
+    if not over_processes and lanes > devices and not parallel.virtual:
+        over = (
+            ""
+            if parallel.layout == "model"
+            else f"--parallel.processes {lanes} (a process for each stage), or "
+        )
+        raise UserError(
+            f"parallel.stages = {lanes}: this process has {devices} device{'s' * (devices > 1)} for them",
+            f"give {over}--parallel.virtual to let stages share a device (correct, but not faster)",
+        )
+    chunks = 1
+    if parallel.schedule == "interleaved":
+        chunks = 2 if parallel.chunks == "auto" else parallel.chunks
+    replicas = processes // lanes if over_processes else 1
+    return Shape(
+        lanes=lanes,
+        chunks=chunks,
+        micro_batches=_micro_batches(recipe, lanes, replicas),
+        schedule="gpipe" if parallel.layout == "model" else parallel.schedule,
+        replicas=replicas,
+        over_processes=over_processes,
+    )
+
+
+def _micro_batches(recipe: Recipe, lanes: int, replicas: int) -> int:
+    parallel, data = recipe.parallel, recipe.data
+    if parallel.layout == "model":
+        return 1
+    unit = data.mixing_unit
+    most = data.batch // (replicas * unit)
+    if parallel.micro_batches == "auto":
+        wanted = max(1, min(PER_STAGE * lanes, most))
+        return wanted if parallel.schedule != "interleaved" else max(lanes, wanted // lanes * lanes)
+    if parallel.micro_batches > most:
+        pairs = " (mixed samples go in pairs)" if unit == 2 else ""
+        raise UserError(
+            f"parallel.micro_batches = {parallel.micro_batches}: data.batch = {data.batch} leaves each of {replicas} "
+            f"replica(s) only {data.batch // replicas} samples{pairs}",
+            f"give at most {max(1, most)}, or a larger --data.batch",
+        )
+    if parallel.schedule == "interleaved" and parallel.micro_batches % lanes:
+        raise UserError(
+            f"parallel.micro_batches = {parallel.micro_batches}: interleaved goes in rounds of {lanes}, one for each "
+            "stage",
+            f"give a multiple of {lanes}, or use --parallel.schedule 1f1b",
+        )
+    return parallel.micro_batches
+
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
-
 RECEIVE_AHEAD = 2
 """How many computations ahead of its own a receive is posted: one forward and one backward to overlap the copy with.
 In 1500 simulated uneven steps, 1 made some up to 23 % longer and more than 2 made none shorter. A posted receive
 holds memory (and, on a GPU, multiprocessors)."""
-
-Channel = tuple[int, int, Kind]
-"""From rank, to rank, and SEND_OUTPUT or SEND_GRADIENT. Two ranks may send each other both."""
 
 
 def instruction_lists(
@@ -57,20 +149,6 @@ def max_in_flight(schedule: str, ranks: int, chunks: int, micro_batches: int, ra
     """The most micro-batches that a rank holds, over all its stages, between their forward and their backward: those
     before its first backward, and the one paired with it."""
     return min(micro_batches * chunks, _first_forwards(schedule, ranks, chunks, micro_batches, rank) + 1)
-
-
-def channel(instruction: Instruction, ranks: int) -> Channel | None:
-    """The channel of a send, a receive or a wait. None for a computation."""
-    kind, here = instruction.kind, instruction.stage
-    if kind == Kind.SEND_OUTPUT:
-        return here % ranks, (here + 1) % ranks, Kind.SEND_OUTPUT
-    if kind in (Kind.RECEIVE_INPUT, Kind.WAIT_INPUT):
-        return (here - 1) % ranks, here % ranks, Kind.SEND_OUTPUT
-    if kind == Kind.SEND_GRADIENT:
-        return here % ranks, (here - 1) % ranks, Kind.SEND_GRADIENT
-    if kind in (Kind.RECEIVE_GRADIENT, Kind.WAIT_GRADIENT):
-        return (here + 1) % ranks, here % ranks, Kind.SEND_GRADIENT
-    return None
 
 
 def _order(schedule: str, ranks: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:

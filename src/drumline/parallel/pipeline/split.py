@@ -1,101 +1,86 @@
-"""Assigns units to stages, given the time of each unit. Pure.
+"""Chooses where the stages of a model begin, from the measured times of its units, and says what a split gains.
 
-Promises: a split is optimal over all splits, and the same for the same numbers. Ties go to the smaller crossing, then
-to the earlier boundary. A split is given by the index of the unit that begins each stage but the first.
-Rejects more stages than units, and a memory limit that no split meets.
+Promises: a split is optimal over all splits, and the same for the same times. Ties go to the smaller crossing, then
+to the earlier boundary. A split is given by the index of the unit that begins each stage but the first. A speed-up is
+an upper bound: crossings cost nothing in it. Only `choose_split` and `measure_cuts` measure; the rest is pure.
+Rejects more stages than the model can be cut into, and images that the model cannot take, before it measures.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
+from torch import nn
+
 from drumline.core.errors import UserError
+from drumline.models.registry import IMAGENET, create_model, model_names
+from drumline.parallel.pipeline.cut import (
+    CutPoint,
+    Traced,
+    check_stage_count,
+    even_split,
+    trace,
+    trainable_units,
+)
+from drumline.parallel.pipeline.profile import (
+    Profile,
+    ProfileOptions,
+    UnitProfile,
+    cut_points,
+    profile,
+)
 
 Split = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Memory:
-    """The memory of a stage. Under 1F1B, stage s of S keeps the activations of at most S - s micro-batches."""
-
-    activation: Sequence[int]
-    """Bytes that each unit keeps for the backward of one micro-batch."""
-    parameters: Sequence[int]
-    """Bytes of each unit's parameters."""
-    micro_batches: int
-    limit: int
-    """Bytes of one device."""
-    copies: int = 3
-    """Copies of each parameter: 3 with SGD (itself, gradient, momentum), 4 with AdamW."""
-
-    def of(self, stage: int, stages: int, first: int, last: int) -> int:
-        """Bytes of stage `stage` of `stages` if it has the units `first` to `last` - 1."""
-        alive = min(self.micro_batches, stages - stage)
-        return alive * sum(self.activation[first:last]) + self.copies * sum(self.parameters[first:last])
-
-
 def min_max_split(
-    times: Sequence[float],
-    stages: int,
-    transfer: Sequence[float] | None = None,
-    memory: Memory | None = None,
-    crossing: Sequence[float] | None = None,
-    slack: float = 0.0,
+    times: Sequence[float], stages: int, crossing: Sequence[float] | None = None, slack: float = 0.0
 ) -> Split:
-    """The split whose bottleneck, its slowest stage or crossing, is fastest:
-    D[s][j] = min over i of max(D[s-1][i], t(i..j), transfer[i]).
+    """The split whose slowest stage is fastest: D[s][j] = min over i of max(D[s-1][i], t(i..j)).
 
-    `transfer[i]` is the time to cross in front of unit i + 1, so it has one entry fewer than `times`. Among splits
-    whose bottleneck is within a fraction `slack` of the best, the smallest sum of `crossing` wins (bytes, for
-    example; `transfer` by default). O(stages x units^2), after the sums.
+    `crossing[i]` is the cost of a crossing in front of unit i + 1, such as its bytes, so it has one entry fewer than
+    `times`. Among splits whose slowest stage is within a fraction `slack` of the best, the smallest sum of crossings
+    wins. O(stages x units^2), after the sums.
     """
-    cost = _Costs(times, stages, transfer, memory, crossing)
-    return cost.cheapest(cost.least_bottleneck() * (1 + slack))
-
-
-def step_optimal_split(
-    times: Sequence[float],
-    stages: int,
-    micro_batches: int,
-    transfer: Sequence[float] | None = None,
-    memory: Memory | None = None,
-) -> Split:
-    """The split with the shortest synchronous step, `step_time`. A slower bottleneck can pay off where crossings are
-    expensive, since the first micro-batch passes them all. Tries every bottleneck that could win."""
-    cost = _Costs(times, stages, transfer, memory)
-    lowest, candidates = cost.least_bottleneck(), cost.bottlenecks()
-    # No split has cheaper crossings than the one that may take any time.
-    least = cost.crossed(cost.cheapest(math.inf))
-    best, found = math.inf, Split()
-    for bottleneck in candidates[bisect_left(candidates, lowest) :]:
-        if (micro_batches - 1) * bottleneck + least >= best:
-            break
-        split = cost.cheapest(bottleneck)
-        taken = (micro_batches - 1) * bottleneck + cost.crossed(split)
-        if taken < best:
-            best, found = taken, split
-    return found
-
-
-def even_split(units: int, stages: int) -> Split:
-    """As many units in each stage, give or take one, regardless of their cost: `parallel.split = even`."""
+    units = len(times)
     check_stage_count("the model", units, stages)
-    return tuple(stage * units // stages for stage in range(1, stages))
+    assert all(time >= 0 and math.isfinite(time) for time in times)
+    assert crossing is None or len(crossing) == units - 1
+    cost = [0.0, *(crossing or [0.0] * (units - 1))]
+    # Rounded once, not by a difference of running sums: equal runs must compare as equal.
+    span = [[math.fsum(times[first:last]) for last in range(first, units + 1)] for first in range(units)]
 
+    def beginnings(stage: int, last: int) -> range:
+        """Where a stage that ends before `last` may begin, with a unit for each stage before it."""
+        return range(min(1, last)) if stage == 0 else range(stage, last)
 
-def check_stage_count(model: str, units: int, stages: int) -> None:
-    """Rejects a number of stages that the model cannot be cut into."""
-    if stages < 1:
-        raise UserError(f"{stages} stages: a model has at least one", "use 1 or more")
-    if stages > units:
-        raise UserError(
-            f"{model} can be cut into at most {units} stages, not {stages}",
-            f"use {units} or fewer; `drumline plan --cuts MODEL --all` also lists cut points inside blocks",
-        )
+    slowest = [0.0, *[math.inf] * units]
+    for stage in range(stages):
+        slowest = [
+            min(
+                (max(slowest[first], span[first][last - first]) for first in beginnings(stage, last)),
+                default=math.inf,
+            )
+            for last in range(units + 1)
+        ]
+    limit = slowest[-1] * (1 + slack)
+    reached: dict[int, tuple[float, Split]] = {0: (0.0, ())}
+    for stage in range(stages):
+        ahead: dict[int, tuple[float, Split]] = {}
+        for last in range(1, units + 1):
+            ways = [
+                (reached[first][0] + cost[first], (*reached[first][1], first))
+                for first in beginnings(stage, last)
+                if first in reached and span[first][last - first] <= limit
+            ]
+            if ways:
+                ahead[last] = min(ways)
+        reached = ahead
+    return reached[units][1][1:]
 
 
 def stage_times(times: Sequence[float], split: Sequence[int]) -> list[float]:
@@ -103,20 +88,12 @@ def stage_times(times: Sequence[float], split: Sequence[int]) -> list[float]:
     return [math.fsum(times[first:last]) for first, last in pairwise((0, *split, len(times)))]
 
 
-def step_time(
-    times: Sequence[float], split: Sequence[int], micro_batches: int, transfer: Sequence[float] | None = None
-) -> float:
-    """The time of one synchronous step with equal micro-batches: the first one passes all stages and crossings, and
-    each other one adds the bottleneck."""
-    crossings = [transfer[first - 1] for first in split] if transfer else []
-    along = [*stage_times(times, split), *crossings]
-    return math.fsum(along) + (micro_batches - 1) * max(along)
-
-
 def speed_up(times: Sequence[float], split: Sequence[int], micro_batches: int) -> float:
-    """The speed-up over one device that computes the same micro-batches, if crossings cost nothing. For equal stages
-    it is stages / (1 + (stages - 1) / micro-batches), for others less."""
-    return micro_batches * math.fsum(times) / step_time(times, split, micro_batches)
+    """The speed-up over one device that computes the same micro-batches, if crossings cost nothing. The first
+    micro-batch passes all stages, and each other one adds the slowest stage. For equal stages it is stages / (1 +
+    (stages - 1) / micro-batches), for others less."""
+    each = stage_times(times, split)
+    return micro_batches * math.fsum(times) / (math.fsum(each) + (micro_batches - 1) * max(each))
 
 
 def balance(times: Sequence[float], split: Sequence[int]) -> float:
@@ -126,86 +103,160 @@ def balance(times: Sequence[float], split: Sequence[int]) -> float:
     return max(each) * len(each) / total if total else 1.0
 
 
-class _Costs:
-    """The time of every run of units, and which runs may be a stage."""
+def choose_split(
+    traced: Traced,
+    root: nn.Module,
+    stages: int,
+    shape: Sequence[int],
+    options: ProfileOptions,
+    points: Sequence[CutPoint] | None = None,
+) -> tuple[tuple[str, ...], Profile]:
+    """Where `stages` stages begin (all but the first) so that the slowest is as fast as possible, and the profile
+    that decided it. `shape` is that of a micro-batch. Stages begin at `points`, by default `cut_points(traced)`."""
+    points = cut_points(traced) if points is None else points
+    check_stage_count(traced.name, len(points), stages)
+    measured = profile(traced, root, shape, options, points)
+    return time_split(measured, stages), measured
 
-    def __init__(
-        self,
-        times: Sequence[float],
-        stages: int,
-        transfer: Sequence[float] | None,
-        memory: Memory | None,
-        crossing: Sequence[float] | None = None,
-    ) -> None:
-        units = len(times)
-        check_stage_count("the model", units, stages)
-        assert all(time >= 0 and math.isfinite(time) for time in times)
-        assert transfer is None or len(transfer) == units - 1
-        assert crossing is None or len(crossing) == units - 1
-        self.units, self.stages, self.memory = units, stages, memory
-        # Rounded once, not by a difference of running sums: equal runs must compare as equal.
-        self.span = [
-            [math.fsum(times[first:last]) for last in range(first, units + 1)] for first in range(units)
-        ]
-        self.transfer = [0.0, *(transfer or [0.0] * (units - 1))]
-        self.crossing = [0.0, *crossing] if crossing is not None else self.transfer
 
-    def least_bottleneck(self) -> float:
-        """The time of the fastest bottleneck, over all splits that fit."""
-        reached = [0.0, *[math.inf] * self.units]
-        for stage in range(self.stages):
-            reached = [
-                min(
-                    (
-                        max(reached[first], self.span[first][last - first], self.transfer[first])
-                        for first in self._beginnings(stage, last)
-                        if self._fits(stage, first, last)
-                    ),
-                    default=math.inf,
-                )
-                for last in range(self.units + 1)
-            ]
-        if math.isinf(reached[-1]):
-            assert self.memory is not None
-            raise UserError(
-                f"no split into {self.stages} stages fits into {self.memory.limit / 2**30:.3g} GiB per stage",
-                "use more stages, smaller micro-batches, or fewer of them",
-            )
-        return reached[-1]
+def stage_memory(units: Sequence[UnitProfile], in_flight: int) -> int:
+    """Bytes of a stage of these units: the activations of the micro-batches in flight, which under 1F1B are at most
+    S - s in stage s of S, and three copies of each parameter (itself, gradient, momentum)."""
+    return sum(in_flight * unit.activation_bytes + 3 * unit.parameter_bytes for unit in units)
 
-    def cheapest(self, bottleneck: float) -> Split:
-        """Among the splits with no stage or crossing slower than `bottleneck`, the one with the smallest sum of
-        crossings. Ties go to the first in order."""
-        reached: dict[int, tuple[float, Split]] = {0: (0.0, ())}
-        for stage in range(self.stages):
-            ahead: dict[int, tuple[float, Split]] = {}
-            for last in range(1, self.units + 1):
-                ways = [
-                    (reached[first][0] + self.crossing[first], (*reached[first][1], first))
-                    for first in self._beginnings(stage, last)
-                    if first in reached
-                    and self.span[first][last - first] <= bottleneck
-                    and self.transfer[first] <= bottleneck
-                    and self._fits(stage, first, last)
-                ]
-                if ways:
-                    ahead[last] = min(ways)
-            reached = ahead
-        assert self.units in reached, "no split meets this bottleneck"
-        return reached[self.units][1][1:]
 
-    def crossed(self, split: Split) -> float:
-        return math.fsum(self.crossing[first] for first in split)
+def time_split(measured: Profile, stages: int) -> tuple[str, ...]:
+    """The names of the min-max split. Within 1 % of the best time, which no measurement resolves, the smallest
+    crossing wins."""
+    split = min_max_split(measured.times, stages, crossing=measured.crossings, slack=0.01)
+    return tuple(measured.units[first].name for first in split)
 
-    def bottlenecks(self) -> list[float]:
-        """Every time that could be the bottleneck of a split, in order."""
-        return sorted({*self.transfer, *(time for spans in self.span for time in spans)})
 
-    def _beginnings(self, stage: int, last: int) -> range:
-        """Where a stage that ends before `last` may begin: the first stage at the first unit, any other with at least
-        one unit for each stage before it."""
-        return range(min(1, last)) if stage == 0 else range(stage, last)
+@dataclass(frozen=True)
+class Measurement:
+    """The profile of a model, and what it was measured on."""
 
-    def _fits(self, stage: int, first: int, last: int) -> bool:
-        memory = self.memory
-        return memory is None or memory.of(stage, self.stages, first, last) <= memory.limit
+    profile: Profile
+    device: str
+    precision: str
+    batch: int
+    size: int
+    returns: str
+    """The type that the model returns in training. Only a Tensor can be trained as it is."""
+
+
+@dataclass(frozen=True)
+class StageSplit:
+    """A model in a given number of stages, split by time and split evenly."""
+
+    stages: int
+    micro_batches: int
+    names: tuple[str, ...]
+    """Where each stage but the first begins."""
+    shares: tuple[float, ...]
+    """The fraction of the time that each stage takes."""
+    balance: float
+    """The time of the slowest stage over the mean."""
+    speed_up: float
+    """At most, over one device."""
+    memory_bytes: tuple[int, ...]
+    """Of each stage under 1F1B: activations in flight, parameters, gradients and momentum."""
+    even_names: tuple[str, ...]
+    even_balance: float
+    even_speed_up: float
+
+    @property
+    def flags(self) -> str:
+        """The flags for `drumline train`."""
+        return f"--parallel.layout pipeline --parallel.stages {self.stages} --parallel.split {','.join(self.names)}"
+
+
+def measure_cuts(
+    name: str,
+    classes: int,
+    batch: int,
+    size: int | None,
+    options: ProfileOptions,
+    *,
+    inside_blocks: bool,
+    stages: Sequence[int],
+) -> Measurement:
+    """Builds a model by name and measures the units between its cut points. `size` None is the model's usual size."""
+    device = options.device
+    torch.manual_seed(0)
+    model = create_model(name, classes).train()
+    if options.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    size = size or _usual_size(name, model)
+    shape = (batch, 3, size, size)
+    _check_size(name, model, size)
+    traced = trace(model, sample=torch.empty(shape))
+    points = trainable_units(traced, cut_points(traced, inside_blocks), model)
+    check_stage_count(name, len(points), max(stages, default=1))
+    try:
+        measured = profile(traced, model, shape, options, points)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"{batch} images of {size} x {size} do not fit into the GPU's memory",
+            f"set --batch to less than {batch}",
+        ) from error
+    return Measurement(
+        measured,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        precision={None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[options.autocast],
+        batch=batch,
+        size=size,
+        returns=traced.records[True].returns,
+    )
+
+
+def plan_split(measured: Profile, stages: int, micro_batches: int) -> StageSplit:
+    """The split by time, compared with the even one."""
+    names = [unit.name for unit in measured.units]
+    chosen = time_split(measured, stages)
+    by_time, by_count = tuple(names.index(name) for name in chosen), even_split(len(names), stages)
+    times = measured.times
+    total = sum(times) or 1.0
+    edges = pairwise((0, *by_time, len(names)))
+    return StageSplit(
+        stages=stages,
+        micro_batches=micro_batches,
+        names=chosen,
+        shares=tuple(time / total for time in stage_times(times, by_time)),
+        balance=balance(times, by_time),
+        speed_up=speed_up(times, by_time, micro_batches),
+        memory_bytes=tuple(
+            stage_memory(measured.units[first:last], min(micro_batches, stages - stage))
+            for stage, (first, last) in enumerate(edges)
+        ),
+        even_names=tuple(names[first] for first in by_count),
+        even_balance=balance(times, by_count),
+        even_speed_up=speed_up(times, by_count, micro_batches),
+    )
+
+
+def _check_size(name: str, model: nn.Module, size: int) -> None:
+    """Runs the model once on the CPU: its own error is clearer than that of a single unit."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            model(torch.zeros(1, 3, size, size))
+    except UserError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise UserError(
+            f"{name} cannot take images of {size} x {size}: {type(error).__name__}: {reason}",
+            "use a different --size",
+        ) from error
+    finally:
+        model.train()
+
+
+def _usual_size(name: str, model: nn.Module) -> int:
+    """The side in pixels of the images that the model is usually trained on."""
+    published = getattr(model, "pretrained_cfg", None)  # timm's
+    size = published.get("input_size") if isinstance(published, dict) else None
+    if size:
+        return int(size[-1])
+    return 32 if name in model_names() and name not in IMAGENET else 224

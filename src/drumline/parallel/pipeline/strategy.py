@@ -24,33 +24,24 @@ from drumline.data.feed.batch import Batch
 from drumline.data.feed.sampler import bounds
 from drumline.models.base import copy_model, repeated_blocks
 from drumline.models.tapped import Tapped
+from drumline.parallel.lanes import Lanes, Span
 from drumline.parallel.model_draws import ModelDraws
 from drumline.parallel.norm import SmallestBatch, world_total
-from drumline.parallel.pipeline.boundary import StageModule, TensorSpec, boundaries
-from drumline.parallel.pipeline.chain import Chain
-from drumline.parallel.pipeline.cut import (
-    Segment,
-    Traced,
-    describe_stages,
-    even_cuts,
-    trace,
-    trainable_units,
-)
-from drumline.parallel.pipeline.instructions import Span
+from drumline.parallel.pipeline.cut import Traced, even_cuts, trace, trainable_units
 from drumline.parallel.pipeline.norm import apply_norm_mode, describe_norm, norm_count
-from drumline.parallel.pipeline.pipelined import Pipelined, Staged, Tail
-from drumline.parallel.pipeline.placement import place_stages
-from drumline.parallel.pipeline.profile import choose_split, cut_points
-from drumline.parallel.pipeline.shape import Shape, pipeline_shape
-from drumline.parallel.strategy import (
-    Cut,
-    ForwardPass,
-    Gathered,
-    Lanes,
-    Log,
-    Strategy,
-    smallest_piece,
+from drumline.parallel.pipeline.pipelined import Chain, Pipelined, Staged, Tail
+from drumline.parallel.pipeline.profile import ProfileOptions, cut_points
+from drumline.parallel.pipeline.schedule import Shape, pipeline_shape
+from drumline.parallel.pipeline.split import choose_split
+from drumline.parallel.pipeline.stage import (
+    Segment,
+    StageModule,
+    TensorSpec,
+    boundaries,
+    describe_stages,
+    place_stages,
 )
+from drumline.parallel.strategy import Cut, ForwardPass, Gathered, Log, Strategy, smallest_piece
 from drumline.parallel.world import World
 from drumline.state.checkpoint import check_fit
 from drumline.state.tensors import Groups
@@ -218,10 +209,8 @@ class PipelineStrategy(Strategy):
                     root,
                     stages,
                     tuple(sample.shape),
-                    self.world.device,
-                    self.autocast,
-                    channels_last=sample.is_contiguous(memory_format=torch.channels_last),
-                    points=units,
+                    ProfileOptions(self.world.device, self.autocast, self.channels_last),
+                    units,
                 )
                 noisy = ", on a noisy machine" if profile.noisy else ""
                 found = names, f" (balanced by measured times{noisy})"

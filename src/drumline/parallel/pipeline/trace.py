@@ -36,8 +36,8 @@ from torch.fx.proxy import TraceError
 from drumline.core.arithmetic import leave_no_trace
 from drumline.core.errors import UserError
 from drumline.models.tapped import TapHook
-from drumline.parallel.pipeline.boundary import Fakes, untouched
 from drumline.parallel.pipeline.operations import ModuleCall, TracedForward, TraceLog, storage, tensors
+from drumline.parallel.pipeline.stage import Fakes, untouched
 from drumline.parallel.pipeline.untraceable import (
     no_counting,
     no_custom_backward,

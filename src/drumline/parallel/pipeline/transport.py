@@ -18,9 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from drumline.parallel.pipeline.boundary import TensorSpec
-from drumline.parallel.pipeline.instructions import Kind
-from drumline.parallel.pipeline.record import Recorder
+from drumline.parallel.lanes import Kind, Recorder
+from drumline.parallel.pipeline.stage import TensorSpec
 from drumline.parallel.world import Pending, World
 
 DIRECTIONS = {Kind.SEND_OUTPUT: 1, Kind.SEND_GRADIENT: -1}

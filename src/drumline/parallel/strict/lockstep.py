@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from drumline.parallel.strict.tree import Fold, owned
+from drumline.parallel.strict.ordered import Fold, owned
 from drumline.parallel.world import World
 
 T = TypeVar("T")

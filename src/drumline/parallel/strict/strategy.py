@@ -22,8 +22,7 @@ from drumline.parallel.model_draws import ModelDraws
 from drumline.parallel.norm import PLAIN, SmallestBatch, WorldNorm, over_all
 from drumline.parallel.strategy import Cut, ForwardPass, Log, Strategy
 from drumline.parallel.strict.lockstep import Lockstep
-from drumline.parallel.strict.ordered import OrderedSum
-from drumline.parallel.strict.tree import Fold, owned
+from drumline.parallel.strict.ordered import Fold, OrderedSum, owned
 from drumline.parallel.world import World
 
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from drumline.core.errors import UserError
-from drumline.parallel.grid import make_grid
-from drumline.parallel.pipeline.placement import device_of
-from drumline.parallel.pipeline.shape import Shape
-from drumline.parallel.world import single_process
+from drumline.parallel.pipeline.schedule import Shape
+from drumline.parallel.pipeline.stage import device_of
+from drumline.parallel.world import make_grid, single_process
 
 HERE, THERE = torch.device("cpu"), torch.device("meta")
 """The meta device stands for a second GPU."""

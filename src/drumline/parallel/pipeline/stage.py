@@ -1,7 +1,9 @@
-"""The tensors that cross between the stages of a cut model, found without running it.
+"""A stage of a model: its operations, its module, the tensors that enter it, and the device that holds its own.
 
-Promises: uses fake tensors only, so no kernel runs, no random number is drawn, no buffer is written and no hook is
-called. Parameters may be on the meta device: only their shapes, strides and dtypes are read.
+Promises: the tensors that cross between stages are found with fake tensors only, so no kernel runs, no random number
+is drawn, no buffer is written and no hook is called. Placing the stages keeps shared tensors shared; what a different
+process computes goes to the meta device, without memory, under its name.
+Rejects a constant that one process would have to read on two devices.
 """
 
 from __future__ import annotations
@@ -9,23 +11,18 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 from drumline.core import arithmetic
-
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_forward_hooks_always_called",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
+from drumline.core.errors import UserError
+from drumline.parallel.pipeline.schedule import Shape
+from drumline.parallel.world import Grid
 
 
 @dataclass(frozen=True)
@@ -59,6 +56,47 @@ class StageModule(nn.Module):
         """Returns a tuple of what enters the next stage. The last stage returns what the model returns. The mode of
         the model selects the operations traced in training or in evaluation."""
         return self._forwards[self.root.training](self.root, *inputs)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One stage of a cut, not yet bound to a model."""
+
+    number: int
+    name: str
+    """The module that begins it."""
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    modules: tuple[str, ...]
+    """Modules that it calls. All names are the model's. A tied parameter has the first of its names."""
+    graphs: Mapping[bool, fx.Graph] = field(repr=False)
+    """Its operations, by mode."""
+
+    def bind(self, root: nn.Module) -> StageModule:
+        """The stage as a module that uses the tensors of `root`: the traced model, or one with the same structure."""
+        return StageModule(root, {training: _compiled(graph) for training, graph in self.graphs.items()})
+
+
+def _compiled(graph: fx.Graph) -> Any:
+    """The stage as a Python function of the model and the inputs. It looks up the model's tensors at each call."""
+    code = graph.python_code("self")
+    scope = dict(code.globals)
+    exec(compile(code.src, "<a stage of the model>", "exec"), scope)
+    return scope["forward"]
+
+
+def describe_stages(segments: Sequence[Segment]) -> str:
+    """Where the stages begin."""
+    return " | ".join(f"{segment.number}: from {segment.name or 'the input'}" for segment in segments)
+
+
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
 
 
 def boundaries(
@@ -149,3 +187,60 @@ def _without_hooks(module: nn.Module) -> Iterator[None]:
     finally:
         for each, name, hooks in kept:
             each.__dict__[name] = hooks
+
+
+def place_stages(
+    module: nn.Module,
+    root: nn.Module,
+    segments: Sequence[Segment],
+    shape: Shape,
+    grid: Grid,
+    lanes: Sequence[torch.device],
+    channels_last: bool,
+) -> None:
+    """Moves every tensor of `module`, in place. `root` is the submodule that was cut; `lanes` are the devices of this
+    process's lanes. What no stage uses goes with the first stage; what is outside the root, with the last."""
+    readers: dict[str, list[int]] = {}
+    for segment in segments:
+        for used in (*segment.parameters, *segment.buffers):
+            readers.setdefault(used, []).append(segment.number)
+    names = {id(tensor): name for name, tensor in (*root.named_parameters(), *root.named_buffers())}
+    moved: dict[int, Tensor] = {}
+    for layer in module.modules():
+        for kind in (layer._parameters, layer._buffers):
+            for key, tensor in kind.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in moved:
+                    name = names.get(id(tensor))
+                    stages = [shape.stages - 1] if name is None else readers.get(name, [0])
+                    device = device_of(stages, shape, grid, lanes, name or key)
+                    moved[id(tensor)] = _moved(tensor, device, channels_last)
+                kind[key] = moved[id(tensor)]  # type: ignore[assignment]
+
+
+def device_of(
+    stages: Sequence[int], shape: Shape, grid: Grid, lanes: Sequence[torch.device], name: str
+) -> torch.device:
+    """The device of a tensor that these stages read. (Only constants are read by several.)"""
+    if not shape.over_processes:
+        devices = {lanes[stage % shape.lanes] for stage in stages}
+        if len(devices) > 1:
+            raise UserError(
+                f"parallel.split: {name} is read by stages {', '.join(map(str, stages))}, which one process computes "
+                "on several devices",
+                f"give --parallel.processes {shape.lanes} (each has its own), or cut so that one stage reads it",
+            )
+        return devices.pop()
+    here = any(stage % shape.lanes == grid.place for stage in stages)
+    return lanes[0] if here else torch.device("meta")
+
+
+def _moved(tensor: Tensor, device: torch.device, channels_last: bool) -> Tensor:
+    """The tensor on that device, of the same kind; on the meta device, without values."""
+    moved = tensor.detach().to(device)
+    if channels_last and tensor.ndim == 4:
+        moved = moved.contiguous(memory_format=torch.channels_last)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(moved, tensor.requires_grad)
+    return moved

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumline.parallel.pipeline.instructions import Instruction, Kind, Span
+from drumline.parallel.lanes import Instruction, Kind, Span, Times, bubble, simulate, step_time
 from drumline.parallel.pipeline.schedule import forward_lists, instruction_lists
-from drumline.parallel.pipeline.simulate import Times, bubble, simulate, step_time
 from tests.parallel.pipeline.soundness import ideal_bubble
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
