@@ -172,7 +172,7 @@ def test_no_load_path_can_run_code(pattern: str) -> None:
     assert found <= set(FORBIDDEN[pattern])
 
 
-STAGES = "parallel/pipeline/cut.py"
+STAGES = "parallel/pipeline/stage.py"
 """Runs the code that torch.fx makes of the user's own model, traced in the same process; nothing read from a file."""
 
 
