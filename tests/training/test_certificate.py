@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drumline.parallel.pipeline.norm import apply_norm_mode, commit_statistics
+from drumline.parallel.norm import apply_norm_mode, commit_statistics
 from drumline.training.certificate import (
     Certificate,
     Reference,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from drumline.core.arithmetic import leave_no_trace
 from drumline.core.errors import UserError
-from drumline.parallel.pipeline.norm import commit_statistics, forget_statistics
+from drumline.parallel.norm import commit_statistics, forget_statistics
 from drumline.training.equality import Claim, Row, Verdict
 
 

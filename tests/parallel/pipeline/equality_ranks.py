@@ -26,9 +26,8 @@ from drumline.data.feed.batch import Batch
 from drumline.data.feed.sampler import bounds, rank_slice
 from drumline.models.registry import create_model
 from drumline.models.resnet import BasicBlock, ResNet
-from drumline.parallel.norm import world_total
+from drumline.parallel.norm import MODES, Mode, apply_norm_mode, commit_statistics, world_total
 from drumline.parallel.pipeline.cut import even_cuts, trace
-from drumline.parallel.pipeline.norm import MODES, Mode, apply_norm_mode, commit_statistics
 from drumline.parallel.pipeline.pipelined import Pipelined, Staged, Tail
 from drumline.parallel.pipeline.schedule import SCHEDULES, Shape, max_in_flight
 from drumline.parallel.pipeline.stage import Segment, TensorSpec, boundaries

@@ -21,9 +21,9 @@ from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch
 from drumline.parallel.lanes import Recorder, Span
 from drumline.parallel.model_draws import ModelDraws
+from drumline.parallel.norm import commit_statistics, forget_statistics
 from drumline.parallel.pipeline.execute import Lane, run_lanes
 from drumline.parallel.pipeline.mailbox import LaneDevice, Mailbox
-from drumline.parallel.pipeline.norm import commit_statistics, forget_statistics
 from drumline.parallel.pipeline.schedule import Shape, forward_lists, instruction_lists
 from drumline.parallel.pipeline.stage import Segment, StageModule, TensorSpec, boundaries
 from drumline.parallel.pipeline.transport import ProcessTransport, Transport

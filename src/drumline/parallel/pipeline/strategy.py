@@ -26,9 +26,8 @@ from drumline.models.base import copy_model, repeated_blocks
 from drumline.models.tapped import Tapped
 from drumline.parallel.lanes import Lanes, Span
 from drumline.parallel.model_draws import ModelDraws
-from drumline.parallel.norm import SmallestBatch, world_total
+from drumline.parallel.norm import SmallestBatch, apply_norm_mode, describe_norm, norm_count, world_total
 from drumline.parallel.pipeline.cut import Traced, even_cuts, trace, trainable_units
-from drumline.parallel.pipeline.norm import apply_norm_mode, describe_norm, norm_count
 from drumline.parallel.pipeline.pipelined import Chain, Pipelined, Staged, Tail
 from drumline.parallel.pipeline.profile import ProfileOptions, cut_points
 from drumline.parallel.pipeline.schedule import Shape, pipeline_shape
