@@ -22,13 +22,13 @@ from drumline.config.recipe import Checkpoint, Data, Distill, Model, Optim, Para
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.transform import IMAGENET_MEAN, IMAGENET_STD
 from drumline.models import create_model
-from drumline.observe.display import SilentDisplay
+from drumline.observe.display import Display
 from drumline.parallel.world import single_process
 from drumline.state.weights import load_weights
 from drumline.training import sets as train_sets
 from drumline.training.rehearse import rehearse
 from drumline.training.run import Run as TrainingRun
-from drumline.training.step import Normalise
+from drumline.training.sets import Normalise
 from drumline.training.task import Builder
 
 T, R, A = 4.0, 0.1, 0.9
@@ -146,7 +146,7 @@ class Ours:
     def open(recipe: Recipe, build: Builder, plan: Plan, cleanup: ExitStack) -> Ours:
         run = TrainingRun(recipe, single_process(plan.device), build, cleanup)
         # A terminal can show one live bar, and this is not the only run.
-        run.reporter.display = SilentDisplay()
+        run.reporter.display = Display()
         return Ours(run)
 
     def rehearse(self) -> None:
@@ -167,13 +167,13 @@ class Ours:
                 if math.isnan(self.first_loss):
                     loss, _, samples = run.step.meter.sums[:3].tolist()
                     self.first_loss = loss / samples
-                    reporter.tick(index + 1, rate)
+                    reporter.log_steps(index + 1, rate)
                     # TensorBoard is imported on a background thread with the first metric: not a step's cost.
                     reporter.drain()
                     reporter.run_log.flush()
-                reporter.moved(index + 1, rate)
+                reporter.step_done(index + 1, rate)
                 if (index + 1) % run.recipe.train.log_every == 0:
-                    reporter.tick(index + 1, rate)
+                    reporter.log_steps(index + 1, rate)
 
 
 def _watched(batches: Iterator[Batch], clock: Any) -> Iterator[Batch]:

@@ -38,14 +38,14 @@ from drumline.data.classes import Classes
 from drumline.distillation.methods import METHODS
 from drumline.distillation.run import distill
 from drumline.distillation.selection import select_methods
-from drumline.distillation.teacher import load_teachers
+from drumline.distillation.teacher import agreement, load_teachers
 from drumline.observe.display import Display
 from drumline.parallel.process_group import pick_device, resolve_device_type
 from drumline.parallel.strategy import Strategy
 from drumline.parallel.world import World, single_process
-from drumline.training.loop import Result, train
-from drumline.training.plan import Plan
-from drumline.training.score import score_module
+from drumline.training.evaluate import score_module
+from drumline.training.loop import TrainResult, train
+from drumline.training.schedule import Plan
 from drumline.training.sets import Sets
 from drumline.training.task import Task, classification
 
@@ -247,7 +247,7 @@ def teach(setting: Setting, job: Job, teacher: Job, taught: Done, out: Path, wor
     weights = str(teacher_weights(teacher, out))
     with tempfile.TemporaryDirectory() as folder:
         places = [f"run.dir={folder}"]
-        run: Callable[[Recipe, World], Result] = distill
+        run: Callable[[Recipe, World], TrainResult] = distill
         if job.method == "alone":
             watched = Distill(teacher=(setting.teacher,), teacher_weights=(weights,))
             run = partial(train, build=partial(beside_teacher, teacher=watched))
@@ -265,14 +265,16 @@ def beside_teacher(
     (loaded,) = load_teachers(replace(recipe, distill=teacher), Classes.of(sets.train), grid.world)
     guesses = torch.full((len(sets.eval),), -1, device=grid.world.device)
     score_module(loaded.module, sets, recipe, grid, record=guesses, autocast=strategy.autocast)
-    return replace(classification(recipe, sets, plan, strategy, display), teacher_predictions=guesses)
+    return replace(classification(recipe, sets, plan, strategy, display), metrics=(agreement(guesses),))
 
 
 class Interrupted(Exception):
     """Somebody asked the run to stop."""
 
 
-def timed(run: Callable[[Recipe, World], Result], recipe: Recipe, world: World) -> tuple[Result, float]:
+def timed(
+    run: Callable[[Recipe, World], TrainResult], recipe: Recipe, world: World
+) -> tuple[TrainResult, float]:
     """The result, and seconds from start to end. What the run held on the GPU is free afterwards."""
     begun = time.perf_counter()
     try:
@@ -291,7 +293,7 @@ def recipe_of(setting: Setting, job: Job, places: Sequence[str]) -> Recipe:
     return Recipe.from_args([*job.words.split(), *data, *places])
 
 
-def entry(job: Job, teacher: str, result: Result, seconds: float) -> Done:
+def entry(job: Job, teacher: str, result: TrainResult, seconds: float) -> Done:
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU, {platform.machine()}"
     return Done(
         method=job.method,
@@ -299,12 +301,12 @@ def entry(job: Job, teacher: str, result: Result, seconds: float) -> Done:
         words=job.words,
         teacher=teacher,
         machine=f"{device}, torch {torch.__version__}",
-        correct=result.correct,
-        samples=result.samples,
-        top1=result.correct / result.samples,
+        correct=result.metrics["correct"],
+        samples=result.metrics["samples"],
+        top1=result.metrics["top1"],
         best_top1=result.best_top1 or 0.0,
         best_epoch=result.best_epoch or 0.0,
-        agreement=result.agreement,
+        agreement=result.metrics.get("agreement"),
         images_per_s=result.images_per_s,
         seconds=round(seconds, 1),
     )

@@ -131,13 +131,6 @@ def _server() -> str:
 
 def main() -> None:
 
-    import drumline.cli
-    import drumline.distillation.run
-    import drumline.launch.launcher
-    import drumline.parallel.fsdp
-    import drumline.training.loop
-    import drumline.training.prove  # noqa: F401
-
     fork_drumline()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(sys.argv[1])

@@ -17,7 +17,7 @@ from drumline.models import create_model
 from drumline.state.checkpoint import write_checkpoint
 from drumline.state.manifest import Position
 from drumline.state.weights import export_tensors
-from tests.training.test_score import RECORD
+from tests.training.test_evaluate_weights import RECORD
 
 
 @pytest.fixture(autouse=True)

@@ -75,7 +75,7 @@ def learn(recipe: Recipe, world: World) -> tuple[dict[str, Any], Task]:
         return built[0]
 
     result = train(recipe, world, build)
-    return {"agreement": result.agreement, "teacher": result.teacher_top1, "top1": result.top1}, built[0]
+    return {name: result.metrics[name] for name in ("agreement", "teacher_top1", "top1")}, built[0]
 
 
 def teacher_in(task: Task) -> tuple[Teacher, bool]:

@@ -26,7 +26,7 @@ from drumline.parallel.process_group import init_world
 from drumline.parallel.strategy import create_strategy
 from drumline.parallel.world import World
 from drumline.training.guards import state_tensors
-from drumline.training.plan import make_plan
+from drumline.training.schedule import make_plan
 from drumline.training.sets import normaliser, open_sets
 from drumline.training.state import build_state
 from drumline.training.step import TrainStep

@@ -24,8 +24,8 @@ from drumline.distillation.objective import AcrossRanks, Distillation, GlobalBat
 from drumline.distillation.selection import select_methods
 from drumline.distillation.teacher import LiveTeacher, Teacher, TeacherOutput
 from drumline.parallel.world import single_process
-from drumline.training.objective import Classification, Outcome
 from drumline.training.step import TrainStep
+from drumline.training.task import Classification, Outcome
 from tests.distillation.nets import Alone
 from tests.training import tiny
 

@@ -28,7 +28,7 @@ from drumline.distillation.teacher import LiveTeacher, Teacher, TeacherOutput
 from drumline.models import create_model
 from drumline.models.tapped import with_taps
 from drumline.parallel.world import World, single_process
-from drumline.training.objective import Classification
+from drumline.training.task import Classification
 from tests.distillation import ranks, test_world_sizes
 from tests.distillation.methods import test_relations, test_statistics
 from tests.distillation.nets import Alone, wakened

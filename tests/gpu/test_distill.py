@@ -58,7 +58,7 @@ def sha256(recipe: Recipe, folder: Path, name: str, capture: str = "on") -> str:
     recipe = replace(recipe, run=replace(recipe.run, dir=str(folder), name=name))
     recipe = replace(recipe, train=replace(recipe.train, capture=capture))  # type: ignore[arg-type]
     result = distill(recipe, single_process(torch.device("cuda", 0)))
-    assert result.agreement is not None
+    assert result.metrics["agreement"] is not None
     return verify_run(folder / name).state_sha256
 
 

@@ -129,7 +129,7 @@ def test_a_compiled_run_learns(tmp_path: Path) -> None:
     recipe = replace(
         BASE, train=replace(BASE.train, steps=220, compile=True), run=replace(BASE.run, dir=str(tmp_path))
     )
-    assert train(recipe, single_process(torch.device("cuda", 0))).top1 > 0.9  # type: ignore[operator]
+    assert train(recipe, single_process(torch.device("cuda", 0))).metrics["top1"] > 0.9
 
 
 @pytest.mark.parametrize("model", ["torchvision/resnet18", "timm/resnet18", "timm/vit_tiny_patch16_224"])

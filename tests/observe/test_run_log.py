@@ -22,9 +22,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from drumline.core.errors import UserError
 from drumline.observe import run_log as module
-from drumline.observe.lines import append, encode
+from drumline.observe.metric_files import TensorBoard, append, encode
 from drumline.observe.run_log import RunLog
-from drumline.observe.tensorboard import TensorBoard
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
@@ -41,7 +40,7 @@ def test_a_metric_is_one_json_line_and_its_numbers_are_scalars(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: 1_000_000.25))
-    with RunLog(tmp_path) as run_log:
+    with RunLog(tmp_path).begin() as run_log:
         run_log.metric(
             "train", step=7, epoch=0.5, loss=2.5, images=128, name="a", done=True, shares=[0.5, 0.25]
         )
@@ -86,7 +85,7 @@ def test_nan_and_infinity_are_null_and_named_so_that_each_line_is_valid_json() -
 
 
 def test_a_value_that_is_no_plain_number_is_refused_where_it_is_given(tmp_path: Path) -> None:
-    with RunLog(tmp_path) as run_log:
+    with RunLog(tmp_path).begin() as run_log:
         with pytest.raises(TypeError, match="not JSON serializable"):
             run_log.metric("train", step=1, loss=object())  # type: ignore[arg-type]
         with pytest.raises(AssertionError, match="reserved"):
@@ -96,7 +95,7 @@ def test_a_value_that_is_no_plain_number_is_refused_where_it_is_given(tmp_path: 
 def test_other_ranks_write_nothing_and_start_no_thread() -> None:
     threads = threading.active_count()
     shown: list[str] = []
-    with RunLog.open(None, shown.append, keep_until_step=3) as run_log:
+    with RunLog(None, shown.append).begin(3) as run_log:
         run_log.metric("train", step=1, loss=1.0)
         run_log.log("hello")
         run_log.flush()
@@ -106,7 +105,7 @@ def test_other_ranks_write_nothing_and_start_no_thread() -> None:
 
 def test_a_note_is_shown_at_once_and_stands_in_the_log_with_its_time(tmp_path: Path) -> None:
     shown: list[str] = []
-    with RunLog(tmp_path, shown.append) as run_log:
+    with RunLog(tmp_path, shown.append).begin() as run_log:
         run_log.log("grün\nsecond line")
         assert shown == ["grün\nsecond line"]
         run_log.log("another")
@@ -117,7 +116,7 @@ def test_a_note_is_shown_at_once_and_stands_in_the_log_with_its_time(tmp_path: P
 
 
 def test_flush_returns_when_lines_notes_and_scalars_are_on_disk(tmp_path: Path) -> None:
-    with RunLog(tmp_path) as run_log:
+    with RunLog(tmp_path).begin() as run_log:
         for round_ in (1, 2):
             for step in range(50):
                 run_log.metric("train", step=50 * round_ + step, loss=1.0)
@@ -129,13 +128,13 @@ def test_flush_returns_when_lines_notes_and_scalars_are_on_disk(tmp_path: Path) 
 
 
 def test_lines_reach_the_file_without_a_flush(tmp_path: Path) -> None:
-    with RunLog(tmp_path) as run_log:
+    with RunLog(tmp_path).begin() as run_log:
         run_log.metric("train", step=1, loss=1.0)
         _wait_until(lambda: len(_lines(tmp_path)) == 1)
 
 
 def test_close_after_close_does_nothing_and_a_closed_book_takes_no_more(tmp_path: Path) -> None:
-    run_log = RunLog(tmp_path)
+    run_log = RunLog(tmp_path).begin()
     run_log.close()
     run_log.close()
     with pytest.raises(AssertionError, match="after close"):
@@ -163,7 +162,7 @@ def test_the_loop_and_the_lines_never_wait_for_a_slow_tensorboard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = SlowTensorBoard(monkeypatch)
-    run_log = RunLog(tmp_path)
+    run_log = RunLog(tmp_path).begin()
     costs = []
     began = time.perf_counter()
     for step in range(2000):
@@ -187,7 +186,7 @@ def test_beyond_the_limit_scalars_are_left_out_and_counted_but_no_line_is_lost(
     monkeypatch.setattr(module, "SCALARS_KEPT", 5)
     monkeypatch.setattr(module, "_POLL_S", 60)
     shown: list[str] = []
-    with RunLog(tmp_path, shown.append) as run_log:
+    with RunLog(tmp_path, shown.append).begin() as run_log:
         for step in range(20):
             run_log.metric("train", step=step, loss=1.0)
     assert len(_lines(tmp_path)) == 20
@@ -213,7 +212,7 @@ def test_a_disk_that_hangs_makes_the_loop_wait_rather_than_lose_a_line(
             run_log.metric("train", step=step, loss=1.0)
             written.append(step)
 
-    with RunLog(tmp_path) as run_log:
+    with RunLog(tmp_path).begin() as run_log:
         thread = threading.Thread(target=loop)
         thread.start()
         thread.join(0.3)
@@ -238,7 +237,7 @@ def test_a_disk_that_stays_full_is_told_with_the_folder_and_a_fix(
 ) -> None:
     _fill_the_disk(monkeypatch)
     monkeypatch.setattr(module, "LINES_KEPT", 1)
-    run_log = RunLog(tmp_path)
+    run_log = RunLog(tmp_path).begin()
     run_log.metric("train", step=1, loss=1.0)
     if call == "metric":
         _wait_until(lambda: run_log._stuck is not None)
@@ -262,7 +261,7 @@ def test_while_the_disk_is_full_lines_wait_and_none_is_lost_or_written_twice(
         append(file, lines)
 
     monkeypatch.setattr(module, "append", sometimes)
-    with RunLog(tmp_path, shown.append) as run_log:
+    with RunLog(tmp_path, shown.append).begin() as run_log:
         run_log.metric("train", step=1, loss=1.0)
         run_log.flush()
         for room in range(2):
@@ -299,7 +298,7 @@ def test_a_failing_tensorboard_ends_alone(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(RecordWriter, "write", once)
     shown: list[str] = []
-    with RunLog(tmp_path, shown.append) as run_log:
+    with RunLog(tmp_path, shown.append).begin() as run_log:
         for step in range(5):
             run_log.metric("train", step=step, loss=1.0)
             run_log.flush()
@@ -324,7 +323,7 @@ def test_a_disk_that_fills_up_within_a_line_leaves_whole_lines_only(tmp_path: Pa
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(UserError, match=r"metrics\.jsonl.*Is a directory"):
-        RunLog(tmp_path)
+        RunLog(tmp_path).check()
 
 
 def test_a_run_goes_on_without_tensorboard_and_says_so_once(
@@ -332,7 +331,7 @@ def test_a_run_goes_on_without_tensorboard_and_says_so_once(
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.summary_pb2", None)
     shown: list[str] = []
-    with RunLog(tmp_path, shown.append) as run_log:
+    with RunLog(tmp_path, shown.append).begin() as run_log:
         for step in range(5):
             run_log.metric("train", step=step, loss=1.0)
         run_log.flush()
@@ -341,7 +340,7 @@ def test_a_run_goes_on_without_tensorboard_and_says_so_once(
     assert len(shown) == 1
     assert shown[0].startswith("WARNING: no TensorBoard events (ModuleNotFoundError: ")
     assert shown[0] in (tmp_path / "log.txt").read_text()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.txt", "metrics.jsonl"]
+    assert not list(tmp_path.glob("*tfevents*"))
 
 
 def test_the_import_of_tensorboard_does_not_hold_up_its_user() -> None:
@@ -350,7 +349,7 @@ def test_the_import_of_tensorboard_does_not_hold_up_its_user() -> None:
 
 
 def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
-    with RunLog(tmp_path) as run_log:
+    with RunLog(tmp_path).begin() as run_log:
         for step in range(1, 9):
             run_log.metric("train", step=step, loss=float(step))
             if step % 4 == 0:
@@ -358,7 +357,7 @@ def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
                 run_log.metric("memory", bytes=1)
     shown: list[str] = []
     time.sleep(1.01)  # TensorBoard puts files in order by their second, and within one, 10 before 9
-    with RunLog.open(tmp_path, shown.append, keep_until_step=4) as run_log:
+    with RunLog(tmp_path, shown.append).begin(4) as run_log:
         for step in range(5, 11):
             run_log.metric("train", step=step, loss=100.0 + step)
     lines = _lines(tmp_path)
@@ -376,7 +375,7 @@ def test_a_line_torn_by_a_crash_goes_away(tmp_path: Path, torn: bytes) -> None:
     good = encode(1.0, "train", 5, 0.1, {"loss": 1.0}).encode()
     (tmp_path / "metrics.jsonl").write_bytes(good + torn)
     shown: list[str] = []
-    with RunLog.open(tmp_path, shown.append) as run_log:
+    with RunLog(tmp_path, shown.append).begin() as run_log:
         run_log.metric("train", step=6)
     assert [line["step"] for line in _lines(tmp_path)] == [5, 6]
     assert shown == ["metrics.jsonl: removed 1 incomplete line"]
@@ -384,7 +383,7 @@ def test_a_line_torn_by_a_crash_goes_away(tmp_path: Path, torn: bytes) -> None:
 
 def test_a_last_line_that_lacks_only_its_line_end_is_kept(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(encode(1.0, "train", 5, 0.1, {}).encode().rstrip())
-    with RunLog.open(tmp_path) as run_log:
+    with RunLog(tmp_path).begin() as run_log:
         run_log.metric("train", step=6)
     assert [line["step"] for line in _lines(tmp_path)] == [5, 6]
 
@@ -394,7 +393,7 @@ def test_a_good_log_is_not_rewritten(tmp_path: Path) -> None:
     path.write_text(encode(1.0, "train", 5, 0.1, {}))
     before = path.stat().st_ino
     shown: list[str] = []
-    RunLog.open(tmp_path, shown.append, keep_until_step=5).close()
+    RunLog(tmp_path, shown.append).begin(5).close()
     assert path.stat().st_ino == before
     assert shown == []
 

@@ -26,7 +26,7 @@ def test_a_launchers_lines_are_said_at_once_and_stand_in_the_log_of_its_run(tmp_
     notes("rank 1 was killed during start-up", text_log.FAILED)
     time.sleep(0.1)  # until the thread that writes has looked for it
     assert not (tmp_path / "log.txt").exists()
-    with RunLog(tmp_path) as run_log:
+    with RunLog(tmp_path).begin() as run_log:
         run_log.log("started: drumline train")
     deadline = time.monotonic() + 20
     while len(texts(tmp_path)) < 4 and time.monotonic() < deadline:
@@ -89,7 +89,7 @@ def test_a_process_that_was_killed_is_known_by_its_missing_closing_line(
 ) -> None:
     (tmp_path / "log.txt").write_text("".join(map(text_log.stamped, lines)))
     assert text_log.ended_unrecorded(tmp_path) is killed
-    with RunLog.open(tmp_path):
+    with RunLog(tmp_path).begin():
         pass
     assert ("process was killed" in (tmp_path / "log.txt").read_text()) is killed
 

@@ -35,10 +35,9 @@ from drumline.state.manager import CheckpointManager
 from drumline.state.manifest import Position
 from drumline.state.shards import ShardWriter
 from drumline.training.guards import state_tensors
-from drumline.training.objective import Classification
-from drumline.training.recompute import recompute_blocks
-from drumline.training.state import build_state
+from drumline.training.state import build_state, recompute_blocks
 from drumline.training.step import TrainStep
+from drumline.training.task import Classification
 from tests.launch.ranks import one_thread, results_of
 from tests.training import tiny
 

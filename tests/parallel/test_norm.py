@@ -28,9 +28,8 @@ from drumline.parallel.norm import (
 )
 from drumline.parallel.strategy import create_strategy
 from drumline.parallel.world import World, single_process
-from drumline.training.ema import Average
 from drumline.training.loop import train
-from drumline.training.recompute import recompute_blocks
+from drumline.training.state import Average, recompute_blocks
 from tests.training import tiny
 
 STAGES = (

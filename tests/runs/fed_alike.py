@@ -16,7 +16,7 @@ from drumline.observe.display import Display
 from drumline.parallel.process_group import init_world
 from drumline.parallel.strategy import Strategy
 from drumline.training.loop import train
-from drumline.training.plan import Plan
+from drumline.training.schedule import Plan
 from drumline.training.sets import Sets
 from drumline.training.task import Task, classification
 

@@ -328,7 +328,7 @@ def test_replicas_of_a_stage_that_drift_apart_are_named(run: Runs) -> None:
             "parallel.stages=2 parallel.virtual=true model.name=own:keeping",
             (
                 "the gradient of 'one.0.weight' differs",
-                "keeps something from one call to the next",
+                "stores values from one call to the next",
                 "8 of 10",
             ),
         ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +21,8 @@ from drumline.core.environment import read_rank_info
 from drumline.distillation.run import distill
 from drumline.parallel.process_group import init_world
 from drumline.state.checkpoint import read_checkpoint
+from drumline.training.evaluate import evaluate_weights
 from drumline.training.loop import train
-from drumline.training.score import score
 from tests.launch.ranks import results_of
 
 RANKS, SCORED = 4, 5
@@ -83,7 +84,7 @@ def main(folder: Path) -> None:
     found: dict[str, Any] = {}
     for name, words in LAYOUTS.items():
         result = train(recipe_of(folder, name, *words), world)
-        found[name] = (result.samples, result.correct, result.loss)
+        found[name] = _counted(result.metrics)
     middle = folder / "fsdp" / "checkpoints" / "step-1"
     train(recipe_of(folder, "resumed", *LAYOUTS["fsdp"], f"checkpoint.resume={middle}"), world)
     found["resumed"] = world.broadcast_object(
@@ -91,7 +92,7 @@ def main(folder: Path) -> None:
     )
     # A finished run is scored before it takes any step.
     again = train(recipe_of(folder, "fsdp", *LAYOUTS["fsdp"], "checkpoint.resume=auto"), world)
-    found["finished fsdp"] = (again.samples, again.correct, again.loss)
+    found["finished fsdp"] = _counted(again.metrics)
     weights = folder / "fsdp" / "weights" / "last.safetensors"
     taught = distill(
         recipe_of(
@@ -103,11 +104,15 @@ def main(folder: Path) -> None:
         ),
         world,
     )
-    found["taught"], found["teacher"] = taught.samples, taught.teacher_top1
-    scored = score(recipe_of(folder, "scored", f"model.weights={weights}"), world)
-    found["scored"] = (scored.samples, scored.correct, scored.loss)
+    found["taught"], found["teacher"] = taught.metrics["samples"], taught.metrics["teacher_top1"]
+    scored = evaluate_weights(recipe_of(folder, "scored", f"model.weights={weights}"), world)
+    found["scored"] = _counted(scored.as_dict())
     torch.save(found, folder / f"{world.rank}.pt")
     world.close()
+
+
+def _counted(metrics: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(metrics[name] for name in ("samples", "correct", "loss"))
 
 
 def _same(*checkpoints: Path) -> bool:

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,47 @@ from drumline.observe.run_log import RunLog
 from drumline.parallel.process_group import init_world
 from drumline.parallel.single import BufferMean
 from drumline.parallel.world import World
+from drumline.training import metrics
 from drumline.training.evaluate import evaluate
 from drumline.training.guards import state_tensors
-from drumline.training.meter import MeterReader
+from drumline.training.metrics import Metric, Outputs
+from drumline.training.reporter import MeterReader
 from drumline.training.stop import StopSign
 from tests.launch.job import is_running
 from tests.launch.ranks import results_of
 from tests.training import tiny
 
-SAMPLES, EVAL_BATCH = 23, 4
+SAMPLES, EVAL_BATCH, BINS = 23, 4, 5
+
+
+def _class_mean_rows(outputs: Outputs) -> torch.Tensor:
+    hot = nn.functional.one_hot(outputs.labels, outputs.logits.shape[1])
+    return torch.cat([hot, hot * (outputs.rank < 1)[:, None]], dim=1)
+
+
+def _class_mean(totals: Sequence[float], samples: int) -> float:
+    half = len(totals) // 2
+    seen = [(right, count) for count, right in zip(totals[:half], totals[half:], strict=True) if count]
+    return sum(right / count for right, count in seen) / len(seen)
+
+
+def _calibration_rows(outputs: Outputs) -> torch.Tensor:
+    confidence = outputs.logits.softmax(dim=1).amax(dim=1)
+    inside = nn.functional.one_hot((confidence * BINS).long().clamp(max=BINS - 1), BINS)
+    return inside * (confidence - (outputs.rank < 1).float())[:, None]
+
+
+METRICS = (
+    *metrics.METRICS,
+    Metric("class_mean", "mean accuracy of the classes", _class_mean_rows, _class_mean),
+    Metric(
+        "calibration_error",
+        "expected calibration error",
+        _calibration_rows,
+        lambda totals, samples: sum(map(abs, totals)) / samples,
+    ),
+)
+"""The table, and metrics of several sums."""
 
 
 def results(size: int) -> list[dict[str, Any]]:
@@ -190,7 +223,9 @@ def evaluation(world: World) -> dict[str, Any]:
             samples=SAMPLES, batch=EVAL_BATCH, rank=world.rank, world=world.size
         )
     )
-    return asdict(evaluate(tiny.normed(3), batches, SAMPLES, EVAL_BATCH, tiny.NORMALISE, world, None))
+    return asdict(
+        evaluate(tiny.normed(3), batches, SAMPLES, EVAL_BATCH, tiny.NORMALISE, world, None, metrics=METRICS)
+    )
 
 
 def score(world: World, folder: Path) -> dict[str, Any]:

@@ -1,28 +1,37 @@
-"""A layout that computes what accumulation does is certified; one that does not is stopped, and told where."""
+"""A layout that computes what accumulation does is certified; one that does not stops the run."""
 
 from __future__ import annotations
 
 import copy
+import errno
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from drumline.parallel.norm import apply_norm_mode, commit_statistics
+from drumline.config.recipe import Checkpoint, Data, Model, Parallel, Recipe, Run, Train
+from drumline.parallel.norm import WorldNorm, apply_norm_mode, commit_statistics
+from drumline.parallel.world import single_process
+from drumline.training import certificate as module
 from drumline.training.certificate import (
     Certificate,
     Reference,
     as_json,
     copied,
+    error_of,
     gradients_of,
     message,
     reference,
-    refuse,
     summary,
 )
 from drumline.training.equality import Claim, compare, merge
+from drumline.training.loop import train
 from tests.training import tiny
 
 MICRO = 4
@@ -106,7 +115,7 @@ def certify(layout: TwoStages, expected: Reference | None = None) -> Certificate
 def test_a_layout_that_computes_what_accumulation_does_is_certified(mode: str) -> None:
     model = apply_norm_mode(tiny.normed(), mode, None, MICRO).train()
     certificate = certify(TwoStages(model))
-    assert refuse(certificate) is None
+    assert error_of(certificate) is None
     assert message(certificate) == (
         "certificate: gradients of 6 of 6 parameters equal plain accumulation over 4 micro-batches, bit for bit; "
         "the rehearsal left all 3 buffers as they were"
@@ -132,12 +141,12 @@ def test_after_a_real_step_buffers_are_where_accumulation_puts_them(mode: str) -
         )
 
     TwoStages(model).step()
-    assert refuse(judged()) is None
+    assert error_of(judged()) is None
     assert message(judged()).startswith(
         "certificate: 3 of 3 buffers after a step equal plain accumulation over 4"
     )
     model[1].running_var.mul_(1.01)
-    assert "the moved buffer '1.running_var' differs on rank 0" in str(refuse(judged()))
+    assert "the moved buffer '1.running_var' differs on rank 0" in str(error_of(judged()))
 
 
 def test_the_reference_leaves_the_model_as_it_was() -> None:
@@ -173,7 +182,7 @@ def test_a_gradient_divided_once_too_often_is_stopped() -> None:
             parameter.grad.div_(MICRO)
 
     certificate = certify(TwoStages(tiny.normed(), after=divide))
-    error = str(refuse(certificate))
+    error = str(error_of(certificate))
     assert error.startswith(
         "certificate: the gradient of '5.weight' differs on rank 1 from plain accumulation over 4"
     )
@@ -188,7 +197,7 @@ def test_a_gradient_divided_once_too_often_is_stopped() -> None:
 
 
 def test_a_missing_micro_batch_is_stopped() -> None:
-    error = str(refuse(certify(TwoStages(tiny.normed(), micros=range(MICRO - 1)))))
+    error = str(error_of(certify(TwoStages(tiny.normed(), micros=range(MICRO - 1)))))
     assert "the gradient of '0.weight' differs on rank 0" in error
     assert "times the reference" not in error
 
@@ -203,7 +212,7 @@ def test_statistics_that_a_rehearsal_has_moved_are_stopped() -> None:
             return own
 
     certificate = certify(Probing(tiny.normed()))
-    error = str(refuse(certificate))
+    error = str(error_of(certificate))
     assert "the buffer '1.running_mean' was changed on rank 0 by a rehearsed step" in error
     assert "3 of 3 buffers differ" in error
     assert "3 of 3 buffers changed by the rehearsal" in message(certificate)
@@ -217,7 +226,7 @@ def test_a_parameter_that_another_stage_overwrote_is_stopped() -> None:
             model[0].weight.data.mul_(1.5)
 
     certificate = certify(TwoStages(tiny.normed(), before=overwrite))
-    assert "the gradient of '0.weight' differs" in str(refuse(certificate))
+    assert "the gradient of '0.weight' differs" in str(error_of(certificate))
 
 
 def test_a_weight_that_differs_from_the_start_is_seen_in_the_gradients() -> None:
@@ -225,7 +234,7 @@ def test_a_weight_that_differs_from_the_start_is_seen_in_the_gradients() -> None
     expected = reference(tiny.normed(), loss, MICRO)
     model = tiny.normed()
     model[5].weight.data.mul_(1.5)
-    assert "the gradient of '0.weight' differs" in str(refuse(certify(TwoStages(model), expected)))
+    assert "the gradient of '0.weight' differs" in str(error_of(certify(TwoStages(model), expected)))
 
 
 def test_a_parameter_that_no_stage_holds_is_stopped() -> None:
@@ -233,9 +242,9 @@ def test_a_parameter_that_no_stage_holds_is_stopped() -> None:
     expected = reference(model, loss, MICRO)
     own = {name: gradient for name, gradient in expected.gradients.items() if name != "1.weight"}
     verdict = merge([compare(own, expected.gradients, list(expected.gradients))])
-    error = str(refuse(Certificate((verdict,), MICRO, "pipeline", "")))
+    error = str(error_of(Certificate((verdict,), MICRO, "pipeline", "")))
     assert "the parameter '1.weight' is held by no rank" in error
-    assert "parallel.split left this one out" in error
+    assert "parallel.split leaves it out" in error
 
 
 def test_rounding_is_told_and_passes() -> None:
@@ -243,7 +252,7 @@ def test_rounding_is_told_and_passes() -> None:
     names = list(expected)
     near = {name: gradient * (1 + 1e-6) for name, gradient in expected.items()}
     certificate = Certificate((compare(near, expected, names),), MICRO, "pipeline", "")
-    assert refuse(certificate) is None
+    assert error_of(certificate) is None
     text = message(certificate)
     assert (
         "gradients of 6 of 6 parameters equal plain accumulation over 4 micro-batches, 0 of them bit for bit"
@@ -259,3 +268,66 @@ def test_what_json_cannot_hold_is_null_with_a_reason() -> None:
     row = json.loads(as_json(certificate))["comparisons"][0]["first_wrong"]
     assert (row["name"], row["relative"], row["reason"]) == ("a", None, "the reference is zero")
     assert "1 have NaN or infinity in the reference too" in message(certificate)
+
+
+def test_a_model_that_one_device_cannot_hold_is_trained_without_a_certificate(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(module, "reference", full)
+    recipe = Recipe(
+        run=Run(dir=str(tmp_path), name="run", device="cpu"),
+        data=Data(source="digits", batch=24),
+        model=Model(name="resnet8"),
+        train=Train(steps=2, eval_every=0),
+        parallel=Parallel(
+            layout="pipeline", stages=2, virtual=True, micro_batches=2, split="even", threads=1
+        ),
+        checkpoint=Checkpoint(every_epochs=0),
+    )
+    assert train(recipe, single_process(torch.device("cpu"))).finished
+    told = json.loads((tmp_path / "run" / module.FILE).read_text())
+    assert told["passes"] is None
+    assert "does not fit" in told["words"]
+    assert "WARNING: no certificate" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_a_full_disk_is_told_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "write_text", full)
+    shown: list[str] = []
+    logged: list[str] = []
+
+    def note(text: str, show: bool = True) -> None:
+        (shown if show else logged).append(text)
+
+    module._log_uncertified("layout ddp over 2 processes", tmp_path, note)
+    module._conclude(Certificate((), 2, "DDP", "layout ddp over 2 processes"), tmp_path, note)
+    told = f"WARNING: the certificate is not stored, No space left on device: {tmp_path / module.FILE}"
+    passed = "DDP check passed: gradients match one process"
+    assert shown == [told, f"WARNING: no certificate: {module.TOO_LARGE}", told, passed]
+    assert logged == ["certificate: "]
+
+
+@pytest.mark.parametrize(
+    ("model", "meets", "ends"),
+    [
+        (nn.BatchNorm2d(3), False, False),
+        (nn.Sequential(nn.SyncBatchNorm(3)), False, True),
+        (nn.Sequential(WorldNorm(3)), False, True),
+        (nn.BatchNorm2d(3), True, True),
+    ],
+)
+def test_none_gives_up_while_others_wait_for_it(model: nn.Module, meets: bool, ends: bool) -> None:
+    """Which of several processes has no room is known to itself alone."""
+    step: Any = SimpleNamespace(objective=SimpleNamespace(meets=meets))
+
+    def full() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError) if ends else nullcontext():
+        assert module._fits(full, module._communicates(model, step)) is None

@@ -1,4 +1,4 @@
-"""Every sample is scored once, in the same company, and a broken model is never right."""
+"""Every sample is scored once, together with the same others."""
 
 from __future__ import annotations
 
@@ -16,74 +16,22 @@ from drumline.data.feed.batch import Batch
 from drumline.parallel.world import World, single_process
 from drumline.state.manifest import Position
 from drumline.training import loop
-from drumline.training.evaluate import Score, Tally, evaluate, padded, tally
+from drumline.training.evaluate import evaluate, padded
+from drumline.training.metrics import Score
 from tests.training import ranks, tiny
+from tests.training.test_metrics import naive
 
 NAN = math.nan
 
 
-def naive(logits: torch.Tensor, labels: torch.Tensor) -> tuple[int, int, int]:
-    """Sorts each row by hand: higher first, of equals the lower class first."""
-    top1 = top5 = 0
-    for row, label in zip(logits.tolist(), labels.tolist(), strict=True):
-        if any(math.isnan(value) for value in row):
-            continue
-        ranking = sorted(range(len(row)), key=lambda i: (-row[i], i))
-        top1 += ranking[0] == label
-        top5 += label in ranking[:5]
-    return len(labels), top1, top5
-
-
-def counts(logits: torch.Tensor, labels: torch.Tensor) -> Tally:
-    return Tally(*(value.item() for value in tally(logits, labels)))
-
-
-@pytest.mark.parametrize("classes", [2, 4, 5, 6, 20])
-@pytest.mark.parametrize("levels", [2, 5, 1000])
-def test_counts_equal_a_naive_ranking_with_ties(classes: int, levels: int) -> None:
-    draw = torch.Generator().manual_seed(classes * levels)
-    logits = torch.randint(0, levels, (300, classes), generator=draw).float()
-    labels = torch.randint(0, classes, (300,), generator=draw)
-    found = counts(logits, labels)
-    assert (found.samples, found.top1, found.top5) == naive(logits, labels)
-
-
-@pytest.mark.parametrize("classes", [2, 3, 10])
-def test_a_row_of_nan_is_never_right(classes: int) -> None:
-    logits = torch.full((classes, classes), NAN)
-    found = counts(logits, torch.arange(classes))
-    assert (found.samples, found.top1, found.top5) == (classes, 0, 0)
-
-
-@pytest.mark.parametrize("classes", [3, 10])
-@pytest.mark.parametrize("where", [0, 1])
-def test_a_single_nan_in_a_row_makes_it_wrong(classes: int, where: int) -> None:
-    logits = torch.arange(classes).flip(0).float()[None].clone()
-    assert counts(logits, torch.tensor([0]))[1:3] == (1, 1)
-    logits[0, where] = NAN
-    assert counts(logits, torch.tensor([0]))[1:3] == (0, 0)
-
-
-def test_infinite_logits_are_ranked_and_left_out_of_the_sum_of_losses() -> None:
-    logits = torch.tensor([[math.inf, 0.0, 0.0], [-math.inf, 0.0, 0.0], [-math.inf, -math.inf, -math.inf]])
-    found = counts(logits, torch.tensor([0, 0, 0]))
-    assert (found.samples, found.top1, found.loss, found.nonfinite, found.unsummed) == (3, 2, 0, 3, 3)
-
-
-def test_a_large_loss_is_summed_as_it_is_and_one_that_would_overflow_the_sum_is_counted() -> None:
-    logits = torch.tensor([[0.0, 3e7], [0.0, 1e20]])
-    found = counts(logits, torch.tensor([0, 0]))
-    assert (found.loss / 2**24, found.nonfinite, found.unsummed) == (3e7, 0, 1)
-
-
 def test_a_score_with_an_output_that_is_not_finite_has_no_loss() -> None:
     model = tiny.normed(3)
-    assert math.isfinite(score(model, [4, 4, 3]).loss)
+    assert math.isfinite(score(model, [4, 4, 3]).values["loss"])
     with torch.no_grad():
         next(iter(model.parameters())).fill_(NAN)
     found = score(model, [4, 4, 3])
-    assert math.isnan(found.loss)
-    assert (found.top1, found.nonfinite) == (0, 11)
+    assert math.isnan(found.values["loss"])
+    assert (found.correct, found.nonfinite) == (0, 11)
 
 
 def test_labels_are_read_as_the_outputs_they_mean() -> None:
@@ -95,22 +43,8 @@ def test_labels_are_read_as_the_outputs_they_mean() -> None:
     found = evaluate(
         turned, batches([4, 4, 3]), 11, 4, tiny.NORMALISE, single_process(tiny.CPU), None, outputs=order
     )
-    assert (found.top1, found.top5) == (plain.top1, plain.top5)
-    assert found.loss == pytest.approx(plain.loss, rel=1e-6)
-
-
-def test_the_loss_is_the_cross_entropy_to_the_resolution_of_fixed_point() -> None:
-    logits, labels = torch.randn(500, 7), torch.randint(0, 7, (500,))
-    expected = nn.functional.cross_entropy(logits.double(), labels, reduction="sum").item()
-    assert counts(logits, labels).loss / 2**24 == pytest.approx(expected, rel=1e-6)
-
-
-def test_totals_do_not_depend_on_how_samples_are_grouped() -> None:
-    logits, labels = torch.randn(101, 7), torch.randint(0, 7, (101,))
-    whole = torch.stack(tally(logits, labels))
-    for size in (1, 2, 17, 100):
-        parts = [torch.stack(tally(logits[i : i + size], labels[i : i + size])) for i in range(0, 101, size)]
-        assert torch.equal(torch.stack(parts).sum(0), whole)
+    assert found.counts == plain.counts
+    assert found.values["loss"] == pytest.approx(plain.values["loss"], rel=1e-6)
 
 
 def test_padding_adds_black_images_at_the_end() -> None:
@@ -156,11 +90,13 @@ def test_a_score_equals_a_naive_one_and_padding_is_not_counted() -> None:
     whole = tiny.make(11, 50)
     with torch.no_grad():
         logits = tiny.normed(3).eval()(tiny.normalised(whole.images))
-    assert (found.samples, found.top1, found.top5) == naive(logits, whole.labels)
-    assert found.loss == pytest.approx(nn.functional.cross_entropy(logits, whole.labels).item(), rel=1e-4)
+    assert (found.samples, *found.counts.values()) == naive(logits, whole.labels)
+    assert found.values["loss"] == pytest.approx(
+        nn.functional.cross_entropy(logits, whole.labels).item(), rel=1e-4
+    )
     assert model.shapes == [4, 4, 4]
-    assert found.accuracy == found.top1 / 11
-    assert found.accuracy5 == found.top5 / 11
+    assert found.accuracy == found.correct / 11
+    assert found.values["top5"] == found.counts["correct5"] / 11
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -179,8 +115,8 @@ def test_a_wrong_count_stops_the_run(said: int) -> None:
         evaluate(tiny.normed(3), batches([4, 4, 3]), said, 4, tiny.NORMALISE, single_process(tiny.CPU), None)
 
 
-def test_whoever_watches_hears_how_far_it_is() -> None:
-    heard: list[int] = []
+def test_progress_is_reported_after_each_batch() -> None:
+    done: list[int] = []
     evaluate(
         tiny.normed(3),
         batches([4, 4, 3]),
@@ -189,15 +125,15 @@ def test_whoever_watches_hears_how_far_it_is() -> None:
         tiny.NORMALISE,
         single_process(tiny.CPU),
         None,
-        heard.append,
+        done.append,
     )
-    assert heard == [4, 8, 11]
+    assert done == [4, 8, 11]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
-def test_counts_and_loss_are_the_same_on_any_number_of_processes(size: int) -> None:
-    """Twenty-three samples in batches of four; to the last bit of the loss."""
+def test_counts_and_metrics_are_the_same_on_any_number_of_processes(size: int) -> None:
+    """Twenty-three samples in batches of four; to the last bit of each metric, those of several sums too."""
     one = ranks.evaluation(single_process(tiny.CPU))
     assert one["samples"] == ranks.SAMPLES
     assert [result["score"] for result in ranks.results(size)] == [one] * size
@@ -218,25 +154,25 @@ def test_a_sample_counted_twice_on_one_rank_stops_all(size: int) -> None:
 def test_what_is_not_finite_is_never_the_best(
     accuracy: int, nonfinite: int, weights: list[str], best: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    notes: list[str] = []
+    logged: list[str] = []
     run: Any = SimpleNamespace(
-        reporter=SimpleNamespace(drain=lambda: None, evaluated=lambda *told: told),
+        reporter=SimpleNamespace(drain=lambda: None, evaluated=lambda *given: None),
         sets=SimpleNamespace(bad=()),
         world=single_process(tiny.CPU),
         output=None,
         state=SimpleNamespace(nonfinite=lambda: weights),
         step=SimpleNamespace(autocast=None),
-        log=notes.append,
+        log=logged.append,
     )
-    monkeypatch.setattr(loop.broken, "agree", lambda *given: None)
+    monkeypatch.setattr(loop, "gather_bad_samples", lambda *given: None)
     monkeypatch.setattr(
         loop,
         "score_model",
-        lambda run: (Score(10, accuracy, 10, 0.5, nonfinite), Score(10, accuracy, 10, 0.5)),
+        lambda run: tuple(Score(10, odd, {"top1": accuracy / 10}, {}) for odd in (nonfinite, 0)),
     )
     _, position = loop.evaluate_run(run, Position(7, 10, best_step=3, best_accuracy=0.5))
     assert position.best_step == (7 if best else 3)
-    assert bool(notes) is (nonfinite > 0 or bool(weights))
+    assert bool(logged) is (nonfinite > 0 or bool(weights))
 
 
 def test_weights_that_are_not_finite_are_found_even_where_the_output_is() -> None:

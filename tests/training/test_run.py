@@ -30,7 +30,7 @@ from drumline.state.manifest import Position
 from drumline.state.provenance import describe_environment
 from drumline.state.verify import verify_run
 from drumline.training import rehearse
-from drumline.training.loop import Result, export, train
+from drumline.training.loop import TrainResult, export, train
 from drumline.training.rehearse import _check_draws
 from drumline.training.run import RunOutput
 from drumline.training.step import NotCapturable, TrainStep
@@ -63,7 +63,7 @@ def recipe(
     )
 
 
-def run(folder: Path, **settings: Any) -> Result:
+def run(folder: Path, **settings: Any) -> TrainResult:
     return train(recipe(folder, **settings), single_process(CPU))
 
 

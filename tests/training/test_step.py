@@ -13,8 +13,8 @@ from torch import nn
 from drumline.config.recipe import Optim, Train
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.sampler import bounds
+from drumline.training.sets import Normalise
 from drumline.training.state import TrainState
-from drumline.training.step import Normalise
 from tests.training import ranks, tiny
 
 RATES = [0.1, 0.05, 0.2]

@@ -17,7 +17,7 @@ from drumline.data.feed.batch import Batch
 from drumline.observe import display
 from drumline.parallel.world import single_process
 from drumline.state.folder import resume_command
-from drumline.training.loop import Result, train
+from drumline.training.loop import TrainResult, train
 from drumline.training.step import TrainStep
 from tests.training import tiny
 
@@ -33,7 +33,7 @@ BASE = Recipe(
 )
 
 
-def run(folder: Path, recipe: Recipe = BASE) -> Result:
+def run(folder: Path, recipe: Recipe = BASE) -> TrainResult:
     recipe = replace(recipe, run=Run(dir=str(folder), name="one", device="cpu"))
     return train(recipe, single_process(tiny.CPU))
 

@@ -95,7 +95,10 @@ def test_a_run_predicts_what_it_was_scored_with(tmp_path: Path) -> None:
     assert isinstance(source, ArrayDataset)
     model = load_model(tmp_path / "one")
     found = model.probabilities(list(source.take(np.arange(len(source))))).argmax(1).numpy()
-    assert (int((found == source.labels).sum()), len(found)) == (result.correct, result.samples)
+    assert (int((found == source.labels).sum()), len(found)) == (
+        result.metrics["correct"],
+        result.metrics["samples"],
+    )
     first = model.predict(source.take(np.arange(1))[0])
     assert first == Prediction(str(found[0]), first.probability, int(found[0]))
     assert 0.1 < first.probability <= 1

@@ -11,7 +11,7 @@ import torch
 
 
 class _World:
-    """What `agreement` asks of a World. Values travel as JSON, as between machines."""
+    """What `consistency` needs of a World. Values travel as JSON, as between machines."""
 
     device, backend = torch.device("cpu"), "threads"
 

@@ -13,9 +13,10 @@ from drumline.data.feed.batch import Batch
 from drumline.guards.run.nonfinite import NonFiniteGate
 from drumline.parallel.strategy import create_strategy
 from drumline.parallel.world import World, single_process
-from drumline.training.objective import Classification, Objective
+from drumline.training.sets import Normalise
 from drumline.training.state import TrainState, build_state
-from drumline.training.step import Normalise, TrainStep
+from drumline.training.step import TrainStep
+from drumline.training.task import Classification, Objective
 
 CPU = torch.device("cpu")
 CLASSES = 4

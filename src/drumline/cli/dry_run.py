@@ -64,7 +64,7 @@ class _DryRun:
     def data(self) -> list[str]:
         from drumline.data.sources import detect_source
         from drumline.parallel.strategy import strategy_class
-        from drumline.training.plan import make_plan
+        from drumline.training.schedule import make_plan
         from drumline.training.sets import open_sets
 
         data = self.recipe.data
@@ -111,7 +111,7 @@ class _DryRun:
 
     def scored(self) -> list[str]:
         from drumline.state.weights import resolve_weights
-        from drumline.training.score import model_to_score
+        from drumline.training.evaluate import model_to_score
 
         model = self.recipe.model
         file = resolve_weights(model.weights)

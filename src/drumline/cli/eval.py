@@ -12,14 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from drumline.cli.help import Command
-from drumline.cli.train import announce
+from drumline.cli.train import announce, without_garbage_collection
 from drumline.config.arguments import COMMAND_LINE, Invocation, RecipeOptions, names_code, read_recipe
 from drumline.core.errors import UserError
+from drumline.training.metrics import METRICS
 
+_METRICS = "\n        ".join(
+    f"  {', '.join(filter(None, (metric.name, metric.count))):<16}  {metric.about}" for metric in METRICS
+)
 COMMAND = Command(
     name="eval",
     usage="PATH [section.key=value ...] [options]",
-    about="""
+    about=f"""
         Score a trained model on the evaluation split: every sample once, on any number of
         processes. PATH is one of
           RUN                       a run folder: its best weights, else its last, else its
@@ -52,9 +56,10 @@ COMMAND = Command(
         Every field of `drumline train --help` is accepted; those of the optimizer, for
         example, have no effect.
 
-        If stdout is not a terminal, its last line is JSON: weights, samples, correct,
-        correct5, top1, top5, loss (null if it is not finite), nonfinite_samples, classes,
-        broken_samples.
+        If stdout is not a terminal, its last line is JSON: weights, samples,
+        nonfinite_samples, classes, model_classes, broken_samples, and the metrics (null if
+        they are not finite):
+        {_METRICS}
 
         Exit code 0: scored. 2: an error, with a fix, such as different classes or NaN in the
         weights.
@@ -82,13 +87,15 @@ HERE = (
 def main(argv: list[str]) -> int:
     if argv and _is_path(argv[0]):
         announce("eval", argv[0])
-    invocation = read_invocation(argv)
+    with without_garbage_collection():
+        invocation = read_invocation(argv)
     if invocation.options.dry_run:
         from drumline.cli.dry_run import show
 
         return show(invocation, "eval")
 
-    from drumline.launch.worker import run
+    with without_garbage_collection():
+        from drumline.launch.worker import run
 
     return run(["eval", *argv], invocation.recipe, "eval")
 

@@ -29,7 +29,7 @@ from drumline.distillation.methods.logits import standardised
 from drumline.distillation.teacher import Teacher, TeacherOutput
 from drumline.parallel.strict.lockstep import Lockstep
 from drumline.parallel.world import World
-from drumline.training.objective import Classification, Objective, Outcome, check_logits
+from drumline.training.task import Classification, Objective, Outcome, check_logits
 
 Source = Callable[[Tensor, Batch], TeacherOutput]
 """From normalised images, or the batch that they came in, to the teacher's output."""

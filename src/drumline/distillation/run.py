@@ -20,10 +20,10 @@ from drumline.parallel.world import World
 from drumline.state.checkpoint import checkpoints, is_checkpoint, newest_valid
 from drumline.state.claim import remember
 from drumline.state.folder import UNSAVED, claim_name, found_of_run
-from drumline.training.loop import Result, train
+from drumline.training.loop import TrainResult, train
 
 
-def distill(recipe: Recipe, world: World) -> Result:
+def distill(recipe: Recipe, world: World) -> TrainResult:
     """Runs the recipe. Every rank calls it and gets the same result."""
     stages = [(name, epochs) for name, epochs in select_methods(recipe.distill).initial if epochs]
     done: tuple[Path, ...] = ()

@@ -25,6 +25,7 @@ from drumline.distillation.teacher import (
     LiveTeacher,
     LoadedTeacher,
     Teacher,
+    agreement,
     describe_score,
     image_warnings,
     load_teachers,
@@ -38,10 +39,9 @@ from drumline.parallel.strategy import Cut, Strategy, strategy_class
 from drumline.parallel.world import World
 from drumline.state.checkpoint import newest_valid, read_checkpoint
 from drumline.training.model import initial_model
-from drumline.training.objective import Classification
-from drumline.training.plan import Plan
+from drumline.training.schedule import Plan
 from drumline.training.sets import Sets
-from drumline.training.task import Task, unchanged
+from drumline.training.task import Classification, Task, unchanged
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,9 @@ def distillation_task(
         model=pair.model,
         objective=objective,
         messages=tuple(messages),
-        teacher_predictions=predictions,
-        teacher_top1=score.accuracy if score else None,
+        metrics=() if predictions is None else (agreement(predictions),),
+        facts={"teacher_top1": score.accuracy} if score else {},
+        summary=f"teacher {score.accuracy:.2%}" if score else "",
         evaluates=not stage.name,
         feed=cached.feed if cached and grid.ends else unchanged,
         spans_devices=stages is not None and len({*stages.devices, world.device}) > 1,

@@ -37,9 +37,9 @@ from drumline.state.fingerprint import fingerprints_of, state_sha256
 from drumline.state.folder import run_of
 from drumline.state.model_record import ModelRecord
 from drumline.state.weights import WeightFields, load_weights, resolve_weights, weights_record
-from drumline.training.evaluate import Score
-from drumline.training.model import model_record, refuse_nonfinite, verify_weights
-from drumline.training.score import score_module
+from drumline.training.evaluate import score_module
+from drumline.training.metrics import Metric, Score
+from drumline.training.model import model_record, reject_nonfinite, verify_weights
 from drumline.training.sets import Sets
 
 Forward = Callable[[Sequence[tuple[int, ...]], Callable[[int], Tensor]], Sequence[Any]]
@@ -324,10 +324,20 @@ def measure_teacher(
     )
 
 
+def agreement(predictions: Tensor) -> Metric:
+    """The metric that compares a model with the classes that the teacher predicts, by sample id."""
+    return Metric(
+        "agreement",
+        "fraction of samples for which the model predicts the teacher's class",
+        lambda outputs: outputs.logits.argmax(dim=1) == predictions[outputs.samples],
+        label="agreement",
+    )
+
+
 def describe_score(teachers: list[LoadedTeacher], score: Score, labels: NDArray[np.int64]) -> str:
     """The log line about a teacher's score, with a warning if it is close to chance."""
     names = " + ".join(f"{each.name} ({each.weights})" for each in teachers)
-    line = f"teacher {names}: top-1 {score.accuracy:.2%} ({score.top1:,} of {score.samples:,})"
+    line = f"teacher {names}: top-1 {score.accuracy:.2%} ({score.correct:,} of {score.samples:,})"
     majority = np.bincount(labels).max() / len(labels)
     if score.nonfinite or score.accuracy < majority + 0.1 * (1 - majority):
         line += (
@@ -366,7 +376,7 @@ def _load(
     count = len(classes) if recipe.model.classes == "auto" else recipe.model.classes
     module = create_model(name, classes=count)
     report = load_weights(module, path, classes=classes, fields=FIELDS)
-    refuse_nonfinite(module, report.file, FIELDS)
+    reject_nonfinite(module, report.file, FIELDS)
     if not on_host:
         module = to_device(module, recipe, world.device)
     return LoadedTeacher(name, path, module, report.record, report.notes)

@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ def start(recipe: Recipe, job: str = "train") -> dict[str, Any]:
         return _launch(recipe, job, processes)
     world = connect(info, recipe)
     try:
-        result: dict[str, Any] = json.loads(json_line(asdict(call(job, recipe, world))))
+        result: dict[str, Any] = json.loads(json_line(call(job, recipe, world).as_dict()))
         return result
     except Exception as error:
         if (clearer := explained(error)) is error:

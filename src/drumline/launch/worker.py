@@ -14,7 +14,6 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -43,7 +42,7 @@ from drumline.state.claim import claimed, restart_recipe, restart_resume
 JOBS = {
     "train": "drumline.training.loop:train",
     "distill": "drumline.distillation.run:distill",
-    "eval": "drumline.training.score:score",
+    "eval": "drumline.training.evaluate:evaluate_weights",
 }
 """The function of each job, called with recipe and world."""
 
@@ -129,7 +128,7 @@ def _work(info: RankInfo | None, recipe: Recipe, job: str) -> int:
     if ours:
         _ignore_stops()
     if world.is_rank_zero:
-        _publish(asdict(result))
+        _publish(result.as_dict())
     world.close()
     stopped_by = getattr(result, "stopped_by", "")
     code = 128 + signal.Signals[stopped_by] if stopped_by else 0

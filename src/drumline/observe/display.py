@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.text import Text
@@ -42,8 +42,9 @@ LAG_SHOWN_S = 3.0
 """From this lag on, the loss is shown with its step."""
 
 
-class Display(Protocol):
-    """Call `begin`, then the other methods, then `end`. `log` and `result` also work before and after."""
+class Display:
+    """The interface, and the display of every rank but 0, which shows nothing. Call `begin`, then the other methods,
+    then `end`. `log` and `result` also work before and after."""
 
     def begin(self, steps_total: int, steps_done: int, epochs: float) -> None: ...
     def step(self, progress: Progress) -> None: ...
@@ -59,33 +60,11 @@ def make_display(rank: int, stream: TextIO | None = None) -> Display:
     """The display of this process: rank 0 draws, on stderr by default; other ranks are silent."""
     stream = stream or sys.stderr
     if rank != 0 or stream is None:  # Python has no stderr if it was closed at the start
-        return SilentDisplay()
+        return Display()
     return RichDisplay(stream) if can_draw(stream) else PlainDisplay(stream)
 
 
-class SilentDisplay:
-    """The display of every rank but 0."""
-
-    def begin(self, steps_total: int, steps_done: int, epochs: float) -> None:
-        pass
-
-    def step(self, progress: Progress) -> None:
-        pass
-
-    def evaluation(self, done: int, total: int) -> None:
-        pass
-
-    def result(self, text: str) -> None:
-        pass
-
-    def log(self, text: str) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-
-class PlainDisplay:
+class PlainDisplay(Display):
     """Plain lines for a file or a pipe: results, messages, and progress at most every `every` seconds."""
 
     def __init__(
@@ -97,9 +76,6 @@ class PlainDisplay:
         self._next = now()
         self._pace = Pace()
         self._closed = False
-
-    def begin(self, steps_total: int, steps_done: int, epochs: float) -> None:
-        pass
 
     def step(self, progress: Progress) -> None:
         now = self._now()
@@ -119,9 +95,6 @@ class PlainDisplay:
     def log(self, text: str) -> None:
         self._write(text)
 
-    def end(self) -> None:
-        pass
-
     def _due(self, now: float) -> bool:
         if now < self._next:
             return False
@@ -140,7 +113,7 @@ class PlainDisplay:
             self._closed = True
 
 
-class RichDisplay:
+class RichDisplay(Display):
     """A live bar on a terminal, redrawn a few times a second, with results and messages above it."""
 
     def __init__(self, stream: TextIO) -> None:

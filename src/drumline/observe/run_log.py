@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from drumline.core import lock
 from drumline.core.text import counted
-from drumline.observe.lines import Value, append, append_to, cannot_write, encode, repair
-from drumline.observe.tensorboard import TensorBoard
+from drumline.observe.metric_files import TensorBoard, Value, append, append_to, cannot_write, encode, repair
 from drumline.observe.text_log import LOG, ended_unrecorded, stamped
 from drumline.state.chain import FILE as FINGERPRINTS
 from drumline.state.chain import repair_chain
@@ -33,24 +33,23 @@ LINES_KEPT = 100_000
 RETRY_S = 1.0
 """Pause after a failed write."""
 _POLL_S = 0.1
-"""How often the thread looks for metrics by itself. Waking it would cost the training loop 5 us for each metric."""
+"""How often the thread checks for metrics. Waking it would cost the training loop 5 us for each metric."""
 
 
-def show_nothing(text: str) -> None:
-    """For a log whose messages are not displayed."""
+class Log(Protocol):
+    """Writes a line to the log, and to the screen unless `show` is false."""
+
+    def __call__(self, text: str, show: bool = True) -> None: ...
 
 
 class RunLog:
     """The log of one run, written by rank 0 into the (existing) run folder. With `folder=None` it does nothing.
 
-    `RunLog(folder)` is for a new run. `RunLog.open` continues the log in a folder that an earlier process wrote.
-    `RunLog.waiting` does too, but touches no file before `begin`.
+    It touches no file before `begin`; lines wait until then. A log that is closed before that leaves no file.
     """
 
-    def __init__(
-        self, folder: Path | None, show: Callable[[str], None] = show_nothing, *, waiting: bool = False
-    ) -> None:
-        self._folder, self._show, self._waiting = folder, show, waiting
+    def __init__(self, folder: Path | None, show: Callable[[str], None] = lambda text: None) -> None:
+        self._folder, self._show, self._waiting = folder, show, True
         self._changed = threading.Condition()
         self._metrics, self._text, self._records = (_LogFile(n) for n in (METRICS, LOG, FINGERPRINTS))
         self._files = (self._metrics, self._text, self._records)
@@ -67,25 +66,6 @@ class RunLog:
         self._stuck_reported = False
         self._error: Exception | None = None
         self._error_raised = False
-        if folder is not None and not waiting:
-            self._start(folder)
-
-    @classmethod
-    def waiting(cls, folder: Path | None, show: Callable[[str], None] = show_nothing) -> RunLog:
-        """A log that touches no file before `begin`. If it is closed before that, it leaves none."""
-        return cls(folder, show, waiting=True)
-
-    @classmethod
-    def open(
-        cls,
-        folder: Path | None,
-        show: Callable[[str], None] = show_nothing,
-        keep_until_step: int | None = None,
-    ) -> RunLog:
-        """`waiting`, then `begin`."""
-        run_log = cls.waiting(folder, show)
-        run_log.begin(keep_until_step)
-        return run_log
 
     def check(self) -> None:
         """Checks that the existing files can be written, and changes nothing. Raises a `UserError`."""
@@ -94,7 +74,7 @@ class RunLog:
                 if os.path.lexists(self._folder / file.name):
                     append_to(self._folder / file.name).close()
 
-    def begin(self, keep_until_step: int | None = None) -> None:
+    def begin(self, keep_until_step: int | None = None) -> RunLog:
         """Continues the log in the folder, if there is one, as if the run had stopped after a step.
 
         Removes metrics beyond `keep_until_step` (None keeps all), and a line that a crash left incomplete. The lines
@@ -103,7 +83,7 @@ class RunLog:
         """
         folder = self._folder
         if folder is None or not self._waiting:
-            return
+            return self
         repaired = repair(folder / METRICS, keep_until_step)
         try:
             self.chain, damage = repair_chain(folder / FINGERPRINTS, keep_until_step)
@@ -113,7 +93,10 @@ class RunLog:
         self._waiting = False
         assert self._tensorboard is not None
         self._tensorboard.purge_step = None if keep_until_step is None else keep_until_step + 1
-        self._start(folder)
+        self._metrics.open(folder)
+        self._text.open(folder)
+        self._thread = threading.Thread(target=self._work, name="run log", daemon=True)
+        self._thread.start()
         if killed:
             self.log(
                 "the previous process was killed (kill -9, out of memory, power cut) and left no closing line"
@@ -124,12 +107,7 @@ class RunLog:
             self.log(f"{METRICS}: removed {counted(repaired.beyond, 'line')} after step {keep_until_step:,}")
         if repaired.torn:
             self.log(f"{METRICS}: removed {counted(repaired.torn, 'incomplete line')}")
-
-    def _start(self, folder: Path) -> None:
-        self._metrics.open(folder)
-        self._text.open(folder)
-        self._thread = threading.Thread(target=self._work, name="run log", daemon=True)
-        self._thread.start()
+        return self
 
     def metric(
         self, kind: str, /, *, step: int | None = None, epoch: float | None = None, **values: Value

@@ -1,8 +1,8 @@
-"""Two sets of tensors by name: which have the same bits, which differ by rounding, which by more, and where first.
+"""Compares two sets of tensors by name: which have the same bits, which differ by rounding, which by more.
 
-Promises: pure; a difference is measured against the scale of what it belongs to, and passes up to a tolerance of its
-type; a gradient that one side lacks and NaN on one side are reported as such.
-Ranks that hold parts of a model, or copies, merge into one verdict.
+Promises: pure. A difference is measured against the scale of its module, and passes up to a tolerance of its dtype.
+A gradient that only one side has, and NaN on only one side, are reported as such. The comparisons of ranks that hold
+shards or copies of a model merge into one.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ import torch
 from torch import Tensor
 
 Values = Mapping[str, Tensor | None]
-"""Tensors by name; None: there is no gradient."""
+"""Tensors by name; None where there is no gradient."""
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
-"""Differences that rounding may make, relative to a tensor's scale. Sums in another order gave up to 9e-7 in fp32."""
+"""Differences that rounding may cause, relative to a tensor's scale. A different order of addition gave up to 9e-7 in
+fp32."""
 PIECE = 1 << 22
-"""Values that are compared at a time."""
+"""The number of values that are compared at a time."""
 LOOSE = 1e-3
-"""What passes where each process chooses its kernels (run.deterministic = false). A gradient divided once too often,
-or without one of many micro-batches, differs by far more."""
+"""The tolerance where each process chooses its own kernels (run.deterministic = false). A gradient that is divided
+once too often, or lacks one of many micro-batches, differs by far more."""
 
 
 class Claim(StrEnum):
     """What is compared; the value describes it in messages."""
 
     GRADIENTS = "gradient"
-    """Those of the layout's step are those of accumulation."""
+    """The layout's step has the gradients of accumulation."""
     BUFFERS_UNTOUCHED = "buffer"
     """The rehearsed step has left no trace."""
     BUFFERS_MOVED = "moved buffer"
-    """After a real step, buffers are where accumulation puts them."""
+    """After a real step, buffers have the values of accumulation."""
 
     @property
     def exact(self) -> bool:
-        """Whether nothing but the same bits will do."""
+        """Whether only the same bits pass."""
         return self is Claim.BUFFERS_UNTOUCHED
 
 
@@ -47,19 +48,19 @@ class Row:
     """One tensor on one rank."""
 
     name: str
-    place: int
-    """In the order of the data's way."""
+    order: int
+    """Its position in the order in which data passes through the model."""
     rank: int
     same_bits: bool
     absolute: float = 0.0
     relative: float = 0.0
-    """To the scale: the largest value of the reference in the tensor, or in another of the same module."""
+    """To the scale: the largest value of the reference in the tensor, or in a different one of the same module."""
     limit: float = 0.0
     """The largest relative difference that passes."""
     scaled_by: float = 0.0
-    """The layout's gradient is this times the reference's, all over; 0 where it is not so simple."""
+    """The layout's gradient is the reference's times this factor; 0 if no factor explains it."""
     odd: str = ""
-    """What cannot be measured: a gradient that one side lacks, another shape, NaN on one side."""
+    """A difference without a size: a gradient on one side only, a different shape, NaN on one side only."""
     finite: bool = True
 
     @property
@@ -69,12 +70,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A comparison, on one rank or all of them: the worst row of every tensor, in the order of the data's way."""
+    """A comparison, on one rank or all of them: the worst row of every tensor, in the order of the data."""
 
     claim: Claim
     rows: tuple[Row, ...]
     names: tuple[str, ...]
-    """Everything that some rank should have compared."""
+    """All tensors that the ranks together must compare."""
 
     @property
     def total(self) -> int:
@@ -87,7 +88,7 @@ class Verdict:
 
     @property
     def worst(self) -> Row | None:
-        """With the largest difference; None where all are equal."""
+        """The row with the largest difference; None if all are equal."""
         return max((row for row in self.rows if not row.same_bits), key=_badness, default=None)
 
     @property
@@ -116,12 +117,12 @@ def compare(
     loose: bool = False,
     rank: int = 0,
 ) -> Verdict:
-    """What this rank holds (`own`) against the reference, which must have it. `names` are those of the whole model in
-    the order of the data's way. `loose`: kernels may be others in each process."""
+    """Compares the tensors of this rank (`own`) with the reference, which must have all of them. `names` are those of
+    the whole model, in the order in which data passes through it. `loose`: each process may choose its kernels."""
     scales = _scales(reference, claim)
     rows = [
         _row(
-            Row(name, place, rank, same_bits=False),
+            Row(name, order, rank, same_bits=False),
             own[name],
             reference[name],
             scales.get(_family(name, claim), 0.0),
@@ -129,14 +130,15 @@ def compare(
             if claim.exact or (theirs := reference[name]) is None
             else tolerance(theirs.dtype, autocast, loose),
         )
-        for place, name in enumerate(names)
+        for order, name in enumerate(names)
         if name in own
     ]
     return Verdict(claim, tuple(rows), tuple(names))
 
 
 def merge(verdicts: Sequence[Verdict]) -> Verdict:
-    """Of all ranks: a tensor counts once, by the rank where it is worst; one that no rank holds is wrong."""
+    """The comparisons of all ranks as one. A tensor counts once, on the rank where it is worst; a tensor that no rank
+    holds is wrong."""
     claim, names = verdicts[0].claim, verdicts[0].names
     assert all(verdict.claim is claim and verdict.names == names for verdict in verdicts)
     worst: dict[str, Row] = {}
@@ -144,11 +146,11 @@ def merge(verdicts: Sequence[Verdict]) -> Verdict:
         if row.name not in worst or _badness(row) > _badness(worst[row.name]):
             worst[row.name] = row
     unheld = [
-        Row(name, place, -1, same_bits=False, odd="is held by no rank")
-        for place, name in enumerate(names)
+        Row(name, order, -1, same_bits=False, odd="is held by no rank")
+        for order, name in enumerate(names)
         if name not in worst
     ]
-    return Verdict(claim, tuple(sorted([*worst.values(), *unheld], key=lambda row: row.place)), names)
+    return Verdict(claim, tuple(sorted([*worst.values(), *unheld], key=lambda row: row.order)), names)
 
 
 def _row(
@@ -182,7 +184,7 @@ def _row(
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Dense, on the host."""
+    """The dense tensor on the host."""
     dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     return dense.cpu().contiguous()
 
@@ -192,17 +194,17 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Differences of near values are exact in the wider type of both."""
+    """In a dtype in which the difference of close values is exact."""
     return tensor if tensor.dtype is torch.float32 else tensor.double()
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Of at most PIECE values: what is computed on the way to a number must not take a multiple of the tensor."""
+    """Pieces of at most PIECE values, so that intermediate results take little memory."""
     return zip(*(tensor.flatten().split(PIECE) for tensor in tensors), strict=True)
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    """The largest absolute difference; not finite where one side is not, and the other is or is otherwise."""
+    """The largest absolute difference; not finite if a value is not finite and the other side has a different one."""
 
     def largest(a: Tensor, b: Tensor) -> Tensor:
         alike = (a == b) | (a.isnan() & b.isnan())
@@ -244,8 +246,9 @@ def _doubles(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _family(name: str, claim: Claim) -> str:
-    """Whose scale a tensor shares. A gradient that of its module: for a bias before a BatchNorm it is zero but for
-    rounding, so its own scale is that of the rounding (sums in another order differed by 2.3 times it)."""
+    """The tensors that share a scale: gradients of one module. The gradient of a bias before a BatchNorm is zero
+    except for rounding, so its own scale is that of the rounding (a different order of addition changed it by 2.3
+    times that)."""
     return name.rpartition(".")[0] if claim is Claim.GRADIENTS else name
 
 

@@ -1,77 +1,72 @@
-"""Scores a model on every sample of a set, exactly once, on any number of processes.
+"""Scores a model on every sample of an evaluation set, exactly once: for a run in progress, and as `drumline eval`.
 
-Promises: batches are fixed by the set alone and dealt whole to the ranks, so each sample is computed in the
-same company whatever the world; counts are integers, losses are summed in fixed point, so totals do not depend
-on the order of addition; the count is checked against the source and a mismatch stops the run.
+Promises: batches are fixed by the set alone and dealt whole to the ranks, so each sample is computed together with
+the same others on any number of processes; totals do not depend on the order of addition (`metrics.py`); the number
+of samples is checked against the source, and a mismatch stops the run.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from drumline.config.recipe import Recipe
 from drumline.core import arithmetic
 from drumline.core.errors import UserError
 from drumline.core.heartbeat import Phase, enter
+from drumline.core.progress import progress
+from drumline.data.classes import Classes, OtherClasses, label_map, some_names
 from drumline.data.feed.batch import Batch
-from drumline.parallel.world import World
-from drumline.training.step import Normalise
-
-_FIXED_POINT = 2**24
-LARGEST_SUM = 2.0**38
-"""Of the losses of a set: as fixed-point numbers they then add up within 64 bits, in any order."""
+from drumline.data.feed.sampler import evaluation_starts
+from drumline.observe.display import make_display
+from drumline.parallel.strategy import to_device
+from drumline.parallel.world import Grid, World, make_grid
+from drumline.state.model_record import ModelRecord
+from drumline.state.weights import load_weights, weights_record
+from drumline.training import metrics as table
+from drumline.training.consistency import check_data, check_recipes, check_software
+from drumline.training.metrics import Metric, Outputs, Score, Sums, describe, score_of
+from drumline.training.model import FIELDS, build_model, model_record, reject_nonfinite, shared_weights
+from drumline.training.sets import (
+    Normalise,
+    Sets,
+    describe_bad_samples,
+    gather_bad_samples,
+    normaliser,
+    open_sets,
+)
 
 
 @dataclass(frozen=True)
-class Score:
-    """Integer counts over the whole set, and the mean cross-entropy."""
+class EvalResult:
+    """The result of `drumline eval`."""
 
-    samples: int
-    top1: int
-    top5: int
-    loss: float
-    """NaN when an output was not finite, or a sample's loss above `LARGEST_SUM` / samples: no mean is made up."""
-    nonfinite: int = 0
-    """Samples for which the model gave NaN or infinity."""
-    agreed: int | None = None
-    """Samples whose first guess is the teacher's, where there is one."""
+    weights: str
+    score: Score
+    classes: int
+    """The number of the model's classes that the evaluation set has samples of."""
+    model_classes: int
+    broken_samples: int
 
-    @property
-    def accuracy(self) -> float:
-        return self.top1 / self.samples
-
-    @property
-    def accuracy5(self) -> float:
-        return self.top5 / self.samples
-
-    @property
-    def agreement(self) -> float | None:
-        """Fraction of the samples whose first guess is the teacher's."""
-        return None if self.agreed is None else self.agreed / self.samples
-
-
-class Tally(NamedTuple):
-    """Counts over samples: scalar int64 tensors, or their totals."""
-
-    samples: Any
-    top1: Any
-    """Correct at the first guess."""
-    top5: Any
-    """Correct within five."""
-    loss: Any
-    """Sum in fixed point."""
-    nonfinite: Any
-    """Samples with NaN or infinity in their logits."""
-    unsummed: Any
-    """Losses left out of the sum: too large, or not finite."""
-    agreed: Any
-    """Samples whose first guess is the teacher's."""
+    def as_dict(self) -> dict[str, Any]:
+        """For the line of JSON. A metric is None if it is not finite; samples without a finite output are wrong."""
+        return {
+            "weights": self.weights,
+            **self.score.result(),
+            "nonfinite_samples": self.score.nonfinite,
+            "classes": self.classes,
+            "model_classes": self.model_classes,
+            "broken_samples": self.broken_samples,
+        }
 
 
 @torch.inference_mode()
@@ -84,19 +79,19 @@ def evaluate(
     world: World,
     autocast: torch.dtype | None,
     watch: Callable[[int], None] = lambda done: None,
-    teacher_predictions: torch.Tensor | None = None,
+    metrics: Sequence[Metric] | None = None,
     record: torch.Tensor | None = None,
     readers: int = 1,
     outputs: torch.Tensor | None = None,
 ) -> Score:
-    """Runs `model` in eval mode over this rank's batches and sums over the world; where it returns None, another rank
-    has the output. `teacher_predictions` holds the teacher's class by sample id, to count agreement; `record` takes
-    this model's, for this rank's samples. `readers` go through the set at the same time. `outputs` maps each label to
-    the model's output, where its classes are numbered differently from the data's."""
+    """Runs `model` in eval mode over this rank's batches and sums over the world; where the model returns None, a
+    different rank has the output. `record` takes the predicted class of this rank's samples, by sample id. `readers`
+    go through the set at the same time. `outputs` maps each label to the model's output, where the model numbers its
+    classes differently from the data."""
     was_training = model.training
     model.eval()
-    totals = torch.zeros(len(Tally._fields), dtype=torch.int64, device=world.device)
-    most = LARGEST_SUM / samples
+    metrics = table.METRICS if metrics is None else metrics
+    sums = Sums(metrics, samples)
     done = 0
     enter(Phase.STARTING)
     for batch in batches:
@@ -106,62 +101,154 @@ def evaluate(
         if output is not None:
             logits = output[: len(batch.labels)].float()
             labels = batch.labels if outputs is None else outputs[batch.labels]
-            theirs = None if teacher_predictions is None else teacher_predictions[batch.samples]
-            totals += torch.stack(tally(logits, labels, most, theirs))
+            sums.add(Outputs(logits, labels, batch.samples))
             if record is not None:
                 record[batch.samples] = logits.argmax(dim=1)
         done += len(batch.labels)
         watch(min(samples, done * readers))
         enter(Phase.EVALUATING)
     model.train(was_training)
-    total = Tally(*world.all_reduce(totals).tolist())
-    if total.samples != samples:
+    totals, fractions = _add_up(sums, world)
+    if (scored := totals[0][0]) != samples:
         raise UserError(
-            f"guard [evaluation]: {total.samples:,} samples were scored, the evaluation set has {samples:,}: some "
-            f"were {'left out' if total.samples < samples else 'counted twice'}, and the score would "
+            f"guard [evaluation]: {scored:,} samples were scored, the evaluation set has {samples:,}: some "
+            f"were {'left out' if scored < samples else 'counted twice'}, and the score would "
             "not be the model's",
             "give every process the same evaluation set, and let its source give each sample exactly once",
         )
-    mean = math.nan if total.nonfinite or total.unsummed else total.loss / _FIXED_POINT / samples
-    return Score(
-        samples=total.samples,
-        top1=total.top1,
-        top5=total.top5,
-        loss=mean,
-        nonfinite=total.nonfinite,
-        agreed=None if teacher_predictions is None else total.agreed,
-    )
+    return score_of(metrics, totals, fractions)
 
 
-def tally(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    most: float = LARGEST_SUM,
-    teacher: torch.Tensor | None = None,
-) -> Tally:
-    """Counts one batch. Losses above `most` are left out of the sum; `teacher` holds the teacher's first guesses.
-
-    A label's rank is the number of classes before it; of equal logits the lower class comes first. A row that
-    contains a NaN has no rank for its label, so a broken model is never right."""
-    own = logits.gather(1, labels[:, None])
-    classes = torch.arange(logits.shape[1], device=logits.device)
-    before = (logits > own) | ((logits == own) & (classes < labels[:, None]))
-    rank = before.sum(dim=1).masked_fill(logits.isnan().any(dim=1), 5)
-    losses = F.cross_entropy(logits, labels, reduction="none").double()
-    summed = losses <= most  # false for NaN
-    none = torch.zeros((), dtype=torch.int64, device=logits.device)
-    return Tally(
-        samples=torch.full((), len(labels), device=logits.device),
-        top1=(rank < 1).sum(),
-        top5=(rank < 5).sum(),
-        loss=losses.where(summed, 0).mul(_FIXED_POINT).round().long().sum(),
-        nonfinite=(~logits.isfinite().all(dim=1)).sum(),
-        unsummed=(~summed).sum(),
-        agreed=none if teacher is None else (logits.argmax(dim=1) == teacher).sum(),
-    )
+def _add_up(sums: Sums, world: World) -> tuple[list[list[int]], list[bool]]:
+    """The totals over all ranks. A rank may have no sums: no batch, or no outputs."""
+    shapes = world.all_gather_object([[len(each) for each in sums.sums], sums.fractions])
+    lengths, fractions = next(filter(lambda shape: shape[0], shapes), ([2], []))
+    here = torch.cat(sums.sums) if sums.sums else torch.zeros(sum(lengths), dtype=torch.int64)
+    totals = world.all_reduce(here.to(world.device)).split(lengths)
+    return [each.tolist() for each in totals], fractions
 
 
 def padded(images: torch.Tensor, batch_size: int) -> torch.Tensor:
     """A last, smaller batch filled up with black images (not counted), so that every batch has one shape."""
     missing = batch_size - len(images)
     return images if missing == 0 else F.pad(images, (0, 0, 0, 0, 0, 0, 0, missing))
+
+
+def score_module(
+    module: nn.Module,
+    sets: Sets,
+    recipe: Recipe,
+    grid: Grid,
+    watch: Callable[[int], None] = lambda done: None,
+    through: Callable[[Iterator[Batch]], Iterator[Batch]] = lambda batches: batches,
+    metrics: Sequence[Metric] | None = None,
+    record: torch.Tensor | None = None,
+    outputs: torch.Tensor | None = None,
+    blank: bool = False,
+    autocast: torch.dtype | None = None,
+) -> Score:
+    """The score of a module on the evaluation set. The module returns None where a different process of a replica has
+    the output; with `blank`, this process does not read images. `watch` is called with the number of samples done;
+    `through` may show the progress of the batches; the other arguments are those of `evaluate`."""
+    with closing(sets.evaluation(recipe, grid.peers, blank)) as batches:
+        return evaluate(
+            module,
+            through(batches),
+            len(sets.eval),
+            sets.eval_batch,
+            normaliser(sets, recipe),
+            grid.world,
+            autocast,
+            watch,
+            metrics,
+            record,
+            grid.replicas,
+            outputs,
+        )
+
+
+def evaluate_weights(recipe: Recipe, world: World) -> EvalResult:
+    """Scores the recipe's weights, as `drumline eval` does; every rank gets the same result."""
+    display = make_display(world.rank)
+    arithmetic.set_deterministic(recipe.run.deterministic)
+    torch.set_num_threads(arithmetic.threads_per_process(recipe.parallel.threads, world.local_size))
+    check_recipes(recipe, world)
+    messages = check_software(recipe, world)
+    sets = open_sets(recipe, world, to_score=True)
+    if world.size > 1:
+        check_data(sets, recipe.run.seed, world)
+    module, model_classes, outputs, more = model_to_score(recipe, sets, world)
+    for message in (*messages, *more):
+        display.log(message)
+    mine = evaluation_starts(samples=len(sets.eval), batch=sets.eval_batch, rank=world.rank, world=world.size)
+    bar = partial(progress, text="evaluating", total=len(mine)) if world.is_rank_zero else iter
+    autocast = arithmetic.resolve_precision(recipe.train.precision, world.device)
+    score = score_module(
+        module, sets, recipe, make_grid(world), through=bar, outputs=outputs, autocast=autocast
+    )
+    gather_bad_samples(sets.bad, world)
+    for line in describe_bad_samples(sets.bad, listed=False):
+        display.log(line)
+    if score.nonfinite:
+        display.log(
+            f"WARNING: the model's output is NaN or infinite for {score.nonfinite:,} of {score.samples:,} samples, "
+            "which count as wrong; there is no mean loss"
+            + (". Try train.precision=fp32" if autocast is not None else "")
+        )
+    display.result(describe(score.result(), table.METRICS, model_classes))
+    display.end()
+    return EvalResult(
+        weights=recipe.model.weights,
+        score=score,
+        classes=len(np.unique(sets.eval.labels)),
+        model_classes=model_classes,
+        broken_samples=len(sets.bad[1].bad),
+    )
+
+
+def model_to_score(
+    recipe: Recipe, sets: Sets, world: World
+) -> tuple[nn.Module, int, torch.Tensor | None, list[str]]:
+    """The recipe's model with its weights, its number of classes, the output that each of the data's labels means
+    (None: of the same number), and what to say about them. Refuses weights of classes that the evaluation set does
+    not have."""
+    file = shared_weights(recipe.model.weights, world)
+    record, data = weights_record(file), Classes.of(sets.eval)
+    count = record.outputs if record else len(data)
+    module = build_model(recipe, count)
+    report = load_weights(module, file, fields=FIELDS)
+    reject_nonfinite(module, file)
+    messages = [f"weights from {recipe.model.weights}: {report.loaded} tensors"]
+    if sets.eval_spec.whole:
+        messages.append(f"{recipe.data.path} has no evaluation split: scoring all {len(sets.eval):,} images")
+    labels, note = None, f"{file} has no record of its class names: its classes are matched by number"
+    if recipe.model.classes not in ("auto", len(data)):
+        note = f"WARNING: {note}, although the model has {recipe.model.classes:,} and the data {len(data):,}"
+    if record is not None:
+        try:
+            labels, note = label_map(
+                record.classes,
+                data,
+                set(np.unique(sets.eval.labels).tolist()),
+                by_number=recipe.model.classes == record.outputs,
+            )
+        except OtherClasses as difference:
+            raise _other_classes(file, record, difference) from difference
+        if odd := record.other_images(model_record(recipe, sets)):
+            messages.append(f"images are not prepared as in training: {'; '.join(odd)}")
+    messages += [note] if note else []
+    outputs = None if labels is None else torch.from_numpy(labels).to(world.device)
+    classes = count if recipe.model.classes == "auto" else recipe.model.classes
+    return to_device(module, recipe, world.device), classes, outputs, messages
+
+
+def _other_classes(file: Path, record: ModelRecord, difference: OtherClasses) -> UserError:
+    named = record.classes.named
+    return UserError(
+        f"the classes of the evaluation set do not match those of {file}: {difference}",
+        "rename the class folders to the names it was trained on, or leave out those it was not trained on; "
+        f"it knows {some_names(record.classes.names)}"
+        if named
+        else "give data with the same number of classes; if the labels mean the same classes and the data lacks the "
+        f"last ones, add model.classes={record.outputs}",
+    )

@@ -10,7 +10,7 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,41 +38,43 @@ from drumline.state.manifest import Position
 from drumline.state.model_record import record_of
 from drumline.state.tensors import Groups, verify_file
 from drumline.state.weights import export_tensors
-from drumline.training import broken
-from drumline.training.evaluate import Score
+from drumline.training.evaluate import score_module
 from drumline.training.guards import make_guards
+from drumline.training.metrics import Score, describe, no_result
 from drumline.training.rehearse import rehearse
 from drumline.training.run import Run
-from drumline.training.score import score_module
+from drumline.training.sets import describe_bad_samples, gather_bad_samples, write_bad_samples
 from drumline.training.stop import StopSign
 from drumline.training.task import Builder, classification
 
 
 @dataclass(frozen=True)
-class Result:
-    """How a run ended. `top1` and the like are of the last evaluation. `stopped_by` names the signal that stopped the
-    run before its last step; empty if it finished."""
+class TrainResult:
+    """How a run ended."""
 
     run: str
     finished: bool
     step: int
     epoch: float
-    top1: float | None
-    top5: float | None
-    loss: float | None
-    correct: int
-    samples: int
+    metrics: Mapping[str, Any]
+    """Of the last evaluation, by name; None where there was none. Also what the task reports, such as
+    `teacher_top1`."""
     best_top1: float | None
     best_epoch: float | None
-    teacher_top1: float | None
-    agreement: float | None
-    """Share of the evaluation samples with the teacher's first guess, where there is a teacher."""
     images_per_s: float
     broken_samples: int
     stopped_by: str = ""
+    """The signal that stopped the run before its last step; empty if it finished."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the line of JSON."""
+        result: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            result |= value if name == "metrics" else {name: value}
+        return result
 
 
-def train(recipe: Recipe, world: World, build: Builder = classification) -> Result:
+def train(recipe: Recipe, world: World, build: Builder = classification) -> TrainResult:
     """Runs the recipe on the task that `build` makes of it. Every rank calls it, and every rank gets the same
     result."""
     with _out_of_memory(world), ExitStack() as cleanup:
@@ -89,21 +91,22 @@ def train(recipe: Recipe, world: World, build: Builder = classification) -> Resu
         with StopSign(world, guards.poll, partial(_record, run)) as stop:
             position, score = take_steps(run, stop, guards)
             if position.step == run.plan.total and score is None and run.task.evaluates:
-                score = counting(score_model(run))
+                model, average = score_model(run)
+                score = average or model
             run.reporter.display.end()
             report_broken(run)
             export(run, position)
             result = _result(run, position, score)
             if not result.finished:
                 result = replace(result, stopped_by=stop.stopped_by)
-            asked_by = "" if LAUNCHER in os.environ else stop.signal  # the launcher passes on what it got
-            run.log(_closing_words(run, result, asked_by, time.monotonic() - began))
+            asked_by = "" if LAUNCHER in os.environ else stop.signal  # a launcher forwards its own signals
+            run.log(_closing_line(run, result, asked_by, time.monotonic() - began))
         return result
 
 
 @contextmanager
 def _out_of_memory(world: World) -> Iterator[None]:
-    """Explains a lack of memory in the user's terms. A fresh start may find more."""
+    """Reports that memory ran out as an error that a restart may fix."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -111,7 +114,7 @@ def _out_of_memory(world: World) -> Iterator[None]:
         raise LostError(
             f"out of memory on {world.device}: {reason}",
             "give a smaller data.batch, a larger train.accumulate, train.precision bf16 or "
-            "train.gradient_checkpointing; see also that no other program uses the memory",
+            "train.gradient_checkpointing; also check that no other program uses the memory",
         ) from error
 
 
@@ -148,16 +151,16 @@ def take_steps(run: Run, stop: StopSign, guards: RunGuards) -> tuple[Position, S
                 run.task.evaluates and plan.evaluates_after(done),
                 plan.saves_after(done, recipe.checkpoint.every_steps),
             )
-            # First: what is scored, marked best or saved has passed the guards.
+            # Before an evaluation or a save: both see only states that pass the guards.
             guards.after(done, batch, saving, evaluating)
             epoch_ends = done % plan.per_epoch == 0
-            # A line at each save, so that the log of a resumed run is the log of an uninterrupted one.
-            ticking = done % recipe.train.log_every == 0 or evaluating or saving or epoch_ends
-            if ticking:
-                reporter.tick(done, rate, unscored=epoch_ends and not evaluating)
+            # A line at each save, so that the log of a resumed run equals that of an uninterrupted one.
+            logs = done % recipe.train.log_every == 0 or evaluating or saving or epoch_ends
+            if logs:
+                reporter.log_steps(done, rate, not_evaluated=epoch_ends and not evaluating)
             else:
-                reporter.glance(done, stop.seconds_per_step)
-            reporter.moved(done, rate)
+                reporter.peek(done, stop.seconds_per_step)
+            reporter.step_done(done, rate)
             if evaluating:
                 score, position = evaluate_run(run, position)
             if done == run.position.step + 1 or epoch_ends:
@@ -165,8 +168,8 @@ def take_steps(run: Run, stop: StopSign, guards: RunGuards) -> tuple[Position, S
             stopping = stop.seen(done) and done < plan.total
             if stop.alarm:
                 guards.alarm(stop.alarm)
-            if stopping and not ticking:
-                reporter.tick(done, rate)
+            if stopping and not logs:
+                reporter.log_steps(done, rate)
             if saving or stopping or position.best_step == done:
                 save(run, position, guards, must=stopping)
             if stopping:
@@ -186,13 +189,13 @@ def take_steps(run: Run, stop: StopSign, guards: RunGuards) -> tuple[Position, S
 
 
 def evaluate_run(run: Run, position: Position) -> tuple[Score, Position]:
-    """Scores the model (and its average, which then counts), and remembers the best."""
+    """Scores the model, and its average, which then counts. Updates the best score."""
     run.reporter.drain()
-    score, average = scores = score_model(run)
-    broken.agree(run.sets.bad, run.world)
+    score, average = score_model(run)
+    gather_bad_samples(run.sets.bad, run.world)
     _record_broken(run)
-    counts = counting(scores)
-    nonfinite = max(each.nonfinite for each in scores if each)
+    counts = average or score
+    nonfinite = max(score.nonfinite, counts.nonfinite)
     best = counts.accuracy > position.best_accuracy and not nonfinite and not _nonfinite_weights(run)
     if nonfinite:
         run.log(
@@ -206,8 +209,8 @@ def evaluate_run(run: Run, position: Position) -> tuple[Score, Position]:
 
 
 def _nonfinite_weights(run: Run) -> bool:
-    """Whether weights that scored well are not finite (a ReLU hides -inf), which is logged: they never count as the
-    best. Every rank calls it."""
+    """Whether some weights are not finite, although they score well (a ReLU hides -inf). Logs them. Every rank calls
+    it."""
     names = sorted({name for names in run.world.all_gather_object(run.state.nonfinite()) for name in names})
     if names:
         run.log(
@@ -215,12 +218,6 @@ def _nonfinite_weights(run: Run) -> bool:
             "infinity: this evaluation does not count as the best"
         )
     return bool(names)
-
-
-def counting(scores: tuple[Score, Score | None]) -> Score:
-    """Where there is an average of the weights, its score is the run's."""
-    score, average = scores
-    return average or score
 
 
 def score_model(run: Run) -> tuple[Score, Score | None]:
@@ -236,7 +233,7 @@ def score_model(run: Run) -> tuple[Score, Score | None]:
                 run.recipe,
                 grid,
                 watch,
-                teacher_predictions=run.task.teacher_predictions,
+                metrics=run.metrics,
                 blank=not grid.reads,
                 autocast=run.step.autocast,
             )
@@ -278,15 +275,15 @@ def _save_sharded(run: Run, position: Position, whole: Groups, must: bool) -> No
 
 
 def report_broken(run: Run) -> None:
-    """Logs which samples could not be read; `broken.record` lists them all in the run folder."""
-    broken.agree(run.sets.bad, run.world)
-    for message in broken.messages(run.sets.bad):
+    """Logs which samples could not be read; `write_bad_samples` lists them all in the run folder."""
+    gather_bad_samples(run.sets.bad, run.world)
+    for message in describe_bad_samples(run.sets.bad):
         run.log(message)
 
 
 def _record_broken(run: Run) -> None:
     if run.output is not None and run.output.begun:
-        broken.record(run.sets.bad, run.output.folder.path)
+        write_bad_samples(run.sets.bad, run.output.folder.path)
 
 
 def export(run: Run, position: Position) -> None:
@@ -335,17 +332,14 @@ def _remove_replaced(weights: Path) -> None:
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def _closing_words(run: Run, result: Result, stopped_by: str, seconds: float) -> str:
+def _closing_line(run: Run, result: TrainResult, stopped_by: str, seconds: float) -> str:
     """The last line of a run: what was reached, where it is, and what to do next."""
-    score = "not evaluated"
-    if result.top1 is not None:
-        score = f"top-1 {result.top1:.2%} ({result.correct:,} of {result.samples:,})"
+    found = result.metrics
+    score = describe(found, run.metrics[:1]) or "not evaluated"
     if result.best_top1 is not None:
         score += f", best {result.best_top1:.2%} at epoch {result.best_epoch:g}"
-    if result.teacher_top1 is not None:
-        score += f"; teacher {result.teacher_top1:.2%}"
-    if result.agreement is not None:
-        score += f", agreement {result.agreement:.2%}"
+    if extra := ", ".join(filter(None, [run.task.summary, describe(found, run.task.metrics)])):
+        score += f"; {extra}"
     if result.finished:
         eval_command = f"; next: drumline eval {shlex.quote(result.run)}" if run.task.evaluates else ""
         took = duration(seconds)
@@ -358,7 +352,7 @@ def _closing_words(run: Run, result: Result, stopped_by: str, seconds: float) ->
 
 
 def _record(run: Run, text: str) -> None:
-    """For a signal handler: straight into the file."""
+    """For a signal handler: appends to log.txt directly."""
     if run.output is not None and run.output.begun:
         with suppress(Superseded, OSError):
             lock.check(run.output.folder.path)
@@ -366,7 +360,7 @@ def _record(run: Run, text: str) -> None:
 
 
 def _record_failure(run: Run, kind: object, error: BaseException | None, trace: object) -> None:
-    """Our launcher records why its workers ended, also when it is another rank that failed."""
+    """Does nothing below our launcher, which records why its workers ended, whichever rank failed."""
     if error is not None and LAUNCHER not in os.environ:
         run.reporter.failed(error)
 
@@ -376,22 +370,16 @@ def _copy(source: Path, expected: dict[str, Any], target: Path) -> None:
     verify_file(target, expected["bytes"], expected["sha256"])
 
 
-def _result(run: Run, position: Position, score: Score | None) -> Result:
+def _result(run: Run, position: Position, score: Score | None) -> TrainResult:
     per_epoch, judged = run.plan.per_epoch, position.best_step >= 0
-    return Result(
+    return TrainResult(
         run=run.world.broadcast_object(str(run.folder.path) if run.folder else ""),
         finished=position.step == run.plan.total,
         step=position.step,
         epoch=round(position.step / per_epoch, 3),
-        top1=score.accuracy if score else None,
-        top5=score.accuracy5 if score else None,
-        loss=score.loss if score and not score.nonfinite else None,
-        correct=score.top1 if score else 0,
-        samples=score.samples if score else 0,
+        metrics=(score.result() if score else no_result(run.metrics)) | dict(run.task.facts),
         best_top1=position.best_accuracy if judged else None,
         best_epoch=round(position.best_step / per_epoch, 3) if judged else None,
-        teacher_top1=run.task.teacher_top1,
-        agreement=score.agreement if score else None,
         images_per_s=round(run.reporter.images_per_s, 1),
         broken_samples=sum(len(bad_samples.bad) for bad_samples in run.sets.bad),
     )

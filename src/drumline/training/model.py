@@ -42,7 +42,7 @@ def load_model(recipe: Recipe, classes: Classes, world: World) -> tuple[nn.Modul
         return module, ()
     file = shared_weights(recipe.model.weights, world)
     report = load_weights(module, file, strict_head=False, classes=classes, fields=FIELDS)
-    refuse_nonfinite(module, file)
+    reject_nonfinite(module, file)
     return module, (f"weights from {recipe.model.weights}: {report.loaded} tensors", *report.notes)
 
 
@@ -69,7 +69,7 @@ def shared_weights(path: str, world: World) -> Path:
     return file
 
 
-def refuse_nonfinite(
+def reject_nonfinite(
     module: nn.Module,
     file: Path,
     fields: WeightFields = FIELDS,

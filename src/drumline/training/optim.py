@@ -1,8 +1,8 @@
-"""Optimizers whose whole state exists from the start and whose rate is a tensor on the device.
+"""Optimizers whose whole state exists from the start, and whose learning rate is a tensor on the device.
 
-Promises: no host sync in `step`, so a step can be captured as a CUDA graph; state tensors are made up front
-and only ever written in place, so checkpoints load into them and graphs keep their addresses. SGD and AdamW
-are torch's own fused kernels; LARS and LAMB are written here because torch has neither.
+Promises: `step` does not sync with the host, so it can be captured as a CUDA graph. State tensors are created at the
+start and only written in place, so checkpoints load into them and graphs keep their addresses. SGD and AdamW are
+torch's fused kernels; torch has no LARS and LAMB, so they are written here.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Norms = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor]
 def build_optimizer(
     optim: Optim, parameters: Iterable[nn.Parameter], lr: torch.Tensor, norms: Norms | None = None
 ) -> torch.optim.Optimizer:
-    """The recipe's optimizer over the trainable ones of these parameters; `lr` is the tensor that the loop writes
-    rates into. `norms` computes what LARS and LAMB scale by, where parameters are sharded."""
+    """The recipe's optimizer of the trainable parameters. The loop writes learning rates into the tensor `lr`.
+    `norms` computes the norms for LARS and LAMB if parameters are sharded."""
     groups = by_device(parameter_groups(optim, parameters), lr)
     optimizer: torch.optim.Optimizer
     if optim.name == "sgd":
@@ -47,8 +47,8 @@ def build_optimizer(
 
 
 def parameter_groups(optim: Optim, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """Trainable parameters with their weight decay: vectors and scalars (biases, normalisation) apart."""
-    # Those on the meta device are another process's.
+    """Trainable parameters with their weight decay; vectors and scalars (biases, norms) have a group of their own."""
+    # Parameters on the meta device belong to a different process.
     trainable = [parameter for parameter in parameters if parameter.requires_grad and not parameter.is_meta]
     if optim.decay_all and optim.name not in ("lars", "lamb"):
         return [{"params": trainable, "weight_decay": optim.weight_decay, "adapt": True}]
@@ -63,8 +63,8 @@ def parameter_groups(optim: Optim, parameters: Iterable[nn.Parameter]) -> list[d
 
 
 def by_device(groups: list[dict[str, Any]], lr: torch.Tensor) -> list[dict[str, Any]]:
-    """The groups as they are; where stages of one process lie on several devices, a group for each, with a rate
-    there: torch 2.13's fused kernels read the rate on the device of the parameters, and do not take it there."""
+    """Splits the groups by device if stages of one process are on several, with a rate on each: torch 2.13's fused
+    kernels read the rate on the device of the parameters and do not copy it there."""
     found: dict[tuple[int, torch.device], dict[str, Any]] = {}
     rates: dict[torch.device, torch.Tensor] = {}
     for number, group in enumerate(groups):
@@ -78,30 +78,30 @@ def by_device(groups: list[dict[str, Any]], lr: torch.Tensor) -> list[dict[str, 
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Writes it into the tensors that the optimizer reads: one on each device."""
+    """Writes the learning rate into the tensors that the optimizer reads, one on each device."""
     for tensor in {id(group["lr"]): group["lr"] for group in optimizer.param_groups}.values():
         tensor.fill_(rate)
 
 
 def whole_norms(tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The length of each tensor."""
+    """The norm of each tensor."""
     return torch.stack(torch._foreach_norm(list(tensors)))
 
 
 class SGD(EagerOptimizer, torch.optim.SGD):
-    """torch's SGD, which does not import the compiler."""
+    """torch's SGD, without importing the compiler."""
 
     step = eager_step(torch.optim.SGD)
 
 
 class AdamW(EagerOptimizer, torch.optim.AdamW):
-    """torch's AdamW, which does not import the compiler."""
+    """torch's AdamW, without importing the compiler."""
 
     step = eager_step(torch.optim.AdamW)
 
 
 class DeviceRate(EagerOptimizer):
-    """What LARS and LAMB share: multi-tensor steps, and torch's contract for loss scaling without a sync
+    """The base of LARS and LAMB: multi-tensor steps, and torch's protocol for loss scaling without a sync
     (`GradScaler` sets `grad_scale` and `found_inf`; a step with an infinite gradient must change nothing)."""
 
     _step_supports_amp_scaling = True
@@ -110,7 +110,7 @@ class DeviceRate(EagerOptimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
-        # `GradScaler` sets both for the duration of the call and wants to find neither before it.
+        # `GradScaler` sets both for the duration of the call, and fails if they exist before it.
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
@@ -124,7 +124,7 @@ class DeviceRate(EagerOptimizer):
             if found_inf is None:
                 self.update(group, parameters, gradients)
                 continue
-            # In one piece: a kernel for each tensor would take longer than the step itself.
+            # In one tensor: a kernel for each would take longer than the step itself.
             touched = [_in_memory(t) for p in parameters for t in (p, *self.state[p].values())]
             before = torch.cat(touched)
             self.update(group, parameters, gradients)
@@ -204,7 +204,7 @@ class LAMB(DeviceRate):
 
 
 def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's values in the order in which they lie, whatever its layout."""
+    """The values of a dense tensor in memory order, whatever its layout."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 

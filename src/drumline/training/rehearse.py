@@ -16,7 +16,7 @@ from torch import nn
 
 from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch
-from drumline.training.prove import prove
+from drumline.training.certificate import certify
 from drumline.training.run import Run
 from drumline.training.step import NotCapturable
 
@@ -40,7 +40,7 @@ def rehearse(run: Run, batch: Batch) -> None:
     _check_gradients(run)
     _check_draws(run)
     if run.strategy.certified:
-        prove(run.step, batch, run.position.step, run.folder.path if run.folder else None, run.log)
+        certify(run.step, batch, run.position.step, run.folder.path if run.folder else None, run.log)
     why_not = why_not_captured(run)
     if not why_not:
         try:

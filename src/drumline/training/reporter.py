@@ -1,33 +1,37 @@
 """Reports the progress of a run to its log and the display, without slowing it down.
 
-Promises: loss is the mean over the global batch since the line before; per-rank data, compute and step times
-are measured always and written once per evaluation; numbers arrive late rather than stop the device. The display has
-a loss from the first step on, about a second old. log.txt has a line for every epoch.
+Promises: a loss is the mean over the global batches since the previous line. Sums are read off the device late, in
+order and completely, so that no step waits for them; the display has a loss from the first step on, about a second
+old. Data, compute and step times of every rank are always measured, and written with each evaluation. log.txt has a
+line for every epoch.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
 from traceback import format_exception
 
 from drumline.core.errors import UserError
+from drumline.core.host_copy import HostCopy
 from drumline.core.text import loss_text
 from drumline.observe import text_log
 from drumline.observe.clock import StepClock, Times
 from drumline.observe.display import Display, Progress
 from drumline.observe.run_log import RunLog
 from drumline.parallel.world import World
-from drumline.training.evaluate import Score
-from drumline.training.meter import MeterReader, Reading
+from drumline.training.metrics import Metric, Score, describe
+from drumline.training.task import Meter
 
 DRAW_SECONDS = 0.2
-GLANCE_SECONDS = 1.0
+PEEK_SECONDS = 1.0
 """Between two losses that are read for the display alone."""
 
 
-class Reporter:
-    """Everything said between two steps goes through here."""
+class RunReporter:
+    """The progress of one run, from all ranks to the log and the display of rank 0."""
 
     def __init__(
         self,
@@ -39,117 +43,99 @@ class Reporter:
         per_epoch: int,
         batch: int,
         terms: tuple[str, ...] = (),
+        metrics: Sequence[Metric] = (),
         classes: int = 1000,
     ) -> None:
-        self.classes = classes
+        self.metrics, self.classes = metrics, classes
         self.run_log, self.display, self.meters, self.world = run_log, display, meters, world
         self.total, self.per_epoch, self.batch, self.terms = total, per_epoch, batch, terms
         self.clock = StepClock(world.device)
         self.images_per_s = 0.0
-        self._latest = Progress(
-            epoch=0.0,
-            epochs=total / per_epoch,
-            step=0,
-            steps=total,
-            loss=None,
-            images_per_s=0.0,
-            data_share=0.0,
-            lr=0.0,
-        )
+        self._latest = Progress(0.0, total / per_epoch, 0, total, None, 0.0, 0.0, 0.0)
         self.step = 0
-        """Steps done, for what is said when the run ends early."""
+        """The number of finished steps."""
         self._drawn_at = perf_counter()
-        self._glance_at = 0
+        self._next_peek = 0
         self._loss_sum, self._samples = 0.0, 0
-        self._unscored: set[int] = set()
-        self._tick_at = (0, perf_counter())
-        self._asked: dict[int, tuple[Times, float]] = {}
+        self._not_evaluated: set[int] = set()
+        """Steps that end an epoch without an evaluation."""
+        self._logged_at = (0, perf_counter())
+        """The step and the time from which the speed on the display is measured."""
+        self._requested: dict[int, tuple[Times, float]] = {}
         self._since_evaluation: list[Times] = []
 
-    def moved(self, done: int, rate: float) -> None:
-        """Moves the bar between two ticks, from what the host knows. Every step calls this."""
+    def step_done(self, done: int, rate: float) -> None:
+        """Moves the bar, by what the host knows. Called after every step."""
         self.step = done
         now = perf_counter()
         if now - self._drawn_at < DRAW_SECONDS:
             return
         self._drawn_at = now
-        since, at = self._tick_at
+        since, at = self._logged_at
         speed = (done - since) * self.batch / (now - at) if done > since else self._latest.images_per_s
-        seen = self.meters.glanced()
+        seen = self.meters.peeked()
         if seen is not None and seen.samples and seen.step > self._latest.loss_step:
             self._latest = replace(self._latest, loss=seen.loss, loss_step=seen.step)
         self._show(done, rate, speed, self.clock.data_share())
 
-    def glance(self, done: int, seconds_per_step: float) -> None:
-        """Asks for the loss so far, for the display, about once a second. All ranks call it after every step that
-        has no tick, with the same arguments."""
-        if done >= self._glance_at:
-            self.meters.glance(done)
-            self._glance_at = done + (
-                max(1, int(GLANCE_SECONDS / seconds_per_step)) if seconds_per_step else 1
-            )
+    def peek(self, done: int, seconds_per_step: float) -> None:
+        """Requests the loss so far, for the display, about once a second. All ranks call it after every step that is
+        not logged, with the same arguments."""
+        if done >= self._next_peek:
+            self.meters.peek(done)
+            self._next_peek = done + (max(1, int(PEEK_SECONDS / seconds_per_step)) if seconds_per_step else 1)
 
-    def tick(self, done: int, rate: float, unscored: bool = False) -> None:
-        """Asks for the numbers up to here and passes on those that have arrived. `unscored`: an epoch ends here
-        without an evaluation, and log.txt gets a line for it as soon as its loss is known."""
+    def log_steps(self, done: int, rate: float, not_evaluated: bool = False) -> None:
+        """Requests the numbers of the steps since the last call, and logs those that have arrived. `not_evaluated`:
+        an epoch ends here without an evaluation, and log.txt gets a line for it once its loss is known."""
         times = self.clock.take()
-        self._tick_at = (done, perf_counter())
+        self._logged_at = (done, perf_counter())
         self._since_evaluation.append(times)
-        self._asked[done] = (times, rate)
-        if unscored:
-            self._unscored.add(done)
+        self._requested[done] = (times, rate)
+        if not_evaluated:
+            self._not_evaluated.add(done)
         self.meters.request(done)
-        self._pass_on(self.meters.ready())
+        self._log_readings(self.meters.ready())
 
     def drain(self) -> None:
-        """Passes on all that is still on its way."""
-        self._pass_on(self.meters.drain())
+        """Waits for the numbers that have not arrived, and logs them."""
+        self._log_readings(self.meters.drain())
 
     def evaluated(self, done: int, score: Score, average: Score | None, best: bool) -> None:
-        """One evaluation, and every rank's times since the one before."""
+        """Logs an evaluation, and every rank's times since the previous one."""
         epoch = done / self.per_epoch
-        extra = {"average_top1": average.accuracy, "average_loss": average.loss} if average else {}
-        agreement = (average or score).agreement
-        if agreement is not None:
-            extra["agreement"] = agreement
+        averaged = {f"average_{name}": value for name, value in average.values.items()} if average else {}
         self.run_log.metric(
             "eval",
             step=done,
             epoch=epoch,
-            top1=score.accuracy,
-            top5=score.accuracy5,
-            loss=score.loss,
-            correct=score.top1,
+            **score.values,
+            **score.counts,
             samples=score.samples,
-            **extra,
+            **averaged,
         )
-        line = (
-            f"epoch {epoch:.4g}: {self._trained()}top-1 {score.accuracy:.2%}, "
-            + (f"top-5 {score.accuracy5:.2%}, " if self.classes > 5 else "")
-            + f"evaluation loss {loss_text(score.loss)}"
-        )
+        measured = describe(score.result(), self.metrics, self.classes, epoch=True)
+        line = f"epoch {epoch:.4g}: {self._trained()}{measured}"
         if average:
             line += f", averaged weights {average.accuracy:.2%}"
-        if agreement is not None:
-            line += f", agreement {agreement:.2%}"
         line += " (best)" if best else ""
         self.display.result(line)
         self.run_log.log(line, show=False)
-        self._write_times(done)
+        self._log_times(done)
         self.pause(done)
 
     def pause(self, done: int) -> None:
-        """Leaves what was not training (an evaluation, a save) out of the times."""
+        """Leaves the time since the last step (an evaluation, a save) out of the times."""
         self.clock.take()
-        self._tick_at = (done, perf_counter())
+        self._logged_at = (done, perf_counter())
 
     def failed(self, error: BaseException) -> None:
-        """The last line of a log whose run ends with an error."""
+        """Writes the last line of a log whose run ends with an error."""
         text = str(error) if isinstance(error, UserError) else "".join(format_exception(error)).rstrip()
         self.run_log.log(f"{text_log.FAILED}after step {self.step:,}: {text}", show=False)
 
     def _trained(self) -> str:
-        """The mean loss of training since the epoch before."""
+        """The mean loss of training since the previous epoch."""
         loss, samples = self._loss_sum, self._samples
         self._loss_sum, self._samples = 0.0, 0
         return f"loss {loss_text(loss / samples)}, " if samples else ""
@@ -167,7 +153,7 @@ class Reporter:
         )
         self.display.step(self._latest)
 
-    def _write_times(self, done: int) -> None:
+    def _log_times(self, done: int) -> None:
         steps = sum(times.steps for times in self._since_evaluation)
         if not steps:
             return
@@ -190,12 +176,13 @@ class Reporter:
             images_per_s=self.images_per_s,
         )
 
-    def _pass_on(self, readings: list[Reading]) -> None:
+    def _log_readings(self, readings: list[Reading]) -> None:
         for reading in readings:
-            times, rate = self._asked.pop(reading.step)
+            times, rate = self._requested.pop(reading.step)
             wall = max(times.wall_s, 1e-9)
             images_per_s = times.steps * self.batch / wall
             epoch = reading.step / self.per_epoch
+            terms = zip(self.terms, reading.terms, strict=True)
             self.run_log.metric(
                 "train",
                 step=reading.step,
@@ -205,16 +192,79 @@ class Reporter:
                 lr=rate,
                 images_per_s=images_per_s,
                 data_share=times.data_s / wall,
-                **{
-                    name: total / max(1, reading.samples)
-                    for name, total in zip(self.terms, reading.terms, strict=True)
-                },
+                **{name: total / max(1, reading.samples) for name, total in terms},
             )
             self._loss_sum += reading.loss_sum
             self._samples += reading.samples
-            if reading.step in self._unscored:
-                self._unscored.remove(reading.step)
-                line = f"epoch {epoch:.4g}: {self._trained()}not evaluated"
-                self.run_log.log(line, show=False)
+            if reading.step in self._not_evaluated:
+                self._not_evaluated.remove(reading.step)
+                self.run_log.log(f"epoch {epoch:.4g}: {self._trained()}not evaluated", show=False)
             self._latest = replace(self._latest, loss=reading.loss, loss_step=reading.step)
             self._show(reading.step, rate, images_per_s, times.data_s / wall)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Sums over the whole world since the previous reading."""
+
+    step: int
+    loss_sum: float
+    correct: int
+    samples: int
+    terms: tuple[float, ...] = ()
+    """Sums of the objective's own terms."""
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / max(1, self.samples)
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / max(1, self.samples)
+
+
+class MeterReader:
+    """Reads a step's meter from time to time. A reading arrives once the device has passed the point of the request,
+    and in order."""
+
+    def __init__(self, meter: Meter, world: World) -> None:
+        self.meter, self.world = meter, world
+        self._requested: deque[tuple[int, HostCopy]] = deque()
+        self._peeks: deque[tuple[int, HostCopy]] = deque()
+
+    def request(self, step: int) -> None:
+        """Adds the meter up over the ranks, starts its copy to the host and sets it to zero."""
+        self._requested.append((step, self._copy()))
+        self.meter.sums.zero_()
+
+    def peek(self, step: int) -> None:
+        """Starts a copy of the sums so far and leaves the meter as it is. Every rank calls it at the same step."""
+        self._peeks.append((step, self._copy()))
+
+    def peeked(self) -> Reading | None:
+        """The newest peek that has arrived since the last call. Never waits."""
+        arrived = _arrived(self._peeks)
+        return arrived[-1] if arrived else None
+
+    def ready(self) -> list[Reading]:
+        """The readings that have arrived, oldest first. Never waits."""
+        return _arrived(self._requested)
+
+    def drain(self) -> list[Reading]:
+        """All readings that were requested. Waits for them."""
+        return [_reading(*self._requested.popleft()) for _ in range(len(self._requested))]
+
+    def _copy(self) -> HostCopy:
+        return HostCopy(self.world.all_reduce(self.meter.sums.clone()))
+
+
+def _arrived(copies: deque[tuple[int, HostCopy]]) -> list[Reading]:
+    arrived = []
+    while copies and copies[0][1].done:
+        arrived.append(_reading(*copies.popleft()))
+    return arrived
+
+
+def _reading(step: int, copy: HostCopy) -> Reading:
+    loss, correct, samples, *terms = copy.values().tolist()
+    return Reading(step, loss, int(correct), int(samples), tuple(terms))

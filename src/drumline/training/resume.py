@@ -24,7 +24,7 @@ from drumline.state.checkpoint import read_checkpoint
 from drumline.state.folder import changed_environment, changed_settings, repeatable
 from drumline.state.manifest import Position, read_manifest
 from drumline.state.model_record import ModelRecord, record_of
-from drumline.training.plan import Plan
+from drumline.training.schedule import Plan
 from drumline.training.state import TrainState
 from drumline.training.task import Task
 

@@ -47,12 +47,12 @@ from drumline.state.manifest import Position
 from drumline.state.model_record import ENVIRONMENT
 from drumline.state.provenance import describe_environment
 from drumline.state.shards import ShardWriter
-from drumline.training.agreement import check_data, check_recipes, check_software
-from drumline.training.meter import MeterReader
+from drumline.training import metrics
+from drumline.training.consistency import check_data, check_recipes, check_software
 from drumline.training.model import model_record
-from drumline.training.plan import make_plan
-from drumline.training.reporter import Reporter
+from drumline.training.reporter import MeterReader, RunReporter
 from drumline.training.resume import restore, saved_environment, threads_of
+from drumline.training.schedule import make_plan
 from drumline.training.sets import Sets, normaliser, open_sets
 from drumline.training.state import build_state
 from drumline.training.step import TrainStep
@@ -75,7 +75,7 @@ class RunOutput:
         self.folder, self.environment, self.position = folder, environment, position
         self.text = dump_recipe(repeatable(recipe))
         self.begun = False
-        self.run_log = RunLog.waiting(folder.path, display.log)
+        self.run_log = RunLog(folder.path, display.log)
         cleanup.callback(self.run_log.close)
         self.run_log.log(f"{text_log.STARTED}{_command(environment)}", show=False)
         self.run_log.log(f"run folder {folder.path}")
@@ -159,6 +159,8 @@ class Run:
         torch.set_num_threads(threads)
 
         self.task = build(recipe, self.sets, self.plan, self.strategy, display)
+        self.metrics = (*metrics.METRICS, *self.task.metrics)
+        """What each evaluation measures."""
         self.state = build_state(
             self.strategy,
             self.task.module,
@@ -198,7 +200,7 @@ class Run:
         """Writes shards of checkpoints, on the other ranks."""
         if self.shard_writer is not None:
             cleanup.callback(self.shard_writer.close)
-        self.reporter = Reporter(
+        self.reporter = RunReporter(
             self.output.run_log if self.output is not None else RunLog(None),
             display,
             MeterReader(self.step.meter, world),
@@ -207,6 +209,7 @@ class Run:
             per_epoch=self.plan.per_epoch,
             batch=recipe.data.batch,
             terms=self.task.objective.terms,
+            metrics=self.metrics,
             classes=len(self.sets.train.classes),
         )
         self.timeline = StepTimeline.of(

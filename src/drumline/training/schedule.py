@@ -1,7 +1,7 @@
-"""The learning rate as a pure function of the step.
+"""The schedule of a run: its length in steps, the learning rate of each, and when it evaluates and saves.
 
-Promises: depends on (recipe, global batch, steps) only, so a resumed run takes the same rate at every step.
-Asking beyond the end of the run is our own mistake and asserts.
+Promises: depends on the recipe and the size of the training set only, so a resumed run has the same rate at every
+step and evaluates and saves after the same ones.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from drumline.config.recipe import Optim
+from drumline.config.recipe import Optim, Recipe
+from drumline.core.errors import UserError
+from drumline.data.feed.sampler import steps_per_epoch
 
 
 @dataclass(frozen=True)
@@ -55,3 +57,49 @@ def scaled_rate(optim: Optim, batch: int) -> float:
     """The peak rate for this global batch."""
     ratio = batch / optim.reference_batch
     return optim.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[optim.lr_scaling]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long a run is, in steps."""
+
+    total: int
+    per_epoch: int
+    schedule: Schedule
+    eval_steps: int
+    save_steps: int
+
+    def evaluates_after(self, step: int) -> bool:
+        """`step` counts finished steps."""
+        return step == self.total or (self.eval_steps > 0 and step % self.eval_steps == 0)
+
+    def saves_after(self, step: int, every_steps: int) -> bool:
+        return (
+            step == self.total
+            or (self.save_steps > 0 and step % self.save_steps == 0)
+            or (every_steps > 0 and step % every_steps == 0)
+        )
+
+
+def make_plan(recipe: Recipe, samples: int) -> Plan:
+    """Counts the steps of a run on so many training samples. Refuses a batch larger than the set."""
+    batch = recipe.data.batch
+    per_epoch = steps_per_epoch(samples, batch)
+    if per_epoch == 0:
+        raise UserError(
+            f"data.batch = {batch}: the training set has only {samples} samples",
+            f"give --data.batch {samples} or less",
+        )
+    total = recipe.train.steps or max(1, round(recipe.train.epochs * per_epoch))
+    return Plan(
+        total=total,
+        per_epoch=per_epoch,
+        schedule=build_schedule(recipe.optim, batch, total, per_epoch),
+        eval_steps=_steps(recipe.train.eval_every, per_epoch),
+        save_steps=_steps(recipe.checkpoint.every_epochs, per_epoch),
+    )
+
+
+def _steps(epochs: float, per_epoch: int) -> int:
+    """0 stays 0; anything above is at least one step, however short the epoch."""
+    return max(1, round(epochs * per_epoch)) if epochs else 0

@@ -1,7 +1,8 @@
-"""The training and evaluation sets of a run, and how their images are prepared.
+"""The training and evaluation sets of a run, how their images are prepared, and their broken samples.
 
-Promises: every `auto` of the data section becomes a value; what does not fit together is refused before the first
-step.
+Promises: every `auto` of the data section becomes a value; settings that do not fit together are rejected before the
+first step. Every rank learns which broken samples any rank met, so a limit that is exceeded ends the run on all of
+them; `broken-samples.tsv` in the run folder lists each one once, across stops and resumes.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
+from drumline.core.files import write_bytes
 from drumline.core.machine import cores_per_process
 from drumline.data.classes import Classes, class_warnings, describe_difference
 from drumline.data.feed.choose import choose_workers
@@ -34,10 +37,10 @@ from drumline.data.sources.base import NoEvalSplit, NoTrainSplit, describe_skipp
 from drumline.parallel.strategy import uses_channels_last
 from drumline.parallel.world import World
 from drumline.state.claim import claimed
-from drumline.training.step import Normalise
 
 EVALUATION_BATCH = 256
-"""Largest evaluation batch. Fixed, so that a sample is always scored in the same company."""
+"""Largest evaluation batch. Fixed, so that a sample is always scored together with the same others."""
+BROKEN_SAMPLES = "broken-samples.tsv"
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ def open_sets(recipe: Recipe, world: World, to_score: bool = False) -> Sets:
             raise
         train_spec = eval_spec = replace(eval_spec, whole=True)
         train = evaluation = open_dataset(eval_spec)
-    _refuse_other_classes(train, evaluation)
+    _reject_other_classes(train, evaluation)
     mean, std = normalization(data, train)
     transform = make_transform(data, train, mean)
     bad = (
@@ -186,12 +189,41 @@ def open_sets(recipe: Recipe, world: World, to_score: bool = False) -> Sets:
     )
 
 
+@dataclass(frozen=True)
+class Normalise:
+    """uint8 NHWC from the loader to float NCHW for the model: (x / 255 - mean) / std per channel."""
+
+    mean: torch.Tensor
+    std: torch.Tensor
+    channels_last: bool
+
+    @staticmethod
+    def build(
+        mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, channels_last: bool
+    ) -> Normalise:
+        """Constants on the device, scaled to 0..255; one value serves all three channels."""
+
+        def column(values: tuple[float, ...]) -> torch.Tensor:
+            wide = values * 3 if len(values) == 1 else values
+            return torch.tensor(wide, dtype=torch.float64).mul(255).float().view(1, 3, 1, 1).to(device)
+
+        return Normalise(column(mean), column(std), channels_last)
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        planes = images.permute(0, 3, 1, 2)
+        if planes.shape[1] == 1:
+            planes = planes.expand(-1, 3, -1, -1)
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        # uint8 minus float promotes inside the subtraction: one pass less than converting first.
+        return planes.sub(self.mean).div_(self.std).contiguous(memory_format=layout)
+
+
 def normaliser(sets: Sets, recipe: Recipe) -> Normalise:
     """What turns a batch's pixels into the model's input, on the device."""
     return Normalise.build(sets.mean, sets.std, sets.device, uses_channels_last(recipe, sets.device))
 
 
-def _refuse_other_classes(train: Dataset, evaluation: Dataset) -> None:
+def _reject_other_classes(train: Dataset, evaluation: Dataset) -> None:
     """A user's own source names the classes of each split by itself."""
     known, here = Classes.of(train), Classes.of(evaluation)
     if known.names != here.names and (len(known) != len(here) or (known.named and here.named)):
@@ -212,3 +244,46 @@ def _resident(source: Dataset, transform: Transform, device: torch.device) -> Re
     ):
         return None
     return ResidentSet.upload(source, transform, device)
+
+
+def gather_bad_samples(sets: tuple[BadSamples, BadSamples], world: World) -> None:
+    """Merges what the ranks have found. Every rank calls it; costs one small message when nothing is new."""
+    counts = world.all_gather_floats([len(one.bad) for one in sets])
+    if any(row != counts[0] for row in counts) or any(counts[0]):
+        for one, others in zip(
+            sets, zip(*world.all_gather_object([one.bad for one in sets]), strict=True), strict=True
+        ):
+            one.merge(others)
+
+
+def write_bad_samples(sets: tuple[BadSamples, BadSamples], folder: Path) -> None:
+    """Writes the list into the run folder, in the order of sets and ids; what stands there already stays."""
+    file = folder / BROKEN_SAMPLES
+    before = file.read_text().splitlines() if file.exists() else []
+    lines = {_key(line): line for one in sets for line in one.lines()}
+    lines |= {_key(line): line for line in before}
+    if len(lines) > len(before):
+        write_bytes(file, "".join(f"{lines[key]}\n" for key in sorted(lines)).encode())
+
+
+def _key(line: str) -> tuple[bool, int]:
+    split, sample, _ = line.split("\t", 2)
+    return split != "training", int(sample)
+
+
+def describe_bad_samples(sets: tuple[BadSamples, BadSamples], listed: bool = True) -> list[str]:
+    """What to report about them; empty if there are none."""
+    where = f" (all in {BROKEN_SAMPLES})" if listed else ""
+    training, evaluation = sets
+    lines = []
+    if training.bad:
+        lines.append(
+            f"WARNING: {len(training.bad):,} of {training.samples:,} training samples are broken and were replaced "
+            f"by others, the same on every run{where}: {training.some()}"
+        )
+    if evaluation.bad:
+        lines.append(
+            f"WARNING: {len(evaluation.bad):,} of {evaluation.samples:,} evaluation samples are broken and were "
+            f"scored as black images{where}: {evaluation.some()}"
+        )
+    return lines

@@ -1,26 +1,53 @@
-"""Everything a run trains, as one value: the model, how it is called, its optimizer, its average.
+"""Everything a run trains, as one value: the model, how it is called, its optimizer, and the average of its weights.
 
 Promises: `tensors()` names every tensor that makes up the state (parameters, buffers, optimizer, average). All exist
 from the start and are only ever written in place: saving copies them, loading writes into them.
+Gradient checkpointing gives the same losses, gradients and buffers as training without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
 
 from drumline.core.errors import UserError
+from drumline.models.base import repeated_blocks
 from drumline.parallel.local import local_shard
 from drumline.parallel.strategy import Cut, Strategy
-from drumline.training.ema import Average
 from drumline.training.optim import build_optimizer
-from drumline.training.recompute import recompute_blocks
 
 Tensors = dict[str, torch.Tensor]
+
+
+class Average:
+    """`module` is a frozen copy of `model`, laid out as it is, whose state follows it with the given decay."""
+
+    def __init__(self, module: nn.Module, model: nn.Module, decay: float) -> None:
+        self.module, self.decay = module, decay
+        pairs = [
+            (local_shard(mine), local_shard(theirs))
+            for mine, theirs in zip(module.state_dict().values(), model.state_dict().values(), strict=True)
+            if not mine.is_meta  # belongs to another process
+        ]
+        assert all(mine.shape == theirs.shape for mine, theirs in pairs)
+        self._floats = [pair for pair in pairs if pair[0].is_floating_point()]
+        self._counters = [pair for pair in pairs if not pair[0].is_floating_point()]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """average += (1 - decay) · (model - average)."""
+        mine, theirs = [a for a, _ in self._floats], [b for _, b in self._floats]
+        torch._foreach_lerp_(mine, theirs, 1.0 - self.decay)
+        for average, counter in self._counters:
+            average.copy_(counter)
 
 
 @dataclass(frozen=True)
@@ -76,6 +103,11 @@ class TrainState:
         }
 
 
+def _here(tensors: Tensors) -> Tensors:
+    """Without those that other processes of a pipeline hold."""
+    return {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+
+
 def build_state(
     strategy: Strategy,
     module: nn.Module,
@@ -109,6 +141,53 @@ def build_state(
     return TrainState(module, strategy.model, forward, optimizer, lr, scaler, average, strategy)
 
 
-def _here(tensors: Tensors) -> Tensors:
-    """Without those that other processes of a pipeline hold."""
-    return {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+def recompute_blocks(model: nn.Module) -> int:
+    """Makes every repeated block of the model recompute its activations; returns how many there are."""
+    blocks = repeated_blocks(model)
+    if not blocks:
+        raise UserError(
+            f"train.gradient_checkpointing = true: {type(model).__name__} has no repeated blocks to recompute",
+            "leave the option off, or give a model of your own a method blocks() that lists them",
+        )
+    for block in blocks:
+        block.forward = partial(_recomputed, block, block.forward)
+    return len(blocks)
+
+
+def _recomputed(block: nn.Module, forward: Any, *args: Any, **named: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **named)
+    if torch.compiler.is_compiling():
+        # Compiled code recomputes tensors, not Python: BatchNorm's buffers are written once anyway.
+        return checkpoint(forward, *args, use_reentrant=False, **named)
+    return checkpoint(
+        forward,
+        *args,
+        use_reentrant=False,
+        context_fn=partial(_contexts, block),
+        determinism_check="default",
+        **named,
+    )
+
+
+def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _statistics_untouched(block)
+
+
+@contextmanager
+def _statistics_untouched(block: nn.Module) -> Iterator[None]:
+    """In training, BatchNorm normalises by the batch whatever its statistics: the second run writes to other buffers,
+    which are never read. (Turning tracking off would save other tensors for backward.) Only buffers are changed:
+    strict mode keeps these apart for shards that take turns in the middle of this."""
+    norms = [module for module in block.modules() if isinstance(module, _BatchNorm) and module.training]
+    before = [dict(norm._buffers) for norm in norms]
+    for norm in norms:
+        for name in ("running_mean", "running_var"):
+            if (statistics := norm._buffers[name]) is not None:
+                norm._buffers[name] = torch.empty_like(statistics)
+        norm._buffers["num_batches_tracked"] = None
+    try:
+        yield
+    finally:
+        for norm, buffers in zip(norms, before, strict=True):
+            norm._buffers.update(buffers)

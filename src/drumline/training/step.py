@@ -12,7 +12,6 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,10 +23,10 @@ from drumline.guards.run.nonfinite import NonFiniteGate
 from drumline.parallel.local import local_shard
 from drumline.parallel.model_draws import ModelDraws
 from drumline.parallel.strategy import ForwardPass
-from drumline.training.meter import Meter
-from drumline.training.objective import Objective, Outcome, mixed
 from drumline.training.optim import set_rate
+from drumline.training.sets import Normalise
 from drumline.training.state import TrainState
+from drumline.training.task import Meter, Objective, Outcome, mixed
 
 REHEARSALS = 3
 """Steps before capture: cuDNN and cuBLAS create their workspaces in the first ones."""
@@ -35,35 +34,6 @@ REHEARSALS = 3
 
 class NotCapturable(Exception):
     """The model does something that a CUDA graph cannot record, such as reading a value on the host."""
-
-
-@dataclass(frozen=True)
-class Normalise:
-    """uint8 NHWC from the loader to float NCHW for the model: (x / 255 - mean) / std per channel."""
-
-    mean: torch.Tensor
-    std: torch.Tensor
-    channels_last: bool
-
-    @staticmethod
-    def build(
-        mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, channels_last: bool
-    ) -> Normalise:
-        """Constants on the device, scaled to 0..255; one value serves all three channels."""
-
-        def column(values: tuple[float, ...]) -> torch.Tensor:
-            wide = values * 3 if len(values) == 1 else values
-            return torch.tensor(wide, dtype=torch.float64).mul(255).float().view(1, 3, 1, 1).to(device)
-
-        return Normalise(column(mean), column(std), channels_last)
-
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        planes = images.permute(0, 3, 1, 2)
-        if planes.shape[1] == 1:
-            planes = planes.expand(-1, 3, -1, -1)
-        layout = torch.channels_last if self.channels_last else torch.contiguous_format
-        # uint8 minus float promotes inside the subtraction: one pass less than converting first.
-        return planes.sub(self.mean).div_(self.std).contiguous(memory_format=layout)
 
 
 class TrainStep:

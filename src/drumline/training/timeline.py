@@ -16,11 +16,11 @@ from statistics import median
 
 from drumline.core.files import write_text
 from drumline.core.machine import host_name
+from drumline.observe.run_log import Log
 from drumline.observe.timeline import perfetto
 from drumline.observe.timeline_svg import timeline_svg
 from drumline.parallel.lanes import Kind, Lanes, Span, Times, bubble, simulate, step_time
 from drumline.parallel.strategy import Strategy
-from drumline.training.prove import Log
 
 AFTER = 4
 """Steps after the start before one is recorded: the first ones are slower."""

@@ -25,7 +25,7 @@ from drumline.data.reading import read_whole
 from drumline.models.registry import create_model
 from drumline.state.model_record import ModelRecord
 from drumline.state.weights import load_weights, resolve_weights, weights_record
-from drumline.training.step import Normalise
+from drumline.training.sets import Normalise
 
 Picture = str | PathLike[str] | Image.Image | NDArray[np.uint8]
 """An image file, a PIL image, or an array: height x width (grey) or height x width x channels (1 or 3) of uint8."""

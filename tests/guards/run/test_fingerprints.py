@@ -31,7 +31,7 @@ def test_fingerprints_are_recorded_when_they_are_compared_and_show_the_state_at_
     tmp_path: Path,
 ) -> None:
     trained = tiny.state(tiny.plain())
-    with RunLog.open(tmp_path, keep_until_step=0) as run_log:
+    with RunLog(tmp_path).begin(0) as run_log:
         monitor = FingerprintMonitor(lambda: state_tensors(trained), single_process(tiny.CPU), run_log)
         for step, writes in ((1, "full"), (2, "short"), (3, "")):
             monitor.take(step, torch.tensor([4, 2]), writes)
@@ -48,7 +48,7 @@ def test_fingerprints_are_recorded_when_they_are_compared_and_show_the_state_at_
 
 def test_the_order_of_samples_counts(tmp_path: Path) -> None:
     trained, seen = tiny.state(tiny.plain()), set()
-    with RunLog.open(tmp_path, keep_until_step=0) as run_log:
+    with RunLog(tmp_path).begin(0) as run_log:
         monitor = FingerprintMonitor(lambda: state_tensors(trained), single_process(tiny.CPU), run_log)
         for step, ids in enumerate(([1, 2, 3], [2, 1, 3], [1, 2], [1, 2, 4])):
             monitor.take(step, torch.tensor(ids), "short")

@@ -19,7 +19,7 @@ from drumline.models import create_model
 from drumline.models.tapped import Tapped, with_taps
 from drumline.parallel.pipeline.cut import Traced, even_cuts, trace, trainable_units
 from drumline.parallel.pipeline.stage import StageModule, boundaries
-from drumline.training.recompute import recompute_blocks
+from drumline.training.state import recompute_blocks
 
 
 def images(size: int = 32, batch: int = 2) -> Tensor:

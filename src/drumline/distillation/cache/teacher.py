@@ -33,7 +33,7 @@ from drumline.distillation.cache.format import Cache, make_key, open_cache
 from drumline.distillation.cache.payload import Rule, decode
 from drumline.distillation.teacher import Teacher, TeacherOutput
 from drumline.parallel.world import World
-from drumline.training.plan import Plan
+from drumline.training.schedule import Plan
 from drumline.training.sets import Sets, normaliser
 from drumline.training.stop import StopSign
 

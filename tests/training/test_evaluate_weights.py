@@ -23,13 +23,13 @@ from drumline.data.packed.write import pack_set
 from drumline.parallel.world import single_process
 from drumline.state.model_record import ModelRecord
 from drumline.state.weights import export_tensors
-from drumline.training import score
+from drumline.training.evaluate import evaluate_weights, model_to_score
 from drumline.training.sets import open_sets
 
 COLOURS = {"blue": (30, 30, 220), "green": (30, 220, 30), "red": (220, 30, 30)}
 CPU = torch.device("cpu")
 RECORD = ModelRecord(
-    model="tests.training.test_score:by_colour",
+    model="tests.training.test_evaluate_weights:by_colour",
     outputs=3,
     classes=Classes(("red", "green", "blue"), named=True),
     size=8,
@@ -87,9 +87,9 @@ def recipe(data: Path, weights: Path, classes: int | str = "auto", holdout: floa
 
 
 def scored(data: Path, weights: Path) -> tuple[int, int, int]:
-    found = score.score(recipe(data, weights), single_process(CPU))
+    found = evaluate_weights(recipe(data, weights), single_process(CPU))
     assert found.model_classes == 3
-    return found.correct, found.samples, found.classes
+    return found.score.correct, found.score.samples, found.classes
 
 
 def test_classes_in_another_order_and_some_of_them_score_right(weights: Path, tmp_path: Path) -> None:
@@ -124,9 +124,7 @@ def test_numbers_are_compared_by_count(weights: Path, tmp_path: Path) -> None:
         knows_colours(), tmp_path / "n.safetensors", replace(RECORD, classes=Classes(numbers(3), False))
     )
     sets = open_sets(recipe(three, weights), single_process(CPU))
-    *_, outputs, words = score.model_to_score(
-        recipe(three, tmp_path / "n.safetensors"), sets, single_process(CPU)
-    )
+    *_, outputs, words = model_to_score(recipe(three, tmp_path / "n.safetensors"), sets, single_process(CPU))
     assert outputs is None
     assert any("matched by number" in word for word in words)
 
@@ -135,15 +133,15 @@ def test_weights_without_a_record_are_matched_by_number(weights: Path, tmp_path:
     save_file(knows_colours(), tmp_path / "old.safetensors")
     three = photos(tmp_path / "three")
     sets = open_sets(recipe(three, weights), single_process(CPU))
-    *_, outputs, words = score.model_to_score(
+    *_, outputs, words = model_to_score(
         recipe(three, tmp_path / "old.safetensors"), sets, single_process(CPU)
     )
     assert outputs is None
     assert any("no record of its class names" in word for word in words)
     save_file(knows_colours(5), tmp_path / "five.safetensors")
     with pytest.raises(UserError, match="has different classes"):
-        score.model_to_score(recipe(three, tmp_path / "five.safetensors"), sets, single_process(CPU))
-    *_, words = score.model_to_score(
+        model_to_score(recipe(three, tmp_path / "five.safetensors"), sets, single_process(CPU))
+    *_, words = model_to_score(
         recipe(three, tmp_path / "five.safetensors", classes=5), sets, single_process(CPU)
     )
     assert words[-1].startswith("WARNING")

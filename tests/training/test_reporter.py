@@ -8,7 +8,8 @@ from torch import nn
 
 from drumline.core.host_copy import HostCopy
 from drumline.parallel.world import single_process
-from drumline.training.meter import Meter, MeterReader, Reading
+from drumline.training.reporter import MeterReader, Reading
+from drumline.training.task import Meter
 from tests.training import ranks, tiny
 
 
@@ -27,15 +28,15 @@ def test_a_reading_holds_the_sums_since_the_one_before() -> None:
     assert reader.drain() == []
 
 
-def test_a_glance_leaves_the_meter_as_it_is_and_gives_the_newest_sums() -> None:
+def test_a_peek_leaves_the_meter_as_it_is_and_gives_the_newest_sums() -> None:
     meter = Meter(0, tiny.CPU)
     reader = MeterReader(meter, single_process(tiny.CPU))
-    assert reader.glanced() is None
+    assert reader.peeked() is None
     for step in (1, 2):
         meter.sums += torch.tensor([3.0, 1, 2])
-        reader.glance(step)
-    assert reader.glanced() == Reading(2, 6.0, 2, 4)
-    assert reader.glanced() is None
+        reader.peek(step)
+    assert reader.peeked() == Reading(2, 6.0, 2, 4)
+    assert reader.peeked() is None
     reader.request(2)
     assert reader.ready() == [Reading(2, 6.0, 2, 4)]
 
@@ -63,7 +64,7 @@ def test_what_has_not_arrived_is_not_waited_for() -> None:
     for step, event in ((1, first), (2, second)):
         late = HostCopy(torch.tensor([1.0, 1, 1]))
         late._event = event  # type: ignore[assignment]
-        reader._waiting.append((step, late))
+        reader._requested.append((step, late))
     assert reader.ready() == []
     assert [reading.step for reading in reader.drain()] == [1, 2]
 

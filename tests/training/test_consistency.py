@@ -26,8 +26,8 @@ from drumline.data.sources import Dataset, DatasetSpec, open_dataset
 from drumline.launch.network import free_port
 from drumline.parallel.world import World
 from drumline.state.provenance import code_digest, software
-from drumline.training import agreement
-from drumline.training.agreement import check_data, check_recipes, check_software, different_fields
+from drumline.training import consistency
+from drumline.training.consistency import check_data, check_recipes, check_software, different_fields
 from tests.runs.command import TINY, environment
 from tests.training.threads import on_ranks
 
@@ -134,7 +134,7 @@ def test_other_pixels_are_found_in_every_kind_of_source(kind: str, tmp_path: Pat
 
 def test_large_sets_are_compared_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "BLOCK", 3)
-    monkeypatch.setattr(agreement, "BLOCK", 3)
+    monkeypatch.setattr(consistency, "BLOCK", 3)
     monkeypatch.setattr(identity, "CONTENTS", 2)
     here = photos(tmp_path / "photos")
     there = changed(here, lambda root: (root / "train/bee/3.bmp").rename(root / "train/bee/8.bmp"))
@@ -156,7 +156,7 @@ def test_other_code_and_other_versions_are_named(monkeypatch: pytest.MonkeyPatch
         odd = software(Recipe()) | {name: "other"}
         by_rank = [software(Recipe()), odd]
         recipes = [Recipe(run=Run(seed=rank)) for rank in (0, 1)]
-        monkeypatch.setattr(agreement, "software", lambda recipe, by_rank=by_rank: by_rank[recipe.run.seed])
+        monkeypatch.setattr(consistency, "software", lambda recipe, by_rank=by_rank: by_rank[recipe.run.seed])
         found = on_ranks(2, lambda world, recipes=recipes: check_software(recipes[world.rank], world))
         assert all(isinstance(each, UserError) for each in found)
         assert "rank 1 on " in found[0].what
@@ -167,7 +167,7 @@ def test_other_code_and_other_versions_are_named(monkeypatch: pytest.MonkeyPatch
 def test_another_processor_or_arithmetic_is_a_warning_and_in_strict_mode_an_error(
     strict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known, here = agreement.describe_environment, threading.local()
+    known, here = consistency.describe_environment, threading.local()
 
     def described(*args: Any, **kwargs: Any) -> dict[str, Any]:
         found = known(*args, **kwargs) | {"device": f"processor {here.rank}"}
@@ -178,7 +178,7 @@ def test_another_processor_or_arithmetic_is_a_warning_and_in_strict_mode_an_erro
         here.rank = world.rank
         return check_software(recipe, world)
 
-    monkeypatch.setattr(agreement, "describe_environment", described)
+    monkeypatch.setattr(consistency, "describe_environment", described)
     recipe = Recipe(run=Run(strict=strict))
     for found in on_ranks(2, check):
         said = found.what if strict else found[0]

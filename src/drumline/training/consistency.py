@@ -1,9 +1,9 @@
-"""Are all processes started alike, with the same code and on the same data? (Whether they still hold the same model:
-`guards/run/fingerprints.py`.)
+"""Checks at the start that all ranks have the same recipe, code and data. (`guards/run/fingerprints.py` checks later
+that they hold the same model.)
 
-Promises: a rank that differs is named, with the first thing in which it does, and every rank stops with the same
-message. What may differ between machines (paths, workers, interfaces) is left alone; what may change bits only
-(processors, variables that steer libraries) is a warning, and an error where strict mode promises bits.
+Promises: every rank stops with the same message, which names a rank that differs and the first difference. Settings
+that may differ between machines (paths, workers, interfaces) are not compared. Differences that can only change bits
+(processors, variables that steer libraries) are warnings, and errors in strict mode.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from drumline.state.folder import changed_environment
 from drumline.state.provenance import describe_environment, software
 from drumline.training.sets import Sets
 
-OF_THE_MACHINE = frozenset(
+MACHINE_FIELDS = frozenset(
     (
         "run.dir",
         "data.path",
@@ -49,7 +49,7 @@ OF_THE_MACHINE = frozenset(
         "parallel.timeout",
     )
 )
-"""Fields that each machine may set for itself."""
+"""Fields that may differ between machines."""
 
 
 def check_recipes(recipe: Recipe, world: World) -> None:
@@ -57,7 +57,7 @@ def check_recipes(recipe: Recipe, world: World) -> None:
     if world.size == 1:
         return
     mine = dump_recipe(recipe)
-    _refuse_if_any(
+    _reject_if_any(
         world,
         [
             f"{name} is {value}, not {theirs}"
@@ -69,7 +69,7 @@ def check_recipes(recipe: Recipe, world: World) -> None:
 
 
 def check_software(recipe: Recipe, world: World) -> list[str]:
-    """Compares the code and the libraries of every rank with rank 0's. Gives warnings about what may change bits."""
+    """Compares the code and the libraries of every rank with rank 0's. Returns warnings about the bits."""
     if world.size == 1:
         return []
     mine = software(recipe)
@@ -79,13 +79,13 @@ def check_software(recipe: Recipe, world: World) -> list[str]:
         for name, value in mine.items()
         if value != first.get(name)
     ]
-    _refuse_if_any(
+    _reject_if_any(
         world, odd, "different software", "install the same versions, and copy the same code, on each machine"
     )
     here: dict[str, Any] = describe_environment(world.device, world.size, world.backend, threads=0)
     odd = changed_environment(world.broadcast_object(here), here, recipe.run.strict)
     if recipe.run.strict:
-        _refuse_if_any(
+        _reject_if_any(
             world,
             odd,
             "a different set-up",
@@ -94,7 +94,7 @@ def check_software(recipe: Recipe, world: World) -> list[str]:
         )
     ours = native.describe()
     if (theirs := world.broadcast_object(ours)) != ours:
-        odd.append(f"native part: {theirs} -> {ours}")  # the same pixels, by what we promise
+        odd.append(f"native part: {theirs} -> {ours}")  # a warning: the pixels are the same
     return [
         f"WARNING: rank {rank} on {host} has a different set-up from rank 0, so the bits depend on which machine "
         f"computes what: {'; '.join(differences)}"
@@ -113,11 +113,11 @@ def check_data(sets: Sets, seed: int, world: World) -> dict[str, dict[str, str |
         if world.size == 1:
             continue
         for odd in (_other_samples(source, mine, world), _other_contents(source, mine, world)):
-            _refuse_if_any(
+            _reject_if_any(
                 world,
                 [f"{side} set: {odd}"] if odd else [],
                 "different data",
-                "give every machine the same data (data.path): copy it again, from one place",
+                "give every machine the same data (data.path): copy it again from one machine",
             )
     return found
 
@@ -130,7 +130,7 @@ def _other_samples(source: Dataset, identity: Identity, world: World) -> str:
         world.broadcast_object(digests),
     )
     pairs = enumerate(zip(digests, first, strict=False))
-    # Where one list is the other's beginning, they differ in what follows.
+    # If one list is the beginning of the other, they differ after it.
     block = next((number for number, (a, b) in pairs if a != b), min(len(digests), len(first)))
     alike = digests == first
     blocks = [int(number) for (number,) in world.all_gather_floats([-1 if alike else block])]
@@ -141,7 +141,7 @@ def _other_samples(source: Dataset, identity: Identity, world: World) -> str:
     if not alike:
         where = first_difference(_entries(source, block), theirs, block * BLOCK) if block == wanted else ""
         counts = "" if count == len(source) else f"{len(source):,} samples, not {count:,}"
-        return "; ".join(filter(None, (counts, where))) or "other samples"
+        return "; ".join(filter(None, (counts, where))) or "different samples"
     if tuple(names) != source.classes:
         differ = ((a, b) for a, b in zip(source.classes, names, strict=False) if a != b)
         here, there = next(differ, ("", ""))
@@ -159,22 +159,22 @@ def _other_contents(source: Dataset, identity: Identity, world: World) -> str:
     for sample, here, there in zip(identity.chosen, identity.contents, first, strict=False):
         if here != there:
             name = printable(source.where(sample)) if isinstance(source, EncodedDataset) else "its pixels"
-            how = "cannot be read here" if here == UNREADABLE else "has other content than on rank 0"
+            how = "cannot be read here" if here == UNREADABLE else "differs from rank 0"
             return f"sample {sample:,} ({name}) {how}"
     return ""
 
 
 def different_fields(first: str, mine: str) -> list[tuple[str, str, str]]:
-    """Fields of two recipe texts that may not differ within a run, with my value and the first's."""
+    """Fields of two recipe texts that must not differ within a run, with my value and the first one's."""
     return [
         (name, value, theirs)
         for name, theirs, value in differing_fields(first, mine)
-        if name not in OF_THE_MACHINE
+        if name not in MACHINE_FIELDS
     ]
 
 
-def _refuse_if_any(world: World, odd: list[str], what: str, fix: str) -> None:
-    """Every rank learns whether any of them differs, and in what, so all of them stop with the same message."""
+def _reject_if_any(world: World, odd: list[str], what: str, fix: str) -> None:
+    """Stops all ranks with the same message if any of them differs from rank 0."""
     every: list[list[Any]] = world.all_gather_object([host_name(), odd])
     ranks = [rank for rank, (_, differences) in enumerate(every) if differences]
     if not ranks:

@@ -8,7 +8,7 @@ from torch import nn
 
 from drumline.data.feed.sampler import Request
 from drumline.data.feed.transform import Transform, mixing_plan
-from drumline.training.objective import Classification, mixed, partner
+from drumline.training.task import Classification, mixed, partner
 from tests.training import tiny
 
 
