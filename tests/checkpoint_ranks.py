@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from drumline import checkpoints
 from drumline.core.errors import UserError
 
-EXPECTED = {"saved": "step-1", "exists": True, "loaded": 1, "weight": 1.0, "refused": True}
+EXPECTED = {"saved": "step-1", "exists": True, "loaded": 1, "weight": 1.0, "rejected": True}
 
 
 def main(folder: Path) -> None:
@@ -34,8 +34,8 @@ def main(folder: Path) -> None:
     (folder / "file").touch()
     try:
         checkpoints.save(folder / "file", step=1, model=model)
-    except UserError as error:  # rank 0 alone meets it, every rank stops
-        found["refused"] = "cannot write" in error.what
+    except UserError as error:  # the error is on rank 0; every rank raises it
+        found["rejected"] = "cannot write" in error.what
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

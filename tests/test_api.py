@@ -53,7 +53,7 @@ def test_importing_drumline_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_own_loop_is_short() -> None:
+def test_the_example_loop_is_short() -> None:
     lines = (ROOT / "examples" / "own_loop.py").read_text().splitlines()
     assert len(lines) < 60
     assert ast.get_docstring(ast.parse("\n".join(lines)))
@@ -69,7 +69,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_an_own_loop_on_two_ranks_that_is_killed_continues_to_the_same_weights(
+def test_the_example_loop_killed_on_two_ranks_resumes_to_the_same_weights(
     photos: Path, tmp_path: Path
 ) -> None:
     script = (ROOT / "examples" / "own_loop.py").read_text()
@@ -90,7 +90,7 @@ def test_an_own_loop_on_two_ranks_that_is_killed_continues_to_the_same_weights(
 
 
 @pytest.mark.slow
-def test_training_distilling_scoring_and_predicting_from_python(tmp_path: Path) -> None:
+def test_the_example_trains_distils_scores_and_predicts(tmp_path: Path) -> None:
     done = completed([sys.executable, str(ROOT / "examples" / "train_and_predict.py")], tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     teacher, student, black = done.stdout.splitlines()
@@ -100,7 +100,7 @@ def test_training_distilling_scoring_and_predicting_from_python(tmp_path: Path) 
     assert black.startswith("a black image is a ")
 
 
-def test_a_function_gives_what_the_command_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_returns_what_its_command_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings = [
         "data.source=digits",

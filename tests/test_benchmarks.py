@@ -27,7 +27,7 @@ SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if "\ndef main(" in p
 
 
 @dataclass(frozen=True)
-class Done:
+class SmallRun:
     """A script that ran in its small form."""
 
     folder: Path
@@ -42,7 +42,7 @@ class Done:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SmallRun]:
     """Every script, run once with `--small`."""
     folder = tmp_path_factory.mktemp("small")
     subprocess.run(
@@ -52,7 +52,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
         check=True,
         timeout=900,
     )
-    return {name: Done(folder / name) for name in SCRIPTS}
+    return {name: SmallRun(folder / name) for name in SCRIPTS}
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def rows(printed: str, name: str) -> list[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_every_script_runs_in_its_small_form(small: dict[str, Done], name: str) -> None:
+def test_every_script_runs_in_its_small_form(small: dict[str, SmallRun], name: str) -> None:
     """With tiny sizes on a CPU. What needs more is skipped there, with a line that says so."""
     done = small[name]
     assert done.code == 0, done.printed + (done.folder / "stderr").read_text()[-3000:]
@@ -93,7 +93,7 @@ def test_every_script_runs_in_its_small_form(small: dict[str, Done], name: str) 
 
 @pytest.mark.slow
 def test_loop_overhead_trains_its_tiny_network_past_the_step_where_it_once_diverged(
-    small: dict[str, Done],
+    small: dict[str, SmallRun],
 ) -> None:
     (cells,) = rows(small["loop_overhead"].printed, "tiny CNN")
     assert cells[-1] == "yes"
@@ -101,16 +101,16 @@ def test_loop_overhead_trains_its_tiny_network_past_the_step_where_it_once_diver
 
 
 @pytest.mark.slow
-def test_faults_kills_a_run_that_ends_with_the_untouched_runs_bits(small: dict[str, Done]) -> None:
+def test_faults_kills_a_run_and_compares_its_bits_with_the_uninterrupted_run(
+    small: dict[str, SmallRun],
+) -> None:
     printed = small["faults"].printed
     assert "1 of 1 finished runs have the hash of the untouched one" in printed
     (cells,) = rows(printed, "strict")
     assert cells[1:4] == ["1", "1", "1"]
 
 
-def test_faults_takes_every_layout_and_adds_up_what_was_logged(
-    script: Any, capsys: Any, tmp_path: Path
-) -> None:
+def test_faults_covers_every_layout_and_adds_up_its_logs(script: Any, capsys: Any, tmp_path: Path) -> None:
     faults = script("faults")
     every = faults.settings(list(faults.LAYOUTS), 4, 240)
     assert {setting.layout for setting in every} == {
@@ -143,7 +143,7 @@ def test_faults_takes_every_layout_and_adds_up_what_was_logged(
     assert "3 of 4 finished runs" in capsys.readouterr().out
 
 
-def test_faults_refuses_a_layout_that_it_does_not_have(script: Any, capsys: Any) -> None:
+def test_faults_rejects_an_unknown_layout(script: Any, capsys: Any) -> None:
     faults = script("faults", "--layouts", "strict,dpp")
     with pytest.raises(SystemExit):
         faults.main()
@@ -151,12 +151,12 @@ def test_faults_refuses_a_layout_that_it_does_not_have(script: Any, capsys: Any)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py")))
-def test_every_script_says_what_it_is_for(script: Any, name: str) -> None:
+def test_every_script_has_a_docstring(script: Any, name: str) -> None:
     assert script(name).__doc__
 
 
 @pytest.mark.slow
-def test_guard_latency_names_the_guard_and_the_step(small: dict[str, Done]) -> None:
+def test_guard_latency_names_the_guard_and_the_step(small: dict[str, SmallRun]) -> None:
     printed = small["guard_latency"].printed
     assert rows(printed, "`model.module(x)`") == [["`model.module(x)`", "bypass", "1", "1", "stopped"]]
     assert rows(printed, "a NaN in one") == [
@@ -165,8 +165,8 @@ def test_guard_latency_names_the_guard_and_the_step(small: dict[str, Done]) -> N
 
 
 @pytest.mark.slow
-def test_feed_cpu_shows_our_pixels_at_100_percent_beside_pillow_and_each_loader_at_each_number_of_workers(
-    small: dict[str, Done],
+def test_feed_cpu_finds_drumlines_pixels_equal_and_times_every_loader_with_every_number_of_workers(
+    small: dict[str, SmallRun],
 ) -> None:
     printed = small["feed_cpu"].printed
     assert "3 made-up photographs (no --path given)" in printed
@@ -179,8 +179,8 @@ def test_feed_cpu_shows_our_pixels_at_100_percent_beside_pillow_and_each_loader_
 
 
 @pytest.mark.slow
-def test_jpeg_rule_makes_valid_files_of_every_kind_and_tells_what_the_rule_says(
-    script: Any, small: dict[str, Done]
+def test_jpeg_rule_makes_valid_files_of_every_kind_and_shows_which_the_rule_accepts(
+    script: Any, small: dict[str, SmallRun]
 ) -> None:
     jpeg_rule = script("jpeg_rule")
     made = list(jpeg_rule.corpus([jpeg_rule.jpeg(Image.new("RGB", (90, 70), "red"), 80)], 6))
@@ -204,7 +204,9 @@ def test_jpeg_rule_makes_valid_files_of_every_kind_and_tells_what_the_rule_says(
 
 
 @pytest.mark.slow
-def test_pixels_of_ours_are_all_pillows_without_the_native_part_too(small: dict[str, Done]) -> None:
+def test_pixels_finds_drumlines_pixels_equal_with_and_without_the_native_extension(
+    small: dict[str, SmallRun],
+) -> None:
     for name in (
         *("Drumline, loader's threads", "Drumline, native", "Drumline, without its native part"),
         "Pillow decode + Drumline resize",
@@ -213,7 +215,7 @@ def test_pixels_of_ours_are_all_pillows_without_the_native_part_too(small: dict[
         assert cells[1] == cells[5] == "100 %", name
 
 
-def test_pixels_ends_with_1_when_a_value_of_ours_is_not_pillows(
+def test_pixels_exits_with_1_if_one_value_differs_from_pillows(
     script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pixels = script("pixels", "--small")
@@ -234,11 +236,11 @@ def test_pixels_ends_with_1_when_a_value_of_ours_is_not_pillows(
     assert cells[1] != "100 %"
 
 
-def test_photographs_are_found_in_folders_and_tars_alike(script: Any, tmp_path: Path) -> None:
+def test_photographs_are_found_in_folders_and_tars(script: Any, tmp_path: Path) -> None:
     shared = script("photographs")
     (tmp_path / "photos" / "deep").mkdir(parents=True)
-    for place in ("photos/b.jpg", "photos/deep/a.JPEG"):
-        (tmp_path / place).write_bytes(shared.made_up_photograph(len(place)))
+    for name in ("photos/b.jpg", "photos/deep/a.JPEG"):
+        (tmp_path / name).write_bytes(shared.made_up_photograph(len(name)))
     (tmp_path / "photos" / "notes.txt").write_text("not an image")
     with tarfile.open(tmp_path / "photos.tar", "w") as archive:
         archive.add(tmp_path / "photos", "photos")
@@ -258,7 +260,7 @@ def test_the_reference_is_crop_then_resize_then_mirror(script: Any) -> None:
 
 
 @pytest.mark.slow
-def test_same_answers_counts_a_network_that_sees_equal_pixels(small: dict[str, Done]) -> None:
+def test_same_answers_counts_every_answer_as_equal_for_equal_pixels(small: dict[str, SmallRun]) -> None:
     (cells,) = rows(small["same_answers"].printed, "Drumline, CPU path")
     assert cells[1:4] == ["3 of 3"] * 3
 
@@ -274,7 +276,7 @@ def test_same_answers_notices_pixels_that_differ(script: Any, monkeypatch: pytes
 
 @pytest.mark.slow
 def test_feed_gpu_checks_every_sample_of_a_tiny_run(
-    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, small: dict[str, Done]
+    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, small: dict[str, SmallRun]
 ) -> None:
     assert "Drumline against Pillow: 32 of 32 samples equal" in small["feed_gpu"].printed
 
@@ -293,8 +295,8 @@ def test_feed_gpu_checks_every_sample_of_a_tiny_run(
 
 
 @pytest.mark.slow
-def test_fault_outcomes_damages_a_run_and_notices_other_bits(
-    script: Any, capsys: Any, small: dict[str, Done]
+def test_fault_outcomes_damages_a_run_and_notices_different_bits(
+    script: Any, capsys: Any, small: dict[str, SmallRun]
 ) -> None:
     printed = small["fault_outcomes"].printed
     for fault in ("cut to half: optimizer.safetensors", "one bit flipped: manifest.json"):
@@ -309,8 +311,8 @@ def test_fault_outcomes_damages_a_run_and_notices_other_bits(
 
 
 @pytest.mark.slow
-def test_distill_speed_measures_every_way_and_notices_one_that_computes_another_loss(
-    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, small: dict[str, Done]
+def test_distill_speed_measures_every_loop_and_notices_a_different_loss(
+    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, small: dict[str, SmallRun]
 ) -> None:
     printed = small["distill_speed"].printed
     for name, count in (
@@ -334,8 +336,8 @@ def test_distill_speed_measures_every_way_and_notices_one_that_computes_another_
 
 
 @pytest.mark.slow
-def test_distill_quality_makes_each_run_once_and_says_what_is_missing(
-    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, small: dict[str, Done]
+def test_distill_quality_trains_each_run_once_and_lists_missing_runs(
+    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, small: dict[str, SmallRun]
 ) -> None:
     folder = small["distill_quality"].folder / "distill-quality"
     printed = small["distill_quality"].printed
@@ -365,7 +367,7 @@ def test_distill_quality_makes_each_run_once_and_says_what_is_missing(
     assert "Missing: dkd, seed 0: failed: RuntimeError: no such luck" in capsys.readouterr().out
 
 
-def test_layouts_measures_no_schedule_faster_than_its_ideal_and_pipelines_faster_than_none(
+def test_layouts_finds_pipelines_faster_than_stages_in_turn_and_slower_than_their_ideal(
     script: Any, capsys: Any
 ) -> None:
     layouts = script("layouts", "--small", "--no-processes")
@@ -385,7 +387,7 @@ def test_layouts_measures_no_schedule_faster_than_its_ideal_and_pipelines_faster
 
 
 @pytest.mark.slow
-def test_layouts_measures_processes_too(small: dict[str, Done]) -> None:
+def test_layouts_measures_pipelines_across_processes(small: dict[str, SmallRun]) -> None:
     printed = small["layouts"].printed
     assert len(rows(printed, "1f1b")) == 3
     assert "1 replica(s) of two ranks" in printed
@@ -394,8 +396,8 @@ def test_layouts_measures_processes_too(small: dict[str, Done]) -> None:
 
 
 @pytest.mark.slow
-def test_layout_memory_notices_a_lane_that_keeps_more_than_promised(
-    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, small: dict[str, Done]
+def test_layout_memory_notices_a_rank_that_keeps_more_than_predicted(
+    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, small: dict[str, SmallRun]
 ) -> None:
     memory = script("layout_memory", "--small")
     printed = small["layout_memory"].printed
@@ -409,8 +411,8 @@ def test_layout_memory_notices_a_lane_that_keeps_more_than_promised(
 
 
 @pytest.mark.slow
-def test_copy_overlap_shows_a_gain_draws_it_and_notices_other_bits(
-    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, small: dict[str, Done]
+def test_copy_overlap_measures_a_gain_draws_timelines_and_notices_different_bits(
+    script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, small: dict[str, SmallRun]
 ) -> None:
     printed = small["copy_overlap"].printed
     overlap = script("copy_overlap", "--small")
@@ -437,7 +439,7 @@ def test_copy_overlap_shows_a_gain_draws_it_and_notices_other_bits(
     assert rows(capsys.readouterr().out, "cifar/resnet8")[0][4] != "0"
 
 
-def test_distill_quality_refuses_a_method_before_anything_is_trained(
+def test_distill_quality_rejects_an_unknown_method_before_training(
     script: Any, capsys: Any, tmp_path: Path
 ) -> None:
     quality = script("distill_quality", "--small", "--methods", "kdd", "--out", str(tmp_path / "out"))
@@ -446,7 +448,7 @@ def test_distill_quality_refuses_a_method_before_anything_is_trained(
     assert not (tmp_path / "out").exists()
 
 
-def test_distill_quality_shortens_warm_ups_and_initial_stages_with_the_run(script: Any) -> None:
+def test_distill_quality_shortens_warm_ups_and_initial_stages_with_the_schedule(script: Any) -> None:
     quality = script("distill_quality")
     assert quality.method_words("kd+ls", 30) == ["distill.method=kd", "distill.standardise=true"]
     assert quality.method_words("dkd", 30) == ["distill.method=dkd", "distill.options=dkd.warmup:2.5"]
@@ -454,7 +456,9 @@ def test_distill_quality_shortens_warm_ups_and_initial_stages_with_the_run(scrip
     assert quality.method_words("dist@T=4", 24) == ["distill.method=dist", "distill.T=4"]
 
 
-def test_distill_quality_calls_a_method_better_only_beyond_both_half_spreads(script: Any) -> None:
+def test_distill_quality_calls_a_method_better_only_if_the_gain_exceeds_both_half_spreads(
+    script: Any,
+) -> None:
     table = script("distill_table")
 
     def runs(*last: float) -> list[Any]:
@@ -463,7 +467,7 @@ def test_distill_quality_calls_a_method_better_only_beyond_both_half_spreads(scr
             for seed, top1 in enumerate(last)
         ]
 
-    told = table.verdict(
+    text = table.verdict(
         {
             "alone": runs(0.70, 0.72),
             "far": runs(0.740, 0.750),
@@ -472,7 +476,7 @@ def test_distill_quality_calls_a_method_better_only_beyond_both_half_spreads(scr
             "once": runs(0.9),
         }
     )
-    better, rest = told.split(" Not: ")
+    better, rest = text.split(" Not: ")
     assert better.endswith(": far (+3.50 points, half-spreads 1.50).")
     assert rest.startswith(
         "near (+1.50 points, half-spreads 2.50), worse (-21.00 points, half-spreads 1.00)."

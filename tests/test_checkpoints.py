@@ -54,7 +54,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_loop_that_resumes_ends_with_the_bits_of_one_that_did_not_stop(tmp_path: Path, name: str) -> None:
+def test_a_resumed_loop_ends_with_the_bits_of_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
     whole = parts(name)
     train(whole, 0, 8)
     first = parts(name)
@@ -75,7 +75,7 @@ def test_a_loop_that_resumes_ends_with_the_bits_of_one_that_did_not_stop(tmp_pat
     assert again[1].state_dict()["param_groups"] == whole[1].state_dict()["param_groups"]
 
 
-def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_extra_is_restored_unchanged(tmp_path: Path) -> None:
     extra: dict[str, Any] = {
         "a": [1, 2.5, True, None, "ü"],
         "b": {1: (0.1, -math.inf), "*": {}},
@@ -95,7 +95,7 @@ def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
     assert type(found.extra["b"][1]) is tuple
 
 
-def test_the_one_before_is_loaded_when_the_newest_is_damaged(tmp_path: Path) -> None:
+def test_the_previous_checkpoint_is_loaded_if_the_newest_is_damaged(tmp_path: Path) -> None:
     built = parts()
     for step in (1, 2):
         train(built, step - 1, step)
@@ -115,14 +115,14 @@ def test_the_one_before_is_loaded_when_the_newest_is_damaged(tmp_path: Path) -> 
         checkpoints.load(tmp_path, model=built[0])
 
 
-def test_a_folder_without_checkpoints_gives_nothing(tmp_path: Path) -> None:
+def test_loading_from_a_folder_without_checkpoints_returns_none(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     assert checkpoints.load(tmp_path / "nowhere", model=model) is None
     assert checkpoints.load(tmp_path, model=model) is None
     assert checkpoints.latest(tmp_path / "nowhere") is None
 
 
-def test_the_newest_are_kept_and_a_loop_that_goes_back_writes_its_steps_again(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_are_kept_and_an_earlier_step_replaces_later_ones(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     for step in (10, 20, 30, 40):
         checkpoints.save(tmp_path, step=step, model=model, keep=2)
@@ -133,7 +133,7 @@ def test_the_newest_are_kept_and_a_loop_that_goes_back_writes_its_steps_again(tm
     assert checkpoints.verify(tmp_path / "step-30").step == 30
 
 
-def test_what_does_not_fit_or_cannot_be_saved_is_named(tmp_path: Path) -> None:
+def test_a_state_that_does_not_fit_or_cannot_be_saved_is_named(tmp_path: Path) -> None:
     built = parts()
     train(built, 0, 1)
     checkpoints.save(tmp_path, step=1, model=built[0], optimizer=built[1])
@@ -165,7 +165,7 @@ def test_nothing_in_a_checkpoint_is_pickled(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_save_once_wait_for_it_and_load_the_same_checkpoint(tmp_path: Path) -> None:
+def test_ranks_save_one_checkpoint_and_load_the_same_one(tmp_path: Path) -> None:
     run_ranks("tests.checkpoint_ranks", 2, tmp_path)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert found[0] == found[1] == checkpoint_ranks.EXPECTED

@@ -1,4 +1,4 @@
-"""Runs, recipes and weights of strangers: the command reads them, says what is wrong, and runs nothing in them."""
+"""Untrusted runs, recipes and weights: the command reads them, reports what is wrong and executes nothing in them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EVIL = "import pathlib\npathlib.Path('owned').touch()\n\ndef boom(**words):\n   
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A stranger's run folder beside a module that it would like to run, as in an unpacked archive."""
+    """An untrusted run folder beside a module that it tries to execute, as in an unpacked archive."""
     threads = torch.get_num_threads()
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -52,20 +52,22 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize("field", ["model.name", "data.source"])
 @pytest.mark.parametrize("command", ["eval", "train"])
-def test_code_named_by_a_strangers_run_is_not_run(
+def test_code_named_by_an_untrusted_run_is_not_executed(
     run: Path, capsys: pytest.CaptureFixture[str], field: str, command: str
 ) -> None:
     section, key = field.split(".")
     (run / "recipe.toml").write_text(f'[{section}]\n{key} = "evil:boom"\n')
     words = [str(run)] if command == "eval" else [str(run / "recipe.toml")]
     assert main([command, *words]) == 2
-    told = capsys.readouterr().err
-    assert "runs the code of evil" in told
-    assert "add --trust, or repeat" in told
+    error = capsys.readouterr().err
+    assert "runs the code of evil" in error
+    assert "add --trust, or repeat" in error
     assert not Path("owned").exists()
 
 
-def test_code_named_by_a_strangers_teacher_is_not_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_named_by_an_untrusted_teacher_is_not_executed(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from drumline.distillation.teacher import check_teachers
 
     (run / "recipe.toml").write_text('[model]\nname = "evil:boom"\n')
@@ -81,7 +83,7 @@ class Trap:
 
 
 @pytest.mark.parametrize("name", ["w.pt", "w.pth", "w.safetensors", "w.bin", "w.pkl"])
-def test_a_pickle_under_any_name_runs_nothing(run: Path, name: str) -> None:
+def test_a_pickle_under_any_file_name_is_rejected_unexecuted(run: Path, name: str) -> None:
     torch.save({"state_dict": Trap()}, name) if name.startswith("w.p") else Path(name).write_bytes(
         pickle.dumps(Trap())
     )
@@ -90,7 +92,7 @@ def test_a_pickle_under_any_name_runs_nothing(run: Path, name: str) -> None:
     assert not Path("owned").exists()
 
 
-def test_weights_are_those_that_were_hashed(run: Path) -> None:
+def test_changed_weights_do_not_load(run: Path) -> None:
     file = run / "weights" / "last.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -99,7 +101,7 @@ def test_weights_are_those_that_were_hashed(run: Path) -> None:
         load_weights(create_model("resnet8", classes=10), file)
 
 
-def test_weights_that_the_checksums_beside_them_do_not_name_are_refused(run: Path) -> None:
+def test_weights_that_their_folders_checksums_do_not_list_are_rejected(run: Path) -> None:
     for folder in (run / "weights", run / "checkpoints" / "step-3"):
         write_tensors(folder / "best.safetensors", {"w": torch.zeros(1)})
         with pytest.raises(CorruptError, match="do not list it"):
@@ -114,13 +116,13 @@ def outside(content: dict[str, Any]) -> None:
     content["files"]["../../recipe.toml"] = content["files"]["model.safetensors"]
 
 
-def steering(content: dict[str, Any]) -> None:
+def escape_codes(content: dict[str, Any]) -> None:
     content["environment"]["\x1b[2J"] = "\x1b]0;owned\x07"
     content["position"]["step"] = 4
 
 
-@pytest.mark.parametrize("change", [huge, outside, steering])
-def test_a_sealed_lie_in_a_checkpoint_is_told_without_a_traceback(
+@pytest.mark.parametrize("change", [huge, outside, escape_codes])
+def test_a_forged_manifest_with_a_valid_checksum_is_an_error_without_a_traceback(
     run: Path, capsys: pytest.CaptureFixture[str], change: Callable[[dict[str, Any]], None]
 ) -> None:
     path = run / "checkpoints" / "step-3" / "manifest.json"
@@ -129,9 +131,9 @@ def test_a_sealed_lie_in_a_checkpoint_is_told_without_a_traceback(
     change(content)
     write_sealed(path, content)
     assert main(["verify", str(run)]) == 1
-    told = capsys.readouterr()
-    assert "BAD  step-3" in told.out
-    assert "\x1b" not in told.out + told.err
+    printed = capsys.readouterr()
+    assert "BAD  step-3" in printed.out
+    assert "\x1b" not in printed.out + printed.err
     words = [
         "data.source=digits",
         "model.name=resnet8",
@@ -157,8 +159,8 @@ FORBIDDEN = {
     ),
     r"\bshell=True": (),
 }
-"""What may run code of a file, and where it is allowed: names of our own, and those that the user's command line
-vouches for."""
+"""Patterns that can execute code, and the modules where each is allowed: for Drumline's own names, and for names from
+the user's command line."""
 
 
 @pytest.mark.parametrize("pattern", FORBIDDEN)
@@ -173,10 +175,10 @@ def test_no_load_path_can_run_code(pattern: str) -> None:
 
 
 STAGES = "parallel/pipeline/stage.py"
-"""Runs the code that torch.fx makes of the user's own model, traced in the same process; nothing read from a file."""
+"""Executes the code that torch.fx generates from the user's own model. None of it comes from a file."""
 
 
-def test_nothing_is_evaluated() -> None:
+def test_no_module_evaluates_text_as_code() -> None:
     calls = [
         f"{path.relative_to(SOURCE)}:{node.lineno}"
         for path in SOURCE.rglob("*.py")

@@ -1,14 +1,13 @@
 """Starts Python programs by forking a process that has torch imported, which saves the seconds of that import.
 
-`Started` and `run` are for tests what `subprocess.Popen` and `subprocess.run` are; `python -m tests.warm SOCKET` is
-the process that they fork. The workers that Drumline's launcher starts there are forked by the launcher itself, so
-that they are its children. What a new interpreter would have is set up anew: arguments, environment, folder, search
-path, standard streams, signals, open files.
+`Started` and `run` replace `subprocess.Popen` and `subprocess.run` in tests; `python -m tests.warm SOCKET` is the
+server process that they fork. Drumline's launcher, when it runs there, forks its workers itself, so that they are its
+children. A fork gets its own arguments, environment, folder, search path, standard streams, signals and open files.
 
-Not the same as a new interpreter: modules are imported already, the hash seed is shared, and `/proc/PID` shows the
-command line and environment of the server. A program whose environment differs in a variable that is read before it
-can be set (`READ_EARLY`) gets a new interpreter. Tests that kill processes, or that are about starts, start theirs by
-`subprocess`.
+It differs from a new interpreter in three ways: modules are already imported, the hash seed is shared, and
+`/proc/PID` shows the command line and environment of the server. A program whose environment differs in a variable
+that is read before it can be set (`READ_EARLY`) gets a new interpreter. Tests that kill processes, or that test the
+start itself, use `subprocess`.
 """
 
 from __future__ import annotations
@@ -44,10 +43,12 @@ READ_EARLY = (
 class Started:
     """A program that was started; its output goes to files."""
 
-    def __init__(self, words: Sequence[str], cwd: Path | str, env: Mapping[str, str]) -> None:
-        self.args = [*words]
+    def __init__(self, argv: Sequence[str], cwd: Path | str, env: Mapping[str, str]) -> None:
+        self.args = [*argv]
         self._folder = tempfile.TemporaryDirectory(prefix="drumline-warm-")
-        request = {"words": self.args, "cwd": str(cwd), "env": dict(env), "folder": self._folder.name}
+        for stream in ("1", "2"):
+            Path(self._folder.name, stream).touch()
+        request = {"argv": self.args, "cwd": str(cwd), "env": dict(env), "folder": self._folder.name}
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(_server())
         self._connection.sendall(json.dumps(request).encode() + b"\n")
@@ -56,39 +57,40 @@ class Started:
         self._ended = False
 
     def finish(self, seconds: float) -> subprocess.CompletedProcess[str]:
-        """Waits for its end. It is killed with all of its group when that takes too long."""
+        """Waits for its end. After `seconds`, kills it and its process group."""
         self._connection.settimeout(seconds)
         try:
             code = int(self._answers.readline())
         except TimeoutError:
             self.kill()
-            raise subprocess.TimeoutExpired(self.args, seconds, *self._said()) from None
+            raise subprocess.TimeoutExpired(self.args, seconds, *self.output()) from None
         finally:
             self._answers.close()
             self._connection.close()
         self._ended = True
-        out, err = self._said()
+        out, err = self.output()
         self._folder.cleanup()
         return subprocess.CompletedProcess(self.args, code, out, err)
 
     def kill(self) -> None:
-        """With all of its group, unless it has ended."""
+        """Kills it and its process group, unless it has ended."""
         if not self._ended:
             os.killpg(self.pid, signal.SIGKILL)
 
-    def _said(self) -> tuple[str, str]:
+    def output(self) -> tuple[str, str]:
+        """What it has written so far to stdout and stderr."""
         return Path(self._folder.name, "1").read_text(), Path(self._folder.name, "2").read_text()
 
 
 def run(
-    words: Sequence[str], cwd: Path | str, env: Mapping[str, str], seconds: float
+    argv: Sequence[str], cwd: Path | str, env: Mapping[str, str], seconds: float
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python ...` to its end."""
     if not as_the_server(env):
         return subprocess.run(
-            words, cwd=cwd, env=env, capture_output=True, text=True, timeout=seconds, check=False
+            argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=seconds, check=False
         )
-    return Started(words, cwd, env).finish(seconds)
+    return Started(argv, cwd, env).finish(seconds)
 
 
 def as_the_server(env: Mapping[str, str]) -> bool:
@@ -100,7 +102,7 @@ def as_the_server(env: Mapping[str, str]) -> bool:
 
 
 _EXTRA = {"PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_WAIT_POLICY": "passive"}
-"""Of the server. Programs may ask for something else: it decides how much is said, and how threads wait."""
+"""Of the server. A program may set them differently: they decide only how much is logged and how threads wait."""
 
 
 @cache
@@ -154,7 +156,7 @@ def _one_reaped() -> bool:
 
 
 def _serve(connection: socket.socket) -> NoReturn:
-    """Starts one program, says its id, waits for it, says its exit code."""
+    """Starts one program, sends its id, waits for it, and sends its exit code."""
     request = json.loads(connection.makefile().readline())
     program = os.fork()
     if not program:
@@ -162,8 +164,8 @@ def _serve(connection: socket.socket) -> NoReturn:
         os.setsid()
         streams = [os.open(os.devnull, os.O_RDONLY)]
         for name in ("1", "2"):
-            streams.append(os.open(f"{request['folder']}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND))
-        _become(request["words"], request["cwd"], request["env"], streams)
+            streams.append(os.open(f"{request['folder']}/{name}", os.O_WRONLY | os.O_APPEND))
+        _become(request["argv"], request["cwd"], request["env"], streams)
     connection.sendall(f"{program}\n".encode())
     code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
     connection.sendall(f"{code}\n".encode())
@@ -176,16 +178,16 @@ _PATH = sys.path[1:]
 
 
 def fork_drumline() -> None:
-    """From now on this process and its forks start `python -m drumline` by forking. Not where there is a GPU: a
-    launcher asks CUDA how many, and CUDA does not work in forks of a process that has asked."""
+    """From now on, this process and its forks start `python -m drumline` by forking. Does nothing on a machine with a
+    GPU: a launcher asks CUDA for the number of GPUs, and then CUDA does not work in its forks."""
     if not Path("/dev/nvidiactl").exists():
         subprocess._fork_exec = _fork_or_exec  # type: ignore[attr-defined]
 
 
 def _fork_or_exec(*given: Any) -> int:
-    """In place of `_posixsubprocess.fork_exec`: workers of drumline are forked, all else is executed."""
-    words = [os.fsdecode(word) for word in given[0]]
-    ours = words[0] == sys.executable and words[1:3] in (["-m", "drumline"], ["-P", "-m"])
+    """Replaces `_posixsubprocess.fork_exec`: forks Drumline's workers and executes everything else."""
+    argv = [os.fsdecode(word) for word in given[0]]
+    ours = argv[0] == sys.executable and argv[1:3] in (["-m", "drumline"], ["-P", "-m"])
     # Not with a function to be called before the start, nor from a thread: such forks were seen to abort.
     if not ours or given[-2] is not None or threading.current_thread() is not threading.main_thread():
         pid: int = _FORK_EXEC(*given)
@@ -197,22 +199,22 @@ def _fork_or_exec(*given: Any) -> int:
     if not pid:
         if new_session:
             os.setsid()
-        os.close(failed)  # says that all went well
+        os.close(failed)  # signals success
         variables = dict(os.environ)
         if env is not None:
             variables = dict(os.fsdecode(each).split("=", 1) for each in env)
-        _become(words, cwd and os.fsdecode(cwd), variables, [stdin, stdout, stderr], keep if close else None)
+        _become(argv, cwd and os.fsdecode(cwd), variables, [stdin, stdout, stderr], keep if close else None)
     return pid
 
 
 def _become(
-    words: Sequence[str],
+    argv: Sequence[str],
     cwd: str | None,
     env: Mapping[str, str],
     streams: Sequence[int],
     keep: Sequence[int] | None = (),
 ) -> NoReturn:
-    """Runs `python [-P] -m MODULE ...` in this process, a fork of one that did something else, and ends it."""
+    """Runs `python [-P] -m MODULE ...` in this process, which is a fork, and ends it."""
     import torch
 
     atexit._clear()
@@ -245,8 +247,8 @@ def _become(
         )
         for number, errors in ((1, "strict"), (2, "backslashreplace"))
     )
-    options = words[1 : words.index("-m")]
-    module, arguments = words[len(options) + 2], words[len(options) + 3 :]
+    options = argv[1 : argv.index("-m")]
+    module, arguments = argv[len(options) + 2], argv[len(options) + 3 :]
     sys.path[:] = _PATH if "-P" in options else [str(Path.cwd()), *_PATH]
     sys.argv = [module, *arguments]
     if "OMP_NUM_THREADS" in env:

@@ -160,7 +160,7 @@ def lay_out(folder: Path) -> None:
 
 
 def _images(count: int, size: int, classes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Noise over a brightness that tells the class, from the bits of Philox, whose stream NumPy never changes."""
+    """Noise over a brightness that encodes the class, from the bits of Philox, whose stream NumPy never changes."""
     generator = np.random.Philox(key=np.array([11, seed], dtype=np.uint64))
     noise = generator.random_raw(count * size // 8 + 1).astype("<u8").view(np.uint8)[: count * size]
     labels = np.arange(count) % classes

@@ -1,8 +1,8 @@
-"""Writes golden.json anew: `python -m tests.golden.regenerate [NAME ...]`, every recipe without names.
+"""Writes golden.json again: `python -m tests.golden.regenerate [NAME ...]`, or every recipe without names.
 `--stored` writes the stored runs and the stored teacher cache instead.
 
-Only when results or formats are meant to change: the commit message says why, and CHANGELOG.md tells users. What
-is stored was written by an earlier revision on purpose; a change of format keeps reading it.
+Use it only if results or formats are meant to change: the commit message gives the reason, and CHANGELOG.md describes
+the change. The stored runs come from an earlier revision on purpose: a new format must still read the old one.
 """
 
 from __future__ import annotations

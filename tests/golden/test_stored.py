@@ -36,7 +36,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", STORED_RUNS)
-def test_a_stored_run_goes_on_to_the_golden_bits(name: str, folder: Path) -> None:
+def test_a_stored_run_resumes_to_the_golden_bits(name: str, folder: Path) -> None:
     shutil.copytree(STORED / name, folder / "runs" / name)
     resumed = run(folder, name, COMMANDS[name], "checkpoint.resume=auto")
     # Lines have the time at which they were written: these steps were not computed again.

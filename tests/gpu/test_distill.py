@@ -71,13 +71,15 @@ def test_a_captured_run_gives_the_same_bits_as_a_plain_one(method: str, teacher:
 
 
 @pytest.mark.parametrize("methods", [("crd", "reviewkd"), ("dkd", "dist"), ("hint", "rkd")])
-def test_two_methods_go_together(methods: tuple[str, str], teacher: str, tmp_path: Path) -> None:
+def test_two_methods_combine(methods: tuple[str, str], teacher: str, tmp_path: Path) -> None:
     recipe = recipe_of(teacher, *methods)
     assert sha256(recipe, tmp_path, "on") == sha256(recipe, tmp_path, "off", capture="off")
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_other_precisions(precision: str, teacher: str, tmp_path: Path) -> None:
+def test_other_precisions_give_the_same_bits_captured_and_plain(
+    precision: str, teacher: str, tmp_path: Path
+) -> None:
     recipe = recipe_of(teacher, "similarity", "nst")
     recipe = replace(recipe, train=replace(recipe.train, precision=precision))  # type: ignore[arg-type]
     assert sha256(recipe, tmp_path, "on") == sha256(recipe, tmp_path, "off", capture="off")
@@ -91,13 +93,13 @@ def test_a_resumed_run_with_a_bank_gives_the_same_bits(teacher: str, tmp_path: P
     )
     sha256(saving, tmp_path, "cut")
     for late in checkpoints(tmp_path / "cut" / "checkpoints")[1:]:
-        late.rename(late.with_name(f"{late.name}.gone"))
+        late.rename(late.with_name(f"{late.name}.removed"))
     again = replace(saving, checkpoint=replace(saving.checkpoint, resume="auto"))
     assert sha256(again, tmp_path, "cut") == whole
 
 
 @pytest.mark.parametrize("top", [0, 3])
-def test_a_run_from_a_cache_gives_the_same_bits_whoever_filled_it(
+def test_a_run_that_reads_a_cache_gives_the_bits_of_the_run_that_filled_it(
     top: int, teacher: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     recipe = recipe_of(teacher, "crd", "dkd", cache=str(tmp_path / "cache"), cache_top=top)

@@ -43,7 +43,7 @@ needs_engine = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Photograph-like files of every kind that the router must tell apart, and broken ones."""
+    """Photograph-like files of every kind that the router must distinguish, and broken ones."""
     folder = tmp_path_factory.mktemp("files")
     draw = np.random.default_rng(0)
     for number in range(96):
@@ -155,7 +155,7 @@ def test_most_jpegs_really_are_decoded_on_the_gpu(files: Path) -> None:
 
 
 @needs_engine
-def test_the_gpu_takes_what_the_threads_are_too_slow_for(
+def test_the_gpu_decodes_what_the_threads_are_too_slow_for(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One thread cannot feed a step that does nothing; it can feed one that takes long."""
@@ -213,7 +213,7 @@ def test_evaluation_views_are_equal_too(files: Path) -> None:
 
 
 @needs_engine
-def test_the_choice_is_measured_and_told(files: Path) -> None:
+def test_the_choice_of_workers_is_measured_and_explained(files: Path) -> None:
     spec, source = opened(files)
     transform = Transform(64, "crop-flip", on_bad="substitute")
     _, why = choose_workers(spec, source, transform, 0, DEVICE, count=4, pool="auto", decode="auto")
@@ -223,7 +223,7 @@ def test_the_choice_is_measured_and_told(files: Path) -> None:
 
 
 @needs_engine
-def test_runs_have_the_same_bits_whoever_decodes(files: Path, tmp_path: Path) -> None:
+def test_runs_have_the_same_bits_wherever_images_are_decoded(files: Path, tmp_path: Path) -> None:
     base = Recipe(
         run=Run(device="cuda", dir=str(tmp_path)),
         data=Data(path=str(files), batch=16, size=64, bad_limit=0.1, randaugment=(2, 9)),

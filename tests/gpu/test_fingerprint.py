@@ -30,7 +30,7 @@ def test_a_value_is_the_same_on_the_gpu_and_on_the_host() -> None:
     assert fingerprints_of(device).tolist() == fingerprints_of(host).tolist()
 
 
-def test_taking_them_does_not_wait_for_the_device() -> None:
+def test_taking_fingerprints_does_not_wait_for_the_device() -> None:
     device = [tensor.to("cuda") for tensor in some()]
     fingerprints_of(device)
     torch.cuda.set_sync_debug_mode("error")

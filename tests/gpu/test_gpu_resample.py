@@ -55,7 +55,7 @@ def test_planes_are_upsampled_and_converted_as_libjpeg_does(layout: Layout) -> N
         assert np.array_equal(window, by_pillow(by_libjpeg(arena, places, image), row, size, "pillow12"))
 
 
-def test_weights_stay_right_when_the_table_grows_and_when_it_is_forgotten(
+def test_weights_stay_right_when_the_table_grows_or_is_rebuilt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from drumline.data.gpu import resample

@@ -40,7 +40,7 @@ def test_a_bad_batch_under_autocast_is_named_and_kept(tmp_path: Path, fused: boo
         for _ in range(3):
             step()
         x[3, 1, 2, 2] = torch.nan
-        step()  # told one step later, so that the GPU need not wait
+        step()  # reported one step later, so that the GPU need not wait
         with pytest.raises(drumline.GuardError, match="gradients of step 4 are not finite: the batch itself"):
             step()
     kept = load_file(tmp_path / "step-4-rank-0.safetensors")["call0.input0"]
@@ -48,7 +48,7 @@ def test_a_bad_batch_under_autocast_is_named_and_kept(tmp_path: Path, fused: boo
     assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
 
 
-def test_a_gradient_that_goes_bad_in_backward_is_named_one_step_later(tmp_path: Path) -> None:
+def test_a_gradient_that_is_not_finite_is_named_one_step_later(tmp_path: Path) -> None:
     model = torch.nn.Sequential(
         torch.nn.Linear(3, 4), torch.nn.Linear(4, 4), Middle(), torch.nn.Linear(4, 2)
     ).cuda()
@@ -89,7 +89,7 @@ def test_steps_that_the_loss_scaler_skips_are_normal(fused: bool, capsys: pytest
     assert capsys.readouterr().err == ""
 
 
-def test_a_captured_step_is_left_alone() -> None:
+def test_a_captured_step_is_not_watched() -> None:
     model, x, y = made()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
 

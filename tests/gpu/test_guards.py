@@ -34,7 +34,9 @@ class Exploding(nn.Module):
 """
 
 
-def test_fingerprints_of_a_captured_run_are_those_of_a_plain_one_gradients_too(tmp_path: Path) -> None:
+def test_fingerprints_of_a_captured_run_equal_those_of_a_plain_one_including_gradients(
+    tmp_path: Path,
+) -> None:
     for capture in ("on", "off"):
         words = ("model.name=resnet8", f"run.name={capture}", f"train.capture={capture}")
         result(drumline("train", *SMALL, *words, folder=tmp_path))
@@ -57,7 +59,7 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_step(
     assert (tmp_path / "runs/x/offending-step-6-rank-0.safetensors").exists()
 
 
-def test_with_fp16_a_loss_that_is_not_finite_is_told(tmp_path: Path) -> None:
+def test_with_fp16_a_loss_that_is_not_finite_is_reported(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     words = ("model.name=own:Exploding", "train.precision=fp16", "run.name=x")
     done = drumline("train", *SMALL[:-1], *words, folder=tmp_path)

@@ -47,7 +47,7 @@ def test_stages_give_the_bits_of_accumulation(model: str, tmp_path: Path) -> Non
     assert (tmp_path / "runs/virtual/timeline.svg").exists()
 
 
-def test_dropout_draws_alike_on_virtual_devices_and_in_processes(tmp_path: Path) -> None:
+def test_dropout_draws_the_same_on_virtual_devices_and_in_processes(tmp_path: Path) -> None:
     """By stages, so not as the whole model draws."""
     words = ("model.name=mobilenet_v2", "parallel.layout=pipeline", "parallel.micro_batches=4")
     cut = ("parallel.split=even", "parallel.stages=2")
@@ -78,7 +78,7 @@ def test_replicas_of_a_pipeline_and_sharded_models_give_the_bits_of_ddp(tmp_path
         "model.name=resnet50 data.batch=16 run.deterministic=false train.precision=fp32 train.sync_bn=true",
     ],
 )
-def test_ddp_is_proved(words: str, tmp_path: Path) -> None:
+def test_ddp_passes_its_certificate(words: str, tmp_path: Path) -> None:
     """Two processes that share a GPU; dropout and pairs, compiled, scaled, and with kernels that do not repeat."""
     final(tmp_path, "run", *words.split(), "parallel.processes=2")
     assert json.loads((tmp_path / "runs/run/certificate.json").read_text())["passes"] is True
@@ -117,7 +117,7 @@ def test_a_student_in_stages_learns_from_a_teacher_in_stages(tmp_path: Path) -> 
     assert len(hashes) == 1
 
 
-def test_a_checkpoint_goes_on_under_any_layout(tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_under_any_layout(tmp_path: Path) -> None:
     """With the same bits where the arithmetic is the same; otherwise with the same loss to float tolerance."""
     words = ("model.name=resnet18", "checkpoint.every_steps=4", "train.log_every=1")
     staged = ("parallel.layout=pipeline", "parallel.micro_batches=4", "parallel.split=even")

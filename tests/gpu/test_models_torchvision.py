@@ -15,7 +15,7 @@ from drumline.models.base import pool_to
 from drumline.models.registry import IMAGENET, create_model
 from drumline.state.weights import export_weights, load_weights
 
-# cuBLAS reads this when its first handle is made; without it deterministic algorithms refuse matrix products.
+# cuBLAS reads this when its first handle is made; without it deterministic algorithms reject matrix products.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 pytestmark = [

@@ -1,4 +1,4 @@
-"""NCCL, as far as one GPU goes: a group of one that DDP steps on. NCCL refuses two ranks on one GPU."""
+"""NCCL on one GPU: a group of one process that DDP steps on. NCCL rejects two ranks on one GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 
-def test_a_group_of_one_meets_over_nccl_and_ddp_steps() -> None:
+def test_a_group_of_one_uses_nccl_and_ddp_steps() -> None:
     info = RankInfo(0, 1, 0, 1, 0, "127.0.0.1", free_port("127.0.0.1"), "env")
     world = init_process_group(info, pick_device("cuda", 0), "auto", 60)
     try:

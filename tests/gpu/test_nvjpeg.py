@@ -56,7 +56,7 @@ def test_jpegs_of_all_sizes_samplings_and_qualities_equal_pillow(decoder: PlaneD
         assert np.array_equal(window, wanted)
 
 
-def test_a_second_batch_of_other_sizes_is_right_too(decoder: PlaneDecoder) -> None:
+def test_a_second_batch_of_different_sizes_is_right(decoder: PlaneDecoder) -> None:
     draws = np.random.default_rng(1)
     for count, side in ((3, 20), (40, 200), (1, 700), (9, 60)):
         files = [jpeg(picture(draws, side, side + k), subsampling=k % 3) for k in range(count)]
@@ -65,7 +65,7 @@ def test_a_second_batch_of_other_sizes_is_right_too(decoder: PlaneDecoder) -> No
         assert np.array_equal(windows, expected)
 
 
-def test_an_image_the_engine_refuses_is_named_and_the_others_are_right(decoder: PlaneDecoder) -> None:
+def test_an_image_the_engine_rejects_is_named_and_the_others_are_right(decoder: PlaneDecoder) -> None:
     draws = np.random.default_rng(2)
     files = [jpeg(picture(draws, 100, 80), subsampling=2) for _ in range(12)]
     files[5] = jpeg(picture(draws, 100, 80), subsampling=2, progressive=True)
@@ -77,7 +77,7 @@ def test_an_image_the_engine_refuses_is_named_and_the_others_are_right(decoder: 
     assert np.array_equal(windows[fine], expected[fine])
 
 
-def test_no_images_are_no_work(decoder: PlaneDecoder) -> None:
+def test_an_empty_batch_is_valid(decoder: PlaneDecoder) -> None:
     nothing = np.empty(0, np.int64)
     arena = torch.empty(0, dtype=torch.uint8, device=DEVICE)
     places = place(nothing, nothing, nothing)

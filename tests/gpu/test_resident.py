@@ -41,7 +41,7 @@ def test_resident_batches_are_the_loaders(augment: str, strong: Augmentation) ->
         assert_same(Batch(*(tensor.cpu() for tensor in ours)), expected(source, transform, request))
 
 
-def test_batches_are_right_while_the_device_is_busy_and_others_are_made() -> None:
+def test_batches_are_right_while_the_device_is_busy_and_the_next_ones_are_prepared() -> None:
     source = array_source(count=5000, size=32)
     transform = Transform(32, "shift-flip", cutmix=1.0)
     held = ResidentSet.upload(source, transform, DEVICE)

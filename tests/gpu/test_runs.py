@@ -167,8 +167,8 @@ def test_a_captured_run_on_photographs_with_workers_gives_the_same_bits(tmp_path
 def test_a_model_that_cannot_be_captured_trains_without_a_graph(
     factory: str, reason: str, tmp_path: Path
 ) -> None:
-    """Not everything can be captured; then the run says why and goes on, dropout included. Reading is found by
-    looking for it, waiting only by a capture that fails."""
+    """The run continues without a graph and logs why, dropout included. A host read is detected beforehand, a wait
+    only when the capture fails."""
     recipe = replace(BASE, model=Model(name=f"tests.gpu.test_runs:{factory}"))
     off = replace(recipe, train=replace(recipe.train, capture="off"))
     assert sha256(recipe, tmp_path, "plain") == sha256(off, tmp_path, "off")

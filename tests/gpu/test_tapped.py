@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from drumline.models.registry import create_model
 from drumline.models.tapped import Tapped, norm_before, with_taps
 
-# cuBLAS reads this when its first handle is made; without it deterministic algorithms refuse matrix products.
+# cuBLAS reads this when its first handle is made; without it deterministic algorithms reject matrix products.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 pytestmark = [
@@ -84,7 +84,9 @@ def images() -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "ends", "pre"), PLACES, ids=[name for name, _, _ in PLACES])
-def test_places_and_heads(name: str, ends: list[str], pre: str) -> None:
+def test_taps_have_the_expected_locations_and_the_head_gives_the_logits(
+    name: str, ends: list[str], pre: str
+) -> None:
     model = with_taps(made(name), "", images()).eval()
     assert isinstance(model, Tapped)
     found = [place for tap, place in model.locations.items() if tap != "pooled" and not tap.endswith(".pre")]

@@ -87,7 +87,7 @@ def names(lines: list[tuple[str, int, str]], known: frozenset[str]) -> set[str]:
     return found
 
 
-def refused(file: Path) -> bool:
+def undecodable(file: Path) -> bool:
     try:
         decode(file.read_bytes(), file.name)
     except UserError:
@@ -106,7 +106,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Damaged:
     (folder / "set/train/class0/notes.txt").write_text("no image")
     broken = {
         file for file, kind in kinds.items()
-        if kind.outcome == "bad" or (kind.outcome == "either" and refused(file))
+        if kind.outcome == "bad" or (kind.outcome == "either" and undecodable(file))
     }  # fmt: skip
     done = trained(folder, "plain")
     return Damaged(
@@ -125,7 +125,7 @@ def test_the_list_names_exactly_the_broken_files(damaged: Damaged) -> None:
     assert damaged.result["finished"]
 
 
-def test_what_was_broken_is_reported_at_the_end(damaged: Damaged) -> None:
+def test_broken_samples_are_reported_at_the_end(damaged: Damaged) -> None:
     counts = {split: [line[0] for line in listed(damaged.folder, "plain")].count(split)
               for split in ("training", "evaluation")}  # fmt: skip
     log = (damaged.folder / "runs/plain/log.txt").read_text()
@@ -141,7 +141,7 @@ def test_what_was_broken_is_reported_at_the_end(damaged: Damaged) -> None:
     assert "Traceback" not in damaged.reported
 
 
-def test_files_that_are_passed_over_are_reported_at_the_start(damaged: Damaged) -> None:
+def test_skipped_files_are_reported_at_the_start(damaged: Damaged) -> None:
     words = "WARNING: the training set has 1 file that is not an image, by extension: .txt 1"
     assert words in damaged.reported.split("epoch 1")[0]
 
@@ -170,7 +170,7 @@ def test_verify_agrees_with_the_run(damaged: Damaged) -> None:
         ("no-native-alone", ("data.workers=0",), {"DRUMLINE_NATIVE": "0"}),
     ],
 )
-def test_whoever_decodes_the_bits_and_the_list_are_the_same(
+def test_the_bits_and_the_list_do_not_depend_on_the_decoder(
     damaged: Damaged, name: str, words: tuple[str, ...], env: dict[str, str]
 ) -> None:
     found = damaged.run(name, *words, **env)
@@ -243,9 +243,7 @@ def test_strict_stops_at_once_and_names_the_file(
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_too_many_broken_samples_stop_the_run_with_their_number_and_names(
-    damaged: Damaged, processes: int
-) -> None:
+def test_too_many_broken_samples_stop_the_run_and_are_named(damaged: Damaged, processes: int) -> None:
     done = trained(
         damaged.folder, f"limit-{processes}", "--data.bad_limit", "0.001", f"parallel.processes={processes}"
     )
@@ -259,7 +257,7 @@ def test_too_many_broken_samples_stop_the_run_with_their_number_and_names(
     assert done.stderr.count("are broken; data.bad_limit") == 1, "reported once, not by every rank"
 
 
-def test_a_limit_that_no_process_passes_alone_is_passed_together(damaged: Damaged) -> None:
+def test_the_limit_counts_the_broken_samples_of_all_processes(damaged: Damaged) -> None:
     """Each process meets some of them; at the first evaluation they compare."""
     broken = sum(split == "training" for split, _ in ids(damaged.folder, "plain"))
     limit = f"data.bad_limit={(broken - 1) / 100}"
@@ -271,7 +269,7 @@ def test_a_limit_that_no_process_passes_alone_is_passed_together(damaged: Damage
 
 
 @pytest.mark.parametrize("words", [(), ("data.workers=0",), ("parallel.processes=2",)])
-def test_a_set_of_nothing_but_broken_files_is_refused(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_a_set_of_only_broken_files_is_an_error(tmp_path: Path, words: tuple[str, ...]) -> None:
     for number in range(24):
         file = tmp_path / "set" / ("val", "train")[number % 2] / f"class{number % 3}" / f"{number}.jpg"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -283,7 +281,7 @@ def test_a_set_of_nothing_but_broken_files_is_refused(tmp_path: Path, words: tup
     assert "Traceback" not in done.stderr
 
 
-def test_stopped_and_resumed_it_ends_with_the_bits_of_an_uninterrupted_run(damaged: Damaged) -> None:
+def test_a_run_stopped_and_resumed_ends_with_the_bits_of_an_uninterrupted_one(damaged: Damaged) -> None:
     longer = (
         "train.epochs=12",
         "train.eval_every=6",
@@ -304,32 +302,30 @@ def test_stopped_and_resumed_it_ends_with_the_bits_of_an_uninterrupted_run(damag
 
 
 @pytest.mark.parametrize("pool", ["threads", "processes"])
-def test_a_file_that_vanishes_while_the_run_goes_on_is_a_loss_that_names_it(
-    tmp_path: Path, pool: str
-) -> None:
+def test_a_file_deleted_during_a_run_is_an_error_that_names_it(tmp_path: Path, pool: str) -> None:
     """One that is cut meanwhile is a broken sample: that is about its content."""
     build_damaged_set(tmp_path / "set", kinds=())
-    gone, cut = sorted((tmp_path / "set/train").rglob("*.jpg"))[:2]
+    deleted, cut = sorted((tmp_path / "set/train").rglob("*.jpg"))[:2]
     words = ("train.epochs=40", "train.eval_every=0", "checkpoint.every_steps=3", f"data.pool={pool}")
     run = begin(
         "train", "--data.path", "set", *RECIPE, *words, "data.workers=1", "run.name=x", folder=tmp_path
     )
     wait_for(tmp_path / "runs/x/checkpoints/step-3", run)
     cut.write_bytes(cut.read_bytes()[:500])
-    gone.unlink()
+    deleted.unlink()
     _, reported = run.communicate(timeout=PATIENCE_S)
     assert run.returncode == 1, reported
-    name = gone.relative_to(tmp_path)
+    name = deleted.relative_to(tmp_path)
     assert f"drumline: {name} cannot be read: No such file or directory (8 tries in 9.5 s)" in reported
     assert "Traceback" not in reported
     noted = tmp_path / "runs/x/broken-samples.tsv"
     assert not noted.exists() or str(name) not in noted.read_text()
 
 
-def test_broken_evaluation_images_score_as_black_ones_on_any_world_and_are_reported(damaged: Damaged) -> None:
+def test_broken_evaluation_images_score_as_black_ones_and_are_reported(damaged: Damaged) -> None:
     shutil.copytree(damaged.folder / "set", damaged.folder / "black", symlinks=True)
     black = encoded(picture().point(lambda _: 0), "PNG")
-    replaced = [file for file in (damaged.folder / "black/val").rglob("*.*") if refused(file)]
+    replaced = [file for file in (damaged.folder / "black/val").rglob("*.*") if undecodable(file)]
     for file in replaced:
         file.write_bytes(black)
     reported = f"WARNING: {len(replaced)} of 43 evaluation samples are broken and were scored as black images"

@@ -121,7 +121,7 @@ def stopped(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr
 
 
-def test_weights_changed_on_one_rank_are_named_with_tensor_and_step(tmp_path: Path) -> None:
+def test_weights_changed_on_one_rank_are_reported_with_tensor_and_step(tmp_path: Path) -> None:
     said = stopped(trained(tmp_path, "Drifting", "parallel.processes=2"))
     assert said.count("guard [drift]") == 1
     assert "ranks have drifted apart: parameter 'fc.weight' differs on ranks 0, 1" in said
@@ -151,14 +151,14 @@ def test_the_layer_the_rank_and_the_sample_of_an_infinite_value_are_named(
     assert "\n5 " not in (run / "fingerprints.txt").read_text()
 
 
-def test_two_ranks_that_are_fed_the_same_samples_are_told_at_step_1() -> None:
+def test_two_ranks_with_the_same_samples_are_reported_at_step_1() -> None:
     for found in results_of("tests.runs.fed_alike", 2):
         assert "guard [same-samples]: sample " in found["said"]
         assert "and 7 others came twice in one global batch, on ranks 0, 1" in found["said"]
         assert "since: step 1\n" in found["said"]
 
 
-def test_with_warn_an_update_that_is_not_finite_is_left_out_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_with_warn_an_update_that_is_not_finite_is_skipped_and_the_run_continues(tmp_path: Path) -> None:
     done = trained(tmp_path, "Exploding", "guard.action=warn")
     assert result(done)["finished"]
     assert done.stderr.count("WARNING: guard [non-finite]: the gradient of step ") == 1
@@ -179,7 +179,7 @@ def test_with_warn_an_update_that_is_not_finite_is_left_out_and_the_run_goes_on(
         ("Astray", "device", "buffer 'table' is on meta, but rank 0 computes on cpu", "step 6"),
     ],
 )
-def test_a_model_that_spoils_itself_at_step_5_is_reported_at_the_next_check(
+def test_a_model_that_breaks_itself_at_step_5_is_reported_at_the_next_check(
     name: str, guard: str, said: str, since: str, tmp_path: Path
 ) -> None:
     found = stopped(trained(tmp_path, name))
@@ -187,7 +187,7 @@ def test_a_model_that_spoils_itself_at_step_5_is_reported_at_the_next_check(
     assert f"since: {since}\n" in found
 
 
-def test_with_warn_each_guard_speaks_once_and_the_run_ends_well(tmp_path: Path) -> None:
+def test_with_warn_each_guard_reports_once_and_the_run_finishes(tmp_path: Path) -> None:
     done = trained(tmp_path, "Sleeping", "guard.action=warn")
     assert result(done)["finished"]
     assert done.stderr.count("WARNING: guard [eval-mode]") == 1

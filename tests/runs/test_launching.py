@@ -148,7 +148,7 @@ def test_two_hosts_give_the_same_bits_as_one(reference: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("number", "processes"), [(signal.SIGINT, 2), (signal.SIGTERM, 2), (signal.SIGTERM, 1)]
 )
-def test_a_stopped_run_saves_leaves_nothing_running_and_goes_on_to_the_same_bits(
+def test_a_stopped_run_saves_leaves_no_process_and_resumes_to_the_same_bits(
     number: signal.Signals, processes: int, loaded_reference: str, photos: Path
 ) -> None:
     here = f"parallel.processes={processes}"
@@ -170,7 +170,7 @@ def test_a_stopped_run_saves_leaves_nothing_running_and_goes_on_to_the_same_bits
         assert sha256(photos, "x") == loaded_reference
 
 
-def test_a_stop_request_to_whole_process_groups_still_saves(photos: Path) -> None:
+def test_a_stop_signal_to_whole_process_groups_still_saves(photos: Path) -> None:
     """As systemd and some batch systems send it: loaders and their server get the signal too."""
     words = ("run.name=x", "parallel.processes=2", "train.epochs=500")
     run = begin("train", *SIX_EPOCHS, *words, folder=photos)
@@ -223,7 +223,7 @@ def test_an_error_on_one_rank_is_shown_once_with_its_rank_and_stops_the_others(t
     assert all_gone(children)
 
 
-def test_a_users_mistake_found_by_the_workers_is_one_plain_message(tmp_path: Path) -> None:
+def test_a_user_error_found_by_the_workers_prints_one_message(tmp_path: Path) -> None:
     done = drumline("train", "data.batch=5000", "parallel.processes=2", "model.name=resnet8", folder=tmp_path)
     assert done.returncode == 2
     assert done.stderr.count("the training set has only 1438 samples") == 1
@@ -231,7 +231,7 @@ def test_a_users_mistake_found_by_the_workers_is_one_plain_message(tmp_path: Pat
     assert not list((tmp_path / "runs").glob("*")) if (tmp_path / "runs").exists() else True
 
 
-def test_nothing_outlives_a_killed_launcher(photos: Path) -> None:
+def test_no_process_outlives_a_killed_launcher(photos: Path) -> None:
     words = ("run.name=x", "parallel.processes=2", "train.epochs=500")
     run = begin("train", *SIX_EPOCHS, *words, folder=photos)
     wait_for(photos / "runs/x/checkpoints/step-7", run)
@@ -242,7 +242,7 @@ def test_nothing_outlives_a_killed_launcher(photos: Path) -> None:
     run.communicate()
 
 
-def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
+def test_a_second_run_in_the_same_folder_is_rejected(tmp_path: Path) -> None:
     run = begin("train", *TINY, "run.name=x", "train.epochs=500", folder=tmp_path)
     wait_for(tmp_path / "runs/x/checkpoints/step-7", run)
     second = drumline("train", *TINY, "run.name=x", "checkpoint.resume=auto", folder=tmp_path)
@@ -268,7 +268,7 @@ def factory(path, split):
 """
 
 
-def test_a_users_data_of_many_views_starts_under_a_low_descriptor_limit(tmp_path: Path) -> None:
+def test_custom_data_with_many_views_starts_under_a_low_descriptor_limit(tmp_path: Path) -> None:
     """Nothing of it travels through process start, so "bad value(s) in fds_to_keep" cannot come up."""
     (tmp_path / "mydata.py").write_text(VIEWS)
     words = ("data.source=mydata:factory", "model.name=resnet8", "data.batch=24", "train.steps=6")
@@ -277,7 +277,7 @@ def test_a_users_data_of_many_views_starts_under_a_low_descriptor_limit(tmp_path
     assert result(done)["samples"] == 96
 
 
-def test_a_run_may_be_called_like_a_checkpoint(tmp_path: Path) -> None:
+def test_a_run_may_have_the_name_of_a_checkpoint(tmp_path: Path) -> None:
     found = train(tmp_path, "step-lr", "train.steps=3", "train.eval_every=0")
     assert sha256(tmp_path, "step-lr")
     scored = result(drumline("eval", "runs/step-lr", folder=tmp_path))

@@ -206,9 +206,9 @@ def test_a_killed_pipeline_resumes_with_the_bits_of_an_uninterrupted_one(run: Ru
     assert (killed / "fingerprints.txt").read_bytes() == (whole / "fingerprints.txt").read_bytes()
 
 
-def test_a_checkpoint_goes_on_under_any_layout(run: Runs) -> None:
-    """Saved by two processes: one process goes on with the same bits, and so does a pipeline of other stages with
-    what that one saved. DDP over the same micro-batches rounds otherwise."""
+def test_a_checkpoint_resumes_under_any_layout(run: Runs) -> None:
+    """Saved by two processes: one process continues with the same bits, and a pipeline of different stages continues
+    with what that one saved. DDP over the same micro-batches rounds differently."""
     two = run("two", *OVER_TWO)
     single = run("single", "train.accumulate=4", f"checkpoint.resume={two}/checkpoints/step-3")
     assert sha256(single) == sha256(two)
@@ -229,15 +229,15 @@ def test_a_checkpoint_goes_on_under_any_layout(run: Runs) -> None:
             assert torch.allclose(mine[name].double(), theirs[name].double(), rtol=1e-2, atol=1e-4), name
 
 
-def test_sharded_runs_end_with_the_bits_of_ddp_and_go_on_from_their_pieces(run: Runs) -> None:
+def test_sharded_runs_end_with_the_bits_of_ddp_and_resume_from_their_shards(run: Runs) -> None:
     """Not clipped: the length of a gradient is added up from its parts."""
     words = ("parallel.processes=2", "train.accumulate=2", "optim.clip=0")
     sharded = (*words, "parallel.layout=fsdp", "checkpoint.sharded=true")
     whole, plain = run("sharded", *sharded), run("unsharded", *words)
     assert sha256(whole) == sha256(plain)
     for folder in (whole, plain):
-        told = "gradients of 29 of 29 parameters equal plain accumulation over 4 micro-batches, bit for bit"
-        assert f"certificate: {told}" in (folder / "log.txt").read_text()
+        words = "gradients of 29 of 29 parameters equal plain accumulation over 4 micro-batches, bit for bit"
+        assert f"certificate: {words}" in (folder / "log.txt").read_text()
         assert json.loads((folder / "certificate.json").read_text())["passes"]
         assert "predicted: " in (folder / "timeline.svg").read_text()
     resumed = run("from pieces", *sharded, f"checkpoint.resume={whole}/checkpoints/step-3")
@@ -251,7 +251,7 @@ def test_evaluation_in_stages_is_that_of_one_process(run: Runs) -> None:
     assert line["average_top1"] == alone_found["top1"]
 
 
-def test_the_certificate_is_said_and_stored(run: Runs) -> None:
+def test_the_certificate_is_logged_and_stored(run: Runs) -> None:
     two = run("two", *OVER_TWO)
     stored = json.loads((two / "certificate.json").read_text())
     assert stored["passes"]
@@ -261,7 +261,7 @@ def test_the_certificate_is_said_and_stored(run: Runs) -> None:
     assert "gradients of 29 of 29 parameters equal plain accumulation over 4 micro-batches" in stored["words"]
 
 
-def test_ddp_that_leaves_a_parameter_out_is_stopped_before_it_trains(run: Runs) -> None:
+def test_ddp_that_ignores_a_parameter_is_stopped_before_training(run: Runs) -> None:
     """DDP is silent about it, and each process would train that weight alone."""
     folder = run("accumulate", "train.accumulate=4").parents[1]
     words = ("run.name=ignored", "parallel.processes=2", "model.name=own:ignored", "train.accumulate=2")
@@ -275,13 +275,13 @@ def test_ddp_that_leaves_a_parameter_out_is_stopped_before_it_trains(run: Runs) 
     assert stored["comparisons"][0]["wrong"] == 1
 
 
-def test_ddp_trains_a_model_that_keeps_something_and_says_what_that_costs(run: Runs) -> None:
+def test_ddp_trains_a_model_with_hidden_state_and_warns_that_it_has_no_certificate(run: Runs) -> None:
     kept = run("kept", "parallel.processes=2", "model.name=own:keeping")
     assert "WARNING: no certificate: the model does not repeat its own step" in (kept / "log.txt").read_text()
     assert json.loads((kept / "certificate.json").read_text())["passes"] is None
 
 
-def test_what_a_model_draws_depends_on_neither_processes_nor_kills(run: Runs) -> None:
+def test_random_draws_of_a_model_do_not_depend_on_processes_or_a_resume(run: Runs) -> None:
     """Dropout and stochastic depth, with mixed pairs, recomputing, lamb and a buffer that is not saved: virtual
     devices, then two processes, which stay with the cut."""
     words = (
@@ -298,7 +298,7 @@ def test_what_a_model_draws_depends_on_neither_processes_nor_kills(run: Runs) ->
     assert sha256(resumed) == sha256(whole)
 
 
-def test_a_step_that_is_not_finite_is_named_and_held_back_by_every_stage(run: Runs) -> None:
+def test_a_step_that_is_not_finite_is_named_and_skipped_by_every_stage(run: Runs) -> None:
     booming = run(
         "booming", *OVER_TWO, "model.name=own:booming", "guard.action=warn", "checkpoint.every_steps=4"
     )
@@ -323,7 +323,7 @@ def test_replicas_of_a_stage_that_drift_apart_are_named(run: Runs) -> None:
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        # Whom the certificate stops.
+        # Stopped by the certificate.
         (
             "parallel.stages=2 parallel.virtual=true model.name=own:keeping",
             (
@@ -336,12 +336,12 @@ def test_replicas_of_a_stage_that_drift_apart_are_named(run: Runs) -> None:
             "parallel.stages=2 parallel.virtual=true model.name=own:writing",
             ("the moved buffer 'gate.table' differs", "certificate.json"),
         ),
-        # What would silently be lost.
+        # Would silently be lost.
         (
             "parallel.stages=2 parallel.virtual=true model.name=own:hooked",
             ("parallel.layout = pipeline: the parameter fc.weight has a hook", "--parallel.layout ddp"),
         ),
-        # What cannot be laid out.
+        # Cannot be split.
         (
             "parallel.stages=17 parallel.virtual=true",
             ("parallel.stages = 17: ResNet can be cut into at most 5", "5 or less"),
@@ -373,7 +373,7 @@ def test_replicas_of_a_stage_that_drift_apart_are_named(run: Runs) -> None:
         ),
     ],
 )
-def test_what_cannot_be_trained_in_stages_is_refused_by_name(
+def test_a_model_or_split_that_cannot_be_trained_in_stages_is_rejected(
     words: str, parts: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own.py").write_text(OWN)
@@ -381,8 +381,8 @@ def test_what_cannot_be_trained_in_stages_is_refused_by_name(
     monkeypatch.syspath_prepend(tmp_path)
     recipe = Recipe.from_args((*SMALL, *PIECES, *words.split()))
     threads = torch.get_num_threads()
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as caught:
         train_here(recipe, single_process(torch.device("cpu")))
     torch.set_num_threads(threads)
     for part in parts:
-        assert part in str(refused.value)
+        assert part in str(caught.value)

@@ -55,7 +55,7 @@ def test_the_saved_recipe_repeats_the_run(tmp_path: Path) -> None:
     assert sha256(tmp_path, "digits-resnet8-1") == sha256(tmp_path, "first")
 
 
-def test_a_corrupt_newest_checkpoint_is_passed_over_loudly(tmp_path: Path) -> None:
+def test_a_corrupt_newest_checkpoint_is_skipped_with_a_warning(tmp_path: Path) -> None:
     train(tmp_path, "whole")
     train(tmp_path, "short", "train.steps=58", "checkpoint.keep=99")
     newest = tmp_path / "runs/short/checkpoints/step-58/optimizer.safetensors"

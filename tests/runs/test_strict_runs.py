@@ -1,4 +1,4 @@
-"""Strict mode as a user types it: killed, moved to other numbers of processes, compared, and refused."""
+"""Strict mode as a user types it: killed, resumed on other numbers of processes, compared, and rejected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 STRICT = ("run.strict=true", "run.shards=4", "train.ema=0.9", "data.mixup=0.2", "parallel.threads=auto")
 
 
-def test_killed_and_resumed_on_other_numbers_of_processes_a_run_ends_with_the_bits_of_one_process(
+def test_a_strict_run_killed_and_resumed_on_other_numbers_of_processes_ends_with_the_bits_of_one_process(
     tmp_path: Path,
 ) -> None:
     train(tmp_path, "whole", *STRICT)
@@ -39,23 +39,23 @@ def test_killed_and_resumed_on_other_numbers_of_processes_a_run_ends_with_the_bi
     assert compared.returncode == 0, compared.stdout + compared.stderr
 
 
-def test_another_set_up_is_refused_and_the_promise_can_be_given_up(tmp_path: Path) -> None:
+def test_a_strict_run_resumes_with_a_different_setup_only_if_strict_is_turned_off(tmp_path: Path) -> None:
     short = (*STRICT, "train.steps=8", "train.eval_every=0")
     train(tmp_path, "run", *short)
     longer = ("run.name=run", "train.steps=12", "train.eval_every=0", "checkpoint.resume=auto")
-    refused = drumline("train", *TINY, *STRICT, *longer, "parallel.threads=2", folder=tmp_path)
-    assert refused.returncode == 2
-    assert "run.strict" in refused.stderr
-    assert "threads: 1 -> 2" in refused.stderr
-    assert "--run.no-strict" in refused.stderr
+    rejected = drumline("train", *TINY, *STRICT, *longer, "parallel.threads=2", folder=tmp_path)
+    assert rejected.returncode == 2
+    assert "run.strict" in rejected.stderr
+    assert "threads: 1 -> 2" in rejected.stderr
+    assert "--run.no-strict" in rejected.stderr
     plain = [word for word in (*TINY, *STRICT) if not word.startswith(("run.shards", "run.strict"))]
-    went_on = drumline("train", *plain, *longer, "parallel.threads=2", "run.strict=false", folder=tmp_path)
-    assert went_on.returncode == 0, went_on.stderr
-    assert "run.strict: true -> false" in went_on.stderr
-    assert "threads: 1 -> 2" in went_on.stderr
+    accepted = drumline("train", *plain, *longer, "parallel.threads=2", "run.strict=false", folder=tmp_path)
+    assert accepted.returncode == 0, accepted.stderr
+    assert "run.strict: true -> false" in accepted.stderr
+    assert "threads: 1 -> 2" in accepted.stderr
 
 
-def test_the_opening_says_what_is_promised(tmp_path: Path) -> None:
+def test_the_opening_lines_name_the_shards_and_the_numbers_of_processes(tmp_path: Path) -> None:
     done = drumline(
         "train",
         *TINY,

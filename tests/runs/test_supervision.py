@@ -1,4 +1,4 @@
-"""A run that loses its processes one after the other, and goes on by itself."""
+"""A run that loses its processes one after the other and restarts by itself."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     return Story(folder, run.returncode, result, said, [p for p in left if not is_zombie(p)], hang_seconds)
 
 
-def test_a_stop_request_after_the_result_leaves_a_finished_run_finished(tmp_path: Path) -> None:
+def test_a_stop_signal_after_the_result_does_not_change_the_exit_code(tmp_path: Path) -> None:
     run = begin("train", *TINY, "train.steps=2", "launch.restarts=1", folder=tmp_path)
     try:
         assert run.stdout is not None
@@ -74,7 +74,7 @@ def test_a_stop_request_after_the_result_leaves_a_finished_run_finished(tmp_path
     assert run.returncode == 0, said
 
 
-def test_a_run_that_loses_processes_goes_on_by_itself_to_the_same_bits(story: Story) -> None:
+def test_a_run_that_loses_processes_restarts_and_ends_with_the_same_bits(story: Story) -> None:
     assert story.code == 0, story.said
     assert story.result["finished"]
     assert [path.name for path in (story.folder / "runs").iterdir()] == ["photos-resnet8-1"]
@@ -84,7 +84,7 @@ def test_a_run_that_loses_processes_goes_on_by_itself_to_the_same_bits(story: St
     assert steps == [line["step"] for line in metrics(story.folder, "reference", "train")]
 
 
-def test_each_restart_says_who_was_lost_and_when_it_trains_again(story: Story) -> None:
+def test_each_restart_reports_the_lost_rank_and_when_training_continues(story: Story) -> None:
     lines = [line for line in story.said.splitlines() if "restart " in line]
     assert len(lines) == 3, story.said
     for number, line in enumerate(lines, 1):
@@ -103,7 +103,7 @@ def test_each_restart_says_who_was_lost_and_when_it_trains_again(story: Story) -
     assert story.said.count("resumed from runs/photos-resnet8-1/checkpoints/step-") == 3
 
 
-def test_the_log_of_the_run_tells_the_losses_and_restarts_too(story: Story) -> None:
+def test_the_run_log_has_the_failures_and_restarts(story: Story) -> None:
     log = (story.folder / "runs/photos-resnet8-1/log.txt").read_text()
     entries = [line.partition("  ")[2] for line in log.splitlines() if line[0].isdigit()]
     ends = [text for text in entries if text.startswith(("started: drumline train ", "failed: "))]
@@ -117,7 +117,7 @@ def test_the_log_of_the_run_tells_the_losses_and_restarts_too(story: Story) -> N
     assert "was killed (kill -9" not in log
 
 
-def test_a_stopped_rank_is_noticed_in_time_and_the_others_say_where_they_stand(story: Story) -> None:
+def test_a_stopped_rank_is_noticed_in_time_and_the_stacks_of_the_others_are_printed(story: Story) -> None:
     assert story.hang_seconds < 3 + 3
     block = story.said[story.said.index("rank 0: stepping, ") :]
     assert "drumline/training/loop.py" in block[: block.index("rank 1: ")]
@@ -125,7 +125,7 @@ def test_a_stopped_rank_is_noticed_in_time_and_the_others_say_where_they_stand(s
     assert "stopped by SIGSTOP or a debugger, so its stack cannot be read" in block
 
 
-def test_a_restart_warns_of_nothing_that_did_not_change(story: Story) -> None:
+def test_a_restart_gives_no_warning_about_unchanged_settings(story: Story) -> None:
     assert "may differ" not in story.said
     assert story.said.count("WARNING") == story.said.count(
         "WARNING: with data.batch = 12, one of 2 processes"
@@ -138,7 +138,7 @@ def test_a_run_with_many_restarts_leaves_no_process_behind(story: Story) -> None
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_nothing_outlives_one_process_or_its_launcher_by_a_second(restarts: int, tmp_path: Path) -> None:
+def test_no_process_outlives_a_killed_run_by_a_second(restarts: int, tmp_path: Path) -> None:
     build_damaged_set(tmp_path / "photos", kinds=())
     words = ("run.name=x", "train.epochs=500", f"launch.restarts={restarts}")
     run = begin("train", *LONG, *words, folder=tmp_path)

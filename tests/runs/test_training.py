@@ -57,7 +57,7 @@ def test_evaluation_gives_the_same_counts_on_1_2_and_3_processes(trained: Path) 
     assert counts == [counts[0]] * 3
 
 
-def test_a_run_a_checkpoint_and_its_weights_score_alike(trained: Path) -> None:
+def test_a_run_its_checkpoint_and_its_weights_have_the_same_score(trained: Path) -> None:
     last = sorted((trained / "runs/learnt/checkpoints").iterdir(), key=lambda p: int(p.name.split("-")[1]))[
         -1
     ]
@@ -85,7 +85,7 @@ def test_a_changed_checkpoint_is_not_scored(trained: Path, tmp_path: Path) -> No
     assert "checksum does not match" in done.stderr
 
 
-def test_the_run_folder_holds_what_was_promised(trained: Path) -> None:
+def test_the_run_folder_holds_every_documented_file(trained: Path) -> None:
     run = trained / "runs/learnt"
     names = {path.name for path in run.iterdir()}
     assert {"recipe.toml", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "weights"} <= names
@@ -104,7 +104,7 @@ def test_the_run_folder_holds_what_was_promised(trained: Path) -> None:
     assert 0 < times["compute_ms"][0] <= times["step_ms"][0]
 
 
-def test_uneven_shares_train_like_one_process(tmp_path: Path) -> None:
+def test_uneven_slices_train_like_one_process(tmp_path: Path) -> None:
     """50 samples over 3 processes; without BatchNorm the loss is that of one process, to rounding."""
     words = ("data.batch=50", "train.steps=12", "train.log_every=1", "train.eval_every=0", "optim.lr=0.01")
     (tmp_path / "plain.py").write_text((Path(__file__).parent / "plain.py").read_text())
@@ -166,7 +166,7 @@ def frozen(classes):
         ("frozen", 1, 2, "no trainable parameters"),
     ],
 )
-def test_a_model_of_ones_own_that_cannot_be_trained_right_is_named(
+def test_a_custom_model_that_cannot_be_trained_is_reported(
     name: str, processes: int, code: int, said: str, tmp_path: Path
 ) -> None:
     (tmp_path / "own.py").write_text(OWN)
@@ -178,7 +178,7 @@ def test_a_model_of_ones_own_that_cannot_be_trained_right_is_named(
     assert "Traceback" not in done.stderr
 
 
-def test_a_diverged_run_says_so_and_is_not_called_best(tmp_path: Path) -> None:
+def test_a_diverged_run_is_reported_and_has_no_best_score(tmp_path: Path) -> None:
     words = ("model.name=resnet8", "data.batch=64", "train.steps=6", "optim.lr=1e6", "guard.action=warn")
     done = drumline("train", *words, folder=tmp_path)
     found = result(done)
@@ -187,7 +187,7 @@ def test_a_diverged_run_says_so_and_is_not_called_best(tmp_path: Path) -> None:
     assert "the run has diverged" in done.stderr
 
 
-def test_a_run_outlives_whoever_reads_its_progress(tmp_path: Path) -> None:
+def test_a_run_continues_after_the_reader_of_its_output_exits(tmp_path: Path) -> None:
     words = "data.batch=48 model.name=resnet8 train.epochs=1 run.name=x"
     line = f"{sys.executable} -m drumline train {words} 2>&1 | head -1"
     subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environment(), timeout=120, check=False)
@@ -195,7 +195,7 @@ def test_a_run_outlives_whoever_reads_its_progress(tmp_path: Path) -> None:
     assert "finished" in (tmp_path / "runs/x/log.txt").read_text()
 
 
-def test_changed_weights_are_found_and_not_scored(trained: Path, tmp_path: Path) -> None:
+def test_changed_weights_are_reported_and_not_scored(trained: Path, tmp_path: Path) -> None:
     copy = tmp_path / "runs" / "copy"
     shutil.copytree(trained / "runs/learnt", copy)
     content = bytearray((copy / "weights/best.safetensors").read_bytes())
