@@ -32,6 +32,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 from drumline.core.errors import UserError
+from drumline.core.precision import BF16, FP32, Precision
 from drumline.models import create_model
 from drumline.observe.timeline import perfetto
 from drumline.observe.timeline_svg import timeline_svg
@@ -149,11 +150,12 @@ class Work:
     batch: int
     micro_batches: int
     device: torch.device
-    autocast: torch.dtype | None
+    precision: Precision
 
     def __str__(self) -> str:
-        arithmetic = "bf16" if self.autocast else "fp32"
-        return f"{self.model}, batch {self.batch} in {self.micro_batches} micro-batches, {arithmetic}"
+        return (
+            f"{self.model}, batch {self.batch} in {self.micro_batches} micro-batches, {self.precision.name}"
+        )
 
 
 def job_of(work: Work) -> ModelInStages:
@@ -166,13 +168,13 @@ def job_of(work: Work) -> ModelInStages:
             module.p = 0.0
     images = torch.randn(batch, 3, size, size, device=device).to(memory_format=torch.channels_last)
     labels = torch.randint(0, 1000, (batch,), device=device)
-    return ModelInStages(model, images, labels, work.micro_batches, work.autocast)
+    return ModelInStages(model, images, labels, work.micro_batches, work.precision)
 
 
 def balanced(job: ModelInStages, stages: int) -> Sequence[str]:
     """Where stages begin, by measured times."""
     shape = job.pieces[0][0].shape
-    options = ProfileOptions(job.device, job.autocast, channels_last=True)
+    options = ProfileOptions(job.device, job.precision, channels_last=True)
     names, _ = choose_split(job.traced, job.model, stages, shape, options)
     return names
 
@@ -372,7 +374,7 @@ def main() -> int:
     log, transfer, begun = Log(args.log), args.transfer_ms / 1e3, time.monotonic()
     if args.small:
         on_cpu(1, transfer, [Case(schedule, 2, 4) for schedule in SCHEDULES], log, args.out)
-        tiny = Work("cifar/resnet8", 32, 8, 4, CPU, None)
+        tiny = Work("cifar/resnet8", 32, 8, 4, CPU, FP32)
         bad = same_bits([tiny], log)
         overlap_on_gpu(tiny, ["1f1b"], 1, 1, log, args.out)
         return 1 if bad else 0
@@ -389,13 +391,13 @@ def main() -> int:
         return on_cpu(args.rounds, transfer, cases, log, args.out)
     device = torch.device("cuda", 0)
     print(f"{machine(device)}: gradients and buffers against accumulation, two steps\n")
-    works = [Work(name, 224, 16, 4, device, torch.bfloat16) for name in args.models.split(",")]
+    works = [Work(name, 224, 16, 4, device, BF16) for name in args.models.split(",")]
     bad = same_bits(works, log, begun + args.seconds / 2)
     for batch in map(int, args.batches.split(",")):
         if time.monotonic() > begun + args.seconds:
             print(f"\nbatch {batch}: left out, no time left")
             continue
-        work = Work(args.model, 224, batch, args.micro_batches, device, torch.bfloat16)
+        work = Work(args.model, 224, batch, args.micro_batches, device, BF16)
         try:
             overlap_on_gpu(work, SCHEDULES, args.rounds, args.steps, log, args.out, begun + args.seconds)
         except torch.OutOfMemoryError:

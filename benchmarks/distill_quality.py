@@ -264,7 +264,7 @@ def beside_teacher(
     grid = strategy.grid
     (loaded,) = load_teachers(replace(recipe, distill=teacher), Classes.of(sets.train), grid.world)
     guesses = torch.full((len(sets.eval),), -1, device=grid.world.device)
-    score_module(loaded.module, sets, recipe, grid, record=guesses, autocast=strategy.autocast)
+    score_module(loaded.module, sets, recipe, grid, record=guesses, precision=strategy.precision)
     return replace(classification(recipe, sets, plan, strategy, display), metrics=(agreement(guesses),))
 
 

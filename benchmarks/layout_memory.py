@@ -27,6 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from drumline.core.precision import FP32
 from drumline.models import create_model
 from drumline.parallel.lanes import Instruction, Kind
 from drumline.parallel.pipeline.cut import even_cuts
@@ -152,7 +153,7 @@ def main() -> int:
     torch.manual_seed(0)
     model = create_model(args.model, classes=10).train()
     images = torch.randn(args.batch, 3, args.size, args.size)
-    job = ModelInStages(model, images, torch.arange(args.batch) % 10, args.micro_batches, None)
+    job = ModelInStages(model, images, torch.arange(args.batch) % 10, args.micro_batches, FP32)
     log, good = Log(args.log), True
     print(
         f"{args.model}, {args.size} px, batch {args.batch} in {args.micro_batches} micro-batches, torch "

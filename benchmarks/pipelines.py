@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drumline.core.precision import Precision, autocast
 from drumline.parallel.lanes import Instruction, Recorder, Span, Times
 from drumline.parallel.pipeline.cut import trace
 from drumline.parallel.pipeline.execute import Lane, run_lanes
@@ -210,10 +211,10 @@ class ModelInStages:
         images: Tensor,
         labels: Tensor,
         micro_batches: int,
-        autocast: torch.dtype | None,
+        precision: Precision,
     ) -> None:
         cuts = [round(place * len(images) / micro_batches) for place in range(micro_batches + 1)]
-        self.model, self.autocast, self.device = model, autocast, images.device
+        self.model, self.precision, self.device = model, precision, images.device
         self.pieces = [(images[a:b].clone(), labels[a:b]) for a, b in pairwise(cuts)]
         self._total = len(images)
 
@@ -229,7 +230,7 @@ class ModelInStages:
         ranks = len(box.lanes)
         segments = self.traced.split(names)
         stages = [segment.bind(self.model) for segment in segments]
-        specs = {len(each): boundaries(stages, each, self.autocast) for each, _ in self.pieces}
+        specs = {len(each): boundaries(stages, each, self.precision) for each, _ in self.pieces}
         lists = instruction_lists(schedule, ranks, len(stages) // ranks, len(self.pieces), reduces=False)
         return [
             Lane(
@@ -264,9 +265,7 @@ class ModelInStages:
         return F.cross_entropy(output.float(), self.pieces[micro][1], reduction="sum") / self._total
 
     def arithmetic(self) -> torch.autocast:
-        return torch.autocast(
-            self.device.type, dtype=self.autocast or torch.bfloat16, enabled=self.autocast is not None
-        )
+        return autocast(self.device, self.precision)
 
 
 def turns(

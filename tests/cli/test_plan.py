@@ -73,7 +73,7 @@ def test_wrong_options_are_all_reported_with_a_fix(line: str, parts: list[str]) 
         ("--cuts resnet8 --stages 17", ["resnet8 can be cut into at most 5 stages, not 17"]),
         ("--cuts vgg8 --size 4", ["images of 4x4 are too small for this VGG"]),
         ("--cuts resnet8 --size 4 --batch 1", ["cannot take these images", "at least 2 images"]),
-        ("--cuts resnet8 --device cpu --precision fp16", ["--precision fp16: needs a GPU"]),
+        ("--cuts resnet8 --device cpu --precision fp16", ["--precision = fp16 needs a GPU"]),
     ],
 )
 def test_what_cannot_be_planned_is_told_before_it_is_measured(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from drumline.config.recipe import Distill
 from drumline.core.errors import UserError
+from drumline.core.precision import BF16, FP32, Precision
 from drumline.data.feed.batch import Batch
 from drumline.distillation.bundle import Bundle, BundleOutput
 from drumline.distillation.method import LossInputs, Method, Needs, Scope
@@ -273,13 +274,11 @@ def test_logits_of_another_width_are_refused() -> None:
 # In a step.
 
 
-def stepped(
-    autocast: torch.dtype | None, parts: list[MethodTerm], steps: int = 1
-) -> tuple[Distillation, TrainStep]:
+def stepped(precision: Precision, parts: list[MethodTerm], steps: int = 1) -> tuple[Distillation, TrainStep]:
     torch.manual_seed(0)
     student = Alone(CLASSES, (4, 4, 8))
     torch.manual_seed(1)
-    teacher = Teacher([Alone(CLASSES, (8, 4, 8))], CPU, taps=("stage1",), autocast=autocast)
+    teacher = Teacher([Alone(CLASSES, (8, 4, 8))], CPU, taps=("stage1",), precision=precision)
     made = Distillation(
         parts,
         1.0,
@@ -292,7 +291,7 @@ def stepped(
     )
     bundle = Bundle(student, {}, {each.name: each.needs for each in parts})
     step = tiny.step_of(tiny.state(bundle, model=student), COUNT, objective=made)
-    step.autocast = autocast
+    step.precision = precision
     for index in range(steps):
         step(tiny.make(COUNT, index), index, 0.1)
     return made, step
@@ -307,8 +306,8 @@ def test_it_waits_for_others_only_where_a_method_reads_their_samples() -> None:
     assert not objective([sample, batch]).meets
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_losses_are_computed_in_fp32_outside_autocast(autocast: torch.dtype | None) -> None:
+@pytest.mark.parametrize("precision", [FP32, BF16])
+def test_losses_are_computed_in_fp32_outside_autocast(precision: Precision) -> None:
     enabled: list[bool] = []
 
     def watched(seen: LossInputs) -> Tensor:
@@ -319,15 +318,15 @@ def test_losses_are_computed_in_fp32_outside_autocast(autocast: torch.dtype | No
         return seen.logits.square().sum(1) + seen.taps["stage1"].flatten(1).sum(1)
 
     method = Spy(per_sample=watched)
-    _, step = stepped(autocast, [part("spy", method, 1.0, MAPS), part("kd", Kd(), 1.0)])
+    _, step = stepped(precision, [part("spy", method, 1.0, MAPS), part("kd", Kd(), 1.0)])
     assert enabled == [False]
     assert step.meter.sums.isfinite().all()
     rounded = method.seen[0].logits
-    assert torch.equal(rounded, rounded.bfloat16().float()) is (autocast is not None)
+    assert torch.equal(rounded, rounded.bfloat16().float()) is (precision is BF16)
 
 
 def test_the_teacher_is_checked_and_steps_leave_it_as_it_was() -> None:
-    made, step = stepped(None, [part("kd", Kd(), 1.0)], steps=3)
+    made, step = stepped(FP32, [part("kd", Kd(), 1.0)], steps=3)
     made.check()
     assert all(parameter.grad is not None for parameter in step.state.module.parameters())
     assert made.teacher is not None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drumline.core.errors import UserError
+from drumline.core.precision import BF16, FP32, Precision
 from drumline.distillation.teacher import EnsembleRule, Teacher, ensemble, weights_sha256
 from drumline.models import create_model
 from drumline.parallel.world import single_process
@@ -105,9 +106,9 @@ def test_a_teacher_is_frozen_whatever_state_it_came_in() -> None:
     found.check()
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_calls_change_nothing_of_the_teacher(autocast: torch.dtype | None) -> None:
-    found = teacher(autocast=autocast, taps=("stage1", "pooled"))
+@pytest.mark.parametrize("precision", [FP32, BF16])
+def test_calls_change_nothing_of_the_teacher(precision: Precision) -> None:
+    found = teacher(precision=precision, taps=("stage1", "pooled"))
     before = {name: tensor.clone() for name, tensor in found.modules[0].state_dict().items()}
     said = found(images())
     assert torch.equal(found(images()).logits, said.logits)
@@ -169,7 +170,7 @@ def test_a_16_bit_teacher_is_autocast_of_the_whole_one_bit_by_bit(name: str) -> 
     whole = copy.deepcopy(module)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         expected, expected_taps = whole(images(), taps=True)
-    said = Teacher([module], CPU, taps=("stage1", "pooled"), autocast=torch.bfloat16)(images())
+    said = Teacher([module], CPU, taps=("stage1", "pooled"), precision=BF16)(images())
     assert said.logits.dtype == expected.dtype == torch.bfloat16
     assert torch.equal(said.logits, expected)
     assert all(torch.equal(tap, expected_taps[key]) for key, tap in said.taps.items())
@@ -278,7 +279,7 @@ def test_a_layer_that_makes_its_own_weights_is_left_to_autocast() -> None:
             return self._conv_forward(x, self.weight / self.weight.std(), None)
 
     model = nn.Sequential(Standardised(3, 4, 1, bias=False), nn.Conv2d(4, 5, 1))
-    Teacher([model], torch.device("cpu"), autocast=torch.bfloat16)
+    Teacher([model], torch.device("cpu"), precision=BF16)
     assert [part.weight.dtype for part in model] == [torch.float32, torch.bfloat16]
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from drumline.config.recipe import Data, Optim, Parallel, Recipe, Run, Train
 from drumline.core.environment import read_rank_info
+from drumline.core.precision import BF16, FP32, Precision
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.sampler import rank_slice
 from drumline.guards.run.fingerprints import FingerprintMonitor
@@ -110,13 +111,13 @@ def step_under(
     ema: float = 0.0,
     clip: float = 0.0,
     accumulate: int = 1,
-    precision: torch.dtype | None = None,
+    precision: Precision = FP32,
 ) -> TrainStep:
     recipe = Recipe(
         run=Run(seed=5),
         data=Data(batch=BATCH),
         optim=replace(optim, clip=clip),
-        train=Train(ema=ema, accumulate=accumulate, precision="bf16" if precision else "fp32"),
+        train=Train(ema=ema, accumulate=accumulate, precision=precision.name),
         parallel=Parallel(layout=layout),  # type: ignore[arg-type]
     )
     state = build_state(create_strategy(recipe, world), model)
@@ -257,14 +258,14 @@ def mixed(world: World, folder: Path) -> dict[str, Any]:
     """bf16, against DDP under autocast: the same arithmetic, but for the order of additions."""
     found: dict[str, Any] = {}
     for name, make in (("bf16 norm", batch_normed), ("bf16 odd", Odd)):
-        sharded = sharded_step(make(), world, OPTIMS["sgd"], precision=torch.bfloat16, accumulate=2)
+        sharded = sharded_step(make(), world, OPTIMS["sgd"], precision=BF16, accumulate=2)
         take(sharded, 0, 1)
-        ddp = plain_step(make(), world, OPTIMS["sgd"], precision=torch.bfloat16, accumulate=2)
+        ddp = plain_step(make(), world, OPTIMS["sgd"], precision=BF16, accumulate=2)
         take(ddp, 0, 1)
         found[name] = (whole_state(sharded), whole_state(ddp))
         kinds = {group: {str(t.dtype) for t in each.values()} for group, each in found[name][0].items()}
         found[f"{name} kinds"] = kinds
-    return {**found, "whole": len(kept_whole(Odd(), torch.bfloat16)) - len(kept_whole(Odd(), None))}
+    return {**found, "whole": len(kept_whole(Odd(), BF16)) - len(kept_whole(Odd(), FP32))}
 
 
 def norms(world: World, folder: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import nn
 from drumline.config.recipe import Parallel, Recipe
 from drumline.core.errors import UserError
 from drumline.core.files import CorruptError
+from drumline.core.precision import BF16, FP32
 from drumline.parallel.fsdp import kept_whole
 from drumline.parallel.strategy import create_strategy
 from drumline.parallel.world import single_process
@@ -97,13 +98,13 @@ def test_mixed_precision_is_that_of_autocast_and_the_state_stays_fp32() -> None:
 
 def test_vectors_shared_ones_and_what_autocast_leaves_alone_are_kept_whole() -> None:
     model = ranks.Odd()
-    whole = {name for name, each in model.named_parameters() if each in kept_whole(model, None)}
+    whole = {name for name, each in model.named_parameters() if each in kept_whole(model, FP32)}
     assert "one.weight" in whole
     assert "body.0.1.weight" in whole
     assert "head.bias" in whole
     assert "map" not in whole
     assert "head.weight" not in whole
-    low = {name for name, each in model.named_parameters() if each in kept_whole(model, torch.bfloat16)}
+    low = {name for name, each in model.named_parameters() if each in kept_whole(model, BF16)}
     assert low - whole == {"map"}
 
 

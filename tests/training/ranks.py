@@ -21,6 +21,7 @@ from torch import nn
 from drumline.config.recipe import Train
 from drumline.core.environment import read_rank_info
 from drumline.core.errors import UserError
+from drumline.core.precision import FP32
 from drumline.data.feed.sampler import evaluation_requests, rank_slice
 from drumline.guards.run.fingerprints import FingerprintMonitor
 from drumline.observe.run_log import RunLog
@@ -224,7 +225,7 @@ def evaluation(world: World) -> dict[str, Any]:
         )
     )
     return asdict(
-        evaluate(tiny.normed(3), batches, SAMPLES, EVAL_BATCH, tiny.NORMALISE, world, None, metrics=METRICS)
+        evaluate(tiny.normed(3), batches, SAMPLES, EVAL_BATCH, tiny.NORMALISE, world, FP32, metrics=METRICS)
     )
 
 
@@ -233,7 +234,7 @@ def score(world: World, folder: Path) -> dict[str, Any]:
     found = evaluation(world)
     twice = iter([tiny.make(EVAL_BATCH)] * (2 if world.is_rank_zero else 1))
     try:
-        evaluate(tiny.normed(3), twice, world.size * EVAL_BATCH, EVAL_BATCH, tiny.NORMALISE, world, None)
+        evaluate(tiny.normed(3), twice, world.size * EVAL_BATCH, EVAL_BATCH, tiny.NORMALISE, world, FP32)
     except UserError as error:
         return {"score": found, "miscount": error.what}
     return {"score": found, "miscount": ""}

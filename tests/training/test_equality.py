@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from drumline.core.precision import BF16, FP16, FP32, Precision
 from drumline.training import equality
 from drumline.training.equality import Claim, Verdict, compare, merge, tolerance
 
@@ -36,22 +37,20 @@ def test_equal_bits_are_equal() -> None:
     assert verdict.first_wrong is None
 
 
-@pytest.mark.parametrize(("change", "autocast", "passes"), [
-    (3e-6, None, True),
-    (3e-5, None, False),
-    (1e-2, torch.bfloat16, True),
-    (1e-2, torch.float16, True),
-    (5e-2, torch.bfloat16, False),
+@pytest.mark.parametrize(("change", "precision", "passes"), [
+    (3e-6, FP32, True),
+    (3e-5, FP32, False),
+    (1e-2, BF16, True),
+    (1e-2, FP16, True),
+    (5e-2, BF16, False),
 ])  # fmt: skip
-def test_rounding_passes_and_is_told_by_its_size(
-    change: float, autocast: torch.dtype | None, passes: bool
-) -> None:
-    verdict = compare(other("b.weight", change), values(), NAMES, autocast=autocast)
+def test_rounding_passes_and_is_told_by_its_size(change: float, precision: Precision, passes: bool) -> None:
+    verdict = compare(other("b.weight", change), values(), NAMES, precision=precision)
     assert (verdict.equal, verdict.wrong) == (2, 0 if passes else 1)
     assert verdict.worst is not None
     assert verdict.worst.name == "b.weight"
     assert verdict.worst.relative == pytest.approx(change, rel=0.1)
-    assert verdict.worst.limit == tolerance(torch.float32, autocast)
+    assert verdict.worst.limit == tolerance(torch.float32, precision)
 
 
 @pytest.mark.parametrize("piece", [1, 5, 12])
@@ -86,7 +85,7 @@ def test_a_counter_beside_it_does_not_excuse_a_buffer() -> None:
     moved = {**own, "n.running_mean": torch.ones(2) * 1.01}
     assert compare(moved, own, tuple(own), claim=Claim.BUFFERS_MOVED).wrong == 1
     late = {**own, "n.num_batches_tracked": torch.tensor(10**6 + 1)}
-    verdict = compare(late, own, tuple(own), claim=Claim.BUFFERS_MOVED, autocast=torch.bfloat16)
+    verdict = compare(late, own, tuple(own), claim=Claim.BUFFERS_MOVED, precision=BF16)
     assert verdict.first_wrong.name == "n.num_batches_tracked"
 
 
@@ -167,6 +166,6 @@ def test_verdicts_of_ranks_merge_by_the_worst_copy_and_miss_nobody() -> None:
 
 def test_tolerances_are_those_of_the_type() -> None:
     assert tolerance(torch.float32) == 1e-5
-    assert tolerance(torch.float32, torch.bfloat16) == 2e-2
+    assert tolerance(torch.float32, BF16) == 2e-2
     assert tolerance(torch.float64) < 1e-10
     assert tolerance(torch.int64) == 0

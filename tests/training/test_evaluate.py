@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from drumline.core.errors import UserError
+from drumline.core.precision import FP32
 from drumline.data.feed.batch import Batch
 from drumline.parallel.world import World, single_process
 from drumline.state.manifest import Position
@@ -41,7 +42,7 @@ def test_labels_are_read_as_the_outputs_they_mean() -> None:
         head.weight[order], head.bias[order] = head.weight.clone(), head.bias.clone()
     plain = score(tiny.normed(3), [4, 4, 3])
     found = evaluate(
-        turned, batches([4, 4, 3]), 11, 4, tiny.NORMALISE, single_process(tiny.CPU), None, outputs=order
+        turned, batches([4, 4, 3]), 11, 4, tiny.NORMALISE, single_process(tiny.CPU), FP32, outputs=order
     )
     assert found.counts == plain.counts
     assert found.values["loss"] == pytest.approx(plain.values["loss"], rel=1e-6)
@@ -80,7 +81,7 @@ def batches(sizes: list[int]) -> Iterator[Batch]:
 
 def score(model: nn.Module, sizes: list[int], world: World | None = None) -> Score:
     return evaluate(
-        model, batches(sizes), sum(sizes), max(sizes), tiny.NORMALISE, world or single_process(tiny.CPU), None
+        model, batches(sizes), sum(sizes), max(sizes), tiny.NORMALISE, world or single_process(tiny.CPU), FP32
     )
 
 
@@ -112,7 +113,7 @@ def test_the_model_is_scored_in_eval_mode_and_given_back_as_it_was(training: boo
 @pytest.mark.parametrize("said", [10, 12])
 def test_a_wrong_count_stops_the_run(said: int) -> None:
     with pytest.raises(UserError, match=f"11 samples were scored, the evaluation set has {said}"):
-        evaluate(tiny.normed(3), batches([4, 4, 3]), said, 4, tiny.NORMALISE, single_process(tiny.CPU), None)
+        evaluate(tiny.normed(3), batches([4, 4, 3]), said, 4, tiny.NORMALISE, single_process(tiny.CPU), FP32)
 
 
 def test_progress_is_reported_after_each_batch() -> None:
@@ -124,7 +125,7 @@ def test_progress_is_reported_after_each_batch() -> None:
         4,
         tiny.NORMALISE,
         single_process(tiny.CPU),
-        None,
+        FP32,
         done.append,
     )
     assert done == [4, 8, 11]
@@ -161,7 +162,7 @@ def test_what_is_not_finite_is_never_the_best(
         world=single_process(tiny.CPU),
         output=None,
         state=SimpleNamespace(nonfinite=lambda: weights),
-        step=SimpleNamespace(autocast=None),
+        step=SimpleNamespace(precision=FP32),
         log=logged.append,
     )
     monkeypatch.setattr(loop, "gather_bad_samples", lambda *given: None)

@@ -12,6 +12,7 @@ from torch import nn
 
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
+from drumline.core.precision import BF16, FP32
 from drumline.guards.checks.nonfinite import Origin
 from drumline.guards.finding import Finding
 from drumline.guards.run.guards import as_error, optimizer_findings
@@ -132,9 +133,9 @@ def test_the_batch_is_kept_whole_and_the_finding_says_where(tmp_path: Path) -> N
     (file,) = tmp_path.iterdir()
     kept = load_file(file)
     assert all(torch.equal(kept[name], tensor) for name, tensor in batch._asdict().items())
-    found = nonfinite_finding(5, 1, 1, None, batch.samples, "gradient", f"{advice(None)}. {saved}")
+    found = nonfinite_finding(5, 1, 1, None, batch.samples, "gradient", f"{advice(FP32)}. {saved}")
     assert "precision" not in found.fix
-    assert advice(torch.bfloat16).endswith("or use train.precision=fp32")
+    assert advice(BF16).endswith("or use train.precision=fp32")
     assert "repeated, the step is finite" in found.what
     assert found.where == "rank 1 of 1, samples 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
     assert str(file) in found.fix

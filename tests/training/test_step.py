@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from drumline.config.recipe import Optim, Train
+from drumline.core.precision import BF16
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.sampler import bounds
 from drumline.training.sets import Normalise
@@ -244,7 +245,7 @@ def test_a_half_precision_step_stays_near_the_full_one() -> None:
     trained, half = tiny.state(tiny.plain()), tiny.state(tiny.plain())
     tiny.step_of(trained, 8)(tiny.make(8), 0, 0.1)
     in_bf16 = tiny.step_of(half, 8)
-    in_bf16.autocast = torch.bfloat16
+    in_bf16.precision = BF16
     in_bf16(tiny.make(8), 0, 0.1)
     for a, b in zip(trained.module.parameters(), half.module.parameters(), strict=True):
         assert b.dtype == torch.float32

@@ -7,13 +7,13 @@ torch is imported.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from drumline.cli.help import Command
 from drumline.config.arguments import read_options
 from drumline.config.limits import Range
-from drumline.config.recipe import AutoInt, Precision
+from drumline.config.recipe import AutoInt, PrecisionName
 from drumline.core.errors import UserError
 from drumline.core.text import json_line, print_result
 
@@ -39,7 +39,7 @@ class Options:
     """Outputs of the classifier."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to measure on."""
-    precision: Precision = "auto"
+    precision: PrecisionName = "auto"
     """As train.precision."""
     repeats: Annotated[int, Range(1, 1000)] = 9
     """Rounds to measure."""
@@ -189,7 +189,7 @@ def _measure(options: Options) -> Measurement:
     import torch
 
     from drumline.config.recipe import Recipe
-    from drumline.core.arithmetic import resolve_precision
+    from drumline.core.precision import resolve_precision
     from drumline.core.progress import progress
     from drumline.parallel.pipeline.profile import ProfileOptions
     from drumline.parallel.pipeline.split import measure_cuts
@@ -200,10 +200,6 @@ def _measure(options: Options) -> Measurement:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no GPU", "see `drumline doctor`, or use --device cpu")
     world = single_process(pick_device(resolve_device_type(options.device), 0))
-    if options.precision == "fp16" and world.device.type == "cpu":
-        raise UserError("--precision fp16: needs a GPU", "use bf16 or fp32 on a CPU")
-    recipe = Recipe()
-    recipe = replace(recipe, train=replace(recipe.train, precision=options.precision))
     return measure_cuts(
         options.cuts,
         options.classes,
@@ -211,8 +207,8 @@ def _measure(options: Options) -> Measurement:
         None if options.size == "auto" else options.size,
         ProfileOptions(
             world.device,
-            resolve_precision(recipe.train.precision, world.device),
-            uses_channels_last(recipe, world.device),
+            resolve_precision(options.precision, world.device, field="--precision"),
+            uses_channels_last(Recipe(), world.device),
             options.repeats,
             lambda rounds: progress(rounds, f"timing {options.cuts}", len(rounds)),
         ),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from drumline.core.errors import UserError
+from drumline.core.precision import FP32, PRECISIONS
 
 if TYPE_CHECKING:  # the recipe reads the names of the layouts from here
     from drumline.config.recipe import Recipe
@@ -187,7 +188,7 @@ def _with_stages(recipe: Recipe, world: int) -> Iterator[Problem]:
         yield Problem(
             "train.sync_bn", "does not go with stages", "use --parallel.batchnorm sync: over all replicas"
         )
-    if train.precision == "fp16" and world > 1:
+    if PRECISIONS.get(train.precision, FP32).scales_loss and world > 1:
         yield Problem("train.precision", ONE_SCALE, "use bf16 or fp32")
     if train.capture == "on":
         yield Problem(

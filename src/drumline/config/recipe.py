@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from drumline.config.layouts import LAYOUTS
 from drumline.config.limits import Length, Range, Values
+from drumline.core.precision import PRECISIONS
 
 AutoInt = int | Literal["auto"]
 AutoFloat = float | Literal["auto"]
 Fraction = Annotated[float, Range(0, below=1)]
-Precision = Literal["auto", "fp32", "bf16", "fp16"]
 if TYPE_CHECKING:
     LayoutName = str
+    PrecisionName = str
 else:
     LayoutName = Literal["auto", *LAYOUTS]
+    PrecisionName = Literal["auto", *PRECISIONS]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +194,7 @@ class Train:
     """Passes over the training data. Ignored if `steps` is set."""
     steps: Annotated[int, Range(0)] = 0
     """Total optimizer steps. 0: `epochs` decides."""
-    precision: Precision = "auto"
+    precision: PrecisionName = "auto"
     """Arithmetic of forward and backward. `auto`: bf16 on a GPU that supports it, fp16 on an older one, fp32 on a
     CPU."""
     accumulate: Annotated[int, Range(1)] = 1
@@ -251,7 +253,7 @@ class Distill:
     automatically."""
     teacher_taps: str = ""
     """The same for the teacher."""
-    teacher_precision: Precision = "auto"
+    teacher_precision: PrecisionName = "auto"
     """Arithmetic of the teacher. `auto`: that of the student."""
     teacher_layout: Literal["auto", "single", "model", "pipeline"] = "auto"
     """Layout of the teacher, which may differ from the student's. `single`: whole, on the device of every process

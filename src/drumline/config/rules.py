@@ -14,6 +14,7 @@ from drumline.config.layouts import Problem, layout_named, layout_problems
 from drumline.config.recipe import Recipe, field_names, value_of
 from drumline.config.rendezvous import parse_rendezvous
 from drumline.core.errors import UserError, combined
+from drumline.core.precision import FP32, PRECISIONS
 from drumline.core.text import counted
 
 DEFAULT_SHARDS = 8
@@ -126,7 +127,7 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
         )
     yield from _supervision(recipe)
     if recipe.run.device == "cpu":
-        if train.precision == "fp16":
+        if PRECISIONS.get(train.precision, FP32).needs_gpu:
             yield Problem("train.precision", "needs a GPU, but run.device = cpu", "use bf16 or fp32 on a CPU")
         if data.decode == "gpu":
             yield Problem("data.decode", "needs a GPU, but run.device = cpu", "use auto or cpu")

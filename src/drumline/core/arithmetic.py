@@ -1,7 +1,7 @@
-"""How torch computes: its precision, whether kernels repeat their bits, and contexts that leave no trace.
+"""How torch computes: whether kernels repeat their bits, threads, and a context that leaves no trace.
 
-Promises: every autocast block of Drumline is `autocast`. Whatever happens inside `leave_no_trace`, the tensors,
-training modes, gradients and random generators named to it are as before, at the same addresses.
+Promises: whatever happens inside `leave_no_trace`, the tensors, training modes, gradients and random generators named
+to it are as before, at the same addresses.
 
 torch imports its compiler in `use_deterministic_algorithms` and in the first call of most methods of an optimizer,
 which takes as long as importing torch itself. The functions here have the same effect without that import. If a later
@@ -23,16 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.environment import threads_asked
-from drumline.core.errors import UserError
 from drumline.core.machine import cores_per_process
-
-
-def autocast(device: torch.device, dtype: torch.dtype | None, cached: bool | None = None) -> torch.autocast:
-    """Computes in `dtype` where torch considers that safe. None computes in fp32, also inside another autocast.
-    `cached` says whether converted weights are kept; None is torch's default."""
-    return torch.autocast(
-        device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=cached
-    )
 
 
 @contextmanager
@@ -68,24 +59,6 @@ def leave_no_trace(
         for state, device in zip(generators[1:], gpus, strict=True):
             torch.cuda.set_rng_state(state, device)
         random.setstate(python)
-
-
-def resolve_precision(
-    wanted: str, device: torch.device, why_no_fp16: str = "", field: str = "train.precision"
-) -> torch.dtype | None:
-    """The autocast type of a `precision` field. None computes in fp32. `auto` is fp32 on a CPU; on a GPU bf16 where
-    it is supported, else fp16. `why_no_fp16` says why a loss scaler, which fp16 needs, cannot work."""
-    if wanted == "auto":
-        if device.type == "cpu":
-            return None
-        if torch.cuda.is_bf16_supported(including_emulation=False):
-            return torch.bfloat16
-        return None if why_no_fp16 else torch.float16
-    if wanted == "fp16" and why_no_fp16:
-        raise UserError(f"{field} = fp16: {why_no_fp16}", "use bf16 or fp32")
-    if wanted == "fp16" and device.type == "cpu":
-        raise UserError(f"{field} = fp16 needs a GPU", "use bf16 or fp32 on a CPU")
-    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[wanted]
 
 
 def set_deterministic(deterministic: bool) -> None:

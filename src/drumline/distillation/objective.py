@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from drumline.core.arithmetic import autocast
 from drumline.core.errors import UserError
+from drumline.core.precision import FP32, autocast
 from drumline.data.feed.batch import Batch
 from drumline.distillation.bundle import BundleOutput
 from drumline.distillation.method import LossInputs, Memory, Method, Needs
@@ -92,7 +92,7 @@ class Distillation(Objective):
     def __call__(self, model: nn.Module, images: Tensor, batch: Batch) -> Outcome:
         teacher, student = self._forward(model, images, batch)
         check_logits(student.logits, self.classification.classes)
-        with autocast(images.device, None):
+        with autocast(images.device, FP32):
             return self._outcome(*self._in_fp32(student, teacher), batch)
 
     def at(self, step: int) -> None:

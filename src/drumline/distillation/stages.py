@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from drumline.config.layouts import teacher_over_devices, teacher_over_processes
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
+from drumline.core.precision import Precision
 from drumline.data.feed.batch import Batch
 from drumline.distillation.teacher import Teacher, TeacherOutput
 from drumline.observe.display import Display
@@ -102,7 +103,7 @@ def cut_teacher(
         if shape.over_processes and recipe.parallel.split != "even":
             if world.is_rank_zero:
                 display.log("measuring where to cut the teacher")
-                names = _balanced(traced, module, sample, shape.stages, strategy.autocast)
+                names = _balanced(traced, module, sample, shape.stages, strategy.precision)
             names = world.broadcast_object(names)
         return traced.split(names)
     except UserError as error:
@@ -122,7 +123,7 @@ def lay_teacher(
         except UserError as error:
             raise _of_teacher(error, f"model in {stages.shape.stages} stages: a teacher") from error
         forwards.append(
-            Chain(module, segments, stages.shape, stages.grid, stages.devices, teacher.autocast).several
+            Chain(module, segments, stages.shape, stages.grid, stages.devices, teacher.precision).several
         )
     teacher.use_stages(forwards)
 
@@ -158,11 +159,11 @@ def _of_teacher(error: UserError, which: str) -> UserError:
 
 
 def _balanced(
-    traced: Traced, module: nn.Module, sample: Tensor, stages: int, autocast: torch.dtype | None
+    traced: Traced, module: nn.Module, sample: Tensor, stages: int, precision: Precision
 ) -> tuple[str, ...]:
     """By measured times of the forward alone: a teacher has no other."""
     points = cut_points(traced)
-    measured = profile(traced, module, tuple(sample.shape), ProfileOptions(sample.device, autocast), points)
+    measured = profile(traced, module, tuple(sample.shape), ProfileOptions(sample.device, precision), points)
     times = [unit.forward_s for unit in measured.units]
     split = min_max_split(times, stages, crossing=measured.crossings, slack=0.01)
     return tuple(measured.units[first].name for first in split)

@@ -200,7 +200,7 @@ def _identity(teacher: Teacher, teachers: list[LoadedTeacher], weights: str) -> 
     fields = [
         f"model={'+'.join(each.name for each in teachers)}",
         f"weights={weights}",
-        f"precision={teacher.autocast or torch.float32}",
+        f"precision={teacher.precision.autocast_dtype or torch.float32}",
     ]
     if len(teachers) > 1:
         shares = ",".join(f"{share:g}" for share in teacher.shares)
@@ -221,7 +221,7 @@ def _teacher(
         pair.teachers,
         strategy.world.device,
         taps=pair.teacher_taps,
-        autocast=strategy.precision(precision),
+        precision=strategy.resolve_precision(precision),
         rule=distill.ensemble,
         shares=distill.shares or (1.0,) * len(teachers),
         temperature=selection.T,

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from drumline.config.arguments import names_code
 from drumline.config.recipe import Distill, Recipe
 from drumline.config.toml import load_recipe
-from drumline.core.arithmetic import autocast
 from drumline.core.errors import UserError
+from drumline.core.precision import FP32, Precision, autocast
 from drumline.core.progress import progress
 from drumline.data.classes import Classes
 from drumline.data.feed.batch import Batch
@@ -66,7 +66,7 @@ class Teacher:
     device: torch.device
     taps: tuple[str, ...] = ()
     """Read from the only module; an ensemble has no taps."""
-    autocast: torch.dtype | None = None
+    precision: Precision = FP32
     rule: EnsembleRule = "probabilities"
     shares: tuple[float, ...] = (1.0,)
     temperature: float = 1.0
@@ -81,12 +81,12 @@ class Teacher:
         assert not self.taps or len(self.modules) == 1
         for module in self.modules:
             module.eval().requires_grad_(False)
-            if self.autocast is not None:
+            if (dtype := self.precision.autocast_dtype) is not None:
                 # Casts once what autocast would cast at every step. Norms stay in fp32, as under autocast.
                 for layer in module.modules():
                     # Not subclasses: one may compute its weights from stored tensors, in fp32 under autocast.
                     if type(layer) in _AUTOCAST_LAYERS:
-                        layer.to(self.autocast)
+                        layer.to(dtype)
             if self.compiled:
                 # Evaluation and training batches differ in length: one graph for each instead of a dynamic one.
                 module.compile(dynamic=False)
@@ -101,7 +101,7 @@ class Teacher:
         self, shapes: Sequence[tuple[int, ...]], feed: Callable[[int], Tensor]
     ) -> list[TeacherOutput]:
         """The outputs on several batches of these shapes; empty in processes without the teacher's last stage."""
-        with torch.inference_mode(), self._precision():
+        with torch.inference_mode(), autocast(self.device, self.precision):
             outputs = [forward(shapes, feed) for forward in self._forwards]
             combined = [self._combined(each) for each in zip(*outputs, strict=True)]
         # Backward must not save an inference tensor, but may save its copy.
@@ -159,9 +159,6 @@ class Teacher:
                 "weights or statistics have changed since they were loaded",
                 "find the code that writes to them",
             )
-
-    def _precision(self) -> torch.autocast:
-        return autocast(self.device, self.autocast)
 
     def _combined(self, outputs: Sequence[Any]) -> TeacherOutput:
         """Combines the outputs of all modules on a batch."""
@@ -320,7 +317,7 @@ def measure_teacher(
         grid,
         through=bar,
         record=predictions,
-        autocast=strategy.autocast,
+        precision=strategy.precision,
     )
 
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
+from drumline.core.precision import FP32, Precision
 from drumline.data.feed.batch import Batch
 from drumline.models.base import copy_model, repeated_blocks
 from drumline.parallel.local import local_shard
@@ -66,7 +67,7 @@ class FSDPStrategy(SingleStrategy):
         forward = super()._lay_out(cut, image_size, saved, log)
         for module in (self.module, self._average):
             if module is not None:
-                shard(module, self.world, self.autocast)
+                shard(module, self.world, self.precision)
         self.held = HeldParameters(self.module)
         self._one = torch.ones((), device=self.world.device)
         self._is_shard = {id(each): name in self.held.sharded for name, each in self.held.parameters.items()}
@@ -240,7 +241,7 @@ class FSDPStrategy(SingleStrategy):
             yield model
 
 
-def shard(module: nn.Module, world: World, precision: torch.dtype | None) -> None:
+def shard(module: nn.Module, world: World, precision: Precision) -> None:
     """Shards the module in place."""
     whole = kept_whole(module, precision)
     for parameter in module.parameters():
@@ -249,7 +250,7 @@ def shard(module: nn.Module, world: World, precision: torch.dtype | None) -> Non
             parameter.data = parameter.data.contiguous()
     mesh = init_device_mesh(world.device.type, (world.size,))
     policy = MixedPrecisionPolicy(
-        param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=precision.autocast_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for block in _units(module):
         if any(parameter not in whole for parameter in block.parameters()):
@@ -269,7 +270,7 @@ def exchange_by_host(module: nn.Module, world: World) -> None:
             part.set_custom_reduce_scatter(cast(Any, ReduceScatterByHost(world)))
 
 
-def kept_whole(module: nn.Module, precision: torch.dtype | None) -> set[nn.Parameter]:
+def kept_whole(module: nn.Module, precision: Precision) -> set[nn.Parameter]:
     """The parameters that are not sharded: vectors, those that several modules share, and under mixed precision the
     matrices that autocast leaves in fp32, such as position embeddings."""
     owners: dict[nn.Parameter, list[nn.Module]] = {}
@@ -282,7 +283,7 @@ def kept_whole(module: nn.Module, precision: torch.dtype | None) -> set[nn.Param
         if parameter.ndim < 2
         or len(parts) > 1
         or not parameter.is_floating_point()
-        or (precision is not None and not isinstance(parts[0], _CAST_BY_AUTOCAST))
+        or (precision is not FP32 and not isinstance(parts[0], _CAST_BY_AUTOCAST))
     }
 
 

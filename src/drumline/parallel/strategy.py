@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from drumline.config.layouts import STRICT, layout_named, resolve_layout
 from drumline.config.recipe import Recipe
 from drumline.config.rules import process_problems, reject
-from drumline.core.arithmetic import resolve_precision
 from drumline.core.errors import UserError
+from drumline.core.precision import Precision, resolve_precision
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.sampler import bounds, rank_slice
 from drumline.models.base import copy_model
@@ -130,7 +130,7 @@ class Strategy(ABC):
         """Weight of a sum of losses divided by the global batch, so that the exchange gives the mean."""
         self.streams: Sequence[int] = (world.rank,)
         """Numbers of the random streams that this process draws from: one per piece that it computes."""
-        self.autocast = self.precision(recipe.train.precision)
+        self.precision = self.resolve_precision(recipe.train.precision)
         self._reference: list[nn.Module] = []
 
     @classmethod
@@ -176,12 +176,12 @@ class Strategy(ABC):
 
     # The model ---------------------------------------------------------------------------------------------------
 
-    def precision(self, wanted: str) -> torch.dtype | None:
-        """The autocast type that a `precision` field means here. None computes in fp32."""
-        return resolve_precision(wanted, self.world.device, self.why_no_fp16())
+    def resolve_precision(self, wanted: str) -> Precision:
+        """The precision that a `precision` field asks for under this layout."""
+        return resolve_precision(wanted, self.world.device, self.why_no_scaler())
 
-    def why_no_fp16(self) -> str:
-        """Why a loss scaler cannot work. Empty: it can."""
+    def why_no_scaler(self) -> str:
+        """Why scaling the loss cannot work. Empty: it can."""
         return ""
 
     @property

@@ -379,7 +379,7 @@ def _verdicts(
     parameters = [name for name, each in module.named_parameters() if each.requires_grad]
     buffers = [name for name, _ in module.named_buffers()]
     loose = step.world.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
-    compared = partial(compare, autocast=step.autocast, loose=loose, rank=step.world.rank)
+    compared = partial(compare, precision=step.precision, loose=loose, rank=step.world.rank)
     return [
         compared(gradients, expected.gradients, parameters, claim=Claim.GRADIENTS),
         compared(moved, expected.buffers, buffers, claim=Claim.BUFFERS_MOVED),

@@ -15,6 +15,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from drumline.core.precision import FP32, Precision
+
 Values = Mapping[str, Tensor | None]
 """Tensors by name; None where there is no gradient."""
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
@@ -100,11 +102,11 @@ class Verdict:
         return sum(not row.passes for row in self.rows)
 
 
-def tolerance(dtype: torch.dtype, autocast: torch.dtype | None = None, loose: bool = False) -> float:
-    """The relative difference that passes for tensors of this type, computed under this autocast."""
+def tolerance(dtype: torch.dtype, precision: Precision = FP32, loose: bool = False) -> float:
+    """The relative difference that passes for tensors of this type, computed in this precision."""
     if dtype not in TOLERANCES:
         return 0.0
-    return max(TOLERANCES[dtype], TOLERANCES.get(autocast, 0.0) if autocast else 0.0, LOOSE if loose else 0.0)
+    return max(TOLERANCES[dtype], precision.tolerance, LOOSE if loose else 0.0)
 
 
 def compare(
@@ -113,7 +115,7 @@ def compare(
     names: Sequence[str],
     *,
     claim: Claim = Claim.GRADIENTS,
-    autocast: torch.dtype | None = None,
+    precision: Precision = FP32,
     loose: bool = False,
     rank: int = 0,
 ) -> Verdict:
@@ -128,7 +130,7 @@ def compare(
             scales.get(_family(name, claim), 0.0),
             0.0
             if claim.exact or (theirs := reference[name]) is None
-            else tolerance(theirs.dtype, autocast, loose),
+            else tolerance(theirs.dtype, precision, loose),
         )
         for order, name in enumerate(names)
         if name in own

@@ -23,6 +23,7 @@ from drumline.config.recipe import Recipe
 from drumline.core import arithmetic
 from drumline.core.errors import UserError
 from drumline.core.heartbeat import Phase, enter
+from drumline.core.precision import FP32, Precision, autocast, resolve_precision
 from drumline.core.progress import progress
 from drumline.data.classes import Classes, OtherClasses, label_map, some_names
 from drumline.data.feed.batch import Batch
@@ -77,7 +78,7 @@ def evaluate(
     batch_size: int,
     normalise: Normalise,
     world: World,
-    autocast: torch.dtype | None,
+    precision: Precision,
     watch: Callable[[int], None] = lambda done: None,
     metrics: Sequence[Metric] | None = None,
     record: torch.Tensor | None = None,
@@ -96,7 +97,7 @@ def evaluate(
     enter(Phase.STARTING)
     for batch in batches:
         images = normalise(padded(batch.images, batch_size))
-        with arithmetic.autocast(world.device, autocast):
+        with autocast(world.device, precision):
             output = model(images)
         if output is not None:
             logits = output[: len(batch.labels)].float()
@@ -145,7 +146,7 @@ def score_module(
     record: torch.Tensor | None = None,
     outputs: torch.Tensor | None = None,
     blank: bool = False,
-    autocast: torch.dtype | None = None,
+    precision: Precision = FP32,
 ) -> Score:
     """The score of a module on the evaluation set. The module returns None where a different process of a replica has
     the output; with `blank`, this process does not read images. `watch` is called with the number of samples done;
@@ -158,7 +159,7 @@ def score_module(
             sets.eval_batch,
             normaliser(sets, recipe),
             grid.world,
-            autocast,
+            precision,
             watch,
             metrics,
             record,
@@ -182,9 +183,9 @@ def evaluate_weights(recipe: Recipe, world: World) -> EvalResult:
         display.log(message)
     mine = evaluation_starts(samples=len(sets.eval), batch=sets.eval_batch, rank=world.rank, world=world.size)
     bar = partial(progress, text="evaluating", total=len(mine)) if world.is_rank_zero else iter
-    autocast = arithmetic.resolve_precision(recipe.train.precision, world.device)
+    precision = resolve_precision(recipe.train.precision, world.device)
     score = score_module(
-        module, sets, recipe, make_grid(world), through=bar, outputs=outputs, autocast=autocast
+        module, sets, recipe, make_grid(world), through=bar, outputs=outputs, precision=precision
     )
     gather_bad_samples(sets.bad, world)
     for line in describe_bad_samples(sets.bad, listed=False):
@@ -193,7 +194,7 @@ def evaluate_weights(recipe: Recipe, world: World) -> EvalResult:
         display.log(
             f"WARNING: the model's output is NaN or infinite for {score.nonfinite:,} of {score.samples:,} samples, "
             "which count as wrong; there is no mean loss"
-            + (". Try train.precision=fp32" if autocast is not None else "")
+            + (". Try train.precision=fp32" if precision is not FP32 else "")
         )
     display.result(describe(score.result(), table.METRICS, model_classes))
     display.end()

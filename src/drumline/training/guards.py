@@ -40,7 +40,7 @@ def make_guards(run: Run) -> RunGuards:
             run.log,
             run.folder.path if run.folder is not None else None,
             first_step=run.position.step,
-            autocast=run.step.autocast,
+            precision=run.step.precision,
             reads=grid.reads,
             one_gpu_each=on_cuda and run.strategy.equal_memory and not run.task.spans_devices,
             devices=frozenset({*run.strategy.devices, *elsewhere}),

@@ -200,7 +200,7 @@ def evaluate_run(run: Run, position: Position) -> tuple[Score, Position]:
     if nonfinite:
         run.log(
             f"WARNING: the model's output is not finite for {nonfinite:,} of {counts.samples:,} samples: "
-            f"the run has diverged. To prevent this, {advice(run.step.autocast)}"
+            f"the run has diverged. To prevent this, {advice(run.step.precision)}"
         )
     if best:
         position = replace(position, best_step=position.step, best_accuracy=counts.accuracy)
@@ -235,7 +235,7 @@ def score_model(run: Run) -> tuple[Score, Score | None]:
                 watch,
                 metrics=run.metrics,
                 blank=not grid.reads,
-                autocast=run.step.autocast,
+                precision=run.step.precision,
             )
 
     average = run.state.average

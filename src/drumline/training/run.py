@@ -292,13 +292,12 @@ class Run:
         recipe, sets, plan, world = self.recipe, self.sets, self.plan, self.world
         parameters = sum(parameter.numel() for parameter in self.task.model.parameters())
         classes = counted(len(sets.train.classes), "class", "classes")
-        precision = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.step.autocast]
         device = f"CPU, {threads} thread{'s' * (threads > 1)}{' each' * (world.size > 1)}"
         if world.device.type == "cuda":
             device = torch.cuda.get_device_name(world.device)
         left_out = len(sets.train) - plan.per_epoch * recipe.data.batch
         lines = [
-            f"{recipe.model.name}: {parameters:,} parameters, {precision}; {sets.name}: "
+            f"{recipe.model.name}: {parameters:,} parameters, {self.step.precision.name}; {sets.name}: "
             f"{len(sets.train):,} to train, {len(sets.eval):,} to evaluate, {classes}, "
             f"{sets.transform.size} px, {sets.transform.augment}",
             f"{world.size} process{'es' * (world.size > 1)} on {device}"

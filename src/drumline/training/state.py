@@ -137,7 +137,7 @@ def build_state(
     lr = torch.tensor(0.0, device=strategy.world.device)
     parameters = [parameter for _, parameter in strategy.named_parameters()]
     optimizer = build_optimizer(recipe.optim, parameters, lr, strategy.tensor_norms)
-    scaler = torch.amp.GradScaler("cuda", enabled=strategy.autocast is torch.float16)
+    scaler = torch.amp.GradScaler("cuda", enabled=strategy.precision.scales_loss)
     return TrainState(module, strategy.model, forward, optimizer, lr, scaler, average, strategy)
 
 

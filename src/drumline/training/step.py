@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from drumline.core.arithmetic import autocast, leave_no_trace
+from drumline.core.arithmetic import leave_no_trace
+from drumline.core.precision import autocast
 from drumline.data.feed.batch import Batch
 from drumline.guards.run.nonfinite import NonFiniteGate
 from drumline.parallel.local import local_shard
@@ -49,8 +50,8 @@ class TrainStep:
         self.state, self.objective, self.normalise, self.finite = state, objective, normalise, finite
         self.strategy, self.world = state.strategy, state.strategy.world
         recipe = self.strategy.recipe
-        self.autocast, self.clip, self.global_batch = (
-            self.strategy.autocast,
+        self.precision, self.clip, self.global_batch = (
+            self.strategy.precision,
             recipe.optim.clip,
             recipe.data.batch,
         )
@@ -179,7 +180,7 @@ class TrainStep:
     def outcome(self, model: nn.Module, batch: Batch) -> Outcome:
         """The objective's score of a micro-batch."""
         images = self.images(batch)
-        with autocast(self.world.device, self.autocast):
+        with autocast(self.world.device, self.precision):
             return self.objective(model, images, batch)
 
     def loss(self, batch: Batch) -> torch.Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from drumline.core.environment import read_rank_info
+from drumline.core.precision import FP32
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.sampler import bounds, rank_slice
 from drumline.models.registry import create_model
@@ -273,7 +274,7 @@ def pipelined(case: Case, grid: Grid, module: nn.Module) -> Pipelined:
         tail=Tail(lambda output: output),
         specs=specs,
         devices=[CPU] * (1 if over_processes else shape.lanes),
-        autocast=None,
+        precision=FP32,
         reads_images=False,
     )
     return Pipelined(staged, shape, grid)

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from drumline.core.errors import UserError
+from drumline.core.precision import BF16, FP32, autocast
 from drumline.models import create_model
 from drumline.models.tapped import Tapped, with_taps
 from drumline.parallel.pipeline.cut import Traced, even_cuts, trace, trainable_units
@@ -608,12 +609,12 @@ def test_boundaries_are_those_of_a_real_run() -> None:
     model.conv1.requires_grad_(False)
     traced = trace(model, {"taps": True}, sample=x)
     stages = [segment.bind(model) for segment in traced.split(["bn1", "layer2", "layer3.0.bn1", "fc"])]
-    for dtype in (None, torch.bfloat16):
+    for precision in (FP32, BF16):
         inputs: Any = (x,)
-        for stage, specs in zip(stages, boundaries(stages, x, dtype), strict=True):
+        for stage, specs in zip(stages, boundaries(stages, x, precision), strict=True):
             found = [(tuple(t.shape), t.dtype, t.requires_grad) for t in inputs]
             assert found == [(spec.shape, spec.dtype, spec.requires_grad) for spec in specs]
-            with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            with autocast(x.device, precision):
                 inputs = stage(*inputs)
     model.eval()
     assert not any(spec.requires_grad for specs in boundaries(stages, x) for spec in specs)

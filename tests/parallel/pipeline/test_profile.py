@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from drumline.core.errors import UserError
+from drumline.core.precision import BF16, FP32, Precision
 from drumline.models import create_model
 from drumline.parallel.pipeline import split as module
 from drumline.parallel.pipeline.cut import trace
@@ -61,9 +62,9 @@ class Tied(nn.Module):
         return self.three(self.two_again(self.two(self.one(x))))
 
 
-def measured(model: nn.Module, shape: Sequence[int] = SHAPE, autocast: torch.dtype | None = None) -> Profile:
+def measured(model: nn.Module, shape: Sequence[int] = SHAPE, precision: Precision = FP32) -> Profile:
     return profile(
-        trace(model, sample=torch.empty(shape)), model, shape, ProfileOptions(CPU, autocast, repeats=2)
+        trace(model, sample=torch.empty(shape)), model, shape, ProfileOptions(CPU, precision, repeats=2)
     )
 
 
@@ -123,14 +124,14 @@ def test_kept_bytes_and_parameters_add_up_to_the_whole_model(name: str) -> None:
     del output
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_crossing_bytes_are_those_of_the_boundaries(autocast: torch.dtype | None) -> None:
+@pytest.mark.parametrize("precision", [FP32, BF16])
+def test_crossing_bytes_are_those_of_the_boundaries(precision: Precision) -> None:
     model = create_model("resnet8", 10).train()
     shape = (2, 3, 32, 32)
     traced = trace(model, sample=torch.empty(shape))
     stages = [stage.bind(model) for stage in traced.split([point.name for point in traced.units[1:]])]
-    entering = boundaries(stages, torch.empty(shape), autocast)
-    found = measured(model, shape, autocast=autocast)
+    entering = boundaries(stages, torch.empty(shape), precision)
+    found = measured(model, shape, precision=precision)
     assert [unit.crossing_bytes for unit in found.units[1:]] == [
         sum(spec.bytes for spec in specs) for specs in entering[1:]
     ]

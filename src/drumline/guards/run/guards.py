@@ -18,6 +18,7 @@ from torch import nn
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.core.heartbeat import Phase, enter
+from drumline.core.precision import Precision
 from drumline.data.feed.batch import Batch
 from drumline.guards.checks.devices import (
     LEAST_BYTES,
@@ -57,7 +58,7 @@ class Guarded:
     """The run folder, on rank 0."""
     first_step: int
     """Steps done before this run, if it is resumed."""
-    autocast: torch.dtype | None
+    precision: Precision
     reads: bool
     """Whether this rank reads samples."""
     one_gpu_each: bool
@@ -131,7 +132,7 @@ class RunGuards:
             saved = save_batch(run.folder, theirs, step, rank, resume_command(run.recipe, run.folder))
         saved = run.world.broadcast_object(saved)
         value = "loss" if run.gate is not None and run.gate.scaled else "gradient"
-        fix = f"{advice(run.autocast)}. {saved}"
+        fix = f"{advice(run.precision)}. {saved}"
         self.report(nonfinite_finding(step, rank, run.world.size, origin, theirs.samples, value, fix))
 
     def end(self) -> None:
@@ -206,7 +207,7 @@ class RunGuards:
         if name is None:
             return []
         what = f"parameter {name!r} is NaN or infinite after step {step:,}: the update overflowed"
-        return [Finding("non-finite", what, repr(name), f"step {step:,}", advice(self.run.autocast))]
+        return [Finding("non-finite", what, repr(name), f"step {step:,}", advice(self.run.precision))]
 
 
 def as_error(finding: Finding) -> UserError:

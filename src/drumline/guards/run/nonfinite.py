@@ -21,6 +21,7 @@ from torch import nn
 
 from drumline.core.files import write_bytes
 from drumline.core.host_copy import HostCopy
+from drumline.core.precision import FP32, Precision
 from drumline.data.feed.batch import Batch
 from drumline.guards.checks.nonfinite import Origin, earliest, mark_nonfinite
 from drumline.guards.finding import Finding, listed
@@ -30,9 +31,9 @@ POLL_SECONDS = 0.1
 """How often the host reads the copy."""
 
 
-def advice(autocast: torch.dtype | None) -> str:
+def advice(precision: Precision) -> str:
     """What to try if a run diverges. Suggests fp32 only if the run does not use it already."""
-    more = ", or use train.precision=fp32" if autocast is not None else ""
+    more = ", or use train.precision=fp32" if precision is not FP32 else ""
     return f"lower optim.lr, or add optim.warmup_epochs or optim.clip{more}"
 
 

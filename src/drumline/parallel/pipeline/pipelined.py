@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.core.arithmetic import autocast
 from drumline.core.errors import UserError
+from drumline.core.precision import Precision, autocast
 from drumline.data.feed.batch import Batch
 from drumline.parallel.lanes import Recorder, Span
 from drumline.parallel.model_draws import ModelDraws
@@ -64,7 +64,7 @@ class Staged:
     """The inputs of a stage, given the number of samples."""
     devices: Sequence[torch.device]
     """Of the lanes of this process."""
-    autocast: torch.dtype | None
+    precision: Precision
     reads_images: bool
     """Whether the objective reads the images too, as a teacher does."""
     recomputes: bool = False
@@ -142,7 +142,7 @@ class Pipelined:
                 self.computing[threading.get_ident()] = stage, pieces[micro]
                 device = self.lanes[stage % len(self.lanes)].device
                 draws.switch(micro * len(self._own) + self._own.index(stage), device)
-                with autocast(device, self.staged.autocast):
+                with autocast(device, self.staged.precision):
                     yield
 
         if self.staged.prefetch is not None:
@@ -254,13 +254,13 @@ class Chain(nn.Module):
         shape: Shape,
         grid: Grid,
         devices: Sequence[torch.device],
-        autocast: torch.dtype | None,
+        precision: Precision,
     ) -> None:
         super().__init__()
         self._held = (model,)
         self.training = model.training
         self._stages = [segment.bind(model) for segment in segments]
-        self._shape, self._grid, self._devices, self._autocast = shape, grid, devices, autocast
+        self._shape, self._grid, self._devices, self._precision = shape, grid, devices, precision
         self._specs: dict[tuple[int, ...], list[tuple[TensorSpec, ...]]] = {}
         self._wire = ProcessTransport(grid.down, grid.up) if shape.over_processes else None
 
@@ -311,5 +311,5 @@ class Chain(nn.Module):
             # Fake tensors need version counters, which inference mode does not keep.
             with torch.inference_mode(False), torch.no_grad():
                 sample = torch.empty(key, device=self._devices[0])
-                self._specs[key] = boundaries(self._stages, sample, self._autocast)
+                self._specs[key] = boundaries(self._stages, sample, self._precision)
         return self._specs[key]

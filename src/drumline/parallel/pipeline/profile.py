@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from drumline.core.arithmetic import autocast, leave_no_trace
+from drumline.core.arithmetic import leave_no_trace
 from drumline.core.errors import UserError
+from drumline.core.precision import FP32, Precision, autocast
 from drumline.parallel.pipeline.cut import CutPoint, Traced
 
 NOISY = 0.05
@@ -34,7 +35,7 @@ class ProfileOptions:
     """How a model is measured."""
 
     device: torch.device
-    autocast: torch.dtype | None = None
+    precision: Precision = FP32
     channels_last: bool = False
     repeats: int = 9
     """Measured rounds, after two warm-up rounds."""
@@ -109,7 +110,7 @@ def profile(
         rounds: list[list[tuple[float, float]]] = []
         kept: list[_Kept] = []
         for number in options.progress(range(2 + options.repeats)):
-            taken = _Round(images, device, options.autocast, counts=number == 0)
+            taken = _Round(images, device, options.precision, counts=number == 0)
             times = [taken.through(unit) for unit in units]
             if number == 0:
                 kept = taken.kept
@@ -190,12 +191,10 @@ def _units(traced: Traced, points: Sequence[CutPoint], root: nn.Module, device: 
 class _Round:
     """One micro-batch through all units. Each unit's backward follows its forward, with a random gradient."""
 
-    def __init__(
-        self, images: Tensor, device: torch.device, autocast: torch.dtype | None, counts: bool
-    ) -> None:
+    def __init__(self, images: Tensor, device: torch.device, precision: Precision, counts: bool) -> None:
         self.kept: list[_Kept] = []
         self._inputs = [images]
-        self._device, self._autocast, self._counts = device, autocast, counts
+        self._device, self._precision, self._counts = device, precision, counts
         self._counted: set[int] = set()
         """Storages among the inputs that earlier units keep."""
 
@@ -232,7 +231,7 @@ class _Round:
         return forward, backward
 
     def _forward(self, unit: _Unit, inputs: Sequence[Tensor]) -> tuple[_Timer, list[Tensor]]:
-        with autocast(self._device, self._autocast), _timed(self._device) as timer:
+        with autocast(self._device, self._precision), _timed(self._device) as timer:
             outputs = unit.module(*inputs)
         return timer, list(_tensors(outputs))
 

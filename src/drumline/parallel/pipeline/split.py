@@ -203,7 +203,7 @@ def measure_cuts(
     return Measurement(
         measured,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        precision={None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[options.autocast],
+        precision=options.precision.name,
         batch=batch,
         size=size,
         returns=traced.records[True].returns,

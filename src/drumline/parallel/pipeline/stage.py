@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
-from drumline.core import arithmetic
 from drumline.core.errors import UserError
+from drumline.core.precision import FP32, Precision, autocast
 from drumline.parallel.pipeline.schedule import Shape
 from drumline.parallel.world import Grid
 
@@ -100,15 +100,15 @@ _HOOKS = (
 
 
 def boundaries(
-    stages: Sequence[StageModule], sample: Tensor, autocast: torch.dtype | None = None
+    stages: Sequence[StageModule], sample: Tensor, precision: Precision = FP32
 ) -> list[tuple[TensorSpec, ...]]:
     """The tensors that enter each stage, including the first, for a micro-batch like `sample`, whose values are not
-    read. In the current mode of the model, and under autocast for the sample's type of device."""
+    read. In the current mode of the model, and in this precision on the sample's type of device."""
     roots = list({id(stage.root): stage.root for stage in stages}.values())
     chain = _Chain(roots, stages)
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
-        arithmetic.autocast(sample.device, autocast, cached=False),
+        autocast(sample.device, precision, cached=False),
         untouched(chain),
     ):
         fakes = Fakes(chain, sample.device)

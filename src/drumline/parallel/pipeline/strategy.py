@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from drumline.config.layouts import ONE_SCALE
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
+from drumline.core.precision import Precision
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.sampler import bounds
 from drumline.models.base import copy_model, repeated_blocks
@@ -112,7 +113,7 @@ class PipelineStrategy(Strategy):
             )
         ]
 
-    def why_no_fp16(self) -> str:
+    def why_no_scaler(self) -> str:
         return ONE_SCALE if self.world.size > 1 else ""
 
     def why_not_captured(self) -> str:
@@ -153,9 +154,9 @@ class PipelineStrategy(Strategy):
             stages=stages,
             parameters=_by_stage(self.module, root, self.segments, stages),
             tail=tail,
-            specs=_specs([segment.bind(root) for segment in self.segments], sample, self.autocast),
+            specs=_specs([segment.bind(root) for segment in self.segments], sample, self.precision),
             devices=self.devices,
-            autocast=self.autocast,
+            precision=self.precision,
             reads_images=cut.reads_images,
             recomputes=recipe.train.gradient_checkpointing,
             prefetch=cut.prefetch,
@@ -208,7 +209,7 @@ class PipelineStrategy(Strategy):
                     root,
                     stages,
                     tuple(sample.shape),
-                    ProfileOptions(self.world.device, self.autocast, self.channels_last),
+                    ProfileOptions(self.world.device, self.precision, self.channels_last),
                     units,
                 )
                 noisy = ", on a noisy machine" if profile.noisy else ""
@@ -286,7 +287,7 @@ class PipelineStrategy(Strategy):
 
     @contextmanager
     def evaluation(self, model: nn.Module) -> Iterator[nn.Module]:
-        yield Chain(model, self._evaluated, self.shape, self.grid, self.devices, self.autocast)
+        yield Chain(model, self._evaluated, self.shape, self.grid, self.devices, self.precision)
 
     def reference_forward(
         self, model: nn.Module, draws: ModelDraws, step: int, micro: int, drawing: bool
@@ -429,11 +430,11 @@ def _by_stage(
 
 
 def _specs(
-    stages: Sequence[StageModule], sample: Tensor, autocast: torch.dtype | None
+    stages: Sequence[StageModule], sample: Tensor, precision: Precision
 ) -> Callable[[int, int], Sequence[TensorSpec]]:
     @lru_cache(maxsize=16)
     def of_size(size: int) -> list[tuple[TensorSpec, ...]]:
-        return boundaries(stages, sample[:1].expand(size, -1, -1, -1).contiguous(), autocast)
+        return boundaries(stages, sample[:1].expand(size, -1, -1, -1).contiguous(), precision)
 
     return lambda stage, size: of_size(size)[stage]
 
