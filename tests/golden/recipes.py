@@ -284,6 +284,14 @@ class Golden:
         GOLDEN.write_text(json.dumps({"made_with": self.made_with, "runs": runs}, indent=1) + "\n")
 
 
+FLOATING = {
+    *("avx", "avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_fp16"),
+    *("amx_tile", "amx_bf16", "amx_fp16"),
+}
+"""The instruction sets by which kernels for floating-point numbers are selected. Others (`avx_vnni`,
+`avx512_vp2intersect`, ...) compute with integers: two processors that differ only in them gave equal bits."""
+
+
 def machine() -> dict[str, str]:
     """What decides the last bits of arithmetic on a CPU beside our own code."""
     facts = {}
@@ -291,7 +299,7 @@ def machine() -> dict[str, str]:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             key, _, value = line.partition(":")
             facts.setdefault(key.strip(), value.strip())
-    flags = sorted(flag for flag in facts.get("flags", "").split() if flag.startswith(("avx", "amx", "fma")))
+    flags = sorted(FLOATING & {*facts.get("flags", "").split()})
     return {
         "torch": f"{torch.__version__} ({str(torch.version.git_version)[:12]})",
         "capability": torch.backends.cpu.get_cpu_capability(),
