@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from drumline.data.feed.sample import crop_encoded, cut
+from drumline.data.feed.batch import crop_encoded, cut
 from drumline.data.feed.transform import Transform
 from drumline.data.image.decode import decode
 from photographs import Pixels, Row, brief, made_up_photograph, pillow_window

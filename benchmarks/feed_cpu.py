@@ -39,8 +39,8 @@ from torch import Tensor
 
 from cutters import PILLOW, Cutter, cutters
 from drumline.core.machine import usable_cores
+from drumline.data.feed.batch import BadSamples
 from drumline.data.feed.loader import Workers, batches
-from drumline.data.feed.sample import BadSamples
 from drumline.data.feed.sampler import training_requests
 from drumline.data.feed.transform import Transform
 from drumline.data.sources import DatasetSpec, EncodedDataset

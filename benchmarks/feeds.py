@@ -16,8 +16,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from drumline.data.feed.batch import BadSamples
 from drumline.data.feed.loader import Workers, batches
-from drumline.data.feed.sample import BadSamples
 from drumline.data.feed.sampler import training_requests
 from drumline.data.feed.transform import Transform
 from drumline.data.sources import DatasetSpec, EncodedDataset

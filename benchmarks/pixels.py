@@ -36,9 +36,9 @@ from PIL import Image
 from cutters import cutters, turned
 from drumline import native
 from drumline.core.machine import usable_cores
+from drumline.data.feed.batch import BadSamples
 from drumline.data.feed.choose import gpu_unavailable
 from drumline.data.feed.loader import Workers, batches
-from drumline.data.feed.sample import BadSamples
 from drumline.data.feed.sampler import evaluation_requests
 from drumline.data.feed.transform import Transform
 from drumline.data.gpu.layout import layout_of_file

@@ -25,8 +25,8 @@ import torch
 
 from drumline import native
 from drumline.core.machine import usable_cores
+from drumline.data.feed.batch import BadSamples
 from drumline.data.feed.loader import Workers, batches
-from drumline.data.feed.sample import BadSamples
 from drumline.data.feed.sampler import evaluation_requests, training_requests
 from drumline.data.feed.transform import Transform
 from drumline.data.sources import DatasetSpec, detect_source, open_dataset

@@ -58,7 +58,12 @@ def reference() -> str:
 
 
 def _row(field: Field) -> str:
-    cells = (f"`{field.key}`", field.takes(), f"`{literal(field.default)}`", field.help)
+    cells = (
+        f"`{field.key}`",
+        field.takes(),
+        f"`{literal(field.default)}`",
+        f"{field.help} {field.details}".strip(),
+    )
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 

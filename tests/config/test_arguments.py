@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import pytest
 
 from drumline.config import arguments
-from drumline.config.arguments import SOURCES, Invocation, RecipeOptions, describe, read_options, read_recipe
+from drumline.config.arguments import Invocation, RecipeOptions, describe, read_options, read_recipe
 from drumline.config.fields import recipe_fields
 from drumline.config.limits import Range
 from drumline.config.recipe import Data, Optim, Recipe, value_of
@@ -248,12 +248,6 @@ def test_reading_a_command_line_does_not_import_torch() -> None:
         "sys.exit(','.join({'torch', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == "\n"
-
-
-def test_the_sources_known_to_the_command_line_are_those_that_can_be_opened() -> None:
-    from drumline.data import sources
-
-    assert set(SOURCES) == {*sources._MAY_HOLD_OUT, *sources._OWN_SPLIT}
 
 
 @dataclass(frozen=True)

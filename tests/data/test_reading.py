@@ -23,8 +23,8 @@ from drumline.cli import main
 from drumline.config.recipe import Data, Recipe
 from drumline.core.errors import LostError, UserError
 from drumline.data import reading
+from drumline.data.feed.batch import BadSamples, load_sample
 from drumline.data.feed.loader import Workers, batches, process_batches
-from drumline.data.feed.sample import BadSamples, load_sample
 from drumline.data.feed.sampler import Request
 from drumline.data.feed.transform import Transform
 from drumline.data.sources import DatasetSpec, EncodedDataset, detect_source, open_dataset, open_same

@@ -18,23 +18,12 @@ import psutil
 import pytest
 
 from drumline import native
-from drumline.cli.verify import is_dataset
+from drumline.cli.verify import SHOWN, describe, is_dataset, summary, write_list
 from drumline.core.errors import UserError
-from drumline.data import verify
-from drumline.data.examine import examine
 from drumline.data.image.decode import decode
 from drumline.data.packed import format as packed
 from drumline.data.sources import DatasetSpec, EncodedDataset, open_dataset
-from drumline.data.verify import (
-    BAD,
-    WARNINGS,
-    DatasetReport,
-    Finding,
-    describe,
-    summary,
-    verify_dataset,
-    write_list,
-)
+from drumline.data.verify import BAD, WARNINGS, DatasetFinding, DatasetReport, examine, verify_dataset
 from tests.data.damage import KINDS, build_damaged_set, encoded, flipped, good_jpeg, picture
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:::PIL\.")
@@ -123,7 +112,7 @@ def test_several_processes_give_the_same_report(damaged: Path, report: DatasetRe
 def test_a_sound_set_is_sound(tmp_path: Path) -> None:
     small_set(tmp_path)
     report = verify_dataset(tmp_path)
-    assert report.sound
+    assert not report.bad
     assert report.findings == ()
     assert report.splits == (("train", 8), ("eval", 8))
     assert describe(report) == ["ok   16 samples (train 8, eval 8): all sound"]
@@ -146,7 +135,7 @@ def test_a_leak_alone_is_a_warning(tmp_path: Path) -> None:
     small_set(tmp_path)
     (tmp_path / "val/class0/zz.jpg").write_bytes((tmp_path / "train/class0/000.jpg").read_bytes())
     report = verify_dataset(tmp_path)
-    assert report.sound
+    assert not report.bad
     assert report.warnings == 1
 
 
@@ -160,7 +149,7 @@ def test_files_that_are_not_taken_for_images_are_a_warning(tmp_path: Path) -> No
         archive.add(tmp_path / "photos", "photos")
     for path in (tmp_path / "photos", tmp_path / "photos.tar"):
         report = verify_dataset(path, workers=1)
-        assert report.sound
+        assert not report.bad
         assert [(found.split, found.sample, found.kind) for found in report.findings] == [
             ("train", -1, "passed-over"),
             ("eval", -1, "passed-over"),
@@ -251,7 +240,7 @@ def test_one_cut_off_idx_file_is_named_and_the_other_split_checked(tmp_path: Pat
         images = struct.pack(">IIII", 0x803, count, 6, 6) + pixels
         (tmp_path / f"{prefix}-images-idx3-ubyte").write_bytes(images)
         (tmp_path / f"{prefix}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + labels)
-    assert verify_dataset(tmp_path).sound
+    assert not verify_dataset(tmp_path).bad
     file = tmp_path / "t10k-images-idx3-ubyte"
     file.write_bytes(file.read_bytes()[:-7])
     report = verify_dataset(tmp_path)
@@ -305,7 +294,7 @@ def test_a_packed_set_with_a_damaged_index_is_not_sound(tmp_path: Path) -> None:
     index.write_bytes(flipped(index.read_bytes(), 10))
     report = verify_dataset(tmp_path / "set")
     assert report.kinds == {"unopened": 1}
-    assert not report.sound
+    assert report.bad
     assert "none could be opened" in describe(report)[-1]
 
 
@@ -364,15 +353,15 @@ def test_extension_and_content_are_compared(format: str, name: str, mislabelled:
 
 def test_long_lists_are_cut_for_people_and_whole_in_the_file(tmp_path: Path) -> None:
     small_set(tmp_path / "set")
-    for number in range(verify.SHOWN + 3):
+    for number in range(SHOWN + 3):
         (tmp_path / "set/train/class0" / f"z{number:02}.jpg").touch()
     report = verify_dataset(tmp_path / "set")
     lines = describe(report)
-    assert sum(line.startswith("BAD  empty (train") for line in lines) == verify.SHOWN
+    assert sum(line.startswith("BAD  empty (train") for line in lines) == SHOWN
     assert any("3 more" in line for line in lines)
     write_list(report, tmp_path / "list.tsv")
     rows = [line.split("\t") for line in (tmp_path / "list.tsv").read_text().splitlines()]
-    assert len(rows) == verify.SHOWN + 3
+    assert len(rows) == SHOWN + 3
     assert rows[0] == [
         "4",
         "train",
@@ -402,7 +391,7 @@ def test_names_that_are_no_text_or_control_a_terminal_do_no_harm(tmp_path: Path)
 
 
 def test_a_list_that_cannot_be_written_is_the_users_mistake(tmp_path: Path) -> None:
-    report = DatasetReport("x", "folder", (), (Finding("train", 0, "empty", "p", "r"),), ())
+    report = DatasetReport("x", "folder", (), (DatasetFinding("train", 0, "empty", "p", "r"),), ())
     with pytest.raises(UserError, match="--list"):
         write_list(report, tmp_path / "no such folder" / "list.tsv")
 

@@ -15,10 +15,9 @@ from PIL import Image
 import drumline
 from drumline.config.recipe import Checkpoint, Data, Model, Optim, Recipe, Run, Train
 from drumline.data.feed import loader
-from drumline.data.feed.batch import NOTHING, make_batch
+from drumline.data.feed.batch import NOTHING, BadSamples, make_batch
 from drumline.data.feed.choose import choose_workers, gpu_unavailable
 from drumline.data.feed.loader import Workers, batches
-from drumline.data.feed.sample import BadSamples
 from drumline.data.feed.sampler import Request, evaluation_requests, training_requests
 from drumline.data.feed.transform import Transform
 from drumline.data.gpu import decoder as decoder_module

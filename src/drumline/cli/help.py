@@ -82,8 +82,9 @@ def _field(each: Field) -> list[str]:
     head = f"{each.name}: {each.takes()}; default {_default(each)}"
     lines = textwrap.wrap(head, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
     indent = "  "
+    text = f"{each.help} {each.details}".rstrip()
     return lines + textwrap.wrap(
-        each.help, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+        text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
     )
 
 
@@ -94,8 +95,8 @@ def _title(section: str) -> str:
 def _summary(each: Field, text: str, before: str = "") -> str:
     if each.default is False or each.default in ("", ()):
         return text
-    others = ", ".join(name for name in choices(each.hint) if name != each.default)
-    return f"{text} ({before}{_default(each)}{f'; or {others}' if others and not before else ''})"
+    others = ", ".join(name for name in each.choices if name != each.default)
+    return f"{text} ({before}{_default(each)}{f'; or {others}' if others and not (before and choices(each.hint)) else ''})"
 
 
 def _paragraph(text: str) -> str:

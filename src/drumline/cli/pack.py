@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from drumline.cli.help import Command
 from drumline.config.arguments import read_options
 from drumline.config.limits import Range
-from drumline.config.recipe import AutoInt, Fraction
+from drumline.config.recipe import AutoInt, Fraction, SourceName
 from drumline.core.errors import UserError
 from drumline.core.text import counted, message, print_result
 
@@ -29,9 +29,8 @@ class Options:
     """The data set."""
     out: str
     """The folder to write."""
-    source: str = "auto"
-    """What DATA is, if that cannot be detected: folder, tar, packed, npz, idx, cifar10, cifar100, digits, synthetic
-    or package.module:factory."""
+    source: SourceName = "auto"
+    """What DATA is, if that cannot be detected."""
     holdout: Fraction = 0.0
     """Fraction to set aside for evaluation, for data without an evaluation split (as data.holdout)."""
     raw: bool = False

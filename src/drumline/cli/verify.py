@@ -6,14 +6,21 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from drumline.cli.help import Command
 from drumline.config.arguments import read_options
 from drumline.config.limits import Range
-from drumline.config.recipe import AutoInt
+from drumline.config.recipe import AutoInt, SourceName
 from drumline.core.errors import UserError
-from drumline.core.text import message, print_result
+from drumline.core.files import write_bytes
+from drumline.core.text import message, print_result, printable
+
+if TYPE_CHECKING:
+    from drumline.data.verify import DatasetReport
+
+SHOWN = 10
+"""Findings of a kind that `describe` lists; `write_list` writes all."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +33,8 @@ class Options:
     """Write all findings to this file, one per line, separated by tabs. Data sets only."""
     workers: Annotated[AutoInt, Range(1, 1024)] = "auto"
     """Processes that decode. Data sets only. `auto`: one per core."""
-    source: str = "auto"
-    """What the data set is, if that cannot be detected: folder, tar, packed, idx, cifar10, cifar100, npz."""
+    source: SourceName = "auto"
+    """What the data set is, if that cannot be detected."""
 
 
 COMMAND = Command(
@@ -82,7 +89,7 @@ def is_dataset(path: Path) -> bool:
 
 
 def _verify_dataset(path: Path, options: Options) -> int:
-    from drumline.data.verify import describe, summary, verify_dataset, write_list
+    from drumline.data.verify import verify_dataset
 
     listing = Path(options.list) if options.list else None
     # Before hours of work, not after.
@@ -95,6 +102,68 @@ def _verify_dataset(path: Path, options: Options) -> int:
         write_list(report, listing)
     print_result(summary(report))
     return 1 if report.bad else 0
+
+
+def describe(report: DatasetReport) -> list[str]:
+    """The report for people: errors, warnings, notes, and a summary."""
+    from drumline.data.verify import BAD, NOTES, WARNINGS
+
+    lines: list[str] = []
+    counts = report.kinds
+    for kind in (*BAD, *WARNINGS):
+        word = "BAD " if kind in BAD else "warn"
+        found = [finding for finding in report.findings if finding.kind == kind]
+        for finding in found[:SHOWN]:
+            sample = f" {finding.sample}" if finding.sample >= 0 else ""
+            lines.append(f"{word} {kind} ({finding.split}{sample}): {finding.path} {finding.reason}")
+        if len(found) > SHOWN:
+            lines.append(f"{word} {kind}: {len(found) - SHOWN:,} more; --list FILE writes all of them")
+    for kind, number in report.notes:
+        lines.append(f"note {kind}: {number:,} of {report.samples:,} samples; {NOTES[kind]}")
+    splits = ", ".join(f"{name} {samples:,}" for name, samples in report.splits) or "none could be opened"
+    kinds = ", ".join(f"{counts[kind]:,} {kind}" for kind in (*BAD, *WARNINGS) if counts[kind])
+    lines.append(
+        f"{'BAD ' if report.bad else 'ok  '} {report.samples:,} samples ({splits}): {kinds or 'all sound'}"
+    )
+    if any(finding.kind in BAD and finding.sample >= 0 for finding in report.findings):
+        lines.append(
+            "fix: restore the bad files from where they came, or remove them; a run puts another sample in the place "
+            "of each that it trains on, and scores those to evaluate as black images"
+        )
+    return [printable(line) for line in lines]
+
+
+def summary(report: DatasetReport) -> dict[str, Any]:
+    """The report for scripts (`print_result`)."""
+    return {
+        "path": report.path,
+        "source": report.source,
+        "samples": report.samples,
+        "splits": dict(report.splits),
+        "bad": report.bad,
+        "warnings": report.warnings,
+        "kinds": dict(report.kinds),
+        "notes": dict(report.notes),
+    }
+
+
+def write_list(report: DatasetReport, file: Path) -> None:
+    """Writes all findings, one per line: sample id, split, kind, path, reason, separated by tabs. A tab, line end or
+    backslash inside a field is written as in C."""
+    rows = ((str(f.sample), f.split, f.kind, f.path, f.reason) for f in report.findings)
+    text = "".join("\t".join(_one_field(field) for field in row) + "\n" for row in rows)
+    try:
+        write_bytes(file, text.encode("utf-8", "surrogateescape"))  # names are bytes, in any encoding
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror or error}", "give another --list") from error
+
+
+def _one_field(text: str) -> str:
+    """Backslashes and control characters as in C; bytes that are not UTF-8 stay, because they name the file."""
+    return "".join(
+        "\\\\" if sign == "\\" else ascii(sign)[1:-1] if ord(sign) < 32 or ord(sign) == 127 else sign
+        for sign in text
+    )
 
 
 def _verify_run(path: Path) -> int:

@@ -37,6 +37,7 @@ from drumline.config.fields import (
 from drumline.config.layouts import Problem, not_offered
 from drumline.config.recipe import Recipe, value_of
 from drumline.config.rules import problems
+from drumline.config.sources import SOURCES
 from drumline.config.toml import dump_recipe, literal, load_recipe, short_literal
 from drumline.core.errors import UserError, combined
 from drumline.core.text import did_you_mean, either
@@ -289,8 +290,6 @@ def _unknown(
 
 SHORT = {"-b": "data.batch", "-j": "data.workers", "-a": "model.name"}
 """Short flags of other programs."""
-SOURCES = ("folder", "tar", "packed", "idx", "cifar10", "cifar100", "npz", "digits", "synthetic")
-"""Values of `data.source`, known here without importing the code that reads them."""
 
 
 def _unnamed(text: str, waiting: deque[str], command: str) -> UserError:

@@ -19,6 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from drumline.config.limits import Values, Wrong
 from drumline.config.recipe import Recipe
+from drumline.config.sources import SourceNames
 from drumline.core.text import near
 
 
@@ -45,6 +46,20 @@ class Field:
     def help(self) -> str:
         """The docstring below the field, on one line."""
         return _docstrings(self.owner)[self.key]
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The names that the value may be; none for a value that is not a name."""
+        return choices(self.hint) or tuple(name for limit in self._tables for name in limit.names)
+
+    @property
+    def details(self) -> str:
+        """What each name means, if they come from a table."""
+        return " ".join(limit.details for limit in self._tables)
+
+    @property
+    def _tables(self) -> list[SourceNames]:
+        return [limit for limit in self.limits if isinstance(limit, SourceNames)]
 
     def check(self, value: Any) -> Wrong | None:
         """What is wrong with a value of the right type."""

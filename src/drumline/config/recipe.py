@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from drumline.config.layouts import LAYOUTS
 from drumline.config.limits import Length, Range, Values
+from drumline.config.sources import SourceNames
 from drumline.core.precision import PRECISIONS
 
 AutoInt = int | Literal["auto"]
 AutoFloat = float | Literal["auto"]
 Fraction = Annotated[float, Range(0, below=1)]
+SourceName = Annotated[str, SourceNames()]
 if TYPE_CHECKING:
     LayoutName = str
     PrecisionName = str
@@ -55,10 +57,9 @@ class Run:
 class Data:
     """The images, and how they are batched, augmented and decoded."""
 
-    source: str = "auto"
-    """Kind of data: `folder`, `tar`, `packed` (written by `drumline pack`), `idx`, `cifar10`, `cifar100`, `npz`,
-    `digits` (embedded), `synthetic`, or your own as `package.module:factory`. `auto`: detected from `path`; without a
-    path, the embedded digits."""
+    source: SourceName = "auto"
+    """Kind of data, or your own as `package.module:factory`. `auto`: detected from `path`; without a path, the
+    embedded digits."""
     path: str = ""
     """Folder or file with the data. A folder or tar file contains `train/<class>/` and `val/<class>/`, or class
     folders alone together with `holdout`."""

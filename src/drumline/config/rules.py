@@ -13,13 +13,14 @@ from drumline.config.fields import WrongValue, expected, from_toml, recipe_field
 from drumline.config.layouts import Problem, layout_named, layout_problems
 from drumline.config.recipe import Recipe, field_names, value_of
 from drumline.config.rendezvous import parse_rendezvous
+from drumline.config.sources import source_named
 from drumline.core.errors import UserError, combined
 from drumline.core.precision import FP32, PRECISIONS
 from drumline.core.text import counted
 
 DEFAULT_SHARDS = 8
 MAX_SIDE = 9459
-"""Side of the largest square image within `data.image.limits.MAX_PIXELS`."""
+"""Side of the largest square image within `data.image.decode.MAX_PIXELS`."""
 
 
 def check(recipe: Recipe) -> None:
@@ -96,7 +97,7 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "train.epochs", "trains nothing because train.steps = 0 too", "set one of the two above 0"
         )
-    if data.source in ("folder", "tar", "packed", "idx", "cifar10", "cifar100", "npz") and not data.path:
+    if data.source != "auto" and source_named(data.source).needs_path and not data.path:
         yield Problem("data.path", f"data.source = {data.source} needs a path", "give its folder or file")
     # The short side before the evaluation's crop has to be within the limit too.
     if data.size != "auto" and data.size > (most := int(MAX_SIDE * data.eval_crop)):

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from drumline.config.sources import source_named
 from drumline.core.text import printable
 
 if TYPE_CHECKING:
     from drumline.data.sources.base import Dataset
 
-FOLDERS = ("folder", "tar")
-"""Sources whose classes are folders: their names are names, even when they are numbers."""
 SHOWN = 5
 
 
@@ -34,9 +33,8 @@ class Classes:
 
     @staticmethod
     def of(source: Dataset) -> Classes:
-        return Classes(
-            source.classes, source.name in FOLDERS or source.classes != numbers(len(source.classes))
-        )
+        folders = source_named(source.name).class_folders
+        return Classes(source.classes, folders or source.classes != numbers(len(source.classes)))
 
     def __len__(self) -> int:
         return len(self.names)

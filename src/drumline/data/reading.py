@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from drumline.core.errors import LostError, UserError
-from drumline.data.image.limits import check_bytes, too_large
+from drumline.data.image.decode import check_bytes, too_large
 
 PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 3.2)
 """Seconds between tries."""

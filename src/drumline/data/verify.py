@@ -1,37 +1,48 @@
-"""`drumline verify DATASET`: every sample read and decoded once, and what is wrong with it listed.
+"""The checks of `drumline verify DATASET`: reads and decodes every sample once and lists every problem.
 
-Promises: a sample is bad here exactly when a run would refuse it (`decode` decides in both places); memory grows with
-what is found and 16 bytes a sample, not with the data; the report does not depend on the number of processes. Damage
-that Pillow passes over is a warning, where it can be seen: a flipped bit inside a JPEG's compressed data mostly
-cannot (but in packed sets, whose samples have checksums). Changes nothing.
+Promises: a sample is bad here exactly when a run would reject it, since `decode` decides in both places. Memory grows
+with what is found and 16 bytes a sample, not with the data. The report does not depend on the number of processes.
+Damage that Pillow ignores is a warning if it can be detected: most flipped bits inside a JPEG's compressed data
+cannot (but in packed sets, whose samples have checksums, all can). Changes nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
+import zlib
 from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
+from drumline import native
 from drumline.core.errors import LostError, UserError
-from drumline.core.files import write_bytes
 from drumline.core.machine import usable_cores
 from drumline.core.processes import WorkerKilled, deferred_interrupts, map_in_processes
 from drumline.core.progress import progress
-from drumline.core.text import printable
-from drumline.data.examine import Examination, examine_range
+from drumline.data.image.decode import FORMATS, TooLarge, decode
+from drumline.data.image.jpeg import read_header, stream_fault
+from drumline.data.packed.format import SPLITS
 from drumline.data.reading import patiently, read_whole
-from drumline.data.sources import Dataset, DatasetSpec, EncodedDataset, detect_source, open_dataset
+from drumline.data.sources import (
+    ArrayDataset,
+    Dataset,
+    DatasetSpec,
+    EncodedDataset,
+    detect_source,
+    open_dataset,
+)
 from drumline.data.sources.base import NoEvalSplit, describe_skipped
 from drumline.data.sources.folder import EVAL_FOLDERS, EXTENSIONS
-from drumline.data.sources.packed import PackedArrays
+from drumline.data.sources.packed import PackedArrays, PackedFiles
 
 BAD = (
     "unopened",  # a whole split: no run starts on it
@@ -44,11 +55,11 @@ BAD = (
     "bomb",
     "unsupported",
 )
-"""Kinds that a run refuses."""
+"""Kinds that a run rejects."""
 WARNINGS = (
     "suspect",  # decodes, but its file shows damage
     "mislabelled",  # the name says another format
-    "passed-over",  # files of a split that are not taken for images
+    "passed-over",  # files of a split that are not images by their names
     "leak",  # an evaluation sample with the bytes of a training sample
 )
 NOTES = {
@@ -57,8 +68,6 @@ NOTES = {
     "16-bit": "cut to 8 bits",
 }
 """Worth knowing, and counted only: in some sets every sample is of such a kind."""
-SHOWN = 10
-"""Findings of a kind that `describe` lists; `write_list` writes all."""
 CHUNK = 16
 """Samples that a process takes at a time, some 50 ms of work."""
 AHEAD = 4
@@ -66,7 +75,7 @@ AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class DatasetFinding:
     """One thing wrong with one sample, or (sample -1) with a split or folder."""
 
     split: str
@@ -84,7 +93,7 @@ class DatasetReport:
     source: str
     splits: tuple[tuple[str, int], ...]
     """Name and number of samples of each split: train, eval, or images for those in no split."""
-    findings: tuple[Finding, ...]
+    findings: tuple[DatasetFinding, ...]
     notes: tuple[tuple[str, int], ...]
     """How many samples each of `NOTES` applies to."""
 
@@ -98,23 +107,19 @@ class DatasetReport:
 
     @property
     def bad(self) -> int:
+        """0 if a run would accept everything; warnings may remain."""
         return sum(finding.kind in BAD for finding in self.findings)
 
     @property
     def warnings(self) -> int:
         return sum(finding.kind in WARNINGS for finding in self.findings)
 
-    @property
-    def sound(self) -> bool:
-        """Nothing that a run would refuse; warnings may remain."""
-        return self.bad == 0
-
 
 def verify_dataset(path: Path, source: str = "auto", workers: int | None = None) -> DatasetReport:
     """Reads and decodes every sample of a data set, with `workers` processes (by default one per core).
 
-    A path without data is a `UserError`; a split that does not open is a finding, and then its image files are looked
-    at as they lie.
+    A path without data is a `UserError`. A split that does not open is a finding, and then all image files below its
+    folder are checked.
     """
     name = detect_source(source, str(path))
     splits, findings = _open_splits(path, name)
@@ -129,96 +134,145 @@ def verify_dataset(path: Path, source: str = "auto", workers: int | None = None)
             digests[split.name][sample] = np.frombuffer(result.digest, np.uint64)
             notes.update(result.notes)
             for kind, reason in result.findings:
-                findings.append(Finding(split.name, sample, kind, split.where(sample), reason))
+                findings.append(DatasetFinding(split.name, sample, kind, split.where(sample), reason))
     findings += _leaks(splits, digests)
-    order = {split: place for place, split in enumerate(("train", "eval", "images"))}
+    order = ("train", "eval", "images").index
     return DatasetReport(
         path=str(path),
         source=name,
         splits=tuple((split.name, len(split.source)) for split in splits),
-        findings=tuple(sorted(findings, key=lambda found: (order[found.split], found.sample))),
+        findings=tuple(sorted(findings, key=lambda found: (order(found.split), found.sample))),
         notes=tuple((kind, notes[kind]) for kind in NOTES if notes[kind]),
     )
 
 
-def describe(report: DatasetReport) -> list[str]:
-    """The report for people: what is bad, what is doubtful, and a summary."""
-    lines: list[str] = []
-    counts = report.kinds
-    for kind in (*BAD, *WARNINGS):
-        word = "BAD " if kind in BAD else "warn"
-        found = [finding for finding in report.findings if finding.kind == kind]
-        for finding in found[:SHOWN]:
-            sample = f" {finding.sample}" if finding.sample >= 0 else ""
-            lines.append(f"{word} {kind} ({finding.split}{sample}): {finding.path} {finding.reason}")
-        if len(found) > SHOWN:
-            lines.append(f"{word} {kind}: {len(found) - SHOWN:,} more; --list FILE writes all of them")
-    for kind, number in report.notes:
-        lines.append(f"note {kind}: {number:,} of {report.samples:,} samples; {NOTES[kind]}")
-    splits = ", ".join(f"{name} {samples:,}" for name, samples in report.splits) or "none could be opened"
-    kinds = ", ".join(f"{counts[kind]:,} {kind}" for kind in (*BAD, *WARNINGS) if counts[kind])
-    lines.append(
-        f"{'ok  ' if report.sound else 'BAD '} {report.samples:,} samples ({splits}): {kinds or 'all sound'}"
-    )
-    if any(finding.kind in BAD and finding.sample >= 0 for finding in report.findings):
-        lines.append(
-            "fix: restore the bad files from where they came, or remove them; a run puts another sample in the place "
-            "of each that it trains on, and scores those to evaluate as black images"
-        )
-    return [printable(line) for line in lines]
-
-
-def summary(report: DatasetReport) -> dict[str, Any]:
-    """The report for scripts (`print_result`)."""
-    return {
-        "path": report.path,
-        "source": report.source,
-        "samples": report.samples,
-        "splits": dict(report.splits),
-        "bad": report.bad,
-        "warnings": report.warnings,
-        "kinds": dict(report.kinds),
-        "notes": dict(report.notes),
-    }
-
-
-def write_list(report: DatasetReport, file: Path) -> None:
-    """All findings, one a line: sample id, split, kind, path, reason, with tabs between them; a tab, line end or
-    backslash inside a field is written as in C."""
-    rows = ((str(f.sample), f.split, f.kind, f.path, f.reason) for f in report.findings)
-    text = "".join("\t".join(_one_field(field) for field in row) + "\n" for row in rows)
-    try:
-        write_bytes(file, text.encode("utf-8", "surrogateescape"))  # names are bytes, in any encoding
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror or error}", "give another --list") from error
-
-
 @dataclass(frozen=True)
-class _Loose:
-    """Says to a process: the image files below this folder, as they lie."""
+class Examination:
+    """The result of checking one sample."""
 
-    root: str
+    digest: bytes
+    """A 16-byte hash of its bytes; zeros for a bad sample."""
+    findings: tuple[tuple[str, str], ...] = ()
+    """Kinds and reasons. A bad sample has one."""
+    notes: tuple[str, ...] = ()
+
+
+def examine_range(source: Dataset, start: int, stop: int) -> list[Examination]:
+    """The samples from `start` to before `stop`."""
+    if isinstance(source, ArrayDataset):  # opening it has checked all there is
+        images = source.take(np.arange(start, stop))
+        return [Examination(hashlib.blake2b(image, digest_size=16).digest()) for image in images]
+    return [examine_sample(source, sample) for sample in range(start, stop)]
+
+
+def examine_sample(source: EncodedDataset, sample: int) -> Examination:
+    """Examines a sample of a dataset. Distinguishes a sample that cannot be read from one that is bad."""
+    where = source.where(sample)
+    try:
+        data = source.read(sample)
+    except TooLarge as error:
+        return _bad("bomb", error.what, where)
+    except UserError as error:
+        changed = isinstance(source, PackedFiles) and not source.sound(np.array([sample])).all()
+        return _bad("changed" if changed else "unreadable", error.what, where)
+    except MemoryError:
+        return _bad("bomb", "needs more memory than there is", where)
+    # Packing may have changed the format, so the name of a packed sample says nothing.
+    return examine(data, where, named=not isinstance(source, PackedFiles))
+
+
+def examine(data: bytes, where: str, named: bool = True) -> Examination:
+    """Decodes a sample as a run does, then looks for damage that decoding ignores. `named`: `where` ends in the
+    file's own name, so its extension can be compared with the content."""
+    try:
+        decode(data, where)
+    except UserError as error:
+        return _bad("bomb" if isinstance(error, TooLarge) else error.code, error.what, where)
+    except MemoryError:
+        return _bad("bomb", "needs more memory than there is", where)
+    image = Image.open(io.BytesIO(data), formats=FORMATS)
+    kind = "JPEG" if data.startswith(b"\xff\xd8\xff") else image.format or ""
+    fault = _FAULTS[kind](data) if kind in _FAULTS else ""
+    findings = [("suspect", f"decodes, but {fault}")] if fault else []
+    expected = _FORMAT_OF.get(Path(where).suffix.lower(), kind) if named else kind
+    if kind != expected:
+        findings.append(("mislabelled", f"is a {kind} file, not the {expected} that its name says"))
+    deep = image.mode.startswith("I") or (kind == "PNG" and data[24] == 16)
+    seen = {"animated": _animated(image), "cmyk": image.mode == "CMYK", "16-bit": deep}
+    notes = tuple(note for note, is_so in seen.items() if is_so)
+    return Examination(hashlib.blake2b(data, digest_size=16).digest(), tuple(findings), notes)
+
+
+def _animated(image: Image.Image) -> bool:
+    try:
+        return bool(getattr(image, "is_animated", False))
+    except Exception:  # later frames may be damaged, in any way; only the first one matters
+        return True
+
+
+_FORMAT_OF = {
+    **dict.fromkeys((".jpg", ".jpeg"), "JPEG"),
+    **dict.fromkeys((".ppm", ".pgm"), "PPM"),
+    **dict.fromkeys((".tif", ".tiff"), "TIFF"),
+    ".png": "PNG",
+    ".bmp": "BMP",
+    ".webp": "WEBP",
+    ".gif": "GIF",
+}
+
+
+def _bad(kind: str, what: str, where: str) -> Examination:
+    return Examination(bytes(16), ((kind, what.removeprefix(where).strip()),))
+
+
+def _jpeg_fault(data: bytes) -> str:
+    header = read_header(data)
+    if header is None:
+        return "its header has parts that do not belong there"
+    if fault := stream_fault(data, header):
+        return fault
+    warnings = native.jpeg_warnings(data)
+    return "libjpeg finds its compressed data corrupt" if warnings is not None and warnings > 0 else ""
+
+
+def _png_fault(data: bytes) -> str:
+    """Pillow compares no checksums of the pixel data, and accepts a file without its last chunk."""
+    at, view = 8, memoryview(data)
+    while at + 12 <= len(data):
+        end = at + 12 + int.from_bytes(view[at : at + 4], "big")
+        if end > len(data):
+            break
+        if zlib.crc32(view[at + 4 : end - 4]) != int.from_bytes(view[end - 4 : end], "big"):
+            return f"the checksum of its {bytes(view[at + 4 : at + 8]).decode('latin-1')} chunk is wrong"
+        if view[at + 4 : at + 8] == b"IEND":
+            return ""
+        at = end
+    return "it is cut off after its pixels"
+
+
+_FAULTS = {"JPEG": _jpeg_fault, "PNG": _png_fault}
 
 
 class _LooseFiles(EncodedDataset):
-    """Image files outside of any layout, sorted by path; also links to nothing and other things with such a name."""
+    """All files below a folder that are images by their names, whatever the folders mean, sorted by path."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: Path) -> None:
         self.unreadable: list[tuple[str, str]] = []
         self.paths: list[str] = []
         seen: set[tuple[int, int]] = set()
-        for folder, folders, files in os.walk(root, onerror=self._note, followlinks=True):
+
+        def note(error: OSError) -> None:
+            self.unreadable.append((str(error.filename), str(error.strerror)))
+
+        for folder, folders, files in os.walk(root, onerror=note, followlinks=True):
             status = os.stat(folder)  # noqa: PTH116 (os.walk gives strings)
-            if (status.st_dev, status.st_ino) in seen:  # a link to where we have been
+            if (status.st_dev, status.st_ino) in seen:  # a link back to a folder that was walked
                 folders.clear()
                 continue
             seen.add((status.st_dev, status.st_ino))
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             names = (name for name in files if name.lower().endswith(EXTENSIONS) and not name.startswith("."))
             self.paths += (f"{folder}{os.sep}{name}" for name in sorted(names))
-
-    def _note(self, error: OSError) -> None:
-        self.unreadable.append((str(error.filename), str(error.strerror)))
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -236,7 +290,8 @@ class _LooseFiles(EncodedDataset):
 @dataclass(frozen=True)
 class _Split:
     name: str
-    spec: DatasetSpec | _Loose
+    spec: DatasetSpec | Path
+    """What a process opens: a split of the data set, or the image files below a folder."""
     source: Dataset
 
     def where(self, sample: int) -> str:
@@ -245,13 +300,12 @@ class _Split:
         return f"{self.name} image {sample}"
 
 
-def _open_splits(path: Path, name: str) -> tuple[list[_Split], list[Finding]]:
+def _open_splits(path: Path, name: str) -> tuple[list[_Split], list[DatasetFinding]]:
     """The splits that can be examined, and a finding for each that a run could not open."""
     splits: list[_Split] = []
-    findings: list[Finding] = []
-    refused: UserError | None = None
-    sides: tuple[Literal["train", "eval"], ...] = ("train", "eval")
-    for side in sides:
+    findings: list[DatasetFinding] = []
+    rejected: UserError | None = None
+    for side in SPLITS:
         spec = DatasetSpec(name, str(path), side)
         try:
             opened = open_dataset(spec)
@@ -259,23 +313,23 @@ def _open_splits(path: Path, name: str) -> tuple[list[_Split], list[Finding]]:
                 opened.check()
             splits.append(_Split(side, spec, opened))
             if isinstance(opened, EncodedDataset) and (skipped := describe_skipped(opened)):
-                findings.append(Finding(side, -1, "passed-over", str(path), f"has {skipped}"))
+                findings.append(DatasetFinding(side, -1, "passed-over", str(path), f"has {skipped}"))
         except NoEvalSplit:
             continue
         except UserError as error:
-            if refused is None or error.what != refused.what:  # one fault may close both
+            if rejected is None or error.what != rejected.what:  # one fault may close both
                 reason = f"cannot be opened: {error.what}; fix: {error.fix}"
-                findings.append(Finding(side, -1, "unopened", str(path), reason))
-            refused = error
-    if refused is None or name != "folder":
+                findings.append(DatasetFinding(side, -1, "unopened", str(path), reason))
+            rejected = error
+    if rejected is None or name != "folder":
         return splits, findings
     loose = _loose_splits(path)
     if not any(len(split.source) for split in loose):
-        raise refused
+        raise rejected
     for split in loose:
         assert isinstance(split.source, _LooseFiles)
         for folder, reason in split.source.unreadable:
-            findings.append(Finding(split.name, -1, "unreadable", folder, f"cannot be read: {reason}"))
+            findings.append(DatasetFinding(split.name, -1, "unreadable", folder, f"cannot be read: {reason}"))
     flat = not any(entry.is_dir() for entry in path.iterdir() if not entry.name.startswith("."))
     return loose, [found for found in findings if not (flat and found.kind == "unopened")]
 
@@ -286,10 +340,7 @@ def _loose_splits(path: Path) -> list[_Split]:
     roots = {"images": path}
     if evaluation and (path / "train").is_dir():
         roots = {"train": path / "train", "eval": path / evaluation}
-    return [_Split(name, _Loose(str(root)), _LooseFiles(str(root))) for name, root in roots.items()]
-
-
-_Results = Generator[tuple[_Split, int, Examination], None, None]
+    return [_Split(name, root, _LooseFiles(root)) for name, root in roots.items()]
 
 
 def _ranges(splits: list[_Split]) -> Iterator[tuple[_Split, int, int]]:
@@ -298,14 +349,14 @@ def _ranges(splits: list[_Split]) -> Iterator[tuple[_Split, int, int]]:
             yield split, start, min(start + CHUNK, len(split.source))
 
 
-def _in_this_process(splits: list[_Split]) -> _Results:
+def _in_this_process(splits: list[_Split]) -> Generator[tuple[_Split, int, Examination]]:
     for split, start, stop in _ranges(splits):
         for sample, result in enumerate(examine_range(split.source, start, stop), start):
             yield split, sample, result
 
 
-def _in_processes(splits: list[_Split], workers: int) -> _Results:
-    """The same, by processes that open the data themselves; results come in order, a few ranges ahead at most."""
+def _in_processes(splits: list[_Split], workers: int) -> Generator[tuple[_Split, int, Examination]]:
+    """The same in processes that open the data themselves. Results come in order, a few ranges ahead at most."""
     tasks = ((split.spec, start, stop) for split, start, stop in _ranges(splits))
     results = map_in_processes(_examine, tasks, workers, preload=__name__, pending=AHEAD)
     split, start, _ = next(_ranges(splits))
@@ -323,36 +374,27 @@ def _in_processes(splits: list[_Split], workers: int) -> _Results:
         ) from error
 
 
-def _examine(task: tuple[DatasetSpec | _Loose, int, int]) -> list[Examination]:
+def _examine(task: tuple[DatasetSpec | Path, int, int]) -> list[Examination]:
     spec, start, stop = task
     return examine_range(_opened(spec), start, stop)
 
 
 @lru_cache(maxsize=2)
-def _opened(spec: DatasetSpec | _Loose) -> Dataset:
+def _opened(spec: DatasetSpec | Path) -> Dataset:
     """The data in this process, opened for its first range."""
-    return _LooseFiles(spec.root) if isinstance(spec, _Loose) else open_dataset(spec, again=True)
+    return _LooseFiles(spec) if isinstance(spec, Path) else open_dataset(spec, again=True)
 
 
-def _leaks(splits: list[_Split], digests: dict[str, NDArray[np.uint64]]) -> Iterator[Finding]:
+def _leaks(splits: list[_Split], digests: dict[str, NDArray[np.uint64]]) -> Iterator[DatasetFinding]:
     """Evaluation samples that have the bytes of a training sample."""
     by_name = {split.name: split for split in splits}
     if not {"train", "eval"} <= by_name.keys():
         return
     training, evaluation = digests["train"], digests["eval"]
     order = np.argsort(training[:, 0], kind="stable")
-    place = np.searchsorted(training[order, 0], evaluation[:, 0])
-    place = np.minimum(place, len(order) - 1)
+    place = np.minimum(np.searchsorted(training[order, 0], evaluation[:, 0]), len(order) - 1)
     same = (training[order[place]] == evaluation).all(axis=1) & evaluation.any(axis=1)
     for sample in np.flatnonzero(same).tolist():
         twin = int(order[place[sample]])
         reason = f"has the same bytes as training sample {twin}, {by_name['train'].where(twin)}"
-        yield Finding("eval", sample, "leak", by_name["eval"].where(sample), reason)
-
-
-def _one_field(text: str) -> str:
-    """Backslashes and control characters as in C; bytes that are no UTF-8 stay, for they name the file."""
-    return "".join(
-        "\\\\" if sign == "\\" else ascii(sign)[1:-1] if ord(sign) < 32 or ord(sign) == 127 else sign
-        for sign in text
-    )
+        yield DatasetFinding("eval", sample, "leak", by_name["eval"].where(sample), reason)

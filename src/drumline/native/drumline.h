@@ -57,7 +57,7 @@ int resampler_finish(Resampler *r, uint8_t *out, int channels, int mirror);
 
 int columns_come_first(int version13, const int32_t *geometry);
 
-/* The limits of data/image/limits.py, which explains them. What exceeds one is left to Python, which rejects it. */
+/* The limits of data/image/decode.py, which explains them. What exceeds one is left to Python, which rejects it. */
 enum { MAX_PIXELS = 89478485, MAX_PARTS = 100000, MAX_SCANS = 100, SCANNED_TIMES = 20 };
 
 /* One JPEG to one window; DONE or LEFT_TO_PILLOW. */

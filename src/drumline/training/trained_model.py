@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from drumline.config.arguments import names_code
 from drumline.core.errors import UserError
-from drumline.data.feed.sample import crop_decoded, crop_encoded
+from drumline.data.feed.batch import crop_decoded, crop_encoded
 from drumline.data.feed.transform import Geometry, Transform, resize_array
 from drumline.data.image.decode import decode, to_rgb
 from drumline.data.reading import read_whole

@@ -11,8 +11,7 @@ import torch
 from PIL import Image
 
 from drumline.core.errors import UserError
-from drumline.data.feed.batch import finished, make_batch
-from drumline.data.feed.sample import BadSample, load_sample
+from drumline.data.feed.batch import BadSample, finished, load_sample, make_batch
 from drumline.data.feed.sampler import Request
 from drumline.data.feed.transform import Transform, mirrored, mixing_plan, shift_offsets
 from drumline.data.image.augment import Augmentation, plan

@@ -19,7 +19,7 @@ from PIL import Image
 
 from drumline import native
 from drumline.core.errors import LostError, UserError
-from drumline.data.feed.batch import Batch, make_batch
+from drumline.data.feed.batch import BadSample, BadSamples, Batch, make_batch
 from drumline.data.feed.loader import (
     RESIDENT_BATCHES,
     Batches,
@@ -30,7 +30,6 @@ from drumline.data.feed.loader import (
     process_batches,
     resident_batches,
 )
-from drumline.data.feed.sample import BadSample, BadSamples
 from drumline.data.feed.sampler import Request, training_requests
 from drumline.data.feed.transform import Transform
 from drumline.data.image.augment import Augmentation, apply

@@ -14,8 +14,7 @@ from PIL import Image
 
 from drumline import native
 from drumline.core.errors import UserError
-from drumline.data.feed.draws import Purpose, bits
-from drumline.data.feed.sample import (
+from drumline.data.feed.batch import (
     SHOWN,
     SUBSTITUTES,
     BadSample,
@@ -25,6 +24,7 @@ from drumline.data.feed.sample import (
     load_sample,
     substitute,
 )
+from drumline.data.feed.draws import Purpose, bits
 from drumline.data.feed.transform import Geometry, Transform, evaluation_geometry, training_geometry
 from drumline.data.sources import EncodedDataset
 from tests.data.damage import KINDS, flipped, good_jpeg

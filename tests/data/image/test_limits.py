@@ -14,17 +14,24 @@ import pytest
 from PIL import Image
 
 from drumline.config.rules import MAX_SIDE
-from drumline.data.examine import examine_sample
 from drumline.data.feed.batch import make_batch
 from drumline.data.feed.sampler import Request
 from drumline.data.feed.threads import threaded_batches
 from drumline.data.feed.transform import Transform
-from drumline.data.image.decode import decode
+from drumline.data.image.decode import (
+    MAX_BYTES,
+    MAX_PARTS,
+    MAX_PIXELS,
+    TooLarge,
+    check_file,
+    decode,
+    scans_allowed,
+)
 from drumline.data.image.jpeg import clean_end, read_header, stream_fault
-from drumline.data.image.limits import MAX_BYTES, MAX_PARTS, MAX_PIXELS, TooLarge, check_file, scans_allowed
 from drumline.data.packed.format import Options
 from drumline.data.packed.write import pack_set
 from drumline.data.sources import DatasetSpec, EncodedDataset, open_dataset
+from drumline.data.verify import examine_sample
 from tests.data.damage import encoded, good_jpeg, picture, with_scans
 from tests.data.feed.test_threads import assert_equal, fresh
 from tests.data.test_native import needs_jpeg

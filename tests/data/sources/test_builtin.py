@@ -21,7 +21,7 @@ from drumline.data.sources import (
     detect_source,
     open_dataset,
 )
-from drumline.data.sources.builtin import scale
+from drumline.data.sources.arrays import scale
 
 
 def arrays(source: str, path: str = "", split: str = "train") -> ArrayDataset:
@@ -56,7 +56,7 @@ def test_digits_scale_can_be_undone():
 
 
 def test_digits_are_small_and_carry_their_licence():
-    folder = Path(sys.modules["drumline.data.sources.builtin"].FILE).parent
+    folder = Path(sys.modules["drumline.data.sources.arrays"].FILE).parent
     assert (folder / "digits.npz").stat().st_size < 100_000
     assert "CC BY 4.0" in (folder / "DIGITS_LICENSE.txt").read_text()
 

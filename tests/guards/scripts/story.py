@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import drumline
+from drumline.data.sources.arrays import open_digits
 from drumline.data.sources.base import DatasetSpec
-from drumline.data.sources.builtin import open_digits
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--guard", action="store_true", help="one line of Drumline")

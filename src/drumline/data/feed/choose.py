@@ -17,9 +17,8 @@ import torch
 
 from drumline import native
 from drumline.core.errors import UserError
-from drumline.data.feed.batch import make_batch
+from drumline.data.feed.batch import BadSamples, make_batch
 from drumline.data.feed.loader import READY, Workers, batches
-from drumline.data.feed.sample import BadSamples
 from drumline.data.feed.sampler import Request, epoch_order
 from drumline.data.feed.threads import MADE_AHEAD, READ_AHEAD
 from drumline.data.feed.transform import Transform

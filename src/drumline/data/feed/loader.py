@@ -22,8 +22,15 @@ import torch
 
 from drumline.core.errors import LostError
 from drumline.core.processes import WorkerKilled, map_in_processes
-from drumline.data.feed.batch import Batch, HostBatch, finished, make_batch
-from drumline.data.feed.sample import BadSample, BadSamples, load_sample
+from drumline.data.feed.batch import (
+    BadSample,
+    BadSamples,
+    Batch,
+    HostBatch,
+    finished,
+    load_sample,
+    make_batch,
+)
 from drumline.data.feed.sampler import Request
 from drumline.data.feed.threads import Allocate, Route, threaded_batches
 from drumline.data.feed.transform import Transform

@@ -23,10 +23,10 @@ from drumline.config.rules import problems
 from drumline.core.environment import read_rank_info
 from drumline.core.errors import UserError
 from drumline.core.machine import cores_per_process
+from drumline.data.feed.batch import BadSamples
 from drumline.data.feed.choose import choose_workers
 from drumline.data.feed.loader import Batches, Workers, batches
 from drumline.data.feed.resident import ResidentSet, fits_on_device, resident_feed
-from drumline.data.feed.sample import BadSamples
 from drumline.data.feed.sampler import Request, epoch_order, evaluation_bounds, rank_slice
 from drumline.data.feed.transform import Transform, make_transform, normalization
 from drumline.data.sources import ArrayDataset, Dataset, DatasetSpec, detect_source, open_dataset

@@ -18,8 +18,16 @@ from numpy.typing import NDArray
 
 from drumline import native
 from drumline.core.errors import LostError, UserError
-from drumline.data.feed.batch import HostBatch, Undecoded, finished
-from drumline.data.feed.sample import BadSample, LoadedSample, elongated, load_sample, native_decodes
+from drumline.data.feed.batch import (
+    BadSample,
+    HostBatch,
+    LoadedSample,
+    Undecoded,
+    elongated,
+    finished,
+    load_sample,
+    native_decodes,
+)
 from drumline.data.feed.sampler import Request
 from drumline.data.feed.transform import COLUMNS, Transform
 from drumline.data.sources import EncodedDataset

@@ -18,13 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drumline.config.recipe import Data
+from drumline.config.sources import source_named
 from drumline.core.errors import UserError
 from drumline.data.feed.draws import Purpose, exp_small, symmetric_beta, uniform
 from drumline.data.feed.sampler import Request
 from drumline.data.image.augment import Augmentation, mean_colour
 from drumline.data.image.resize import Smooth, Version, resize
-from drumline.data.sources import ArrayDataset, Dataset, channel_statistics
+from drumline.data.sources import ArrayDataset, Dataset
+from drumline.data.sources.base import Images
 
+CHUNK_BYTES = 1 << 24
+"""Of pixels that are summed at a time."""
 Augment = Literal["none", "shift", "shift-flip", "crop-flip"]
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 MIX_COLUMNS = 6
@@ -111,6 +115,45 @@ def normalization(data: Data, dataset: Dataset) -> tuple[tuple[float, ...], tupl
     return channel_statistics(dataset) if isinstance(dataset, ArrayDataset) else (IMAGENET_MEAN, IMAGENET_STD)
 
 
+def channel_statistics(source: ArrayDataset) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel over all samples, with 255 as 1.
+
+    Exact integer sums, rounded once at the end: the same bits on every machine and for every chunk size.
+    """
+    whole, rest = divmod(len(source), len(source.images))
+    total, squares = _sums(source.images)
+    if whole > 1 or rest:
+        total_rest, squares_rest = _sums(source.images[:rest])
+        total = [whole * a + b for a, b in zip(total, total_rest, strict=True)]
+        squares = [whole * a + b for a, b in zip(squares, squares_rest, strict=True)]
+    height, width, _ = source.shape
+    n = len(source) * height * width
+    spread = [n * square - value * value for value, square in zip(total, squares, strict=True)]
+    if not all(spread):
+        raise UserError(
+            f"{source.name}: channel {spread.index(0)} has the same value in every pixel of every image, so "
+            "it cannot be normalised by its deviation",
+            fix="set data.mean and data.std yourself, for example 0.5 and 0.5",
+        )
+    mean = tuple(value / (n * 255) for value in total)
+    std = tuple(math.sqrt(value / (n * n * 255 * 255)) for value in spread)
+    return mean, std
+
+
+def _sums(images: Images) -> tuple[list[int], list[int]]:
+    """Per channel: the sum of the values and the sum of their squares."""
+    channels = images.shape[3]
+    total, squares = [0] * channels, [0] * channels
+    chunk = max(1, CHUNK_BYTES // math.prod(images.shape[1:]))
+    for start in range(0, len(images), chunk):
+        part = images[start : start + chunk].reshape(-1, channels).astype(np.uint16)
+        for channel in range(channels):
+            values = part[:, channel]
+            total[channel] += int(values.sum(dtype=np.uint64))
+            squares[channel] += int((values * values).sum(dtype=np.uint64))
+    return total, squares
+
+
 def _size(data: Data, dataset: Dataset) -> int:
     if data.size != "auto":
         return data.size
@@ -127,15 +170,8 @@ def _size(data: Data, dataset: Dataset) -> int:
 def _augment(data: Data, dataset: Dataset) -> Augment:
     arrays = isinstance(dataset, ArrayDataset)
     if data.augment == "auto":
-        if not arrays:
-            return "crop-flip"
-        by_source: dict[str, Augment] = {
-            "cifar10": "shift-flip",
-            "cifar100": "shift-flip",
-            "synthetic": "none",
-        }
         # The source's own name: a packed CIFAR-10 is still CIFAR-10.
-        return by_source.get(dataset.name, "shift")
+        return source_named(dataset.name).augment if arrays else "crop-flip"
     if data.augment.startswith("shift") and not arrays:
         raise UserError(
             f"data.augment = {data.augment}: image files have different sizes, and shifting needs one size",

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from drumline.data.image.limits import MAX_PARTS, MAX_SCANS
+from drumline.data.image.decode import MAX_PARTS, MAX_SCANS
 
 Chroma = Literal["grey", "444", "422", "420", "440", "other"]
 

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from drumline.core.errors import UserError
 from drumline.core.files import CorruptError
 from drumline.core.sealed import MAX_BYTES, NewerFormat, parse_sealed, write_sealed
-from drumline.data.image.limits import MAX_PIXELS
+from drumline.data.image.decode import MAX_PIXELS
 from drumline.data.reading import read_whole, refused
 
 FORMAT = "drumline packed set"
@@ -127,7 +127,7 @@ class Manifest:
 
 
 def looks_packed(folder: Path) -> bool:
-    """Whether a folder is a packed set, whole or not."""
+    """Whether a path is a packed set, whole or not."""
     return index_file(folder, "train").is_file()
 
 

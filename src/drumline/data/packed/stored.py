@@ -18,9 +18,8 @@ from PIL import Image
 
 from drumline.core.errors import LostError, UserError
 from drumline.core.processes import WorkerKilled, map_in_processes
-from drumline.data.image.decode import FORMATS, decode
+from drumline.data.image.decode import FORMATS, MAX_PIXELS, TooLarge, check_file, decode
 from drumline.data.image.jpeg import read_header
-from drumline.data.image.limits import MAX_PIXELS, TooLarge, check_file
 from drumline.data.image.resize import resize
 from drumline.data.packed.format import Kind, Options, Stored
 from drumline.data.sources import ArrayDataset, Dataset, DatasetSpec, open_same

@@ -5,14 +5,12 @@ Promises: sample ids are positions and never change. The same spec gives the sam
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
 
+from drumline.config.sources import SOURCES, source_named
 from drumline.core.errors import UserError
-from drumline.data.packed.format import looks_packed
 from drumline.data.reading import LONGER, patiently_opened
-from drumline.data.sources.arrays import idx_folder, open_idx, open_npz
 from drumline.data.sources.base import (
     ArrayDataset,
     Dataset,
@@ -20,16 +18,8 @@ from drumline.data.sources.base import (
     EncodedDataset,
     MappedFiles,
     PooledDataset,
-    channel_statistics,
-    holdout_mask,
-    refuse_holdout,
+    reject_holdout,
 )
-from drumline.data.sources.builtin import open_digits, open_synthetic
-from drumline.data.sources.cifar import has_cifar, open_cifar
-from drumline.data.sources.custom import open_custom
-from drumline.data.sources.folder import open_folder
-from drumline.data.sources.packed import PackedFiles, open_packed
-from drumline.data.sources.tar import ENDINGS, open_tar
 
 __all__ = [
     "ArrayDataset",
@@ -37,28 +27,11 @@ __all__ = [
     "DatasetSpec",
     "EncodedDataset",
     "MappedFiles",
-    "PackedFiles",
     "PooledDataset",
-    "channel_statistics",
     "detect_source",
-    "holdout_mask",
     "open_dataset",
     "open_same",
 ]
-
-_MAY_HOLD_OUT: dict[str, Callable[[DatasetSpec], Dataset]] = {
-    "folder": open_folder,
-    "tar": open_tar,
-    "packed": open_packed,
-    "npz": open_npz,
-}
-_OWN_SPLIT: dict[str, Callable[[DatasetSpec], Dataset]] = {
-    "idx": open_idx,
-    "cifar10": open_cifar,
-    "cifar100": open_cifar,
-    "digits": open_digits,
-    "synthetic": open_synthetic,
-}
 
 
 def open_dataset(spec: DatasetSpec, again: bool = False) -> Dataset:
@@ -83,23 +56,23 @@ def open_same(spec: DatasetSpec, digest: str) -> Dataset:
     return patiently_opened(opened, spec.path, again=True)
 
 
-def _open(spec: DatasetSpec) -> Dataset:
-    name = _known(spec.source)
-    if name in _MAY_HOLD_OUT:
-        return _MAY_HOLD_OUT[name](spec)
-    refuse_holdout(spec, f"the source {name}")
-    return _OWN_SPLIT[name](spec) if name in _OWN_SPLIT else open_custom(spec)
-
-
 def detect_source(source: str, path: str, again: bool = False) -> str:
-    """The source's name, with `auto` resolved by what is at the path: the digits if it is empty; an .npz
-    file; a tar archive; a packed set; idx or CIFAR files; otherwise class folders. `again` as for `open_dataset`."""
+    """The name of the source, with `auto` resolved by the data at the path: the digits if the path is empty, class
+    folders if no other source recognises it. `again` as for `open_dataset`."""
     return patiently_opened(lambda: _detect(source, path), path, again, LONGER if again else ())
+
+
+def _open(spec: DatasetSpec) -> Dataset:
+    source = source_named(spec.source)
+    if not source.may_hold_out:
+        reject_holdout(spec, f"the source {spec.source}")
+    opened: Dataset = resolve_name(source.open)(spec)
+    return opened
 
 
 def _detect(source: str, path: str) -> str:
     if source != "auto":
-        return _known(source)
+        return source
     if not path:
         return "digits"
     place = Path(path).expanduser()
@@ -107,35 +80,15 @@ def _detect(source: str, path: str) -> str:
         raise UserError(
             f"data.path {path} does not exist", fix="check the path, and that the disk is mounted"
         )
-    if place.is_file():
-        if place.suffix == ".npz":
-            return "npz"
-        if place.name.lower().endswith(ENDINGS):
-            return "tar"
-        raise UserError(
-            f"data.path {path} is neither a folder nor an .npz or .tar file",
-            fix="give a folder (images, idx or CIFAR files, a packed set), an .npz file or a .tar archive",
-        )
-    if looks_packed(place):
-        return "packed"
-    found = [name for name in ("cifar10", "cifar100") if has_cifar(name, path)]
-    if idx_folder(path) is not None:
-        found.insert(0, "idx")
+    found = [name for name, each in SOURCES.items() if each.detect and resolve_name(each.detect)(place)]
     if len(found) > 1:
         raise UserError(
             f"data.path {path} holds more than one data set: {' and '.join(found)}",
-            fix=f"say which, for example --data.source {found[0]}",
+            fix=f"name one, for example --data.source {found[0]}",
+        )
+    if not found and place.is_file():
+        known = "; ".join(f"{name}: {each.about}" for name, each in SOURCES.items() if each.needs_path)
+        raise UserError(
+            f"data.path {path} is not a supported file", fix=f"give the data of a source: {known}"
         )
     return found[0] if found else "folder"
-
-
-def _known(source: str) -> str:
-    names = [*_MAY_HOLD_OUT, *_OWN_SPLIT]
-    module, colon, attribute = source.partition(":")
-    if source in names or (colon and module and attribute):
-        return source
-    near = difflib.get_close_matches(source, names, n=1)
-    raise UserError(
-        f"data.source {source!r} is unknown" + (f"; did you mean {near[0]}?" if near else ""),
-        fix=f"use one of {', '.join(names)}, or package.module:factory",
-    )

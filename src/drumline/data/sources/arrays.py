@@ -1,18 +1,29 @@
-"""Arrays in files: MNIST's idx files and NumPy's .npz; and the checks for any array that is not ours.
+"""Sources of arrays: MNIST's idx files, NumPy's .npz, the embedded digits, and synthetic images.
 
-Promises: nothing in a file is unpickled. Types, shapes, counts and sizes are checked before a pixel is used. What
-passes is (N, H, W, C) uint8 with 1 or 3 channels, and (N,) int64 labels from 0. Refuses other types and unclear
-shapes with the line of NumPy that fixes them, instead of guessing.
+Promises: nothing in a file is unpickled. Types, shapes, counts and sizes are checked before a pixel is used. The
+result is (N, H, W, C) uint8 with 1 or 3 channels, and (N,) int64 labels from 0. Other types and unclear shapes are
+rejected with the line of NumPy that fixes them, instead of guessed.
+
+The digits are 1,797 handwritten ones of 8 x 8 pixels, the test part of "Optical Recognition of Handwritten Digits"
+(E. Alpaydin, C. Kaynak, UCI Machine Learning Repository, CC BY 4.0; see `embedded/DIGITS_LICENSE.txt`). Every fifth
+sample (position mod 5 = 4) is for evaluation: 1,438 to train, 359 to evaluate.
+
+Synthetic images are for measuring and testing without data, and a model can learn them. Each class has its own grid
+of 4 x 4 colours; an image is half that grid, half noise. All of it is integer arithmetic on Philox bits, so it is the
+same on every machine, and the two splits have different noise. Only as many distinct images as fit into 64 MiB are
+made; longer sets repeat them.
 """
 
 from __future__ import annotations
 
+import difflib
 import gzip
 import io
 import math
 import os
 import struct
 import zlib
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,14 +36,25 @@ from numpy.typing import NDArray
 from drumline.core.errors import UserError
 from drumline.core.machine import usable_memory
 from drumline.data.reading import open_regular, refused
-from drumline.data.sources.base import ArrayDataset, DatasetSpec, Images, Labels, holdout_ids, refuse_holdout
+from drumline.data.sources.base import (
+    ArrayDataset,
+    DatasetSpec,
+    Images,
+    PooledDataset,
+    holdout_ids,
+    image_array,
+    label_array,
+    numbered_classes,
+    reject_holdout,
+    within_classes,
+)
 
 _IDX_PREFIX = {"train": "train", "eval": "t10k"}
 
 
 def open_idx(spec: DatasetSpec) -> ArrayDataset:
     """The images of a split. The path is the folder with the four files, or one that has them in `raw/`."""
-    folder = idx_folder(spec.path)
+    folder = _idx_folder(Path(spec.path).expanduser())
     if folder is None:
         raise UserError(
             f"{spec.path} has no idx files",
@@ -59,9 +81,14 @@ def open_idx(spec: DatasetSpec) -> ArrayDataset:
     return ArrayDataset("idx", images[..., None], labels.astype(np.int64), classes)
 
 
-def idx_folder(path: str) -> Path | None:
-    """Where below a path idx files lie, or None."""
-    for folder in (Path(path).expanduser(), Path(path).expanduser() / "raw"):
+def is_idx(path: Path) -> bool:
+    """Whether a folder holds idx files."""
+    return _idx_folder(path) is not None
+
+
+def _idx_folder(path: Path) -> Path | None:
+    """The folder with the idx files: the path or `raw/` in it."""
+    for folder in (path, path / "raw"):
         if _find_idx(folder, "train", "images") or _find_idx(folder, "t10k", "images"):
             return folder
     return None
@@ -133,6 +160,11 @@ NPZ_NAMES = (
 """Names of the training pair and of the evaluation pair."""
 
 
+def is_npz(path: Path) -> bool:
+    """Whether a file is an .npz by its name."""
+    return path.suffix == ".npz" and path.is_file()
+
+
 def open_npz(spec: DatasetSpec) -> ArrayDataset:
     """The images of a split. Labels are 0 to K-1, and every class occurs in training."""
     file = Path(spec.path).expanduser()
@@ -184,7 +216,7 @@ def _open_npz_arrays(spec: DatasetSpec, arrays: NpzFile, file: Path) -> ArrayDat
     images = image_array(_npz_array(arrays, images_name, file), f"{file}: {images_name}")
     labels = label_array(_npz_array(arrays, labels_name, file), len(images), f"{file}: {labels_name}")
     if own_split:
-        refuse_holdout(spec, str(file))
+        reject_holdout(spec, str(file))
         train_labels = labels
         if spec.split == "eval":
             stored = _npz_array(arrays, train[1], file)
@@ -231,7 +263,6 @@ def _unreadable(file: Path, error: Exception, name: str = "") -> UserError:
     )
 
 
-MAX_CLASSES = 1_000_000
 TRUSTED_SIZE = 1 << 30
 IMAGES_MOST = 200
 """How many times smaller than its pixels a large set of images may be stored: dSprites, drawn shapes of two colours,
@@ -261,88 +292,90 @@ def refuse_bomb(size: int, stored: int, what: str) -> None:
         )
 
 
-def image_array(images: NDArray[Any], what: str) -> Images:
-    """Images as contiguous (N, H, W, C). Takes NHW, NHWC and NCHW."""
-    if images.dtype != np.uint8:
-        convert = (
-            "for values from 0 to 1: np.clip(np.rint(x * 255), 0, 255).astype(np.uint8)"
-            if images.dtype.kind == "f"
-            else "after making sure that all values are from 0 to 255: x.astype(np.uint8)"
-        )
-        raise UserError(f"{what} is {images.dtype}, but images must be uint8", fix=f"convert them, {convert}")
-    shape = images.shape
-    if images.ndim not in (3, 4):
-        raise UserError(
-            f"{what} has the shape {shape}, which is not a stack of images",
-            fix="reshape it to (N, H, W) or (N, H, W, C)",
-        )
-    if 0 in shape:
-        raise UserError(f"{what} is empty: its shape is {shape}", fix="give at least one image")
-    if images.ndim == 3:
-        return np.ascontiguousarray(images[..., None])
-    last, first = shape[3] in (1, 3), shape[1] in (1, 3)
-    if last and first:
-        raise UserError(
-            f"{what} has the shape {shape}, which may be NHWC or NCHW",
-            fix="drop the axis of a single channel, or pad the images so that no side is 1 or 3",
-        )
-    if not last and not first:
-        raise UserError(
-            f"{what} has the shape {shape}: no axis of 1 or 3 channels, neither last nor second",
-            fix="give grey or RGB images as (N, H, W), (N, H, W, 3) or (N, 3, H, W)",
-        )
-    return np.ascontiguousarray(images if last else images.transpose(0, 2, 3, 1))
+FILE = Path(__file__).parents[1] / "embedded" / "digits.npz"
 
 
-def label_array(labels: NDArray[Any], count: int, what: str) -> Labels:
-    """Labels as (N,) int64. Takes (N,) and (N, 1) integers that are not negative."""
-    if labels.ndim == 2 and labels.shape[1] > 1 and labels.shape[0] == count:
-        raise UserError(
-            f"{what} has the shape {labels.shape}: one row of numbers for each image, not one label",
-            fix="for one-hot rows use labels.argmax(axis=1)",
-        )
-    if labels.size == 0:
-        raise UserError(f"{what} is empty", fix="give at least one sample")
-    if labels.dtype.kind not in "iu":
-        raise UserError(
-            f"{what} is {labels.dtype}, but labels must be integers",
-            fix="number the classes from 0: labels = np.unique(labels, return_inverse=True)[1]",
-        )
-    if labels.ndim not in (1, 2) or labels.size != len(labels):
-        raise UserError(
-            f"{what} has the shape {labels.shape}, which is not one label for each image",
-            fix="reshape it to (N,)",
-        )
-    if len(labels) != count:
-        raise UserError(
-            f"{what} has {len(labels)} labels for {count} images",
-            fix="make both equally long; one of them may be cut off or from another split",
-        )
-    if labels.min() < 0 or labels.max() >= MAX_CLASSES:
-        worst = labels.min() if labels.min() < 0 else labels.max()
-        raise UserError(f"{what} contains the label {worst}", fix="number the classes 0 to K-1")
-    return labels.reshape(-1).astype(np.int64)
+def open_digits(spec: DatasetSpec) -> ArrayDataset:
+    """The digits of a split. `spec.path` is not used."""
+    with np.load(FILE, allow_pickle=False) as arrays:
+        values, labels = arrays["images"], arrays["labels"]
+    chosen = (np.arange(len(labels)) % 5 == 4) == (spec.split == "eval")
+    images = scale(values[chosen])[..., None]
+    return ArrayDataset("digits", images, labels[chosen].astype(np.int64), tuple("0123456789"))
 
 
-def numbered_classes(labels: Labels, what: str) -> tuple[str, ...]:
-    """Names `0` to `K-1` for training labels that use every number up to K-1."""
-    counts = np.bincount(labels)
-    if not counts.all():
-        missing = int(np.flatnonzero(counts == 0)[0])
-        raise UserError(
-            f"{what} goes up to {len(counts) - 1}, but no sample has the label {missing}",
-            fix="number the classes 0 to K-1: labels = np.unique(labels, return_inverse=True)[1], "
-            "over training and evaluation labels together",
-        )
-    return tuple(str(number) for number in range(len(counts)))
+def scale(values: Images) -> Images:
+    """0..16 to 0..255: value x 255 // 16. The 17 results differ, so `(pixel * 16 + 254) // 255` undoes it."""
+    return (values.astype(np.uint16) * 255 // 16).astype(np.uint8)
 
 
-def within_classes(labels: Labels, classes: tuple[str, ...], what: str) -> Labels:
-    """The labels, none of them beyond the classes."""
-    if labels.max() >= len(classes):
-        raise UserError(
-            f"{what} contains the label {labels.max()}, but there are {len(classes)} classes (0 to "
-            f"{len(classes) - 1}) in the training data",
-            fix="use the same numbering of classes for training and evaluation",
-        )
-    return labels
+POOL_BYTES = 64 << 20
+GRID = 4
+KEY = 0x6472756D6C696E65  # "drumline"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the path of a synthetic source says, as `classes=1000,size=224,samples=10000`; each is optional.
+    Evaluation has a tenth of `samples`, at least one."""
+
+    classes: int = 10
+    size: int = 32
+    samples: int = 2048
+
+
+def open_synthetic(spec: DatasetSpec) -> PooledDataset:
+    """Sample i shows image i mod (pool) and has that image's label, (i mod pool) mod classes.
+
+    A pool smaller than the number of classes shows only its first classes: at size 224 that is 445.
+    """
+    sizes = parse_sizes(spec.path)
+    samples = sizes.samples if spec.split == "train" else max(1, sizes.samples // 10)
+    pool = min(samples, max(1, POOL_BYTES // (3 * sizes.size**2)))
+    images = _noise(pool, sizes.size, stream=1 if spec.split == "train" else 2)
+    shown = min(sizes.classes, pool)
+    images >>= 1
+    for label in range(shown):
+        images[label::shown] += _pattern(label, sizes.size) >> 1
+    labels = np.arange(samples, dtype=np.int64) % pool % shown
+    return PooledDataset("synthetic", images, labels, tuple(str(number) for number in range(sizes.classes)))
+
+
+def parse_sizes(path: str) -> Sizes:
+    """Reads `name=number` pairs, separated by commas."""
+    known = [field.name for field in fields(Sizes)]
+    given: dict[str, int] = {}
+    for pair in filter(None, (part.strip() for part in path.split(","))):
+        name, _, text = (word.strip() for word in pair.partition("="))
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise UserError(
+                f"data.path {path!r}: the synthetic source has no {name!r}"
+                + (f"; {near[0]}?" if near else ""),
+                fix="write for example classes=10,size=32,samples=2048",
+            )
+        if not text.isascii() or not text.isdigit() or int(text) < (2 if name == "classes" else 1):
+            least = 2 if name == "classes" else 1
+            raise UserError(
+                f"data.path {path!r}: {name} is {text!r}, not a whole number of at least {least}",
+                fix=f"write for example {name}={getattr(Sizes, name)}",
+            )
+        given[name] = int(text)
+    return Sizes(**given)
+
+
+def _bits(count: int, stream: int, item: int) -> Images:
+    """`count` bytes of Philox output; NumPy keeps this stream the same in every version."""
+    generator = np.random.Philox(key=np.array([KEY, stream], dtype=np.uint64), counter=[0, 0, 0, item])
+    words = generator.random_raw(-(-count // 8)).astype("<u8", copy=False)
+    return words.view(np.uint8)[:count]
+
+
+def _noise(pool: int, size: int, stream: int) -> Images:
+    return _bits(pool * size * size * 3, stream, 0).reshape(pool, size, size, 3)
+
+
+def _pattern(label: int, size: int) -> Images:
+    grid = _bits(GRID * GRID * 3, 0, label).reshape(GRID, GRID, 3)
+    cell = np.arange(size) * GRID // size
+    return grid[cell][:, cell]

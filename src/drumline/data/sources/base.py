@@ -7,7 +7,6 @@ loader process needs to open the dataset itself. Splits depend on positions alon
 from __future__ import annotations
 
 import hashlib
-import math
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,19 +14,19 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from drumline.core.errors import UserError
 from drumline.core.text import printable
-from drumline.data.image.limits import MAX_BYTES, check_bytes
+from drumline.data.image.decode import MAX_BYTES, check_bytes
 from drumline.data.reading import open_regular, refused
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
-CHUNK_BYTES = 1 << 24
+MAX_CLASSES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,7 @@ class DatasetSpec:
     start."""
 
     source: str
-    """`folder`, `tar`, `packed`, `idx`, `cifar10`, `cifar100`, `npz`, `digits`, `synthetic` or
-    `package.module:factory`; never `auto`, which `detect_source` resolves."""
+    """A name in the table `SOURCES`, or `package.module:factory`; never `auto`, which `detect_source` resolves."""
     path: str
     split: Literal["train", "eval"]
     holdout: float = 0.0
@@ -262,7 +260,7 @@ def holdout_ids(labels: Labels, spec: DatasetSpec, where: str) -> NDArray[np.int
     return ids
 
 
-def refuse_holdout(spec: DatasetSpec, where: str) -> None:
+def reject_holdout(spec: DatasetSpec, where: str) -> None:
     """Refuses a holdout for data with an evaluation split, which would be silently ignored."""
     if spec.holdout:
         raise UserError(
@@ -271,43 +269,91 @@ def refuse_holdout(spec: DatasetSpec, where: str) -> None:
         )
 
 
-def channel_statistics(source: ArrayDataset) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel over all samples, with 255 as 1.
-
-    Exact integer sums, rounded once at the end: the same bits on every machine and for every chunk size.
-    """
-    whole, rest = divmod(len(source), len(source.images))
-    total, squares = _sums(source.images)
-    if whole > 1 or rest:
-        total_rest, squares_rest = _sums(source.images[:rest])
-        total = [whole * a + b for a, b in zip(total, total_rest, strict=True)]
-        squares = [whole * a + b for a, b in zip(squares, squares_rest, strict=True)]
-    height, width, _ = source.shape
-    n = len(source) * height * width
-    spread = [n * square - value * value for value, square in zip(total, squares, strict=True)]
-    if not all(spread):
-        raise UserError(
-            f"{source.name}: channel {spread.index(0)} has the same value in every pixel of every image, so "
-            "it cannot be normalised by its deviation",
-            fix="set data.mean and data.std yourself, for example 0.5 and 0.5",
+def image_array(images: NDArray[Any], what: str) -> Images:
+    """Images as contiguous (N, H, W, C). Takes NHW, NHWC and NCHW."""
+    if images.dtype != np.uint8:
+        convert = (
+            "for values from 0 to 1: np.clip(np.rint(x * 255), 0, 255).astype(np.uint8)"
+            if images.dtype.kind == "f"
+            else "after making sure that all values are from 0 to 255: x.astype(np.uint8)"
         )
-    mean = tuple(value / (n * 255) for value in total)
-    std = tuple(math.sqrt(value / (n * n * 255 * 255)) for value in spread)
-    return mean, std
+        raise UserError(f"{what} is {images.dtype}, but images must be uint8", fix=f"convert them, {convert}")
+    shape = images.shape
+    if images.ndim not in (3, 4):
+        raise UserError(
+            f"{what} has the shape {shape}, which is not a stack of images",
+            fix="reshape it to (N, H, W) or (N, H, W, C)",
+        )
+    if 0 in shape:
+        raise UserError(f"{what} is empty: its shape is {shape}", fix="give at least one image")
+    if images.ndim == 3:
+        return np.ascontiguousarray(images[..., None])
+    last, first = shape[3] in (1, 3), shape[1] in (1, 3)
+    if last and first:
+        raise UserError(
+            f"{what} has the shape {shape}, which may be NHWC or NCHW",
+            fix="drop the axis of a single channel, or pad the images so that no side is 1 or 3",
+        )
+    if not last and not first:
+        raise UserError(
+            f"{what} has the shape {shape}: no axis of 1 or 3 channels, neither last nor second",
+            fix="give grey or RGB images as (N, H, W), (N, H, W, 3) or (N, 3, H, W)",
+        )
+    return np.ascontiguousarray(images if last else images.transpose(0, 2, 3, 1))
 
 
-def _sums(images: Images) -> tuple[list[int], list[int]]:
-    """Per channel: the sum of the values and the sum of their squares."""
-    channels = images.shape[3]
-    total, squares = [0] * channels, [0] * channels
-    chunk = max(1, CHUNK_BYTES // math.prod(images.shape[1:]))
-    for start in range(0, len(images), chunk):
-        part = images[start : start + chunk].reshape(-1, channels).astype(np.uint16)
-        for channel in range(channels):
-            values = part[:, channel]
-            total[channel] += int(values.sum(dtype=np.uint64))
-            squares[channel] += int((values * values).sum(dtype=np.uint64))
-    return total, squares
+def label_array(labels: NDArray[Any], count: int, what: str) -> Labels:
+    """Labels as (N,) int64. Takes (N,) and (N, 1) integers that are not negative."""
+    if labels.ndim == 2 and labels.shape[1] > 1 and labels.shape[0] == count:
+        raise UserError(
+            f"{what} has the shape {labels.shape}: one row of numbers for each image, not one label",
+            fix="for one-hot rows use labels.argmax(axis=1)",
+        )
+    if labels.size == 0:
+        raise UserError(f"{what} is empty", fix="give at least one sample")
+    if labels.dtype.kind not in "iu":
+        raise UserError(
+            f"{what} is {labels.dtype}, but labels must be integers",
+            fix="number the classes from 0: labels = np.unique(labels, return_inverse=True)[1]",
+        )
+    if labels.ndim not in (1, 2) or labels.size != len(labels):
+        raise UserError(
+            f"{what} has the shape {labels.shape}, which is not one label for each image",
+            fix="reshape it to (N,)",
+        )
+    if len(labels) != count:
+        raise UserError(
+            f"{what} has {len(labels)} labels for {count} images",
+            fix="make both equally long; one of them may be cut off or from another split",
+        )
+    if labels.min() < 0 or labels.max() >= MAX_CLASSES:
+        worst = labels.min() if labels.min() < 0 else labels.max()
+        raise UserError(f"{what} contains the label {worst}", fix="number the classes 0 to K-1")
+    return labels.reshape(-1).astype(np.int64)
+
+
+def numbered_classes(labels: Labels, what: str) -> tuple[str, ...]:
+    """Names `0` to `K-1` for training labels that use every number up to K-1."""
+    counts = np.bincount(labels)
+    if not counts.all():
+        missing = int(np.flatnonzero(counts == 0)[0])
+        raise UserError(
+            f"{what} goes up to {len(counts) - 1}, but no sample has the label {missing}",
+            fix="number the classes 0 to K-1: labels = np.unique(labels, return_inverse=True)[1], "
+            "over training and evaluation labels together",
+        )
+    return tuple(str(number) for number in range(len(counts)))
+
+
+def within_classes(labels: Labels, classes: tuple[str, ...], what: str) -> Labels:
+    """The labels, none of them beyond the classes."""
+    if labels.max() >= len(classes):
+        raise UserError(
+            f"{what} contains the label {labels.max()}, but there are {len(classes)} classes (0 to "
+            f"{len(classes) - 1}) in the training data",
+            fix="use the same numbering of classes for training and evaluation",
+        )
+    return labels
 
 
 def _hash(positions: NDArray[np.uint64]) -> NDArray[np.uint64]:

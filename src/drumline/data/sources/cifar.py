@@ -43,9 +43,14 @@ def open_cifar(spec: DatasetSpec) -> ArrayDataset:
     return ArrayDataset(spec.source, images, labels, _class_names(folder, edition))
 
 
-def has_cifar(source: str, path: str) -> bool:
-    """Whether a path holds any version of `cifar10` or `cifar100`."""
-    return any(_locate(edition, path) is not None for edition in _EDITIONS[source])
+def is_cifar10(path: Path) -> bool:
+    """Whether a folder holds any version of CIFAR-10."""
+    return any(_locate(edition, path) for edition in _EDITIONS["cifar10"])
+
+
+def is_cifar100(path: Path) -> bool:
+    """Whether a folder holds any version of CIFAR-100."""
+    return any(_locate(edition, path) for edition in _EDITIONS["cifar100"])
 
 
 @dataclass(frozen=True)
@@ -87,10 +92,9 @@ _EDITIONS: dict[str, tuple[_Edition, ...]] = {
 }
 
 
-def _locate(edition: _Edition, path: str) -> Path | None:
+def _locate(edition: _Edition, path: Path) -> Path | None:
     """The folder with this edition's files: any of them counts, so that a missing one is named later."""
-    base = Path(path).expanduser()
-    for folder in (base, base / edition.folder):
+    for folder in (path, path / edition.folder):
         if any((folder / name).is_file() for name in (*edition.train_files, *edition.eval_files)):
             return folder
     return None
@@ -98,7 +102,7 @@ def _locate(edition: _Edition, path: str) -> Path | None:
 
 def _found(source: str, path: str) -> tuple[_Edition, Path]:
     for edition in _EDITIONS[source]:
-        if folder := _locate(edition, path):
+        if folder := _locate(edition, Path(path).expanduser()):
             return edition, folder
     wanted = " or ".join(edition.folder for edition in _EDITIONS[source])
     raise UserError(

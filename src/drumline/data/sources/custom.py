@@ -15,10 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drumline.core.errors import UserError
-from drumline.data.image.limits import check_bytes
+from drumline.data.image.decode import check_bytes
 from drumline.data.reading import USERS, patiently
-from drumline.data.sources.arrays import image_array, label_array, numbered_classes, within_classes
-from drumline.data.sources.base import ArrayDataset, Dataset, DatasetSpec, EncodedDataset, Labels
+from drumline.data.sources.base import (
+    ArrayDataset,
+    Dataset,
+    DatasetSpec,
+    EncodedDataset,
+    Labels,
+    image_array,
+    label_array,
+    numbered_classes,
+    within_classes,
+)
 
 
 def open_custom(spec: DatasetSpec) -> Dataset:

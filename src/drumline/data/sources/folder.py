@@ -27,7 +27,7 @@ from drumline.data.sources.base import (
     NoEvalSplit,
     NoTrainSplit,
     holdout_ids,
-    refuse_holdout,
+    reject_holdout,
 )
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -101,7 +101,7 @@ def open_folder(spec: DatasetSpec) -> FolderDataset:
         files, labels, others = _scan(train_root, classes, classes)
         rows = holdout_ids(labels, spec, path)
         return FolderDataset(labels[rows], tuple(classes), files, rows, others)
-    refuse_holdout(spec, path)
+    reject_holdout(spec, path)
     root, names = train_root, classes
     if spec.split == "eval":
         root, names = eval_root, _class_folders(eval_root)

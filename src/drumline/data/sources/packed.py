@@ -20,7 +20,7 @@ from PIL import Image
 
 from drumline.core.errors import UserError
 from drumline.core.machine import raise_descriptor_limit
-from drumline.data.image.limits import check_bytes
+from drumline.data.image.decode import check_bytes
 from drumline.data.packed.format import (
     Kind,
     Manifest,
@@ -36,7 +36,7 @@ from drumline.data.sources.base import (
     MappedFiles,
     holdout_ids,
     map_file,
-    refuse_holdout,
+    reject_holdout,
 )
 
 SplitName = Literal["train", "eval"]
@@ -51,7 +51,7 @@ def open_packed(spec: DatasetSpec) -> PackedFiles | PackedArrays:
     root = Path(spec.path).expanduser()
     manifest = read_manifest(root)
     if manifest.eval is not None:
-        refuse_holdout(spec, str(root))
+        reject_holdout(spec, str(root))
     split: SplitName = spec.split if manifest.eval is not None else "train"
     records = read_index(root, manifest, split)
     rows = None

@@ -26,7 +26,7 @@ from drumline.data.sources.base import (
     NoTrainSplit,
     holdout_ids,
     map_file,
-    refuse_holdout,
+    reject_holdout,
 )
 from drumline.data.sources.folder import EVAL_FOLDERS, EXTENSIONS, SPLIT_LIKE, file_ending
 
@@ -82,6 +82,11 @@ class TarFiles(MappedFiles):
         return _decode(self._names[start : int(self._ends[sample])])
 
 
+def is_tar(path: Path) -> bool:
+    """Whether a file is an archive by its name, compressed or not."""
+    return path.name.lower().endswith(ENDINGS) and path.is_file()
+
+
 def open_tar(spec: DatasetSpec) -> TarFiles:
     """The images of a split: `train/` and `val/` (or valid, validation, test) in the archive, or class folders alone,
     divided by `holdout`."""
@@ -101,7 +106,7 @@ def open_tar(spec: DatasetSpec) -> TarFiles:
         )
     names, root = classes, train
     if evaluation is not None:
-        refuse_holdout(spec, str(file))
+        reject_holdout(spec, str(file))
         if spec.split == "eval":
             root, names = evaluation, _class_folders(evaluation, file)
             if extra := sorted(set(names) - set(classes)):

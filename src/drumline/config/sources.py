@@ -1,0 +1,116 @@
+"""The sources of data, in one table: help, checks, detection and opening are made from it.
+
+To add a source, write a module in `data/sources/` with a function that opens a split, and an entry in `SOURCES`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from drumline.config.limits import Wrong
+from drumline.core.text import near
+
+
+@dataclass(frozen=True)
+class Source:
+    """One value of `data.source`. Functions are `module:function`, imported only when they are needed."""
+
+    open: str
+    """Opens a split: called with a `DatasetSpec`, returns a `Dataset`."""
+    about: str
+    """What `data.path` is, for the help."""
+    detect: str = ""
+    """Whether a path, which exists, holds data of this source. Empty: the source is never detected."""
+    needs_path: bool = True
+    may_hold_out: bool = False
+    """Whether `data.holdout` may divide the data. Otherwise it always has an evaluation split."""
+    augment: Literal["none", "shift", "shift-flip"] = "shift"
+    """What `data.augment` = auto means for arrays. Image files get crop-flip."""
+    class_folders: bool = False
+    """Whether classes are folders, whose names are compared even if they are numbers."""
+
+
+_ARRAYS, _CIFAR = "drumline.data.sources.arrays", "drumline.data.sources.cifar"
+SOURCES: dict[str, Source] = {
+    "folder": Source(
+        "drumline.data.sources.folder:open_folder",
+        "class folders of images",
+        may_hold_out=True,
+        class_folders=True,
+    ),
+    "tar": Source(
+        "drumline.data.sources.tar:open_tar",
+        "an uncompressed .tar of such folders, read in place",
+        detect="drumline.data.sources.tar:is_tar",
+        may_hold_out=True,
+        class_folders=True,
+    ),
+    "packed": Source(
+        "drumline.data.sources.packed:open_packed",
+        "a folder that `drumline pack` wrote",
+        detect="drumline.data.packed.format:looks_packed",
+        may_hold_out=True,
+    ),
+    "idx": Source(
+        f"{_ARRAYS}:open_idx",
+        "a folder with the four idx files of MNIST or a set like it, plain or gzipped",
+        detect=f"{_ARRAYS}:is_idx",
+    ),
+    "cifar10": Source(
+        f"{_CIFAR}:open_cifar",
+        "a folder with CIFAR-10 as published, in its Python or binary version",
+        detect=f"{_CIFAR}:is_cifar10",
+        augment="shift-flip",
+    ),
+    "cifar100": Source(
+        f"{_CIFAR}:open_cifar",
+        "a folder with CIFAR-100 as published, in its Python or binary version",
+        detect=f"{_CIFAR}:is_cifar100",
+        augment="shift-flip",
+    ),
+    "npz": Source(
+        f"{_ARRAYS}:open_npz",
+        "a file with x_train, y_train, x_test, y_test; or train_images, ...; or images, labels with `holdout`",
+        detect=f"{_ARRAYS}:is_npz",
+        may_hold_out=True,
+    ),
+    "digits": Source(
+        "drumline.data.sources.arrays:open_digits",
+        "unused; 1,797 handwritten digits of 8 x 8 pixels, which come with Drumline",
+        needs_path=False,
+    ),
+    "synthetic": Source(
+        "drumline.data.sources.arrays:open_synthetic",
+        "unused, or sizes such as classes=10,size=32,samples=2048; made-up images, for benchmarks",
+        needs_path=False,
+        augment="none",
+    ),
+}
+
+
+def source_named(name: str) -> Source:
+    """The table's entry. A user's own source has one of its own."""
+    return SOURCES.get(name, _CUSTOM)
+
+
+_CUSTOM = Source("drumline.data.sources.custom:open_custom", "passed to the factory", needs_path=False)
+
+
+class SourceNames:
+    """The limit of a field that names a source."""
+
+    names = ("auto", *SOURCES)
+    details = "The sources, with the meaning of `path`: " + ", ".join(
+        f"`{name}` ({source.about})" for name, source in SOURCES.items()
+    )
+
+    def check(self, value: str) -> Wrong | None:
+        module, colon, attribute = value.partition(":")
+        if value in self.names or (colon and module and attribute):
+            return None
+        meant = near(value, self.names)
+        return Wrong(f"unknown; did you mean {meant[0]}?" if meant else "unknown", f"use one of {self}")
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.names)}, or package.module:factory"
