@@ -40,7 +40,7 @@ from torch import Tensor
 from cutters import PILLOW, Cutter, cutters
 from drumline.core.machine import usable_cores
 from drumline.data.feed.batch import BadSamples
-from drumline.data.feed.loader import Workers, batches
+from drumline.data.feed.loader import LoaderWorkers, batches
 from drumline.data.feed.sampler import training_requests
 from drumline.data.feed.transform import Transform
 from drumline.data.sources import DatasetSpec, EncodedDataset
@@ -129,9 +129,11 @@ def scaling(
     counts = sorted({1, *(2**power for power in range(1, most.bit_length()) if 2**power <= most), most})
     spec = DatasetSpec("folder", str(folder), "train")
     kinds: dict[str, Callable[[int], Generator[int, None, None]]] = {
-        "Drumline, threads": lambda count: ours(source, spec, transform, Workers("threads", count), batch),
+        "Drumline, threads": lambda count: ours(
+            source, spec, transform, LoaderWorkers("threads", count), batch
+        ),
         "Drumline, processes": lambda count: ours(
-            source, spec, transform, Workers("processes", count), batch
+            source, spec, transform, LoaderWorkers("processes", count), batch
         ),
         "DataLoader + PIL transforms": lambda count: data_loader(source, transform.size, count, batch),
     }
@@ -167,7 +169,7 @@ def scaling(
 
 
 def ours(
-    source: EncodedDataset, spec: DatasetSpec, transform: Transform, workers: Workers, batch: int
+    source: EncodedDataset, spec: DatasetSpec, transform: Transform, workers: LoaderWorkers, batch: int
 ) -> Generator[int, None, None]:
     """Sizes of the batches that Drumline's loader makes."""
     batch = min(batch, len(source))

@@ -50,7 +50,7 @@ from torch import Tensor, nn
 
 from drumline.core.machine import raise_descriptor_limit, usable_cores
 from drumline.data.feed.choose import gpu_unavailable
-from drumline.data.feed.loader import Workers
+from drumline.data.feed.loader import LoaderWorkers
 from drumline.data.feed.transform import Transform
 from drumline.data.sources import DatasetSpec, EncodedDataset, open_dataset
 from drumline.models import create_model
@@ -262,16 +262,19 @@ def _contestants(
 ) -> list[Contestant]:
     found = [Contestant(LIMIT, partial(synthetic, plan), plan.steps, plan.warm)]
 
-    def ours(name: str, workers: Workers) -> Contestant:
+    def ours(name: str, workers: LoaderWorkers) -> Contestant:
         feed = partial(drumline, workers, spec, source, transform, plan)
         warm = plan.settle if workers.decode == "both" else plan.warm
         return Contestant(name, feed, plan.steps, warm, ours=True)
 
-    found += [ours(f"Drumline, {Workers('threads', count)}", Workers("threads", count)) for count in threads]
+    found += [
+        ours(f"Drumline, {LoaderWorkers('threads', count)}", LoaderWorkers("threads", count))
+        for count in threads
+    ]
     if reason := gpu_unavailable(plan.device):
         print(f"Drumline with GPU decode: left out, {reason}")
     else:
-        most = Workers("threads", max(threads))
+        most = LoaderWorkers("threads", max(threads))
         found.append(ours(f"Drumline, {most} and the GPU", replace(most, decode="both")))
         found.append(ours("Drumline, GPU decode", replace(most, decode="gpu")))
     others: tuple[tuple[str, str, Callable[..., Feed], int], ...] = (

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from drumline.data.feed.batch import BadSamples
-from drumline.data.feed.loader import Workers, batches
+from drumline.data.feed.loader import LoaderWorkers, batches
 from drumline.data.feed.sampler import training_requests
 from drumline.data.feed.transform import Transform
 from drumline.data.sources import DatasetSpec, EncodedDataset
@@ -57,7 +57,7 @@ def synthetic(plan: Plan) -> Feed:
 
 
 def drumline(
-    workers: Workers, spec: DatasetSpec, source: EncodedDataset, transform: Transform, plan: Plan
+    workers: LoaderWorkers, spec: DatasetSpec, source: EncodedDataset, transform: Transform, plan: Plan
 ) -> Feed:
     """The loader that `drumline train` uses."""
     bad_samples = BadSamples("training", len(source), 0.0)

@@ -27,7 +27,7 @@ import torch
 from PIL import Image
 
 from drumline.data.feed.choose import gpu_unavailable
-from drumline.data.gpu.layout import Layout, Places, decodes_equal, layout_of, layout_of_file, place
+from drumline.data.gpu.layout import Places, PlaneLayout, decodes_equal, layout_of, layout_of_file, place
 from drumline.data.gpu.nvjpeg import PlaneDecoder
 from drumline.data.image.jpeg import JpegHeader, chroma, read_header
 from harness import Parser
@@ -39,12 +39,12 @@ CHUNK_BYTES = 40_000_000
 TILES = 4096
 """Windows that one launch makes."""
 FORCED = {
-    "grey": Layout.GREY,
-    "444": Layout.YCC_444,
-    "422": Layout.YCC_422,
-    "420": Layout.YCC_420,
-    "440": Layout.YCC_440,
-    "other": Layout.YCC_422,
+    "grey": PlaneLayout.GREY,
+    "444": PlaneLayout.YCC_444,
+    "422": PlaneLayout.YCC_422,
+    "420": PlaneLayout.YCC_420,
+    "440": PlaneLayout.YCC_440,
+    "other": PlaneLayout.YCC_422,
 }
 """Where files go that the rule refuses, by their chroma; 4:1:1 finds more room than it needs."""
 
@@ -172,7 +172,7 @@ def _resampler(device: torch.device, side: int) -> Any:
     return Resampler(device, side)
 
 
-def _forced(header: JpegHeader) -> Layout:
+def _forced(header: JpegHeader) -> PlaneLayout:
     """The layout of a file, or the nearest to it if the rule refuses."""
     layout = layout_of(header)
     return layout if layout is not None else FORCED[chroma(header)]

@@ -38,7 +38,7 @@ from drumline import native
 from drumline.core.machine import usable_cores
 from drumline.data.feed.batch import BadSamples
 from drumline.data.feed.choose import gpu_unavailable
-from drumline.data.feed.loader import Workers, batches
+from drumline.data.feed.loader import LoaderWorkers, batches
 from drumline.data.feed.sampler import evaluation_requests
 from drumline.data.feed.transform import Transform
 from drumline.data.gpu.layout import layout_of_file
@@ -48,7 +48,7 @@ from photographs import VERSION, Photos, Pixels, brief, lay_in_folders, machine,
 
 
 def by_loader(
-    source: EncodedDataset, folder: Path, transform: Transform, workers: Workers, device: torch.device
+    source: EncodedDataset, folder: Path, transform: Transform, workers: LoaderWorkers, device: torch.device
 ) -> Iterator[Pixels]:
     """Every sample once, in order, through the loader that training uses."""
     requests = evaluation_requests(samples=len(source), batch=64, rank=0, world=1)
@@ -73,7 +73,7 @@ def _pure_windows(asked: argparse.Namespace) -> None:
     transform = Transform(asked.size, asked.transform, resize=VERSION)
     source = open_dataset(DatasetSpec("folder", asked.path, "train"))
     assert isinstance(source, EncodedDataset)
-    made = by_loader(source, Path(asked.path), transform, Workers("threads", 0), torch.device("cpu"))
+    made = by_loader(source, Path(asked.path), transform, LoaderWorkers("threads", 0), torch.device("cpu"))
     np.save(asked.pure_windows, np.stack(list(made)))
 
 
@@ -238,7 +238,7 @@ def ways(
 ) -> Iterator[tuple[str, Iterable[Pixels]]]:
     """Every way, with its windows of all photographs; `tell` prints what is left out."""
     missing: list[str] = []
-    workers = Workers("threads", usable_cores())
+    workers = LoaderWorkers("threads", usable_cores())
     yield "Drumline, loader's threads", by_loader(source, folder, transform, workers, torch.device("cpu"))
     yield "Drumline, without its native part", without_native_part(folder, transform)
     if reason := gpu_unavailable(device):

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from drumline.core.machine import usable_cores
 from drumline.data.feed.choose import gpu_unavailable
-from drumline.data.feed.loader import Workers
+from drumline.data.feed.loader import LoaderWorkers
 from drumline.data.feed.transform import Transform
 from harness import Parser, pick_device
 from photographs import VERSION, Photos, lay_in_folders, machine, photographs, pillow_window
@@ -118,7 +118,7 @@ def all_pixels(photos: Photos, device: torch.device) -> tuple[dict[str, NDArray[
             [pillow_window(image, row, SIZE, "bicubic") for image, row in zip(images, rows, strict=True)]
         )
     }
-    threads, told = Workers("threads", usable_cores()), []
+    threads, told = LoaderWorkers("threads", usable_cores()), []
     with tempfile.TemporaryDirectory(prefix="drumline-answers-") as temporary:
         folder = Path(temporary)
         source = lay_in_folders(photos, folder)
@@ -126,7 +126,7 @@ def all_pixels(photos: Photos, device: torch.device) -> tuple[dict[str, NDArray[
         if reason := gpu_unavailable(device):
             told.append(f"Drumline, GPU path: left out, {reason}")
         else:
-            on_gpu = Workers("threads", usable_cores(), decode="gpu")
+            on_gpu = LoaderWorkers("threads", usable_cores(), decode="gpu")
             found["Drumline, GPU path"] = np.stack(list(by_loader(source, folder, transform, on_gpu, device)))
     return found, told
 

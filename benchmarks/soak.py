@@ -26,7 +26,7 @@ import torch
 from drumline import native
 from drumline.core.machine import usable_cores
 from drumline.data.feed.batch import BadSamples
-from drumline.data.feed.loader import Workers, batches
+from drumline.data.feed.loader import LoaderWorkers, batches
 from drumline.data.feed.sampler import evaluation_requests, training_requests
 from drumline.data.feed.transform import Transform
 from drumline.data.sources import DatasetSpec, detect_source, open_dataset
@@ -77,7 +77,7 @@ def soak(asked: argparse.Namespace) -> None:
         last_step=ENDLESS,
         local=slice(0, asked.batch),
     )
-    workers = Workers(asked.pool, asked.workers, decode=asked.decode)
+    workers = LoaderWorkers(asked.pool, asked.workers, decode=asked.decode)
     bad_samples = BadSamples("training", len(source), 1.0)
     process = psutil.Process()
     rows: list[dict[str, float]] = []
@@ -118,7 +118,7 @@ def soak(asked: argparse.Namespace) -> None:
 
 
 def evaluate(
-    spec: DatasetSpec, transform: Transform, batch: int, workers: Workers, device: torch.device
+    spec: DatasetSpec, transform: Transform, batch: int, workers: LoaderWorkers, device: torch.device
 ) -> int:
     """Walks through the evaluation set once; gives the number of images."""
     source = open_dataset(spec)
@@ -130,7 +130,9 @@ def evaluate(
         return sum(len(each.labels) for each in feed)
 
 
-def report(rows: list[dict[str, float]], workers: Workers, samples: int, bad_samples: BadSamples) -> None:
+def report(
+    rows: list[dict[str, float]], workers: LoaderWorkers, samples: int, bad_samples: BadSamples
+) -> None:
     """The first tenth beside the last."""
     warm = [row for row in rows if row["seconds"] >= 60] or rows
     tenth = max(1, len(warm) // 10)

@@ -24,7 +24,7 @@ from drumline.config.recipe import Data, Recipe
 from drumline.core.errors import LostError, UserError
 from drumline.data import reading
 from drumline.data.feed.batch import BadSamples, load_sample
-from drumline.data.feed.loader import Workers, batches, process_batches
+from drumline.data.feed.loader import LoaderWorkers, batches, process_batches
 from drumline.data.feed.sampler import Request
 from drumline.data.feed.transform import Transform
 from drumline.data.sources import DatasetSpec, EncodedDataset, detect_source, open_dataset, open_same
@@ -39,9 +39,9 @@ VIEW = Transform(16, "crop-flip", on_bad="substitute")
 REQUESTS = [Request(0, np.arange(6)), Request(1, np.arange(6)[::-1].copy())]
 TRANSIENT = [errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT, errno.EACCES]
 WAYS = [
-    Workers("threads", 0),
-    pytest.param(Workers("threads", 2), marks=needs_jpeg),
-    pytest.param(Workers("processes", 2), marks=pytest.mark.slow),
+    LoaderWorkers("threads", 0),
+    pytest.param(LoaderWorkers("threads", 2), marks=needs_jpeg),
+    pytest.param(LoaderWorkers("processes", 2), marks=pytest.mark.slow),
 ]
 
 
@@ -70,7 +70,7 @@ def opened(folder: Path) -> EncodedDataset:
     return source
 
 
-def made(folder: Path, workers: Workers) -> tuple[list[Any], dict[int, str]]:
+def made(folder: Path, workers: LoaderWorkers) -> tuple[list[Any], dict[int, str]]:
     """Two batches over all samples, and what was noted as broken."""
     spec, bad_samples = DatasetSpec("folder", str(folder), "train"), BadSamples("training", 6, 1.0)
     with closing(batches(spec, opened(folder), VIEW, 3, iter(REQUESTS), workers, CPU, bad_samples)) as feed:
@@ -136,9 +136,9 @@ def test_an_error_that_stays_is_a_loss_with_its_cause_and_never_a_substitute(
 
 @pytest.mark.parametrize("workers", WAYS, ids=str)
 def test_a_file_that_is_gone_for_a_moment_changes_no_bit_and_one_that_became_a_pipe_is_a_loss(
-    folder: Path, workers: Workers
+    folder: Path, workers: LoaderWorkers
 ) -> None:
-    expected, _ = made(folder, Workers("threads", 0))
+    expected, _ = made(folder, LoaderWorkers("threads", 0))
     place, away, pipe = folder / "b/1.jpg", folder.parent / "away", folder.parent / "pipe"
     os.mkfifo(pipe)
     spec, bad_samples = DatasetSpec("folder", str(folder), "train"), BadSamples("training", 6, 1.0)
@@ -181,7 +181,7 @@ def test_without_free_descriptors_native_threads_wait_and_then_are_lost(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real thing: no file can be opened, by C or by Python, until there is a descriptor again."""
-    workers = Workers("threads", 2)
+    workers = LoaderWorkers("threads", 2)
     (expected, _), source = made(folder, workers), opened(folder)
     spec, bad_samples = DatasetSpec("folder", str(folder), "train"), BadSamples("training", 6, 1.0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

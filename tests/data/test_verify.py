@@ -263,13 +263,19 @@ def packed_set(folder: Path, samples: list[bytes], names: list[str]) -> None:
     folder.mkdir()
     with packed.SplitWriter(folder, "train", None, packed.Split(0, (), 0)) as writer:
         for data, name in zip(samples, names, strict=True):
-            stored = packed.Stored(data, packed.Kind.OTHER, 64, 56, 1, zlib.crc32(data))
+            stored = packed.StoredSample(data, packed.SampleKind.OTHER, 64, 56, 1, zlib.crc32(data))
             writer.add(stored, 0, name.encode())
         split = writer.commit()
     packed.write_manifest(
         folder,
-        packed.Manifest(
-            "folder", "files", ("a",), packed.Options(), "job", packed.sealed(folder, "train", split), None
+        packed.PackedManifest(
+            "folder",
+            "files",
+            ("a",),
+            packed.PackOptions(),
+            "job",
+            packed.sealed(folder, "train", split),
+            None,
         ),
     )
 

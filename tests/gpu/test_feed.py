@@ -17,7 +17,7 @@ from drumline.config.recipe import Checkpoint, Data, Model, Optim, Recipe, Run, 
 from drumline.data.feed import loader
 from drumline.data.feed.batch import NOTHING, BadSamples, make_batch
 from drumline.data.feed.choose import choose_workers, gpu_unavailable
-from drumline.data.feed.loader import Workers, batches
+from drumline.data.feed.loader import LoaderWorkers, batches
 from drumline.data.feed.sampler import Request, evaluation_requests, training_requests
 from drumline.data.feed.transform import Transform
 from drumline.data.gpu import decoder as decoder_module
@@ -90,11 +90,11 @@ def requests(source: Dataset, batch: int = 16, epochs: int = 3) -> list[Request]
 @pytest.mark.parametrize(
     "workers",
     [
-        Workers("threads", 4),
-        Workers("processes", 2),
-        Workers("threads", 0),
-        pytest.param(Workers("threads", 4, decode="gpu"), marks=needs_engine),
-        pytest.param(Workers("threads", 4, decode="both"), marks=needs_engine),
+        LoaderWorkers("threads", 4),
+        LoaderWorkers("processes", 2),
+        LoaderWorkers("threads", 0),
+        pytest.param(LoaderWorkers("threads", 4, decode="gpu"), marks=needs_engine),
+        pytest.param(LoaderWorkers("threads", 4, decode="both"), marks=needs_engine),
     ],
     ids=["threads", "processes", "none", "gpu", "both"],
 )
@@ -110,7 +110,7 @@ def requests(source: Dataset, batch: int = 16, epochs: int = 3) -> list[Request]
     ids=["plain", "augmented", "pillow13"],
 )
 def test_batches_on_the_gpu_are_those_of_make_batch(
-    files: Path, workers: Workers, transform: Transform, monkeypatch: pytest.MonkeyPatch
+    files: Path, workers: LoaderWorkers, transform: Transform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shares = iter([0.0, 0.4, 1.0, 0.1] * 20)
     if workers.decode == "both":  # however the fraction goes up and down
@@ -178,7 +178,7 @@ def test_the_gpu_decodes_what_the_threads_are_too_slow_for(
             transform,
             5,
             iter(asked),
-            Workers("threads", 1, decode="both"),
+            LoaderWorkers("threads", 1, decode="both"),
             DEVICE,
             BadSamples("x", 99, 1),
         )
@@ -202,7 +202,7 @@ def test_evaluation_views_are_equal_too(files: Path) -> None:
         transform,
         0,
         iter(asked),
-        Workers("threads", 2, decode="gpu"),
+        LoaderWorkers("threads", 2, decode="gpu"),
         DEVICE,
         BadSamples("x", 99, 1),
     )
@@ -260,7 +260,7 @@ def test_the_feed_gives_its_memory_back(files: Path) -> None:
             transform,
             5,
             iter(requests(source, epochs=8)),
-            Workers("threads", 3, decode="cpu" if gpu_unavailable(DEVICE) else "gpu"),
+            LoaderWorkers("threads", 3, decode="cpu" if gpu_unavailable(DEVICE) else "gpu"),
             DEVICE,
             BadSamples("training", len(source), 0.5),
         )

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from drumline.data.gpu.layout import Layout, Places, chroma_size, place
+from drumline.data.gpu.layout import Places, PlaneLayout, chroma_size, place
 from drumline.data.image.resize import Version, coefficients, vertical_first
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -28,7 +28,7 @@ def test_1600_random_crops_equal_pillow(version: Version, size: int) -> None:
     layouts = draws.integers(0, 3, 200)
     images = [
         draws.integers(
-            0, 256, (*draws.integers(1, 420, 2), 1 if layout == Layout.GREY else 3), dtype=np.uint8
+            0, 256, (*draws.integers(1, 420, 2), 1 if layout == PlaneLayout.GREY else 3), dtype=np.uint8
         )
         for layout in layouts
     ]
@@ -40,8 +40,10 @@ def test_1600_random_crops_equal_pillow(version: Version, size: int) -> None:
         assert np.array_equal(window, by_pillow(rgb, row, size, version))
 
 
-@pytest.mark.parametrize("layout", [Layout.YCC_444, Layout.YCC_422, Layout.YCC_420, Layout.YCC_440])
-def test_planes_are_upsampled_and_converted_as_libjpeg_does(layout: Layout) -> None:
+@pytest.mark.parametrize(
+    "layout", [PlaneLayout.YCC_444, PlaneLayout.YCC_422, PlaneLayout.YCC_420, PlaneLayout.YCC_440]
+)
+def test_planes_are_upsampled_and_converted_as_libjpeg_does(layout: PlaneLayout) -> None:
     draws = np.random.default_rng(layout)
     heights, widths = draws.integers(1, 90, (2, 150))
     heights[:8], widths[:8] = [1, 1, 2, 3, 60, 5, 7, 8], [1, 2, 3, 4, 5, 60, 6, 1]
@@ -81,7 +83,7 @@ def test_a_batch_costs_under_2_ms() -> None:
 
     from drumline.data.gpu.resample import Resampler
 
-    places = place(np.full(256, Layout.YCC_420), np.full(256, 500), np.full(256, 375))
+    places = place(np.full(256, PlaneLayout.YCC_420), np.full(256, 500), np.full(256, 375))
     arena = torch.randint(0, 256, (places.end,), dtype=torch.uint8, device=DEVICE)
     geometry = np.tile(np.array([0, 0, 500, 375, 224, 224, 0, 0, 1], np.int32), (256, 1))
     out = torch.empty((256, 224, 224, 3), dtype=torch.uint8, device=DEVICE)
@@ -98,7 +100,9 @@ def stored(layouts: NDArray[np.int64], images: list[Pixels]) -> tuple[Places, Pi
     )
     arena = np.full(places.end, 77, np.uint8)
     for number, (layout, image) in enumerate(zip(layouts, images, strict=True)):
-        parts = np.moveaxis(image, 2, 0) if layout == Layout.RGB_PLANES else [image.reshape(len(image), -1)]
+        parts = (
+            np.moveaxis(image, 2, 0) if layout == PlaneLayout.RGB_PLANES else [image.reshape(len(image), -1)]
+        )
         for part, start, pitch in zip(parts, places.offsets[number], places.pitches[number], strict=False):
             rows = arena[start : start + pitch * len(part)].reshape(len(part), pitch)
             rows[:, : part.shape[1]] = part
@@ -141,7 +145,7 @@ def by_pillow(image: Pixels, row: NDArray[np.int32], size: int, version: Version
 
 def by_libjpeg(arena: Pixels, places: Places, image: int) -> Pixels:
     """Planes to RGB, written after libjpeg's description, whole planes at a time."""
-    layout = Layout(places.layout[image])
+    layout = PlaneLayout(places.layout[image])
     width, height = int(places.width[image]), int(places.height[image])
     one = places.rows(np.array([image]))
     across, down = (int(side[0]) for side in chroma_size(one.layout, one.width, one.height))
@@ -157,8 +161,11 @@ def by_libjpeg(arena: Pixels, places: Places, image: int) -> Pixels:
     return np.clip(np.stack([red, green, blue], axis=-1), 0, 255).astype(np.uint8)
 
 
-def upsampled(plane: NDArray[np.int64], layout: Layout) -> NDArray[np.int64]:
-    wider, taller = layout in (Layout.YCC_422, Layout.YCC_420), layout in (Layout.YCC_440, Layout.YCC_420)
+def upsampled(plane: NDArray[np.int64], layout: PlaneLayout) -> NDArray[np.int64]:
+    wider, taller = (
+        layout in (PlaneLayout.YCC_422, PlaneLayout.YCC_420),
+        layout in (PlaneLayout.YCC_440, PlaneLayout.YCC_420),
+    )
     if wider and plane.shape[1] <= 2:
         return plane.repeat(2, axis=1).repeat(2 if taller else 1, axis=0)
     before, after = 1, 2

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
-from drumline.data.gpu.layout import Layout, layout_of, place
+from drumline.data.gpu.layout import PlaneLayout, layout_of, place
 from drumline.data.gpu.nvjpeg import PlaneDecoder, describe, unavailable
 from drumline.data.image.jpeg import read_header
 
@@ -69,7 +69,7 @@ def test_an_image_the_engine_rejects_is_named_and_the_others_are_right(decoder: 
     draws = np.random.default_rng(2)
     files = [jpeg(picture(draws, 100, 80), subsampling=2) for _ in range(12)]
     files[5] = jpeg(picture(draws, 100, 80), subsampling=2, progressive=True)
-    layouts = np.full(12, int(Layout.YCC_420))
+    layouts = np.full(12, int(PlaneLayout.YCC_420))
     windows, statuses, expected = round_trip(decoder, files, layouts)
     assert np.flatnonzero(statuses).tolist() == [5]
     assert "not supported" in describe(int(statuses[5]))

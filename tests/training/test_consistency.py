@@ -20,7 +20,7 @@ from drumline.config.recipe import Model, Recipe, Run
 from drumline.config.toml import dump_recipe
 from drumline.core.errors import UserError
 from drumline.data import identity
-from drumline.data.packed.format import Options
+from drumline.data.packed.format import PackOptions
 from drumline.data.packed.write import pack_set
 from drumline.data.sources import Dataset, DatasetSpec, open_dataset
 from drumline.launch.network import free_port
@@ -112,7 +112,9 @@ def test_other_files_on_a_rank_are_named(said: str, tmp_path: Path) -> None:
 def test_other_pixels_are_found_in_every_kind_of_source(kind: str, tmp_path: Path) -> None:
     def made(root: Path) -> Any:
         if kind == "packed":
-            pack_set("folder", str(root), root.with_suffix(".packed"), Options(), 1, False, lambda said: None)
+            pack_set(
+                "folder", str(root), root.with_suffix(".packed"), PackOptions(), 1, False, lambda said: None
+            )
             return opened("packed", root.with_suffix(".packed"))
         if kind == "arrays":
             images = np.stack([np.asarray(Image.open(file)) for file in sorted(root.glob("train/*/*"))])

@@ -18,7 +18,7 @@ from drumline.cli import main
 from drumline.config.recipe import Data, Model, Recipe
 from drumline.core.errors import UserError
 from drumline.data.classes import Classes, numbers
-from drumline.data.packed.format import Options
+from drumline.data.packed.format import PackOptions
 from drumline.data.packed.write import pack_set
 from drumline.parallel.world import single_process
 from drumline.state.model_record import ModelRecord
@@ -101,7 +101,9 @@ def test_classes_in_another_order_and_some_of_them_score_right(weights: Path, tm
 def test_packed_sets_and_tars_score_the_same(weights: Path, tmp_path: Path) -> None:
     photos(tmp_path / "some", blue="blue", red="red")
     shutil.make_archive(str(tmp_path / "some"), "tar", tmp_path / "some")
-    pack_set("folder", str(tmp_path / "some"), tmp_path / "packed", Options(), 1, False, lambda said: None)
+    pack_set(
+        "folder", str(tmp_path / "some"), tmp_path / "packed", PackOptions(), 1, False, lambda said: None
+    )
     assert scored(tmp_path / "some.tar", weights) == (6, 6, 2)
     assert scored(tmp_path / "packed", weights) == (6, 6, 2)
 

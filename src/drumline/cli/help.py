@@ -95,8 +95,10 @@ def _title(section: str) -> str:
 def _summary(each: Field, text: str, before: str = "") -> str:
     if each.default is False or each.default in ("", ()):
         return text
-    others = ", ".join(name for name in each.choices if name != each.default)
-    return f"{text} ({before}{_default(each)}{f'; or {others}' if others and not (before and choices(each.hint)) else ''})"
+    shown = [_default(each)]
+    if not (before and choices(each.hint)):  # those of an option are shown beside its flag
+        shown += filter(None, [", ".join(name for name in each.choices if name != each.default)])
+    return f"{text} ({before}{'; or '.join(shown)})"
 
 
 def _paragraph(text: str) -> str:

@@ -18,7 +18,7 @@ from drumline.core.errors import UserError
 from drumline.core.text import counted, message, print_result
 
 if TYPE_CHECKING:
-    from drumline.data.sources import PackedFiles
+    from drumline.data.sources.packed import PackedFiles
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,11 @@ def main(argv: list[str]) -> int:
     asked = read_options(argv, Options, "pack")
 
     from drumline.core.machine import usable_cores
-    from drumline.data.packed import format as packed_format
+    from drumline.data.packed.format import PackOptions
     from drumline.data.packed.write import pack_set, size_text
 
     workers = usable_cores() if asked.workers == "auto" else asked.workers
-    options = packed_format.Options(asked.resize_short, asked.raw, asked.shard_mb, asked.holdout)
+    options = PackOptions(asked.resize_short, asked.raw, asked.shard_mb, asked.holdout)
     try:
         out = pack_set(asked.source, asked.data, Path(asked.out), options, workers, asked.force, _say)
     except KeyboardInterrupt:
@@ -118,7 +118,8 @@ def summary(out: Path) -> Packed:
     import numpy as np
 
     from drumline.data.packed.format import RECORD, SPLITS, index_file, read_manifest
-    from drumline.data.sources import DatasetSpec, PackedFiles, open_dataset
+    from drumline.data.sources import DatasetSpec, open_dataset
+    from drumline.data.sources.packed import PackedFiles
 
     manifest = read_manifest(out)
     parts = [(split, part) for split in SPLITS if (part := manifest.split(split))]

@@ -26,7 +26,7 @@ from drumline.core.errors import UserError
 from drumline.core.heartbeat import Phase, enter
 from drumline.core.text import counted
 from drumline.data.feed.batch import Batch
-from drumline.data.feed.loader import Batches, Workers
+from drumline.data.feed.loader import Batches, LoaderWorkers
 from drumline.guards.run.nonfinite import NonFiniteGate
 from drumline.observe import text_log
 from drumline.observe.display import Display, make_display
@@ -249,7 +249,7 @@ class Run:
     def single_batch(self, step: int) -> Batch:
         """This process's batch of a step, made without workers: whatever runs next to a rehearsal would be taken for
         a part of the step, and may break its capture."""
-        sets = replace(self.sets, workers=Workers("threads", 0))
+        sets = replace(self.sets, workers=LoaderWorkers("threads", 0))
         with closing(self._batches(sets, step, step + 1)) as batches:
             return next(batches)
 

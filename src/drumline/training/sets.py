@@ -21,7 +21,7 @@ from drumline.core.machine import cores_per_process
 from drumline.data.classes import Classes, class_warnings, describe_difference
 from drumline.data.feed.batch import BadSamples
 from drumline.data.feed.choose import choose_workers
-from drumline.data.feed.loader import Batches, Workers, batches, blank_batches, resident_batches
+from drumline.data.feed.loader import Batches, LoaderWorkers, batches, blank_batches, resident_batches
 from drumline.data.feed.resident import ResidentSet, fits_on_device, resident_feed
 from drumline.data.feed.sampler import Request, evaluation_requests, training_requests
 from drumline.data.feed.transform import Transform, make_transform, normalization
@@ -55,7 +55,7 @@ class Sets:
     transform: Transform
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    workers: Workers
+    workers: LoaderWorkers
     workers_why: str
     """Why these; empty if there was nothing to choose."""
     bad: tuple[BadSamples, BadSamples]

@@ -16,7 +16,7 @@ from drumline.config.recipe import Data, Recipe
 from drumline.core.errors import UserError
 from drumline.data.feed import choose
 from drumline.data.feed.choose import choose_workers
-from drumline.data.feed.loader import Workers
+from drumline.data.feed.loader import LoaderWorkers
 from drumline.data.feed.transform import Transform
 from drumline.data.sources import Dataset, DatasetSpec, open_dataset
 from drumline.parallel.world import single_process
@@ -60,7 +60,7 @@ def opened(path: Path) -> tuple[DatasetSpec, Dataset]:
 
 def chosen(
     path: Path, device: torch.device = CPU, transform: Transform = VIEW, **asked: Any
-) -> tuple[Workers, str]:
+) -> tuple[LoaderWorkers, str]:
     return choose_workers(
         *opened(path), transform, 0, device, **{"count": 2, "pool": "auto", "decode": "auto"} | asked
     )
@@ -93,7 +93,7 @@ def rates(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_threads_are_taken_and_told_with_both_figures(photos: Path, rates: list[float]) -> None:
     rates[:] = [1000.0, 900.0]
     assert chosen(photos) == (
-        Workers("threads", 2),
+        LoaderWorkers("threads", 2),
         "decoding by 2 threads: 1,000 img/s by 2 threads, about 1,800 by 2 processes",
     )
 
@@ -119,21 +119,21 @@ def test_a_set_of_png_files_is_measured_without_pretence(drawings: Path) -> None
 
 
 def test_one_worker_is_reported_in_the_singular() -> None:
-    assert [str(Workers(kind, 1)) for kind in ("threads", "processes")] == ["1 thread", "1 process"]  # type: ignore[arg-type]
-    assert [str(Workers(kind, 3)) for kind in ("threads", "processes")] == ["3 threads", "3 processes"]  # type: ignore[arg-type]
-    assert str(Workers("threads", 0)) == "no workers"
+    assert [str(LoaderWorkers(kind, 1)) for kind in ("threads", "processes")] == ["1 thread", "1 process"]  # type: ignore[arg-type]
+    assert [str(LoaderWorkers(kind, 3)) for kind in ("threads", "processes")] == ["3 threads", "3 processes"]  # type: ignore[arg-type]
+    assert str(LoaderWorkers("threads", 0)) == "no workers"
 
 
 @needs_native
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("pool", ["threads", "processes"])
 def test_nothing_is_measured_when_the_recipe_leaves_no_choice(photos: Path, pool: str) -> None:
-    assert chosen(photos, pool=pool) == (Workers(pool, 2), f"decoding by 2 {pool}")  # type: ignore[arg-type]
+    assert chosen(photos, pool=pool) == (LoaderWorkers(pool, 2), f"decoding by 2 {pool}")  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("unmeasured")
 def test_nothing_is_measured_or_told_without_workers(photos: Path) -> None:
-    assert chosen(photos, count=0) == (Workers("threads", 0), "")
+    assert chosen(photos, count=0) == (LoaderWorkers("threads", 0), "")
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -142,7 +142,7 @@ def test_nothing_is_measured_or_told_without_image_files(tmp_path: Path) -> None
     spec = DatasetSpec("npz", str(tmp_path / "a.npz"), "train", 0.3)
     transform = Transform(size=8, augment="none")
     found = choose_workers(spec, open_dataset(spec), transform, 0, CPU, count=2, pool="auto", decode="auto")
-    assert found == (Workers("threads", 0), "")
+    assert found == (LoaderWorkers("threads", 0), "")
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def without_native(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_without_the_native_part_processes_decode_and_the_reason_is_reported(photos: Path) -> None:
     found = chosen(photos)
     assert found == (
-        Workers("processes", 2),
+        LoaderWorkers("processes", 2),
         "decoding by 2 processes: native part turned off by DRUMLINE_NATIVE=0",
     )
 
@@ -206,11 +206,11 @@ def test_a_gpu_helps_out_if_it_is_not_much_slower_than_the_cpu(
     monkeypatch.setattr(choose, "batches", lambda *_: iter_of_ones())
     rates[:] = [1000.0, 99.0]
     workers, reported = chosen(photos, CUDA, pool="threads")
-    assert workers == Workers("threads", 2)
+    assert workers == LoaderWorkers("threads", 2)
     assert reported == "decoding by 2 threads: CPU 1,000 img/s, GPU 99 img/s alone"
     rates[:] = [1000.0, 101.0]
     workers, reported = chosen(photos, CUDA, pool="threads")
-    assert workers == Workers("threads", 2, decode="both")
+    assert workers == LoaderWorkers("threads", 2, decode="both")
     assert reported == (
         "decoding by 2 threads, and on the GPU what the step would wait for: CPU 1,000 img/s, GPU 101 img/s alone"
     )

@@ -23,7 +23,7 @@ from drumline.data.feed.batch import BadSample, BadSamples, Batch, make_batch
 from drumline.data.feed.loader import (
     RESIDENT_BATCHES,
     Batches,
-    Workers,
+    LoaderWorkers,
     _make,
     batches,
     prefetch,
@@ -39,10 +39,10 @@ from tests.data.test_native import needs_jpeg
 CPU = torch.device("cpu")
 SEED = 3
 VIEW = Transform(16, "crop-flip", mixup=0.3)
-NONE = Workers("threads", 0)
+NONE = LoaderWorkers("threads", 0)
 BOTH = [
-    pytest.param(Workers("threads", 3), marks=needs_jpeg),
-    pytest.param(Workers("processes", 2), marks=pytest.mark.slow),
+    pytest.param(LoaderWorkers("threads", 3), marks=needs_jpeg),
+    pytest.param(LoaderWorkers("processes", 2), marks=pytest.mark.slow),
 ]
 ALL = [NONE, *BOTH]
 
@@ -90,7 +90,7 @@ def requests(first: int = 0, last: int = 9) -> Iterator[Request]:
 
 def load(
     folder: Path,
-    workers: Workers,
+    workers: LoaderWorkers,
     first: int = 0,
     last: int = 9,
     transform: Transform = VIEW,
@@ -125,7 +125,7 @@ def expected(folder: Path) -> list[Batch]:
     return [make_batch(source, VIEW, SEED, request).batch for request in requests()]
 
 
-def assert_loads(folder: Path, workers: Workers, expected: list[Batch], first: int = 0) -> None:
+def assert_loads(folder: Path, workers: LoaderWorkers, expected: list[Batch], first: int = 0) -> None:
     """The batches from `first` on, copied: a buffer may be used again."""
     found = [Batch(*(tensor.clone() for tensor in batch)) for batch in load(folder, workers, first)]
     assert len(found) == 9 - first
@@ -136,15 +136,15 @@ def assert_loads(folder: Path, workers: Workers, expected: list[Batch], first: i
     "workers",
     [
         NONE,
-        Workers("processes", 0),
-        *(pytest.param(Workers("threads", count), marks=needs_jpeg) for count in (1, 2, 5)),
-        pytest.param(Workers("processes", 1), marks=pytest.mark.slow),
-        pytest.param(Workers("processes", 2), marks=pytest.mark.slow),
+        LoaderWorkers("processes", 0),
+        *(pytest.param(LoaderWorkers("threads", count), marks=needs_jpeg) for count in (1, 2, 5)),
+        pytest.param(LoaderWorkers("processes", 1), marks=pytest.mark.slow),
+        pytest.param(LoaderWorkers("processes", 2), marks=pytest.mark.slow),
     ],
     ids=named,
 )
 def test_batches_are_bit_by_bit_the_same_for_any_kind_and_number_of_workers(
-    folder: Path, expected: list[Batch], workers: Workers
+    folder: Path, expected: list[Batch], workers: LoaderWorkers
 ) -> None:
     assert_loads(folder, workers, expected)
 
@@ -160,13 +160,13 @@ def test_without_the_native_part_the_batches_are_the_same(
 @pytest.mark.parametrize("workers", ALL, ids=named)
 @pytest.mark.parametrize("first", [1, 5, 8])
 def test_resuming_needs_only_the_requests_still_to_come(
-    folder: Path, expected: list[Batch], workers: Workers, first: int
+    folder: Path, expected: list[Batch], workers: LoaderWorkers, first: int
 ) -> None:
     assert_loads(folder, workers, expected, first)
 
 
 @pytest.mark.parametrize("workers", ALL, ids=named)
-def test_pixels_are_augmented_after_whoever_made_them(folder: Path, workers: Workers) -> None:
+def test_pixels_are_augmented_after_whoever_made_them(folder: Path, workers: LoaderWorkers) -> None:
     transform = Transform(16, "crop-flip", augmentation=Augmentation((0.4, 0.4, 0.4, 0.1), (2, 9), 0.5))
     source = open_dataset(spec(folder))
     with closing(load(folder, workers, last=4, transform=transform)) as loaded:
@@ -179,7 +179,9 @@ def test_pixels_are_augmented_after_whoever_made_them(folder: Path, workers: Wor
 
 
 @pytest.mark.parametrize("workers", ALL, ids=named)
-def test_a_broken_file_surfaces_as_the_users_error_with_its_name(damaged: Path, workers: Workers) -> None:
+def test_a_broken_file_surfaces_as_the_users_error_with_its_name(
+    damaged: Path, workers: LoaderWorkers
+) -> None:
     before = children()
     with (
         pytest.raises(UserError, match=r"(cat/6|dog/4)\.jpg") as caught,
@@ -195,7 +197,7 @@ def test_a_broken_file_surfaces_as_the_users_error_with_its_name(damaged: Path, 
 @pytest.mark.parametrize("workers", ALL, ids=named)
 @pytest.mark.parametrize("on_bad", ["substitute", "black"])
 def test_broken_samples_are_replaced_alike_and_noted_alike(
-    damaged: Path, workers: Workers, on_bad: str
+    damaged: Path, workers: LoaderWorkers, on_bad: str
 ) -> None:
     transform = Transform(16, "crop-flip", on_bad=on_bad)  # type: ignore[arg-type]
     source, bad_samples = open_dataset(spec(damaged)), BadSamples("training", 14, 0.2)
@@ -214,7 +216,7 @@ def test_broken_samples_are_replaced_alike_and_noted_alike(
 
 
 @pytest.mark.parametrize("workers", ALL, ids=named)
-def test_too_many_broken_samples_end_the_run_and_its_workers(damaged: Path, workers: Workers) -> None:
+def test_too_many_broken_samples_end_the_run_and_its_workers(damaged: Path, workers: LoaderWorkers) -> None:
     before = children()
     transform, bad_samples = Transform(16, "crop-flip", on_bad="substitute"), BadSamples("training", 14, 0.07)
     with (
@@ -245,10 +247,10 @@ def test_what_a_process_found_broken_comes_back_as_it_was(damaged: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("taken", [0, 1, 4])
 def test_closing_ends_the_processes(folder: Path, taken: int) -> None:
-    with closing(load(folder, Workers("processes", 1))) as warm:
+    with closing(load(folder, LoaderWorkers("processes", 1))) as warm:
         next(warm)
     before = children()
-    loaded = load(folder, Workers("processes", 2))
+    loaded = load(folder, LoaderWorkers("processes", 2))
     for _ in range(taken):
         next(loaded)
     started = workers_of(before)
@@ -261,10 +263,10 @@ def test_closing_ends_the_processes(folder: Path, taken: int) -> None:
 @needs_jpeg
 @pytest.mark.parametrize("taken", [0, 1, 4, 9])
 def test_closing_ends_the_threads_and_gives_back_what_they_held(folder: Path, taken: int) -> None:
-    with closing(load(folder, Workers("threads", 2))) as warm:
+    with closing(load(folder, LoaderWorkers("threads", 2))) as warm:
         next(warm)
     tasks, descriptors = _count("task"), _count("fd")
-    loaded = load(folder, Workers("threads", 2))
+    loaded = load(folder, LoaderWorkers("threads", 2))
     for _ in range(taken):
         next(loaded)
     loaded.close()
@@ -278,16 +280,16 @@ def test_closing_ends_the_threads_and_gives_back_what_they_held(folder: Path, ta
 
 @pytest.mark.slow
 def test_workers_end_by_themselves_after_the_last_batch(folder: Path) -> None:
-    with closing(load(folder, Workers("processes", 1))) as warm:
+    with closing(load(folder, LoaderWorkers("processes", 1))) as warm:
         next(warm)
     before = children()
-    list(load(folder, Workers("processes", 2)))
+    list(load(folder, LoaderWorkers("processes", 2)))
     _gone(workers_of(before))
     assert feeds() == []
 
 
 @pytest.mark.parametrize("workers", ALL, ids=named)
-def test_loading_leaves_the_global_generators_alone(folder: Path, workers: Workers) -> None:
+def test_loading_leaves_the_global_generators_alone(folder: Path, workers: LoaderWorkers) -> None:
     """Their state belongs to the model."""
     torch.manual_seed(5)
     before, numpys = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index]
@@ -303,7 +305,7 @@ def test_workers_open_the_source_themselves(folder: Path, expected: list[Batch])
     source.unsendable = lambda: None  # type: ignore[union-attr]
     bad_samples = BadSamples("training", 14, 0.0)
     with closing(
-        batches(spec(folder), source, VIEW, SEED, requests(), Workers("processes", 1), CPU, bad_samples)
+        batches(spec(folder), source, VIEW, SEED, requests(), LoaderWorkers("processes", 1), CPU, bad_samples)
     ) as loaded:
         assert same(next(loaded), expected[0])
 
@@ -325,7 +327,7 @@ def test_a_source_that_is_gone_or_another_when_a_worker_opens_it_is_a_loss(
 
 @pytest.mark.parametrize("workers", ALL, ids=named)
 def test_an_error_among_the_requests_surfaces_after_the_batches_before_it(
-    folder: Path, expected: list[Batch], workers: Workers
+    folder: Path, expected: list[Batch], workers: LoaderWorkers
 ) -> None:
     def ending() -> Iterator[Request]:
         yield from requests(last=3)
@@ -348,7 +350,7 @@ def test_arrays_are_made_in_the_callers_thread_whatever_the_workers() -> None:
     source = open_dataset(DatasetSpec("digits", "", "train"))
     transform, wanted = Transform(8, "shift"), [Request(0, np.arange(5)), Request(1, np.arange(7))]
     bad_samples, before = BadSamples("training", len(source), 0.0), children()
-    for workers in (NONE, Workers("threads", 3), Workers("processes", 3)):
+    for workers in (NONE, LoaderWorkers("threads", 3), LoaderWorkers("processes", 3)):
         loaded = batches(
             DatasetSpec("digits", "", "train"), source, transform, SEED, wanted, workers, CPU, bad_samples
         )
@@ -378,14 +380,14 @@ def test_resident_batches_repeat_and_a_step_always_gets_the_same_one(first: int)
 @pytest.mark.parametrize(
     ("workers", "text"),
     [
-        (Workers("threads", 0), "no workers"),
-        (Workers("threads", 1), "1 thread"),
-        (Workers("threads", 4), "4 threads"),
-        (Workers("processes", 1), "1 process"),
-        (Workers("processes", 2), "2 processes"),
+        (LoaderWorkers("threads", 0), "no workers"),
+        (LoaderWorkers("threads", 1), "1 thread"),
+        (LoaderWorkers("threads", 4), "4 threads"),
+        (LoaderWorkers("processes", 1), "1 process"),
+        (LoaderWorkers("processes", 2), "2 processes"),
     ],
 )
-def test_workers_are_reported_in_words(workers: Workers, text: str) -> None:
+def test_workers_are_reported_in_words(workers: LoaderWorkers, text: str) -> None:
     assert str(workers).startswith(text)
 
 
@@ -400,7 +402,7 @@ def test_memory_stays_flat_over_hundreds_of_batches(tmp_path: Path) -> None:
         (place / f"{number}.jpg").write_bytes(file.getvalue())
     source, bad_samples = open_dataset(spec(tmp_path)), BadSamples("training", 8, 0.0)
     wanted = (Request(epoch, np.arange(8)) for epoch in itertools.count())
-    workers = Workers("threads", 2)
+    workers = LoaderWorkers("threads", 2)
     process = psutil.Process()
     transform = Transform(32, "crop-flip")
     with closing(

@@ -21,7 +21,7 @@ from drumline.config.recipe import Data, Recipe, Run
 from drumline.core.errors import UserError
 from drumline.data.feed.open import Feed, FeedBatch
 from drumline.data.feed.sampler import bounds, evaluation_bounds
-from drumline.data.packed.format import Options
+from drumline.data.packed.format import PackOptions
 from drumline.data.packed.write import pack_set
 from drumline.parallel.world import single_process
 from drumline.training.sets import open_sets
@@ -87,7 +87,7 @@ def write_npz(folder: Path) -> Path:
 
 
 def packed(photos: Path, folder: Path) -> Path:
-    return pack_set("folder", str(photos), folder / "packed", Options(), 1, False, lambda _: None)
+    return pack_set("folder", str(photos), folder / "packed", PackOptions(), 1, False, lambda _: None)
 
 
 @pytest.mark.parametrize("kind", ["folder", "packed", "npz", "digits", "custom"])

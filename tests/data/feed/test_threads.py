@@ -27,7 +27,7 @@ from drumline.data.feed.sampler import Request
 from drumline.data.feed.threads import threaded_batches
 from drumline.data.feed.transform import Transform
 from drumline.data.image.augment import Augmentation
-from drumline.data.packed.format import Options
+from drumline.data.packed.format import PackOptions
 from drumline.data.packed.write import pack_set
 from drumline.data.sources import DatasetSpec, EncodedDataset, open_dataset
 from drumline.data.sources.base import MappedFiles
@@ -97,7 +97,7 @@ def specs(tmp_path_factory: pytest.TempPathFactory, broken: bool) -> dict[str, D
     folder = write(place / "photos", broken)
     with tarfile.open(place / "photos.tar", "w") as archive:
         archive.add(folder, "photos")
-    pack_set("folder", str(folder), place / "packed", Options(), 1, False, lambda text: None)
+    pack_set("folder", str(folder), place / "packed", PackOptions(), 1, False, lambda text: None)
     return {
         "folder": DatasetSpec("folder", str(folder), "train"),
         "tar": DatasetSpec("tar", str(place / "photos.tar"), "train"),
@@ -328,7 +328,7 @@ def test_a_file_that_vanishes_is_a_loss_and_not_substituted(
 
 def test_a_packed_sample_whose_bytes_changed_is_not_decoded(tmp_path: Path) -> None:
     folder = write(tmp_path / "photos", broken=False)
-    pack_set("folder", str(folder), tmp_path / "packed", Options(), 1, False, lambda text: None)
+    pack_set("folder", str(folder), tmp_path / "packed", PackOptions(), 1, False, lambda text: None)
     spec = DatasetSpec("packed", str(tmp_path / "packed"), "train")
     source = opened(spec)
     assert isinstance(source, MappedFiles)

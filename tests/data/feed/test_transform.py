@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from drumline.core.errors import UserError
 from drumline.data.feed.draws import Purpose, exp_small, uniform
 from drumline.data.feed.sampler import Request
 from drumline.data.feed.transform import (
@@ -18,6 +19,7 @@ from drumline.data.feed.transform import (
     COLUMNS,
     Column,
     Transform,
+    channel_statistics,
     evaluation_geometry,
     mirrored,
     mixing_plan,
@@ -28,6 +30,7 @@ from drumline.data.feed.transform import (
 )
 from drumline.data.image.augment import Augmentation
 from drumline.data.image.resize import resize
+from drumline.data.sources import ArrayDataset, DatasetSpec, PooledDataset, open_dataset
 
 SEED = 11
 
@@ -355,3 +358,38 @@ def test_the_series_is_the_exponential_function_to_its_last_bits(reach: float, u
         exact = math.exp(value)
         assert abs(found - exact) <= (units if value < 0 else 2) * math.ulp(exact), value
     assert exp_small(np.array([0.0]))[0] == 1.0
+
+
+def test_channel_statistics_are_exact_for_any_chunk(monkeypatch):
+    rng = np.random.default_rng(3)
+    images = rng.integers(0, 256, (37, 9, 11, 3), np.uint8)
+    source = ArrayDataset("x", images, np.zeros(37, np.int64), ("a",))
+    mean, std = channel_statistics(source)
+    flat = images.reshape(-1, 3).astype(np.float64) / 255
+    assert np.allclose(mean, flat.mean(axis=0), rtol=1e-12)
+    assert np.allclose(std, flat.std(axis=0), rtol=1e-12)
+    assert all(type(value) is float for value in mean + std)
+    monkeypatch.setattr("drumline.data.feed.transform.CHUNK_BYTES", 1000)
+    assert channel_statistics(source) == (mean, std)
+
+
+def test_channel_statistics_count_repeated_images_as_often_as_they_are_shown():
+    rng = np.random.default_rng(4)
+    pooled = PooledDataset("x", rng.integers(0, 256, (3, 4, 4, 1), np.uint8), np.zeros(8, np.int64), ("a",))
+    whole = ArrayDataset("x", pooled.take(np.arange(8)), pooled.labels, pooled.classes)
+    assert channel_statistics(pooled) == channel_statistics(whole)
+
+
+def test_channel_statistics_of_digits_are_known():
+    digits = open_dataset(DatasetSpec("digits", "", "train"))
+    assert isinstance(digits, ArrayDataset)
+    mean, std = channel_statistics(digits)
+    assert (round(mean[0], 4), round(std[0], 4)) == (0.305, 0.3764)
+
+
+def test_channel_statistics_refuse_a_constant_channel():
+    images = np.random.default_rng(5).integers(0, 256, (4, 4, 4, 3), np.uint8)
+    images[..., 2] = 9
+    with pytest.raises(UserError, match="channel 2 has the same value") as caught:
+        channel_statistics(ArrayDataset("x", images, np.zeros(4, np.int64), ("a",)))
+    assert "data.std" in caught.value.fix

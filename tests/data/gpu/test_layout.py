@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from drumline.data.gpu.layout import MAX_SIDE, Layout, decodes_equal, layout_of, layout_of_file, place
+from drumline.data.gpu.layout import MAX_SIDE, PlaneLayout, decodes_equal, layout_of, layout_of_file, place
 from drumline.data.image.jpeg import JpegHeader, read_header
 
 
@@ -28,20 +28,23 @@ def header(mode: str = "RGB", **save: object) -> JpegHeader:
 @pytest.mark.parametrize(
     ("made", "layout"),
     [
-        (header(subsampling=0), Layout.YCC_444),
-        (header(subsampling=1), Layout.YCC_422),
-        (header(subsampling=2), Layout.YCC_420),
-        (header("L"), Layout.GREY),
-        (header(optimize=True, restart_marker_rows=1), Layout.YCC_420),
-        (replace(header(), sampling=((1, 2), (1, 1), (1, 1))), Layout.YCC_440),
-        (replace(header(), jfif=False, adobe_transform=1), Layout.YCC_420),
-        (replace(header(), jfif=False, component_ids=(0, 1, 2)), Layout.YCC_420),
-        (replace(header(subsampling=0), adobe_transform=0), Layout.YCC_444),  # libjpeg: JFIF outranks Adobe
-        (replace(header(subsampling=0), jfif=False, adobe_transform=0), Layout.RGB_PLANES),
-        (replace(header(subsampling=0), jfif=False, component_ids=(82, 71, 66)), Layout.RGB_PLANES),
+        (header(subsampling=0), PlaneLayout.YCC_444),
+        (header(subsampling=1), PlaneLayout.YCC_422),
+        (header(subsampling=2), PlaneLayout.YCC_420),
+        (header("L"), PlaneLayout.GREY),
+        (header(optimize=True, restart_marker_rows=1), PlaneLayout.YCC_420),
+        (replace(header(), sampling=((1, 2), (1, 1), (1, 1))), PlaneLayout.YCC_440),
+        (replace(header(), jfif=False, adobe_transform=1), PlaneLayout.YCC_420),
+        (replace(header(), jfif=False, component_ids=(0, 1, 2)), PlaneLayout.YCC_420),
+        (
+            replace(header(subsampling=0), adobe_transform=0),
+            PlaneLayout.YCC_444,
+        ),  # libjpeg: JFIF outranks Adobe
+        (replace(header(subsampling=0), jfif=False, adobe_transform=0), PlaneLayout.RGB_PLANES),
+        (replace(header(subsampling=0), jfif=False, component_ids=(82, 71, 66)), PlaneLayout.RGB_PLANES),
     ],
 )
-def test_kinds_that_were_proved_equal_go_to_the_gpu(made: JpegHeader, layout: Layout) -> None:
+def test_kinds_that_were_proved_equal_go_to_the_gpu(made: JpegHeader, layout: PlaneLayout) -> None:
     assert decodes_equal(made) == ""
     assert layout_of(made) == layout
 
@@ -70,7 +73,7 @@ def test_anything_else_stays_on_the_cpu_with_a_reason(made: JpegHeader, reason: 
 
 def test_a_file_goes_by_its_header_and_its_restart_markers() -> None:
     restarts = jpeg(restart_marker_blocks=2)
-    assert layout_of_file(restarts) == layout_of_file(jpeg()) == Layout.YCC_420
+    assert layout_of_file(restarts) == layout_of_file(jpeg()) == PlaneLayout.YCC_420
     assert layout_of_file(restarts.replace(b"\xff\xd1", b"\xff\xd3", 1)) is None, "one is out of order"
     assert layout_of_file(jpeg(progressive=True)) is None
     assert layout_of_file(b"GIF89a") is None
@@ -86,12 +89,12 @@ def test_places_never_overlap_and_rows_are_aligned() -> None:
     places = place(layouts, widths, heights)
     owner = np.full(places.end, -1)
     for image in range(200):
-        layout, width, height = Layout(layouts[image]), widths[image], heights[image]
-        half_x = layout in (Layout.YCC_422, Layout.YCC_420)
-        half_y = layout in (Layout.YCC_440, Layout.YCC_420)
+        layout, width, height = PlaneLayout(layouts[image]), widths[image], heights[image]
+        half_x = layout in (PlaneLayout.YCC_422, PlaneLayout.YCC_420)
+        half_y = layout in (PlaneLayout.YCC_440, PlaneLayout.YCC_420)
         chroma = (-(-width // 2) if half_x else width, -(-height // 2) if half_y else height)
-        planes = [(3 * width if layout == Layout.RGB else width, height)]
-        if layout > Layout.GREY:
+        planes = [(3 * width if layout == PlaneLayout.RGB else width, height)]
+        if layout > PlaneLayout.GREY:
             planes += [chroma, chroma]
         for number, (across, down) in enumerate(planes):
             start, pitch = places.offsets[image, number], places.pitches[image, number]

@@ -28,7 +28,7 @@ from drumline.data.image.decode import (
     scans_allowed,
 )
 from drumline.data.image.jpeg import clean_end, read_header, stream_fault
-from drumline.data.packed.format import Options
+from drumline.data.packed.format import PackOptions
 from drumline.data.packed.write import pack_set
 from drumline.data.sources import DatasetSpec, EncodedDataset, open_dataset
 from drumline.data.verify import examine_sample
@@ -212,7 +212,9 @@ def test_samples_over_the_limits_are_packed_as_unreadable_and_refused_alike(tmp_
         place = tmp_path / "photos" / f"{name}.jpg"
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(data)
-    pack_set("folder", str(tmp_path / "photos"), tmp_path / "packed", Options(), 1, False, lambda text: None)
+    pack_set(
+        "folder", str(tmp_path / "photos"), tmp_path / "packed", PackOptions(), 1, False, lambda text: None
+    )
     transform, request = Transform(16, "crop-flip", on_bad="substitute"), Request(0, np.arange(3))
     batches = [
         make_batch(open_dataset(DatasetSpec(kind, str(tmp_path / place), "train")), transform, 3, request)

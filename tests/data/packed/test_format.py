@@ -21,12 +21,12 @@ from drumline.data.image.decode import decode
 from drumline.data.packed.format import (
     MANIFEST,
     RECORD,
-    Kind,
-    Manifest,
-    Options,
+    PackedManifest,
+    PackOptions,
+    SampleKind,
     Split,
     SplitWriter,
-    Stored,
+    StoredSample,
     index_file,
     names_file,
     read_index,
@@ -35,9 +35,9 @@ from drumline.data.packed.format import (
     shard_file,
     write_manifest,
 )
-from drumline.data.sources import ArrayDataset, DatasetSpec, PackedFiles, detect_source, open_dataset
+from drumline.data.sources import ArrayDataset, DatasetSpec, detect_source, open_dataset
 from drumline.data.sources.base import holdout_mask
-from drumline.data.sources.packed import PackedArrays
+from drumline.data.sources.packed import PackedArrays, PackedFiles
 
 NAMES = [b"a/1.jpg", "b/ünï 猫.jpg".encode(), b"b/\xff\xfe.jpg", b"", b"c/\n.png"]
 PIXELS = np.random.default_rng(0).integers(0, 256, (4, 5, 3), np.uint8)
@@ -50,24 +50,24 @@ def encoded(format: str = "JPEG", **options: Any) -> bytes:
 
 
 def stored(
-    data: bytes, kind: Kind = Kind.OTHER, width: int = 0, height: int = 0, orientation: int = 1
-) -> Stored:
-    return Stored(data, kind, width, height, orientation, zlib.crc32(data))
+    data: bytes, kind: SampleKind = SampleKind.OTHER, width: int = 0, height: int = 0, orientation: int = 1
+) -> StoredSample:
+    return StoredSample(data, kind, width, height, orientation, zlib.crc32(data))
 
 
 FILES = [
-    stored(encoded(), Kind.JPEG, 5, 4),
-    stored(encoded("PNG"), Kind.OTHER, 5, 4, 0),
-    stored(PIXELS.tobytes(), Kind.RGB, 5, 4),
+    stored(encoded(), SampleKind.JPEG, 5, 4),
+    stored(encoded("PNG"), SampleKind.OTHER, 5, 4, 0),
+    stored(PIXELS.tobytes(), SampleKind.RGB, 5, 4),
     stored(b""),
-    stored(PIXELS.tobytes(), Kind.RGB, 5, 4, 6),
+    stored(PIXELS.tobytes(), SampleKind.RGB, 5, 4, 6),
 ]
 LABELS = [0, 1, 1, 2, 2]
 
 
 def write(
     folder: Path,
-    samples: list[Stored] = FILES,
+    samples: list[StoredSample] = FILES,
     shard_bytes: int | None = 900,
     holds: Literal["files", "arrays"] = "files",
     evaluation: bool = True,
@@ -79,8 +79,8 @@ def write(
             for number, sample in enumerate(samples):
                 writer.add(sample, LABELS[number % 5], NAMES[number % 5] if holds == "files" else b"")
             splits[split] = sealed(folder, split, writer.commit())
-    manifest = Manifest(
-        "folder", holds, ("a", "b", "c"), Options(), "job", splits["train"], splits.get("eval")
+    manifest = PackedManifest(
+        "folder", holds, ("a", "b", "c"), PackOptions(), "job", splits["train"], splits.get("eval")
     )
     write_manifest(folder, manifest)
     return folder
@@ -143,7 +143,7 @@ def test_a_raw_sample_is_turned_by_exif_only_where_that_is_asked_for(tmp_path):
 @pytest.mark.parametrize("channels", [1, 3])
 def test_arrays_come_back_as_one_array_over_the_file(tmp_path, channels):
     images = np.random.default_rng(1).integers(0, 256, (10, 6, 7, channels), np.uint8)
-    kind = Kind.RGB if channels == 3 else Kind.GREY
+    kind = SampleKind.RGB if channels == 3 else SampleKind.GREY
     samples = [stored(image.tobytes(), kind, 7, 6) for image in images]
     source = opened(write(tmp_path / "set", samples, None, "arrays"))
     assert isinstance(source, ArrayDataset)
@@ -188,7 +188,7 @@ def test_a_changed_byte_in_a_shard_is_reported_with_sample_shard_and_offset(tmp_
 
 
 def test_a_changed_byte_in_an_array_is_reported_on_opening(tmp_path):
-    samples = [stored(PIXELS.tobytes(), Kind.RGB, 5, 4)] * 5
+    samples = [stored(PIXELS.tobytes(), SampleKind.RGB, 5, 4)] * 5
     folder = write(tmp_path / "set", samples, None, "arrays")
     shard = shard_file(folder, "train", 0)
     data = bytearray(shard.read_bytes())
@@ -254,7 +254,7 @@ def reseal(folder: Path, **changes: Any) -> None:
     manifest = read_manifest(folder)
     part = sealed(folder, "train", manifest.train)
     content = {**manifest.__dict__, "train": Split(**{**part.__dict__, **changes})}
-    write_manifest(folder, Manifest(**content))
+    write_manifest(folder, PackedManifest(**content))
 
 
 BIG = 2**64 - 1
@@ -355,7 +355,7 @@ def test_unknown_fields_of_a_manifest_are_ignored(tmp_path):
 
 
 def test_an_array_set_whose_images_differ_is_refused(tmp_path):
-    samples = [stored(bytes(60), Kind.RGB, 5, 4), stored(bytes(60), Kind.RGB, 4, 5)]
+    samples = [stored(bytes(60), SampleKind.RGB, 5, 4), stored(bytes(60), SampleKind.RGB, 4, 5)]
     assert "does not fit" in refusal(write(tmp_path / "set", samples, None, "arrays")).what
     assert "does not fit" in refusal(write(tmp_path / "other", FILES, None, "arrays")).what
 
@@ -408,7 +408,7 @@ def test_index_columns_are_little_endian_and_documented(tmp_path):
 
 def test_large_arrays_are_checked_on_request(tmp_path, monkeypatch):
     monkeypatch.setattr("drumline.data.sources.packed.CHECKED_ON_OPENING", 10)
-    folder = write(tmp_path / "set", [stored(PIXELS.tobytes(), Kind.RGB, 5, 4)] * 5, None, "arrays")
+    folder = write(tmp_path / "set", [stored(PIXELS.tobytes(), SampleKind.RGB, 5, 4)] * 5, None, "arrays")
     source = opened(folder)
     assert isinstance(source, PackedArrays)
     source.check()

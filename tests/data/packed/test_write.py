@@ -29,9 +29,10 @@ from drumline.data.image.resize import resize
 from drumline.data.packed import format as packed_format
 from drumline.data.packed import stored
 from drumline.data.packed import write as work
-from drumline.data.packed.format import Kind, Options, read_manifest
+from drumline.data.packed.format import PackOptions, SampleKind, read_manifest
 from drumline.data.packed.write import pack_set
-from drumline.data.sources import ArrayDataset, DatasetSpec, EncodedDataset, PackedFiles, open_dataset
+from drumline.data.sources import ArrayDataset, DatasetSpec, EncodedDataset, open_dataset
+from drumline.data.sources.packed import PackedFiles
 
 RNG = np.random.default_rng(7)
 
@@ -94,7 +95,7 @@ def silent(_: str) -> None:
 def packed(
     source: Path | str, out: Path, workers: int = 1, force: bool = False, kind: str = "auto", **options: Any
 ) -> Path:
-    return pack_set(kind, str(source), out, Options(**options), workers, force, silent)
+    return pack_set(kind, str(source), out, PackOptions(**options), workers, force, silent)
 
 
 def opened(folder: Path, split: str, source: str = "packed") -> Any:
@@ -143,11 +144,11 @@ def test_sizes_kinds_and_orientations_are_those_of_the_files(photos, tmp_path):
         try:
             image = Image.open(io.BytesIO(source.read(i)))
         except OSError:
-            assert (source.widths[i], source.heights[i], source.kinds[i]) == (0, 0, Kind.OTHER)
+            assert (source.widths[i], source.heights[i], source.kinds[i]) == (0, 0, SampleKind.OTHER)
             continue
         assert (source.widths[i], source.heights[i]) == image.size
-        assert source.kinds[i] == (Kind.JPEG if name.endswith(".jpg") else Kind.OTHER)
-        if source.kinds[i] == Kind.JPEG:
+        assert source.kinds[i] == (SampleKind.JPEG if name.endswith(".jpg") else SampleKind.OTHER)
+        if source.kinds[i] == SampleKind.JPEG:
             assert source.orientations[i] == image.getexif().get(0x0112, 1)
 
 
@@ -161,9 +162,9 @@ def test_raw_sets_give_the_pixels_of_the_originals(photos, tmp_path, how):
                 expected = np.asarray(decode(theirs.read(i), "x", how))
             except UserError:
                 assert ours.read(i) == theirs.read(i)
-                assert (ours.widths[i], ours.kinds[i]) == (0, Kind.OTHER)
+                assert (ours.widths[i], ours.kinds[i]) == (0, SampleKind.OTHER)
                 continue
-            assert ours.kinds[i] == Kind.RGB
+            assert ours.kinds[i] == SampleKind.RGB
             np.testing.assert_array_equal(np.asarray(decode(ours.read(i), "x", how)), expected)
             if how == "ignore":
                 np.testing.assert_array_equal(ours.pixels(i), expected)
@@ -172,7 +173,7 @@ def test_raw_sets_give_the_pixels_of_the_originals(photos, tmp_path, how):
 @pytest.mark.parametrize("raw", [False, True])
 def test_resize_short_shrinks_by_the_exact_resize_and_leaves_small_images_alone(photos, tmp_path, raw):
     out = packed(photos, tmp_path / "out", resize_short=21, raw=raw)
-    assert read_manifest(out).options == Options(resize_short=21, raw=raw)
+    assert read_manifest(out).options == PackOptions(resize_short=21, raw=raw)
     ours, theirs = opened(out, "train"), opened(photos, "train", "folder")
     for i in range(len(theirs)):
         try:
@@ -363,14 +364,14 @@ from pathlib import Path
 if __name__ == "__main__":
     from drumline.data.packed import write as work
     from drumline.data.packed import stored
-    from drumline.data.packed.format import Options
+    from drumline.data.packed.format import PackOptions
 
     def slowly(self, *args, add=work.SplitWriter.add):
         time.sleep(0.01)
         add(self, *args)
 
     work.SplitWriter.add, work.COMMIT_SECONDS, stored.CHUNK = slowly, 0.01, 1
-    work.pack_set("folder", sys.argv[1], Path(sys.argv[2]), Options(resize_short=32), 2, False, lambda text: None)
+    work.pack_set("folder", sys.argv[1], Path(sys.argv[2]), PackOptions(resize_short=32), 2, False, lambda text: None)
 """
 
 
@@ -513,7 +514,7 @@ def test_a_full_disk_is_reported_and_the_pack_goes_on_once_there_is_room(photos,
     assert "continues" in error.fix
     monkeypatch.setattr(work.SplitWriter, "add", real)
     said: list[str] = []
-    out = pack_set("auto", str(photos), tmp_path / "out", Options(), 1, False, said.append)
+    out = pack_set("auto", str(photos), tmp_path / "out", PackOptions(), 1, False, said.append)
     assert "continuing after 5 samples" in said
     assert content(out) == whole
 
@@ -644,6 +645,6 @@ def test_a_huge_image_is_marked_and_never_decoded(tmp_path, side):
     (tmp_path / "a").mkdir()
     (tmp_path / "a/1.png").write_bytes(bomb + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b""))
     source = open_dataset(DatasetSpec("folder", str(tmp_path), "train"))
-    for options in (Options(), Options(raw=True), Options(resize_short=8)):
+    for options in (PackOptions(), PackOptions(raw=True), PackOptions(resize_short=8)):
         kept = stored.store(source, 0, options)
-        assert (kept.width, kept.height, kept.kind) == (0, 0, Kind.OTHER)
+        assert (kept.width, kept.height, kept.kind) == (0, 0, SampleKind.OTHER)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import pickle
 import struct
+import sys
+import time
 import zipfile
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from drumline.core.errors import UserError
-from drumline.data.sources import ArrayDataset, DatasetSpec, detect_source, open_dataset
+from drumline.data.sources import ArrayDataset, DatasetSpec, PooledDataset, detect_source, open_dataset
+from drumline.data.sources.arrays import scale
 
 RNG = np.random.default_rng(0)
 IDX_IMAGES = {
@@ -393,3 +397,91 @@ def test_a_damaged_npz_is_read_or_refused_but_never_breaks(tmp_path, place, valu
     path.write_bytes(broken[: len(broken) - cut])
     with suppress(UserError):
         open_dataset(DatasetSpec("npz", str(path), "train"))
+
+
+def arrays(source: str, path: str = "", split: str = "train") -> ArrayDataset:
+    found = open_dataset(DatasetSpec(source, path, split))  # type: ignore[arg-type]
+    assert isinstance(found, ArrayDataset)
+    return found
+
+
+def test_digits_are_the_1797_of_the_repository_by_hash():
+    train, evaluation = arrays("digits"), arrays("digits", split="eval")
+    assert (len(train), len(evaluation)) == (1438, 359)
+    assert train.shape == (8, 8, 1)
+    images, labels = np.empty((1797, 8, 8, 1), np.uint8), np.empty(1797, np.uint8)
+    held = np.arange(1797) % 5 == 4
+    images[held], images[~held] = evaluation.images, train.images
+    labels[held], labels[~held] = evaluation.labels, train.labels
+    values = ((images.astype(int) * 16 + 254) // 255).astype(np.uint8)
+    known = "8f26b2bd9d135c256808f68f14fdabddde6d9c7f869ae419704b051f0f14b3b3"
+    assert hashlib.sha256(values.tobytes()).hexdigest() == known
+    known = "8ba4f891220f5e4c9c819638d1602d74b83618f167043c6da52a2a247841ddf0"
+    assert hashlib.sha256(labels.tobytes()).hexdigest() == known
+    assert train.classes == tuple("0123456789")
+
+
+def test_digits_scale_can_be_undone():
+    values = np.arange(17, dtype=np.uint8)
+    assert ((scale(values).astype(int) * 16 + 254) // 255 == values).all()
+    assert scale(values)[[0, 16]].tolist() == [0, 255]
+
+
+def test_digits_are_small_and_carry_their_licence():
+    folder = Path(sys.modules["drumline.data.sources.arrays"].FILE).parent
+    assert (folder / "digits.npz").stat().st_size < 100_000
+    assert "CC BY 4.0" in (folder / "DIGITS_LICENSE.txt").read_text()
+
+
+def test_synthetic_is_the_same_every_time_by_hash():
+    source = arrays("synthetic", "classes=5,size=8,samples=40")
+    digest = hashlib.sha256(source.take(np.arange(40)).tobytes() + source.labels.tobytes()).hexdigest()
+    assert digest == "976b6a52b55e1dd30615f29e5728d2986ced44bcf682b504c7292c91341f5a9e"
+
+
+def test_synthetic_defaults_and_sizes():
+    assert len(arrays("synthetic")) == 2048
+    assert (arrays("synthetic").shape, len(arrays("synthetic").classes)) == ((32, 32, 3), 10)
+    source = arrays("synthetic", "classes=7, size=16, samples=50", split="eval")
+    assert (len(source), source.shape, len(source.classes)) == (5, (16, 16, 3), 7)
+
+
+def test_synthetic_splits_share_patterns_but_no_image():
+    train, evaluation = arrays("synthetic"), arrays("synthetic", split="eval")
+    assert not {image.tobytes() for image in train.images} & {image.tobytes() for image in evaluation.images}
+    means = np.stack([train.images[train.labels == label].mean(axis=0) for label in range(10)])
+    distance = ((evaluation.images[:, None] - means) ** 2).sum(axis=(2, 3, 4))
+    assert (distance.argmin(axis=1) == evaluation.labels).all()
+
+
+def test_synthetic_imagenet_size_takes_little_memory_and_time():
+    start = time.monotonic()
+    source = arrays("synthetic", "classes=1000,size=224,samples=1281167")
+    assert isinstance(source, PooledDataset)
+    assert len(source) == 1281167
+    assert source.images.nbytes <= 64 << 20
+    ids = np.array([0, 445, 1281166, 3])
+    assert source.take(ids).shape == (4, 224, 224, 3)
+    assert np.array_equal(source.take(ids)[0], source.take(ids)[1])
+    assert source.labels[0] == source.labels[445]
+    assert not np.array_equal(source.take(ids)[0], source.take(ids)[3])
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("clases=3", "no 'clases'; classes?"),
+        ("size", "size is ''"),
+        ("size=0", "size is '0'"),
+        ("classes=1", "at least 2"),
+        ("samples=1e6", "'1e6'"),
+        ("samples=-5", "'-5'"),
+        ("samples=²", "'²'"),
+    ],
+)
+def test_synthetic_refuses_other_sizes(path, words):
+    with pytest.raises(UserError) as caught:
+        arrays("synthetic", path)
+    assert words in caught.value.what
+    assert caught.value.fix

@@ -18,7 +18,7 @@ import torch
 from drumline import native
 from drumline.core.errors import UserError
 from drumline.data.feed.batch import BadSamples, make_batch
-from drumline.data.feed.loader import READY, Workers, batches
+from drumline.data.feed.loader import READY, LoaderWorkers, batches
 from drumline.data.feed.sampler import Request, epoch_order
 from drumline.data.feed.threads import MADE_AHEAD, READ_AHEAD
 from drumline.data.feed.transform import Transform
@@ -44,28 +44,28 @@ def choose_workers(
     count: int,
     pool: Literal["auto", "threads", "processes"],
     decode: Literal["auto", "cpu", "gpu"],
-) -> tuple[Workers, str]:
+) -> tuple[LoaderWorkers, str]:
     """The workers for this dataset on this machine, and the reason. `count` is how many there may be."""
     if isinstance(dataset, ArrayDataset):
-        return Workers("threads", 0), ""
+        return LoaderWorkers("threads", 0), ""
     _refuse_impossible(pool, decode, device, count)
     if count == 0:
-        return Workers("threads", 0), ""
+        return LoaderWorkers("threads", 0), ""
     if not native.decodes_jpeg():
         return (
-            Workers("processes", count),
-            f"decoding by {Workers('processes', count)}: native part {native.describe()}",
+            LoaderWorkers("processes", count),
+            f"decoding by {LoaderWorkers('processes', count)}: native part {native.describe()}",
         )
     if decode == "gpu":
         return (
-            Workers("threads", count, decode="gpu"),
+            LoaderWorkers("threads", count, decode="gpu"),
             "decoding on the GPU where that is bit-equal, as asked",
         )
 
     # Augmentation runs on the device in either case.
     transform = replace(transform, augmentation=Augmentation())
 
-    def rate(workers: Workers) -> float:
+    def rate(workers: LoaderWorkers) -> float:
         with closing(
             batches(
                 spec,
@@ -80,9 +80,9 @@ def choose_workers(
         ) as feed:
             return _rate(lambda: len(next(feed).labels), ahead=READ_AHEAD + MADE_AHEAD + READY)
 
-    workers, figures = Workers("threads", count), ""
+    workers, figures = LoaderWorkers("threads", count), ""
     if pool == "processes":
-        workers = Workers("processes", count)
+        workers = LoaderWorkers("processes", count)
     elif pool == "auto":
         workers, figures = _threads_or_processes(dataset, transform, seed, workers, rate(workers))
     if (
@@ -131,12 +131,12 @@ def _refuse_impossible(pool: str, decode: str, device: torch.device, count: int)
 
 
 def _threads_or_processes(
-    dataset: EncodedDataset, transform: Transform, seed: int, threads: Workers, by_threads: float
-) -> tuple[Workers, str]:
+    dataset: EncodedDataset, transform: Transform, seed: int, threads: LoaderWorkers, by_threads: float
+) -> tuple[LoaderWorkers, str]:
     """Threads, unless Python has so much to decode (formats other than JPEG) that they would wait for each other."""
     requests = _trial(dataset)
     alone = _rate(lambda: len(make_batch(dataset, transform, seed, next(requests)).batch.labels))
-    processes = Workers("processes", threads.count)
+    processes = LoaderWorkers("processes", threads.count)
     figures = f"{by_threads:,.0f} img/s by {threads}, about {alone * threads.count:,.0f} by {processes}"
     return (processes if alone * threads.count > PROCESS_GAIN * by_threads else threads), figures
 

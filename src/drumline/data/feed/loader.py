@@ -48,7 +48,7 @@ READY = 2
 
 
 @dataclass(frozen=True)
-class Workers:
+class LoaderWorkers:
     """What makes the batches: native threads, processes, or (if there are 0) the feed's own thread."""
 
     kind: Literal["threads", "processes"]
@@ -70,7 +70,7 @@ def batches(
     transform: Transform,
     seed: int,
     requests: Iterable[Request],
-    workers: Workers,
+    workers: LoaderWorkers,
     device: torch.device,
     bad_samples: BadSamples,
 ) -> Batches:
@@ -162,7 +162,7 @@ class _FeedArguments:
     transform: Transform
     seed: int
     requests: Iterable[Request]
-    workers: Workers
+    workers: LoaderWorkers
     fraction: GpuFraction | None = None
 
     def on_host(self, allocate: Allocate, route: Route | None = None) -> Generator[HostBatch, None, None]:

@@ -25,7 +25,7 @@ from drumline.core.errors import UserError
 from drumline.core.machine import cores_per_process
 from drumline.data.feed.batch import BadSamples
 from drumline.data.feed.choose import choose_workers
-from drumline.data.feed.loader import Batches, Workers, batches
+from drumline.data.feed.loader import Batches, LoaderWorkers, batches
 from drumline.data.feed.resident import ResidentSet, fits_on_device, resident_feed
 from drumline.data.feed.sampler import Request, epoch_order, evaluation_bounds, rank_slice
 from drumline.data.feed.transform import Transform, make_transform, normalization
@@ -147,7 +147,7 @@ class Feed:
         dataset: Dataset,
         transform: Transform,
         plan: _Plan,
-        workers: Workers,
+        workers: LoaderWorkers,
         device: torch.device,
         bad_limit: float,
     ) -> None:

@@ -27,7 +27,7 @@ from drumline.data.image.jpeg import JpegHeader, clean_end, read_header
 PITCH_MULTIPLE = 16
 
 
-class Layout(IntEnum):
+class PlaneLayout(IntEnum):
     """How an image lies in the arena."""
 
     RGB = 0
@@ -71,10 +71,12 @@ def place(
     """Gives each image its place, one after the other."""
     layout, width, height = (np.asarray(column, np.int64) for column in (layout, width, height))
     chroma_width, chroma_height = chroma_size(layout, width, height)
-    pitches = np.stack([np.where(layout == Layout.RGB, 3 * width, width), chroma_width, chroma_width], axis=1)
+    pitches = np.stack(
+        [np.where(layout == PlaneLayout.RGB, 3 * width, width), chroma_width, chroma_width], axis=1
+    )
     pitches += -pitches % PITCH_MULTIPLE
     sizes = pitches * np.stack([height, chroma_height, chroma_height], axis=1)
-    sizes[layout <= Layout.GREY, 1:] = 0
+    sizes[layout <= PlaneLayout.GREY, 1:] = 0
     ends = np.cumsum(sizes)
     offsets = (ends - sizes.ravel()).reshape(-1, 3)
     return Places(layout, width, height, offsets, pitches, int(ends[-1]) if len(ends) else 0)
@@ -82,8 +84,8 @@ def place(
 
 def halved(layout: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Whose chroma planes have half the width, and whose half the height."""
-    both = layout == Layout.YCC_420
-    return both | (layout == Layout.YCC_422), both | (layout == Layout.YCC_440)
+    both = layout == PlaneLayout.YCC_420
+    return both | (layout == PlaneLayout.YCC_422), both | (layout == PlaneLayout.YCC_440)
 
 
 def chroma_size(
@@ -114,21 +116,21 @@ def decodes_equal(header: JpegHeader) -> str:
         return "unusual sampling factors"
     if header.components == 3 and header.adobe_transform not in (None, 0, 1, 2):
         return f"unknown Adobe transform {header.adobe_transform}"
-    if _stores_rgb(header) and _LAYOUTS[header.sampling] != Layout.YCC_444:
+    if _stores_rgb(header) and _LAYOUTS[header.sampling] != PlaneLayout.YCC_444:
         return "RGB with subsampling"
     if max(header.width, header.height) > MAX_SIDE or header.width * header.height > MAX_PIXELS:
         return f"{header.width} x {header.height} pixels: larger than what was tried"
     return ""
 
 
-def layout_of(header: JpegHeader) -> Layout | None:
+def layout_of(header: JpegHeader) -> PlaneLayout | None:
     """How the planes of a JPEG lie in the arena; None if it does not decode equal."""
     if decodes_equal(header):
         return None
-    return Layout.RGB_PLANES if _stores_rgb(header) else _LAYOUTS[header.sampling]
+    return PlaneLayout.RGB_PLANES if _stores_rgb(header) else _LAYOUTS[header.sampling]
 
 
-def layout_of_file(data: bytes | memoryview) -> Layout | None:
+def layout_of_file(data: bytes | memoryview) -> PlaneLayout | None:
     """The same from a file's bytes: what a feed goes by. A file with restart markers must have each of them in its
     place: decoders differ in how they find their way back."""
     header = read_header(data)
@@ -138,15 +140,15 @@ def layout_of_file(data: bytes | memoryview) -> Layout | None:
 
 
 _LAYOUTS = {
-    ((1, 1),): Layout.GREY,
-    ((1, 1), (1, 1), (1, 1)): Layout.YCC_444,
-    ((2, 1), (2, 1), (2, 1)): Layout.YCC_444,
-    ((1, 2), (1, 2), (1, 2)): Layout.YCC_444,
-    ((2, 1), (1, 1), (1, 1)): Layout.YCC_422,
-    ((2, 2), (1, 2), (1, 2)): Layout.YCC_422,
-    ((2, 2), (1, 1), (1, 1)): Layout.YCC_420,
-    ((1, 2), (1, 1), (1, 1)): Layout.YCC_440,
-    ((2, 2), (2, 1), (2, 1)): Layout.YCC_440,
+    ((1, 1),): PlaneLayout.GREY,
+    ((1, 1), (1, 1), (1, 1)): PlaneLayout.YCC_444,
+    ((2, 1), (2, 1), (2, 1)): PlaneLayout.YCC_444,
+    ((1, 2), (1, 2), (1, 2)): PlaneLayout.YCC_444,
+    ((2, 1), (1, 1), (1, 1)): PlaneLayout.YCC_422,
+    ((2, 2), (1, 2), (1, 2)): PlaneLayout.YCC_422,
+    ((2, 2), (1, 1), (1, 1)): PlaneLayout.YCC_420,
+    ((1, 2), (1, 1), (1, 1)): PlaneLayout.YCC_440,
+    ((2, 2), (2, 1), (2, 1)): PlaneLayout.YCC_440,
 }
 """The sampling factors tried. The last row of each chroma kind is the same kind written with larger numbers."""
 

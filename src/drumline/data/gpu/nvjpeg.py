@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from drumline.data.gpu.layout import Layout, Places, place
+from drumline.data.gpu.layout import Places, PlaneLayout, place
 
 
 def unavailable(device: torch.device | None = None) -> str:
@@ -180,15 +180,15 @@ def _trial(device: torch.device) -> str:
         statuses = decoder.decode(np.concatenate(files), np.cumsum(lengths) - lengths, lengths, arena, places)
         Resampler(device, size)(arena, places, geometry, out)
         same = (out.cpu().numpy() == np.stack(pictures)).all(axis=(1, 2, 3)) & (statuses == 0)
-    wrong = sorted({Layout(kinds[row]).name for row in np.flatnonzero(~same)})
+    wrong = sorted({PlaneLayout(kinds[row]).name for row in np.flatnonzero(~same)})
     return f"nvJPEG does not decode as Pillow does here ({', '.join(wrong)})" if wrong else ""
 
 
 _TRIALS = {
-    Layout.YCC_444: ("RGB", 0),
-    Layout.YCC_422: ("RGB", 1),
-    Layout.YCC_420: ("RGB", 2),
-    Layout.GREY: ("L", 0),
+    PlaneLayout.YCC_444: ("RGB", 0),
+    PlaneLayout.YCC_422: ("RGB", 1),
+    PlaneLayout.YCC_420: ("RGB", 2),
+    PlaneLayout.GREY: ("L", 0),
 }
 _HARDWARE, _NO_PIPELINE, _UNCHANGED, _ARCHITECTURE_MISMATCH = 3, 1, 0, 7
 _STATUSES = (

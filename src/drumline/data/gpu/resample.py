@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from drumline.data.gpu.layout import Layout, Places, chroma_size, halved
+from drumline.data.gpu.layout import Places, PlaneLayout, chroma_size, halved
 from drumline.data.image.resize import FRACTION_BITS, Smooth, Version, coefficients, vertical_first
 
 TABLE_BYTES = 64 << 20
@@ -171,14 +171,16 @@ def _rows(
     # libjpeg repeats samples instead of smoothing where two or fewer of them make a row.
     narrow = halves_width & (chroma_width <= 2)
     smooth_x, smooth_y = halves_width & ~narrow, halves_height & ~narrow
-    interleaved = layout == Layout.RGB
+    interleaved = layout == PlaneLayout.RGB
     spread = np.where(interleaved[:, None], np.arange(3), 0)
     crop_width, crop_height = right - left, bottom - top
     entries = weights.find(np.concatenate([crop_width, crop_height]), np.concatenate([width, height])).T
 
     rows = np.empty((count, _COLUMNS), np.int64)
-    rows[:, :3] = np.where((layout <= Layout.GREY)[:, None], places.offsets[:, :1] + spread, places.offsets)
-    rows[:, 3] = np.where(layout < Layout.YCC_444, 0, np.where(layout == Layout.YCC_444, 1, 2))
+    rows[:, :3] = np.where(
+        (layout <= PlaneLayout.GREY)[:, None], places.offsets[:, :1] + spread, places.offsets
+    )
+    rows[:, 3] = np.where(layout < PlaneLayout.YCC_444, 0, np.where(layout == PlaneLayout.YCC_444, 1, 2))
     # libjpeg alternates the rounding: 8, 7 along x when both axes are smoothed, else 1, 2 along the one that is.
     rows[:, 4] = np.where(smooth_x & smooth_y, 8, smooth_x | smooth_y)
     bias_x = np.where(smooth_y, -1, 1) * smooth_x

@@ -76,7 +76,7 @@ class Augmentation:
         return any(self.jitter) or self.randaugment[0] > 0 or self.erasing > 0
 
 
-class Run(NamedTuple):
+class OpRange(NamedTuple):
     """Neighbouring samples of a layer that go through one operation."""
 
     op: Op
@@ -91,7 +91,7 @@ class AugmentPlan:
 
     table: NDArray[np.int32]
     """(layers + 1, n, 1 + PARAMETERS): the slot each sample is taken from, and its parameters."""
-    runs: tuple[tuple[Run, ...], ...]
+    runs: tuple[tuple[OpRange, ...], ...]
     """The operations of each layer."""
 
 
@@ -275,7 +275,9 @@ def _arranged(layers: list[_Layer], count: int) -> AugmentPlan:
         ends = np.cumsum(np.bincount(layer.ops, minlength=len(Op))).tolist()
         runs.append(
             tuple(
-                Run(op, ends[op - 1], ends[op]) for op in Op if op != Op.NOTHING and ends[op - 1] < ends[op]
+                OpRange(op, ends[op - 1], ends[op])
+                for op in Op
+                if op != Op.NOTHING and ends[op - 1] < ends[op]
             )
         )
     table[-1, :, 0] = slot_of

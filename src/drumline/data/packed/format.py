@@ -62,7 +62,7 @@ RECORD = np.dtype(
 assert RECORD.itemsize == _PACKED_RECORD.size == 40
 
 
-class Kind(IntEnum):
+class SampleKind(IntEnum):
     """What a sample's bytes are."""
 
     OTHER = 0
@@ -74,11 +74,11 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredSample:
     """One sample as it goes into a shard."""
 
     data: bytes
-    kind: Kind
+    kind: SampleKind
     width: int
     height: int
     orientation: int
@@ -86,7 +86,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Options:
+class PackOptions:
     """What a set was packed with; all that decides its bytes besides the source."""
 
     resize_short: int = 0
@@ -109,14 +109,14 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class PackedManifest:
     """What a set is, apart from its samples."""
 
     source: str
     """The name of the source it was packed from, such as `folder` or `cifar10`."""
     holds: Literal["files", "arrays"]
     classes: tuple[str, ...]
-    options: Options
+    options: PackOptions
     job: str
     """A digest of everything that was to be packed: names, labels, classes, options."""
     train: Split
@@ -143,12 +143,12 @@ def shard_file(folder: Path, split: str, number: int) -> Path:
     return folder / f"{split}-{number:05d}.bin"
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: PackedManifest) -> None:
     """The last file of a set: it makes the set complete."""
     write_sealed(folder / MANIFEST, {"format": FORMAT, "version": VERSION, **asdict(manifest)}, key="sha256")
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> PackedManifest:
     """The manifest, checked against its checksum. Unknown fields are ignored."""
     file = folder / MANIFEST
     try:
@@ -174,7 +174,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(f"{file} is not a manifest of this version: {error}", fix=_AGAIN) from error
 
 
-def read_index(folder: Path, manifest: Manifest, split: Literal["train", "eval"]) -> NDArray[np.void]:
+def read_index(folder: Path, manifest: PackedManifest, split: Literal["train", "eval"]) -> NDArray[np.void]:
     """The records of a split, each checked against shards, names and classes. Shards' sizes are checked too."""
     part = manifest.split(split)
     assert part is not None
@@ -187,7 +187,7 @@ def read_index(folder: Path, manifest: Manifest, split: Literal["train", "eval"]
     return records
 
 
-def read_names(folder: Path, manifest: Manifest, split: Literal["train", "eval"]) -> bytes:
+def read_names(folder: Path, manifest: PackedManifest, split: Literal["train", "eval"]) -> bytes:
     """The block of names; record i's name ends at its `name_end`."""
     part = manifest.split(split)
     assert part is not None
@@ -226,7 +226,7 @@ class SplitWriter:
         for file in (self._index_out, self._names_out, self._shard_out):
             file.close()
 
-    def add(self, sample: Stored, label: int, name: bytes) -> None:
+    def add(self, sample: StoredSample, label: int, name: bytes) -> None:
         length = len(sample.data)
         if length >= 1 << 32:
             raise UserError(
@@ -291,7 +291,7 @@ class _NotAManifest(Exception):
     """A field whose value cannot be."""
 
 
-def _manifest(content: dict[str, Any]) -> Manifest:
+def _manifest(content: dict[str, Any]) -> PackedManifest:
     def split(given: dict[str, Any]) -> Split:
         made = _known(Split, {**given, "shards": tuple(given["shards"])})
         numbers = (made.samples, made.names_bytes, *made.shards)
@@ -306,18 +306,18 @@ def _manifest(content: dict[str, Any]) -> Manifest:
         raise _NotAManifest("classes are not names")
     if content["holds"] not in ("files", "arrays") or not isinstance(content["source"], str):
         raise _NotAManifest("source")
-    return Manifest(
+    return PackedManifest(
         source=content["source"],
         holds=content["holds"],
         classes=classes,
-        options=_known(Options, content["options"]),
+        options=_known(PackOptions, content["options"]),
         job=str(content["job"]),
         train=split(content["train"]),
         eval=None if content["eval"] is None else split(content["eval"]),
     )
 
 
-Record = TypeVar("Record", Split, Options)
+Record = TypeVar("Record", Split, PackOptions)
 
 
 def _known(kind: type[Record], given: dict[str, Any]) -> Record:
@@ -326,21 +326,21 @@ def _known(kind: type[Record], given: dict[str, Any]) -> Record:
     return kind(**{name: value for name, value in given.items() if name in names})
 
 
-def _check_records(records: NDArray[np.void], manifest: Manifest, part: Split, where: str) -> None:
+def _check_records(records: NDArray[np.void], manifest: PackedManifest, part: Split, where: str) -> None:
     """Everything that later code relies on. The digest has shown chance damage; this is against malice."""
     sizes = np.array(part.shards, dtype=np.uint64)
     shard, kind = records["shard"], records["kind"]
     offset, length = records["offset"], records["length"].astype(np.uint64)
     pixels = records["width"].astype(np.uint64) * records["height"]
-    channels = np.where(kind == Kind.RGB, np.uint64(3), np.uint64(1))
-    raw = kind >= Kind.RGB
+    channels = np.where(kind == SampleKind.RGB, np.uint64(3), np.uint64(1))
+    raw = kind >= SampleKind.RGB
     size = sizes[np.minimum(shard, len(sizes) - 1)]
     ends = records["name_end"]
     wrong = {
         "a shard that is not there": shard >= len(sizes),
         "bytes outside their shard": (offset > size) | (length > size - np.minimum(offset, size)),
         f"a label beyond the {len(manifest.classes)} classes": records["label"] >= len(manifest.classes),
-        "an unknown kind": kind > max(Kind),
+        "an unknown kind": kind > max(SampleKind),
         "an unknown orientation": records["orientation"] > 8,
         f"more than {MAX_PIXELS} pixels": pixels > MAX_PIXELS,
         "width without height": (records["width"] == 0) != (records["height"] == 0),

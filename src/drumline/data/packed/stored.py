@@ -21,7 +21,7 @@ from drumline.core.processes import WorkerKilled, map_in_processes
 from drumline.data.image.decode import FORMATS, MAX_PIXELS, TooLarge, check_file, decode
 from drumline.data.image.jpeg import read_header
 from drumline.data.image.resize import resize
-from drumline.data.packed.format import Kind, Options, Stored
+from drumline.data.packed.format import PackOptions, SampleKind, StoredSample
 from drumline.data.sources import ArrayDataset, Dataset, DatasetSpec, open_same
 from drumline.data.sources.base import Images
 from drumline.data.sources.packed import PackedFiles
@@ -32,11 +32,11 @@ CHUNK = 16
 """Samples handed to a process at a time."""
 
 
-def store(source: Dataset, sample: int, options: Options) -> Stored:
+def store(source: Dataset, sample: int, options: PackOptions) -> StoredSample:
     """A sample as it is packed. Never fails on a bad image; a file that cannot be read at all is a `LostError`."""
     if isinstance(source, ArrayDataset):
         return _raw(_shortened(source.take(np.array([sample]))[0], options.resize_short))
-    if isinstance(source, PackedFiles) and source.kinds[sample] >= Kind.RGB:
+    if isinstance(source, PackedFiles) and source.kinds[sample] >= SampleKind.RGB:
         source.check(sample)
         return _raw(_shortened(source.pixels(sample), options.resize_short), int(source.orientations[sample]))
     data = source.read(sample)
@@ -47,7 +47,7 @@ def store(source: Dataset, sample: int, options: Options) -> Stored:
     try:
         image = decode(data, source.where(sample))
     except UserError:
-        return replace(kept, kind=Kind.OTHER, width=0, height=0, orientation=0)
+        return replace(kept, kind=SampleKind.OTHER, width=0, height=0, orientation=0)
     orientation = _orientation(image)
     if orientation is None:
         return kept
@@ -55,27 +55,27 @@ def store(source: Dataset, sample: int, options: Options) -> Stored:
     return _raw(pixels, orientation) if options.raw else _jpeg(pixels, orientation)
 
 
-def as_it_is(data: bytes) -> Stored:
+def as_it_is(data: bytes) -> StoredSample:
     """An image file as it is: only its header is read. Width and height are 0 if it is not a readable image."""
-    kind, width, height, orientation = Kind.OTHER, 0, 0, 0
+    kind, width, height, orientation = SampleKind.OTHER, 0, 0, 0
     try:
         check_file(data, "")
     except TooLarge:
-        return Stored(data, kind, width, height, orientation, zlib.crc32(data))
+        return StoredSample(data, kind, width, height, orientation, zlib.crc32(data))
     header = read_header(data)
     if header is not None and header.precision == 8:
-        kind, width, height, orientation = Kind.JPEG, header.width, header.height, header.orientation
+        kind, width, height, orientation = SampleKind.JPEG, header.width, header.height, header.orientation
     else:
         with suppress(Exception):  # a damaged file makes Pillow raise nearly anything
             width, height = Image.open(io.BytesIO(data), formats=FORMATS).size
     if width * height > MAX_PIXELS:
-        kind, width, height, orientation = Kind.OTHER, 0, 0, 0
-    return Stored(data, kind, width, height, orientation, zlib.crc32(data))
+        kind, width, height, orientation = SampleKind.OTHER, 0, 0, 0
+    return StoredSample(data, kind, width, height, orientation, zlib.crc32(data))
 
 
 def stored_samples(
-    source: Dataset, spec: DatasetSpec, options: Options, first: int, workers: int
-) -> Generator[Stored]:
+    source: Dataset, spec: DatasetSpec, options: PackOptions, first: int, workers: int
+) -> Generator[StoredSample]:
     """The samples from `first` on, in order, made by this process or by `workers` others, which open `spec`."""
     if workers == 1:
         for sample in range(first, len(source)):
@@ -95,15 +95,20 @@ def stored_samples(
         ) from error
 
 
-def _raw(pixels: Images, orientation: int = 1) -> Stored:
+def _raw(pixels: Images, orientation: int = 1) -> StoredSample:
     height, width, channels = pixels.shape
     data = pixels.tobytes()
-    return Stored(
-        data, Kind.RGB if channels == 3 else Kind.GREY, width, height, orientation, zlib.crc32(data)
+    return StoredSample(
+        data,
+        SampleKind.RGB if channels == 3 else SampleKind.GREY,
+        width,
+        height,
+        orientation,
+        zlib.crc32(data),
     )
 
 
-def _jpeg(pixels: Images, orientation: int) -> Stored:
+def _jpeg(pixels: Images, orientation: int) -> StoredSample:
     image, file = Image.fromarray(pixels), io.BytesIO()
     exif = Image.Exif()
     if orientation != 1:
@@ -130,7 +135,7 @@ def _orientation(image: Image.Image) -> int | None:
     return value if value in range(2, 9) else 1
 
 
-def _store_chunk(spec: DatasetSpec, digest: str, options: Options, samples: range) -> list[Stored]:
+def _store_chunk(spec: DatasetSpec, digest: str, options: PackOptions, samples: range) -> list[StoredSample]:
     source = _opened(spec, digest)
     return [store(source, sample, options) for sample in samples]
 

@@ -30,8 +30,8 @@ from drumline.data.packed.format import (
     RECORD,
     SPLITS,
     VERSION,
-    Manifest,
-    Options,
+    PackedManifest,
+    PackOptions,
     Split,
     SplitWriter,
     index_file,
@@ -54,7 +54,13 @@ ESTIMATE_MARGIN = 1.5
 
 
 def pack_set(
-    source: str, path: str, out: Path, options: Options, workers: int, force: bool, say: Callable[[str], None]
+    source: str,
+    path: str,
+    out: Path,
+    options: PackOptions,
+    workers: int,
+    force: bool,
+    say: Callable[[str], None],
 ) -> Path:
     """Packs both splits of a source into the folder `out`, or continues an interrupted pack of the same source."""
     name = detect_source(source, path)
@@ -86,14 +92,14 @@ class _Job:
 
     name: str
     path: str
-    options: Options
+    options: PackOptions
     specs: dict[str, DatasetSpec]
     sources: dict[str, Dataset]
     names: dict[str, list[bytes]]
     digest: str
 
 
-def _job(name: str, path: str, options: Options) -> _Job:
+def _job(name: str, path: str, options: PackOptions) -> _Job:
     specs: dict[str, DatasetSpec] = {
         split: DatasetSpec(name, path, split, options.holdout) for split in SPLITS
     }
@@ -263,7 +269,7 @@ def _announce(job: _Job, out: Path, done: dict[str, Split], say: Callable[[str],
         say("WARNING: the disk may be too small. If it fills up, make room and run the same command again")
 
 
-def _estimate(source: Dataset, options: Options) -> int:
+def _estimate(source: Dataset, options: PackOptions) -> int:
     """About how many bytes a split takes: exact for arrays and small sets."""
     count = 1 if isinstance(source, ArrayDataset) else ESTIMATED_FROM
     samples = np.unique(np.linspace(0, len(source) - 1, count).astype(np.int64)).tolist()
@@ -312,9 +318,9 @@ def _save_progress(partial: Path, job: _Job, done: dict[str, Split]) -> None:
     write_text(partial / PROGRESS, json.dumps({"job": job.digest, "splits": splits}))
 
 
-def _manifest(job: _Job, partial: Path, splits: dict[str, Split]) -> Manifest:
+def _manifest(job: _Job, partial: Path, splits: dict[str, Split]) -> PackedManifest:
     train = job.sources["train"]
-    return Manifest(
+    return PackedManifest(
         source=train.name,
         holds="arrays" if isinstance(train, ArrayDataset) else "files",
         classes=train.classes,

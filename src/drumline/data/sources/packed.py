@@ -22,8 +22,8 @@ from drumline.core.errors import UserError
 from drumline.core.machine import raise_descriptor_limit
 from drumline.data.image.decode import check_bytes
 from drumline.data.packed.format import (
-    Kind,
-    Manifest,
+    PackedManifest,
+    SampleKind,
     read_index,
     read_manifest,
     read_names,
@@ -70,7 +70,7 @@ class PackedFiles(MappedFiles):
     def __init__(
         self,
         root: Path,
-        manifest: Manifest,
+        manifest: PackedManifest,
         split: SplitName,
         records: NDArray[np.void],
         rows: NDArray[np.int64] | None,
@@ -91,7 +91,7 @@ class PackedFiles(MappedFiles):
         )
         self.widths, self.heights = kept["width"].astype(np.int32), kept["height"].astype(np.int32)
         self.kinds, self.orientations = kept["kind"].copy(), kept["orientation"].copy()
-        """`Kind` and EXIF orientation of each sample; width 0 marks one that could not be read when it was packed."""
+        """`SampleKind` and EXIF orientation of each sample. Width 0: it could not be read when it was packed."""
         self.crcs = kept["crc"].copy()
         self._checked = np.zeros(len(kept), dtype=np.bool_)
         self._root, self._split = root, split
@@ -105,7 +105,7 @@ class PackedFiles(MappedFiles):
         check_bytes(int(self.lengths[sample]), self.where(sample))
         self.check(sample)
         data = super().read(sample)
-        return data if self.kinds[sample] < Kind.RGB else self._as_file(sample, data)
+        return data if self.kinds[sample] < SampleKind.RGB else self._as_file(sample, data)
 
     def where(self, sample: int) -> str:
         return f"{self._root}:{self._name(sample) or f'sample {sample}'}"
@@ -120,13 +120,13 @@ class PackedFiles(MappedFiles):
 
     def pixels(self, sample: int) -> Images:
         """The stored (height, width, channels) of a raw sample: not copied, not checked, not turned by EXIF."""
-        assert self.kinds[sample] >= Kind.RGB, self.kinds[sample]
-        channels = 3 if self.kinds[sample] == Kind.RGB else 1
+        assert self.kinds[sample] >= SampleKind.RGB, self.kinds[sample]
+        channels = 3 if self.kinds[sample] == SampleKind.RGB else 1
         return self.view(sample).reshape(int(self.heights[sample]), int(self.widths[sample]), channels)
 
     def decoded(self, sample: int) -> Images | None:
         """Raw pixels, checked. Samples that EXIF may rotate are left to `read`, which keeps it."""
-        if self.kinds[sample] < Kind.RGB or self.orientations[sample] > 1:
+        if self.kinds[sample] < SampleKind.RGB or self.orientations[sample] > 1:
             return None
         self.check(sample)
         return self.pixels(sample)
@@ -144,13 +144,13 @@ class PackedFiles(MappedFiles):
 
     def sound_jpegs(self, ids: NDArray[np.integer]) -> NDArray[np.bool_]:
         """Those that are JPEG files and whose bytes still have their checksums."""
-        jpegs = (self.kinds[ids] == Kind.JPEG) & super().sound_jpegs(ids)
+        jpegs = (self.kinds[ids] == SampleKind.JPEG) & super().sound_jpegs(ids)
         jpegs[jpegs] = self.sound(ids[jpegs])
         return jpegs
 
     def _as_file(self, sample: int, data: bytes) -> bytes:
         width, height = int(self.widths[sample]), int(self.heights[sample])
-        colour = self.kinds[sample] == Kind.RGB
+        colour = self.kinds[sample] == SampleKind.RGB
         if self.orientations[sample] <= 1:
             return b"P%d\n%d %d\n255\n" % (6 if colour else 5, width, height) + data
         # Portable pixmaps cannot say how they are to be turned; a PNG can.
@@ -175,7 +175,7 @@ class PackedArrays(ArrayDataset):
     def __init__(
         self,
         root: Path,
-        manifest: Manifest,
+        manifest: PackedManifest,
         split: SplitName,
         records: NDArray[np.void],
         rows: NDArray[np.int64] | None,
@@ -189,7 +189,7 @@ class PackedArrays(ArrayDataset):
             & (records["offset"] == np.arange(len(records), dtype=np.uint64) * np.uint64(length))
         )
         shard = shard_file(root, split, 0)
-        if first["kind"] < Kind.RGB or not regular.all() or records["shard"].any():
+        if first["kind"] < SampleKind.RGB or not regular.all() or records["shard"].any():
             raise UserError(
                 f"{root}: the {split} split says that it holds an array, but sample "
                 f"{int(np.argmin(regular))} does not fit into one",
@@ -200,7 +200,7 @@ class PackedArrays(ArrayDataset):
         self._stored, self._length, self._crcs = stored, length, records["crc"].copy()
         if len(stored) <= CHECKED_ON_OPENING:
             self.check()
-        images = stored.reshape(len(records), height, width, 3 if first["kind"] == Kind.RGB else 1)
+        images = stored.reshape(len(records), height, width, 3 if first["kind"] == SampleKind.RGB else 1)
         labels = records["label"].astype(np.int64)
         if rows is not None:
             images, labels = images[rows], labels[rows]
