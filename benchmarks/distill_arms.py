@@ -28,6 +28,7 @@ from drumline.state.weights import load_weights
 from drumline.training import sets as train_sets
 from drumline.training.rehearse import rehearse
 from drumline.training.run import Run as TrainingRun
+from drumline.training.schedule import Due
 from drumline.training.sets import Normalise
 from drumline.training.task import Builder
 
@@ -171,9 +172,8 @@ class Ours:
                     # TensorBoard is imported on a background thread with the first metric: not a step's cost.
                     reporter.drain()
                     reporter.run_log.flush()
-                reporter.step_done(index + 1, rate)
-                if (index + 1) % run.recipe.train.log_every == 0:
-                    reporter.log_steps(index + 1, rate)
+                log = (index + 1) % run.recipe.train.log_every == 0
+                reporter.step_done(index + 1, rate, Due(False, False, log, False), seconds_per_step=0.01)
 
 
 def _watched(batches: Iterator[Batch], clock: Any) -> Iterator[Batch]:

@@ -44,7 +44,8 @@ from drumline.parallel.process_group import pick_device, resolve_device_type
 from drumline.parallel.strategy import Strategy
 from drumline.parallel.world import World, single_process
 from drumline.training.evaluate import score_module
-from drumline.training.loop import TrainResult, train
+from drumline.training.loop import train
+from drumline.training.output import TrainResult
 from drumline.training.schedule import Plan
 from drumline.training.sets import Sets
 from drumline.training.task import Task, classification

@@ -37,6 +37,7 @@ from drumline.parallel.world import single_process
 from drumline.state.fingerprint import state_sha256
 from drumline.training.guards import make_guards
 from drumline.training.loop import take_steps
+from drumline.training.rehearse import rehearse
 from drumline.training.run import Run as TrainingRun
 from drumline.training.sets import normaliser, open_sets
 from drumline.training.step import TrainStep
@@ -109,7 +110,9 @@ def ours(recipe: Recipe, steps: int, warm: int = WARM) -> tuple[float, float, st
         run.step = timed  # type: ignore[assignment]
         guards = make_guards(run)
         with StopSign(world, guards.poll) as stop:
-            take_steps(run, stop, guards)
+            rehearse(run, run.single_batch(0))
+            run.begin()
+            take_steps(run, guards, stop)
         state = state_sha256(run.state.tensors())
         return (timed.ended - timed.begun) / steps, replay_alone(timed.step, steps), state
 

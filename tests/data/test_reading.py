@@ -29,7 +29,7 @@ from drumline.data.feed.sampler import Request
 from drumline.data.feed.transform import Transform
 from drumline.data.sources import DatasetSpec, EncodedDataset, detect_source, open_dataset, open_same
 from drumline.parallel.world import single_process
-from drumline.state.claim import VARIABLE
+from drumline.state.folder import VARIABLE
 from drumline.training.sets import open_sets
 from tests.data.damage import good_jpeg, with_scans
 from tests.data.test_native import needs_jpeg

@@ -12,8 +12,16 @@ import torch
 from drumline.config.recipe import Checkpoint, Recipe, Run
 from drumline.core.errors import UserError
 from drumline.state.checkpoint import write_checkpoint
-from drumline.state.claim import Claim, claimed, remember, restart_recipe, restart_resume
-from drumline.state.folder import UNSAVED, open_run, write_facts
+from drumline.state.folder import (
+    UNSAVED,
+    Claim,
+    claimed,
+    open_run,
+    remember,
+    restart_recipe,
+    restart_resume,
+    write_facts,
+)
 from drumline.state.manifest import Position
 
 

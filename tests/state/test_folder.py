@@ -21,8 +21,6 @@ from drumline.core.errors import UserError
 from drumline.state.checkpoint import write_checkpoint
 from drumline.state.folder import (
     auto_stem,
-    changed_environment,
-    changed_settings,
     find_checkpoint,
     open_run,
     repeatable,
@@ -30,6 +28,7 @@ from drumline.state.folder import (
     write_facts,
 )
 from drumline.state.manifest import Position
+from drumline.state.provenance import changed_environment, changed_settings
 
 
 def recipe(folder: Path, name: str = "auto", resume: str = "never", model: str = "resnet8") -> Recipe:

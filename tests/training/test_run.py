@@ -25,14 +25,13 @@ from drumline.core.errors import UserError
 from drumline.parallel.world import single_process
 from drumline.state.checkpoint import newest_valid, read_checkpoint, step_of
 from drumline.state.folder import open_run
-from drumline.state.manager import CheckpointManager
 from drumline.state.manifest import Position
 from drumline.state.provenance import describe_environment
 from drumline.state.verify import verify_run
 from drumline.training import rehearse
-from drumline.training.loop import TrainResult, export, train
+from drumline.training.loop import train
+from drumline.training.output import RunOutput, TrainResult
 from drumline.training.rehearse import _check_draws
-from drumline.training.run import RunOutput
 from drumline.training.step import NotCapturable, TrainStep
 from tests.training import tiny
 
@@ -124,7 +123,7 @@ def test_a_start_that_fails_leaves_the_run_as_it_was(
         (one / "log.txt").unlink()
         (one / "log.txt").mkdir()
     elif where == "recipe":
-        monkeypatch.setattr("drumline.training.run.write_facts", _no_room)
+        monkeypatch.setattr("drumline.training.output.write_facts", _no_room)
     before = contents(one)
     with pytest.raises(error):
         run(tmp_path, resume="auto", steps=8, model="resnet14" if where == "model" else "resnet8")
@@ -208,7 +207,7 @@ def test_weights_of_an_earlier_stop_are_kept_until_the_new_ones_are_written(
     one = tmp_path / "one"
     shutil.copytree(finished, one)
     with monkeypatch.context() as patch:
-        patch.setattr("drumline.training.loop.export", _fail)
+        patch.setattr(RunOutput, "export", _fail)
         with pytest.raises(RuntimeError):
             run(tmp_path, resume="auto", steps=8)
     assert (one / "weights.aside" / "last.safetensors").exists()
@@ -249,30 +248,27 @@ def test_going_back_to_an_older_checkpoint_rewrites_what_came_after(tmp_path: Pa
 
 def test_best_weights_are_not_taken_from_a_rotten_checkpoint(tmp_path: Path) -> None:
     """The run itself is sound; its best checkpoint, many steps ago, has rotted since."""
-    saved, notes = tmp_path / "checkpoints", list[str]()
-    manager = CheckpointManager(saved, 3, "", {}, lambda: None)
-    trained = tiny.state(tiny.normed())
-    ended: Any = SimpleNamespace(
-        folder=SimpleNamespace(path=tmp_path, checkpoints=saved),
-        manager=manager,
-        state=trained,
-        strategy=trained.strategy,
-        log=notes.append,
-    )
-    manager.save(trained.tensors(), Position(4, 10, best_step=4))
-    position, best = Position(6, 10, best_step=4), tmp_path / "weights" / "best.safetensors"
-    export(ended, position)
-    model = saved / "step-4" / "model.safetensors"
-    assert best.read_bytes() == model.read_bytes()
-    assert notes == []
-    content = bytearray(model.read_bytes())
-    content[-1] ^= 1
-    model.write_bytes(content)
-    export(ended, position)
-    manager.close()
+    warnings, trained, position = list[str](), tiny.state(tiny.normed()), Position(6, 10, best_step=4)
+    silent: Any = SimpleNamespace(log=warnings.append)
+    opened = open_run(recipe(tmp_path), "digits")
+    best = opened.path / "weights" / "best.safetensors"
+    with ExitStack() as cleanup:
+        cleanup.callback(opened.leave)
+        facts = describe_environment(CPU, 1, "", 1)
+        output = RunOutput(opened, recipe(tmp_path), facts, Position(0, 10), silent, cleanup)
+        output.begin()
+        output.manager.save(trained.tensors(), Position(4, 10, best_step=4))
+        output.export(trained.tensors()["model"], position, "model")
+        model = opened.checkpoints / "step-4" / "model.safetensors"
+        assert best.read_bytes() == model.read_bytes()
+        warnings.clear()
+        content = bytearray(model.read_bytes())
+        content[-1] ^= 1
+        model.write_bytes(content)
+        output.export(trained.tensors()["model"], position, "model")
     assert best.read_bytes() != bytes(content)
-    assert len(notes) == 1
-    assert "model.safetensors: its checksum does not match" in notes[0]
+    assert len(warnings) == 1
+    assert "model.safetensors: its checksum does not match" in warnings[0]
 
 
 @pytest.mark.parametrize("wanted", ["auto", "on"])

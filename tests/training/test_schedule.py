@@ -91,27 +91,38 @@ def test_epochs_become_steps_and_steps_win_over_epochs() -> None:
 
 
 def test_evaluation_and_saving_come_every_so_many_epochs_and_at_the_end() -> None:
+    sections = {"data": Data(batch=100), "train": Train(epochs=2.4, eval_every=0.5)}
+    made = plan(**sections, checkpoint=Checkpoint(every_epochs=1))
+    assert [step for step in range(1, 25) if made.due(step).evaluation] == [5, 10, 15, 20, 24]
+    assert not any(made.due(step, evaluates=False).evaluation for step in range(1, 25))
+    assert [step for step in range(1, 25) if made.due(step).save] == [10, 20, 24]
+    made = plan(**sections, checkpoint=Checkpoint(every_epochs=1, every_steps=7))
+    assert [step for step in range(1, 25) if made.due(step).save] == [7, 10, 14, 20, 21, 24]
+
+
+def test_a_line_is_logged_every_so_many_steps_and_at_each_evaluation_save_and_epoch() -> None:
     made = plan(
-        data=Data(batch=100), train=Train(epochs=2.4, eval_every=0.5), checkpoint=Checkpoint(every_epochs=1)
+        data=Data(batch=100),
+        train=Train(epochs=2.4, eval_every=1.2, log_every=9),
+        checkpoint=Checkpoint(every_epochs=0, every_steps=11),
     )
-    assert [step for step in range(1, 25) if made.evaluates_after(step)] == [5, 10, 15, 20, 24]
-    assert [step for step in range(1, 25) if made.saves_after(step, 0)] == [10, 20, 24]
-    assert [step for step in range(1, 25) if made.saves_after(step, 7)] == [7, 10, 14, 20, 21, 24]
+    assert [step for step in range(1, 25) if made.due(step).log] == [9, 10, 11, 12, 18, 20, 22, 24]
+    assert [step for step in range(1, 25) if made.due(step).epoch_end] == [10, 20]
 
 
 def test_zero_means_only_at_the_end() -> None:
     made = plan(
         data=Data(batch=100), train=Train(epochs=2, eval_every=0), checkpoint=Checkpoint(every_epochs=0)
     )
-    assert [step for step in range(1, 21) if made.evaluates_after(step)] == [20]
-    assert [step for step in range(1, 21) if made.saves_after(step, 0)] == [20]
+    assert [step for step in range(1, 21) if made.due(step).evaluation] == [20]
+    assert [step for step in range(1, 21) if made.due(step).save] == [20]
 
 
 def test_asking_for_more_often_than_every_step_means_every_step_not_never() -> None:
     made = plan(
         data=Data(batch=100), train=Train(epochs=1, eval_every=0.01), checkpoint=Checkpoint(every_epochs=0.01)
     )
-    assert all(made.evaluates_after(step) and made.saves_after(step, 0) for step in range(1, 11))
+    assert all(made.due(step).evaluation and made.due(step).save for step in range(1, 11))
 
 
 def test_a_batch_larger_than_the_data_is_refused() -> None:

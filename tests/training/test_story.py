@@ -17,7 +17,8 @@ from drumline.data.feed.batch import Batch
 from drumline.observe import display
 from drumline.parallel.world import single_process
 from drumline.state.folder import resume_command
-from drumline.training.loop import TrainResult, train
+from drumline.training.loop import train
+from drumline.training.output import TrainResult
 from drumline.training.step import TrainStep
 from tests.training import tiny
 

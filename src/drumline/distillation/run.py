@@ -18,9 +18,9 @@ from drumline.distillation.task import Stage, distillation_task
 from drumline.observe.display import make_display
 from drumline.parallel.world import World
 from drumline.state.checkpoint import checkpoints, is_checkpoint, newest_valid
-from drumline.state.claim import remember
-from drumline.state.folder import UNSAVED, claim_name, found_of_run
-from drumline.training.loop import TrainResult, train
+from drumline.state.folder import UNSAVED, claim_name, found_of_run, remember
+from drumline.training.loop import train
+from drumline.training.output import TrainResult
 
 
 def distill(recipe: Recipe, world: World) -> TrainResult:

@@ -37,7 +37,7 @@ from drumline.launch.workers import RESULT
 from drumline.observe.text_log import say
 from drumline.parallel.process_group import init_world, pick_device, resolve_device_type
 from drumline.parallel.world import World, single_process
-from drumline.state.claim import claimed, restart_recipe, restart_resume
+from drumline.state.folder import claimed, restart_recipe, restart_resume
 
 JOBS = {
     "train": "drumline.training.loop:train",

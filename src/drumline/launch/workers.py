@@ -25,7 +25,7 @@ from types import FrameType
 from drumline.core.heartbeat import Beats
 from drumline.launch.failure import FILE, Failure, failure_from_exit, read_failure
 from drumline.launch.stacks import Stacks
-from drumline.state.claim import Claim
+from drumline.state.folder import Claim
 
 REAP_SECONDS = 3.0
 LONGEST_PAUSE = 60.0

@@ -1,73 +1,147 @@
-"""One step of a pipeline as spans on lanes, and as a trace for ui.perfetto.dev and chrome://tracing.
+"""The timeline of one early step: when each lane computed which micro-batch, next to the prediction.
 
-Promises: the predicted and the measured step share one time scale, and each starts at 0. Nothing is smoothed: what
-overlaps gets a row of its own. Everything here is pure; `timeline_svg.py` draws it.
+Promises: one step is recorded, some steps after the start, and the other steps cost nothing. The prediction is made
+before it, from the times of a rehearsed step. Writes `timeline.svg` (`timeline_svg.py`) and `timeline.json`, a trace
+for ui.perfetto.dev and chrome://tracing, into the run folder. If they cannot be written, the run continues.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
 
+from drumline.core.files import write_text
+from drumline.core.machine import host_name
 from drumline.core.text import printable
-from drumline.parallel.lanes import Kind, Span
+from drumline.observe.run_log import Log
+from drumline.observe.timeline_svg import TRANSFERS, Step, rows_of, step_of, timeline_svg
+from drumline.parallel.lanes import Kind, Lanes, Span, Times, bubble, simulate, step_time
+from drumline.parallel.strategy import Strategy
 
-COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
-TRANSFERS = (
-    (Kind.SEND_OUTPUT, Kind.SEND_GRADIENT),
-    (Kind.RECEIVE_INPUT, Kind.RECEIVE_GRADIENT),
-    (Kind.REDUCE,),
-)
-"""What moves data, in the order of display. Waiting is not included: it is the lane's idle time."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """The predicted or the measured step, from time 0."""
-
-    name: str
-    spans: tuple[Span, ...]
-    length: float
-
-    def of(self, lane: int, kinds: Iterable[Kind]) -> list[Span]:
-        """The spans of these kinds in a lane."""
-        return [span for span in self.spans if span.lane == lane and span.kind in kinds]
+AFTER = 4
+"""Steps after the start before one is recorded: the first ones are slower."""
+SVG, TRACE = "timeline.svg", "timeline.json"
 
 
-def step_of(name: str, spans: Sequence[Span]) -> Step:
-    """Spans sorted and shifted to start at 0."""
-    assert spans, f"no {name} spans"
-    assert all(0 <= span.end - span.start < math.inf for span in spans), f"{name} spans end before they start"
-    zero = min(span.start for span in spans)
-    moved = [replace(span, start=span.start - zero, end=span.end - zero) for span in spans]
-    moved.sort(key=lambda span: (span.start, span.end))
-    return Step(name, tuple(moved), max(span.end for span in moved))
+class StepTimeline:
+    """Records one step of a run. All processes call every method."""
 
+    def __init__(self, strategy: Strategy, lanes: Lanes, folder: Path | None, log: Log) -> None:
+        self.strategy, self.lanes, self.folder = strategy, lanes, folder
+        self._log = log
+        self._step = -1
+        self._predicted: tuple[Span, ...] = ()
 
-def idle_times(half: Step, lane: int) -> Iterator[tuple[float, float, Span | None]]:
-    """The times when a lane does not compute, each with what it computes next."""
-    done = 0.0
-    for span in half.of(lane, COMPUTE):
-        if span.start > done:
-            yield done, span.start, span
-        done = max(done, span.end)
-    if half.length > done:
-        yield done, half.length, None
+    @staticmethod
+    def of(strategy: Strategy, model: str, folder: Path | None, log: Log) -> StepTimeline | None:
+        """The timeline of a run; None where it would show one forward and one backward."""
+        lanes = strategy.lanes()
+        if lanes is None:
+            return None
+        return StepTimeline(strategy, replace(lanes, title=f"{model}, {lanes.title}"), folder, log)
 
+    def begin(self, step: int) -> None:
+        """Before the first step of a run: the step to record comes some steps later."""
+        self._step = step + AFTER
 
-def rows_of(spans: Iterable[Span], slack: float = 0.0) -> list[list[Span]]:
-    """Spans, sorted by start, in as few rows as possible. Spans of a row overlap by at most `slack` seconds."""
-    rows: list[list[Span]] = []
-    for span in spans:
-        for row in rows:
-            if row[-1].end <= span.start + slack:
-                row.append(span)
-                break
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Records the step that is computed inside."""
+        self.strategy.recording = True
+        try:
+            yield
+        finally:
+            self.strategy.recording = False
+
+    def predict(self) -> None:
+        """From the step just recorded: how long each part of a step will take."""
+        spans, lists = self._gathered(), self.lanes.instructions
+        if lists is None:
+            self._predicted = in_turn(spans, len(self.lanes.names))
         else:
-            rows.append([span])
-    return rows
+            stages = 1 + max(item.stage for items in lists for item in items)
+            self._predicted = simulate(lists, typical_times(spans, stages))
+
+    def before(self, step: int) -> None:
+        """At the beginning of each step."""
+        if step == self._step:
+            self.strategy.recording = True
+
+    def after(self, step: int) -> None:
+        """At the end of each step: draws the one that was recorded."""
+        if step != self._step:
+            return
+        self.strategy.recording = False
+        measured = self._gathered()
+        if self.folder is None or not measured:
+            return
+        try:
+            title, names = f"{self.lanes.title}, step {step + 1:,}", self.lanes.names
+            write_text(self.folder / SVG, timeline_svg(measured, self._predicted, title, names))
+            write_text(self.folder / TRACE, perfetto(measured, self._predicted, names))
+        except OSError as error:
+            self._log(f"WARNING: no timeline of the step, {error.strerror or error}: {self.folder / SVG}")
+            return
+        if self._predicted:
+            now, expected = (
+                f"bubble {bubble(spans):.1%} of {step_time(spans) * 1e3:.1f} ms"
+                for spans in (measured, self._predicted)
+            )
+            # Whole models side by side have no bubble that a person would wait for.
+            show = self.lanes.instructions is not None
+            self._log(f"step {step + 1:,}: {now}, expected {expected}; timeline in {self.folder / SVG}", show)
+
+    def _gathered(self) -> list[Span]:
+        """The spans of the lanes to draw, on every process, by the first one's clock. Each machine's clock has its
+        own origin: the others are set by what all clocks show at one moment."""
+        world = self.lanes.world
+        world.barrier()
+        every = world.all_gather_object((host_name(), time.perf_counter(), self.strategy.spans()))
+        host, now, _ = every[0]
+        drawn: list[Span] = []
+        for theirs, then, spans in every:
+            behind = 0.0 if theirs == host else now - then
+            drawn += [
+                replace(span, start=span.start + behind, end=span.end + behind)
+                for span in spans
+                if span.lane < len(self.lanes.names)
+            ]
+        return drawn
+
+
+def in_turn(spans: Sequence[Span], lanes: int) -> tuple[Span, ...]:
+    """A step in which no lane is slower than another and none waits: every forward and backward takes the median of
+    all lanes. Pure."""
+    taken: dict[tuple[int, Kind], list[float]] = {}
+    for span in sorted(spans, key=lambda span: (span.micro, span.kind is Kind.BACKWARD)):
+        taken.setdefault((span.micro, span.kind), []).append(span.end - span.start)
+    found, now = [], 0.0
+    for (micro, kind), seconds in taken.items():
+        end = now + median(seconds)
+        found += [Span(lane, kind, 0, micro, now, end) for lane in range(lanes)]
+        now = end
+    return tuple(found)
+
+
+def typical_times(spans: Sequence[Span], stages: int) -> Times:
+    """The median of each stage's times over its micro-batches; of copies the shortest, because the others include
+    waiting for the receiver. Pure."""
+
+    def of(kind: Kind, stage: int, typical: Callable[[list[float]], float] = median) -> float:
+        found = [span.end - span.start for span in spans if span.kind is kind and span.stage == stage]
+        return typical(found) if found else 0.0
+
+    return Times(
+        forward=[of(Kind.FORWARD, stage) for stage in range(stages)],
+        backward=[of(Kind.BACKWARD, stage) for stage in range(stages)],
+        transfer=[of(Kind.SEND_OUTPUT, stage, min) for stage in range(stages - 1)],
+        reduce=[of(Kind.REDUCE, stage) for stage in range(stages)],
+    )
 
 
 def perfetto(measured: Sequence[Span], predicted: Sequence[Span] | None, lanes: Sequence[str]) -> str:

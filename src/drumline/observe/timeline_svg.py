@@ -1,20 +1,76 @@
 """One step of a pipeline as a picture: which lane computed which micro-batch when, and where it was idle.
 
 Promises: a self-contained SVG with its own background, without scripts or external fonts. The predicted and the
-measured step have one time scale. The hue shows the micro-batch, light and dark show forward and backward, hatching
-shows idle time. What overlaps is drawn in separate rows; what took no time is not drawn.
+measured step share one time scale, and each starts at 0. Nothing is smoothed. The hue shows the micro-batch, light
+and dark show forward and backward, hatching shows idle time. Overlapping spans are drawn in separate rows; spans
+without a duration are not drawn. Everything here is pure.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from xml.sax.saxutils import escape
 
 from drumline.core.text import printable
-from drumline.observe.timeline import COMPUTE, TRANSFERS, Step, idle_times, rows_of, step_of
 from drumline.parallel.lanes import Instruction, Kind, Span, bubble
+
+COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
+TRANSFERS = (
+    (Kind.SEND_OUTPUT, Kind.SEND_GRADIENT),
+    (Kind.RECEIVE_INPUT, Kind.RECEIVE_GRADIENT),
+    (Kind.REDUCE,),
+)
+"""What moves data, in the order of display. Waiting is not included: it is the lane's idle time."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The predicted or the measured step, from time 0."""
+
+    name: str
+    spans: tuple[Span, ...]
+    length: float
+
+    def of(self, lane: int, kinds: Iterable[Kind]) -> list[Span]:
+        """The spans of these kinds in a lane."""
+        return [span for span in self.spans if span.lane == lane and span.kind in kinds]
+
+
+def step_of(name: str, spans: Sequence[Span]) -> Step:
+    """Spans sorted and shifted to start at 0."""
+    assert spans, f"no {name} spans"
+    assert all(0 <= span.end - span.start < math.inf for span in spans), f"{name} spans end before they start"
+    zero = min(span.start for span in spans)
+    moved = [replace(span, start=span.start - zero, end=span.end - zero) for span in spans]
+    moved.sort(key=lambda span: (span.start, span.end))
+    return Step(name, tuple(moved), max(span.end for span in moved))
+
+
+def idle_times(half: Step, lane: int) -> Iterator[tuple[float, float, Span | None]]:
+    """The times when a lane does not compute, each with what it computes next."""
+    done = 0.0
+    for span in half.of(lane, COMPUTE):
+        if span.start > done:
+            yield done, span.start, span
+        done = max(done, span.end)
+    if half.length > done:
+        yield done, half.length, None
+
+
+def rows_of(spans: Iterable[Span], slack: float = 0.0) -> list[list[Span]]:
+    """Spans, sorted by start, in as few rows as possible. Spans of a row overlap by at most `slack` seconds."""
+    rows: list[list[Span]] = []
+    for span in spans:
+        for row in rows:
+            if row[-1].end <= span.start + slack:
+                row.append(span)
+                break
+        else:
+            rows.append([span])
+    return rows
 
 
 def timeline_svg(

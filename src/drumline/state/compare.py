@@ -21,8 +21,8 @@ from drumline.core.files import CorruptError, read_small
 from drumline.state import chain
 from drumline.state.chain import Record
 from drumline.state.checkpoint import checkpoints, is_checkpoint, read_checkpoint, step_of, verify_checkpoint
-from drumline.state.folder import changed_environment, changed_settings
 from drumline.state.manifest import read_manifest
+from drumline.state.provenance import changed_environment, changed_settings
 from drumline.state.verify import MAX_RECORD
 
 GROUP_NAMES = {"ids": "samples of the global batch"}

@@ -2,12 +2,15 @@
 
 Promises: one run at a time writes a run folder. A folder that holds a run is never overwritten, unless that run had
 not saved a checkpoint yet and the same settings repeat its steps. Opening a folder changes no file of an earlier run.
-Resuming uses the newest checkpoint that verifies, and warns about each newer one that does not.
+Resuming uses the newest checkpoint that verifies, and warns about each newer one that does not. The first start of a
+run claims its folder, and restarts by the launcher continue there, whatever the command line says about names and
+resuming.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 from contextlib import suppress
@@ -18,32 +21,14 @@ from typing import Any
 
 from drumline.config.arguments import names_code
 from drumline.config.recipe import Distill, Recipe
-from drumline.config.toml import differing_fields, dump_recipe
+from drumline.config.toml import dump_recipe
 from drumline.core.errors import UserError
 from drumline.core.files import write_file, write_text
 from drumline.core.lock import FILE as LOCK
 from drumline.core.lock import Lock, Superseded, acquire
-from drumline.core.text import printable
 from drumline.state.checkpoint import is_checkpoint, is_temporary, newest_valid
-from drumline.state.claim import claimed, remember
+from drumline.state.provenance import changed_settings
 
-IRRELEVANT_TO_BITS = (
-    "run.dir",
-    "run.name",
-    "data.workers",
-    "data.pool",
-    "data.decode",
-    "data.strict",
-    "data.bad_limit",
-    "train.log_every",
-    "parallel.timeout",
-    "parallel.interface",
-    "parallel.rendezvous",
-    "parallel.node_rank",
-)
-OF_THE_WORLD = ("parallel.processes", "parallel.nodes", "parallel.layout", "parallel.backend")
-"""Fields that do not change the bits in strict mode either."""
-UNSET = "not set"
 APPENDED = ("metrics.jsonl", "log.txt", "fingerprints.txt", "events.out.tfevents.*")
 """Files that a run keeps open and appends to."""
 OF_A_RUN = (
@@ -61,6 +46,8 @@ OF_A_RUN = (
 """Files that show that a folder holds a run. log.txt alone does not: it is only appended to."""
 UNSAVED = ".unsaved"
 """Marks the folder of a run that has not saved a checkpoint yet."""
+VARIABLE = "DRUMLINE_CLAIMED"
+"""The file in which our launcher keeps the name of the run folder."""
 
 
 @dataclass(frozen=True)
@@ -324,29 +311,63 @@ def write_facts(path: Path, recipe_text: str, environment: dict[str, Any]) -> No
     write_text(path / "environment.json", json.dumps(environment, indent=1) + "\n")
 
 
-def changed_settings(saved: str, current: str, strict: bool = False) -> list[str]:
-    """The fields that can change the result and differ between two recipes, as `name: old -> new`."""
-    irrelevant = IRRELEVANT_TO_BITS + (OF_THE_WORLD if strict else ())
-    return [
-        f"{name}: {old} -> {new}"
-        for name, old, new in sorted(differing_fields(saved, current), key=lambda field: field[0])
-        if name not in irrelevant and not name.startswith(("checkpoint.", "launch.", "guard."))
-    ]
+class Claim:
+    """The launcher's side: the name, in anonymous memory."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("drumline-claimed")
+
+    @property
+    def variable(self) -> dict[str, str]:
+        """The environment variable for the workers."""
+        return {VARIABLE: f"/proc/{os.getpid()}/fd/{self._descriptor}"}
+
+    def read(self) -> str:
+        """The name of the folder; empty if no worker has claimed one yet."""
+        return os.pread(self._descriptor, 4096, 0).decode()
+
+    def write(self, name: str) -> None:
+        """Sets the name that a worker on another machine has claimed."""
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, name.encode(), 0)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
 
 
-def changed_environment(saved: dict[str, Any], current: dict[str, Any], strict: bool = False) -> list[str]:
-    """The facts that can change bits and differ between two environments, as `name: old -> new`."""
-    names = ("device", "cuda", "cudnn", "libraries", "threads", *(() if strict else ("processes", "backend")))
-    # Strict mode promises equal bits, which its own code decides.
-    packages = ("torch", "pillow", *(("drumline", "numpy") if strict else ()))
-    pairs = {name: (saved.get(name), current.get(name)) for name in names}
-    pairs |= {name: (saved.get("packages", {}).get(name), current["packages"].get(name)) for name in packages}
-    before, now = saved.get("arithmetic"), current.get("arithmetic")
-    if isinstance(before, dict) and isinstance(now, dict):  # earlier versions did not record it
-        pairs |= {name: (before.get(name, UNSET), now.get(name, UNSET)) for name in sorted({*before, *now})}
-    return [
-        f"{_plain(name)}: {_plain(old)} -> {_plain(new)}" for name, (old, new) in pairs.items() if old != new
-    ]
+def remember(name: str) -> None:
+    """Claims a run folder, on rank 0. The first name stays: later ones are folders inside it."""
+    if VARIABLE in os.environ and not claimed():
+        Path(os.environ[VARIABLE]).write_text(name)
+
+
+def claimed() -> str:
+    """The name of the folder that an earlier start of this run has claimed; empty at its first start."""
+    path = os.environ.get(VARIABLE)
+    return Path(path).read_text() if path else ""
+
+
+def restart_resume(recipe: Recipe, name: str) -> str:
+    """The value of `checkpoint.resume` for a restart in the run folder of this name. Call it on rank 0."""
+    folder = Path(recipe.run.dir) / name
+    if not folder.is_dir():
+        raise UserError(
+            f"run.dir = {recipe.run.dir}: {name}, the folder of the run to continue, does not exist",
+            "if you renamed or moved it, move it back and resume with --checkpoint.resume auto; on several machines, "
+            "set run.dir to a folder on a shared disk",
+        )
+    resume = recipe.checkpoint.resume
+    saved = any(path.suffix == "" for path in (folder / "checkpoints").glob("step-*"))
+    return "auto" if saved or resume == "never" else resume
+
+
+def restart_recipe(recipe: Recipe, name: str, resume: str) -> Recipe:
+    """The recipe of a restart."""
+    return replace(
+        recipe,
+        run=replace(recipe.run, name=name),
+        checkpoint=replace(recipe.checkpoint, resume=resume),
+    )
 
 
 def _unwritable(base: Path, error: OSError) -> UserError:
@@ -372,8 +393,3 @@ def next_free(base: Path, stem: str) -> Path:
             number += 1
         else:
             return base / f"{stem}-{number}"
-
-
-def _plain(value: object) -> str:
-    """A value from an untrusted manifest as short text without control characters."""
-    return printable(str(value)[:100])

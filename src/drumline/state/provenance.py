@@ -1,7 +1,8 @@
-"""What a run runs on: software, devices, threads, code. Saved with the run and with every checkpoint.
+"""What decides the bits of a run (settings, software, devices, threads, code), and what differs between two runs.
 
-Promises: two processes with the same `software` run the same lines of drumline and of the user's own models and
-sources, and the same versions of the libraries that decode images and compute. Nothing is imported to find out.
+Saved with the run and with every checkpoint. Promises: two processes with the same `software` run the same lines of
+drumline and of the user's own models and sources, and the same versions of the libraries that decode images and
+compute. To find that out, nothing is imported.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import torch
 
 from drumline.config.arguments import names_code
 from drumline.config.recipe import Recipe
+from drumline.config.toml import differing_fields
 from drumline.core.machine import host_name
+from drumline.core.text import printable
 
 STEERING = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
 """Variables that decide which kernels CUDA's libraries choose."""
@@ -50,6 +53,23 @@ HARMLESS = re.compile(
 PACKAGES = ("drumline", "torch", "numpy", "pillow", "safetensors")
 COMPARED = ("drumline", "torch", "numpy", "pillow", "simplejpeg")
 """Packages whose versions all ranks of a run must share."""
+IRRELEVANT_TO_BITS = (
+    "run.dir",
+    "run.name",
+    "data.workers",
+    "data.pool",
+    "data.decode",
+    "data.strict",
+    "data.bad_limit",
+    "train.log_every",
+    "parallel.timeout",
+    "parallel.interface",
+    "parallel.rendezvous",
+    "parallel.node_rank",
+)
+OF_THE_WORLD = ("parallel.processes", "parallel.nodes", "parallel.layout", "parallel.backend")
+"""Fields that do not change the bits in strict mode either."""
+UNSET = "not set"
 ENDINGS = (".py", ".c", ".h")
 MOST_FILES = 5000
 """Largest number of files of a user's package that are read."""
@@ -160,6 +180,31 @@ def code_digest(path: Path) -> str:
     return digest.hexdigest()[:12]
 
 
+def changed_settings(saved: str, current: str, strict: bool = False) -> list[str]:
+    """The fields that can change the result and differ between two recipes, as `name: old -> new`."""
+    irrelevant = IRRELEVANT_TO_BITS + (OF_THE_WORLD if strict else ())
+    return [
+        f"{name}: {old} -> {new}"
+        for name, old, new in sorted(differing_fields(saved, current), key=lambda field: field[0])
+        if name not in irrelevant and not name.startswith(("checkpoint.", "launch.", "guard."))
+    ]
+
+
+def changed_environment(saved: dict[str, Any], current: dict[str, Any], strict: bool = False) -> list[str]:
+    """The facts that can change bits and differ between two environments, as `name: old -> new`."""
+    names = ("device", "cuda", "cudnn", "libraries", "threads", *(() if strict else ("processes", "backend")))
+    # Strict mode promises equal bits, which its own code decides.
+    packages = ("torch", "pillow", *(("drumline", "numpy") if strict else ()))
+    pairs = {name: (saved.get(name), current.get(name)) for name in names}
+    pairs |= {name: (saved.get("packages", {}).get(name), current["packages"].get(name)) for name in packages}
+    before, now = saved.get("arithmetic"), current.get("arithmetic")
+    if isinstance(before, dict) and isinstance(now, dict):  # earlier versions did not record it
+        pairs |= {name: (before.get(name, UNSET), now.get(name, UNSET)) for name in sorted({*before, *now})}
+    return [
+        f"{_plain(name)}: {_plain(old)} -> {_plain(new)}" for name, (old, new) in pairs.items() if old != new
+    ]
+
+
 def _sources(path: Path) -> list[Path]:
     """The source files of a folder, or the file itself."""
     if not path.is_dir():
@@ -228,3 +273,8 @@ def _imports(file: Path, package: list[str]) -> list[str]:
             base = ".".join([*above, *([node.module] if node.module else [])])
             names += [f"{base}.{alias.name}" for alias in node.names]  # a module, or something in one
     return names
+
+
+def _plain(value: object) -> str:
+    """A value from an untrusted manifest as short text without control characters."""
+    return printable(str(value)[:100])

@@ -27,8 +27,7 @@ from drumline.data.identity import (
 )
 from drumline.data.sources import Dataset, EncodedDataset
 from drumline.parallel.world import World
-from drumline.state.folder import changed_environment
-from drumline.state.provenance import describe_environment, software
+from drumline.state.provenance import changed_environment, describe_environment, software
 from drumline.training.sets import Sets
 
 MACHINE_FIELDS = frozenset(

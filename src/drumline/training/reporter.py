@@ -23,6 +23,7 @@ from drumline.observe.display import Display, Progress
 from drumline.observe.run_log import RunLog
 from drumline.parallel.world import World
 from drumline.training.metrics import Metric, Score, describe
+from drumline.training.schedule import Due
 from drumline.training.task import Meter
 
 DRAW_SECONDS = 0.2
@@ -64,9 +65,20 @@ class RunReporter:
         self._requested: dict[int, tuple[Times, float]] = {}
         self._since_evaluation: list[Times] = []
 
-    def step_done(self, done: int, rate: float) -> None:
-        """Moves the bar, by what the host knows. Called after every step."""
+    def begin(self, done: int) -> None:
+        """Shows the bar. Called with the number of finished steps once the first batch is there."""
+        self.display.begin(self.total, done, self.total / self.per_epoch)
+        self.pause(done)
+
+    def step_done(self, done: int, rate: float, due: Due, seconds_per_step: float) -> None:
+        """Called by all ranks after every step, with the same arguments. Logs the steps since the previous line if
+        that is due, and moves the bar by what the host knows."""
         self.step = done
+        if due.log:
+            self.log_steps(done, rate, not_evaluated=due.epoch_end and not due.evaluation)
+        elif done >= self._next_peek:
+            self.meters.peek(done)
+            self._next_peek = done + (max(1, int(PEEK_SECONDS / seconds_per_step)) if seconds_per_step else 1)
         now = perf_counter()
         if now - self._drawn_at < DRAW_SECONDS:
             return
@@ -77,13 +89,6 @@ class RunReporter:
         if seen is not None and seen.samples and seen.step > self._latest.loss_step:
             self._latest = replace(self._latest, loss=seen.loss, loss_step=seen.step)
         self._show(done, rate, speed, self.clock.data_share())
-
-    def peek(self, done: int, seconds_per_step: float) -> None:
-        """Requests the loss so far, for the display, about once a second. All ranks call it after every step that is
-        not logged, with the same arguments."""
-        if done >= self._next_peek:
-            self.meters.peek(done)
-            self._next_peek = done + (max(1, int(PEEK_SECONDS / seconds_per_step)) if seconds_per_step else 1)
 
     def log_steps(self, done: int, rate: float, not_evaluated: bool = False) -> None:
         """Requests the numbers of the steps since the last call, and logs those that have arrived. `not_evaluated`:

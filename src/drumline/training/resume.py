@@ -21,9 +21,10 @@ from drumline.data.classes import describe_difference
 from drumline.data.identity import changed_samples
 from drumline.parallel.world import World
 from drumline.state.checkpoint import read_checkpoint
-from drumline.state.folder import changed_environment, changed_settings, repeatable
+from drumline.state.folder import repeatable
 from drumline.state.manifest import Position, read_manifest
 from drumline.state.model_record import ModelRecord, record_of
+from drumline.state.provenance import changed_environment, changed_settings
 from drumline.training.schedule import Plan
 from drumline.training.state import TrainState
 from drumline.training.task import Task

@@ -1,13 +1,14 @@
 """The schedule of a run: its length in steps, the learning rate of each, and when it evaluates and saves.
 
-Promises: depends on the recipe and the size of the training set only, so a resumed run has the same rate at every
-step and evaluates and saves after the same ones.
+Promises: depends only on the recipe and the size of the training set, so a resumed run has the same rate at every
+step, and evaluates and saves after the same steps.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from drumline.config.recipe import Optim, Recipe
 from drumline.core.errors import UserError
@@ -16,7 +17,7 @@ from drumline.data.feed.sampler import steps_per_epoch
 
 @dataclass(frozen=True)
 class Schedule:
-    """Peak rate, shape and landmarks, all in steps."""
+    """The learning rate as a function of the step: peak, shape, and turning points in steps."""
 
     peak: float
     shape: str
@@ -59,30 +60,40 @@ def scaled_rate(optim: Optim, batch: int) -> float:
     return optim.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[optim.lr_scaling]
 
 
+class Due(NamedTuple):
+    """What follows a step."""
+
+    evaluation: bool
+    save: bool
+    log: bool
+    epoch_end: bool
+
+
 @dataclass(frozen=True)
 class Plan:
-    """How long a run is, in steps."""
+    """How long a run is, and when it evaluates, saves and logs, all in steps. 0: only at the end."""
 
     total: int
     per_epoch: int
     schedule: Schedule
-    eval_steps: int
-    save_steps: int
+    evaluate_every: int
+    save_every: tuple[int, int]
+    """From `checkpoint.every_epochs` and `checkpoint.every_steps`."""
+    log_every: int
 
-    def evaluates_after(self, step: int) -> bool:
-        """`step` counts finished steps."""
-        return step == self.total or (self.eval_steps > 0 and step % self.eval_steps == 0)
-
-    def saves_after(self, step: int, every_steps: int) -> bool:
-        return (
-            step == self.total
-            or (self.save_steps > 0 and step % self.save_steps == 0)
-            or (every_steps > 0 and step % every_steps == 0)
-        )
+    def due(self, done: int, evaluates: bool = True) -> Due:
+        """What follows after `done` steps. `evaluates`: whether the run evaluates at all."""
+        end = done == self.total
+        evaluation = evaluates and (end or _is_multiple(done, self.evaluate_every))
+        save = end or any(_is_multiple(done, steps) for steps in self.save_every)
+        epoch_end = done % self.per_epoch == 0
+        # A line at each save, so that the log of a resumed run equals that of an uninterrupted one.
+        log = done % self.log_every == 0 or evaluation or save or epoch_end
+        return Due(evaluation, save, log, epoch_end)
 
 
 def make_plan(recipe: Recipe, samples: int) -> Plan:
-    """Counts the steps of a run on so many training samples. Refuses a batch larger than the set."""
+    """The plan of a run on this number of training samples. Rejects a batch that is larger than the set."""
     batch = recipe.data.batch
     per_epoch = steps_per_epoch(samples, batch)
     if per_epoch == 0:
@@ -95,9 +106,14 @@ def make_plan(recipe: Recipe, samples: int) -> Plan:
         total=total,
         per_epoch=per_epoch,
         schedule=build_schedule(recipe.optim, batch, total, per_epoch),
-        eval_steps=_steps(recipe.train.eval_every, per_epoch),
-        save_steps=_steps(recipe.checkpoint.every_epochs, per_epoch),
+        evaluate_every=_steps(recipe.train.eval_every, per_epoch),
+        save_every=(_steps(recipe.checkpoint.every_epochs, per_epoch), recipe.checkpoint.every_steps),
+        log_every=recipe.train.log_every,
     )
+
+
+def _is_multiple(done: int, steps: int) -> bool:
+    return steps > 0 and done % steps == 0
 
 
 def _steps(epochs: float, per_epoch: int) -> int:

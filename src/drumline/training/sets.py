@@ -36,7 +36,7 @@ from drumline.data.sources import (
 from drumline.data.sources.base import NoEvalSplit, NoTrainSplit, describe_skipped
 from drumline.parallel.strategy import uses_channels_last
 from drumline.parallel.world import World
-from drumline.state.claim import claimed
+from drumline.state.folder import claimed
 
 EVALUATION_BATCH = 256
 """Largest evaluation batch. Fixed, so that a sample is always scored together with the same others."""

@@ -74,11 +74,16 @@ class TrainState:
             groups["average"] = dict(self.average.module.state_dict())
         return {group: _here(tensors) for group, tensors in groups.items()}
 
+    @property
+    def exported(self) -> str:
+        """The group of `tensors` that is exported: the average, if there is one."""
+        return "average" if self.average else "model"
+
     def nonfinite(self) -> list[str]:
         """Tensors of the model to export that contain NaN, and parameters that contain infinity, as far as this
         process holds them. (An infinite buffer may be a mask.) Waits for the device."""
         parameters = {name for name, _ in self.model.named_parameters()}
-        exported = self.tensors()["average" if self.average else "model"]
+        exported = self.tensors()[self.exported]
         here = {name: local_shard(tensor) for name, tensor in exported.items() if tensor.is_floating_point()}
         return [
             name
