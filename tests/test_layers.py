@@ -17,7 +17,7 @@ LAYERS = (
     ("parallel",),
     ("guards", "observe"),
     ("training",),
-    ("distillation",),
+    ("distillation", "inference"),
     ("launch",),
     ("cli",),
 )

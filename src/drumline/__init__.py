@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from drumline.data.image.resize import resize as resize
     from drumline.guards.finding import GuardError as GuardError
     from drumline.guards.script.watch import guard as guard
+    from drumline.inference.model import load_model as load_model
     from drumline.models.registry import create_model as create_model
-    from drumline.training.trained_model import load_model as load_model
 
     __version__: str
 
@@ -40,7 +40,7 @@ _HOMES = {
     "distill": "drumline.api",
     "evaluate": "drumline.api",
     "guard": "drumline.guards.script.watch",
-    "load_model": "drumline.training.trained_model",
+    "load_model": "drumline.inference.model",
     "open_feed": "drumline.data.feed.open",
     "resize": "drumline.data.image.resize",
     "train": "drumline.api",

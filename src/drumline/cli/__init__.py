@@ -27,6 +27,7 @@ commands:
   distill  train with a teacher:     drumline distill --distill.teacher_weights runs/photos-resnet50-1
                                        --model.name resnet18 --data.path photos
   eval     score a run or weights:   drumline eval runs/photos-resnet50-1
+  predict  classify images:          drumline predict runs/photos-resnet50-1 new-photos
   pack     pack a data set:          drumline pack photos photos.packed
   verify   check a data set or run:  drumline verify photos
   compare  compare two runs:         drumline compare runs/photos-resnet50-1 runs/photos-resnet50-2
@@ -37,10 +38,11 @@ commands:
 Start with `drumline demo`. `drumline COMMAND --help` explains each command; `drumline --version` prints the version.
 """
 
-COMMANDS = ("train", "distill", "eval", "pack", "verify", "compare", "plan", "doctor", "demo")
+COMMANDS = ("train", "distill", "eval", "predict", "pack", "verify", "compare", "plan", "doctor", "demo")
 OTHER_COMMANDS = {
     **dict.fromkeys(("fit", "run", "finetune", "fine-tune", "resume"), "train"),
     **dict.fromkeys(("evaluate", "test", "validate", "val", "score"), "eval"),
+    **dict.fromkeys(("infer", "inference", "classify", "label"), "predict"),
     **dict.fromkeys(("teach", "kd", "distil"), "distill"),
     **dict.fromkeys(("check", "fsck", "validate-data"), "verify"),
     **dict.fromkeys(("diff",), "compare"),

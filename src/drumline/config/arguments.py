@@ -1,9 +1,10 @@
 """The one reader of command lines.
 
 A command declares its options as a dataclass, as the recipe declares its fields: a type with limits, a default, and a
-docstring. `read_options` reads them; a field without a default is a positional argument. `read_recipe` reads the
-commands that run a recipe, `[RECIPE.toml] [section.key=value ...] [--section.key value ...] [--options]`: the command
-line overrides the file, the last of a repeated field counts, and every field of the result has an origin.
+docstring. `read_options` reads them; a field without a default is a positional argument, and a tuple takes all that
+are left. `read_recipe` reads the commands that run a recipe, `[RECIPE.toml] [section.key=value ...]
+[--section.key value ...] [--options]`: the command line overrides the file, the last of a repeated field counts, and
+every field of the result has an origin.
 
 Unknown names, wrong values, arguments without a name, a second file and everything that `rules.py` rejects are
 errors. All errors of a command line are reported at once, each with a fix. A recipe file cannot run code that the
@@ -15,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
@@ -75,13 +77,11 @@ class Invocation(Generic[Read]):
 def read_options(argv: Sequence[str], kind: type[Options], command: str) -> Options:
     """Reads the arguments of a command that has no recipe."""
     known = fields_of(kind)
+    positional = [field for field in known.values() if field.default is MISSING]
     line = _read(argv, command, known, {})
-    missing = [field.name.upper() for field in known.values() if field.default is MISSING][
-        len(line.arguments) :
-    ]
-    if missing and not line.errors:
+    if len(line.arguments) < len(positional) and not line.errors:
         given = f", not only {shlex.join(line.arguments)}" if line.arguments else ""
-        needed = [field.name.upper() for field in known.values() if field.default is MISSING]
+        needed = [field.name.upper() for field in positional]
         line.errors.append(
             UserError(
                 f"{command} needs {' and '.join(needed)}{given}", f"drumline {command} {' '.join(needed)}"
@@ -92,7 +92,11 @@ def read_options(argv: Sequence[str], kind: type[Options], command: str) -> Opti
             line.errors.append(UserError(f"{setting.written}: {wrong.what}", wrong.fix))
     if line.errors:
         raise combined(line.errors)
-    return kind(*line.arguments, **{name: setting.value for name, setting in line.settings.items()})
+    arguments: list[Any] = line.arguments
+    if positional and _is_list(positional[-1]):
+        last = len(positional) - 1
+        arguments = [*arguments[:last], tuple(arguments[last:])]
+    return kind(*arguments, **{name: setting.value for name, setting in line.settings.items()})
 
 
 def read_recipe(argv: Sequence[str], command: str, kind: type[Options]) -> Invocation[Options]:
@@ -169,14 +173,15 @@ def _read(
 ) -> _Line:
     """Splits a command line. `recipe` is empty for a command without a recipe."""
     line, waiting = _Line([], {}, []), deque(argv)
-    positional = sum(field.default is MISSING for field in options.values())
+    positional = [field for field in options.values() if field.default is MISSING]
+    most = sys.maxsize if positional and _is_list(positional[-1]) else len(positional)
     while waiting:
         text = waiting.popleft()
         try:
-            if text.startswith("-") or (recipe and _ASSIGNMENT.match(text)):
+            if (text.startswith("-") and text != "-") or (recipe and _ASSIGNMENT.match(text)):
                 setting = _setting(text, waiting, command, options, recipe)
                 line.settings[setting.name] = setting
-            elif not recipe and len(line.arguments) < positional:
+            elif not recipe and len(line.arguments) < most:
                 line.arguments.append(text)
             elif not recipe:
                 raise UserError(f"{text}: one argument too many", f"see `drumline {command} --help`")
@@ -227,6 +232,11 @@ def _setting(
         close = nearest_choice(known.hint, values[-1]) if values else ""
         fix = f"did you mean {close}?" if close else f"for example {_spell(known, text, known.example())}"
         raise UserError(f"{written}: expected {expected(known.hint)}", fix) from None
+
+
+def _is_list(field: Field) -> bool:
+    """Whether a positional argument takes all that follow."""
+    return get_origin(field.hint) is tuple
 
 
 def _is_value(text: str) -> bool:

@@ -91,7 +91,7 @@ def open_tar(spec: DatasetSpec) -> TarFiles:
     """The images of a split: `train/` and `val/` (or valid, validation, test) in the archive, or class folders alone,
     divided by `holdout`."""
     file = Path(spec.path).expanduser()
-    archive = map_file(_present(file))
+    archive = open_archive(file)
     top, members = _tree(archive, file)
     train, evaluation = _layout(top, file, spec.whole)
     if spec.whole and evaluation is None and train is top.folders.get("train"):
@@ -125,6 +125,11 @@ def open_tar(spec: DatasetSpec) -> TarFiles:
         for other in folder.others
     )
     return source
+
+
+def open_archive(file: Path) -> Images:
+    """The bytes of an uncompressed archive, loaded by the system on access."""
+    return map_file(_present(file))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ weights without a record of their model, and a model that the user's own code bu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -27,8 +28,9 @@ from drumline.state.model_record import ModelRecord
 from drumline.state.weights import load_weights, resolve_weights, weights_record
 from drumline.training.sets import Normalise
 
-Picture = str | PathLike[str] | Image.Image | NDArray[np.uint8]
-"""An image file, a PIL image, or an array: height x width (grey) or height x width x channels (1 or 3) of uint8."""
+Picture = str | PathLike[str] | bytes | Image.Image | NDArray[np.uint8]
+"""An image file, its bytes, a PIL image, or an array: height x width (grey) or height x width x channels (1 or 3) of
+uint8."""
 
 
 @dataclass(frozen=True)
@@ -52,38 +54,58 @@ class TrainedModel:
 
     def predict(self, image: Picture) -> Prediction:
         """The most likely class of an image."""
-        probabilities = self.probabilities([image])[0]
-        index = int(probabilities.argmax())
-        label = self.classes[index] if index < len(self.classes) else str(index)
-        return Prediction(label, float(probabilities[index]), index)
+        return self.best([self.pixels(image)])[0][0]
+
+    def best(self, pixels: Sequence[NDArray[np.uint8]], top: int = 1) -> list[tuple[Prediction, ...]]:
+        """The `top` most likely classes of each image, best first. `pixels` come from the method of that name."""
+        probabilities = self._probabilities(pixels)
+        found = probabilities.topk(min(top, probabilities.shape[1]), dim=1)
+        return [
+            tuple(
+                Prediction(self.label(index), probability, index)
+                for probability, index in zip(*row, strict=True)
+            )
+            for row in zip(found.values.tolist(), found.indices.tolist(), strict=True)
+        ]
+
+    def label(self, index: int) -> str:
+        """The class of an output; its number if the data had fewer classes than the model has outputs."""
+        return self.classes[index] if index < len(self.classes) else str(index)
+
+    def probabilities(self, images: Sequence[Picture]) -> Tensor:
+        """The probability of each class for each image, on the CPU: (images, outputs)."""
+        return self._probabilities([self.pixels(image) for image in images])
 
     @torch.inference_mode()
-    def probabilities(self, images: list[Picture]) -> Tensor:
-        """The probability of each class for each image, on the CPU: (images, outputs)."""
-        logits: Tensor = self.model(self.preprocess(images))
+    def _probabilities(self, pixels: Sequence[NDArray[np.uint8]]) -> Tensor:
+        logits: Tensor = self.model(self._input(pixels))
         return logits.float().softmax(dim=1).cpu()
 
-    def preprocess(self, images: list[Picture]) -> Tensor:
+    def preprocess(self, images: Sequence[Picture]) -> Tensor:
         """The model's input: float, (images, 3, size, size), normalised, on the model's device."""
+        return self._input([self.pixels(image) for image in images])
+
+    def _input(self, pixels: Sequence[NDArray[np.uint8]]) -> Tensor:
         device = next(self.model.parameters()).device
         normalise = Normalise.build(self.record.mean, self.record.std, device, channels_last=False)
-        pixels = np.stack([self.pixels(image) for image in images])
-        return normalise(torch.from_numpy(pixels).to(device))
+        return normalise(torch.from_numpy(np.stack(pixels)).to(device))
 
-    def pixels(self, image: Picture) -> NDArray[np.uint8]:
-        """An image as evaluation shows it to the model, before it is normalised: (size, size, 3)."""
+    def pixels(self, image: Picture, name: str = "the image") -> NDArray[np.uint8]:
+        """An image as evaluation shows it to the model, before it is normalised: (size, size, 3). `name` is what an
+        error calls an image that is not a file."""
         transform = self.transform
 
         def geometry(sizes: NDArray[np.int32]) -> Geometry:
             return transform.geometry(0, 0, [0], sizes)
 
-        if isinstance(image, str | PathLike):
-            data, where = read_whole(image), str(image)
+        where = str(image) if isinstance(image, str | PathLike) else name
+        if isinstance(image, str | PathLike | bytes):
+            data = image if isinstance(image, bytes) else read_whole(image)
             if self.record.fit == "crop":
                 return crop_encoded(data, where, transform, geometry)
             array = np.asarray(decode(data, where, transform.exif))
         else:
-            array, where = _array(image, transform), "the image"
+            array = _array(image, transform, name)
         if self.record.fit == "crop":
             return crop_decoded(array, where, transform, geometry)
         return resize_array(array[None], transform)[0]
@@ -124,17 +146,17 @@ def load_model(
     return TrainedModel(model.eval().to(device), record.classes.names, record)
 
 
-def _array(image: Image.Image | NDArray[np.uint8], transform: Transform) -> NDArray[np.uint8]:
+def _array(image: Image.Image | NDArray[np.uint8], transform: Transform, name: str) -> NDArray[np.uint8]:
     """Decoded pixels, height x width x 3."""
     if isinstance(image, Image.Image):
         turned = ImageOps.exif_transpose(image) if transform.exif == "apply" else image
-        return np.asarray(to_rgb(turned, "the image"))
+        return np.asarray(to_rgb(turned, name))
     array = np.asarray(image)
     if array.ndim == 2:
         array = array[:, :, None]
     if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] not in (1, 3) or not array.size:
         raise UserError(
-            f"the image is an array of {array.dtype} with shape {array.shape}",
+            f"{name} is an array of {array.dtype} with shape {array.shape}",
             "give uint8 with the shape (height, width), (height, width, 1) or (height, width, 3)",
         )
     return np.ascontiguousarray(np.broadcast_to(array, (*array.shape[:2], 3)))

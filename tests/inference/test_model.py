@@ -15,12 +15,12 @@ from drumline.data.classes import Classes
 from drumline.data.feed.batch import make_batch
 from drumline.data.feed.sampler import Request
 from drumline.data.sources import ArrayDataset, DatasetSpec, EncodedDataset, open_dataset
+from drumline.inference.model import Prediction, TrainedModel, load_model
 from drumline.models import create_model
 from drumline.parallel.world import single_process
 from drumline.state.model_record import ModelRecord
 from drumline.state.weights import export_tensors
 from drumline.training.loop import train
-from drumline.training.trained_model import Prediction, TrainedModel, load_model
 
 PHOTOS = Path(__file__).parents[1] / "golden" / "inputs" / "photos"
 
@@ -119,8 +119,8 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
 
 
 def test_code_of_the_user_runs_only_when_it_is_trusted(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"the code of tests\.training\.test_trained_model:resnet8 builds"):
-        stored(tmp_path, name="tests.training.test_trained_model:resnet8")
+    with pytest.raises(UserError, match=r"the code of tests\.inference\.test_model:resnet8 builds"):
+        stored(tmp_path, name="tests.inference.test_model:resnet8")
     assert load_model(tmp_path / "w.safetensors", trust=True).classes[0] == "ash"
 
 

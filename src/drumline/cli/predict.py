@@ -1,0 +1,166 @@
+"""`drumline predict`: the classes of images, by a trained model."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from drumline.cli.help import Command
+from drumline.config.arguments import read_options
+from drumline.config.limits import Range
+from drumline.core.errors import UserError
+from drumline.core.files import write_text
+from drumline.core.progress import progress
+from drumline.core.text import counted, either, json_line, message, printable
+
+if TYPE_CHECKING:
+    from drumline.inference.predict import PredictedImage
+
+Format = Literal["auto", "table", "csv", "json", "page"]
+ENDINGS: dict[str, Format] = {
+    ".csv": "csv",
+    ".json": "json",
+    ".html": "page",
+    ".htm": "page",
+    ".txt": "table",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `drumline predict`."""
+
+    model: str
+    """A run folder, a checkpoint, or weights that Drumline wrote."""
+    images: tuple[str, ...]
+    """Image files, folders, .tar archives, or - for an image on stdin."""
+    top: Annotated[int, Range(1, 1000)] = 1
+    """How many classes to give for each image, the most likely first."""
+    format: Format = "auto"
+    """How to write the predictions. `page` is an HTML file with the pictures. `auto`: by the extension of `--out`;
+    without `--out`, a table on a terminal and JSON elsewhere."""
+    out: str = ""
+    """Write the predictions to this file: .csv, .json, .html or .txt."""
+    batch: Annotated[int, Range(1, 4096)] = 64
+    """Images that the model computes at once."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to compute on. `auto`: CUDA if there is a GPU."""
+    trust: bool = False
+    """Run the code that builds the model, if it is your own (package.module:factory)."""
+
+
+COMMAND = Command(
+    name="predict",
+    usage="MODEL IMAGE... [options]",
+    about="""
+        Name the class of each image. MODEL is a run folder (its best weights), one of its
+        checkpoints, or weights that Drumline exported. IMAGE is an image file, a folder
+        (searched with its subfolders), an uncompressed .tar archive, or - for one image on
+        stdin.
+
+        The model's record says how to prepare the images, so predictions agree with
+        `drumline eval`: the same size, crop, resize, mean and standard deviation, and exactly
+        the same pixels. The model computes in fp32.
+
+        If stdout is not a terminal, the predictions are one line of JSON: a list with path,
+        label and probability for each image, in the order of the arguments. With --top, `top`
+        lists the further classes. An image that cannot be read has an `error`, and label and
+        probability are null.
+
+        Exit code 0: every image has a prediction. 1: some images cannot be read; the others
+        have predictions. 2: an error, with a fix.
+    """,
+    options=Options,
+    examples="""
+  drumline predict runs/photos cat.jpg
+  drumline predict runs/photos new-photos --top 3 --out predictions.csv
+  drumline predict runs/photos new-photos --out page.html
+  drumline predict runs/photos/weights/best.safetensors photos.tar
+  curl -s https://example.org/cat.jpg | drumline predict runs/photos -
+""",
+)
+
+
+def main(argv: list[str]) -> int:
+    options = read_options(argv, Options, "predict")
+    style, out = _format(options), Path(options.out) if options.out else None
+    if out is not None and (out.is_dir() or not os.access(out.absolute().parent, os.W_OK | os.X_OK)):
+        raise UserError(f"--out {out} cannot be written", "give a file in a folder that is writable")
+
+    from drumline.inference.images import find_images
+
+    images = find_images(options.images)
+
+    from drumline.inference.formats import table_line
+    from drumline.inference.model import load_model
+    from drumline.inference.predict import predict_images
+    from drumline.parallel.process_group import pick_device, resolve_device_type
+
+    device = pick_device(resolve_device_type(options.device), 0)
+    model = load_model(options.model, device=device, trust=options.trust)
+    live = style == "table" and out is None
+    width = min(60, max(len(printable(image.name)) for image in images))
+    results = []
+    predictions = predict_images(model, images, options.top, options.batch)
+    for found in progress(predictions, "predicting", len(images)):
+        if live:
+            print(table_line(found, width), flush=True)
+        results.append(found)
+    if not live:
+        _write(_text(results, style, options, width), out)
+    _report(results, out)
+    return 1 if any(found.error for found in results) else 0
+
+
+def _format(options: Options) -> Format:
+    """The format that is asked for, by name or by the extension of `--out`."""
+    if options.format != "auto":
+        return options.format
+    if not options.out:
+        return "table" if sys.stdout.isatty() else "json"
+    ending = Path(options.out).suffix.lower()
+    if ending not in ENDINGS:
+        raise UserError(
+            f"--out {options.out}: the extension {ending!r} names no format",
+            f"use {either(tuple(ENDINGS))}, or add --format",
+        )
+    return ENDINGS[ending]
+
+
+def _text(results: Sequence[PredictedImage], style: Format, options: Options, width: int) -> str:
+    from drumline.inference.formats import csv_text, json_rows, page, table_line
+
+    if style == "csv":
+        return csv_text(results, max((len(found.best) for found in results), default=1))
+    if style == "page":
+        return page(results, options.model, lambda shown: progress(shown, "drawing pictures"))
+    if style == "table":
+        return "".join(f"{table_line(found, width)}\n" for found in results)
+    return f"{json_line(json_rows(results))}\n"
+
+
+def _write(text: str, out: Path | None) -> None:
+    if out is None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    try:
+        write_text(out, text)
+    except OSError as error:
+        raise UserError(
+            f"--out {out}: {error.strerror or error}", "free space there, or give a different file"
+        ) from error
+
+
+def _report(results: Sequence[PredictedImage], out: Path | None) -> None:
+    """A line on stderr, if there is something that stdout does not show."""
+    failed = sum(bool(found.error) for found in results)
+    parts = [f"{counted(len(results) - failed, 'image')} predicted"]
+    parts += [f"{failed:,} cannot be read"] if failed else []
+    parts += [f"written to {out}"] if out is not None else []
+    if len(parts) > 1:
+        print(message(", ".join(parts)), file=sys.stderr)
