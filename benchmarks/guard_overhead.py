@@ -25,9 +25,8 @@ import torch
 
 from drumline.config.recipe import Checkpoint, Data, Guard, Model, Optim, Parallel, Recipe, Run, Train
 from drumline.data.feed.batch import Batch
-from drumline.guards.run.guards import RunGuards
 from drumline.parallel.world import single_process
-from drumline.training.guards import make_guards
+from drumline.training.guards import RunGuards
 from drumline.training.rehearse import rehearse
 from drumline.training.run import Run as TrainingRun
 from drumline.training.stop import StopSign
@@ -106,7 +105,7 @@ def arm(recipe: Recipe, kind: str, cleanup: ExitStack) -> Arm:
     if not finite:
         run.step.finite = None
         del run.state.optimizer.found_inf  # type: ignore[attr-defined]
-    guards = build(make_guards(run).run)
+    guards = build(run)
     rehearse(run, run.single_batch(0))
     guards.begin()
     stop = cleanup.enter_context(StopSign(run.world, guards.poll))

@@ -35,7 +35,7 @@ from drumline.data.feed.sampler import training_requests
 from drumline.models import create_model
 from drumline.parallel.world import single_process
 from drumline.state.fingerprint import state_sha256
-from drumline.training.guards import make_guards
+from drumline.training.guards import RunGuards
 from drumline.training.loop import take_steps
 from drumline.training.rehearse import rehearse
 from drumline.training.run import Run as TrainingRun
@@ -108,7 +108,7 @@ def ours(recipe: Recipe, steps: int, warm: int = WARM) -> tuple[float, float, st
         # TensorBoard is imported on a background thread with the first metric: a start-up cost, not a step's.
         timed = Timed(run.step, world.device, warm, warm + steps - 1, settle=run.reporter.run_log.flush)
         run.step = timed  # type: ignore[assignment]
-        guards = make_guards(run)
+        guards = RunGuards(run)
         with StopSign(world, guards.poll) as stop:
             rehearse(run, run.single_batch(0))
             run.begin()

@@ -1,6 +1,6 @@
-"""Writes docs/recipe.md, the reference of every recipe field, from the dataclasses themselves.
+"""Writes the reference tables: docs/recipe.md from the dataclasses of the recipe, and the guards in docs/guards.md.
 
-Run `python docs/make_recipe_reference.py` after changing a field; a test fails while the page is stale.
+Run `python docs/make_recipe_reference.py` after changing a field or a guard; a test fails while a page is stale.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from pathlib import Path
 
 from drumline.config.fields import Field, recipe_fields, sections
 from drumline.config.toml import literal
+from drumline.guards.table import GUARDS
 
-PAGE = Path(__file__).with_name("recipe.md")
+PAGE, GUARDS_PAGE = Path(__file__).with_name("recipe.md"), Path(__file__).with_name("guards.md")
+BEGIN = "<!-- table: written by docs/make_recipe_reference.py from src/drumline/guards/table.py -->"
+END = "<!-- end of table -->"
 
 _OPENING = """\
 # Recipe
@@ -67,5 +70,18 @@ def _row(field: Field) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
+def with_guards(page: str) -> str:
+    """docs/guards.md with the table of guards as it is."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    rows = [
+        f"| `{guard.name}` | {'stops' if guard.stops else 'warns'} | {guard.finds} |"
+        for guard in GUARDS.values()
+    ]
+    table = "\n".join(["| guard | | finds |", "|---|---|---|", *rows])
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
 if __name__ == "__main__":
     PAGE.write_text(reference(), encoding="utf-8")
+    GUARDS_PAGE.write_text(with_guards(GUARDS_PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,7 +1,8 @@
-"""What the guards decide, from numbers alone."""
+"""The decisions of the guards, from numbers alone."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,12 @@ from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 
 from drumline.core.errors import UserError
-from drumline.guards.checks.datasets import contents_of
-from drumline.guards.checks.devices import (
-    LEAST_BYTES,
-    LEAST_BYTES_OF_DEVICE,
-    home,
-    memory_elsewhere,
-    memory_imbalance,
-    misplaced,
-    shared_gpu,
+from drumline.guards.checks.data import (
+    different_scales,
+    equal_batches,
+    input_scales,
+    miscounted,
+    shared_ids,
 )
 from drumline.guards.checks.drift import (
     batch_fingerprint,
@@ -31,16 +29,22 @@ from drumline.guards.checks.drift import (
     fingerprints,
     state_on_some_ranks,
 )
-from drumline.guards.checks.evaluation import miscounted
 from drumline.guards.checks.nonfinite import all_finite
-from drumline.guards.checks.rates import Rates
-from drumline.guards.checks.samples import equal_batches, shared_ids
-from drumline.guards.checks.settings import different_scales, frozen_on_some_ranks, input_scales
-from drumline.guards.checks.steps import RankStatus, judge, unequal_steps
-from drumline.guards.finding import Finding, GuardError, Reporter
+from drumline.guards.checks.schedule import Rates
+from drumline.guards.checks.setup import (
+    frozen_on_some_ranks,
+    home,
+    memory_elsewhere,
+    memory_imbalance,
+    misplaced,
+    shared_gpu,
+)
+from drumline.guards.finding import Finding, GuardError, LoopState, Reports
+from drumline.guards.script.hang import RankStatus, find_stall, unequal_steps
+from drumline.guards.script.loaders import contents_of
 from drumline.guards.script.losses import Losses
-from drumline.guards.script.probes import Probes
-from drumline.guards.script.rendezvous import Rendezvous, RendezvousTimeout
+from drumline.guards.script.parameters import Probes
+from drumline.guards.script.peers import Peers, PeerTimeout, Reporter
 from drumline.guards.script.source_lines import SourceLine, line_to_change
 
 
@@ -55,7 +59,7 @@ def test_a_finding_reads_as_what_where_since_fix() -> None:
 
 
 def test_stop_raises_and_warn_prints_once_per_guard(capsys: pytest.CaptureFixture[str]) -> None:
-    finding = Finding("drift", "ranks differ")
+    finding = Finding("drift", "ranks differ", certain=True)
     with pytest.raises(GuardError) as stopped:
         Reporter("stop").report(finding)
     assert stopped.value.finding == finding
@@ -74,8 +78,8 @@ def test_stop_raises_and_warn_prints_once_per_guard(capsys: pytest.CaptureFixtur
 
 def test_an_ignored_guard_never_reports(capsys: pytest.CaptureFixture[str]) -> None:
     reporter = Reporter("stop", ["drift"])
+    reporter.report(Finding("drift", "ranks differ", certain=True))
     reporter.report(Finding("drift", "ranks differ"))
-    reporter.warn(Finding("drift", "ranks differ"))
     assert capsys.readouterr().err == ""
     with pytest.raises(UserError, match="use 'set-epoch'"):
         Reporter("warn", ["set-epochs"])
@@ -89,7 +93,7 @@ def test_the_majority_names_the_tensor_and_the_rank() -> None:
     assert difference([right, right, {"a": 1}]) == ("b", [2])
 
 
-def test_fingerprints_see_a_swap_a_sign_and_an_ulp_in_any_layout() -> None:
+def test_fingerprints_change_with_a_swap_a_sign_and_an_ulp_in_any_layout() -> None:
     tensor = torch.arange(1.0, 9.0).reshape(1, 2, 2, 2)
     same = {"t": tensor.clone().to(memory_format=torch.channels_last)}
     assert digest(fingerprints({"t": tensor})) == digest(fingerprints(same))
@@ -99,7 +103,7 @@ def test_fingerprints_see_a_swap_a_sign_and_an_ulp_in_any_layout() -> None:
     assert fingerprints({"s": sparse}) == {}
 
 
-def test_equal_batches_are_seen_and_a_few_shared_ids_are_normal() -> None:
+def test_equal_batches_are_found_and_a_few_shared_ids_are_normal() -> None:
     x = torch.randn(4, 3, 70, 70)
     assert batch_fingerprint([x]) == batch_fingerprint([x.clone()]) != batch_fingerprint([x + 1])
     assert equal_batches([5, 7, 5]) == [0, 2]
@@ -111,27 +115,27 @@ def test_equal_batches_are_seen_and_a_few_shared_ids_are_normal() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_one_bad_value_is_seen_and_large_ones_are_not_taken_for_it(bad: float) -> None:
+def test_one_non_finite_value_is_found_and_large_values_are_not(bad: float) -> None:
     gradients = [torch.ones(3), torch.full((4,), 1e30), torch.ones(2, dtype=torch.bfloat16)]
     assert all_finite(gradients)
     gradients[2][1] = bad
     assert not all_finite(gradients)
 
 
-def beats(**ranks: RankStatus) -> dict[int, RankStatus]:
-    return {int(name[1:]): beat for name, beat in ranks.items()}
+def statuses(**ranks: RankStatus) -> dict[int, RankStatus]:
+    return {int(name[1:]): status for name, status in ranks.items()}
 
 
-def test_a_rank_that_has_ended_or_waits_elsewhere_is_waited_for_in_vain() -> None:
+def test_waiting_for_a_rank_that_has_ended_or_waits_elsewhere_is_hopeless() -> None:
     waiting = RankStatus(24, "step", 31, True)
-    verdict = judge(beats(r0=waiting, r1=RankStatus(24, "finished", 40)), 30)
-    assert verdict is not None
-    assert verdict.hopeless
-    assert verdict.finding.where == "rank 0 waits in step 25; rank 1 finished after step 24"
-    verdict = judge(beats(r0=waiting, r1=RankStatus(24, "between", 31, True, "train.py:9")), 30)
-    assert verdict is not None
-    assert verdict.hopeless
-    assert "rank 1 is past step 24 at train.py:9" in verdict.finding.where
+    stall = find_stall(statuses(r0=waiting, r1=RankStatus(24, "finished", 40)), 30)
+    assert stall is not None
+    assert stall.certain
+    assert stall.where == "rank 0 waits in step 25; rank 1 finished after step 24"
+    stall = find_stall(statuses(r0=waiting, r1=RankStatus(24, "between", 31, True, "train.py:9")), 30)
+    assert stall is not None
+    assert stall.certain
+    assert "rank 1 is past step 24 at train.py:9" in stall.where
 
 
 @pytest.mark.parametrize(
@@ -142,8 +146,8 @@ def test_a_rank_that_has_ended_or_waits_elsewhere_is_waited_for_in_vain() -> Non
         RankStatus(25, "finished"),
     ],
 )
-def test_slow_steps_are_nobodys_fault(other: RankStatus) -> None:
-    assert judge(beats(r0=RankStatus(24, "step", 500, True), r1=other), 30) is None
+def test_slow_steps_are_not_reported(other: RankStatus) -> None:
+    assert find_stall(statuses(r0=RankStatus(24, "step", 500, True), r1=other), 30) is None
 
 
 @pytest.mark.parametrize(
@@ -157,105 +161,122 @@ def test_slow_steps_are_nobodys_fault(other: RankStatus) -> None:
 )
 def test_ranks_that_wait_for_each_other_at_different_points_are_ended(other: RankStatus, says: str) -> None:
     ready = RankStatus(2, "step", 31, True, passes=[[1, 1], [3, 1]], comparing=True)
-    verdict = judge(beats(r0=ready, r1=other), 30)
-    assert verdict is not None
-    assert verdict.hopeless
-    assert says in verdict.finding.what
+    stall = find_stall(statuses(r0=ready, r1=other), 30)
+    assert stall is not None
+    assert stall.certain
+    assert says in stall.what
     computing = replace(other, waits=False)
-    assert judge(beats(r0=ready, r1=computing), 30) is None
-    assert judge(beats(r0=ready, r1=other, r2=replace(other, idle=5)), 30) is None
+    assert find_stall(statuses(r0=ready, r1=computing), 30) is None
+    assert find_stall(statuses(r0=ready, r1=other, r2=replace(other, idle=5)), 30) is None
 
 
 def test_a_busy_rank_is_named_and_never_hopeless() -> None:
-    verdict = judge(
-        beats(r0=RankStatus(24, "step", 31, True), r1=RankStatus(24, "between", 31, False, "save.py:3")), 30
+    stall = find_stall(
+        statuses(r0=RankStatus(24, "step", 31, True), r1=RankStatus(24, "between", 31, False, "save.py:3")),
+        30,
     )
-    assert verdict is not None
-    assert not verdict.hopeless
-    assert "rank 1 keeps the others waiting" in verdict.finding.what
-    several = beats(
+    assert stall is not None
+    assert not stall.certain
+    assert "rank 1 keeps the others waiting" in stall.what
+    several = statuses(
         r0=RankStatus(24, "step", 31, True),
         r1=RankStatus(24, "finished"),
         r2=RankStatus(24, "between", 31, False),
     )
-    verdict = judge(several, 30)
-    assert verdict is not None
-    assert not verdict.hopeless
-    assert judge(beats(r0=RankStatus(24, "step", 5, True), r1=RankStatus(24, "finished")), 30) is None
+    stall = find_stall(several, 30)
+    assert stall is not None
+    assert not stall.certain
+    assert find_stall(statuses(r0=RankStatus(24, "step", 5, True), r1=RankStatus(24, "finished")), 30) is None
 
 
-def test_a_rank_that_computes_waits_for_nobody() -> None:
+def test_a_rank_that_computes_is_not_waiting() -> None:
     evaluates = RankStatus(
         24, "step", 500, False, "evaluate.py:7"
     )  # a forward without no_grad(), after the loop
-    assert judge(beats(r0=evaluates, r1=RankStatus(24, "between", 500, True, "train.py:9")), 30) is None
+    assert (
+        find_stall(statuses(r0=evaluates, r1=RankStatus(24, "between", 500, True, "train.py:9")), 30) is None
+    )
 
 
-def report(
-    gpu: str, used: float = 10, elsewhere: dict[str, int] | None = None, host: str = "a"
+def memory(
+    gpu: str,
+    used: float = 10,
+    elsewhere: dict[str, int] | None = None,
+    host: str = "a",
+    in_run: bool = False,
 ) -> dict[str, Any]:
-    return {
+    report = {
         "host": host,
         "device": "cuda:0",
         "gpu": gpu,
         "used": int(used * 2**30),
         "elsewhere": elsewhere or {},
+        "in_run": in_run,
     }
+    return {"memory": report}
+
+
+def reports(*messages: dict[str, Any], ranks: Sequence[int] = (), step: int = 3) -> Reports:
+    return Reports(ranks or range(len(messages)), messages, step)
 
 
 def test_memory_on_another_ranks_gpu_is_named() -> None:
-    def found(elsewhere: dict[str, int], host: str = "a", any_gpu: bool = False) -> str | None:
-        reports = [report("A"), report("B", elsewhere=elsewhere, host=host)]
-        finding = memory_elsewhere([0, 1], reports, "now", any_gpu)
+    def found(elsewhere: dict[str, int], host: str = "a", in_run: bool = False) -> str | None:
+        mine = memory("B", elsewhere=elsewhere, host=host, in_run=in_run)
+        finding = memory_elsewhere(reports(memory("A", in_run=in_run), mine))
         return None if finding is None else finding.what
 
     assert found({"A": 2**30}) == "rank 1 holds 1.00 GiB on the GPU of rank 0"
     assert found({"C": 2**30}) is None, "a GPU that no rank uses: a model spread on purpose"
-    assert found({"C": 2**29}, any_gpu=True) == "rank 1 holds 0.50 GiB on GPU C, which is not its own"
+    assert found({"C": 2**29}, in_run=True) == "rank 1 holds 0.50 GiB on GPU C, which is not its own"
     assert found({"A": 2**30}, host="b") is None
-    assert found({}, any_gpu=True) is None
+    assert found({}, in_run=True) is None
 
 
 def test_two_ranks_on_one_gpu_are_reported() -> None:
-    finding = shared_gpu([0, 1], [report("A"), report("A")])
+    finding = shared_gpu(reports(memory("A"), memory("A")))
     assert finding is not None
     assert "ranks 0 and 1 use the same GPU" in finding.what
-    assert shared_gpu([0, 1], [report("A"), report("A", host="b")]) is None
-    assert shared_gpu([0, 1], [report(""), report("")]) is None
+    assert shared_gpu(reports(memory("A"), memory("A", host="b"))) is None
+    assert shared_gpu(reports({"memory": None}, {"memory": None})) is None
 
 
 @pytest.mark.parametrize(
-    ("used", "least", "found"),
+    ("used", "in_run", "found"),
     [
-        ([25, 10, 10, 10], LEAST_BYTES_OF_DEVICE, 0),
-        ([10, 11], LEAST_BYTES_OF_DEVICE, None),
-        ([1.9, 0.5], LEAST_BYTES_OF_DEVICE, None),
-        ([1.9, 0.5], LEAST_BYTES, 0),
-        ([0.4, 0.1], LEAST_BYTES, None),
-        ([10.0, 10.2, 11.0, 9.0], LEAST_BYTES, None),
-        ([10], LEAST_BYTES, None),
-        ([0, 0], LEAST_BYTES, None),
+        ([25, 10, 10, 10], False, 0),
+        ([10, 11], False, None),
+        ([1.9, 0.5], False, None),
+        ([1.9, 0.5], True, 0),
+        ([0.4, 0.1], True, None),
+        ([10.0, 10.2, 11.0, 9.0], True, None),
+        ([10], True, None),
+        ([0, 0], True, None),
     ],
 )
 def test_a_rank_with_far_more_memory_than_the_median_is_reported(
-    used: list[float], least: int, found: int | None
+    used: list[float], in_run: bool, found: int | None
 ) -> None:
-    reports = [report(name, each) for name, each in zip("ABCD", used, strict=False)]
-    finding = memory_imbalance(range(len(used)), reports, "now", least)
+    each = [memory(name, amount, in_run=in_run) for name, amount in zip("ABCD", used, strict=False)]
+    finding = memory_imbalance(reports(*each))
     assert (None if finding is None else finding.where) == (
         None if found is None else f"rank {found}, cuda:0 on a"
     )
 
 
+def loop_with(tensors: dict[str, torch.Tensor]) -> LoopState:
+    return LoopState(1, torch.device("cpu"), {}, [], tensors, "now", in_run=False, equal_memory=True)
+
+
 def test_a_tensor_on_a_different_device_is_named() -> None:
-    here, there = torch.device("cpu"), torch.empty(2, device="meta")
+    there = torch.empty(2, device="meta")
     tensors = {"parameter 'a'": torch.ones(1), "teacher parameter 'fc.weight'": there, "buffer 'b'": there}
-    finding = misplaced(tensors, here, 1, "now")
+    finding = misplaced(loop_with(tensors))
     assert finding is not None
     assert finding.what == "teacher parameter 'fc.weight' and 1 more are on meta, but rank 1 computes on cpu"
-    assert misplaced({"parameter 'a'": torch.ones(1)}, here, 1, "now") is None
+    assert misplaced(loop_with({"parameter 'a'": torch.ones(1)})) is None
     assert home([torch.ones(1), there]) is None
-    assert home([torch.ones(1)]) == here
+    assert home([torch.ones(1)]) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -285,14 +306,14 @@ def rates(factor: Any, per_epoch: int | None = None) -> tuple[Rates, torch.optim
 @pytest.mark.filterwarnings("ignore:Detected call")
 def test_a_rate_may_begin_and_end_at_zero_but_not_stay_there() -> None:
     watched, scheduler = rates(lambda step: [0, 0, 0, 1, 1, 0, 0, 0][step])
-    told = []
+    found = []
     for step in range(1, 8):
         watched.forward()
-        told.append(watched.check(step))
+        found.append(watched.check(step))
         scheduler.step()
-    assert [finding is None for finding in told] == [True] * 6 + [False]
-    assert told[-1] is not None
-    assert told[-1].since == "step 6"
+    assert [finding is None for finding in found] == [True] * 6 + [False]
+    assert found[-1] is not None
+    assert found[-1].since == "step 6"
 
 
 def test_a_phase_at_zero_that_the_schedule_leaves_again_is_healthy() -> None:
@@ -304,7 +325,7 @@ def test_a_phase_at_zero_that_the_schedule_leaves_again_is_healthy() -> None:
         scheduler.step()
 
 
-def test_a_schedule_that_is_never_followed_is_told_after_two_epochs_or_at_the_end() -> None:
+def test_a_schedule_that_is_never_stepped_is_reported_after_two_epochs_or_at_the_end() -> None:
     watched, _ = rates(lambda step: 1.0, per_epoch=3)
     assert [watched.check(step) is None for step in range(1, 9)] == [True] * 6 + [False] * 2
     assert watched.at_close(1, 0) is None
@@ -313,7 +334,7 @@ def test_a_schedule_that_is_never_followed_is_told_after_two_epochs_or_at_the_en
     assert "never stepped in 5 steps" in finding.what
 
 
-def test_the_line_that_takes_the_wrapper_off_is_found_in_the_source(tmp_path: Path) -> None:
+def test_the_line_that_removes_the_wrapper_is_found_in_the_source(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(
         "torch.save(model.module.state_dict())\nout = model.module(x)\nhead = model.module.head\n"
@@ -332,7 +353,7 @@ def test_the_line_that_takes_the_wrapper_off_is_found_in_the_source(tmp_path: Pa
     assert line_to_change(None, [str(file)]) is None
 
 
-def test_inputs_on_different_scales_are_seen_and_other_data_is_not() -> None:
+def test_inputs_on_different_scales_are_found_and_different_data_is_not() -> None:
     x = torch.randn(16, 3, 4, 4)
     mine = input_scales([x, torch.arange(16)])
     assert len(mine) == 1
@@ -346,16 +367,19 @@ def test_inputs_on_different_scales_are_seen_and_other_data_is_not() -> None:
 
 
 def test_a_parameter_frozen_on_one_rank_is_named() -> None:
-    assert frozen_on_some_ranks([0, 1], ["11", "11"], ["a", "b"], 1) is None
-    finding = frozen_on_some_ranks([0, 4, 5], ["11", "11", "10"], ["a", "b"], 1)
+    def frozen(*names: str) -> dict[str, Any]:
+        return {"frozen": list(names)}
+
+    assert frozen_on_some_ranks(reports(frozen("a"), frozen("a"))) is None
+    finding = frozen_on_some_ranks(reports(frozen(), frozen(), frozen("b"), ranks=[0, 4, 5]))
     assert finding is not None
     assert finding.what == "parameter 'b' is frozen on rank 5 and trained on rank 0"
-    finding = frozen_on_some_ranks([0, 1], ["00", "11"], ["a", "b"], 1)
+    finding = frozen_on_some_ranks(reports(frozen("a", "b"), frozen()))
     assert finding is not None
     assert finding.what == "parameters 'a' and 1 more are frozen on rank 0 and trained on rank 1"
 
 
-def test_a_state_of_the_optimizer_on_some_ranks_is_named() -> None:
+def test_optimizer_state_on_some_ranks_only_is_named() -> None:
     fresh = {"param_groups[0]['lr']": 1}
     loaded = {**fresh, "exp_avg of fc.weight": 7}
     assert state_on_some_ranks([0, 1], [fresh, fresh]) is None
@@ -366,20 +390,20 @@ def test_a_state_of_the_optimizer_on_some_ranks_is_named() -> None:
 
 
 def test_unequal_steps_and_rates_are_named_at_the_end() -> None:
-    def word(steps: int, passes: list[list[int]], rate: float) -> dict[str, Any]:
+    def last(steps: int, passes: list[list[int]], rate: float) -> dict[str, Any]:
         return {"steps": [steps], "passes": passes, "rates": {"param_groups[0]['lr']": rate}}
 
-    even, short = word(24, [[1, 1]], 0.1), word(23, [[1, 1], [12, 2], [13, 1]], 0.1)
-    assert unequal_steps([0, 1], [even, even], 10) is None
-    finding = unequal_steps([0, 1], [even, short], 10)
+    even, short = last(24, [[1, 1]], 0.1), last(23, [[1, 1], [12, 2], [13, 1]], 0.1)
+    assert unequal_steps(reports(even, even), 10, True) is None
+    finding = unequal_steps(reports(even, short), 10, True)
     assert finding is not None
     assert finding.what.startswith("rank 1 skipped step 12: 2 forward passes in it")
     assert finding.where == "rank 0: 24 steps, rank 1: 23 steps"
-    finding = unequal_steps([0, 1], [even, word(23, [[1, 1]], 0.1)], 10)
+    finding = unequal_steps(reports(even, last(23, [[1, 1]], 0.1)), 10, True)
     assert finding is not None
     assert finding.what == "ranks took unequal numbers of steps"
-    assert different_rates([0, 1], [even, short]) is None
-    finding = different_rates([0, 1], [even, word(24, [[1, 1]], 0.05)])
+    assert different_rates(reports(even, short)) is None
+    finding = different_rates(reports(even, last(24, [[1, 1]], 0.05)))
     assert finding is not None
     assert "param_groups[0]['lr'] is 0.1 on rank 0 and 0.05 on rank 1" in finding.what
 
@@ -392,7 +416,7 @@ class Wrapped(Dataset[Any]):
         return len(self.inner)
 
 
-def test_a_data_set_is_known_by_what_it_wraps() -> None:
+def test_a_data_set_is_identified_by_what_it_wraps() -> None:
     def inner(value: float) -> TensorDataset:
         return TensorDataset(torch.full((4, 2), value))
 
@@ -406,7 +430,7 @@ def test_a_data_set_is_known_by_what_it_wraps() -> None:
     assert both != contents_of(ConcatDataset([inner(1.0), inner(3.0)]))
 
 
-def test_the_level_of_losses_leaves_out_what_is_not_finite() -> None:
+def test_the_mean_loss_leaves_out_non_finite_losses() -> None:
     losses = Losses(Probes(1), values=[torch.tensor(1.0)] * 20)
     assert losses.level() == (1.0, 0.0, 10)
     losses.values[15] = torch.tensor(torch.nan)
@@ -415,16 +439,16 @@ def test_the_level_of_losses_leaves_out_what_is_not_finite() -> None:
     assert losses.level() is None
 
 
-def test_a_rendezvous_gives_up_in_bounded_time_and_a_late_rank_still_compares(
+def test_waiting_for_other_ranks_is_bounded_and_a_late_rank_still_compares(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = torch.distributed.HashStore()
-    early, late = Rendezvous(0, (0, 1), store), Rendezvous(1, (0, 1), store)
+    early, late = Peers(0, (0, 1), store), Peers(1, (0, 1), store)
     early.timeout = 0.3
-    with pytest.raises(RendezvousTimeout):
+    with pytest.raises(PeerTimeout):
         early.gather("5", "mine", lambda: None)
     assert late.gather("5", "theirs", lambda: None) == ["mine", "theirs"]
-    absent = Rendezvous(0, (0, 1, 2), store)
-    monkeypatch.setattr("drumline.guards.script.rendezvous._GUARD_MISSING_SECONDS", 0.1)
+    absent = Peers(0, (0, 1, 2), store)
+    monkeypatch.setattr("drumline.guards.script.peers._GUARD_MISSING_SECONDS", 0.1)
     with pytest.raises(UserError, match="not called on rank 2"):
         absent.gather("6", "mine", lambda: None)

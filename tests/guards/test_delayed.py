@@ -9,8 +9,7 @@ from torch import nn
 
 from drumline.guards.checks.nonfinite import Origin
 from drumline.guards.script.forwards import Forwards
-from drumline.guards.script.nonfinite import IMMEDIATE_STEPS, DelayedCheck, GradientCheck
-from drumline.guards.script.replay import locate
+from drumline.guards.script.nonfinite import IMMEDIATE_STEPS, DelayedCheck, GradientCheck, locate
 
 
 def model() -> nn.Sequential:

@@ -13,38 +13,45 @@ from torch import nn
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.core.precision import BF16, FP32
+from drumline.guards.checks.model import not_in_optimizer
 from drumline.guards.checks.nonfinite import Origin
-from drumline.guards.finding import Finding
-from drumline.guards.run.guards import as_error, optimizer_findings
+from drumline.guards.finding import Finding, LoopState
 from drumline.guards.run.nonfinite import advice, nonfinite_finding, save_batch
 from drumline.parallel.world import single_process
+from drumline.training.guards import as_error, foreign_parameters
 from drumline.training.loop import train
 from drumline.training.replay import find_origin
 from tests.training import tiny
 from tests.training.test_step import everything, same_bits
 
 
-def test_a_model_and_its_optimizer_that_fit_say_nothing() -> None:
+def optimizer_findings(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[Finding | None, Finding | None]:
+    """Parameters that no optimizer holds, and tensors in the optimizer that are not in the model."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    loop = LoopState(0, tiny.CPU, dict(model.named_parameters()), held, {}, "step 3", True, False)
+    return not_in_optimizer(loop), foreign_parameters(loop, optimizer)
+
+
+def test_an_optimizer_with_all_trainable_parameters_gives_no_finding() -> None:
     model = tiny.plain()
     model[0].weight.requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
-    assert optimizer_findings(model.named_parameters(), torch.optim.SGD(trained, lr=0.1), "now") == [
-        None,
-        None,
-    ]
+    assert optimizer_findings(model, torch.optim.SGD(trained, lr=0.1)) == (None, None)
 
 
 def test_a_frozen_parameter_in_the_optimizer_is_no_mistake() -> None:
     model = tiny.plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model[0].weight.requires_grad_(False)
-    assert optimizer_findings(model.named_parameters(), optimizer, "now") == [None, None]
+    assert optimizer_findings(model, optimizer) == (None, None)
 
 
-def test_parameters_that_no_optimizer_moves_are_named() -> None:
+def test_parameters_that_no_optimizer_holds_are_named() -> None:
     model = tiny.plain()
     optimizer = torch.optim.SGD(model[4].parameters(), lr=0.1)
-    found, foreign = optimizer_findings(model.named_parameters(), optimizer, "step 3")
+    found, foreign = optimizer_findings(model, optimizer)
     assert foreign is None
     assert found is not None
     assert found.guard == "parameters"
@@ -52,11 +59,11 @@ def test_parameters_that_no_optimizer_moves_are_named() -> None:
     assert found.since == "step 3"
 
 
-def test_a_replaced_parameter_is_outside_and_its_old_self_is_foreign() -> None:
+def test_a_replaced_parameter_is_missing_from_the_optimizer_and_the_old_one_is_foreign() -> None:
     model = tiny.plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model[6].weight = nn.Parameter(torch.zeros(tiny.CLASSES, 8))
-    outside, foreign = optimizer_findings(model.named_parameters(), optimizer, "step 1")
+    outside, foreign = optimizer_findings(model, optimizer)
     assert outside is not None
     assert foreign is not None
     assert (outside.guard, outside.where) == ("parameters", "the model's '6.weight'")

@@ -1,59 +1,15 @@
-"""A finding of a guard, the exception that stops training with it, and the reporter that prints or raises it.
+"""What checks receive and return: one rank's loop, the reports of all ranks, and a finding.
 
-Promises: a finding says what is wrong, where, since when and what to do. A reporter raises it or prints it once per
-guard, and a warning names the option that silences it. Rejects unknown actions and unknown guards in `ignore`.
+Promises: a finding says what is wrong, where, since when and what to do, in `drumline train` and in a user's loop.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import Literal
+from typing import Any
 
-from drumline.core.errors import UserError
-
-Action = Literal["stop", "warn"]
-
-GUARDS = (
-    "accumulation",
-    "averaging",
-    "buffers",
-    "bypass",
-    "clipping",
-    "device",
-    "drift",
-    "ema",
-    "eval-mode",
-    "evaluation",
-    "frozen-norms",
-    "gather",
-    "hidden-nan",
-    "inputs",
-    "labels",
-    "loss",
-    "memory",
-    "modes",
-    "non-finite",
-    "parameters",
-    "rounding",
-    "same-samples",
-    "scaler",
-    "schedule",
-    "seed",
-    "set-epoch",
-    "setup",
-    "shared-gpu",
-    "stale-gradients",
-    "steps",
-    "teacher",
-    "train-mode",
-    "waiting",
-    "zero-grad",
-    "zero-gradients",
-)
-"""The guards of a user's loop (docs/guards.md)."""
+import torch
 
 
 @dataclass(frozen=True)
@@ -69,17 +25,17 @@ class Finding:
     where: str = ""
     since: str = ""
     fix: str = ""
+    certain: bool = False
+    """Whether it stops a user's loop; if not, it warns. In Drumline's own loop, `guard.action` decides."""
+
+    def details(self) -> list[tuple[str, str]]:
+        """Where and since when, as far as they are known."""
+        return [(label, text) for label, text in (("where", self.where), ("since", self.since)) if text]
 
     def __str__(self) -> str:
+        details = [*self.details(), *([("fix", self.fix)] if self.fix else [])]
         lines = [f"drumline guard [{self.guard}]: {self.what}"]
-        for label, text in (("where", self.where), ("since", self.since), ("fix", self.fix)):
-            if text:
-                lines.append(f"  {label}: {text}")
-        return "\n".join(lines)
-
-
-Found = tuple[Finding, bool]
-"""A finding, and whether it is certain. Only certain findings stop a script; the others warn."""
+        return "\n".join([*lines, *(f"  {label}: {text}" for label, text in details)])
 
 
 class GuardError(RuntimeError):
@@ -90,39 +46,50 @@ class GuardError(RuntimeError):
         super().__init__(str(finding))
 
 
-class Reporter:
-    """Reports findings: raises `GuardError`, or prints the first finding of each guard on stderr."""
+@dataclass(frozen=True)
+class LoopState:
+    """One rank of a training loop, Drumline's or a user's, when its state is checked."""
 
-    def __init__(self, action: Action, ignore: Collection[str] = ()) -> None:
-        if action not in ("stop", "warn"):
-            raise UserError(f"guard: action={action!r} is unknown", 'use action="stop" or action="warn"')
-        for guard in ignore:
-            if guard not in GUARDS:
-                near = get_close_matches(guard, GUARDS, 1)
-                raise UserError(
-                    f"guard: ignore={guard!r} is unknown",
-                    f"use {near[0]!r}" if near else f"use one of: {', '.join(GUARDS)}",
-                )
-        self.action = action
-        self.ignore = frozenset(ignore)
-        self.reported: list[Finding] = []
+    rank: int
+    device: torch.device | None
+    """The rank's own device; None if the model is spread over several."""
+    parameters: Mapping[str, torch.Tensor]
+    """The model's parameters."""
+    held: Collection[torch.Tensor]
+    """The tensors that an optimizer holds."""
+    tensors: Mapping[str, torch.Tensor]
+    """Tensors that must be on `device`, by what they are."""
+    since: str
+    in_run: bool
+    """Whether this is Drumline's own loop."""
+    equal_memory: bool
+    """Whether each process uses only its own GPU, and about as much memory as the others."""
 
-    def report(self, finding: Finding) -> None:
-        """Stops, or warns once per guard."""
-        if self.action == "stop" and finding.guard not in self.ignore:
-            self.reported.append(finding)
-            raise GuardError(finding)
-        self.warn(finding)
 
-    def warn(self, finding: Finding) -> None:
-        """Warns once per guard, whatever the action."""
-        if not self.is_done(finding.guard):
-            self.reported.append(finding)
-            print(f"{finding}\n  silence: ignore=[{finding.guard!r}]", file=sys.stderr, flush=True)
+@dataclass(frozen=True)
+class Reports:
+    """What all ranks report at one step: a message of each rank, in the order of `ranks`."""
 
-    def is_done(self, guard: str) -> bool:
-        """Whether this guard has reported or is ignored, so that it does not need to check any more."""
-        return guard in self.ignore or any(finding.guard == guard for finding in self.reported)
+    ranks: Sequence[int]
+    messages: Sequence[Mapping[str, Any]]
+    step: int
+
+    @property
+    def since(self) -> str:
+        """The step, as findings name it."""
+        return f"step {self.step:,}"
+
+    def of(self, name: str) -> list[Any]:
+        """One entry of every message."""
+        return [message[name] for message in self.messages]
+
+    def known(self, name: str) -> list[tuple[int, Any]]:
+        """One entry of every message that has it, with the rank."""
+        return [(rank, one) for rank, one in zip(self.ranks, self.of(name), strict=True) if one is not None]
+
+
+LocalCheck = Callable[[LoopState], Finding | None]
+RankCheck = Callable[[Reports], Finding | None]
 
 
 def rank_names(ranks: Collection[int]) -> str:

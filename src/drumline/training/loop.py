@@ -21,13 +21,12 @@ from drumline.core.environment import LAUNCHER
 from drumline.core.errors import LostError
 from drumline.core.heartbeat import Phase, beat, enter
 from drumline.data.feed.batch import Batch
-from drumline.guards.run.guards import RunGuards
 from drumline.guards.run.nonfinite import advice
 from drumline.parallel.world import World
 from drumline.state.manifest import Position
 from drumline.state.tensors import Groups
 from drumline.training.evaluate import score_module
-from drumline.training.guards import make_guards
+from drumline.training.guards import RunGuards
 from drumline.training.metrics import Score, no_result
 from drumline.training.output import TrainResult, closing_line
 from drumline.training.rehearse import rehearse
@@ -53,7 +52,7 @@ def train(recipe: Recipe, world: World, build: Builder = classification) -> Trai
 
 def _train(run: Run) -> TrainResult:
     began = time.monotonic()
-    guards = make_guards(run)
+    guards = RunGuards(run)
     if run.moved:
         run.begin()
         save(run, run.position, guards)

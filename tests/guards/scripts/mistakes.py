@@ -88,7 +88,7 @@ watch = drumline.guard(
     every=4,
 )
 if unwatched:
-    watch._rendezvous.timeout = 3.0
+    watch._peers.timeout = 3.0
 
 step = 0
 for epoch in range(4):

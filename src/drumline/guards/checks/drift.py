@@ -1,4 +1,4 @@
-"""Drift: tensors that must be equal on all ranks and are not, and why.
+"""Checks of what must be equal on all ranks: parameters, gradients, optimizer state, buffers, and why they differ.
 
 Promises: tensors are read on their own device, and their fingerprints come to the host in one copy per device. Sparse
 and uninitialised tensors are left out. The majority of ranks is right; where there is none, all ranks are named.
@@ -14,11 +14,11 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from drumline.core.text import counted
-from drumline.guards.finding import Finding, rank_names
+from drumline.guards.finding import Finding, Reports, rank_names
 from drumline.state.fingerprint import fingerprint, fingerprints_of, first_difference
 
 ROUNDING = 1e-5
-"""A difference below this fraction of a tensor's largest value comes from unlike machines or thread counts."""
+"""A difference below this fraction of a tensor's largest value comes from different machines or thread counts."""
 _SAMPLED_VALUES = 1 << 16
 _WRAPPER_FIX = (
     "train through the wrapper itself, model(x): DDP exchanges gradients only for its own forward. Several parts "
@@ -124,20 +124,43 @@ def state_on_some_ranks(ranks: Sequence[int], values: Sequence[Mapping[str, int]
     )
 
 
-def different_rates(ranks: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> Finding | None:
+def different_rates(reports: Reports) -> Finding | None:
     """Learning rates that differ between ranks at the end."""
-    first = messages[0]["rates"]
-    for rank, message in zip(ranks, messages, strict=True):
-        for name, value in message["rates"].items():
+    first, *_ = rates = reports.of("rates")
+    for rank, each in zip(reports.ranks, rates, strict=True):
+        for name, value in each.items():
             if name in first and value != first[name]:
+                pair = reports.ranks[0], rank
                 return Finding(
                     "drift",
-                    f"{name} is {first[name]:.4g} on rank {ranks[0]} and {value:.4g} on rank {rank} at the end",
-                    f"ranks {ranks[0]} and {rank}",
+                    f"{name} is {first[name]:.4g} on rank {pair[0]} and {value:.4g} on rank {pair[1]} at the end",
+                    f"ranks {pair[0]} and {pair[1]}",
                     "seen after the last step",
                     "step the scheduler equally on every rank; all_reduce the loss that ReduceLROnPlateau reads",
                 )
     return None
+
+
+def summed_gradients(reports: Reports) -> Finding | None:
+    """Gradients that the script adds up over the ranks without dividing them or the loss, or that it exchanges again
+    after DDP. Each rank reports some values of a gradient after backward and before the step."""
+    samples, ranks = reports.of("sample"), len(reports.ranks)
+    if any(each is None for each in samples) or any(reports.of("divided")) or ranks < 2:
+        return None
+    local, now = (
+        torch.tensor([sample[index] for sample in samples], dtype=torch.float64) for index in (0, 1)
+    )
+    # Equal gradients are DDP's mean already.
+    if not all(torch.allclose(local.sum(0), each, rtol=1e-3, atol=0.0) for each in now):
+        return None
+    return Finding(
+        "averaging",
+        f"the gradients are the sum over {ranks} ranks, not the mean: the learning rate acts {ranks} times",
+        "the code that exchanges .grad after backward",
+        reports.since,
+        "divide by the number of ranks after all_reduce (or use ReduceOp.AVG), and leave the exchange to DDP if it "
+        "is used; nothing to do if the learning rate is chosen for the sum",
+    )
 
 
 def stepped_around(seen: Sequence[Mapping[str, Any]], tensor: str, since: str) -> Finding | None:

@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 
 from drumline.core.host_copy import HostCopy
+from drumline.guards.checks.data import repeated_ids
 from drumline.guards.checks.drift import drifted
-from drumline.guards.checks.samples import repeated_ids
 from drumline.guards.finding import Finding, rank_names
 from drumline.guards.run.nonfinite import NonFiniteGate
 from drumline.parallel.local import is_sharded, local_shard, shard_span

@@ -19,13 +19,13 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 from torch.utils.hooks import RemovableHandle
 
 from drumline.guards.checks.drift import digest, fingerprints
-from drumline.guards.checks.modes import (
+from drumline.guards.checks.model import (
     depends_on_mode,
     gradient_marks,
     teacher_in_train_mode,
     trained_teacher,
 )
-from drumline.guards.finding import Finding, Found
+from drumline.guards.finding import Finding
 
 _MOST_COPIES = 8
 _NEAR = 0.5
@@ -121,16 +121,16 @@ class Discovery:
             p.grad is not None for one in others for group in one.param_groups for p in group["params"]
         )
 
-    def in_train_mode(self, step: int) -> Found | None:
+    def in_train_mode(self, step: int) -> Finding | None:
         """A teacher that does not change and is called in train mode. Certain if it was passed as a teacher."""
         for one in self.modules:
             if one.passed or (one.calls > 1 and not one.with_gradient):
                 layer = None if one.follows() else one.layer_in_train_mode()
                 if layer is not None:
-                    return teacher_in_train_mode(one.name, layer, step), one.passed
+                    return teacher_in_train_mode(one.name, layer, step, certain=one.passed)
         return None
 
-    def trained_teacher(self, step: int) -> Found | None:
+    def trained_teacher(self, step: int) -> Finding | None:
         """A teacher that an optimizer trains or backward reaches."""
         held = [p for one in self._optimizers for group in one.param_groups for p in group["params"]]
         return trained_teacher(self.teacher_parameters, held, self._teacher_gradients, step)
@@ -188,48 +188,6 @@ class Discovery:
             for theirs in self._model.parameters()
             if mine.shape == theirs.shape and mine.device == theirs.device and mine is not theirs
         )
-
-
-def different_teachers(ranks: Sequence[int], teachers: Sequence[dict[str, str]], step: int) -> Finding | None:
-    """A teacher whose parameters differ between ranks."""
-    for name in teachers[0]:
-        pair = _different_pair(ranks, [one.get(name) for one in teachers])
-        if pair is not None:
-            return Finding(
-                "teacher",
-                f"ranks use different teachers: the parameters of {name.rpartition(' ')[0]} differ",
-                pair,
-                f"step {step}",
-                "load the teacher's weights, and update a moving average, on every rank",
-            )
-    return None
-
-
-def different_copies(
-    ranks: Sequence[int], copies: Sequence[dict[str, list[str]]], steps: int
-) -> Finding | None:
-    """Copies of the model's weights, the same number on each rank, that differ between ranks."""
-    for kind in ("module", "dictionary"):
-        values = [sorted(each[1:] for each in one[kind]) for one in copies]
-        everywhere = set(values[0]).intersection(*values)
-        pair = _different_pair(ranks, values) if len({len(each) for each in values}) == 1 else None
-        if pair is not None and any(
-            each[0] == "1" and each[1:] not in everywhere for one in copies for each in one[kind]
-        ):
-            return Finding(
-                "ema",
-                f"a copy of the model's weights (a moving average, kept as a {kind}) differs between ranks",
-                pair,
-                f"seen after step {steps}",
-                "update it on every rank; nothing to do if only one rank's copy is used",
-            )
-    return None
-
-
-def _different_pair(ranks: Sequence[int], values: Sequence[Any]) -> str | None:
-    """The first two ranks whose values differ, unless a rank has none."""
-    other = next((rank for rank, value in zip(ranks, values, strict=True) if value != values[0]), None)
-    return None if other is None or None in values else f"ranks {ranks[0]} and {other}"
 
 
 def has_averager() -> bool:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from drumline.guards.checks.modes import roots
+from drumline.guards.checks.model import roots
 from drumline.guards.checks.nonfinite import tensors_in
 from drumline.guards.script.source_lines import SourceLine, line_to_change, user_lines
 
@@ -26,7 +26,7 @@ _WATCHED_OUTPUTS = 4
 
 
 @dataclass
-class Call:
+class ModelCall:
     """One call of the model, enough to repeat it."""
 
     name: str
@@ -72,7 +72,7 @@ class Forwards:
         on_backward: Callable[[], None],
     ) -> None:
         self.wrapper = wrapper_of(model)
-        self.calls: list[Call] = []
+        self.calls: list[ModelCall] = []
         self.wrapped_calls = 0
         self.synced = True
         self.direct: DirectCall | None = None
@@ -152,7 +152,7 @@ class Forwards:
             handle.remove()
         self._handles.clear()
 
-    def _gradient_hook(self, call: Call, index: int) -> Callable[[torch.Tensor], None]:
+    def _gradient_hook(self, call: ModelCall, index: int) -> Callable[[torch.Tensor], None]:
         """A hook for the gradient that backward brings to an output."""
 
         def hook(gradient: torch.Tensor) -> None:
@@ -183,7 +183,7 @@ class Forwards:
         name = self._names.get(module, "")
         self.direct = DirectCall(name, type(module).__name__, tuple(user_lines()))
 
-    def _enter(self, call: Call) -> None:
+    def _enter(self, call: ModelCall) -> None:
         self._on_forward()
         active = DistributedDataParallel._get_active_ddp_module()
         if active is None and self._depth == 0 and not self._counted_outside:
@@ -205,7 +205,7 @@ class _RootHooks:
 
     def __init__(self, forwards: Forwards, name: str) -> None:
         self.forwards, self.name = forwards, name
-        self.call: Call | None = None
+        self.call: ModelCall | None = None
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
@@ -213,7 +213,7 @@ class _RootHooks:
         self.call = None
         self.forwards._on_forward()
         if torch.is_grad_enabled():
-            self.call = Call(self.name, module, args, kwargs, _autocast())
+            self.call = ModelCall(self.name, module, args, kwargs, _autocast())
             self.forwards._enter(self.call)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:

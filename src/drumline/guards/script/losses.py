@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from drumline.guards.finding import Finding
-from drumline.guards.script.probes import Probes
+from drumline.guards.script.parameters import Probes
 from drumline.guards.script.source_lines import user_line
 
 _WATCHED_STEPS = 12

@@ -1,4 +1,4 @@
-"""How the ranks of a user's process group exchange short messages: through its store, not by collectives.
+"""How the ranks of a user's process group exchange messages and findings: through its store, not by collectives.
 
 A collective of the guard could deadlock against one of the script's, or against a rank that has left its loop; a
 message in the store cannot. Promises: `gather` returns every rank's message under one key, in rank order, in bounded
@@ -9,15 +9,20 @@ with the same one. Nothing here uses a GPU.
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from difflib import get_close_matches
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
 from drumline.core.errors import UserError
-from drumline.guards.finding import Finding, GuardError, Reporter
+from drumline.guards.finding import Finding, GuardError
+from drumline.guards.table import GUARDS
+
+Action = Literal["stop", "warn"]
 
 TIMEOUT_SECONDS = 20.0
 """How long a comparison waits for the other ranks. A rank that arrives later reads what the others left."""
@@ -27,11 +32,11 @@ _POLL_SECONDS = 0.2
 _NUMBERS = count()
 
 
-class RendezvousTimeout(Exception):
+class PeerTimeout(Exception):
     """The other ranks have not arrived in time, or cannot arrive any more."""
 
 
-class Rendezvous:
+class Peers:
     """The ranks that train one model together; a single rank without torch.distributed."""
 
     def __init__(self, rank: int, ranks: Sequence[int], store: dist.Store | None) -> None:
@@ -45,10 +50,10 @@ class Rendezvous:
         """The number of ranks."""
         return len(self.ranks)
 
-    def clone(self) -> Rendezvous:
+    def clone(self) -> Peers:
         """The same ranks over a new connection, for another thread: a client serves one call at a time."""
         store = self._store
-        return Rendezvous(self.rank, self.ranks, None if store is None else store.clone())  # type: ignore[attr-defined]
+        return Peers(self.rank, self.ranks, None if store is None else store.clone())  # type: ignore[attr-defined]
 
     def post(self, key: str, value: Any) -> None:
         """Leaves a message (JSON) under a key."""
@@ -71,8 +76,7 @@ class Rendezvous:
         self, key: str, value: Any, poll: Callable[[], None], seconds: float | None = None
     ) -> list[Any]:
         """Every rank's message, in the order of `ranks`. `poll` is called while waiting and may raise. After
-        `seconds`
-        the missing ones are None. Without `seconds`, raises `RendezvousTimeout` after `timeout`."""
+        `seconds` the missing ones are None. Without `seconds`, raises `PeerTimeout` after `timeout`."""
         if self._store is None:
             return [value]
         self.post(f"{key}/{self.rank}", value)
@@ -90,13 +94,13 @@ class Rendezvous:
                 if now - began > _GUARD_MISSING_SECONDS:
                     self._require_guards()
                 if now - began > self.timeout:
-                    raise RendezvousTimeout
+                    raise PeerTimeout
         values = [json.loads(text) for text in self._store.multi_get(keys)]
         self._delete_old(f"{key}/{self.rank}")
         return values
 
     def _delete_old(self, key: str) -> None:
-        """Deletes our key of the rendezvous before the last: every rank of the last one has read it."""
+        """Deletes our key of the gather before the last: every rank of the last one has read it."""
         assert self._store is not None
         self._old_keys.append(key)
         if len(self._old_keys) > 2:
@@ -111,16 +115,16 @@ class Rendezvous:
             )
 
 
-def rendezvous_of(group: dist.ProcessGroup | None) -> Rendezvous:
-    """The rendezvous of a process group's ranks (None: the default group, or this process alone without one). Every
-    rank must create its rendezvous in the same order."""
+def peers_of(group: dist.ProcessGroup | None) -> Peers:
+    """The ranks of a process group (None: the default group, or this process alone without one). Every rank must call
+    this in the same order."""
     if not (dist.is_available() and dist.is_initialized()):
-        return Rendezvous(0, (0,), None)
+        return Peers(0, (0,), None)
     group = group or dist.group.WORLD
     ranks = dist.get_process_group_ranks(group)
     number = next(_NUMBERS)
     if len(ranks) == 1:
-        return Rendezvous(dist.get_rank(), ranks, None)
+        return Peers(dist.get_rank(), ranks, None)
     store = dist.distributed_c10d._get_default_store()
     if store is None:
         raise UserError(
@@ -128,54 +132,57 @@ def rendezvous_of(group: dist.ProcessGroup | None) -> Rendezvous:
         )
     assert group is not None
     name = f"drumline-guard/{number}/{group.group_name}"
-    return Rendezvous(dist.get_rank(), ranks, dist.PrefixStore(name, store.clone()))  # type: ignore[attr-defined]
+    return Peers(dist.get_rank(), ranks, dist.PrefixStore(name, store.clone()))  # type: ignore[attr-defined]
 
 
-class RankReporter:
-    """Reports the findings of one model, on this rank or on all ranks. Only the first rank prints a warning that all
-    ranks find."""
+class Reporter:
+    """Reports the findings of one model: raises `GuardError`, or prints the first finding of each guard on stderr."""
 
-    def __init__(self, reporter: Reporter, rendezvous: Rendezvous) -> None:
-        self.reporter, self._rendezvous = reporter, rendezvous
+    def __init__(self, action: Action, ignore: Collection[str] = (), peers: Peers | None = None) -> None:
+        if action not in ("stop", "warn"):
+            raise UserError(f"guard: action={action!r} is unknown", 'use action="stop" or action="warn"')
+        for guard in ignore:
+            if guard not in GUARDS:
+                near = get_close_matches(guard, GUARDS, 1)
+                raise UserError(
+                    f"guard: ignore={guard!r} is unknown",
+                    f"use {near[0]!r}" if near else f"use one of: {', '.join(GUARDS)}",
+                )
+        self.action, self.ignore = action, frozenset(ignore)
+        self.reported: set[str] = set()
+        """The guards that have reported."""
         self.stopped = False
+        self._peers = peers or Peers(0, (0,), None)
 
-    def from_all_ranks(self, finding: Finding, certain: bool) -> None:
-        """A finding that all ranks have."""
-        if certain and self.reporter.action == "stop":
+    def is_done(self, guard: str) -> bool:
+        """Whether this guard has reported or is ignored, so that it does not need to check any more."""
+        return guard in self.ignore or guard in self.reported
+
+    def report(self, finding: Finding | None) -> None:
+        """Reports a finding of this rank. If it is certain, the other ranks stop with the same message."""
+        if finding is None:
+            return
+        if finding.certain and self.action == "stop" and finding.guard not in self.ignore:
+            self._peers.first("alert", vars(finding))
+            self.stop(finding)
+        if not self.is_done(finding.guard):
+            self.reported.add(finding.guard)
+            print(f"{finding}\n  silence: ignore=[{finding.guard!r}]", file=sys.stderr, flush=True)
+
+    def report_once(self, finding: Finding | None) -> None:
+        """Reports a finding that all ranks have. Only the first rank prints a warning."""
+        stops = finding is not None and finding.certain and self.action == "stop"
+        if stops or self._peers.rank == self._peers.ranks[0]:
             self.report(finding)
-        elif self._rendezvous.rank == self._rendezvous.ranks[0]:
-            self.reporter.warn(finding)
 
-    def from_this_rank(self, finding: Finding, certain: bool) -> None:
-        """A finding that only this rank has."""
-        (self.report if certain else self.reporter.warn)(finding)
+    def stop(self, finding: Finding) -> None:
+        """Stops this rank with a finding."""
+        self.stopped = True
+        self.reported.add(finding.guard)
+        raise GuardError(finding)
 
-    def report(self, finding: Finding) -> None:
-        """A certain finding: the other ranks stop with the same message."""
-        if self.reporter.action == "stop" and finding.guard not in self.reporter.ignore:
-            self.stopped = True
-            self._rendezvous.first("alert", vars(finding))
-        self.reporter.report(finding)
-
-    def raise_for(self, finding: Finding | None) -> None:
-        """Stops with a finding of another rank or of the hang monitor."""
-        if finding is not None:
-            self.stopped = True
-            raise GuardError(finding)
-
-    def raise_if_stopped(self) -> None:
-        """Stops if another rank has stopped."""
-        alert = self._rendezvous.read("alert")
-        self.raise_for(None if alert is None else Finding(**alert))
-
-    def not_compared(self, step: int) -> None:
-        """Not all ranks reached a comparison in time. A rank that arrives later compares by itself."""
-        self.reporter.warn(
-            Finding(
-                "waiting",
-                f"ranks were not compared at step {step}: not all arrived within {self._rendezvous.timeout:.0f} s",
-                f"rank {self._rendezvous.rank}",
-                f"step {step}",
-                "ignore this if a rank is saving or evaluating; otherwise check for a step that a rank skips",
-            )
-        )
+    def stop_with_others(self) -> None:
+        """Stops this rank if another one has stopped."""
+        alert = self._peers.read("alert")
+        if alert is not None:
+            self.stop(Finding(**alert))

@@ -1,15 +1,17 @@
-"""The learning rate and its schedule: past its end, stuck at zero, never stepped, stepped too early.
+"""Checks of what must change from step to step: the learning rate's schedule, and the state of the random generator.
 
-Promises: reads numbers that the scheduler holds, once per step. A warm-up from zero, a frozen group, a schedule that
-ends at zero, and a phase at zero that a LambdaLR leaves again are not reported. Anything else may be intended (a
-cosine as a cycle, a scheduler for later), so it only warns.
+Promises: reads numbers that the scheduler holds, and in the first steps the state of the CPU generator. A warm-up
+from zero, a frozen group, a schedule that ends at zero, a phase at zero that a LambdaLR leaves again, and a loop that
+draws no random numbers are not reported. Anything else may be intended (a cosine as a cycle, a scheduler for later),
+so it only warns.
 """
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
-from torch import Tensor
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
@@ -19,6 +21,10 @@ _LEAST_STEPS = 8
 """A run with fewer steps than this may end within its warm-up from 0."""
 _LEAST_STEPS_FOUND = 20
 """A scheduler that was found, not passed, must have been stepped by now in a loop without a DataLoader."""
+_SEED_STEPS = 8
+"""The first steps, in which the random generator is watched."""
+_SEED_REPEATS = 3
+"""Steps in a row with the same generator states that are reported."""
 
 
 class Rates:
@@ -48,8 +54,7 @@ class Rates:
         self.started_at = self.at_forward = self._count()
 
     def at_close(self, steps: int, passes: int) -> Finding | None:
-        """After training: the schedule was never stepped. One that was found may belong to a run that was ended
-        early,
+        """After training: the schedule was never stepped. One that was found may belong to a run that ended early,
         within its first epoch."""
         if self.known and not self.was_nonzero and steps >= _LEAST_STEPS:
             return Finding(
@@ -89,7 +94,7 @@ class Rates:
 
     def _zero(self, step: int) -> Finding | None:
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        if any(isinstance(rate, Tensor) and rate.is_cuda for rate in rates):
+        if any(isinstance(rate, torch.Tensor) and rate.is_cuda for rate in rates):
             return None  # reading it would wait for the device in every step
         self.known = True
         nonzero = any(rate != 0.0 for rate in self._rates())
@@ -112,9 +117,8 @@ class Rates:
         """Whether the schedule's own function gives a rate above 0 later."""
         if not isinstance(self.scheduler, LambdaLR):
             return False
-        later = [
-            self.scheduler.last_epoch + ahead for ahead in (*range(1, 65), *(2**n for n in range(7, 17)))
-        ]
+        ahead = (*range(1, 65), *(2**n for n in range(7, 17)))
+        later = [self.scheduler.last_epoch + steps for steps in ahead]
         try:
             return any(scale(at) for scale in self.scheduler.lr_lambdas for at in later)
         except (IndexError, KeyError, ValueError):  # a table of limited length
@@ -146,3 +150,40 @@ class Rates:
             since="step 1",
             fix="call scheduler.step() after each epoch (or step, if it was made for steps)",
         )
+
+
+class Seeds:
+    """The states of the CPU generator at the first forward pass of a step and before its update."""
+
+    def __init__(self) -> None:
+        self._at_forward: str | None = None
+        self._last: tuple[str, str] | None = None
+        self._same = 0
+
+    def forward(self, steps: int) -> None:
+        """A forward pass begins."""
+        if steps < _SEED_STEPS and self._at_forward is None:
+            self._at_forward = _state()
+
+    def check(self, step: int) -> Finding | None:
+        """Just before the optimizer steps."""
+        before, self._at_forward = self._at_forward, None
+        if step > _SEED_STEPS or before is None:
+            return None
+        now = (before, _state())
+        drawn = now[0] != now[1]
+        self._same = self._same + 1 if drawn and now == self._last else 0
+        self._last = now
+        if self._same != _SEED_REPEATS - 1:
+            return None
+        return Finding(
+            "seed",
+            "the random generator is in the same state in every step: dropout and augmentation repeat",
+            "torch.manual_seed in the loop",
+            f"step {step - _SEED_REPEATS + 1}",
+            "seed once, before the loop",
+        )
+
+
+def _state() -> str:
+    return hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).hexdigest()
