@@ -129,6 +129,11 @@ class Method:
     """One way to learn from a teacher. Subclasses are frozen dataclasses. Their fields are the method's options
     (`--distill.options NAME:VALUE`), with the paper's values as defaults."""
 
+    name: ClassVar[str]
+    """Its name in recipes and messages."""
+    reads: ClassVar[str] = "logits"
+    """What it reads of both networks, as docs/distillation.md shows it. For `logits`, `pooled`, `last stage` and
+    `stages`, `needs` follows from it; other methods override `needs`."""
     weights: ClassVar[Weights] = Weights()
     """The weights of the paper."""
     scope: ClassVar[Scope] = "sample"
@@ -139,17 +144,28 @@ class Method:
     helper_reads_teacher: ClassVar[bool] = False
     """Whether its helper reads the teacher's taps. If no helper does, student and teacher run concurrently on a
     GPU."""
-    initial: ClassVar[str] = ""
-    """The method of the initial stage that is trained alone, before the main one. A method that has only an initial
-    stage gives its own name."""
     initial_epochs: ClassVar[float] = 0.0
-    """Length of the initial stage in the paper."""
+    """Length of its initial phase in the paper, which trains `initial_method` alone before the main phase. 0: it has
+    none."""
+    only_initial: ClassVar[bool] = False
+    """Whether it takes no part in the main phase."""
     warmup: float = 0.0
     """Epochs over which its weight rises linearly. A dataclass field in methods that have a warm-up."""
 
+    @classmethod
+    def initial_method(cls) -> type[Method]:
+        """The method that its initial phase trains."""
+        return cls
+
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         """The taps that it reads. Raises a `UserError` with the reason if the two networks do not fit the method."""
-        return Needs()
+        if self.reads == "logits":
+            require_same_classes(self.name, student, teacher)
+            return Needs()
+        if self.reads == "stages":
+            return needs_of(require_pairs(self.name, student, teacher))
+        tap_of = {"pooled": pooled_tap, "last stage": last_stage}[self.reads]
+        return Needs((tap_of(self.name, student),), (tap_of(self.name, teacher),))
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module | None:
         """The module that it trains beside the student, or None. `helper(student_taps, teacher_taps)` returns a dict
@@ -217,9 +233,19 @@ def last_stage(method: str, network: NetworkInfo) -> str:
     return require_tap(method, network, network.stages[-1] if network.stages else "stage1")
 
 
-def require_pooled(method: str, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
-    """The pooled vectors of both networks; raises a `UserError` if one has none."""
-    return Needs((require_tap(method, student, "pooled"),), (require_tap(method, teacher, "pooled"),))
+def pooled_tap(method: str, network: NetworkInfo) -> str:
+    """The pooled vector; raises a `UserError` if there is none."""
+    return require_tap(method, network, "pooled")
+
+
+def require_same_classes(method: str, student: NetworkInfo, teacher: NetworkInfo) -> None:
+    """Raises a `UserError` if the logits of the two networks cannot be compared."""
+    if student.classes != teacher.classes:
+        raise UserError(
+            f"distill.method = {method}: compares logits, but the teacher {teacher.name} has {teacher.classes} "
+            f"classes and the student {student.name} has {student.classes}",
+            "use a teacher with the same classes, or a method that compares features",
+        )
 
 
 def needs_of(pairs: list[Pair]) -> Needs:

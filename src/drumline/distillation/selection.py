@@ -1,7 +1,8 @@
-"""Selects the methods and weights of a recipe's `distill` section: a pure function.
+"""Selects the methods and weights of a recipe, for the main phase of a run and for each initial phase.
 
-Promises: numbers that the recipe leaves open come from the first method's paper; kd combines with any method by its
-weight `a`. Rejects unknown methods and options with a suggestion, and weights that no method takes.
+Promises: pure functions. Numbers that the recipe leaves open come from the first method's paper; kd combines with any
+method by its weight `a`. Rejects unknown methods and options with a suggestion, weights that no method takes, and
+methods that do not work with the layout or with other fields.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any, get_type_hints
 
-from drumline.config.recipe import Distill
+from drumline.config.recipe import Distill, Recipe
 from drumline.core.errors import UserError
 from drumline.distillation.method import Method
-from drumline.distillation.methods import METHODS, STAGES
+from drumline.distillation.methods import METHODS
+from drumline.parallel.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -27,18 +29,38 @@ class WeightedMethod:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a distillation minimises, and its initial stages."""
+    """What a phase minimises."""
 
     r: float
     methods: tuple[WeightedMethod, ...]
     """kd comes first if it has a weight."""
     T: float
-    initial: tuple[tuple[str, float], ...]
-    """The methods with an initial stage, and its epochs."""
+    initial: tuple[tuple[str, float], ...] = ()
+    """The initial phases that come before: their methods and epochs."""
+    phase: str = ""
+    """The method whose initial phase this is; empty for the main phase."""
+
+    @property
+    def relating(self) -> list[str]:
+        """The methods that relate all samples of the global batch."""
+        return [each.name for each in self.methods if each.method.scope == "global_batch"]
+
+    def describe(self) -> str:
+        """The log line about the loss."""
+        terms = [f"{self.r:g} cross-entropy"] if self.r else []
+        terms += [f"{each.weight:g} {each.name}" for each in self.methods]
+        opening = f"initial phase of {self.phase}: " if self.phase else "loss = "
+        tempered = any(each.method.on_logits for each in self.methods)
+        return opening + " + ".join(terms) + (f", T = {self.T:g}" if tempered else "")
+
+
+def select(distill: Distill, phase: str = "") -> Selection:
+    """What a phase minimises: the initial phase of a method, or the main phase."""
+    return _select_initial(distill, phase) if phase else select_methods(distill)
 
 
 def select_methods(distill: Distill) -> Selection:
-    """The recipe's methods, with every number filled in."""
+    """The methods of the main phase, with every number filled in."""
     names = _names(distill)
     others = [name for name in names if name != "kd"]
     first = METHODS[others[0] if others else "kd"]
@@ -53,13 +75,13 @@ def select_methods(distill: Distill) -> Selection:
         for wanted, found in ((distill.r, r), (distill.a, a), (distill.T, T))
     )
     options = _options(distill.options, names)
-    built = {name: _build(name, {**options.get(name, {}), "T": T}) for name in (*names, "kd")}
+    built = {name: _build(METHODS[name], {**options.get(name, {}), "T": T}) for name in (*names, "kd")}
     weights = _weights(distill, others)
     methods = [WeightedMethod("kd", built["kd"], a)] if a else []
     methods += [
         WeightedMethod(name, built[name], weight)
         for name, weight in zip(others, weights, strict=True)
-        if weight and METHODS[name].initial != name
+        if weight and not METHODS[name].only_initial
     ]
     if not r and not methods:
         raise UserError(
@@ -71,30 +93,66 @@ def select_methods(distill: Distill) -> Selection:
             f"distill.standardise = true: {', '.join(names)} compares no logits",
             "remove it, or add kd with distill.a",
         )
-    if distill.initial_epochs != "auto" and not any(METHODS[name].initial for name in others):
+    if distill.initial_epochs != "auto" and not any(METHODS[name].initial_epochs for name in others):
+        known = [name for name, method in METHODS.items() if method.initial_epochs]
         raise UserError(
-            f"distill.initial_epochs = {distill.initial_epochs:g}: {', '.join(names)} has no initial stage",
-            "remove it; fsp, abound and factor have an initial stage",
+            f"distill.initial_epochs = {distill.initial_epochs:g}: {', '.join(names)} has no initial phase",
+            f"remove it; {', '.join(known)} have an initial phase",
         )
     initial = tuple(
         (name, METHODS[name].initial_epochs if distill.initial_epochs == "auto" else distill.initial_epochs)
         for name in others
-        if METHODS[name].initial
+        if METHODS[name].initial_epochs
     )
     return Selection(r, tuple(methods), T, initial)
 
 
-def select_initial_stage(distill: Distill, name: str) -> Selection:
-    """The initial stage of a method, whose only term is that stage's loss. `b` is its weight if the method has no
-    other stage."""
+def check_selection(selection: Selection, recipe: Recipe, strategy: type[Strategy]) -> None:
+    """Raises a `UserError` if the methods do not work with the layout or with other fields of the recipe."""
+    if strategy.why_no_teacher:
+        raise UserError(
+            f"parallel.layout = {strategy.name}: {strategy.why_no_teacher}", "use --parallel.layout ddp"
+        )
+    initial = [selection.phase] if selection.phase else [name for name, epochs in selection.initial if epochs]
+    relating = (
+        f"{', '.join(selection.relating)} relates all samples of the global batch, and micro-batches would separate "
+        "them"
+    )
+    if selection.relating and strategy.staged:
+        raise UserError(
+            f"parallel.layout = {strategy.name}: {relating}",
+            "use --parallel.layout ddp, or a method that does not relate samples",
+        )
+    if initial and strategy.staged:
+        raise UserError(
+            f"parallel.layout = {strategy.name}: {', '.join(initial)} has an initial phase, which does not train the "
+            "whole student",
+            "use --parallel.layout ddp, or a different method",
+        )
+    if selection.relating and recipe.train.accumulate > 1:
+        raise UserError(
+            f"train.accumulate = {recipe.train.accumulate}: {relating}",
+            "use --train.accumulate 1 with more processes or a smaller data.batch, or a method that does not relate "
+            "samples",
+        )
+    unmixed = [each.name for each in selection.methods if not each.method.mixes]
+    if unmixed and (recipe.data.mixup or recipe.data.cutmix):
+        raise UserError(
+            f"distill.method = {', '.join(unmixed)}: needs one class per image, but a mixed image has two",
+            "set data.mixup and data.cutmix to 0, or use a different method",
+        )
+
+
+def _select_initial(distill: Distill, name: str) -> Selection:
+    """The initial phase of a method, whose only term is the loss of `initial_method`. `b` is its weight if the method
+    takes no part in the main phase."""
+    kind = METHODS[name].initial_method()
     options = _options(distill.options, _names(distill))[name]
-    stage = METHODS[name].initial
-    known = {key: value for key, value in options.items() if key in _option_fields(stage)}
-    weight = STAGES[stage].weights.b
-    if stage == name and distill.b:
+    weight = kind.weights.b
+    if METHODS[name].only_initial and distill.b:
         others = [other for other in distill.method if other != "kd"]
         weight = _weights(distill, others)[others.index(name)]
-    return Selection(0.0, (WeightedMethod(name, _build(stage, known), weight),), 1.0, ())
+    return Selection(0.0, (WeightedMethod(name, _build(kind, options), weight),), T=1.0, phase=name)
 
 
 def _names(distill: Distill) -> list[str]:
@@ -157,17 +215,15 @@ def _options(texts: tuple[str, ...], names: list[str]) -> dict[str, dict[str, An
 
 def _option_fields(name: str) -> dict[str, type]:
     """A method's options and their types, without the temperature, which is a field of the recipe."""
-    kind = _all()[name]
-    hints = get_type_hints(kind)
-    own = [item.name for item in fields(kind) if item.name != "T"]  # type: ignore[arg-type]
-    return {option: hints[option] for option in own}
+    hints = get_type_hints(METHODS[name])
+    return {option: hints[option] for option in _field_names(METHODS[name]) if option != "T"}
 
 
-def _build(name: str, numbers: dict[str, Any]) -> Method:
-    kind = _all()[name]
-    known = {item.name for item in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{key: value for key, value in numbers.items() if key in known})
+def _build(kind: type[Method], numbers: dict[str, Any]) -> Method:
+    """The method with those of the numbers that it has."""
+    names = _field_names(kind)
+    return kind(**{key: value for key, value in numbers.items() if key in names})
 
 
-def _all() -> dict[str, type[Method]]:
-    return {**METHODS, **STAGES}
+def _field_names(kind: type[Method]) -> list[str]:
+    return [item.name for item in fields(kind)]  # type: ignore[arg-type]

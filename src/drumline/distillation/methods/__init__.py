@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 from drumline.distillation.method import Method
-from drumline.distillation.methods.boundary import Abound, Ofd
-from drumline.distillation.methods.contrast import Crd
-from drumline.distillation.methods.factor import Factor, Paraphrase
-from drumline.distillation.methods.logits import Dist, Dkd, Kd
-from drumline.distillation.methods.maps import Attention, Hint, ReviewKd, Vid
-from drumline.distillation.methods.relations import Correlation, Pkt, Rkd, Similarity, Srd
-from drumline.distillation.methods.statistics import Fsp, Kdsvd, Nst
+from drumline.distillation.methods import boundary, contrast, factor, logits, maps, relations, statistics
 
-METHODS: dict[str, type[Method]] = {
-    "kd": Kd,
-    "dkd": Dkd,
-    "dist": Dist,
-    "hint": Hint,
-    "attention": Attention,
-    "similarity": Similarity,
-    "correlation": Correlation,
-    "vid": Vid,
-    "rkd": Rkd,
-    "pkt": Pkt,
-    "crd": Crd,
-    "reviewkd": ReviewKd,
-    "ofd": Ofd,
-    "factor": Factor,
-    "nst": Nst,
-    "kdsvd": Kdsvd,
-    "fsp": Fsp,
-    "abound": Abound,
-    "srd": Srd,
-}
+_METHODS: tuple[type[Method], ...] = (
+    logits.Kd,
+    logits.Dkd,
+    logits.Dist,
+    maps.Hint,
+    maps.Attention,
+    relations.Similarity,
+    relations.Correlation,
+    maps.Vid,
+    relations.Rkd,
+    relations.Pkt,
+    contrast.Crd,
+    maps.ReviewKd,
+    boundary.Ofd,
+    factor.Factor,
+    statistics.Nst,
+    statistics.Kdsvd,
+    statistics.Fsp,
+    boundary.Abound,
+    relations.Srd,
+)
 
-STAGES: dict[str, type[Method]] = {"paraphrase": Paraphrase, "fsp": Fsp, "abound": Abound}
-"""The methods that initial stages train, by the name in a method's `initial`."""
+METHODS = {method.name: method for method in _METHODS}

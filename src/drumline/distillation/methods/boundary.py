@@ -82,21 +82,26 @@ def by_depth(losses: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Ofd(Method):
-    """A comprehensive overhaul of feature distillation (Heo et al., 2019): `by_depth` of `ofd` over the stages."""
+    """Overhaul of feature distillation (Heo et al., ICCV 2019): maps before activation, above the teacher's margins.
 
-    weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=1e-3)
+    The loss is `by_depth` of `ofd` over the stages.
+    """
+
+    name: ClassVar[str] = "ofd"
+    reads: ClassVar[str] = "stages before activation"
+    weights: ClassVar[Weights] = Weights(b=1e-3)
     helper_reads_teacher: ClassVar[bool] = True
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         """The pre-activation taps of all common stages."""
-        pairs = _pairs("ofd", student, teacher)
+        pairs = _pairs(self.name, student, teacher)
         for _, tap in pairs:
             _norm(teacher, tap)
         return needs_of(pairs)
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
         """The connectors and the teacher's margins."""
-        pairs = _pairs("ofd", student, teacher)
+        pairs = _pairs(self.name, student, teacher)
         norms = [_norm(teacher, tap) for _, tap in pairs]
         found = [margins(norm.weight, norm.bias) for norm in norms]
         return Connectors(student, teacher, pairs, found)
@@ -108,15 +113,18 @@ class Ofd(Method):
 
 @dataclass(frozen=True)
 class Abound(Method):
-    """Activation boundaries (Heo et al., 2018): an initial stage that minimises 0.003 `by_depth` of `abound`.
+    """Activation boundaries (Heo et al., AAAI 2019): which neurons are active.
 
-    The factor 0.003 comes from the authors' code and belongs to their weight of 1: the sum over a map is large.
+    The initial phase minimises 0.003 `by_depth` of `abound` over the stages. The factor 0.003 comes from the authors'
+    code and belongs to their weight of 1: the sum over a map is large.
     """
 
-    weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=1.0)
+    name: ClassVar[str] = "abound"
+    reads: ClassVar[str] = "stages before activation"
+    weights: ClassVar[Weights] = Weights(b=1.0)
     helper_reads_teacher: ClassVar[bool] = True
-    initial: ClassVar[str] = "abound"
     initial_epochs: ClassVar[float] = 30.0
+    only_initial: ClassVar[bool] = True
     scale: ClassVar[float] = 0.003
 
     margin: float = 1.0
@@ -127,11 +135,11 @@ class Abound(Method):
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         """The pre-activation taps of all common stages."""
-        return needs_of(_pairs("abound", student, teacher))
+        return needs_of(_pairs(self.name, student, teacher))
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
         """The connectors."""
-        return Connectors(student, teacher, _pairs("abound", student, teacher))
+        return Connectors(student, teacher, _pairs(self.name, student, teacher))
 
     def loss(self, inputs: LossInputs) -> Tensor:
         """(n,)."""

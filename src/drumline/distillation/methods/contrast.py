@@ -29,12 +29,10 @@ from drumline.distillation.method import (
     Embeddings,
     LossInputs,
     Method,
-    Needs,
     NetworkInfo,
     Scope,
     Weights,
     check_option,
-    require_pooled,
 )
 from drumline.parallel.world import World
 
@@ -70,10 +68,15 @@ def nce(positive: Tensor, negative: Tensor, keep: Tensor, log_z: Tensor, samples
 
 @dataclass(frozen=True)
 class Crd(Method):
-    """Contrastive representation distillation (Tian et al., 2020): `nce` of the student's vectors against the
-    teacher's bank, plus `nce` of the teacher's vectors against the student's bank."""
+    """Contrastive representation distillation (Tian et al., 2020): a sample's two embeddings against many negatives.
 
-    weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=0.8)
+    The loss is `nce` of the student's vectors against the teacher's bank, plus `nce` of the teacher's vectors against
+    the student's bank.
+    """
+
+    name: ClassVar[str] = "crd"
+    reads: ClassVar[str] = "pooled"
+    weights: ClassVar[Weights] = Weights(b=0.8)
     helper_reads_teacher: ClassVar[bool] = True
     scope: ClassVar[Scope] = "global_batch"
     mixes: ClassVar[bool] = False
@@ -92,10 +95,6 @@ class Crd(Method):
         check_option("tau", self.tau, self.tau > 0, "above 0", 0.07)
         check_option("momentum", self.momentum, 0 <= self.momentum < 1, "in [0, 1)", 0.5)
         check_option("dim", self.dim, self.dim >= 1, "1 or more", 128)
-
-    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
-        """The pooled vectors."""
-        return require_pooled("crd", student, teacher)
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
         """Two linear embeddings."""

@@ -1,8 +1,8 @@
 """Factor transfer: the student learns a compressed form of the teacher's last map instead of the map itself.
 
-Promises: an initial stage (`Paraphrase`) trains an autoencoder of the teacher's last map. `Factor` freezes it and
+Promises: an initial phase (`Paraphrase`) trains an autoencoder of the teacher's last map. `Factor` freezes it and
 trains a translator that computes the same factors from the student's last map. Both helpers name the autoencoder
-`paraphraser`, so its weights carry over by name; once frozen, it stays in eval mode. In both stages, the larger of
+`paraphraser`, so its weights carry over by name; once frozen, it stays in eval mode. In both phases, the larger of
 two maps is pooled to the size of the smaller before it is encoded. Rejects networks without stages.
 """
 
@@ -45,12 +45,12 @@ def paraphrase(reconstruction: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Paraphrase(Method):
-    """The initial stage of `Factor`: an autoencoder of the teacher's last map. It does not involve the student."""
+    """The initial phase of `Factor`: an autoencoder of the teacher's last map. It does not involve the student."""
 
+    name: ClassVar[str] = "factor"
+    reads: ClassVar[str] = "last stage"
     weights: ClassVar[Weights] = Weights(r=0.0, a=0.0, b=1.0)
     helper_reads_teacher: ClassVar[bool] = True
-    initial: ClassVar[str] = "paraphrase"
-    initial_epochs: ClassVar[float] = 30.0
 
     k: float = 0.5
     """Channels of the factors, as a multiple of the channels of the teacher's last map."""
@@ -73,13 +73,19 @@ class Paraphrase(Method):
 
 @dataclass(frozen=True)
 class Factor(Paraphrase):
-    """Paraphrasing complex network (Kim et al., 2018), with p = 1, the authors' loss and their weight of 500.
+    """Factor transfer (Kim et al., 2018): a compressed form of the last map.
 
-    RepDistiller normalises differently and uses a weight of 200; the figures published for CIFAR-100 use that
-    variant.
+    With p = 1, the authors' loss and their weight of 500. RepDistiller normalises differently and uses a weight of
+    200; the figures published for CIFAR-100 use that variant.
     """
 
-    weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=500.0)
+    weights: ClassVar[Weights] = Weights(b=500.0)
+    initial_epochs: ClassVar[float] = 30.0
+
+    @classmethod
+    def initial_method(cls) -> type[Method]:
+        """The autoencoder."""
+        return Paraphrase
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         """The last map of both networks."""
@@ -176,5 +182,5 @@ def _last(network: NetworkInfo) -> str:
 
 
 def _grid(student: NetworkInfo, teacher: NetworkInfo) -> tuple[int, int]:
-    """From the probed shapes, because the initial stage does not read the student's map."""
+    """From the probed shapes, because the initial phase does not read the student's map."""
     return common_grid(student.shapes[_last(student)], teacher.shapes[_last(teacher)])

@@ -88,6 +88,7 @@ def standardised(logits: Tensor) -> Tensor:
 class Kd(Method):
     """Knowledge distillation (Hinton et al., 2015): match the teacher's softened probabilities."""
 
+    name: ClassVar[str] = "kd"
     weights: ClassVar[Weights] = Weights(r=0.1, a=0.9, b=0.0, T=4.0)
     on_logits: ClassVar[bool] = True
 
@@ -97,21 +98,19 @@ class Kd(Method):
     def __post_init__(self) -> None:
         check_temperature(self.T)
 
-    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
-        return _only_logits("kd", student, teacher)
-
     def loss(self, inputs: LossInputs) -> Tensor:
         return kd(inputs.logits, inputs.teacher_logits, self.T)
 
 
 @dataclass(frozen=True)
 class Dkd(Method):
-    """Decoupled kd: separate weights for the teacher's confidence in the label and for the other classes.
+    """Decoupled kd (Zhao et al., 2022): separate weights for the label and for the other classes.
 
     It splits the classes by the label, so it is not defined for mixed images, which have two.
     """
 
-    weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=1.0, T=4.0)
+    name: ClassVar[str] = "dkd"
+    weights: ClassVar[Weights] = Weights(b=1.0, T=4.0)
     on_logits: ClassVar[bool] = True
     mixes: ClassVar[bool] = False
 
@@ -132,7 +131,7 @@ class Dkd(Method):
                 f"distill.method = dkd: compares the classes other than the label, and {student.name} has one class",
                 "use a method that compares features, such as hint",
             )
-        return _only_logits("dkd", student, teacher)
+        return super().needs(student, teacher)
 
     def loss(self, inputs: LossInputs) -> Tensor:
         return dkd(inputs.logits, inputs.teacher_logits, inputs.labels, self.T, self.alpha, self.beta)
@@ -140,9 +139,11 @@ class Dkd(Method):
 
 @dataclass(frozen=True)
 class Dist(Method):
-    """Correlation instead of equality: of the classes within a sample, and of the samples within a class."""
+    """Correlation instead of equality (Huang et al., 2022): of the classes within a sample, and of the samples within
+    a class."""
 
-    weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=2.0, T=1.0)
+    name: ClassVar[str] = "dist"
+    weights: ClassVar[Weights] = Weights(b=2.0, T=1.0)
     scope: ClassVar[Scope] = "global_batch"
     on_logits: ClassVar[bool] = True
 
@@ -155,9 +156,6 @@ class Dist(Method):
 
     def __post_init__(self) -> None:
         check_temperature(self.T)
-
-    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
-        return _only_logits("dist", student, teacher)
 
     def loss(self, inputs: LossInputs) -> Tensor:
         return dist(inputs.logits, inputs.teacher_logits, self.T, self.beta, self.gamma)
@@ -197,13 +195,3 @@ def check_temperature(temperature: float) -> None:
     """Raises a `UserError` unless the temperature is above 0."""
     if not temperature > 0:
         raise UserError(f"distill.T = {temperature:g}: must be above 0", "papers use 1 to 4")
-
-
-def _only_logits(method: str, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
-    if student.classes != teacher.classes:
-        raise UserError(
-            f"distill.method = {method}: compares logits, but the teacher {teacher.name} has {teacher.classes} "
-            f"classes and the student {student.name} has {student.classes}",
-            "use a teacher with the same classes, or a method that compares features",
-        )
-    return Needs()

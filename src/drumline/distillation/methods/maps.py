@@ -64,8 +64,10 @@ def vid(mean: Tensor, variance: Tensor, teacher: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Hint(Method):
-    """FitNet: one map of the student, after a 1×1 convolution, matches the teacher's."""
+    """FitNet (Romero et al., 2015): one map of the student, after a 1×1 convolution, matches the teacher's."""
 
+    name: ClassVar[str] = "hint"
+    reads: ClassVar[str] = "one stage"
     weights: ClassVar[Weights] = Weights(b=100.0)
 
     layer: int = 2
@@ -86,13 +88,15 @@ class Hint(Method):
         return hint(regressed, inputs.teacher_taps[name])
 
     def _pair(self, student: NetworkInfo, teacher: NetworkInfo) -> Pair:
-        return _chosen("hint", "layer", [self.layer], student, teacher)[0]
+        return _chosen(self.name, "layer", [self.layer], student, teacher)[0]
 
 
 @dataclass(frozen=True)
 class Attention(Method):
-    """Attention transfer: the student's activations are strong at the same positions as the teacher's."""
+    """Attention transfer (Zagoruyko and Komodakis, 2017): where activations are strong."""
 
+    name: ClassVar[str] = "attention"
+    reads: ClassVar[str] = "stages"
     weights: ClassVar[Weights] = Weights(b=1000.0)
 
     layers: str = ""
@@ -101,8 +105,8 @@ class Attention(Method):
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         """The stages of `layers` and their partners. Rejects numbers that either network lacks."""
         if self.layers.strip():
-            return needs_of(_chosen("attention", "layers", self._numbers(), student, teacher))
-        return needs_of(require_pairs("attention", student, teacher))
+            return needs_of(_chosen(self.name, "layers", self._numbers(), student, teacher))
+        return super().needs(student, teacher)
 
     def loss(self, inputs: LossInputs) -> Tensor:
         """Sum of `attention` over the stages."""
@@ -121,17 +125,15 @@ class Attention(Method):
 
 @dataclass(frozen=True)
 class Vid(Method):
-    """Variational information distillation: the student's maps predict the teacher's as a Gaussian."""
+    """Variational information distillation (Ahn et al., 2019): maps predict the teacher's as a Gaussian."""
 
+    name: ClassVar[str] = "vid"
+    reads: ClassVar[str] = "stages"
     weights: ClassVar[Weights] = Weights(b=1.0)
-
-    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
-        """All common stages."""
-        return needs_of(require_pairs("vid", student, teacher))
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
         """One predictor of mean and variance per stage."""
-        return _Predictors(require_pairs("vid", student, teacher), student, teacher)
+        return _Predictors(require_pairs(self.name, student, teacher), student, teacher)
 
     def loss(self, inputs: LossInputs) -> Tensor:
         """Sum of `vid` over the stages."""
@@ -244,9 +246,11 @@ def hierarchical(fused: Tensor, teacher: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ReviewKd(Method):
-    """Knowledge review, with attention-based fusion and the hierarchical loss."""
+    """Knowledge review (Chen et al., 2021): maps, with deep features fused into shallow ones."""
 
-    weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=5.0)
+    name: ClassVar[str] = "reviewkd"
+    reads: ClassVar[str] = "stages before activation, pooled"
+    weights: ClassVar[Weights] = Weights(b=5.0)
 
     mid: int = 0
     """Channels in which levels are fused. 0: as many as the student's deepest level has, up to 512."""

@@ -22,14 +22,11 @@ from drumline.distillation.method import (
     Embeddings,
     LossInputs,
     Method,
-    Needs,
     NetworkInfo,
     Scope,
     Taps,
     Weights,
     check_option,
-    last_stage,
-    require_pooled,
     stages_among,
     unit,
 )
@@ -95,13 +92,12 @@ def pkt(student: Tensor, teacher: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Similarity(Method):
-    """Similarity-preserving distillation: which samples of the batch have similar last maps."""
+    """Similarity-preserving distillation (Tung and Mori, 2019): which samples of the batch have similar last maps."""
 
+    name: ClassVar[str] = "similarity"
+    reads: ClassVar[str] = "last stage"
     weights: ClassVar[Weights] = Weights(b=3000.0)
     scope: ClassVar[Scope] = "global_batch"
-
-    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
-        return Needs((last_stage("similarity", student),), (last_stage("similarity", teacher),))
 
     def loss(self, inputs: LossInputs) -> Tensor:
         return similarity(_last_map(inputs.taps), _last_map(inputs.teacher_taps))
@@ -109,20 +105,19 @@ class Similarity(Method):
 
 @dataclass(frozen=True)
 class Correlation(Method):
-    """Correlation congruence: the errors of two neighbouring samples should not be large together.
+    """Correlation congruence (Peng et al., 2019): the errors of two neighbouring samples are not large together.
 
     The only method that depends on the order of the batch. It also trains the teacher's embedding.
     """
 
+    name: ClassVar[str] = "correlation"
+    reads: ClassVar[str] = "pooled"
     weights: ClassVar[Weights] = Weights(b=0.02)
     helper_reads_teacher: ClassVar[bool] = True
     scope: ClassVar[Scope] = "global_batch"
 
     dim: int = 128
     """Width of the two embeddings."""
-
-    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
-        return require_pooled("correlation", student, teacher)
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
         return Embeddings(student, teacher, self.dim)
@@ -133,8 +128,10 @@ class Correlation(Method):
 
 @dataclass(frozen=True)
 class Rkd(Method):
-    """Relational kd: the distances of pairs and the angles of triples of pooled vectors."""
+    """Relational kd (Park et al., 2019): the distances of pairs of samples and the angles of triples."""
 
+    name: ClassVar[str] = "rkd"
+    reads: ClassVar[str] = "pooled"
     weights: ClassVar[Weights] = Weights(b=1.0)
     scope: ClassVar[Scope] = "global_batch"
 
@@ -143,23 +140,19 @@ class Rkd(Method):
     angle: float = 50.0
     """Weight of the angles."""
 
-    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
-        return require_pooled("rkd", student, teacher)
-
     def loss(self, inputs: LossInputs) -> Tensor:
         return rkd(inputs.taps["pooled"], inputs.teacher_taps["pooled"], self.distance, self.angle)
 
 
 @dataclass(frozen=True)
 class Pkt(Method):
-    """Probabilistic knowledge transfer: the probability that each sample picks another as its neighbour, by
-    cosine."""
+    """Probabilistic knowledge transfer (Passalis and Tefas, 2018): the probability that each sample picks another as
+    its neighbour, by cosine."""
 
+    name: ClassVar[str] = "pkt"
+    reads: ClassVar[str] = "pooled"
     weights: ClassVar[Weights] = Weights(b=30000.0)
     scope: ClassVar[Scope] = "global_batch"
-
-    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
-        return require_pooled("pkt", student, teacher)
 
     def loss(self, inputs: LossInputs) -> Tensor:
         return pkt(inputs.taps["pooled"], inputs.teacher_taps["pooled"])
@@ -225,24 +218,26 @@ def srd(student: Tensor, teacher: Tensor, exponent: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Srd(Method):
-    """Understanding the role of the projector (Miles & Mikolajczyk, 2024): 2 `srd` of the pooled vectors, plus the
-    mean of `kd`. The student's vector is projected; both pass a BatchNorm without weights."""
+    """Role of the projector (Miles and Mikolajczyk, 2024): projected features, and kd.
 
-    weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=1.0, T=1.0)
+    The loss is 2 `srd` of the pooled vectors plus the mean of `kd`. The student's vector is projected; both pass a
+    BatchNorm without weights.
+    """
+
+    name: ClassVar[str] = "srd"
+    reads: ClassVar[str] = "pooled"
+    weights: ClassVar[Weights] = Weights(b=1.0, T=1.0)
     helper_reads_teacher: ClassVar[bool] = True
     scope: ClassVar[Scope] = "global_batch"
 
     exponent: float = 4.0
+    """Exponent of the differences."""
     T: float = 1.0
     """The temperature of the kd term."""
 
     def __post_init__(self) -> None:
         check_option("exponent", self.exponent, self.exponent > 0, "above 0", 4)
         check_temperature(self.T)
-
-    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
-        """The pooled vectors."""
-        return require_pooled("srd", student, teacher)
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
         """The projector and the two BatchNorms."""

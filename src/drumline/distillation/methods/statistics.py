@@ -110,13 +110,11 @@ def fsp(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Nst(Method):
-    """Neuron selectivity transfer: match the distribution of each channel over positions."""
+    """Neuron selectivity transfer (Huang and Wang, 2017): the distribution of each channel over positions."""
 
+    name: ClassVar[str] = "nst"
+    reads: ClassVar[str] = "stages"
     weights: ClassVar[Weights] = Weights(b=50.0)
-
-    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
-        """All common stages."""
-        return needs_of(require_pairs("nst", student, teacher))
 
     def loss(self, inputs: LossInputs) -> Tensor:
         """Sum of `nst` over the stages."""
@@ -125,8 +123,10 @@ class Nst(Method):
 
 @dataclass(frozen=True)
 class Kdsvd(Method):
-    """Distillation by singular value decomposition: leading patterns over positions, related from stage to stage."""
+    """Singular value decomposition (Lee et al., 2018): leading patterns over positions, from stage to stage."""
 
+    name: ClassVar[str] = "kdsvd"
+    reads: ClassVar[str] = "two or more stages"
     weights: ClassVar[Weights] = Weights(b=1.0)
 
     k: int = 1
@@ -137,7 +137,7 @@ class Kdsvd(Method):
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         """All common stages; at least two."""
-        return needs_of(require_pairs("kdsvd", student, teacher, least=2))
+        return needs_of(require_pairs(self.name, student, teacher, least=2))
 
     def loss(self, inputs: LossInputs) -> Tensor:
         """`kdsvd` of all stages."""
@@ -146,18 +146,20 @@ class Kdsvd(Method):
 
 @dataclass(frozen=True)
 class Fsp(Method):
-    """Flow of solution procedure: an initial stage that matches the student's `flow` to the teacher's.
+    """Flow of the solution procedure (Yim et al., 2017): products of channels of consecutive maps.
 
-    `b` is the weight of that stage, whose loss has no other term.
+    The initial phase matches the student's `flow` to the teacher's. `b` is its weight; its loss has no other term.
     """
 
-    weights: ClassVar[Weights] = Weights(r=1.0, a=0.0, b=1.0)
-    initial: ClassVar[str] = "fsp"
+    name: ClassVar[str] = "fsp"
+    reads: ClassVar[str] = "stem, stages of equal widths"
+    weights: ClassVar[Weights] = Weights(b=1.0)
     initial_epochs: ClassVar[float] = 30.0
+    only_initial: ClassVar[bool] = True
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         """The stem and all common stages. Rejects networks whose channels differ there."""
-        pairs = require_pairs("fsp", student, teacher)
+        pairs = require_pairs(self.name, student, teacher)
         if "stem" in student.shapes and "stem" in teacher.shapes:
             pairs = [("stem", "stem"), *pairs]
         mine = [student.shapes[name][0] for name, _ in pairs]
