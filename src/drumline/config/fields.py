@@ -17,7 +17,7 @@ from functools import cache
 from types import MappingProxyType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from drumline.config.limits import Values, Wrong
+from drumline.config.limits import PerMachine, Values, Wrong
 from drumline.config.recipe import Recipe
 from drumline.config.sources import SourceNames
 from drumline.core.text import near
@@ -33,6 +33,7 @@ class Field:
     default: Any
     limits: tuple[Any, ...]
     owner: type
+    per_machine: PerMachine | None = None
 
     @property
     def section(self) -> str:
@@ -90,8 +91,10 @@ def fields_of(kind: type, section: str = "") -> Mapping[str, Field]:
     found = {}
     for each in fields(kind):
         name = f"{section}.{each.name}" if section else each.name
-        limits = getattr(hints[each.name], "__metadata__", ())
-        found[name] = Field(name, bare[each.name], each.default, limits, kind)
+        marks = getattr(hints[each.name], "__metadata__", ())
+        limits = tuple(mark for mark in marks if not isinstance(mark, PerMachine))
+        per_machine = next((mark for mark in marks if isinstance(mark, PerMachine)), None)
+        found[name] = Field(name, bare[each.name], each.default, limits, kind, per_machine)
     return found
 
 

@@ -99,5 +99,13 @@ class Values:
         return ", ".join(f"{name} {limit}" for name, limit in self.ranges.items())
 
 
+@dataclass(frozen=True)
+class PerMachine:
+    """Marks a field that may differ between the machines of a run. It limits nothing."""
+
+    path: bool = False
+    """Whether the field is the path of a file or folder, or a list of paths."""
+
+
 def _number(bound: float) -> str:
     return str(bound) if isinstance(bound, int) else f"{bound:.15g}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from drumline.config.layouts import LAYOUTS
-from drumline.config.limits import Length, Range, Values
+from drumline.config.limits import Length, PerMachine, Range, Values
 from drumline.config.sources import SourceNames
 from drumline.core.precision import PRECISIONS
 
@@ -33,7 +33,7 @@ else:
 class Run:
     """Where a run is stored and what makes it repeatable."""
 
-    dir: str = "runs"
+    dir: Annotated[str, PerMachine(path=True)] = "runs"
     """Folder that contains the run folders."""
     name: str = "auto"
     """Name of the run folder inside `dir`. `auto`: `<data>-<model>-N` with the next free N, where `<data>` is the
@@ -60,18 +60,18 @@ class Data:
     source: SourceName = "auto"
     """Kind of data, or your own as `package.module:factory`. `auto`: detected from `path`; without a path, the
     embedded digits."""
-    path: str = ""
+    path: Annotated[str, PerMachine(path=True)] = ""
     """Folder or file with the data. A folder or tar file contains `train/<class>/` and `val/<class>/`, or class
     folders alone together with `holdout`."""
     batch: Annotated[int, Range(1)] = 128
     """Global batch: samples per optimizer step, over all processes and accumulation steps together."""
     size: Annotated[AutoInt, Range(1)] = "auto"
     """Side of the square image that the model gets. `auto`: the stored size for arrays, 224 for image files."""
-    workers: Annotated[AutoInt, Range(0)] = "auto"
+    workers: Annotated[AutoInt, Range(0), PerMachine()] = "auto"
     """Threads or processes per training process that read and decode. Never changes a pixel or the order."""
-    pool: Literal["auto", "threads", "processes"] = "auto"
+    pool: Annotated[Literal["auto", "threads", "processes"], PerMachine()] = "auto"
     """Kind of workers. `auto`: native threads where they are faster (JPEG), processes otherwise."""
-    decode: Literal["auto", "cpu", "gpu"] = "auto"
+    decode: Annotated[Literal["auto", "cpu", "gpu"], PerMachine()] = "auto"
     """Where JPEGs are decoded. `gpu`: nvJPEG decodes the files for which its result equals Pillow's bit for bit, and
     the CPU the others. `auto`: measures both, prefers threads, and uses the GPU for what they cannot keep up with.
     The pixels are the same in all cases."""
@@ -140,7 +140,7 @@ class Model:
     name: str = "resnet18"
     """Architecture. A built-in model (`drumline doctor --models` lists them), `torchvision/NAME`, `timm/NAME`, or
     your own `package.module:factory`, which is called as `factory(classes=N)`."""
-    weights: str = ""
+    weights: Annotated[str, PerMachine(path=True)] = ""
     """Run folder, checkpoint or weights file (.safetensors, .pt, .pth) to start from."""
     classes: Annotated[AutoInt, Range(2)] = "auto"
     """Outputs of the classifier. `auto`: the number of classes in the data."""
@@ -229,7 +229,7 @@ class Distill:
     teacher: tuple[str, ...] = ()
     """Model name of the teacher; several names are an ensemble. Empty: the model of the run that `teacher_weights`
     names."""
-    teacher_weights: tuple[str, ...] = ()
+    teacher_weights: Annotated[tuple[str, ...], PerMachine(path=True)] = ()
     """Run folder, checkpoint or weights file of each teacher."""
     method: tuple[str, ...] = ("kd",)
     """Distillation methods, such as `kd`, `dkd`, `crd` or `reviewkd`; several as `crd,rkd`. docs/distillation.md
@@ -248,7 +248,7 @@ class Distill:
     options: tuple[str, ...] = ()
     """Options of a method, as `beta:2,warmup:20`, or `dkd.beta:2` if several methods are combined."""
     initial_epochs: Annotated[AutoFloat, Range(0)] = "auto"
-    """Epochs of the initial stage of fsp, abound and factor. `auto`: as in the method's paper."""
+    """Epochs of the initial phase, for methods that have one, such as fsp. `auto`: as in the method's paper."""
     student_taps: str = ""
     """Modules to tap in a student that is not a built-in model, as `stage1=layer1`, separated by commas. Empty: found
     automatically."""
@@ -267,7 +267,7 @@ class Distill:
     """What to average over several teachers: softened probabilities or logits."""
     shares: Annotated[tuple[float, ...], Range(above=0)] = ()
     """Weight of each teacher in the average. Empty: equal."""
-    cache: str = ""
+    cache: Annotated[str, PerMachine(path=True)] = ""
     """Folder that stores the teacher's outputs. The first run fills it. Later runs with any student, batch or number
     of processes read it and do not compute the teacher again. Empty: the teacher runs at every step."""
     cache_top: Annotated[int, Range(0)] = 0
@@ -279,7 +279,7 @@ class Distill:
 class Parallel:
     """How the work is distributed over processes and machines."""
 
-    processes: Annotated[AutoInt, Range(1)] = "auto"
+    processes: Annotated[AutoInt, Range(1), PerMachine()] = "auto"
     """Processes on this machine. `auto`: one per GPU, or one on a CPU."""
     layout: LayoutName = "auto"
     """How the model and the batch are distributed. `ddp`: one process per GPU, gradients averaged. `fsdp`: the same,
@@ -316,21 +316,21 @@ class Parallel:
     without the GPUs."""
     nodes: Annotated[int, Range(1)] = 1
     """Machines in the run. Start the same command on each."""
-    node_rank: Annotated[AutoInt, Range(0)] = "auto"
+    node_rank: Annotated[AutoInt, Range(0), PerMachine()] = "auto"
     """Rank of this machine, 0 to nodes-1. `auto`: the rendezvous assigns the ranks."""
-    rendezvous: str = ""
+    rendezvous: Annotated[str, PerMachine()] = ""
     """Where the machines meet: `host:port` (TCP), `file:///shared/path`, or `env://` if RANK, WORLD_SIZE, MASTER_ADDR
     and MASTER_PORT are set for each process. Empty: this machine alone, on a free port. Several machines need the
     same secret: DRUMLINE_SECRET, or ~/.config/drumline/secret."""
-    interface: str = "auto"
+    interface: Annotated[str, PerMachine()] = "auto"
     """Network interface for gloo and NCCL. `auto`: loopback for one machine, otherwise the one that reaches the
     rendezvous."""
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
     """Transport. `auto`: nccl if every process has its own GPU, otherwise gloo."""
-    timeout: Annotated[float, Range(1)] = 300.0
+    timeout: Annotated[float, Range(1), PerMachine()] = 300.0
     """Seconds that a process waits for another one before it gives up."""
     # As in manifest.py: what a checkpoint may ask for. OpenMP crashes on a hundred thousand.
-    threads: Annotated[AutoInt, Range(1, 4096)] = "auto"
+    threads: Annotated[AutoInt, Range(1, 4096), PerMachine()] = "auto"
     """CPU threads per process for arithmetic. `auto`: OMP_NUM_THREADS if you set it, otherwise cores divided by
     processes; 1 in strict mode. Changes bits on a CPU, so a resumed run keeps the number it was started with."""
 

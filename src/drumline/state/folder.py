@@ -14,12 +14,13 @@ import os
 import shlex
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from drumline.config.arguments import names_code
+from drumline.config.fields import recipe_fields, with_values
 from drumline.config.recipe import Distill, Recipe
 from drumline.config.toml import dump_recipe
 from drumline.core.errors import UserError
@@ -279,24 +280,18 @@ def repeatable(recipe: Recipe) -> Recipe:
     def whole(path: str) -> str:
         return str(Path(path).resolve()) if path and Path(path).exists() else path
 
-    return replace(
-        recipe,
-        run=replace(recipe.run, dir=whole(recipe.run.dir)),
-        data=replace(recipe.data, path=whole(recipe.data.path)),
-        model=replace(recipe.model, weights=whole(recipe.model.weights)),
-        distill=replace(
-            recipe.distill,
-            teacher_weights=tuple(whole(path) for path in recipe.distill.teacher_weights),
-            cache=whole(recipe.distill.cache),
-        ),
-        checkpoint=replace(recipe.checkpoint, resume="never"),
-    )
+    changed: dict[str, Any] = {"checkpoint.resume": "never"}
+    for name, field in recipe_fields().items():
+        if field.per_machine is not None and field.per_machine.path:
+            value = getattr(getattr(recipe, field.section), field.key)
+            changed[name] = whole(value) if isinstance(value, str) else tuple(map(whole, value))
+    return with_values(recipe, changed)
 
 
 def resume_command(recipe: Recipe, folder: Path) -> str:
     """The command that resumes a run, whatever command started it."""
     command = "train" if recipe.distill == Distill() else "distill"
-    if folder.name.startswith("initial-"):  # an initial stage, whose run has no recipe.toml yet
+    if folder.name.startswith("initial-"):  # an initial phase, whose run has no recipe.toml yet
         return (
             f"drumline {command} ... {shlex.quote(f'run.name={folder.parent.name}')} checkpoint.resume=auto"
         )

@@ -1,9 +1,9 @@
 """Checks at the start that all ranks have the same recipe, code and data. (`guards/run/fingerprints.py` checks later
 that they hold the same model.)
 
-Promises: every rank stops with the same message, which names a rank that differs and the first difference. Settings
-that may differ between machines (paths, workers, interfaces) are not compared. Differences that can only change bits
-(processors, variables that steer libraries) are warnings, and errors in strict mode.
+Promises: every rank stops with the same message, which names a rank that differs and the first difference. Fields
+that may differ between machines (`PerMachine` in config/recipe.py) are not compared. Differences that can only change
+bits (processors, variables that steer libraries) are warnings, and errors in strict mode.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from drumline import native
+from drumline.config.fields import recipe_fields
 from drumline.config.recipe import Recipe
 from drumline.config.toml import differing_fields, dump_recipe
 from drumline.core.errors import UserError
@@ -29,26 +30,6 @@ from drumline.data.sources import Dataset, EncodedDataset
 from drumline.parallel.world import World
 from drumline.state.provenance import changed_environment, describe_environment, software
 from drumline.training.sets import Sets
-
-MACHINE_FIELDS = frozenset(
-    (
-        "run.dir",
-        "data.path",
-        "data.workers",
-        "data.pool",
-        "data.decode",
-        "model.weights",
-        "distill.teacher_weights",
-        "distill.cache",
-        "parallel.processes",
-        "parallel.node_rank",
-        "parallel.rendezvous",
-        "parallel.interface",
-        "parallel.threads",
-        "parallel.timeout",
-    )
-)
-"""Fields that may differ between machines."""
 
 
 def check_recipes(recipe: Recipe, world: World) -> None:
@@ -168,7 +149,7 @@ def different_fields(first: str, mine: str) -> list[tuple[str, str, str]]:
     return [
         (name, value, theirs)
         for name, theirs, value in differing_fields(first, mine)
-        if name not in MACHINE_FIELDS
+        if recipe_fields()[name].per_machine is None
     ]
 
 
