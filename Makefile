@@ -25,6 +25,7 @@ lint: $(READY)
 
 docs: $(READY)
 	$(BIN)/python docs/make_recipe_reference.py
+	$(BIN)/python docs/make_method_table.py
 	$(BIN)/python docs/make_architecture_map.py
 
 clean:

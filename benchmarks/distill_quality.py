@@ -38,7 +38,7 @@ from drumline.data.classes import Classes
 from drumline.distillation.methods import METHODS
 from drumline.distillation.run import distill
 from drumline.distillation.selection import select_methods
-from drumline.distillation.teacher import agreement, load_teachers
+from drumline.distillation.teacher import agreement_metric, load_teachers
 from drumline.observe.display import Display
 from drumline.parallel.process_group import pick_device, resolve_device_type
 from drumline.parallel.strategy import Strategy
@@ -266,7 +266,9 @@ def beside_teacher(
     (loaded,) = load_teachers(replace(recipe, distill=teacher), Classes.of(sets.train), grid.world)
     guesses = torch.full((len(sets.eval),), -1, device=grid.world.device)
     score_module(loaded.module, sets, recipe, grid, record=guesses, precision=strategy.precision)
-    return replace(classification(recipe, sets, plan, strategy, display), metrics=(agreement(guesses),))
+    return replace(
+        classification(recipe, sets, plan, strategy, display), metrics=(agreement_metric(guesses),)
+    )
 
 
 class Interrupted(Exception):

@@ -19,7 +19,11 @@ def with_tables(page: str) -> str:
     """The page with the tables of the methods as they are."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
-    methods = ["| method | reads | weights | compares |", "|---|---|---|---|", *map(_method, METHODS.values())]
+    methods = [
+        "| method | reads | weights | compares |",
+        "|---|---|---|---|",
+        *map(_method, METHODS.values()),
+    ]
     options = ["| option | default | meaning |", "|---|---|---|"]
     options += [row for method in METHODS.values() for row in _options(method)]
     return "\n".join([before + BEGIN, *methods, "", *options, END + after])
@@ -39,7 +43,8 @@ def _method(method: type[Method]) -> str:
     if method.initial_epochs:
         only = "only " if method.only_initial else ""
         compares += f"; {only}an initial phase of {method.initial_epochs:g} epochs"
-    return f"| `{method.name}` | {reads} | {', '.join(f'{name} {value:g}' for name, value in numbers.items())} | {compares} |"
+    shown = ", ".join(f"{name} {value:g}" for name, value in numbers.items())
+    return f"| `{method.name}` | {reads} | {shown} | {compares} |"
 
 
 def _options(method: type[Method]) -> list[str]:

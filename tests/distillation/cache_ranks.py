@@ -23,10 +23,11 @@ from drumline.data.feed.sampler import Request
 from drumline.data.feed.transform import Transform
 from drumline.data.sources import ArrayDataset, DatasetSpec, open_dataset
 from drumline.distillation.cache import fill as fill_module
-from drumline.distillation.cache import format as cache_module
+from drumline.distillation.cache import folder as cache_module
 from drumline.distillation.cache.fill import Teacher, fill, spot_check
-from drumline.distillation.cache.format import Cache, Key, make_key, open_cache, sole_filler
-from drumline.distillation.cache.payload import Rule
+from drumline.distillation.cache.folder import Cache, Key, open_cache, sole_filler
+from drumline.distillation.cache.rows import Rule
+from drumline.distillation.cache.teacher import make_key
 from drumline.parallel.process_group import init_world
 from drumline.parallel.world import World
 from tests.launch.ranks import run_ranks

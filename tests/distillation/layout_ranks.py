@@ -18,7 +18,7 @@ from drumline.config.recipe import Checkpoint, Data, Distill, Model, Parallel, R
 from drumline.core.environment import read_rank_info
 from drumline.core.errors import UserError
 from drumline.distillation.objective import Distillation
-from drumline.distillation.stages import RelayedTeacher
+from drumline.distillation.staged_teacher import PipelinedTeacher
 from drumline.distillation.task import distillation_task
 from drumline.distillation.teacher import LiveTeacher, Teacher
 from drumline.models import create_model
@@ -81,8 +81,8 @@ def learn(recipe: Recipe, world: World) -> tuple[dict[str, Any], Task]:
 def teacher_in(task: Task) -> tuple[Teacher, bool]:
     """The teacher that the run began with, and whether the objective still has it."""
     assert isinstance(task.objective, Distillation)
-    assert isinstance(task.objective.source, LiveTeacher | RelayedTeacher)
-    return task.objective.source.teacher, task.objective.teacher is not None
+    assert isinstance(task.objective.run_teacher, LiveTeacher | PipelinedTeacher)
+    return task.objective.run_teacher.teacher, task.objective.teacher is not None
 
 
 def pipelined(folder: Path, name: str) -> Recipe:

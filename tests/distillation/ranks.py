@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from drumline.config.recipe import Data, Distill, Model, Optim, Recipe, Run, Train
 from drumline.core.environment import read_rank_info
 from drumline.distillation.methods import METHODS
-from drumline.distillation.task import Stage, distillation_task
+from drumline.distillation.task import distillation_task
 from drumline.guards.run.fingerprints import FingerprintMonitor
 from drumline.models import create_model
 from drumline.observe.display import make_display
@@ -37,9 +37,9 @@ BATCH = 26
 """Uneven over 4 processes."""
 PAIRS = {"crd,rkd": ("crd", "rkd"), "hint,similarity": ("hint", "similarity"), "dkd,dist": ("dkd", "dist")}
 CASES: dict[str, tuple[tuple[str, ...], str]] = {
-    **{name: ((name,), "") for name in METHODS if METHODS[name].initial != name},
+    **{name: ((name,), "") for name in METHODS if not METHODS[name].only_initial},
     **{name: (methods, "") for name, methods in PAIRS.items()},
-    **{f"initial {name}": ((name,), name) for name in METHODS if METHODS[name].initial},
+    **{f"initial {name}": ((name,), name) for name in METHODS if METHODS[name].initial_epochs},
 }
 
 
@@ -70,11 +70,11 @@ def write_teacher(folder: Path) -> None:
 
 def two_steps(folder: Path, name: str, world: World) -> dict[str, Any]:
     """Builds the task as `drumline distill` does and takes its first two steps."""
-    methods, stage = CASES[name]
+    methods, phase = CASES[name]
     recipe = recipe_of(folder, methods)
     sets = open_sets(recipe, world)
     plan, strategy = make_plan(recipe, len(sets.train)), create_strategy(recipe, world)
-    task = distillation_task(recipe, sets, plan, strategy, make_display(world.rank), Stage(stage))
+    task = distillation_task(recipe, sets, plan, strategy, make_display(world.rank), phase)
     state = build_state(strategy, task.module, task.model)
     step = TrainStep(state, task.objective, normaliser(sets, recipe))
     found: dict[str, Any] = {}

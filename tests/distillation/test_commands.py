@@ -134,8 +134,8 @@ def test_a_run_killed_in_its_initial_stage_goes_on_there(home: Path) -> None:
     assert not (home / "runs/fsp/checkpoints").exists()
     said = distil(home, "fsp", *words, "checkpoint.resume=auto")
     assert "resumed from" in said
-    assert "initial stage of fsp" in said
-    assert "continues from the initial stage initial-fsp" in said
+    assert "initial phase of fsp" in said
+    assert "continues from the initial phase initial-fsp" in said
     assert (stage / "checkpoints/step-29").is_dir()
     assert sha256(home, "fsp/initial-fsp") == sha256(home, "fsp-whole/initial-fsp")
     assert sha256(home, "fsp") == sha256(home, "fsp-whole")
@@ -148,8 +148,8 @@ def test_an_initial_stage_is_taken_over_by_every_process(home: Path) -> None:
     """The run compares the ranks' models, buffers included, after its first steps."""
     words = (TEACHER, "distill.method=factor", "distill.initial_epochs=0.2", "train.steps=4")
     said = distil(home, "factor", *words, "parallel.processes=2")
-    assert "initial stage of factor: 1 factor" in said
-    assert "continues from the initial stage initial-factor" in said
+    assert "initial phase of factor: 1 factor" in said
+    assert "continues from the initial phase initial-factor" in said
     kept = load_file(home / "runs/factor/checkpoints/step-4/helpers.safetensors")
     (stage,) = (home / "runs/factor/initial-factor/checkpoints").glob("step-*")
     made = load_file(stage / "helpers.safetensors")
@@ -164,7 +164,7 @@ def test_a_run_stopped_in_its_initial_stage_is_told_and_judged_as_one(home: Path
     judged = drumline("verify", "runs/early", folder=home, **ONE)
     assert "no images" not in judged.stderr + judged.stdout
     said = distil(home, "elsewhere", *words, "checkpoint.resume=runs/early", code=2)
-    assert "stopped in its initial stage" in said
+    assert "stopped in its initial phase" in said
     assert "--run.name early --checkpoint.resume auto" in said
 
 
@@ -237,9 +237,9 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (TEACHER, "distill.method=hint", "distill.student_taps=stage2=fc"),
         ("stage2 (fc)", "must be N x C x H x W", "distill.student_taps"),
     ),
-    "an initial stage that is none": (
+    "no initial phase": (
         (TEACHER, "distill.initial_epochs=3"),
-        ("distill.initial_epochs = 3", "kd has no initial stage"),
+        ("distill.initial_epochs = 3", "kd has no initial phase"),
     ),
     "nothing to keep the largest in": (
         (TEACHER, "distill.cache_top=3"),

@@ -15,14 +15,14 @@ from drumline.config.recipe import Data, Distill, Model, Parallel, Recipe, Run, 
 from drumline.config.rules import problems
 from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch
-from drumline.distillation import stages
+from drumline.distillation import staged_teacher
 from drumline.distillation.run import distill
-from drumline.distillation.stages import (
-    RelayedTeacher,
-    Stages,
+from drumline.distillation.staged_teacher import (
+    PipelinedTeacher,
+    StagePlan,
     cut_teacher,
-    lay_teacher,
-    plan_stages,
+    place_teacher,
+    plan_teacher_stages,
     stage_devices,
 )
 from drumline.distillation.teacher import Teacher
@@ -128,13 +128,13 @@ def teacher(**options: Any) -> Teacher:
 
 def laid(whole: Teacher, count: int) -> Teacher:
     made = copy.deepcopy(whole)
-    how = Stages(Shape(count, 1, 1, "gpipe", 1, False), make_grid(HERE), (CPU,) * count)
+    how = StagePlan(Shape(count, 1, 1, "gpipe", 1, False), make_grid(HERE), (CPU,) * count)
     recipe = Recipe(data=Data(batch=4), distill=Distill(teacher_layout="model"))
     cut = cut_teacher(
         made.modules[0], "resnet14", bool(made.taps), how, create_strategy(recipe, HERE), 8, make_display(0)
     )
     assert len(cut) == count
-    lay_teacher(made, [cut], how, channels_last=False)
+    place_teacher(made, [cut], how, channels_last=False)
     return made
 
 
@@ -164,10 +164,10 @@ def test_a_teacher_that_leaves_takes_no_memory() -> None:
 
 
 def test_what_was_said_ahead_is_given_in_the_order_of_micro_batches_again_and_again() -> None:
-    source = RelayedTeacher(teacher())
+    source = PipelinedTeacher(teacher())
     images = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     pieces = [batch_of(images[first : first + 2]) for first in (0, 2, 4)]
-    source.ahead(pieces, lambda piece: piece.images.permute(0, 3, 1, 2))
+    source.run_ahead(pieces, lambda piece: piece.images.permute(0, 3, 1, 2))
     wanted = source.teacher(images).logits.split(2)
     for _ in range(2):
         for piece, logits in zip(pieces, wanted, strict=True):
@@ -186,7 +186,7 @@ def batch_of(images: Tensor) -> Batch:
 
 
 def test_a_teachers_last_stage_is_on_the_process_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages.torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(staged_teacher.torch.cuda, "device_count", lambda: 4)
 
     def numbers(local_rank: int, local_size: int, wanted: int | str, virtual: bool = False) -> list[int]:
         own = torch.device("cuda", local_rank)
@@ -198,9 +198,9 @@ def test_a_teachers_last_stage_is_on_the_process_own_gpu(monkeypatch: pytest.Mon
     assert numbers(0, 2, 2) == [2, 0]
     assert numbers(0, 2, 3, virtual=True) == [0, 2, 0]
     assert numbers(3, 4, 2, virtual=True) == [3, 3]
-    with pytest.raises(UserError, match=r"distill.teacher_stages = 3: the process has 2 devices to itself"):
+    with pytest.raises(UserError, match=r"distill.teacher_stages = 3: the process has only 2 devices"):
         numbers(0, 2, 3)
-    with pytest.raises(UserError, match="one device, which makes no stages"):
+    with pytest.raises(UserError, match="needs at least two devices in the process, which has one"):
         numbers(0, 4, "auto")
 
 
@@ -251,10 +251,10 @@ def test_a_pipeline_in_one_process_has_no_places_for_a_teacher() -> None:
         parallel=Parallel(layout="pipeline", stages=2, virtual=True),
     )
     with pytest.raises(UserError, match="pipeline is in one process"):
-        plan_stages(recipe, create_strategy(recipe, HERE))
+        plan_teacher_stages(recipe, create_strategy(recipe, HERE))
 
 
-@pytest.mark.parametrize(("method", "why"), [("rkd", "relates all samples"), ("fsp", "has an initial stage")])
+@pytest.mark.parametrize(("method", "why"), [("rkd", "relates all samples"), ("fsp", "has an initial phase")])
 def test_methods_that_need_the_whole_batch_or_other_parts_are_refused_in_stages(
     method: str, why: str, tmp_path: Path
 ) -> None:

@@ -16,13 +16,13 @@ from drumline.config.recipe import Distill
 from drumline.core.errors import UserError
 from drumline.core.precision import BF16, FP32, Precision
 from drumline.data.feed.batch import Batch
-from drumline.distillation.bundle import Bundle, BundleOutput
 from drumline.distillation.method import LossInputs, Method, Needs, Scope
 from drumline.distillation.methods import METHODS
 from drumline.distillation.methods.logits import Dkd, Kd
 from drumline.distillation.methods.relations import Similarity
-from drumline.distillation.objective import AcrossRanks, Distillation, GlobalBatch, MethodTerm, ramp
+from drumline.distillation.objective import AcrossRanks, Distillation, GlobalBatch, LossTerm, ramp
 from drumline.distillation.selection import select_methods
+from drumline.distillation.student import StudentOutput, StudentWithHelpers
 from drumline.distillation.teacher import LiveTeacher, Teacher, TeacherOutput
 from drumline.parallel.world import single_process
 from drumline.training.step import TrainStep
@@ -39,16 +39,17 @@ MIX = torch.tensor([[share, share, 0.0, 0.0, 0.0, 0.0] for share in (0.9, 0.3, 0
 
 
 class Given(nn.Module):
-    """A bundle that has made up its mind."""
+    """A student with helpers whose output is fixed."""
 
-    def forward(self, images: Tensor, teacher_taps: dict[str, Tensor]) -> BundleOutput:
-        return BundleOutput(STUDENT, {"stage1": MAP}, {"spy": {"made": MAP}})
+    def forward(self, images: Tensor, teacher_taps: dict[str, Tensor]) -> StudentOutput:
+        return StudentOutput(STUDENT, {"stage1": MAP}, {"spy": {"made": MAP}})
 
 
 @dataclass(frozen=True)
 class Spy(Method):
     """Counts its calls and keeps what it saw."""
 
+    name: ClassVar[str] = "spy"
     seen: list[LossInputs] = field(default_factory=list)
     per_sample: Callable[[LossInputs], Tensor] = lambda seen: seen.labels.to(seen.logits.dtype) + 1
 
@@ -69,12 +70,12 @@ NOTHING = Needs()
 MAPS = Needs(("stage1",), ("stage1",))
 
 
-def part(name: str, method: Method, weight: float, needs: Needs = NOTHING) -> MethodTerm:
-    return MethodTerm(name, method, weight, needs)
+def part(name: str, method: Method, weight: float, needs: Needs = NOTHING) -> LossTerm:
+    return LossTerm(name, method, weight, needs)
 
 
 def objective(
-    parts: list[MethodTerm],
+    parts: list[LossTerm],
     r: float = 1.0,
     smoothing: float = 0.0,
     global_batch: GlobalBatch | None = None,
@@ -84,7 +85,7 @@ def objective(
         parts,
         r,
         Classification(smoothing, CLASSES),
-        source=lambda images, batch: TeacherOutput(TAUGHT, {"stage1": TAUGHT_MAP}),
+        run_teacher=lambda images, batch: TeacherOutput(TAUGHT, {"stage1": TAUGHT_MAP}),
         global_batch=AcrossRanks(single_process(CPU), [COUNT]) if global_batch is None else global_batch,
         device=CPU,
         per_epoch=10,
@@ -274,7 +275,7 @@ def test_logits_of_another_width_are_refused() -> None:
 # In a step.
 
 
-def stepped(precision: Precision, parts: list[MethodTerm], steps: int = 1) -> tuple[Distillation, TrainStep]:
+def stepped(precision: Precision, parts: list[LossTerm], steps: int = 1) -> tuple[Distillation, TrainStep]:
     torch.manual_seed(0)
     student = Alone(CLASSES, (4, 4, 8))
     torch.manual_seed(1)
@@ -283,14 +284,14 @@ def stepped(precision: Precision, parts: list[MethodTerm], steps: int = 1) -> tu
         parts,
         1.0,
         Classification(0.0, CLASSES),
-        source=LiveTeacher(teacher),
+        run_teacher=LiveTeacher(teacher),
         global_batch=AcrossRanks(single_process(CPU), [COUNT]),
         device=CPU,
         per_epoch=10,
         teacher=teacher,
     )
-    bundle = Bundle(student, {}, {each.name: each.needs for each in parts})
-    step = tiny.step_of(tiny.state(bundle, model=student), COUNT, objective=made)
+    module = StudentWithHelpers(student, {}, {each.name: each.needs for each in parts})
+    step = tiny.step_of(tiny.state(module, model=student), COUNT, objective=made)
     step.precision = precision
     for index in range(steps):
         step(tiny.make(COUNT, index), index, 0.1)

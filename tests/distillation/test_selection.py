@@ -15,7 +15,7 @@ from drumline.distillation.methods.factor import Factor, Paraphrase
 from drumline.distillation.methods.logits import Dkd, Kd
 from drumline.distillation.methods.maps import Attention, Hint
 from drumline.distillation.methods.statistics import Fsp
-from drumline.distillation.selection import Selection, select_initial_stage, select_methods
+from drumline.distillation.selection import Selection, select_methods
 
 PAPERS: dict[str, tuple[float, float, float, float]] = {
     # r, a, b, T
@@ -237,11 +237,11 @@ def test_initial_stages_are_listed_in_order_with_their_epochs() -> None:
 def test_a_stage_is_its_methods_initial_loss_alone(name: str, method: object, weighed: bool) -> None:
     """Weighed by 1, as public code has it, or by the user where the method has no other stage."""
     distill = Distill(method=(name, "crd"), r=2.0, a=3.0, T=9.0, options=("crd.K:32",))
-    found = select_initial_stage(distill, name)
+    found = select_methods(distill, name)
     assert found.r == 0.0
     assert found.initial == ()
     assert [(part.name, part.method, part.weight) for part in found.methods] == [(name, method, 1.0)]
-    (part,) = select_initial_stage(dataclasses.replace(distill, b=(7.0, 0.5)), name).methods
+    (part,) = select_methods(dataclasses.replace(distill, b=(7.0, 0.5)), name).methods
     assert part.weight == (7.0 if weighed else 1.0)
 
 
@@ -252,10 +252,10 @@ def test_nothing_to_minimise_is_refused() -> None:
 
 def test_a_stage_keeps_the_options_that_it_shares_with_its_method() -> None:
     distill = Distill(method=("factor",), options=("k:0.25",))
-    (part,) = select_initial_stage(distill, "factor").methods
+    (part,) = select_methods(distill, "factor").methods
     assert part.method == Paraphrase(k=0.25)
     assert select_methods(distill).methods[0].method == Factor(k=0.25)
-    (margin,) = select_initial_stage(Distill(method=("abound",), options=("margin:2",)), "abound").methods
+    (margin,) = select_methods(Distill(method=("abound",), options=("margin:2",)), "abound").methods
     assert margin.method == Abound(margin=2.0)
 
 

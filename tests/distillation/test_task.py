@@ -11,9 +11,9 @@ from torch import nn
 
 from drumline.config.recipe import Checkpoint, Data, Distill, Model, Recipe, Run, Train
 from drumline.distillation import task
-from drumline.distillation.bundle import Bundle
 from drumline.distillation.objective import Distillation
 from drumline.distillation.run import distill
+from drumline.distillation.student import StudentWithHelpers
 from drumline.parallel.world import single_process
 from tests.distillation import ranks
 
@@ -42,11 +42,11 @@ def test_the_teacher_is_checked_after_the_first_step_and_each_epoch(
 def test_what_an_initial_stage_left_is_given_to_every_rank(tmp_path: Path) -> None:
     """torch below 2.13 does not give buffers to the other ranks when DDP begins."""
     student = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
-    bundle = Bundle(student, {"factor": nn.BatchNorm2d(2)}, {})
+    module = StudentWithHelpers(student, {"factor": nn.BatchNorm2d(2)}, {})
     given: list[torch.Tensor] = []
     other = SimpleNamespace(is_rank_zero=False, broadcast=given.append)
-    task._load_initial_stages(bundle, student, (tmp_path,), other)  # type: ignore[arg-type]
-    assert [t.data_ptr() for t in given] == [t.data_ptr() for t in bundle.state_dict().values()]
+    task._load_phases(module, student, (tmp_path,), other)  # type: ignore[arg-type]
+    assert [t.data_ptr() for t in given] == [t.data_ptr() for t in module.state_dict().values()]
     given.clear()
-    task._load_initial_stages(bundle, student, (), other)  # type: ignore[arg-type]
+    task._load_phases(module, student, (), other)  # type: ignore[arg-type]
     assert given == []

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from drumline.core.errors import UserError
 from drumline.core.precision import BF16, FP32, Precision
-from drumline.distillation.teacher import EnsembleRule, Teacher, ensemble, weights_sha256
+from drumline.distillation.cache.teacher import weights_sha256
+from drumline.distillation.teacher import EnsembleRule, Teacher, ensemble
 from drumline.models import create_model
 from drumline.parallel.world import single_process
 from tests.distillation.nets import wakened

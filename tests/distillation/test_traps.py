@@ -16,14 +16,14 @@ from torch.nn import functional as F
 
 from drumline.config.recipe import Distill
 from drumline.core.errors import UserError
-from drumline.distillation.bundle import Bundle, BundleOutput, network_info
 from drumline.distillation.method import Method, Needs, NetworkInfo, Taps
 from drumline.distillation.methods import METHODS
 from drumline.distillation.methods.contrast import ContrastBank
 from drumline.distillation.methods.logits import Kd, dist
 from drumline.distillation.methods.relations import correlation, pkt, rkd, similarity
-from drumline.distillation.objective import AcrossRanks, Distillation, MethodTerm
+from drumline.distillation.objective import AcrossRanks, Distillation, LossTerm
 from drumline.distillation.selection import select_methods
+from drumline.distillation.student import StudentOutput, StudentWithHelpers, network_info
 from drumline.distillation.teacher import LiveTeacher, Teacher, TeacherOutput
 from drumline.models import create_model
 from drumline.models.tapped import with_taps
@@ -45,13 +45,13 @@ def images(count: int = 4, side: int = 16) -> Tensor:
 
 
 def distillation(
-    parts: list[MethodTerm], source: Any, r: float = 1.0, teacher: Teacher | None = None
+    parts: list[LossTerm], run_teacher: Any, r: float = 1.0, teacher: Teacher | None = None
 ) -> Distillation:
     return Distillation(
         parts,
         r,
         Classification(0.0, CLASSES),
-        source=source,
+        run_teacher=run_teacher,
         global_batch=AcrossRanks(single_process(CPU), [6]),
         device=CPU,
         per_epoch=10,
@@ -95,7 +95,7 @@ def test_a_wide_resnets_statistics_are_updated_once_a_step() -> None:
     plain, tapped = copy.deepcopy(bare).train(), bare.train()
     plain(images())
     needs = {"ofd": Needs(("stage1.pre", "stage2.pre", "stage3.pre"), ())}
-    said = Bundle(tapped, {}, needs)(images(), {})
+    said = StudentWithHelpers(tapped, {}, needs)(images(), {})
     assert list(said.taps) == list(needs["ofd"].student)
     counters = [buffer.item() for name, buffer in tapped.named_buffers() if name.endswith("tracked")]
     assert counters == [1] * len(counters)
@@ -112,9 +112,9 @@ def test_a_teacher_in_train_mode_is_put_right_refused_and_never_changed() -> Non
     trap(images())
     assert not torch.equal(trap.get_buffer("bn1.running_mean"), before["bn1.running_mean"])
     teacher = Teacher([module], CPU)
-    made = distillation([MethodTerm("kd", Kd(), 1.0, Needs())], LiveTeacher(teacher), teacher=teacher)
+    made = distillation([LossTerm("kd", Kd(), 1.0, Needs())], LiveTeacher(teacher), teacher=teacher)
     student = Alone(CLASSES, (4, 4))
-    state = tiny.state(Bundle(student, {}, {}), model=student)
+    state = tiny.state(StudentWithHelpers(student, {}, {}), model=student)
     step = tiny.step_of(state, 6, objective=made)
     step.rehearse(tiny.make(6))
     for index in range(3):
@@ -206,13 +206,13 @@ def test_nst_and_rkd_do_not_fill_the_memory() -> None:
 
 
 class Given(nn.Module):
-    """A bundle of given fp16 tensors, as autocast leaves them."""
+    """A student with helpers that returns given fp16 tensors, as autocast leaves them."""
 
     def __init__(self, logits: Tensor, taps: Taps) -> None:
         super().__init__()
-        self.said = BundleOutput(logits, dict(taps), {})
+        self.said = StudentOutput(logits, dict(taps), {})
 
-    def forward(self, images: Tensor, teacher_taps: Taps) -> BundleOutput:
+    def forward(self, images: Tensor, teacher_taps: Taps) -> StudentOutput:
         return self.said
 
 
@@ -245,7 +245,7 @@ def test_half_precision_features_and_sure_logits_give_finite_losses() -> None:
         said = logits.detach().clone().requires_grad_()
         taught = TeacherOutput(-logits, theirs)
         made = distillation(
-            [MethodTerm(name, method, 1.0, method.needs(student, student))], lambda _i, _b, t=taught: t
+            [LossTerm(name, method, 1.0, method.needs(student, student))], lambda _i, _b, t=taught: t
         )
         made.at(0)
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -265,7 +265,7 @@ def test_the_square_of_the_temperature_is_never_dropped() -> None:
 
     def pull(T: float, r: float) -> float:
         logits = said.clone().requires_grad_()
-        made = distillation([MethodTerm("kd", Kd(T=T), 1.0, Needs())], lambda _images, _batch: taught, r=r)
+        made = distillation([LossTerm("kd", Kd(T=T), 1.0, Needs())], lambda _images, _batch: taught, r=r)
         made.at(0)
         outcome = made(Given(logits, {}), torch.empty(6, 3, 8, 8), tiny.make(6))
         labels = F.cross_entropy(logits, tiny.make(6).labels, reduction="sum")
@@ -306,15 +306,15 @@ def test_features_are_returned_and_never_left_on_a_module() -> None:
     needs = {name: method.needs(*one) for name, method in methods.items()}
     helpers = {name: made for name, method in methods.items() if (made := method.helper(*one)) is not None}
     asking = [name for name, method in methods.items() if method.helper_reads_teacher]
-    bundle = Bundle(student, helpers, needs, asking).train()
+    module = StudentWithHelpers(student, helpers, needs, asking).train()
     teacher = Teacher([teacher_module], CPU, taps=("stage1", "stage2", "stage3", "pooled"))
-    said = bundle(images(), teacher(images()).taps)
+    said = module(images(), teacher(images()).taps)
     assert len(said.taps) >= 3
     assert set(said.helper_outputs) == set(helpers)
-    assert strays(bundle) == []
+    assert strays(module) == []
     assert strays(teacher_module) == []
-    bundle.student.features = said.taps
-    assert strays(bundle) != [], "the search finds what is kept"
+    module.student.features = said.taps
+    assert strays(module) != [], "the search finds what is kept"
 
 
 def strays(module: nn.Module) -> list[Tensor]:

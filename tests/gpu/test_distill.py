@@ -49,7 +49,7 @@ def recipe_of(path: str, *methods: str, **changes: object) -> Recipe:
         method=methods,
         a=0.5,
         options=options,
-        initial_epochs=0.25 if any(METHODS[name].initial for name in methods) else "auto",
+        initial_epochs=0.25 if any(METHODS[name].initial_epochs for name in methods) else "auto",
     )
     return replace(BASE, distill=replace(settings, **changes))  # type: ignore[arg-type]
 

@@ -82,7 +82,7 @@ def is_dataset(path: Path) -> bool:
 
     if path.is_file() or looks_packed(path):  # a packed set has a manifest, as checkpoints do
         return True
-    # A distillation that was stopped in its initial stage has no checkpoints of its own yet.
+    # A distillation that was stopped in its initial phase has no checkpoints of its own yet.
     recipes = [path / "recipe.toml", *path.glob("initial-*/recipe.toml")] if path.is_dir() else []
     run = any(file.exists() for file in recipes) or checkpoints(path / "checkpoints") or checkpoints(path)
     return path.is_dir() and not run and not is_checkpoint(path)

@@ -150,7 +150,7 @@ class Method:
     only_initial: ClassVar[bool] = False
     """Whether it takes no part in the main phase."""
     warmup: float = 0.0
-    """Epochs over which its weight rises linearly. A dataclass field in methods that have a warm-up."""
+    """Epochs over which the weight of the method rises linearly to its full value."""
 
     @classmethod
     def initial_method(cls) -> type[Method]:

@@ -23,20 +23,20 @@ from torch import Tensor, nn
 from drumline.core.errors import UserError
 from drumline.core.precision import FP32, autocast
 from drumline.data.feed.batch import Batch
-from drumline.distillation.bundle import BundleOutput
 from drumline.distillation.method import LossInputs, Memory, Method, Needs
 from drumline.distillation.methods.logits import standardised
+from drumline.distillation.student import StudentOutput
 from drumline.distillation.teacher import Teacher, TeacherOutput
 from drumline.parallel.strict.lockstep import Lockstep
 from drumline.parallel.world import World
 from drumline.training.task import Classification, Objective, Outcome, check_logits
 
-Source = Callable[[Tensor, Batch], TeacherOutput]
+RunTeacher = Callable[[Tensor, Batch], TeacherOutput]
 """From normalised images, or the batch that they came in, to the teacher's output."""
 
 
 @dataclass(frozen=True)
-class MethodTerm:
+class LossTerm:
     """One method in the loss."""
 
     name: str
@@ -57,14 +57,14 @@ class MethodTerm:
 
 
 class Distillation(Objective):
-    """Calls a bundle. `r` is the weight of the labels; each method has its own weight (kd's is `a`)."""
+    """Calls a `StudentWithHelpers`. `r` is the weight of the labels; each method has its own weight (kd's is `a`)."""
 
     def __init__(
         self,
-        methods: Sequence[MethodTerm],
+        terms: Sequence[LossTerm],
         r: float,
         classification: Classification,
-        source: Source,
+        run_teacher: RunTeacher,
         global_batch: GlobalBatch,
         device: torch.device,
         per_epoch: int,
@@ -75,17 +75,18 @@ class Distillation(Objective):
         """`concurrent`: a GPU runs teacher and student at the same time, on two streams, because no helper reads the
         teacher's taps. Measured on an H200: 1.06 times as fast for ResNet-34 and ResNet-18 at 224 px, 1.07 to 1.20
         times for small CIFAR networks."""
-        self.methods, self.r, self.classification, self.source = tuple(methods), r, classification, source
+        self.loss_terms, self.r, self.classification = tuple(terms), r, classification
+        self.run_teacher = run_teacher
         self.global_batch, self.teacher = global_batch, teacher
         self.standardise, self.per_epoch = standardise, per_epoch
-        self.terms = ("ce", *(term.name for term in methods), "teacher_agreement")
+        self.terms = ("ce", *(term.name for term in terms), "teacher_agreement")
         self.meets = global_batch.world.size > 1 and any(
-            term.method.scope == "global_batch" or term.memory is not None for term in methods
+            term.method.scope == "global_batch" or term.memory is not None for term in terms
         )
         # In a fixed order (not a set), because it determines the order in which backward adds gradients.
-        self._student_taps = tuple(dict.fromkeys(tap for term in methods for tap in term.reads.student))
-        self._teacher_taps = tuple(dict.fromkeys(tap for term in methods for tap in term.reads.teacher))
-        self._ramps = torch.ones(len(methods), device=device)
+        self._student_taps = tuple(dict.fromkeys(tap for term in terms for tap in term.reads.student))
+        self._teacher_taps = tuple(dict.fromkeys(tap for term in terms for tap in term.reads.teacher))
+        self._ramps = torch.ones(len(terms), device=device)
         self._epoch = -1
         self._side = torch.cuda.Stream(device) if concurrent and device.type == "cuda" else None
 
@@ -99,9 +100,9 @@ class Distillation(Objective):
         epoch = step // self.per_epoch
         if epoch != self._epoch:
             self._epoch = epoch
-            for index, term in enumerate(self.methods):
+            for index, term in enumerate(self.loss_terms):
                 self._ramps[index].fill_(ramp(term.method.warmup, epoch))
-        for term in self.methods:
+        for term in self.loss_terms:
             if term.memory is not None:
                 term.memory.at(step)
 
@@ -110,18 +111,20 @@ class Distillation(Objective):
             self.teacher.check()
 
     def live(self) -> list[Tensor]:
-        return [tensor for term in self.methods if term.memory is not None for tensor in term.memory.live()]
+        return [
+            tensor for term in self.loss_terms if term.memory is not None for tensor in term.memory.live()
+        ]
 
     def collect(self) -> dict[str, Tensor]:
         return {
             f"{term.name}.{name}": tensor
-            for term in self.methods
+            for term in self.loss_terms
             if term.memory is not None
             for name, tensor in term.memory.collect().items()
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        for term in self.methods:
+        for term in self.loss_terms:
             if term.memory is not None:
                 term.memory.restore(
                     {
@@ -141,33 +144,33 @@ class Distillation(Objective):
             tensor = torch.empty(shape)
         return world.broadcast(tensor.to(world.device))
 
-    def _forward(self, model: nn.Module, images: Tensor, batch: Batch) -> tuple[TeacherOutput, BundleOutput]:
+    def _forward(self, model: nn.Module, images: Tensor, batch: Batch) -> tuple[TeacherOutput, StudentOutput]:
         """Runs both networks on the batch: one after the other, or on two streams that fork and join here."""
         if self._side is None:
-            teacher = self.source(images, batch)
+            teacher = self.run_teacher(images, batch)
             return teacher, model(images, teacher.taps)
         current = torch.cuda.current_stream(images.device)
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side):
-            teacher = self.source(images, batch)
+            teacher = self.run_teacher(images, batch)
         student = model(images, {})
         current.wait_stream(self._side)
         for tensor in (teacher.logits, *teacher.taps.values()):
             tensor.record_stream(current)
         return teacher, student
 
-    def _outcome(self, student: BundleOutput, teacher: TeacherOutput, batch: Batch) -> Outcome:
+    def _outcome(self, student: StudentOutput, teacher: TeacherOutput, batch: Batch) -> Outcome:
         labels = self.classification.outcome(student.logits, batch)
-        total, terms = self.r * labels.loss, [labels.loss.detach()]
-        for index, term in enumerate(self.methods):
+        total, sums = self.r * labels.loss, [labels.loss.detach()]
+        for index, term in enumerate(self.loss_terms):
             value = self._loss(term, student, teacher, batch)
             total = total + term.weight * self._ramps[index] * value
-            terms.append(value.detach())
+            sums.append(value.detach())
         with torch.no_grad():
-            terms.append((student.logits.argmax(1) == teacher.logits.argmax(1)).sum().to(total.dtype))
-        return Outcome(total, labels.correct, torch.stack(terms))
+            sums.append((student.logits.argmax(1) == teacher.logits.argmax(1)).sum().to(total.dtype))
+        return Outcome(total, labels.correct, torch.stack(sums))
 
-    def _in_fp32(self, student: BundleOutput, teacher: TeacherOutput) -> tuple[BundleOutput, TeacherOutput]:
+    def _in_fp32(self, student: StudentOutput, teacher: TeacherOutput) -> tuple[StudentOutput, TeacherOutput]:
         """The tensors that the losses read, in fp32."""
         helper_outputs = {
             name: {key: value.float() for key, value in each.items()}
@@ -176,11 +179,11 @@ class Distillation(Objective):
         student_taps = {name: student.taps[name].float() for name in self._student_taps}
         teacher_taps = {name: teacher.taps[name].float() for name in self._teacher_taps}
         return (
-            BundleOutput(student.logits.float(), student_taps, helper_outputs),
+            StudentOutput(student.logits.float(), student_taps, helper_outputs),
             TeacherOutput(teacher.logits.float(), teacher_taps),
         )
 
-    def _loss(self, term: MethodTerm, student: BundleOutput, teacher: TeacherOutput, batch: Batch) -> Tensor:
+    def _loss(self, term: LossTerm, student: StudentOutput, teacher: TeacherOutput, batch: Batch) -> Tensor:
         """A method's loss, as a sum over the samples of the micro-batch."""
         logits, teacher_logits = student.logits, teacher.logits
         if self.standardise and term.method.on_logits:
@@ -222,7 +225,7 @@ class GlobalBatch(Protocol):
 
 
 class AcrossRanks:
-    """Gathers rows from all processes. `gather(rows)` returns all rows in the order of the global batch."""
+    """Gathers rows from all processes, in the order of the global batch."""
 
     def __init__(self, world: World, counts: Sequence[int]) -> None:
         self.world, self.counts = world, tuple(counts)

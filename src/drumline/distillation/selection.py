@@ -54,13 +54,10 @@ class Selection:
         return opening + " + ".join(terms) + (f", T = {self.T:g}" if tempered else "")
 
 
-def select(distill: Distill, phase: str = "") -> Selection:
-    """What a phase minimises: the initial phase of a method, or the main phase."""
-    return _select_initial(distill, phase) if phase else select_methods(distill)
-
-
-def select_methods(distill: Distill) -> Selection:
-    """The methods of the main phase, with every number filled in."""
+def select_methods(distill: Distill, phase: str = "") -> Selection:
+    """The methods of the main phase, or of the initial phase of a method, with every number filled in."""
+    if phase:
+        return _select_initial(distill, phase)
     names = _names(distill)
     others = [name for name in names if name != "kd"]
     first = METHODS[others[0] if others else "kd"]

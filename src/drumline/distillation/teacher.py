@@ -33,7 +33,7 @@ from drumline.data.feed.sampler import evaluation_starts
 from drumline.models import create_model
 from drumline.parallel.strategy import Strategy, to_device
 from drumline.parallel.world import World
-from drumline.state.fingerprint import fingerprints_of, state_sha256
+from drumline.state.fingerprint import fingerprints_of
 from drumline.state.folder import run_of
 from drumline.state.model_record import ModelRecord
 from drumline.state.weights import WeightFields, load_weights, resolve_weights, weights_record
@@ -98,11 +98,11 @@ class Teacher:
         return output
 
     def outputs_of(
-        self, shapes: Sequence[tuple[int, ...]], feed: Callable[[int], Tensor]
+        self, shapes: Sequence[tuple[int, ...]], images_of: Callable[[int], Tensor]
     ) -> list[TeacherOutput]:
         """The outputs on several batches of these shapes; empty in processes without the teacher's last stage."""
         with torch.inference_mode(), autocast(self.device, self.precision):
-            outputs = [forward(shapes, feed) for forward in self._forwards]
+            outputs = [forward(shapes, images_of) for forward in self._forwards]
             combined = [self._combined(each) for each in zip(*outputs, strict=True)]
         # Backward must not save an inference tensor, but may save its copy.
         return [
@@ -193,10 +193,12 @@ class LiveTeacher:
 
 
 def _run_whole(
-    module: nn.Module, taps: bool, shapes: Sequence[tuple[int, ...]], feed: Callable[[int], Tensor]
+    module: nn.Module, taps: bool, shapes: Sequence[tuple[int, ...]], images_of: Callable[[int], Tensor]
 ) -> list[Any]:
     """A whole module's outputs, one batch after the other."""
-    return [module(feed(each), taps=True) if taps else module(feed(each)) for each in range(len(shapes))]
+    return [
+        module(images_of(each), taps=True) if taps else module(images_of(each)) for each in range(len(shapes))
+    ]
 
 
 def _wrong(what: str, fix: str) -> UserError:
@@ -219,16 +221,6 @@ def ensemble(
         for w, z in zip(weights, logits, strict=True)
     ]
     return temperature * torch.logsumexp(torch.stack(logs), dim=0)
-
-
-def weights_sha256(modules: Sequence[nn.Module]) -> str:
-    """The SHA-256 of all parameters and buffers, which identifies a teacher in the key of a cache."""
-    tensors = {
-        f"{number}/{name}": tensor
-        for number, module in enumerate(modules)
-        for name, tensor in module.state_dict().items()
-    }
-    return state_sha256({"model": tensors})
 
 
 @dataclass(frozen=True)
@@ -290,7 +282,7 @@ def teacher_name(path: str) -> str:
     return load_recipe(str(run / "recipe.toml")).recipe.model.name
 
 
-def image_warnings(recipe: Recipe, sets: Sets, teachers: list[LoadedTeacher]) -> list[str]:
+def image_warnings(recipe: Recipe, sets: Sets, teachers: Sequence[LoadedTeacher]) -> list[str]:
     """A warning for each teacher whose weights record different image settings."""
     warnings = []
     for teacher in teachers:
@@ -321,7 +313,7 @@ def measure_teacher(
     )
 
 
-def agreement(predictions: Tensor) -> Metric:
+def agreement_metric(predictions: Tensor) -> Metric:
     """The metric that compares a model with the classes that the teacher predicts, by sample id."""
     return Metric(
         "agreement",
@@ -331,7 +323,7 @@ def agreement(predictions: Tensor) -> Metric:
     )
 
 
-def describe_score(teachers: list[LoadedTeacher], score: Score, labels: NDArray[np.int64]) -> str:
+def describe_score(teachers: Sequence[LoadedTeacher], score: Score, labels: NDArray[np.int64]) -> str:
     """The log line about a teacher's score, with a warning if it is close to chance."""
     names = " + ".join(f"{each.name} ({each.weights})" for each in teachers)
     line = f"teacher {names}: top-1 {score.accuracy:.2%} ({score.correct:,} of {score.samples:,})"

@@ -86,7 +86,7 @@ def ended_unrecorded(folder: Path) -> bool:
 
 
 def _log_of(folder: Path) -> Path:
-    """The log being written. While an initial stage of a distillation runs, it is the log of that stage."""
+    """The log being written. While an initial phase of a distillation runs, it is the log of that phase."""
     stages = [] if (folder / LOG).exists() else folder.glob(f"initial-*/{LOG}")
     return max(stages, key=lambda path: path.stat().st_mtime, default=folder / LOG)
 

@@ -50,7 +50,7 @@ class Verification:
 
 
 def verify_run(path: Path, watch: Watch = lambda items, total: items) -> Verification:
-    """Verifies every byte of a run folder (its checkpoints, also those of initial stages, and its weights) or of one
+    """Verifies every byte of a run folder (its checkpoints, also those of initial phases, and its weights) or of one
     checkpoint. `watch` wraps the checkpoints, for a progress bar; it also gets their approximate number."""
     if not path.exists():
         raise UserError(f"{path} does not exist", "give a run folder or one of its checkpoints/step-N")

@@ -22,10 +22,10 @@ import torch
 
 from drumline.core.errors import UserError
 from drumline.distillation.cache import fill as fill_module
-from drumline.distillation.cache import format as cache_module
+from drumline.distillation.cache import folder as cache_module
 from drumline.distillation.cache.fill import chosen_chunks, fill, spot_check
-from drumline.distillation.cache.format import Cache, open_cache
-from drumline.distillation.cache.payload import Rule
+from drumline.distillation.cache.folder import Cache, open_cache
+from drumline.distillation.cache.rows import Rule
 from drumline.parallel.world import single_process
 from tests.distillation import cache_ranks
 from tests.distillation.cache_ranks import CLASSES, FULL, TOP, contents, feed, filled, key, teacher

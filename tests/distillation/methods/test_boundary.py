@@ -204,7 +204,7 @@ def test_abound_does_not_touch_the_teacher_and_is_an_initial_stage() -> None:
         for i, weight in enumerate((4, 2, 1))
     )
     torch.testing.assert_close(method.loss(seen(student, teacher, helped)), whole)
-    assert (method.initial, method.initial_epochs) == ("abound", 30)
+    assert (method.only_initial, method.initial_epochs) == (True, 30)
 
 
 def test_equal_and_zero_maps_have_finite_gradients() -> None:

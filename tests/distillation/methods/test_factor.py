@@ -138,7 +138,7 @@ def test_the_second_stage_takes_over_the_first_ones_weights_by_name() -> None:
     first, second = Paraphrase().helper(STUDENT, TEACHER), Factor().helper(STUDENT, TEACHER)
     theirs = {name for name in second.state_dict() if name.startswith("paraphraser.")}
     assert theirs == set(first.state_dict())
-    assert Factor.initial == "paraphrase"
+    assert Factor.initial_method() is Paraphrase
     assert (Factor.weights.b, Paraphrase.weights.b) == (500, 1)
     assert Factor.initial_epochs == 30
     missing, unexpected = second.load_state_dict(first.state_dict(), strict=False)

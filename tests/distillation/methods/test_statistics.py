@@ -313,7 +313,7 @@ def test_fsp_reads_the_stem_and_is_an_initial_stage() -> None:
     assert needs.student == needs.teacher == ("stem", "stage1", "stage2", "stage3")
     needs = Fsp().needs(THREE, HALVED)
     assert needs.teacher == ("stem", "stage2", "stage3", "stage4")
-    assert (Fsp.initial, Fsp.initial_epochs) == ("fsp", 30)
+    assert (Fsp.only_initial, Fsp.initial_epochs) == (True, 30)
     batch, _ = seen(Fsp(), THREE, TWIN)
     names = ("stem", "stage1", "stage2", "stage3")
     expected = fsp([batch.taps[name] for name in names], [batch.teacher_taps[name] for name in names])

@@ -26,7 +26,7 @@ from drumline.core.heartbeat import Phase, enter
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.loader import Batches
 from drumline.data.feed.sampler import Request
-from drumline.distillation.cache.format import (
+from drumline.distillation.cache.folder import (
     CHECKSUMS,
     DETERMINISTIC,
     SHARED_FOLDER,
@@ -34,11 +34,11 @@ from drumline.distillation.cache.format import (
     Place,
     describe_machine,
     from_rank_zero,
-    refuse_if_any,
+    raise_if_any,
     sole_filler,
     unwritable,
 )
-from drumline.distillation.cache.payload import differences, encode
+from drumline.distillation.cache.rows import differences, encode
 from drumline.parallel.world import World
 from drumline.training.evaluate import padded
 
@@ -90,7 +90,7 @@ def spot_check(
         for request, batch in zip(mine, batches, strict=True):
             enter(Phase.STARTING)
             wrong = wrong or _compare(cache, teacher, request, batch, exact)
-    refuse_if_any(
+    raise_if_any(
         world,
         wrong,
         "use a different folder for distill.cache, delete this one, or use the teacher and machine that filled it",
@@ -226,7 +226,7 @@ def _check_folder(cache: Cache, token: str, world: World) -> None:
         "" if _appears(path.exists) else f"distill.cache = {cache.folder}: not the folder that rank 0 sees"
     )
     try:
-        refuse_if_any(world, wrong, SHARED_FOLDER)
+        raise_if_any(world, wrong, SHARED_FOLDER)
     finally:
         if world.is_rank_zero:
             path.unlink(missing_ok=True)
@@ -241,7 +241,7 @@ def _check_complete(cache: Cache, epochs: range, world: World) -> None:
     wrong = (
         "" if _appears(complete) else f"distill.cache = {cache.folder}: some of the filled blocks are missing"
     )
-    refuse_if_any(world, wrong, SHARED_FOLDER)
+    raise_if_any(world, wrong, SHARED_FOLDER)
 
 
 def _appears(seen: Callable[[], bool]) -> bool:

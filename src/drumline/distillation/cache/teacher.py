@@ -3,36 +3,46 @@
 Promises: before the first step, the cache is filled and spot-checked against the live teacher, whose memory is then
 freed. Each batch carries its rows, bit for bit as stored, in the order of the requests; a thread reads them ahead. No
 row is used before its whole epoch has been verified. An epoch that is damaged or not filled raises when its first row
-is needed, not earlier. Rejects methods that read more of the teacher than a cache stores, and data without sample
-ids.
+is needed, not earlier. Rejects methods that read more of the teacher than a cache stores, transforms that mix images,
+and data without sample ids.
+
+The transformed image is a pure function of (seed, epoch, sample id), so a cache serves any student, batch and number
+of processes. The key is a pure function of settings and data: teacher, transform, seed, labels, the stored bytes of
+some images, and what a row keeps of an output. Runs with equal keys share a cache.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import signal
-from collections.abc import Generator, Iterable
+import zlib
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
-from drumline.config.recipe import Recipe
-from drumline.core.errors import UserError
+from drumline.config.recipe import Distill, Recipe
+from drumline.core.errors import LostError, UserError
+from drumline.core.precision import Precision
 from drumline.core.progress import progress
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.loader import Batches, prefetch
 from drumline.data.feed.sampler import Ids, Request
+from drumline.data.feed.transform import Transform
+from drumline.data.sources import ArrayDataset, Dataset
 from drumline.distillation.cache.fill import CHUNK, fill, spot_check
-from drumline.distillation.cache.format import Cache, make_key, open_cache
-from drumline.distillation.cache.payload import Rule, decode
-from drumline.distillation.teacher import Teacher, TeacherOutput
+from drumline.distillation.cache.folder import Cache, Key, open_cache
+from drumline.distillation.cache.rows import Rule, decode
+from drumline.distillation.teacher import LoadedTeacher, Teacher, TeacherOutput
 from drumline.parallel.world import World
+from drumline.state.fingerprint import state_sha256
 from drumline.training.schedule import Plan
 from drumline.training.sets import Sets, normaliser
 from drumline.training.stop import StopSign
@@ -41,6 +51,8 @@ CACHEABLE_TAPS = ("pooled",)
 """Taps that a cache can store beside the logits."""
 READY = 2
 """Batches of rows that are read ahead of the step."""
+SAMPLED_IMAGES = 64
+"""Images whose bytes are part of the key."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +69,12 @@ class CachedTeacher:
         logits, pooled = decode(batch.extra, self.cache.key.rule)
         return TeacherOutput(logits, {} if pooled is None else {"pooled": pooled})
 
-    def feed(self, batches: Batches, requests: Iterable[Request]) -> Batches:
+    def add_rows(self, batches: Batches, requests: Iterable[Request]) -> Batches:
         """Adds the rows to each batch."""
         return with_rows(batches, requests, self.cache, self.device)
 
 
-def refuse_uncacheable(recipe: Recipe, taps: tuple[str, ...], source: str) -> None:
+def check_cacheable(recipe: Recipe, taps: tuple[str, ...], source: str) -> None:
     """Raises a `UserError` if a cache cannot serve the methods or the data. Called before anything is computed."""
     if Path(recipe.distill.cache).is_file():
         raise UserError(f"distill.cache = {recipe.distill.cache}: is a file", "use a folder or a new name")
@@ -71,8 +83,7 @@ def refuse_uncacheable(recipe: Recipe, taps: tuple[str, ...], source: str) -> No
         raise UserError(
             f"distill.cache: {', '.join(recipe.distill.method)} reads the teacher's {', '.join(maps)}, but a cache "
             "stores only logits and pooled features (maps of every sample and epoch would be too large)",
-            "remove distill.cache, or use a method on logits or pooled features: kd, dkd, dist, correlation, rkd, "
-            "pkt, crd, srd",
+            "remove distill.cache, or use a method that reads only logits or pooled features, such as kd or crd",
         )
     if source == "synthetic":
         raise UserError(
@@ -145,6 +156,98 @@ def _rule(recipe: Recipe, teacher: Teacher, size: int, world: World) -> Rule:
     dtype = kinds.pop() if len(kinds) == 1 else torch.float32
     width = 0 if pooled is None else pooled.shape[1]
     return Rule(output.logits.shape[1], str(dtype).removeprefix("torch."), recipe.distill.cache_top, width)
+
+
+def identify_teacher(
+    distill: Distill, teachers: Sequence[LoadedTeacher], precision: Precision, temperature: float
+) -> str:
+    """What identifies the teacher in a key: models, weights as they were loaded, precision, and how an ensemble is
+    combined. Stored in caches, so the format must not change."""
+    parts = [
+        f"model={'+'.join(each.name for each in teachers)}",
+        f"weights={weights_sha256([each.module for each in teachers])}",
+        f"precision={precision.autocast_dtype or torch.float32}",
+    ]
+    if len(teachers) > 1:
+        shares = ",".join(f"{share:g}" for share in distill.shares or (1.0,) * len(teachers))
+        parts.append(f"ensemble of {distill.ensemble} at T={temperature:g}, shares {shares}")
+    return "; ".join(parts)
+
+
+def weights_sha256(modules: Sequence[nn.Module]) -> str:
+    """The SHA-256 of all parameters and buffers."""
+    tensors = {
+        f"{number}/{name}": tensor
+        for number, module in enumerate(modules)
+        for name, tensor in module.state_dict().items()
+    }
+    return state_sha256({"model": tensors})
+
+
+def make_key(
+    *,
+    teacher: str,
+    source: Dataset,
+    transform: Transform,
+    mean: Sequence[float],
+    std: Sequence[float],
+    seed: int,
+    rule: Rule,
+) -> Key:
+    """The key of a teacher's outputs on a data set. Rejects transforms that mix images."""
+    if transform.mixes:
+        raise UserError(
+            "distill.cache: a cache stores outputs per sample, but mixed images (data.mixup, data.cutmix) depend on "
+            "their neighbour in the batch",
+            "remove distill.cache, or set data.mixup and data.cutmix to 0",
+        )
+    return Key(
+        teacher=teacher,
+        transform=describe_transform(transform, mean, std),
+        source=source.name,
+        samples=len(source),
+        labels_crc=zlib.crc32(source.labels.tobytes()),
+        content=content_of(source, unreadable=transform.on_bad != "raise"),
+        seed=seed,
+        classes=rule.classes,
+        top_k=rule.top,
+        pooled=rule.pooled,
+        dtype=rule.dtype,
+    )
+
+
+def content_of(source: Dataset, unreadable: bool = False) -> str:
+    """The start of the SHA-256 of up to SAMPLED_IMAGES stored images, evenly spaced from the first to the last. With
+    `unreadable`, an image that cannot be read is hashed as unreadable; without, it raises."""
+    count = min(len(source), SAMPLED_IMAGES)
+    digest = hashlib.sha256()
+    for sample in (np.arange(count) * (len(source) - 1) // max(1, count - 1)).tolist():
+        try:
+            if isinstance(source, ArrayDataset):
+                pixels = source.take(np.array([sample]))
+                kind, data = str(pixels.shape), pixels.tobytes()
+            else:
+                kind, data = "file", source.read(sample)
+        except UserError as error:
+            if not unreadable or isinstance(error, LostError):
+                raise
+            kind, data = "unreadable", b""
+        digest.update(f"{sample} {kind} {len(data)}\n".encode() + data)
+    return digest.hexdigest()[:16]
+
+
+def describe_transform(transform: Transform, mean: Sequence[float], std: Sequence[float]) -> str:
+    """Everything about a transform that determines the teacher's input, as text."""
+    chosen = {item.name: getattr(transform, item.name) for item in fields(transform)}
+    for mixed in ("mixup", "cutmix"):
+        del chosen[mixed]
+    if transform.augment != "none":
+        del chosen["eval_crop"]
+    pixels = asdict(chosen.pop("augmentation"))
+    # Six digits: the last digits of measured statistics may differ between machines.
+    chosen |= pixels | {"mean": [float(f"{value:.6g}") for value in mean]}
+    chosen |= {"std": [float(f"{value:.6g}") for value in std]}
+    return "; ".join(f"{name}={value}" for name, value in chosen.items())
 
 
 def with_rows(batches: Batches, requests: Iterable[Request], cache: Cache, device: torch.device) -> Batches:

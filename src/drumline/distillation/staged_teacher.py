@@ -1,9 +1,9 @@
-"""Teachers in stages: over the processes of the student's pipeline, or over the devices of each process.
+"""A teacher in pipeline stages: over the processes of the student's pipeline, or over the devices of each process.
 
-Promises: the outputs of the whole teacher, bit for bit; a process keeps the tensors of its own stages alone, the
+Promises: the outputs of the whole teacher, bit for bit. A process keeps only the tensors of its own stages; the
 others are on the meta device. Over processes, a step's micro-batches go through the teacher before the student's
-stages run them, and the objective takes what was said in their order.
-Refuses a teacher that cannot be cut into so many stages, and stages that there are no devices for.
+stages run them, and the objective reads the outputs in that order. Rejects a teacher that cannot be cut into that
+many stages, and more stages than devices.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ from drumline.parallel.world import Grid, World
 
 
 @dataclass(frozen=True)
-class Stages:
-    """How the teachers of a run are to lie."""
+class StagePlan:
+    """How the teachers of a run are divided."""
 
     shape: Shape
     grid: Grid
     devices: tuple[torch.device, ...]
-    """Of this process's stages: one, or all of them."""
+    """The devices of this process's stages: one stage, or all of them."""
 
-    @property
-    def words(self) -> str:
-        """BundleOutput before the run."""
+    def describe(self) -> str:
+        """The stages, for the log."""
         if self.shape.over_processes:
             return f"in {self.shape.stages} stages over the processes of the student's pipeline"
         count = len(set(self.devices))
@@ -50,8 +49,8 @@ class Stages:
         return f"in {self.shape.stages} stages on {where} of each process, which take turns"
 
 
-def plan_stages(recipe: Recipe, strategy: Strategy) -> Stages | None:
-    """The stages that the recipe asks for, on the processes of the run; None for whole teachers."""
+def plan_teacher_stages(recipe: Recipe, strategy: Strategy) -> StagePlan | None:
+    """The stages that the recipe requests for its teachers; None for whole teachers."""
     grid, world = strategy.grid, strategy.world
     if teacher_over_processes(recipe):
         if strategy.shape is None or grid.places == 1:
@@ -59,30 +58,31 @@ def plan_stages(recipe: Recipe, strategy: Strategy) -> Stages | None:
                 "distill.teacher_layout = pipeline: the student's pipeline is in one process",
                 "start a process for each stage (--parallel.processes), or use --distill.teacher_layout model",
             )
-        return Stages(replace(strategy.shape, chunks=1), grid, (world.device,))
+        return StagePlan(replace(strategy.shape, chunks=1), grid, (world.device,))
     if teacher_over_devices(recipe):
         devices = stage_devices(recipe.distill.teacher_stages, recipe.parallel.virtual, world)
-        return Stages(Shape(len(devices), 1, 1, "gpipe", world.size, False), grid, devices)
+        return StagePlan(Shape(len(devices), 1, 1, "gpipe", world.size, False), grid, devices)
     return None
 
 
 def stage_devices(stages: int | str, virtual: bool, world: World) -> tuple[torch.device, ...]:
-    """Of a teacher in the stages of one process: GPUs that no other process computes on. The last is the process's
-    own, where the loss is."""
+    """The devices of a teacher in the stages of one process: GPUs that no other process uses. The last one is the
+    process's own, where the loss is computed."""
     own = world.device
     count = torch.cuda.device_count() if own.type == "cuda" else 1
     mine = max(1, count // world.local_size)
     wanted = mine if isinstance(stages, str) else stages
     if isinstance(stages, str) and mine == 1:
         raise UserError(
-            "distill.teacher_layout = model: the process has one device, which makes no stages",
-            "start fewer processes than there are GPUs, or give --distill.teacher_stages N --parallel.virtual to try "
-            "it out on one device",
+            "distill.teacher_layout = model: needs at least two devices in the process, which has one",
+            "start fewer processes than there are GPUs, or try it on one device with --distill.teacher_stages N "
+            "--parallel.virtual",
         )
     if wanted > mine and not virtual:
         raise UserError(
-            f"distill.teacher_stages = {wanted}: the process has {mine} device{'s' * (mine > 1)} to itself",
-            "give fewer, start fewer processes on each machine, or let stages share a device by --parallel.virtual",
+            f"distill.teacher_stages = {wanted}: the process has only {mine} device{'s' * (mine > 1)}",
+            "use fewer stages, start fewer processes on each machine, or let stages share a device with "
+            "--parallel.virtual",
         )
     if own.type != "cuda":
         return (own,) * wanted
@@ -91,15 +91,21 @@ def stage_devices(stages: int | str, virtual: bool, world: World) -> tuple[torch
 
 
 def cut_teacher(
-    module: nn.Module, name: str, taps: bool, stages: Stages, strategy: Strategy, size: int, display: Display
+    module: nn.Module,
+    name: str,
+    taps: bool,
+    stages: StagePlan,
+    strategy: Strategy,
+    size: int,
+    display: Display,
 ) -> list[Segment]:
-    """The stages of a teacher that lies on the host in fp32. All ranks call it and agree."""
+    """The stages of a teacher that is on the host in fp32, the same on all ranks. All ranks call it."""
     shape, world, recipe = stages.shape, stages.grid.world, strategy.recipe
     samples = -(-recipe.data.batch // (shape.replicas * shape.micro_batches))
     sample = torch.empty((samples, 3, size, size), device=world.device)
     try:
         traced = trace(module.eval(), {"taps": True} if taps else {}, sample=sample)
-        names = even_cuts(traced, shape.stages)  # refuses too many
+        names = even_cuts(traced, shape.stages)  # rejects too many stages
         if shape.over_processes and recipe.parallel.split != "even":
             if world.is_rank_zero:
                 display.log("measuring where to cut the teacher")
@@ -107,37 +113,37 @@ def cut_teacher(
             names = world.broadcast_object(names)
         return traced.split(names)
     except UserError as error:
-        raise _of_teacher(
+        raise _teacher_error(
             error, f"{recipe.distill.teacher_layout} in {shape.stages} stages: teacher {name}"
         ) from error
 
 
-def lay_teacher(
-    teacher: Teacher, cuts: Sequence[Sequence[Segment]], stages: Stages, channels_last: bool
+def place_teacher(
+    teacher: Teacher, cuts: Sequence[Sequence[Segment]], stages: StagePlan, channels_last: bool
 ) -> None:
-    """Moves the teacher's tensors to where their stages are computed, and has it computed there."""
+    """Moves the teacher's tensors to the devices of their stages, and runs it there from now on."""
     forwards = []
     for module, segments in zip(teacher.modules, cuts, strict=True):
         try:
             place_stages(module, module, segments, stages.shape, stages.grid, stages.devices, channels_last)
         except UserError as error:
-            raise _of_teacher(error, f"model in {stages.shape.stages} stages: a teacher") from error
+            raise _teacher_error(error, f"model in {stages.shape.stages} stages: a teacher") from error
         forwards.append(
             Chain(module, segments, stages.shape, stages.grid, stages.devices, teacher.precision).several
         )
     teacher.use_stages(forwards)
 
 
-class RelayedTeacher:
-    """The outputs of a teacher in stages over processes, on a step's micro-batches. The step, and the reference that
-    a layout is compared with, read them in order."""
+class PipelinedTeacher:
+    """A teacher in stages over processes. It runs on all micro-batches of a step first; the step, and the reference
+    step of the certificate, then read the outputs in order."""
 
     def __init__(self, teacher: Teacher) -> None:
         self.teacher = teacher
         self._outputs: list[TeacherOutput] = []
         self._next = 0
 
-    def ahead(self, pieces: Sequence[Batch], images: Callable[[Batch], Tensor]) -> None:
+    def run_ahead(self, pieces: Sequence[Batch], images: Callable[[Batch], Tensor]) -> None:
         """Runs the teacher on all micro-batches of a step. Every process of a pipeline calls it."""
         self._outputs, self._next = [], 0
         shapes = [(len(piece.labels), 3, *piece.images.shape[1:3]) for piece in pieces]
@@ -150,8 +156,8 @@ class RelayedTeacher:
         return output
 
 
-def _of_teacher(error: UserError, which: str) -> UserError:
-    """What was said of a model in stages, as the user of a teacher must hear it."""
+def _teacher_error(error: UserError, which: str) -> UserError:
+    """An error about a model in stages, in terms of the teacher."""
     return UserError(
         f"distill.teacher_layout = {which}: {error.what}",
         "use a different number of stages, or --distill.teacher_layout single",
@@ -161,7 +167,7 @@ def _of_teacher(error: UserError, which: str) -> UserError:
 def _balanced(
     traced: Traced, module: nn.Module, sample: Tensor, stages: int, precision: Precision
 ) -> tuple[str, ...]:
-    """By measured times of the forward alone: a teacher has no other."""
+    """The cuts that balance the measured forward times; a teacher has no backward."""
     points = cut_points(traced)
     measured = profile(traced, module, tuple(sample.shape), ProfileOptions(sample.device, precision), points)
     times = [unit.forward_s for unit in measured.units]

@@ -1,14 +1,14 @@
 """The student and its helpers as one module with one forward, and how they are fitted to a teacher.
 
-Promises: one DDP wraps the bundle, so every helper's gradient is exchanged. Features are returned, never stored. The
-student inside is unchanged and is exported alone (`student`). `NetworkPair` rejects networks that do not fit a
+Promises: one DDP wraps the module, so every helper's gradient is exchanged. Features are returned, never stored. The
+student inside is unchanged and is exported alone (`student`). `fit_networks` rejects networks that do not fit a
 method.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -26,8 +26,8 @@ _HELPER_SEED = 0x68656C70
 """Mixed into the seed, so that helpers do not start from the student's random numbers."""
 
 
-class BundleOutput(NamedTuple):
-    """The output of a bundle."""
+class StudentOutput(NamedTuple):
+    """The output of a student with helpers."""
 
     logits: Tensor
     taps: dict[str, Tensor]
@@ -36,7 +36,7 @@ class BundleOutput(NamedTuple):
     """Method to the output of its helper."""
 
 
-class Bundle(nn.Module):
+class StudentWithHelpers(nn.Module):
     """`student` maps images to logits or, called with `taps=True`, to (logits, taps)."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Bundle(nn.Module):
         self.taps = _unique(tap for need in needs.values() for tap in need.student)
         self.runs_student, self.classes = runs_student, classes
 
-    def forward(self, images: Tensor, teacher_taps: Taps) -> BundleOutput:
+    def forward(self, images: Tensor, teacher_taps: Taps) -> StudentOutput:
         """One forward of the student, then of each helper. If no helper reads the teacher, its taps may be
         missing."""
         if not self.runs_student:
@@ -67,25 +67,26 @@ class Bundle(nn.Module):
             self.student(images, taps=True) if self.taps else self.student(images), teacher_taps
         )
 
-    def after(self, output: Output, teacher_taps: Taps) -> BundleOutput:
-        """The bundle's output, given the student's."""
+    def after(self, output: Output, teacher_taps: Taps) -> StudentOutput:
+        """The output of the whole module, given the student's."""
         logits, taps = (output, {}) if isinstance(output, Tensor) else output
         helper_outputs = {
             name: helper(_only(taps, self.needs[name].student), _only(teacher_taps, self.needs[name].teacher))
             for name, helper in self.helpers.items()
         }
-        return BundleOutput(logits, _only(taps, self.taps), helper_outputs)
+        return StudentOutput(logits, _only(taps, self.taps), helper_outputs)
 
 
 @dataclass(frozen=True)
-class NetworkPair:
+class FittedNetworks:
     """Student and teachers as the methods see them."""
 
     model: nn.Module
     """The student as it is evaluated and exported."""
     student: nn.Module
     """The same network, with the taps that the methods need."""
-    teachers: tuple[nn.Module, ...]
+    teachers: tuple[LoadedTeacher, ...]
+    """A single teacher returns the taps that the methods need."""
     student_info: NetworkInfo
     teacher_info: NetworkInfo
     methods: Mapping[str, Method]
@@ -109,7 +110,7 @@ class NetworkPair:
         """Which modules of third-party networks the taps come from."""
         networks = (
             ("student", self.student, self.student_taps),
-            ("teacher", self.teachers[0], self.teacher_taps),
+            ("teacher", self.teachers[0].module, self.teacher_taps),
         )
         return [
             f"taps of the {role}: {', '.join(f'{tap} = {model.locations[tap]}' for tap in read)}"
@@ -117,7 +118,7 @@ class NetworkPair:
             if isinstance(model, Tapped) and (read := [tap for tap in taps if tap in model.locations])
         ]
 
-    def bundle(self, seed: int, runs_student: bool = True) -> Bundle:
+    def with_helpers(self, seed: int, runs_student: bool = True) -> StudentWithHelpers:
         """Student and helpers, on the student's device. The helpers' initial weights depend on the seed alone."""
         torch.manual_seed(seed ^ _HELPER_SEED)
         built = {
@@ -125,18 +126,19 @@ class NetworkPair:
         }
         helpers = {name: helper for name, helper in built.items() if helper is not None}
         classes = self.student_info.classes
-        bundle = Bundle(self.student, helpers, self.needs, self.reading_teacher, runs_student, classes)
-        return bundle.to(_device(self.student))
+        module = StudentWithHelpers(
+            self.student, helpers, self.needs, self.reading_teacher, runs_student, classes
+        )
+        return module.to(_device(self.student))
 
 
 def fit_networks(
     recipe: Recipe, selection: Selection, student: nn.Module, teachers: list[LoadedTeacher], size: int
-) -> NetworkPair:
+) -> FittedNetworks:
     """Finds the taps that the methods need. Raises a `UserError` if a network does not fit a method."""
     methods = {term.name: term.method for term in selection.methods}
-    modules = tuple(each.module for each in teachers)
     wants_taps = any(not method.on_logits for method in methods.values())
-    tapped, teacher = student, modules[0]
+    tapped, first = student, teachers[0]
     example = torch.zeros((1, 3, size, size))
     for key in ("student_taps", "teacher_taps"):
         if getattr(recipe.distill, key) and not wants_taps:
@@ -145,9 +147,10 @@ def fit_networks(
             )
     if wants_taps:
         tapped = _with_taps(student, "student_taps", recipe.distill.student_taps, example)
-        teacher = _with_taps(teacher, "teacher_taps", recipe.distill.teacher_taps, example)
+        module = _with_taps(first.module, "teacher_taps", recipe.distill.teacher_taps, example)
+        first = replace(first, module=module)
     student_info = network_info(tapped, recipe.model.name, example)
-    teacher_info = network_info(teacher, teachers[0].name, example)
+    teacher_info = network_info(first.module, first.name, example)
     needs = {name: method.needs(student_info, teacher_info) for name, method in methods.items()}
     if len(teachers) > 1 and any(need.teacher for need in needs.values()):
         names = ", ".join(name for name, need in needs.items() if need.teacher)
@@ -155,7 +158,7 @@ def fit_networks(
             f"distill.method = {names}: reads the features of one teacher, but there are {len(teachers)}",
             "use methods on logits (kd, dkd, dist) with several teachers, or give one teacher",
         )
-    return NetworkPair(student, tapped, (teacher, *modules[1:]), student_info, teacher_info, methods, needs)
+    return FittedNetworks(student, tapped, (first, *teachers[1:]), student_info, teacher_info, methods, needs)
 
 
 def network_info(model: nn.Module, name: str, example: Tensor) -> NetworkInfo:

@@ -1,23 +1,19 @@
-"""A teacher cache on disk: one row of bytes (`payload.py`) for each epoch and sample of a data set, under a key.
+"""A teacher cache on disk: one row of bytes (`rows.py`) for each epoch and sample of a data set, under a key.
 
-The transformed image is a pure function of (seed, epoch, sample id), so a cache serves any student, batch and number
-of processes. The key is a pure function of settings and data: teacher, transform, seed, labels, the stored bytes of
-some images, and what a row keeps of an output; runs with equal keys share a cache. A folder holds `manifest.json`
-(the key, and the machine that filled it). For each epoch it holds `epoch-00003/block-0007.rows`, the rows of BLOCK
-samples in the order of their ids, and, once all blocks exist, `sha256.txt`. Promises: files are written atomically,
-and no byte is used before its checksum has been verified. One run at a time writes to a folder. Rejects a folder with
-a different key, naming the difference; a folder that a different run is filling; a damaged file, naming it;
-transforms that mix images.
+A folder holds `manifest.json` (the key, and the machine that filled it). For each epoch it holds
+`epoch-00003/block-0007.rows`, the rows of BLOCK samples in the order of their ids, and, once all blocks exist,
+`sha256.txt`. Promises: files are written atomically, and no byte is used before its checksum has been verified. One
+run at a time writes to a folder. Rejects a folder with a different key, naming the difference; a folder that a
+different run is filling; a damaged file, naming it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-import zlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,20 +21,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from drumline.core.errors import LostError, UserError
+from drumline.core.errors import UserError
 from drumline.core.files import CorruptError, write_file, write_text
 from drumline.core.lock import exclusive
 from drumline.core.sealed import read_sealed, write_sealed
 from drumline.data.feed.sampler import Ids
-from drumline.data.feed.transform import Transform
-from drumline.data.sources import ArrayDataset, Dataset
-from drumline.distillation.cache.payload import Rule
+from drumline.distillation.cache.rows import Rule
 from drumline.parallel.world import World
 from drumline.state.provenance import device_name
 
 FORMAT = 1
-SAMPLED_IMAGES = 64
-"""Images whose bytes are part of the key."""
 LABELS = {
     "teacher": "the teacher",
     "transform": "the image transform",
@@ -80,72 +72,6 @@ class Key:
     def rule(self) -> Rule:
         """The format of a row."""
         return Rule(self.classes, self.dtype, self.top_k, self.pooled)
-
-
-def make_key(
-    *,
-    teacher: str,
-    source: Dataset,
-    transform: Transform,
-    mean: Sequence[float],
-    std: Sequence[float],
-    seed: int,
-    rule: Rule,
-) -> Key:
-    """The key of a teacher's outputs on a data set. Rejects transforms that mix images."""
-    if transform.mixes:
-        raise UserError(
-            "distill.cache: a cache stores outputs per sample, but mixed images (data.mixup, data.cutmix) depend on "
-            "their neighbour in the batch",
-            "remove distill.cache, or set data.mixup and data.cutmix to 0",
-        )
-    return Key(
-        teacher=teacher,
-        transform=describe_transform(transform, mean, std),
-        source=source.name,
-        samples=len(source),
-        labels_crc=zlib.crc32(source.labels.tobytes()),
-        content=content_of(source, unreadable=transform.on_bad != "raise"),
-        seed=seed,
-        classes=rule.classes,
-        top_k=rule.top,
-        pooled=rule.pooled,
-        dtype=rule.dtype,
-    )
-
-
-def content_of(source: Dataset, unreadable: bool = False) -> str:
-    """The start of the SHA-256 of up to SAMPLED_IMAGES stored images, evenly spaced from the first to the last. With
-    `unreadable`, an image that cannot be read is hashed as unreadable; without, it raises."""
-    count = min(len(source), SAMPLED_IMAGES)
-    digest = hashlib.sha256()
-    for sample in (np.arange(count) * (len(source) - 1) // max(1, count - 1)).tolist():
-        try:
-            if isinstance(source, ArrayDataset):
-                pixels = source.take(np.array([sample]))
-                kind, data = str(pixels.shape), pixels.tobytes()
-            else:
-                kind, data = "file", source.read(sample)
-        except UserError as error:
-            if not unreadable or isinstance(error, LostError):
-                raise
-            kind, data = "unreadable", b""
-        digest.update(f"{sample} {kind} {len(data)}\n".encode() + data)
-    return digest.hexdigest()[:16]
-
-
-def describe_transform(transform: Transform, mean: Sequence[float], std: Sequence[float]) -> str:
-    """Everything about a transform that determines the teacher's input, as text."""
-    chosen = {item.name: getattr(transform, item.name) for item in fields(transform)}
-    for mixed in ("mixup", "cutmix"):
-        del chosen[mixed]
-    if transform.augment != "none":
-        del chosen["eval_crop"]
-    pixels = asdict(chosen.pop("augmentation"))
-    # Six digits: the last digits of measured statistics may differ between machines.
-    chosen |= pixels | {"mean": [float(f"{value:.6g}") for value in mean]}
-    chosen |= {"std": [float(f"{value:.6g}") for value in std]}
-    return "; ".join(f"{name}={value}" for name, value in chosen.items())
 
 
 BLOCK = 8192
@@ -299,7 +225,7 @@ def open_cache(folder: Path, key: Key, world: World) -> Cache:
         machine = _read_manifest(folder, key)
     except UserError as error:
         wrong = error.what
-    refuse_if_any(world, wrong, SHARED_FOLDER)
+    raise_if_any(world, wrong, SHARED_FOLDER)
     return Cache(folder, key, machine)
 
 
@@ -326,7 +252,7 @@ def from_rank_zero(world: World, work: Callable[[], T]) -> T:
     return result
 
 
-def refuse_if_any(world: World, wrong: str, fix: str) -> None:
+def raise_if_any(world: World, wrong: str, fix: str) -> None:
     """Raises on every rank if any of them passes something wrong, with the message of the first that does."""
     for rank, message in enumerate(world.all_gather_object(wrong)):
         if message:
