@@ -1,4 +1,4 @@
-"""Trains CRD's embeddings on one global batch after another, on real processes over gloo or alone.
+"""Trains CRD's embeddings on several global batches, on real processes over gloo or alone.
 
 As a program (`python -m tests.distillation.bank_ranks FOLDER`) it is one rank, and leaves what it found in a file.
 """

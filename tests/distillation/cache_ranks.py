@@ -109,7 +109,7 @@ def main(folder: Path) -> None:
     cache_module.BLOCK, fill_module.SYNC_EVERY, fill_module.VISIBLE_SECONDS = SMALL_BLOCK, 1, 0.5
     world = init_world(read_rank_info(os.environ), "cpu", "auto", 60)
     found: dict[str, Any] = {}
-    # One rank alone is asked to stop, in the middle of its second block; all of them stop, then go on.
+    # Only one rank gets a stop request, in the middle of its second block. All of them stop, then resume.
     asked = iter(range(100))
     last = world.rank == world.size - 1
     opened, found["stopped"] = filled(

@@ -94,7 +94,7 @@ def found(folder: Path, name: str, world: World) -> dict[str, Any]:
     scores, task = learn(recipe, world)
     teacher, has = teacher_in(task)
     tensors = [tensor for module in teacher.modules for tensor in module.state_dict().values()]
-    refused = ""
+    error_text = ""
     if has:
         teacher.check()
         with torch.no_grad():
@@ -102,13 +102,13 @@ def found(folder: Path, name: str, world: World) -> dict[str, Any]:
         try:
             teacher.check()
         except UserError as error:
-            refused = error.what
+            error_text = error.what
     return {
         "scores": scores,
         "has": has,
         "held": sum(not tensor.is_meta for tensor in tensors),
         "all": len(tensors),
-        "refused": refused,
+        "error_text": error_text,
         "words": list(task.messages),
     }
 

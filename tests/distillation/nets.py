@@ -12,7 +12,7 @@ from drumline.models.base import Output, TapInfo, Taps, VisionModel, global_pool
 
 
 class Alone(VisionModel):
-    """Convolutions with GroupNorm: no sample sees another, so the number of processes cannot change it."""
+    """Convolutions with GroupNorm: samples are independent, so the number of processes cannot change the result."""
 
     def __init__(self, classes: int, widths: tuple[int, ...]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`drumline distill` as a user types it: what it says and writes, stopped and resumed, cached, and refused."""
+"""`drumline distill` as a user types it: output and files, stopped and resumed, cached, and its errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ONE = {"OMP_NUM_THREADS": "1"}
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the run `teacher`, a resnet8 after one epoch, and weights of another one."""
+    """A folder with the run `teacher`, a resnet8 after one epoch, and weights of a different one."""
     folder = tmp_path_factory.mktemp("distill")
     words = (*DATA, "model.name=resnet8", "train.epochs=1", "run.name=teacher")
     result(drumline("train", *words, folder=folder, **ONE))
@@ -35,7 +35,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def distil(home: Path, name: str, *words: str, code: int = 0) -> str:
-    """One run; what it said, the JSON line last."""
+    """The output of one run, the JSON line last."""
     done = drumline("distill", *STUDENT, f"run.name={name}", *words, folder=home, **ONE)
     assert done.returncode == code, done.stderr[-3000:]
     assert "Traceback" not in done.stderr
@@ -52,24 +52,24 @@ def killed(home: Path, name: str, ready: Callable[[], bool], *words: str) -> Non
 
 @pytest.fixture(scope="module")
 def plain(home: Path) -> tuple[Path, str]:
-    """The run `plain`, with a method that trains helpers of its own, and what it said."""
+    """The run `plain`, with a method that trains helpers, and its output."""
     return home, distil(home, "plain", TEACHER, "distill.method=kd,hint", "distill.b=1", "train.epochs=1")
 
 
-def test_a_run_tells_the_teachers_score_the_loss_and_the_agreement(plain: tuple[Path, str]) -> None:
-    home, said = plain
+def test_a_run_reports_the_teachers_score_the_loss_and_the_agreement(plain: tuple[Path, str]) -> None:
+    home, output = plain
     teacher = metrics(home, "teacher", "eval")[-1]
-    assert f"top-1 {teacher['top1']:.2%} ({teacher['correct']} of 359)" in said.split("epoch 1:")[0]
-    assert "loss = 1 cross-entropy + 1 kd + 1 hint, T = 4" in said
+    assert f"top-1 {teacher['top1']:.2%} ({teacher['correct']} of 359)" in output.split("epoch 1:")[0]
+    assert "loss = 1 cross-entropy + 1 kd + 1 hint, T = 4" in output
     final = metrics(home, "plain", "eval")[-1]
     assert 0 < final["agreement"] <= 1
-    assert f'"agreement": {final["agreement"]}' in said.splitlines()[-1]
-    assert f"teacher {teacher['top1']:.2%}, agreement {final['agreement']:.2%}" in said
-    assert f'"teacher_top1": {teacher["top1"]}' in said.splitlines()[-1]
+    assert f'"agreement": {final["agreement"]}' in output.splitlines()[-1]
+    assert f"teacher {teacher['top1']:.2%}, agreement {final['agreement']:.2%}" in output
+    assert f'"teacher_top1": {teacher["top1"]}' in output.splitlines()[-1]
     assert round(final["agreement"] * 359) == pytest.approx(final["agreement"] * 359)
 
 
-def test_the_parts_of_the_loss_are_logged_and_add_up(plain: tuple[Path, str]) -> None:
+def test_the_terms_of_the_loss_are_logged_and_add_up(plain: tuple[Path, str]) -> None:
     lines = metrics(plain[0], "plain", "train")
     assert len(lines) == 29
     for line in lines:
@@ -77,7 +77,7 @@ def test_the_parts_of_the_loss_are_logged_and_add_up(plain: tuple[Path, str]) ->
         assert 0 <= line["teacher_agreement"] <= 1
 
 
-def test_what_is_exported_is_the_student_alone_and_can_be_scored(plain: tuple[Path, str]) -> None:
+def test_the_exported_weights_are_the_student_alone_and_can_be_evaluated(plain: tuple[Path, str]) -> None:
     home, _ = plain
     exported = load_file(home / "runs/plain/weights/last.safetensors")
     expected = create_model("resnet8", classes=10).state_dict()
@@ -105,8 +105,8 @@ def test_crd_killed_and_resumed_on_two_processes_ends_with_the_bits_of_an_uninte
     distil(home, "whole", *words)
     saved = home / "runs/cut/checkpoints/step-8"
     killed(home, "cut", saved.exists, *words)
-    said = distil(home, "cut", *words, "checkpoint.resume=auto")
-    assert "resumed from" in said
+    output = distil(home, "cut", *words, "checkpoint.resume=auto")
+    assert "resumed from" in output
     assert sha256(home, "cut") == sha256(home, "whole")
     losses = [
         [(line["step"], line["loss"]) for line in metrics(home, name, "train")] for name in ("whole", "cut")
@@ -120,7 +120,7 @@ def test_crd_killed_and_resumed_on_two_processes_ends_with_the_bits_of_an_uninte
     assert sha256(home, "sharded") == sha256(home, "whole")
 
 
-def test_a_run_killed_in_its_initial_stage_goes_on_there(home: Path) -> None:
+def test_a_run_killed_in_its_initial_phase_resumes_there(home: Path) -> None:
     words = (
         TEACHER,
         "distill.method=fsp",
@@ -132,10 +132,10 @@ def test_a_run_killed_in_its_initial_stage_goes_on_there(home: Path) -> None:
     stage = home / "runs/fsp/initial-fsp"
     killed(home, "fsp", (stage / "checkpoints/step-5").exists, *words)
     assert not (home / "runs/fsp/checkpoints").exists()
-    said = distil(home, "fsp", *words, "checkpoint.resume=auto")
-    assert "resumed from" in said
-    assert "initial phase of fsp" in said
-    assert "continues from the initial phase initial-fsp" in said
+    output = distil(home, "fsp", *words, "checkpoint.resume=auto")
+    assert "resumed from" in output
+    assert "initial phase of fsp" in output
+    assert "continues from the initial phase initial-fsp" in output
     assert (stage / "checkpoints/step-29").is_dir()
     assert sha256(home, "fsp/initial-fsp") == sha256(home, "fsp-whole/initial-fsp")
     assert sha256(home, "fsp") == sha256(home, "fsp-whole")
@@ -144,12 +144,12 @@ def test_a_run_killed_in_its_initial_stage_goes_on_there(home: Path) -> None:
     assert not (home / "runs/fsp/initial-fsp/weights/best.safetensors").exists()
 
 
-def test_an_initial_stage_is_taken_over_by_every_process(home: Path) -> None:
+def test_every_process_continues_from_an_initial_phase(home: Path) -> None:
     """The run compares the ranks' models, buffers included, after its first steps."""
     words = (TEACHER, "distill.method=factor", "distill.initial_epochs=0.2", "train.steps=4")
-    said = distil(home, "factor", *words, "parallel.processes=2")
-    assert "initial phase of factor: 1 factor" in said
-    assert "continues from the initial phase initial-factor" in said
+    output = distil(home, "factor", *words, "parallel.processes=2")
+    assert "initial phase of factor: 1 factor" in output
+    assert "continues from the initial phase initial-factor" in output
     kept = load_file(home / "runs/factor/checkpoints/step-4/helpers.safetensors")
     (stage,) = (home / "runs/factor/initial-factor/checkpoints").glob("step-*")
     made = load_file(stage / "helpers.safetensors")
@@ -158,20 +158,20 @@ def test_an_initial_stage_is_taken_over_by_every_process(home: Path) -> None:
     assert all(torch.equal(kept[name], made[name]) for name in frozen)
 
 
-def test_a_run_stopped_in_its_initial_stage_is_told_and_judged_as_one(home: Path) -> None:
+def test_a_run_stopped_in_its_initial_phase_is_reported_and_verified_as_such(home: Path) -> None:
     words = (TEACHER, "distill.method=abound", "distill.initial_epochs=3", "train.steps=4")
     killed(home, "early", (home / "runs/early/initial-abound/checkpoints/step-29").exists, *words)
     judged = drumline("verify", "runs/early", folder=home, **ONE)
     assert "no images" not in judged.stderr + judged.stdout
-    said = distil(home, "elsewhere", *words, "checkpoint.resume=runs/early", code=2)
-    assert "stopped in its initial phase" in said
-    assert "--run.name early --checkpoint.resume auto" in said
+    output = distil(home, "elsewhere", *words, "checkpoint.resume=runs/early", code=2)
+    assert "stopped in its initial phase" in output
+    assert "--run.name early --checkpoint.resume auto" in output
 
 
 # Cached.
 
 
-def test_a_cache_serves_another_student_and_refuses_another_teacher(home: Path) -> None:
+def test_a_cache_serves_a_different_student_and_rejects_a_different_teacher(home: Path) -> None:
     words = ("train.steps=6", "distill.cache=kept")
     filled = distil(home, "first", *words, TEACHER)
     assert "blocks filled now" in filled
@@ -181,10 +181,10 @@ def test_a_cache_serves_another_student_and_refuses_another_teacher(home: Path) 
     # The precision that `auto` means here, by its name.
     assert "cached in kept;" in distil(home, "named", *words, TEACHER, "train.precision=fp32")
     other = ("distill.teacher=resnet8", "distill.teacher_weights=other.safetensors")
-    said = distil(home, "third", *words, *other, code=2)
-    assert "teacher" in said
-    assert "kept" in said
-    assert "fix:" in said
+    output = distil(home, "third", *words, *other, code=2)
+    assert "teacher" in output
+    assert "kept" in output
+    assert "fix:" in output
 
 
 def test_a_cached_run_takes_the_steps_of_a_live_one(home: Path) -> None:
@@ -229,7 +229,7 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (TEACHER, "distill.method=fsp", "model.name=wrn_16_2"),
         ("distill.method = fsp", "need the same channels"),
     ),
-    "taps that nobody reads": (
+    "taps without a reader": (
         (TEACHER, "distill.student_taps=stage1=layer9"),
         ("distill.student_taps", "kd reads no taps"),
     ),
@@ -281,15 +281,15 @@ def test_a_run_rejects_a_wrong_command_as_its_dry_run_does(name: str, home: Path
     assert not (home / "maps").exists()
 
 
-def test_a_teacher_that_was_shown_other_images_is_told_of(home: Path) -> None:
-    said = distil(
+def test_a_teacher_that_was_trained_on_different_images_causes_a_warning(home: Path) -> None:
+    output = distil(
         home,
         "larger",
         "distill.teacher_weights=runs/teacher/weights/last.safetensors",
         "data.size=12",
         "train.steps=2",
     )
-    assert "was trained on different images: data.size: 8 -> 12" in said
+    assert "was trained on different images: data.size: 8 -> 12" in output
 
 
 PRESETS: dict[tuple[str, ...], str] = {
@@ -300,7 +300,7 @@ PRESETS: dict[tuple[str, ...], str] = {
 
 
 @pytest.mark.parametrize("words", PRESETS, ids=lambda words: words[1])
-def test_a_preset_that_does_not_fit_the_command_is_refused(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_preset_that_does_not_fit_the_command_is_rejected(words: tuple[str, ...], tmp_path: Path) -> None:
     done = drumline(*words, folder=tmp_path)
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
     assert PRESETS[words] in done.stderr

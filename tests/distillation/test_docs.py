@@ -1,4 +1,4 @@
-"""The page on distillation says what the code does."""
+"""The page on distillation matches the code."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.distillation.gather_ranks import COUNTS, GLOBAL, NORMS
 CPU = torch.device("cpu")
 TWO = World(rank=0, size=2, local_rank=0, local_size=2, device=CPU, backend="gloo")
 TOTAL = world_total(TWO)
-"""Of two, with nobody to talk to: for what needs no talk."""
+"""A world of two processes without a connection, for code that does not communicate."""
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
@@ -50,8 +50,8 @@ def test_a_norm_over_the_world_is_batchnorm_on_the_whole_batch(name: str, size: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", COUNTS)
-def test_norms_of_each_rank_alone_would_not_pass(size: int) -> None:
-    """The reference can tell: statistics of the shares are others."""
+def test_norms_of_each_rank_alone_give_different_results(size: int) -> None:
+    """The reference detects it: the statistics of the slices are different."""
     whole = gather_ranks.normed(gather_ranks.norm_of("2-d"), "2-d", slice(None))
     first = COUNTS[size][0]
     apart = gather_ranks.normed(gather_ranks.norm_of("2-d"), "2-d", slice(first))
@@ -81,7 +81,7 @@ def test_gathered_rows_have_the_loss_and_gradient_of_the_whole_batch(size: int) 
     close(torch.cat([each["inputs"] for each in found]), inputs.grad, 1e-10)
 
 
-def test_alone_rows_are_left_as_they_are() -> None:
+def test_in_one_process_rows_are_not_changed() -> None:
     rows = torch.randn(3, 2)
     everywhere = AcrossRanks(single_process(CPU), [3])
     assert everywhere(rows) is rows
@@ -107,7 +107,7 @@ def norms(module: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def test_every_batchnorm_is_replaced_wherever_it_lies_and_nothing_else() -> None:
+def test_every_batchnorm_is_replaced_and_nothing_else() -> None:
     module = nested()
     before = dict(module.named_modules())
     changed = over_all(module, TOTAL)
@@ -138,7 +138,7 @@ def test_parameters_buffers_and_keys_stay_the_same_objects() -> None:
 
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("training", [True, False])
-def test_modes_frozen_weights_and_numbers_are_kept(training: bool, frozen: bool) -> None:
+def test_modes_frozen_weights_and_hyperparameters_are_kept(training: bool, frozen: bool) -> None:
     module = nested().train(training).requires_grad_(not frozen)
     before = {
         name: (part.eps, part.momentum, part.affine, part.track_running_stats)  # type: ignore[attr-defined]
@@ -161,7 +161,7 @@ def test_one_frozen_parameter_beside_a_trained_one_stays_so() -> None:
     ]
 
 
-def test_an_evaluated_norm_is_torchs_bit_by_bit_and_talks_to_nobody() -> None:
+def test_a_norm_in_eval_mode_has_the_bits_of_torchs_and_does_not_communicate() -> None:
     norm = gather_ranks.norm_of("2-d fp32").eval()
     norm.running_mean.normal_()  # type: ignore[operator,union-attr]
     norm.running_var.uniform_(0.5, 2)  # type: ignore[operator,union-attr]
@@ -170,17 +170,17 @@ def test_an_evaluated_norm_is_torchs_bit_by_bit_and_talks_to_nobody() -> None:
     assert torch.equal(over_all(norm, TOTAL)(images), expected)
 
 
-def test_an_evaluated_norm_without_statistics_takes_those_of_its_batch_and_talks_to_nobody() -> None:
-    def nobody(values: torch.Tensor) -> torch.Tensor:
+def test_a_norm_in_eval_mode_without_statistics_uses_those_of_its_batch_and_does_not_communicate() -> None:
+    def no_exchange(values: torch.Tensor) -> torch.Tensor:
         raise AssertionError("an evaluation has other batches on each process: this would wait for ever")
 
     norm = nn.BatchNorm2d(4, track_running_stats=False).eval()
     images = torch.randn(3, 4, 5, 5)
     expected = norm(images)
-    assert torch.equal(over_all(norm, nobody)(images), expected)
+    assert torch.equal(over_all(norm, no_exchange)(images), expected)
 
 
-def test_a_norm_over_all_is_left_out_of_compiled_code() -> None:
+def test_a_norm_over_all_ranks_is_left_out_of_compiled_code() -> None:
     """What the compiler makes of a meeting depends on who meets; what it fuses around one would depend on it too."""
     operations: list[str] = []
 

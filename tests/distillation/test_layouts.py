@@ -1,4 +1,4 @@
-"""Student and teacher laid out apart from each other: the same bits, no teacher where nobody asks, and refusals."""
+"""Student and teacher with different layouts: the same bits, no teacher where it is not needed, and errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def sha_of(run: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ranks.CASES)
-def test_a_pipeline_learns_the_bits_of_plain_accumulation_wherever_its_teacher_lies(
+def test_a_pipeline_has_the_bits_of_plain_accumulation_with_any_layout_of_the_teacher(
     name: str, tmp_path: Path
 ) -> None:
     """Every stage of the teacher and of the student is on one of two processes; then on one, without stages."""
@@ -68,7 +68,7 @@ def test_a_pipeline_learns_the_bits_of_plain_accumulation_wherever_its_teacher_l
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["whole-logits", "staged-taps"])
-def test_a_run_saved_by_a_pipeline_goes_on_without_one_to_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_pipeline_resumes_without_one_to_the_same_bits(name: str, tmp_path: Path) -> None:
     folder = Path(ranks.results()[0]["folder"])
     recipe = ranks.recipe_of(folder, name)
     half = str(folder / name / "checkpoints" / "step-2")
@@ -98,21 +98,21 @@ def test_only_processes_that_compute_the_teacher_hold_it() -> None:
 
 
 @pytest.mark.slow
-def test_the_part_of_a_teacher_that_a_process_holds_is_checked_there() -> None:
+def test_each_process_checks_the_stages_of_the_teacher_that_it_holds() -> None:
     for rank, found in enumerate(ranks.results()):
         for name in ranks.CASES:
-            changed = "weights or statistics have changed" in found[name]["refused"]
+            changed = "weights or statistics have changed" in found[name]["error_text"]
             assert changed == found[name]["has"], (rank, name)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_in_a_pipeline_with_its_teacher_to_the_same_bits() -> None:
+def test_a_run_resumes_in_a_pipeline_with_its_teacher_to_the_same_bits() -> None:
     folder = Path(ranks.results()[0]["folder"])
     assert sha_of(folder / "resumed") == sha_of(folder / "staged-taps")
 
 
 @pytest.mark.slow
-def test_a_run_says_where_its_teacher_lies() -> None:
+def test_a_run_logs_the_layout_of_its_teacher() -> None:
     words = ranks.results()[0]["staged-two-teachers"]["words"]
     where = "in 2 stages over the processes of the student's pipeline: 0: from conv1 | 1: from layer2.1"
     assert words.count(f"teacher resnet14 {where}") == 2
@@ -139,14 +139,14 @@ def laid(whole: Teacher, count: int) -> Teacher:
 
 
 @pytest.mark.parametrize("count", [2, 5])
-def test_a_teacher_in_stages_says_what_the_whole_one_says(count: int) -> None:
+def test_a_teacher_in_stages_has_the_outputs_of_the_whole_one(count: int) -> None:
     images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     whole = teacher(taps=("stage2", "pooled"))
     parts = laid(whole, count)
-    said, wanted = parts(images), whole(images)
-    assert torch.equal(said.logits, wanted.logits)
-    assert said.taps.keys() == wanted.taps.keys()
-    assert all(torch.equal(said.taps[name], tap) for name, tap in wanted.taps.items())
+    output, wanted = parts(images), whole(images)
+    assert torch.equal(output.logits, wanted.logits)
+    assert output.taps.keys() == wanted.taps.keys()
+    assert all(torch.equal(output.taps[name], tap) for name, tap in wanted.taps.items())
     parts.check()
 
 
@@ -157,13 +157,13 @@ def test_a_teacher_in_stages_is_still_checked() -> None:
         parts.check()
 
 
-def test_a_teacher_that_leaves_takes_no_memory() -> None:
+def test_a_released_teacher_takes_no_memory() -> None:
     gone = teacher()
     gone.release()
     assert all(tensor.is_meta for tensor in gone.modules[0].state_dict().values())
 
 
-def test_what_was_said_ahead_is_given_in_the_order_of_micro_batches_again_and_again() -> None:
+def test_outputs_computed_ahead_are_returned_in_the_order_of_micro_batches_repeatedly() -> None:
     source = PipelinedTeacher(teacher())
     images = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     pieces = [batch_of(images[first : first + 2]) for first in (0, 2, 4)]
@@ -182,7 +182,7 @@ def batch_of(images: Tensor) -> Batch:
     return Batch(**{**fields, "images": images.permute(0, 2, 3, 1), "labels": labels})
 
 
-# Which devices, and what is refused.
+# Devices and errors.
 
 
 def test_a_teachers_last_stage_is_on_the_process_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,10 +204,10 @@ def test_a_teachers_last_stage_is_on_the_process_own_gpu(monkeypatch: pytest.Mon
         numbers(0, 4, "auto")
 
 
-def test_too_many_stages_are_refused_by_the_teachers_name() -> None:
-    with pytest.raises(UserError) as refused:
+def test_too_many_stages_are_rejected_with_the_teachers_name() -> None:
+    with pytest.raises(UserError) as error:
         laid(teacher(), 99)
-    assert refused.value.what.startswith("distill.teacher_layout = model in 99 stages: teacher resnet14: ")
+    assert error.value.what.startswith("distill.teacher_layout = model in 99 stages: teacher resnet14: ")
 
 
 WRONG: list[tuple[Distill, Parallel, str, str]] = [
@@ -230,7 +230,7 @@ WRONG: list[tuple[Distill, Parallel, str, str]] = [
 
 
 @pytest.mark.parametrize(("settings", "parallel", "field", "what"), WRONG)
-def test_a_recipe_says_where_its_teacher_cannot_lie(
+def test_a_recipe_with_an_impossible_layout_of_the_teacher_is_rejected(
     settings: Distill, parallel: Parallel, field: str, what: str
 ) -> None:
     found = [
@@ -240,12 +240,12 @@ def test_a_recipe_says_where_its_teacher_cannot_lie(
     assert what in found[0].what
 
 
-def test_a_teacher_in_virtual_stages_goes_with_a_student_without_any() -> None:
+def test_a_teacher_in_virtual_stages_works_with_a_student_without_stages() -> None:
     settings = Distill(teacher_layout="model", teacher_stages=2)
     assert not list(problems(Recipe(distill=settings, parallel=Parallel(virtual=True))))
 
 
-def test_a_pipeline_in_one_process_has_no_places_for_a_teacher() -> None:
+def test_a_pipeline_in_one_process_rejects_a_teacher_over_processes() -> None:
     recipe = Recipe(
         distill=Distill(teacher_layout="pipeline"),
         parallel=Parallel(layout="pipeline", stages=2, virtual=True),
@@ -255,7 +255,7 @@ def test_a_pipeline_in_one_process_has_no_places_for_a_teacher() -> None:
 
 
 @pytest.mark.parametrize(("method", "why"), [("rkd", "relates all samples"), ("fsp", "has an initial phase")])
-def test_methods_that_need_the_whole_batch_or_other_parts_are_refused_in_stages(
+def test_methods_that_need_the_whole_batch_or_an_initial_phase_are_rejected_in_stages(
     method: str, why: str, tmp_path: Path
 ) -> None:
     ranks.write_teachers(tmp_path)
@@ -269,9 +269,9 @@ def test_methods_that_need_the_whole_batch_or_other_parts_are_refused_in_stages(
         ),
         parallel=Parallel(layout="pipeline", stages=2, virtual=True),
     )
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as error:
         distill(recipe, HERE)
-    assert refused.value.what.startswith("parallel.layout = pipeline: ")
-    assert method in refused.value.what
-    assert why in refused.value.what
-    assert "ddp" in refused.value.fix
+    assert error.value.what.startswith("parallel.layout = pipeline: ")
+    assert method in error.value.what
+    assert why in error.value.what
+    assert "ddp" in error.value.fix

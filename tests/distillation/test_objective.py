@@ -1,4 +1,4 @@
-"""The student's loss is r · cross-entropy + a · kd + Σ b · method, in fp32, whatever goes on around it."""
+"""The student's loss is r · cross-entropy + a · kd + Σ b · method, in fp32, also inside autocast."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_terms_are_named_in_the_order_of_their_sums() -> None:
     assert made.terms == ("ce", "kd", "spy", "teacher_agreement")
 
 
-def test_label_smoothing_is_the_labels_alone() -> None:
+def test_label_smoothing_applies_to_the_labels_alone() -> None:
     batch = tiny.make(COUNT)
     plain, smoothed = (scored(objective([part("kd", Kd(), 1.0)], smoothing=s), batch) for s in (0.0, 0.2))
     assert plain.terms is not None
@@ -163,7 +163,7 @@ def test_a_ramp_rises_by_epochs_to_one(warmup: float, expected: list[float]) -> 
     assert [ramp(warmup, epoch) for epoch in range(len(expected))] == pytest.approx(expected)
 
 
-def test_a_methods_weight_rises_with_the_epochs_and_no_other_does() -> None:
+def test_only_the_weight_of_a_method_with_warmup_rises() -> None:
     batch = tiny.make(COUNT)
     made = objective([part("kd", Kd(), 0.5), part("dkd", Dkd(warmup=4.0), 2.0)])
     ce, kd = cross_entropies(batch.labels).sum(), kd_by_hand(4.0).sum()
@@ -177,7 +177,7 @@ def test_a_methods_weight_rises_with_the_epochs_and_no_other_does() -> None:
 # Mixed images.
 
 
-def test_kd_of_mixed_images_is_that_of_any_images() -> None:
+def test_kd_is_the_same_for_mixed_images() -> None:
     batch = tiny.make(COUNT, mix=MIX)
     found = scored(objective([part("kd", Kd(T=4.0), 1.0)]), batch)
     own, other = cross_entropies(batch.labels), cross_entropies(batch.labels[[1, 0, 3, 2, 5, 4]])
@@ -187,7 +187,7 @@ def test_kd_of_mixed_images_is_that_of_any_images() -> None:
     assert found.terms[1].item() == pytest.approx(kd_by_hand(4.0).sum(), rel=1e-5)
 
 
-def test_methods_that_need_the_one_class_or_sample_of_an_image_declare_it() -> None:
+def test_methods_that_need_one_class_per_image_declare_it() -> None:
     assert {name for name, method in METHODS.items() if not method.mixes} == {"dkd", "crd"}
 
 
@@ -198,10 +198,10 @@ def test_a_method_is_computed_once_for_mixed_images_too(kind: type[Spy]) -> None
     assert len(method.seen) == 1
 
 
-# What a method sees, and what it costs.
+# What a method receives and costs.
 
 
-def test_a_method_sees_its_own_taps_and_helper_and_nothing_else() -> None:
+def test_a_method_receives_only_its_own_taps_and_helper_outputs() -> None:
     reader, other = Spy(), Spy()
     batch = tiny.make(COUNT)
     made = objective([part("spy", reader, 1.0, MAPS), part("other", other, 1.0)])
@@ -215,7 +215,7 @@ def test_a_method_sees_its_own_taps_and_helper_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(("standardise", "changed"), [(True, True), (False, False)])
-def test_standardised_logits_are_for_methods_on_logits_alone(standardise: bool, changed: bool) -> None:
+def test_only_methods_on_logits_receive_standardised_logits(standardise: bool, changed: bool) -> None:
     on_logits, other = OnLogits(), Spy()
     parts = [part("logits", on_logits, 1.0), part("other", other, 1.0), part("kd", Kd(T=2.0), 1.0)]
     found = scored(objective(parts, standardise=standardise), tiny.make(COUNT))
@@ -235,7 +235,7 @@ def test_standardised_logits_are_for_methods_on_logits_alone(standardise: bool, 
     assert found.terms[0].item() == pytest.approx(ce, rel=1e-5)
 
 
-def test_a_loss_of_the_whole_batch_counts_once_per_sample() -> None:
+def test_a_loss_over_the_global_batch_counts_once_per_sample() -> None:
     found = scored(
         objective([part("spy", Whole(per_sample=lambda seen: seen.logits.sum() * 0 + 2), 1.0)]),
         tiny.make(COUNT),
@@ -245,13 +245,13 @@ def test_a_loss_of_the_whole_batch_counts_once_per_sample() -> None:
 
 
 @pytest.mark.parametrize("kind", [Spy, Whole])
-def test_a_loss_of_another_shape_than_declared_is_an_error(kind: type[Spy]) -> None:
+def test_a_loss_whose_shape_differs_from_the_declared_scope_is_an_error(kind: type[Spy]) -> None:
     wrong = kind(per_sample=lambda seen: seen.logits.sum() if kind is Spy else seen.logits.sum(1))
     with pytest.raises(AssertionError, match="spy"):
         scored(objective([part("spy", wrong, 1.0)]), tiny.make(COUNT))
 
 
-def test_a_weight_of_zero_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_of_weight_zero_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a part is never built, so its loss is never called."""
 
     def called(self: Method, seen: LossInputs) -> Tensor:
@@ -265,7 +265,7 @@ def test_a_weight_of_zero_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     scored(made, tiny.make(COUNT))
 
 
-def test_logits_of_another_width_are_refused() -> None:
+def test_logits_of_a_wrong_width_are_rejected() -> None:
     made = objective([part("kd", Kd(), 1.0)])
     made.classification.classes = CLASSES + 1
     with pytest.raises(UserError, match="the data has 5 classes"):
@@ -298,7 +298,7 @@ def stepped(precision: Precision, parts: list[LossTerm], steps: int = 1) -> tupl
     return made, step
 
 
-def test_it_waits_for_others_only_where_a_method_reads_their_samples() -> None:
+def test_the_objective_waits_for_other_processes_only_if_a_method_reads_their_samples() -> None:
     two: Any = SimpleNamespace(world=SimpleNamespace(size=2))
     sample, batch = part("spy", Spy(), 1.0), part("whole", Whole(), 1.0)
     assert not objective([sample], global_batch=two).meets

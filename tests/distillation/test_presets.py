@@ -48,7 +48,7 @@ def size(model: str, classes: int) -> int:
         return sum(parameter.numel() for parameter in create_model(model, classes).parameters())
 
 
-def test_every_preset_names_the_network_that_its_name_says() -> None:
+def test_every_preset_selects_the_network_in_its_name() -> None:
     models = {}
     for name in preset_names():
         start, kind, networks = name.split("/")
@@ -65,7 +65,7 @@ def test_every_preset_names_the_network_that_its_name_says() -> None:
     assert {network for start, network in models if start == "cifar100"} == set(PARAMETERS)
 
 
-def test_every_word_is_a_value_that_its_field_can_hold() -> None:
+def test_every_argument_is_valid_for_its_field() -> None:
     for name in preset_names():
         values = {}
         for key, text in fields(name).items():
@@ -76,7 +76,7 @@ def test_every_word_is_a_value_that_its_field_can_hold() -> None:
         with_values(Recipe(), values)
 
 
-def test_a_recipe_without_a_teacher_says_nothing_of_distillation() -> None:
+def test_a_recipe_without_a_teacher_sets_no_field_of_distillation() -> None:
     lone = [name for name in preset_names() if name.split("/")[1] in ENDS]
     assert len(lone) == 6 + 9 + 2
     for name in lone:
@@ -178,7 +178,7 @@ SCHEDULE = [
         ),
     ],
 )
-def test_whole_presets_word_for_word(name: str, words: list[str]) -> None:
+def test_complete_presets_word_for_word(name: str, words: list[str]) -> None:
     assert preset_arguments(name) == words
 
 
@@ -205,7 +205,9 @@ def test_whole_presets_word_for_word(name: str, words: list[str]) -> None:
         ("dist", 1, 0, 2),
     ],
 )
-def test_weights_are_the_methods_own(method: str, r: float, a: float, b: float | None) -> None:
+def test_weights_of_presets_are_those_of_the_methods(
+    method: str, r: float, a: float, b: float | None
+) -> None:
     given = fields(f"cifar100/{method}/resnet32x4-resnet8x4")
     assert given["distill.method"] == method.split("+")[0]
     assert (float(given["distill.r"]), float(given["distill.a"])) == (r, a)
@@ -231,7 +233,7 @@ def test_weights_are_the_methods_own(method: str, r: float, a: float, b: float |
         ("wrn_40_2-shufflenet_v1", 8),
     ],
 )
-def test_beta_of_dkd_goes_by_the_pair(pair: str, beta: float) -> None:
+def test_beta_of_dkd_depends_on_the_pair(pair: str, beta: float) -> None:
     assert fields(f"cifar100/dkd/{pair}")["distill.options"] == f"beta={beta:.1f},warmup=20"
 
 
@@ -247,7 +249,7 @@ def test_beta_of_dkd_goes_by_the_pair(pair: str, beta: float) -> None:
         ("resnet110-resnet32", 1),
     ],
 )
-def test_weight_of_reviewkd_goes_by_the_pair(pair: str, weight: float) -> None:
+def test_weight_of_reviewkd_depends_on_the_pair(pair: str, weight: float) -> None:
     assert float(fields(f"cifar100/reviewkd/{pair}")["distill.b"]) == weight
 
 
@@ -261,7 +263,7 @@ def test_weight_of_reviewkd_goes_by_the_pair(pair: str, weight: float) -> None:
         ("resnet50-mobilenet_v2_half", 3, 1),
     ],
 )
-def test_logit_standardisation_as_in_its_logs(pair: str, T: float, a: float) -> None:
+def test_logit_standardisation_has_the_settings_of_its_logs(pair: str, T: float, a: float) -> None:
     given = fields(f"cifar100/kd+ls/{pair}")
     assert (float(given["distill.T"]), float(given["distill.a"]), given["distill.r"]) == (T, a, "0.1")
     assert given["distill.standardise"] == "true"
@@ -288,7 +290,7 @@ def test_imagenet_has_weights_of_its_own() -> None:
     assert (given["train.epochs"], given["optim.milestones"]) == ("90", "30,60")
 
 
-def test_the_rate_is_a_fifth_for_mobile_and_shuffle_students_alone() -> None:
+def test_only_mobilenet_and_shufflenet_students_use_a_fifth_of_the_learning_rate() -> None:
     for name in preset_names():
         if name.startswith("cifar100/"):
             small = name.endswith(("mobilenet_v2_half", "shufflenet_v1", "shufflenet_v2"))
@@ -331,7 +333,7 @@ def test_published_figures(name: str, figure: float | None) -> None:
     assert published(name) == figure
 
 
-def test_no_figure_stands_in_a_wrong_column() -> None:
+def test_every_figure_is_in_the_right_column() -> None:
     """A row too short or too long would show here, and so would a network with two figures of its own."""
     rows = [line.split() for line in listing().partition("\n\n")[0].splitlines()]
     pairs = [row[1] for row in rows if len(row) == 2 and "-" in row[1]]
@@ -345,7 +347,7 @@ def test_no_figure_stands_in_a_wrong_column() -> None:
             assert len(by_method[method]) == 13
 
 
-def test_fsp_is_offered_where_the_maps_are_alike() -> None:
+def test_fsp_is_offered_where_the_maps_have_equal_shapes() -> None:
     pairs = {name.split("/")[2] for name in preset_names() if "/fsp/" in name}
     assert len(pairs) == 6
     assert "resnet110-resnet32" in pairs
@@ -380,7 +382,7 @@ def test_the_listing_shows_every_pair_and_method() -> None:
         ("cifar100/!", "`drumline distill --presets`"),
     ],
 )
-def test_an_unknown_name_leads_to_the_nearest(wrong: str, meant: str) -> None:
+def test_an_unknown_preset_suggests_the_nearest_ones(wrong: str, meant: str) -> None:
     for ask in (preset_arguments, published):
         with pytest.raises(UserError) as caught:
             ask(wrong)
@@ -388,7 +390,7 @@ def test_an_unknown_name_leads_to_the_nearest(wrong: str, meant: str) -> None:
         assert meant in caught.value.fix
 
 
-def test_what_is_taken_for_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_that_count_as_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert all(map(is_preset, preset_names()))
     assert is_preset("cifar100/no/such")

@@ -1,4 +1,4 @@
-"""From a recipe's words to methods and numbers: the papers' where nothing is said, and nothing unknown taken."""
+"""From a recipe to methods and numbers: those of the papers by default; unknown names are rejected."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def weights(found: Selection) -> dict[str, float]:
     return {part.name: part.weight for part in found.methods}
 
 
-def refused(*methods: str, **fields: object) -> str:
+def rejected(*methods: str, **fields: object) -> str:
     with pytest.raises(UserError) as caught:
         chosen(*methods, **fields)
     return f"{caught.value.what} | {caught.value.fix}"
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_what_is_left_open_comes_from_the_paper(name: str) -> None:
+def test_missing_numbers_come_from_the_paper(name: str) -> None:
     r, a, b, T = PAPERS[name]
     found = chosen(name)
     expected = {"kd": a} if a else {}
@@ -66,14 +66,14 @@ def test_what_is_left_open_comes_from_the_paper(name: str) -> None:
     assert (found.r, found.T, weights(found)) == (r, T, expected)
 
 
-def test_a_recipe_without_a_word_is_hintons() -> None:
+def test_an_empty_recipe_selects_hintons_kd() -> None:
     found = select_methods(Distill())
     assert (found.r, found.T, weights(found), found.initial) == (0.1, 4.0, {"kd": 0.9}, ())
     assert found.methods[0].method == Kd(T=4.0)
 
 
 @pytest.mark.parametrize("name", ["crd", "rkd", "dkd"])
-def test_kd_joins_any_method_by_its_weight(name: str) -> None:
+def test_kd_combines_with_any_method_by_its_weight(name: str) -> None:
     found = chosen(name, a=0.7, T=2.5)
     assert weights(found) == {"kd": 0.7, name: PAPERS[name][2]}
     assert found.methods[0].method == Kd(T=2.5)
@@ -81,34 +81,34 @@ def test_kd_joins_any_method_by_its_weight(name: str) -> None:
 
 
 @pytest.mark.parametrize("methods", [("crd", "kd"), ("kd", "crd")])
-def test_kd_named_beside_a_method_weighs_one(methods: tuple[str, ...]) -> None:
+def test_kd_named_beside_a_method_has_weight_one(methods: tuple[str, ...]) -> None:
     assert weights(chosen(*methods)) == {"kd": 1.0, "crd": 0.8}
     assert chosen(*methods).r == 1.0
     assert weights(chosen(*methods, a=0.3)) == {"kd": 0.3, "crd": 0.8}
 
 
-def test_a_fsp_student_without_kd_is_trained_by_labels_alone_after_its_stage() -> None:
+def test_after_its_initial_phase_a_student_of_fsp_learns_from_labels_alone() -> None:
     assert weights(chosen("fsp")) == {}
     assert weights(chosen("fsp", a=0.5)) == {"kd": 0.5}
 
 
-def test_standardised_kd_has_the_numbers_of_its_own_paper() -> None:
+def test_standardised_kd_has_the_defaults_of_its_own_paper() -> None:
     found = chosen("kd", standardise=True)
     assert (found.r, weights(found), found.T) == (0.1, {"kd": 9.0}, 2.0)
     given = chosen("kd", standardise=True, r=1.0, a=4.0, T=3.0)
     assert (given.r, weights(given), given.T) == (1.0, {"kd": 4.0}, 3.0)
 
 
-def test_standardising_changes_no_other_methods_numbers() -> None:
+def test_standardising_does_not_change_the_defaults_of_other_methods() -> None:
     found = chosen("dkd", standardise=True)
     assert (found.r, weights(found), found.T) == (1.0, {"dkd": 1.0}, 4.0)
 
 
-def test_standardising_where_no_logits_are_compared_is_refused() -> None:
-    said = refused("hint", standardise=True)
-    assert "distill.standardise" in said
-    assert "hint" in said
-    assert "distill.a" in said
+def test_standardising_without_a_method_on_logits_is_rejected() -> None:
+    message = rejected("hint", standardise=True)
+    assert "distill.standardise" in message
+    assert "hint" in message
+    assert "distill.a" in message
     assert weights(chosen("hint", standardise=True, a=1.0)) == {"kd": 1.0, "hint": 100.0}
 
 
@@ -118,12 +118,12 @@ def test_the_temperature_reaches_every_method_that_has_one(name: str) -> None:
     assert [part.method.T for part in found.methods] == [7.0, 7.0]  # type: ignore[attr-defined]
 
 
-def test_weights_are_given_in_the_order_of_the_methods_without_kd() -> None:
+def test_weights_are_in_the_order_of_the_methods_without_kd() -> None:
     assert weights(chosen("rkd", "kd", "crd", b=(3.0, 4.0))) == {"kd": 1.0, "rkd": 3.0, "crd": 4.0}
 
 
 @pytest.mark.parametrize(
-    ("methods", "b", "said"),
+    ("methods", "b", "message"),
     [
         (("crd",), (1.0, 2.0), "2 weight(s); the methods that take one are: crd"),
         (("crd", "rkd"), (1.0,), "1 weight(s); the methods that take one are: crd, rkd"),
@@ -131,12 +131,12 @@ def test_weights_are_given_in_the_order_of_the_methods_without_kd() -> None:
         (("kd", "crd"), (0.5, 0.5), "2 weight(s); the methods that take one are: crd"),
     ],
 )
-def test_another_number_of_weights_is_refused(
-    methods: tuple[str, ...], b: tuple[float, ...], said: str
+def test_a_wrong_number_of_weights_is_rejected(
+    methods: tuple[str, ...], b: tuple[float, ...], message: str
 ) -> None:
-    message = refused(*methods, b=b)
+    message = rejected(*methods, b=b)
     assert message.startswith("distill.b = ")
-    assert said in message
+    assert message in message
 
 
 def test_a_weight_of_zero_leaves_a_method_out() -> None:
@@ -147,24 +147,24 @@ def test_a_weight_of_zero_leaves_a_method_out() -> None:
 @pytest.mark.parametrize(
     ("name", "near"), [("kdd", "kd"), ("CRD", "crd"), ("atention", "attention"), ("reviewkd2", "reviewkd")]
 )
-def test_an_unknown_method_is_answered_with_the_nearest(name: str, near: str) -> None:
-    said = refused(name)
-    assert f"distill.method = {name}" in said
-    assert f"did you mean {near}?" in said
+def test_an_unknown_method_suggests_the_nearest_one(name: str, near: str) -> None:
+    message = rejected(name)
+    assert f"distill.method = {name}" in message
+    assert f"did you mean {near}?" in message
 
 
-def test_a_method_like_no_other_is_answered_with_the_list() -> None:
-    said = refused("zzzzzz")
-    assert all(name in said for name in METHODS)
+def test_a_name_similar_to_none_lists_all_methods() -> None:
+    message = rejected("zzzzzz")
+    assert all(name in message for name in METHODS)
 
 
-def test_no_method_and_a_method_twice_are_refused() -> None:
-    assert "distill.method is empty" in refused()
-    assert "names a method twice" in refused("crd", "crd")
+def test_no_method_and_a_repeated_method_are_rejected() -> None:
+    assert "distill.method is empty" in rejected()
+    assert "names a method twice" in rejected("crd", "crd")
 
 
 @pytest.mark.parametrize("sign", [":", "="])
-def test_options_are_read_by_the_type_of_their_field(sign: str) -> None:
+def test_options_are_parsed_by_the_type_of_their_field(sign: str) -> None:
     (crd,) = chosen("crd", options=(f"K{sign}512", f"tau{sign}0.1", f"momentum{sign}0")).methods
     assert crd.method == Crd(K=512, tau=0.1, momentum=0.0)
     assert [type(crd.method.K), type(crd.method.momentum)] == [int, float]  # type: ignore[attr-defined]
@@ -172,7 +172,7 @@ def test_options_are_read_by_the_type_of_their_field(sign: str) -> None:
     assert attention.method == Attention(layers="2+3")
 
 
-def test_an_options_value_may_hold_the_other_sign() -> None:
+def test_the_value_of_an_option_may_contain_the_other_separator() -> None:
     (attention,) = chosen("attention", options=("layers=a:b",)).methods
     assert attention.method == Attention(layers="a:b")
 
@@ -183,46 +183,46 @@ def test_an_option_may_name_its_method(sign: str) -> None:
     assert [part.method for part in found.methods] == [Dkd(beta=2.0, warmup=3.0), Hint(layer=1)]
 
 
-def test_an_option_that_two_methods_have_must_name_its_own() -> None:
-    said = refused("dkd", "reviewkd", options=("warmup:5",))
-    assert "dkd and reviewkd both have it" in said
-    assert "write dkd.warmup:5" in said
+def test_an_option_that_two_methods_have_must_name_its_method() -> None:
+    message = rejected("dkd", "reviewkd", options=("warmup:5",))
+    assert "dkd and reviewkd both have it" in message
+    assert "write dkd.warmup:5" in message
     found = chosen("dkd", "reviewkd", options=("dkd.warmup:5",))
     assert [part.method.warmup for part in found.methods] == [5.0, 20.0]
 
 
 @pytest.mark.parametrize("text", ["gama:2", "crd.beta:2", "T:3"])
-def test_an_unknown_option_is_answered_with_the_known_ones(text: str) -> None:
-    said = refused("dkd", "crd", options=(text,))
-    assert f"distill.options: {text}" in said
-    assert all(known in said for known in ("dkd.alpha", "dkd.beta", "dkd.warmup", "crd.K", "crd.tau"))
+def test_an_unknown_option_lists_the_known_ones(text: str) -> None:
+    message = rejected("dkd", "crd", options=(text,))
+    assert f"distill.options: {text}" in message
+    assert all(known in message for known in ("dkd.alpha", "dkd.beta", "dkd.warmup", "crd.K", "crd.tau"))
 
 
 @pytest.mark.parametrize("text", ["rkd.angle:2", "dkdd.beta:2"])
-def test_an_option_of_a_method_that_is_not_asked_for_is_refused(text: str) -> None:
-    said = refused("dkd", options=(text,))
-    assert f"distill.options: {text}" in said
-    assert "dkd.beta" in said
+def test_an_option_of_a_method_that_is_not_selected_is_rejected(text: str) -> None:
+    message = rejected("dkd", options=(text,))
+    assert f"distill.options: {text}" in message
+    assert "dkd.beta" in message
 
 
-def test_an_option_of_a_method_without_options_is_told_so() -> None:
-    assert "has no options" in refused("pkt", options=("beta:2",))
+def test_an_option_for_a_method_without_options_is_rejected() -> None:
+    assert "has no options" in rejected("pkt", options=("beta:2",))
 
 
 @pytest.mark.parametrize(
     ("text", "kind"), [("K:many", "int"), ("K:1.5", "int"), ("tau:warm", "float"), ("tau", "float")]
 )
-def test_a_value_of_another_type_is_refused(text: str, kind: str) -> None:
-    said = refused("crd", options=(text,))
-    assert f"distill.options: {text}" in said
-    assert f"must be of type {kind}" in said
+def test_an_option_of_a_wrong_type_is_rejected(text: str, kind: str) -> None:
+    message = rejected("crd", options=(text,))
+    assert f"distill.options: {text}" in message
+    assert f"must be of type {kind}" in message
 
 
-def test_what_the_method_itself_refuses_is_said() -> None:
-    assert "distill.T = 0" in refused("kd", T=0.0)
+def test_errors_of_the_method_itself_are_reported() -> None:
+    assert "distill.T = 0" in rejected("kd", T=0.0)
 
 
-def test_initial_stages_are_listed_in_order_with_their_epochs() -> None:
+def test_initial_phases_are_listed_in_order_with_their_epochs() -> None:
     assert chosen("factor").initial == (("factor", 30.0),)
     assert chosen("abound", "crd", "fsp").initial == (("abound", 30.0), ("fsp", 30.0))
     assert chosen("fsp", "factor", initial_epochs=2.5).initial == (("fsp", 2.5), ("factor", 2.5))
@@ -234,8 +234,10 @@ def test_initial_stages_are_listed_in_order_with_their_epochs() -> None:
     ("name", "method", "weighed"),
     [("fsp", Fsp(), True), ("abound", Abound(), True), ("factor", Paraphrase(), False)],
 )
-def test_a_stage_is_its_methods_initial_loss_alone(name: str, method: object, weighed: bool) -> None:
-    """Weighed by 1, as public code has it, or by the user where the method has no other stage."""
+def test_an_initial_phase_minimises_the_loss_of_its_initial_method_alone(
+    name: str, method: object, weighed: bool
+) -> None:
+    """Its weight is 1, as in public code, or the user's if the method takes no part in the main phase."""
     distill = Distill(method=(name, "crd"), r=2.0, a=3.0, T=9.0, options=("crd.K:32",))
     found = select_methods(distill, name)
     assert found.r == 0.0
@@ -245,12 +247,12 @@ def test_a_stage_is_its_methods_initial_loss_alone(name: str, method: object, we
     assert part.weight == (7.0 if weighed else 1.0)
 
 
-def test_nothing_to_minimise_is_refused() -> None:
-    assert "nothing to minimise" in refused("kd", r=0.0, a=0.0)
-    assert "nothing to minimise" in refused("fsp", r=0.0)
+def test_a_recipe_with_nothing_to_minimise_is_rejected() -> None:
+    assert "nothing to minimise" in rejected("kd", r=0.0, a=0.0)
+    assert "nothing to minimise" in rejected("fsp", r=0.0)
 
 
-def test_a_stage_keeps_the_options_that_it_shares_with_its_method() -> None:
+def test_an_initial_phase_uses_the_options_that_it_shares_with_its_method() -> None:
     distill = Distill(method=("factor",), options=("k:0.25",))
     (part,) = select_methods(distill, "factor").methods
     assert part.method == Paraphrase(k=0.25)
@@ -259,6 +261,6 @@ def test_a_stage_keeps_the_options_that_it_shares_with_its_method() -> None:
     assert margin.method == Abound(margin=2.0)
 
 
-def test_the_same_recipe_gives_the_same_choice() -> None:
+def test_the_same_recipe_gives_the_same_selection() -> None:
     distill = Distill(method=("crd", "kd"), options=("K:64",))
     assert select_methods(distill) == select_methods(dataclasses.replace(distill))

@@ -39,7 +39,7 @@ def test_the_teacher_is_checked_after_the_first_step_and_each_epoch(
     assert steps == [1, 2, 4]
 
 
-def test_what_an_initial_stage_left_is_given_to_every_rank(tmp_path: Path) -> None:
+def test_the_weights_of_an_initial_phase_are_broadcast_to_every_rank(tmp_path: Path) -> None:
     """torch below 2.13 does not give buffers to the other ranks when DDP begins."""
     student = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
     module = StudentWithHelpers(student, {"factor": nn.BatchNorm2d(2)}, {})

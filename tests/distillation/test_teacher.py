@@ -1,4 +1,4 @@
-"""Teachers stay as they were loaded, say ordinary tensors, and average as they promise."""
+"""Teachers stay as they were loaded, return ordinary tensors, and are averaged by their rule."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def teacher(**options: object) -> Teacher:
     return Teacher([network()], CPU, **options)  # type: ignore[arg-type]
 
 
-# What check refuses.
+# What `check` rejects.
 
 
 def in_training(module: nn.Module) -> None:
@@ -86,7 +86,7 @@ WRONG: dict[Callable[[nn.Module], None], tuple[str, str]] = {
 
 @pytest.mark.parametrize("spoil", WRONG, ids=lambda spoil: spoil.__name__)
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_teacher_that_is_no_longer_the_one_loaded_is_refused(
+def test_a_teacher_that_has_changed_since_loading_is_rejected(
     spoil: Callable[[nn.Module], None], place: int
 ) -> None:
     found = Teacher([network(0), network(1)], CPU, shares=(1.0, 1.0))
@@ -99,7 +99,7 @@ def test_a_teacher_that_is_no_longer_the_one_loaded_is_refused(
     assert fix in caught.value.fix
 
 
-def test_a_teacher_is_frozen_whatever_state_it_came_in() -> None:
+def test_a_teacher_is_frozen_whatever_its_state_before() -> None:
     module = network().train()
     found = Teacher([module], CPU)
     assert not any(part.training for part in module.modules())
@@ -108,34 +108,34 @@ def test_a_teacher_is_frozen_whatever_state_it_came_in() -> None:
 
 
 @pytest.mark.parametrize("precision", [FP32, BF16])
-def test_calls_change_nothing_of_the_teacher(precision: Precision) -> None:
+def test_calls_do_not_change_the_teacher(precision: Precision) -> None:
     found = teacher(precision=precision, taps=("stage1", "pooled"))
     before = {name: tensor.clone() for name, tensor in found.modules[0].state_dict().items()}
-    said = found(images())
-    assert torch.equal(found(images()).logits, said.logits)
+    output = found(images())
+    assert torch.equal(found(images()).logits, output.logits)
     found.check()
     assert all(torch.equal(tensor, before[name]) for name, tensor in found.modules[0].state_dict().items())
 
 
-# What it says.
+# Its outputs.
 
 
-def test_one_teacher_says_what_its_network_says() -> None:
+def test_a_single_teacher_returns_the_outputs_of_its_network() -> None:
     module = network()
     expected, expected_taps = module(images(), taps=True)
-    said = Teacher([module], CPU, taps=("stage2.pre", "pooled"))(images())
-    assert torch.equal(said.logits, expected)
-    assert list(said.taps) == ["stage2.pre", "pooled"]
-    assert all(torch.equal(tap, expected_taps[name]) for name, tap in said.taps.items())
+    output = Teacher([module], CPU, taps=("stage2.pre", "pooled"))(images())
+    assert torch.equal(output.logits, expected)
+    assert list(output.taps) == ["stage2.pre", "pooled"]
+    assert all(torch.equal(tap, expected_taps[name]) for name, tap in output.taps.items())
     assert Teacher([module], CPU)(images()).taps == {}
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_what_it_says_can_be_saved_for_a_students_backward(count: int) -> None:
+def test_teacher_outputs_can_be_saved_for_the_students_backward(count: int) -> None:
     taps = ("stage1",) if count == 1 else ()
     modules = [network(seed) for seed in range(count)]
-    said = Teacher(modules, CPU, taps=taps, shares=(1.0,) * count)(images())
-    for tensor in (said.logits, *said.taps.values()):
+    output = Teacher(modules, CPU, taps=taps, shares=(1.0,) * count)(images())
+    for tensor in (output.logits, *output.taps.values()):
         assert not tensor.is_inference()
         assert not tensor.requires_grad
         student = torch.randn(tensor.shape, requires_grad=True)
@@ -156,26 +156,26 @@ class Keeping(nn.Module):
 
 
 @pytest.mark.parametrize("taps", [(), ("pooled",)])
-def test_features_are_copies_of_the_networks_own(taps: tuple[str, ...]) -> None:
+def test_features_are_copies(taps: tuple[str, ...]) -> None:
     found = Teacher([Keeping()], CPU, taps=taps)
-    said = found(torch.empty(0))
-    for tensor in (said.logits, *said.taps.values()):
+    output = found(torch.empty(0))
+    for tensor in (output.logits, *output.taps.values()):
         tensor.fill_(7)
     found.check()
     assert torch.equal(found(torch.empty(0)).logits, torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("name", ["resnet8", "wrn_16_1", "vgg8"])
-def test_a_16_bit_teacher_is_autocast_of_the_whole_one_bit_by_bit(name: str) -> None:
+def test_a_16_bit_teacher_has_the_bits_of_autocast(name: str) -> None:
     module = network(name=name)
     whole = copy.deepcopy(module)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         expected, expected_taps = whole(images(), taps=True)
-    said = Teacher([module], CPU, taps=("stage1", "pooled"), precision=BF16)(images())
-    assert said.logits.dtype == expected.dtype == torch.bfloat16
-    assert torch.equal(said.logits, expected)
-    assert all(torch.equal(tap, expected_taps[key]) for key, tap in said.taps.items())
-    assert not torch.equal(said.logits.float(), whole(images()))
+    output = Teacher([module], CPU, taps=("stage1", "pooled"), precision=BF16)(images())
+    assert output.logits.dtype == expected.dtype == torch.bfloat16
+    assert torch.equal(output.logits, expected)
+    assert all(torch.equal(tap, expected_taps[key]) for key, tap in output.taps.items())
+    assert not torch.equal(output.logits.float(), whole(images()))
     kinds = {type(part): part.weight.dtype for part in module.modules() if hasattr(part, "weight")}
     assert kinds[nn.BatchNorm2d] == torch.float32
     assert kinds[nn.Conv2d] == kinds[nn.Linear] == torch.bfloat16
@@ -212,7 +212,7 @@ def test_averaged_logits_are_the_weighted_mean(shares: tuple[float, ...]) -> Non
     np.testing.assert_allclose(made.numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_two_rules_differ() -> None:
+def test_averaging_probabilities_differs_from_averaging_logits() -> None:
     logits = [torch.tensor([[8.0, 0.0]]), torch.tensor([[0.0, 2.0]])]
     probabilities, means = (ensemble(logits, (1, 1), rule, 1.0) for rule in ("probabilities", "logits"))
     assert means.tolist() == [[4.0, 1.0]]
@@ -221,34 +221,34 @@ def test_the_two_rules_differ() -> None:
 
 
 @pytest.mark.parametrize("rule", ["probabilities", "logits"])
-def test_an_ensemble_of_equals_is_the_teacher(rule: EnsembleRule) -> None:
+def test_an_ensemble_of_equal_teachers_equals_one_of_them(rule: EnsembleRule) -> None:
     logits = 6 * torch.randn(5, 9)
     made = ensemble([logits] * 3, (1.0, 2.0, 5.0), rule, 4.0)
     torch.testing.assert_close(F.softmax(made / 4, 1), F.softmax(logits / 4, 1))
 
 
 @pytest.mark.parametrize("rule", ["probabilities", "logits"])
-def test_sure_teachers_that_disagree_stay_finite(rule: EnsembleRule) -> None:
+def test_confident_teachers_that_disagree_give_finite_outputs(rule: EnsembleRule) -> None:
     logits = [torch.tensor([[1e4, -1e4, 0.0]]), torch.tensor([[-1e4, 1e4, 0.0]])]
     assert ensemble(logits, (1.0, 1.0), rule, 1.0).isfinite().all()
     assert ensemble([each.bfloat16() for each in logits], (1.0, 1.0), rule, 1.0).dtype == torch.float32
 
 
 @pytest.mark.parametrize("rule", ["probabilities", "logits"])
-def test_several_teachers_are_called_and_averaged_by_the_rule(rule: EnsembleRule) -> None:
+def test_an_ensemble_calls_its_teachers_and_averages_by_the_rule(rule: EnsembleRule) -> None:
     modules = [network(seed) for seed in range(2)]
     each = [module(images()).detach().double().numpy() for module in modules]
-    said = (
+    output = (
         Teacher(modules, CPU, rule=rule, shares=(1.0, 3.0), temperature=2.0)(images()).logits.double().numpy()
     )
     if rule == "logits":
-        np.testing.assert_allclose(said, 0.25 * each[0] + 0.75 * each[1], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(output, 0.25 * each[0] + 0.75 * each[1], rtol=1e-4, atol=1e-5)
     else:
         expected = 0.25 * softmax(each[0] / 2) + 0.75 * softmax(each[1] / 2)
-        np.testing.assert_allclose(softmax(said / 2), expected, rtol=1e-4)
+        np.testing.assert_allclose(softmax(output / 2), expected, rtol=1e-4)
 
 
-def test_a_cache_knows_every_byte_of_a_teacher() -> None:
+def test_the_key_of_a_cache_depends_on_every_byte_of_the_teacher() -> None:
     whole = weights_sha256([network()])
     assert weights_sha256([network()]) == whole
     for spoil in (with_another_statistic, with_another_weight, with_weights_swapped):
@@ -259,7 +259,7 @@ def test_a_cache_knows_every_byte_of_a_teacher() -> None:
 
 
 class Pair:
-    """A world of two in which the other rank holds another teacher."""
+    """A world of two in which the other rank holds a different teacher."""
 
     size = 2
 
@@ -267,14 +267,14 @@ class Pair:
         return torch.stack([values, values + (torch.arange(len(values)) == 3)])
 
 
-def test_ranks_with_different_teachers_are_found() -> None:
+def test_ranks_with_different_teachers_are_rejected() -> None:
     teacher = Teacher([wakened(create_model("resnet8", classes=10))], torch.device("cpu"))
     teacher.check_ranks(single_process(torch.device("cpu")))
     with pytest.raises(UserError, match=r"distill.teacher_weights: rank\(s\) \[1\] have a different teacher"):
         teacher.check_ranks(Pair())  # type: ignore[arg-type]
 
 
-def test_a_layer_that_makes_its_own_weights_is_left_to_autocast() -> None:
+def test_a_layer_that_computes_its_weights_is_left_to_autocast() -> None:
     class Standardised(nn.Conv2d):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self._conv_forward(x, self.weight / self.weight.std(), None)
@@ -284,7 +284,7 @@ def test_a_layer_that_makes_its_own_weights_is_left_to_autocast() -> None:
     assert [part.weight.dtype for part in model] == [torch.float32, torch.bfloat16]
 
 
-def test_a_buffer_outside_the_state_dict_is_watched_too() -> None:
+def test_a_changed_buffer_outside_the_state_dict_is_detected() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
     model.register_buffer("table", torch.arange(4.0), persistent=False)
     teacher = Teacher([model], torch.device("cpu"))

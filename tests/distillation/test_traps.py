@@ -60,7 +60,7 @@ def distillation(
 
 
 class InPlace(nn.Module):
-    """Not ours; every activation writes over what it is given."""
+    """A third-party network whose activations overwrite their inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,8 +95,8 @@ def test_a_wide_resnets_statistics_are_updated_once_a_step() -> None:
     plain, tapped = copy.deepcopy(bare).train(), bare.train()
     plain(images())
     needs = {"ofd": Needs(("stage1.pre", "stage2.pre", "stage3.pre"), ())}
-    said = StudentWithHelpers(tapped, {}, needs)(images(), {})
-    assert list(said.taps) == list(needs["ofd"].student)
+    output = StudentWithHelpers(tapped, {}, needs)(images(), {})
+    assert list(output.taps) == list(needs["ofd"].student)
     counters = [buffer.item() for name, buffer in tapped.named_buffers() if name.endswith("tracked")]
     assert counters == [1] * len(counters)
     assert len(counters) > 10
@@ -104,7 +104,7 @@ def test_a_wide_resnets_statistics_are_updated_once_a_step() -> None:
         assert torch.equal(tapped.get_buffer(name), buffer), name
 
 
-def test_a_teacher_in_train_mode_is_put_right_refused_and_never_changed() -> None:
+def test_a_teacher_in_train_mode_is_switched_to_eval_and_a_later_change_is_rejected() -> None:
     torch.manual_seed(1)
     module = wakened(create_model("resnet8", classes=CLASSES)).train()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -162,7 +162,7 @@ def test_no_forward_bypasses_ddp_so_gradients_are_exchanged() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])
-def test_crds_banks_are_shared_out_and_there_are_no_index_lists(size: int) -> None:
+def test_crds_banks_are_sharded_and_there_are_no_index_lists(size: int) -> None:
     samples, dim, draws = 10_000, 16, 512
     labels = torch.arange(samples) % 7
     rows = 0
@@ -200,7 +200,7 @@ def test_batch_relational_losses_do_not_change_with_the_number_of_processes() ->
             assert several[place].item() == pytest.approx(one["meter"][place].item(), rel=2e-5), name
 
 
-def test_nst_and_rkd_do_not_fill_the_memory() -> None:
+def test_nst_and_rkd_use_little_memory() -> None:
     test_statistics.test_nst_builds_no_tensor_larger_than_its_smaller_side()
     test_relations.test_rkd_angles_never_hold_a_cube()
 
@@ -210,10 +210,10 @@ class Given(nn.Module):
 
     def __init__(self, logits: Tensor, taps: Taps) -> None:
         super().__init__()
-        self.said = StudentOutput(logits, dict(taps), {})
+        self.output = StudentOutput(logits, dict(taps), {})
 
     def forward(self, images: Tensor, teacher_taps: Taps) -> StudentOutput:
-        return self.said
+        return self.output
 
 
 def big_taps(seed: int) -> dict[str, Tensor]:
@@ -230,7 +230,7 @@ def big_taps(seed: int) -> dict[str, Tensor]:
     return {name: tap.requires_grad_() for name, tap in taps.items()}
 
 
-def test_half_precision_features_and_sure_logits_give_finite_losses() -> None:
+def test_half_precision_features_and_confident_logits_give_finite_losses() -> None:
     mine, theirs = big_taps(0), {name: tap.detach() for name, tap in big_taps(1).items()}
     flat = mine["stage2"].detach().flatten(1)
     assert (flat @ flat.T).isinf().all(), "a Gram matrix in fp16 falls into the trap"
@@ -242,29 +242,29 @@ def test_half_precision_features_and_sure_logits_give_finite_losses() -> None:
         method: Method = METHODS[name]()
         assert method.helper(student, student) is None
         own = {key: tap.detach().clone().requires_grad_() for key, tap in mine.items()}
-        said = logits.detach().clone().requires_grad_()
+        output = logits.detach().clone().requires_grad_()
         taught = TeacherOutput(-logits, theirs)
         made = distillation(
             [LossTerm(name, method, 1.0, method.needs(student, student))], lambda _i, _b, t=taught: t
         )
         made.at(0)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            outcome = made(Given(said, own), torch.empty(6, 3, 8, 8), tiny.make(6))
+            outcome = made(Given(output, own), torch.empty(6, 3, 8, 8), tiny.make(6))
         outcome.loss.backward()
         assert outcome.terms is not None
         assert outcome.loss.dtype == torch.float32
         assert outcome.terms.isfinite().all(), name
-        for tensor in (said, *own.values()):
+        for tensor in (output, *own.values()):
             assert tensor.grad is None or tensor.grad.isfinite().all(), name
 
 
 def test_the_square_of_the_temperature_is_never_dropped() -> None:
     """Neither when a weight is zero nor when T is large: kd pulls equally hard at any T."""
     torch.manual_seed(4)
-    said, taught = torch.randn(6, CLASSES), TeacherOutput(torch.randn(6, CLASSES), {})
+    output, taught = torch.randn(6, CLASSES), TeacherOutput(torch.randn(6, CLASSES), {})
 
     def pull(T: float, r: float) -> float:
-        logits = said.clone().requires_grad_()
+        logits = output.clone().requires_grad_()
         made = distillation([LossTerm("kd", Kd(T=T), 1.0, Needs())], lambda _images, _batch: taught, r=r)
         made.at(0)
         outcome = made(Given(logits, {}), torch.empty(6, 3, 8, 8), tiny.make(6))
@@ -290,7 +290,7 @@ def test_correlation_is_added_with_the_right_sign() -> None:
 
 
 @pytest.mark.slow
-def test_padded_samples_are_in_no_total() -> None:
+def test_padded_samples_are_never_counted() -> None:
     """The teacher is scored by the same `evaluate` as any model: 23 samples in batches of 4 on 3 processes."""
     one = training.evaluation(single_process(CPU))
     assert one["samples"] == training.SAMPLES == 23
@@ -308,12 +308,12 @@ def test_features_are_returned_and_never_left_on_a_module() -> None:
     asking = [name for name, method in methods.items() if method.helper_reads_teacher]
     module = StudentWithHelpers(student, helpers, needs, asking).train()
     teacher = Teacher([teacher_module], CPU, taps=("stage1", "stage2", "stage3", "pooled"))
-    said = module(images(), teacher(images()).taps)
-    assert len(said.taps) >= 3
-    assert set(said.helper_outputs) == set(helpers)
+    output = module(images(), teacher(images()).taps)
+    assert len(output.taps) >= 3
+    assert set(output.helper_outputs) == set(helpers)
     assert strays(module) == []
     assert strays(teacher_module) == []
-    module.student.features = said.taps
+    module.student.features = output.taps
     assert strays(module) != [], "the search finds what is kept"
 
 

@@ -10,7 +10,7 @@ from tests.distillation import ranks
 pytestmark = pytest.mark.slow
 RELATIVE = 1e-5
 """Of a tensor's largest value, or a hundredth of the largest of all gradients (a bias before a normalisation has none
-but rounding): fp32 sums in another order."""
+but rounding): fp32 sums in a different order."""
 
 
 def apart(a: torch.Tensor, b: torch.Tensor, least: float = 1e-6) -> float:
@@ -32,7 +32,7 @@ def test_loss_and_gradients_do_not_depend_on_the_number_of_processes(name: str, 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ranks.CASES)
-def test_ranks_agree_and_every_trainable_has_a_gradient(name: str, size: int) -> None:
+def test_all_ranks_have_the_same_results_and_every_parameter_has_a_gradient(name: str, size: int) -> None:
     found = [result[name] for result in ranks.results(size)]
     assert found[0]["idle"] == []
     for other in found[1:]:

@@ -9,7 +9,7 @@ from drumline.models.base import VisionModel
 from drumline.models.registry import CIFAR, IMAGENET, create_model
 
 NAMES = (*IMAGENET, *(f"cifar/{name}" for name in CIFAR))
-"""Every network of ours, once."""
+"""Every built-in network, once."""
 
 
 def on_meta(name: str, classes: int = 10) -> VisionModel:

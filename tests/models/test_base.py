@@ -15,7 +15,7 @@ def feature_map(height: int, width: int) -> Tensor:
     return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(0))
 
 
-def test_a_map_of_7x7_is_its_own_pool() -> None:
+def test_pooling_a_7x7_map_to_7x7_returns_it() -> None:
     x = feature_map(7, 7)
     assert pool_to(x, (7, 7)) is x
 
@@ -60,7 +60,7 @@ def block_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if id(module) in found]
 
 
-def test_members_of_rows_are_blocks_and_what_they_are_made_of_is_not() -> None:
+def test_members_of_a_container_are_blocks_and_their_parts_are_not() -> None:
     model = nn.Module()
     model.layer1, model.layer2 = (
         nn.Sequential(Block(4), Block(4)),
@@ -69,7 +69,7 @@ def test_members_of_rows_are_blocks_and_what_they_are_made_of_is_not() -> None:
     assert block_names(model) == [f"layer1.{n}" for n in range(2)] + [f"layer2.{n}" for n in range(3)]
 
 
-def test_stages_of_blocks_give_their_blocks() -> None:
+def test_a_stage_is_replaced_by_its_blocks() -> None:
     model = nn.Module()
     model.stages = nn.Sequential(Stage(2, False), Stage(3, True))
     assert block_names(model) == [f"stages.0.blocks.{n}" for n in range(2)] + [
@@ -77,14 +77,14 @@ def test_stages_of_blocks_give_their_blocks() -> None:
     ]
 
 
-def test_rows_of_rows_give_the_innermost_blocks_and_single_ones_stay() -> None:
+def test_nested_containers_give_the_innermost_blocks_and_single_members_stay() -> None:
     model = nn.Module()
     head = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
     model.features = nn.Sequential(head, nn.Sequential(Block(4)), nn.Sequential(Block(4), Block(4)))
     assert block_names(model) == ["features.0", "features.1", "features.2.0", "features.2.1"]
 
 
-def test_layers_in_a_row_are_blocks_of_their_own() -> None:
+def test_layers_in_a_sequence_are_blocks_of_their_own() -> None:
     model = nn.Module()
     model.features = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU())
     assert block_names(model) == ["features.0", "features.2"]

@@ -29,7 +29,7 @@ LOGITS = {
 
 
 @pytest.mark.parametrize("name", LOGITS)
-def test_a_network_computes_what_it_always_did(name: str) -> None:
+def test_a_network_computes_its_stored_logits(name: str) -> None:
     images = torch.sin(torch.arange(2 * 3 * 32 * 32, dtype=torch.double) * 0.7).view(2, 3, 32, 32)
     model = quick_model(name).double().eval()
     with torch.no_grad():

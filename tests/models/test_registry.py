@@ -1,4 +1,4 @@
-"""Names, published sizes, and what is said when a name cannot be used."""
+"""Names, published sizes, and the errors for names that cannot be used."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ def test_cifar_models_have_the_published_parameter_counts(name: str) -> None:
     assert round(parameters(f"cifar/{name}", 100) / 1e6, 2) == CIFAR_MILLIONS[name]
 
 
-def test_every_imagenet_model_is_counted() -> None:
+def test_every_imagenet_model_has_a_parameter_count() -> None:
     assert set(TORCHVISION_PARAMETERS) == set(IMAGENET)
 
 
-def test_a_plain_name_is_imagenets_where_both_have_it() -> None:
+def test_a_plain_name_that_exists_twice_is_the_imagenet_model() -> None:
     assert {f"cifar/{name}" for name in CIFAR} <= set(model_names())
     assert set(CIFAR) <= set(model_names())
     for name in ("vgg13", "resnet18"):
@@ -101,7 +101,7 @@ def test_a_plain_name_is_imagenets_where_both_have_it() -> None:
         ("vgg8", "cifar/vgg8"),
     ],
 )
-def test_the_literatures_spelling_gives_the_cifar_model(theirs: str, ours: str) -> None:
+def test_the_spelling_of_the_literature_selects_the_cifar_model(theirs: str, ours: str) -> None:
     shapes = [
         {key: value.shape for key, value in on_meta(name).state_dict().items()} for name in (theirs, ours)
     ]
@@ -114,7 +114,7 @@ def test_the_package_offers_the_public_names() -> None:
     assert len(set(model_names())) == len(model_names())
 
 
-def test_classes_are_a_thousand_unless_said() -> None:
+def test_the_default_is_a_thousand_classes() -> None:
     with torch.device("meta"):
         assert create_model("resnet20").get_submodule("fc").out_features == 1000
 
@@ -136,18 +136,18 @@ def test_the_same_seed_gives_the_same_weights() -> None:
         ("cifar/vgg12", "cifar/vgg1"),
     ],
 )
-def test_an_unknown_name_is_answered_with_near_ones(wrong: str, near: str) -> None:
+def test_an_unknown_name_suggests_near_ones(wrong: str, near: str) -> None:
     with pytest.raises(UserError, match=f"no model '{wrong}'") as caught:
         create_model(wrong)
     assert near in caught.value.fix
 
 
-def test_a_name_like_no_other_points_to_the_list() -> None:
+def test_a_name_similar_to_none_refers_to_the_list() -> None:
     with pytest.raises(UserError, match="doctor --models"):
         create_model("qqqqqqqq")
 
 
-def test_a_model_without_outputs_is_refused() -> None:
+def test_a_model_without_outputs_is_rejected() -> None:
     with pytest.raises(UserError, match="0 classes"):
         create_model("resnet18", 0)
 
@@ -160,7 +160,7 @@ def test_a_missing_package_is_named(package: str, monkeypatch: pytest.MonkeyPatc
     assert f"install {package}" in caught.value.fix
 
 
-def test_torchvisions_models_come_by_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchvisions_models_are_created_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     package, models = ModuleType("torchvision"), ModuleType("torchvision.models")
     models.list_models = lambda module: ["resnet18", "vit_b_16"]  # type: ignore[attr-defined]
     models.get_model = lambda name, weights, num_classes: nn.Linear(2, num_classes)  # type: ignore[attr-defined]
@@ -172,7 +172,7 @@ def test_torchvisions_models_come_by_their_name(monkeypatch: pytest.MonkeyPatch)
     assert "torchvision/vit_b_16" in caught.value.fix
 
 
-def test_timms_models_come_by_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timms_models_are_created_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     timm = ModuleType("timm")
     timm.list_models = lambda: ["convnext_tiny"]  # type: ignore[attr-defined]
     timm.is_model = lambda name: name == "convnext_tiny"  # type: ignore[attr-defined]
@@ -210,13 +210,13 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "users_nets"
 
 
-def test_a_users_factory_is_given_the_number_of_classes(own_module: str) -> None:
+def test_a_users_factory_receives_the_number_of_classes(own_module: str) -> None:
     assert create_model(f"{own_module}:ours", 4).out_features == 4
     assert create_model(f"{own_module}:theirs", 4).out_features == 4
     assert create_model(f"{own_module}:Net", 4).get_submodule("fc").out_features == 4
 
 
-def test_what_a_users_factory_raises_is_not_hidden(own_module: str) -> None:
+def test_errors_from_a_users_factory_are_not_hidden(own_module: str) -> None:
     with pytest.raises(RuntimeError, match="inside the factory"):
         create_model(f"{own_module}:breaks")
 
@@ -260,11 +260,11 @@ def test_a_factory_that_cannot_be_used_is_explained(name: str, what: str, fix: s
         ("timm/vit_b_16", "torchvision/vit_b_16"),
     ],
 )
-def test_an_unknown_name_leads_to_a_model_that_exists(name: str, meant: str) -> None:
+def test_a_suggested_name_is_a_model_that_exists(name: str, meant: str) -> None:
     assert meant in suggest_models(name)
 
 
-def test_a_name_that_is_near_nothing_leads_to_the_list() -> None:
+def test_an_unknown_name_without_near_ones_refers_to_the_list() -> None:
     assert suggest_models("my_network") == ()
     with pytest.raises(UserError, match="there is no model 'my_network'") as caught:
         create_model("my_network")
@@ -272,7 +272,7 @@ def test_a_name_that_is_near_nothing_leads_to_the_list() -> None:
     assert "torchvision/NAME" in caught.value.fix
 
 
-def test_a_suggested_package_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suggestion_says_if_its_package_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_installed", lambda package: False)
     with pytest.raises(UserError) as caught:
         create_model("vit_b_16")
@@ -280,7 +280,7 @@ def test_a_suggested_package_that_is_not_installed_is_said(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", ["/home/me/wn.py:net", "/home/me/wn.py", "/home/me/wn:net"])
-def test_a_file_for_a_module_is_told_apart(name: str) -> None:
+def test_a_file_instead_of_a_module_is_explained(name: str) -> None:
     with pytest.raises(UserError, match="names a file, not a module") as caught:
         create_model(name + ":net" * (":" not in name))
     assert "add the folder /home/me to PYTHONPATH and set model.name=wn:net" in caught.value.fix

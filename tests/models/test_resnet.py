@@ -28,7 +28,7 @@ def test_a_seed_gives_torchvisions_initial_weights(name: str) -> None:
         torch.testing.assert_close(weight.detach().flatten()[:3], torch.tensor(values), atol=1e-6, rtol=0)
 
 
-def test_keys_come_in_torchvisions_order() -> None:
+def test_keys_are_in_torchvisions_order() -> None:
     keys = list(on_meta("resnet50").state_dict())
     block = [key.removeprefix("layer1.0.") for key in keys if key.startswith("layer1.0.")]
     norm = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
@@ -40,7 +40,7 @@ def test_keys_come_in_torchvisions_order() -> None:
     assert keys[-2:] == ["fc.weight", "fc.bias"]
 
 
-def test_convolutions_start_at_hes_scale_and_norms_as_identity() -> None:
+def test_convolutions_start_with_hes_scale_and_norms_as_identity() -> None:
     torch.manual_seed(0)
     state = create_model("cifar/resnet20", 10).state_dict()
     weight = state["layer3.2.conv2.weight"]

@@ -1,4 +1,4 @@
-"""Taps of models that are not ours: values, gradients and statistics as without taps, at places found or named."""
+"""Taps of models that are not built in: correct values, at locations found or named, without side effects."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_stages_end_where_the_map_halves(name: str, expected: dict[str, str]) ->
     assert list(found) == list(expected)
 
 
-def test_one_module_of_two_sizes_is_looked_into() -> None:
+def test_a_module_that_spans_two_sizes_is_replaced_by_its_parts() -> None:
     """`features` halves the map once, as a stage does; but it is the whole network."""
     features = nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), nn.ReLU(), nn.Conv2d(4, 6, 3, 2, 1), nn.ReLU())
     model = nn.Sequential(features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5))
@@ -244,7 +244,7 @@ def test_one_module_of_two_sizes_is_looked_into() -> None:
     assert (found["stage1"], found["stage2"]) == ("0.1", "0.3")
 
 
-def test_a_squeeze_is_no_stage() -> None:
+def test_squeeze_and_excitation_is_no_stage() -> None:
     class Squeezed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -261,7 +261,7 @@ def test_a_squeeze_is_no_stage() -> None:
     assert found == {"stage1": "conv1", "stage2": "conv2", "pooled": "fc:input"}
 
 
-def test_what_follows_the_global_pool_is_no_stage() -> None:
+def test_layers_after_the_global_pool_are_no_stage() -> None:
     head = [nn.AdaptiveAvgPool2d(1), nn.Conv2d(6, 9, 1), nn.ReLU(), nn.Flatten(), nn.Linear(9, 5)]
     model = nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), nn.Conv2d(4, 6, 3, 2, 1), *head)
     assert find_taps(model, images()) == {"stage1": "0", "stage2": "1", "pooled": "6:input"}
@@ -339,7 +339,7 @@ def test_taps_of_in_place_functions_are_the_values_before_them() -> None:
     assert model.copied == ("stage1", "stage2")
 
 
-def test_only_what_is_written_over_is_copied() -> None:
+def test_only_overwritten_taps_are_copied() -> None:
     model = tapped("resnet")
     assert model.copied == tuple(f"stage{n}.pre" for n in (1, 2, 3, 4))
     given: list[Tensor] = []
@@ -392,7 +392,7 @@ def test_gradients_flow_through_taps_copied_or_not() -> None:
         torch.testing.assert_close(two.grad, one.grad, msg=lambda text, key=key: f"{key}: {text}")
 
 
-def test_wrapping_leaves_modes_buffers_and_generators_as_they_were() -> None:
+def test_wrapping_changes_no_mode_buffer_or_generator() -> None:
     class Counting(nn.Module):
         """Counts forwards and draws even in evaluation mode."""
 
@@ -434,7 +434,7 @@ def test_nothing_is_kept_after_a_forward_even_if_it_failed() -> None:
     assert held == []
 
 
-def test_the_bare_models_keys_are_those_of_an_export() -> None:
+def test_exported_keys_are_those_of_the_unwrapped_model() -> None:
     model = tapped("resnet")
     assert list(model.model.state_dict()) == list(made("resnet").state_dict())
 
@@ -531,7 +531,7 @@ def test_norms_are_those_before_the_activation() -> None:
     assert norm_before(inner, "stage1") is None
 
 
-def test_a_sum_made_elsewhere_takes_the_stages_last_norm() -> None:
+def test_a_sum_of_branches_has_the_last_norm_of_its_stage() -> None:
     class Sum(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
@@ -555,7 +555,7 @@ def test_a_sum_made_elsewhere_takes_the_stages_last_norm() -> None:
     assert norm_before(wrapped, "stage3.pre") is None
 
 
-def test_the_head_is_the_layer_that_gave_the_logits() -> None:
+def test_the_head_is_the_layer_that_returns_the_logits() -> None:
     for name, head in (("resnet", "fc"), ("mobilenet", "classifier.1"), ("vgg", "3"), ("vit", "head")):
         model = tapped(name).eval()
         assert model.locations["pooled"] == f"{head}:input"
@@ -566,14 +566,14 @@ def test_the_head_is_the_layer_that_gave_the_logits() -> None:
     assert "pooled" not in changed.locations
 
 
-def test_our_own_models_stay_as_they_are_without_text() -> None:
+def test_a_built_in_model_is_not_wrapped_without_text() -> None:
     model = quick_model("cifar/resnet8").eval()
     assert with_taps(model, " ", images()) is model
     assert norm_before(model, "stage1.pre") is model.get_submodule(model.tap_info["stage1"].norm)
     assert norm_before(model, "pooled") is None
 
 
-def test_text_names_other_places_in_a_model_of_ours() -> None:
+def test_text_redefines_taps_of_a_built_in_model() -> None:
     model = quick_model("cifar/resnet20").eval()
     expected_logits, expected = model(images(), taps=True)
     wrapped = with_taps(model, "stage2=layer2.1", images())
@@ -591,7 +591,7 @@ def test_text_names_other_places_in_a_model_of_ours() -> None:
     assert all(torch.equal(tensor, expected["stem"]) for tap, tensor in taps.items())
 
 
-def test_text_goes_before_what_is_found() -> None:
+def test_named_locations_take_precedence_over_found_ones() -> None:
     model = tapped("resnet", " stage2 = layer2.0 , stem=maxpool")
     assert model.locations == {
         **RESNET,
@@ -602,7 +602,7 @@ def test_text_goes_before_what_is_found() -> None:
     assert tapped("vit", "stage1=patches").locations == {"stage1": "patches", "pooled": "head:input"}
 
 
-def test_text_is_read_as_written() -> None:
+def test_text_is_parsed_exactly() -> None:
     text = "stage1=layer1,stage1.pre=layer1.1.relu:input,pooled=fc:input"
     expected = {"stage1": "layer1", "stage1.pre": "layer1.1.relu:input", "pooled": "fc:input"}
     assert parse_taps(text) == parse_taps(text, made("resnet")) == expected
@@ -610,7 +610,7 @@ def test_text_is_read_as_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("stage1=layr1", r"ResNet has no module 'layr1'\n  fix: did you mean layer1"),
         ("stage1=layer1.1.rellu:input", r"did you mean layer1.1.relu"),
@@ -624,12 +624,12 @@ def test_text_is_read_as_written() -> None:
         ("stage1=layer1,stage1=layer2", "stage1 is given twice, as layer1 and layer2"),
     ],
 )
-def test_wrong_text_is_refused_in_a_sentence(text: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_wrong_text_is_rejected_with_a_fix(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         parse_taps(text, made("resnet"))
 
 
-def test_a_module_that_is_not_called_is_refused() -> None:
+def test_a_module_that_is_not_called_is_rejected() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ModuleList([nn.Identity()]))
     model.forward = lambda x: model[0](x).mean((2, 3))  # type: ignore[method-assign]
     with pytest.raises(UserError, match=r"stage1=1.0: 1.0 is not called"):

@@ -1,4 +1,4 @@
-"""The taps contract, for every network of ours."""
+"""The taps contract, for every built-in network."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_no_tapped_tensor_is_written_to_afterwards(tapped: Tapped, monkeypatch: 
         assert torch.equal(tap, untouched[key]), key
 
 
-def test_blocks_are_called_once_each_in_their_order(shapes: tuple[str, VisionModel]) -> None:
+def test_each_block_is_called_once_and_in_order(shapes: tuple[str, VisionModel]) -> None:
     _, model = shapes
     called: list[nn.Module] = []
     handles = [
@@ -125,7 +125,7 @@ def test_blocks_are_called_once_each_in_their_order(shapes: tuple[str, VisionMod
     assert bool(called) != (model.head_name == "classifier.6")
 
 
-def test_images_of_other_sizes_and_shapes_are_taken(shapes: tuple[str, VisionModel]) -> None:
+def test_images_of_other_sizes_and_shapes_are_accepted(shapes: tuple[str, VisionModel]) -> None:
     name, model = shapes
     small = [(8, 8), (28, 28)] if name.startswith("cifar/") else []
     for height, width in [*small, (64, 96), (224, 224)]:

@@ -1,11 +1,11 @@
 """The interface of a distillation method: a pure loss, a declaration of what it needs, and functions on taps.
 
-Promises: a loss knows nothing about processes, precision or modules. It receives plain tensors of one floating type
+Promises: a loss does not depend on processes, precision or modules. It receives plain tensors of one floating type
 (fp32 in training). It returns one value per sample (scope `sample`), or one value for the global batch (scope
 `global_batch`), whose rows have been gathered from all processes. `helper` builds the modules that are trained beside
-the student from probed shapes; they run inside the bundle's single forward. Stages are paired from the last one
-backwards. Maps of different sizes are averaged down to the smaller height and the smaller width. Rejects networks
-that lack a tap or have too few stages.
+the student from probed shapes; they run inside the single forward of `StudentWithHelpers`. Stages are paired from the
+last one backwards. Maps of different sizes are averaged down to the smaller height and the smaller width. Rejects
+networks that lack a tap or have too few stages.
 """
 
 from __future__ import annotations

@@ -25,9 +25,12 @@ from drumline.core.text import either
 
 def preset_arguments(name: str) -> list[str]:
     """The recipe that `name` stands for, without the paths of the data and of the teacher's weights."""
-    benchmark, kind, networks = _parts(name)
-    if kind in _LONE:
-        return [*benchmark.data, f"model.name={_model(benchmark, networks)}", *_alone(benchmark, networks)]
+    benchmark, kind, networks = _parse(name)
+    if kind in _SINGLE:
+        single = _schedule(
+            benchmark, networks, benchmark.single_epochs, benchmark.single_milestones, plain=True
+        )
+        return [*benchmark.data, f"model.name={_model(benchmark, networks)}", *single]
     teacher, student = networks.split("-")
     settings = benchmark.settings_for(kind, networks)
     argv = [*benchmark.data, f"model.name={_model(benchmark, student)}"]
@@ -45,7 +48,7 @@ def preset_names() -> tuple[str, ...]:
     """Every preset, ordered by data set, method and pair."""
     found = []
     for name, benchmark in _BENCHMARKS.items():
-        for kind, end in _LONE.items():
+        for kind, end in _SINGLE.items():
             networks = dict.fromkeys(pair.split("-")[end] for pair in benchmark.pairs)
             found += [f"{name}/{kind}/{network}" for network in networks]
         for method in benchmark.methods():
@@ -61,9 +64,9 @@ def is_preset(argument: str) -> bool:
 
 def published(name: str) -> float | None:
     """The top-1 accuracy in percent that the authors report, or None."""
-    benchmark, kind, networks = _parts(name)
-    if kind in _LONE:
-        ends = [pair.split("-")[_LONE[kind]] for pair in benchmark.pairs]
+    benchmark, kind, networks = _parse(name)
+    if kind in _SINGLE:
+        ends = [pair.split("-")[_SINGLE[kind]] for pair in benchmark.pairs]
         return benchmark.figures[kind][ends.index(networks)]
     return benchmark.figure(kind, networks)
 
@@ -100,8 +103,8 @@ class _Benchmark:
     milestones: tuple[int, ...]
     lr: float
     weight_decay: float
-    lone_epochs: int
-    lone_milestones: tuple[int, ...]
+    single_epochs: int
+    single_milestones: tuple[int, ...]
     with_kd: bool
     """Whether `METHOD+kd` is offered."""
     deviations: Mapping[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
@@ -135,7 +138,7 @@ def _rows(text: str) -> dict[str, tuple[float | None, ...]]:
     return {name: tuple(None if cell == "-" else float(cell) for cell in cells) for name, *cells in lines}
 
 
-_LONE = {"teacher": 0, "alone": 1}
+_SINGLE = {"teacher": 0, "alone": 1}
 """Recipes without distillation, and the network of a pair that they train."""
 _LOGITS = ("kd", "dkd", "dist")
 """Methods that replace kd, so that kd is not added to them."""
@@ -259,8 +262,8 @@ _BENCHMARKS = {
         milestones=(150, 180, 210),
         lr=0.05,
         weight_decay=0.0005,
-        lone_epochs=240,
-        lone_milestones=(150, 180, 210),
+        single_epochs=240,
+        single_milestones=(150, 180, 210),
         with_kd=True,
         deviations=_CIFAR_DEVIATIONS,
     ),
@@ -274,8 +277,8 @@ _BENCHMARKS = {
         lr=0.1,
         weight_decay=0.0001,
         # The figures are those of torchvision's weights, which were trained for 90 epochs.
-        lone_epochs=90,
-        lone_milestones=(30, 60),
+        single_epochs=90,
+        single_milestones=(30, 60),
         with_kd=False,
     ),
 }
@@ -295,7 +298,7 @@ _SPELLINGS = {
 """Names from the literature, for suggestions."""
 
 
-def _parts(name: str) -> tuple[_Benchmark, str, str]:
+def _parse(name: str) -> tuple[_Benchmark, str, str]:
     """Benchmark, method, and pair or network of a preset."""
     if name not in preset_names():
         raise UserError(f"there is no preset {name!r}", fix=_fix(name))
@@ -324,10 +327,6 @@ def _model(benchmark: _Benchmark, network: str) -> str:
     return f"cifar/{network}" if benchmark is _BENCHMARKS["cifar100"] and network in _TAKEN else network
 
 
-def _alone(benchmark: _Benchmark, network: str) -> list[str]:
-    return _schedule(benchmark, network, benchmark.lone_epochs, benchmark.lone_milestones, plain=True)
-
-
 def _schedule(
     benchmark: _Benchmark, network: str, epochs: int, milestones: tuple[int, ...], plain: bool
 ) -> list[str]:
@@ -350,7 +349,7 @@ def _table(name: str, benchmark: _Benchmark) -> str:
     lines = [f"{name}/METHOD/PAIR, top-1 (%) as published"]
     lines += [f"  {number:>2}  {pair}" for number, pair in enumerate(benchmark.pairs, 1)]
     lines.append(" " * 12 + "".join(f"{number:>6}" for number in range(1, len(benchmark.pairs) + 1)))
-    shown = [*_LONE, *(method for method in benchmark.methods() if _is_shown(benchmark, method))]
+    shown = [*_SINGLE, *(method for method in benchmark.methods() if _is_shown(benchmark, method))]
     return "\n".join([*lines, *(_row(benchmark, method) for method in shown)])
 
 
@@ -362,7 +361,7 @@ def _row(benchmark: _Benchmark, method: str) -> str:
     cells = []
     for pair in benchmark.pairs:
         figure = benchmark.figure(method, pair)
-        none = "·" if method in _LONE or benchmark.offers(method, pair) else ""
+        none = "·" if method in _SINGLE or benchmark.offers(method, pair) else ""
         cells.append(f"{none:>6}" if figure is None else f"{figure:6.2f}")
     return f"{method:<12}{''.join(cells)}".rstrip()
 

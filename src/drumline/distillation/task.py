@@ -151,7 +151,7 @@ class _Builder:
             facts={"teacher_top1": score.accuracy} if score else {},
             summary=f"teacher {score.accuracy:.2%}" if score else "",
             evaluates=not self.selection.phase,
-            feed=cached.add_rows if cached and self.grid.ends else unchanged,
+            extend_batches=cached.add_rows if cached and self.grid.ends else unchanged,
             spans_devices=self.stages is not None and len({*self.stages.devices, self.world.device}) > 1,
             cut=Cut(
                 "student",

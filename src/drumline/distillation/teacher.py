@@ -3,7 +3,7 @@
 Promises: every tensor of a teacher comes from its weights, which also name the model. Its classes are matched to
 those of the data by name, and its accuracy is measured before the first step. A teacher runs in inference mode,
 without gradients, in its own precision, on this process's device (in stages: each tensor on the device of its stage),
-and makes nothing wait. `check` proves this, and that no bit has changed since it was loaded. Rejects a teacher
+without making the host wait. `check` verifies this, and that no bit has changed since loading. Rejects a teacher
 without weights, and one whose classes differ from the data's.
 """
 
@@ -247,7 +247,7 @@ def load_teachers(
 
 
 def check_teachers(distill: Distill) -> tuple[str, ...]:
-    """The model name of each teacher. Rejects what is wrong without building a model."""
+    """The model name of each teacher. Rejects invalid settings without building a model."""
     names, weights = distill.teacher, distill.teacher_weights
     if not weights:
         raise UserError(

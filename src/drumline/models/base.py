@@ -60,7 +60,7 @@ class VisionModel(nn.Module):
         return [self.get_submodule(name) for name in self.block_names]
 
 
-class Stage(nn.Sequential):
+class BlockSequence(nn.Sequential):
     """A sequence of blocks whose last one can also return its value before the activation."""
 
     def forward(self, x: Tensor, tap: bool = False) -> Tensor | tuple[Tensor, Tensor]:

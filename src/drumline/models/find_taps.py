@@ -92,8 +92,8 @@ def norm_name(tap: str, snapshots: Mapping[str, Snapshot], log: CallLog) -> str:
 
 def probe(model: nn.Module, example: Tensor, taps: bool = False) -> CallLog:
     """Runs the model once and logs every call of a module."""
-    calls: list[Call] = []
-    open_calls: list[Call] = []
+    calls: list[ModuleCall] = []
+    open_calls: list[ModuleCall] = []
     names = {module: name for name, module in model.named_modules()}
     clock = iter(range(1 << 62))
 
@@ -103,7 +103,7 @@ def probe(model: nn.Module, example: Tensor, taps: bool = False) -> CallLog:
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = snapshot((*args, *kwargs.values()))
-        call = Call(names[module], module, next(clock), given)
+        call = ModuleCall(names[module], module, next(clock), given)
         if open_calls:
             open_calls[-1].inner.append(call)
         open_calls.append(call)
@@ -131,10 +131,10 @@ def probe(model: nn.Module, example: Tensor, taps: bool = False) -> CallLog:
 class CallLog:
     """All calls of one forward in the order of their start, the model's own first."""
 
-    calls: list[Call]
+    calls: list[ModuleCall]
     image: tuple[int, int]
 
-    def last(self, module: nn.Module) -> Call | None:
+    def last(self, module: nn.Module) -> ModuleCall | None:
         return next((call for call in reversed(self.calls) if call.module is module), None)
 
     def at(self, model: nn.Module, tap: str, location: str) -> Snapshot:
@@ -148,7 +148,7 @@ class CallLog:
         return found
 
     @property
-    def head(self) -> Call | None:
+    def head(self) -> ModuleCall | None:
         logits = self.calls[0].output
         linear = (c for c in reversed(self.calls) if isinstance(c.module, nn.Linear) and c.output is not None)
         return next((call for call in linear if logits is not None and logits.same_value(call.output)), None)
@@ -164,7 +164,7 @@ class CallLog:
 
 
 @dataclass(eq=False)
-class Call:
+class ModuleCall:
     """One call of a module in the probe."""
 
     name: str
@@ -172,7 +172,7 @@ class Call:
     start: int
     input: Snapshot | None
     output: Snapshot | None = None
-    inner: list[Call] = field(default_factory=list)
+    inner: list[ModuleCall] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -244,16 +244,16 @@ def _timm_ends(model: nn.Module, log: CallLog) -> list[str]:
 
 def _map_ends(model: nn.Module, log: CallLog) -> list[str]:
     """The module that ends each size of the feature map."""
-    units: list[Call] = []
+    units: list[ModuleCall] = []
     _unfold(log.calls[0].inner, log, units)
-    trunk: list[tuple[tuple[int, int], Call]] = []
+    trunk: list[tuple[tuple[int, int], ModuleCall]] = []
     for unit in reversed(units):
         size = log.size(unit.output)
         assert size is not None
         # A map smaller than a later one is a side branch, such as squeeze-and-excitation's.
         if not trunk or size >= trunk[-1][0]:
             trunk.append((size, unit))
-    runs: list[tuple[tuple[int, int], list[Call]]] = []
+    runs: list[tuple[tuple[int, int], list[ModuleCall]]] = []
     for size, unit in reversed(trunk):
         if not runs or _shrinks(runs[-1][0], size, 0.7):
             pooled = size == (1, 1) and (not _layers(unit.module) or log.size(unit.input) == size)
@@ -271,7 +271,7 @@ def _map_ends(model: nn.Module, log: CallLog) -> list[str]:
     return [names[-1] for names in ends if names]
 
 
-def _unfold(calls: Iterable[Call], log: CallLog, units: list[Call]) -> None:
+def _unfold(calls: Iterable[ModuleCall], log: CallLog, units: list[ModuleCall]) -> None:
     """Appends the shallowest calls that each return maps of one size, in order. A call that spans several sizes, or
     that turns a map into something else, is replaced by the calls inside it."""
     for call in calls:

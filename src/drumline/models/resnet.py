@@ -11,7 +11,16 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drumline.models.base import Output, Stage, TapInfo, Taps, VisionModel, global_pool, he_init, tap_table
+from drumline.models.base import (
+    BlockSequence,
+    Output,
+    TapInfo,
+    Taps,
+    VisionModel,
+    global_pool,
+    he_init,
+    tap_table,
+)
 
 
 class BasicBlock(nn.Module):
@@ -158,7 +167,7 @@ def _stage(
     stride: int,
     groups: int,
     group_width: int,
-) -> Stage:
+) -> BlockSequence:
     """Creates the shortcut's convolution before the block's, as torchvision does, so that the initial weights are
     equal."""
     out_channels = width * block.expansion
@@ -167,7 +176,7 @@ def _stage(
         downsample = nn.Sequential(_conv1x1(in_channels, out_channels, stride), nn.BatchNorm2d(out_channels))
     first = block(in_channels, width, stride, downsample, groups, group_width)
     rest = (block(out_channels, width, 1, None, groups, group_width) for _ in range(depth - 1))
-    return Stage(first, *rest)
+    return BlockSequence(first, *rest)
 
 
 def _conv3x3(in_channels: int, out_channels: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drumline.models.base import Output, Stage, TapInfo, Taps, VisionModel, global_pool, tap_table
+from drumline.models.base import BlockSequence, Output, TapInfo, Taps, VisionModel, global_pool, tap_table
 
 
 class GroupedBlock(nn.Module):
@@ -105,7 +105,9 @@ class ShuffleNetV1(VisionModel):
             # The stem's 24 channels are too few to be split into groups.
             first = GroupedBlock(in_channels, width, 2, groups, 1 if in_channels == 24 else groups)
             stages.append(
-                Stage(first, *(GroupedBlock(width, width, 1, groups, groups) for _ in range(depth - 1)))
+                BlockSequence(
+                    first, *(GroupedBlock(width, width, 1, groups, groups) for _ in range(depth - 1))
+                )
             )
             in_channels = width
         self.layer1, self.layer2, self.layer3 = stages
@@ -139,7 +141,7 @@ class ShuffleNetV2(VisionModel):
         stages = []
         for width, depth in zip(widths, depths, strict=True):
             stages.append(
-                Stage(DownBlock(in_channels, width), *(SplitBlock(width) for _ in range(depth - 1)))
+                BlockSequence(DownBlock(in_channels, width), *(SplitBlock(width) for _ in range(depth - 1)))
             )
             in_channels = width
         self.layer1, self.layer2, self.layer3 = stages

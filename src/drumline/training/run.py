@@ -155,7 +155,7 @@ class Run:
         # The process that computes the loss reads, too: a broken sample has the label of its substitute.
         blank = not grid.reads and not grid.ends
         batches = sets.training(self.recipe, rows, first_step, last_step, blank)
-        return self.task.feed(batches, sets.requests(self.recipe, rows, first_step, last_step))
+        return self.task.extend_batches(batches, sets.requests(self.recipe, rows, first_step, last_step))
 
     def _open_folder(self, cleanup: ExitStack) -> Path | None:
         """Locks the run folder. Returns the checkpoint to resume from."""

@@ -136,7 +136,7 @@ def mixed(images: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
     return torch.where(inside, others, torch.lerp(others, images, share))
 
 
-Feed = Callable[[Batches, Iterable[Request]], Batches]
+ExtendBatches = Callable[[Batches, Iterable[Request]], Batches]
 """Adds to this process's batches what the objective reads besides them."""
 
 
@@ -165,7 +165,7 @@ class Task:
     """The same for the closing line of the run."""
     evaluates: bool = True
     """Whether the model's accuracy means anything."""
-    feed: Feed = unchanged
+    extend_batches: ExtendBatches = unchanged
     spans_devices: bool = False
     """Whether the objective computes on several GPUs in each process, as a teacher in stages does."""
 

@@ -49,7 +49,7 @@ def test_a_block_is_a_whole_number_of_chunks() -> None:
 
 
 @pytest.mark.parametrize("calls", [0, 1, 2, 5, 11])
-def test_a_stopped_fill_goes_on_to_the_same_bytes(tmp_path: Path, calls: int) -> None:
+def test_a_stopped_fill_resumes_to_the_same_bytes(tmp_path: Path, calls: int) -> None:
     assert filled(tmp_path / "at once", HERE)[1]
     asked = iter(range(100))
     cache, whole = filled(tmp_path / "stopped", HERE, stopping=lambda: next(asked) >= calls)
@@ -60,7 +60,7 @@ def test_a_stopped_fill_goes_on_to_the_same_bytes(tmp_path: Path, calls: int) ->
 
 
 @pytest.mark.slow
-def test_a_killed_fill_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+def test_a_killed_fill_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     killed = tmp_path / "killed"
     program = (
         "import time, torch; from pathlib import Path; from drumline.distillation.cache import format as cache\n"
@@ -80,7 +80,7 @@ def test_a_killed_fill_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     assert contents(killed) == contents(tmp_path / "at once")
 
 
-def test_what_a_killed_fill_left_is_cleared(tmp_path: Path) -> None:
+def test_temporary_files_of_a_killed_fill_are_removed(tmp_path: Path) -> None:
     cache, _ = filled(tmp_path, HERE, range(1))
     before = contents(tmp_path)
     cache.path(0, 1).unlink()
@@ -91,7 +91,7 @@ def test_what_a_killed_fill_left_is_cleared(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
-def test_only_what_is_missing_is_computed(tmp_path: Path) -> None:
+def test_only_missing_blocks_are_computed(tmp_path: Path) -> None:
     cache, _ = filled(tmp_path, HERE)
     before, seen = contents(tmp_path), []
 
@@ -112,7 +112,9 @@ def test_only_what_is_missing_is_computed(tmp_path: Path) -> None:
     assert len(seen) == 2 + 6
 
 
-def test_epochs_are_listed_as_soon_as_they_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_epoch_gets_its_checksums_as_soon_as_it_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fill_module, "SYNC_EVERY", 1)
     asked = iter(range(100))
     cache, _ = filled(tmp_path, HERE, range(3), stopping=lambda: next(asked) >= 13)
@@ -149,13 +151,13 @@ class Halted:
         return self.whole
 
 
-def test_a_second_run_is_kept_out_while_the_first_one_fills(
+def test_a_second_run_is_rejected_while_the_first_one_fills(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, _ = filled(tmp_path / "shared", HERE, range(1))
     first = Halted(cache, range(2), monkeypatch)
     (written,) = cache.epoch_folder(1).iterdir()
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as error:
         filled(cache.folder, HERE)
     kept = list(cache.epoch_folder(1).iterdir())
     # Whoever has nothing to fill is not kept out.
@@ -163,14 +165,14 @@ def test_a_second_run_is_kept_out_while_the_first_one_fills(
     assert first.let_go()
     assert kept == [written]
     assert reads
-    assert refused.value.what == f"distill.cache = {cache.folder}: a different run is filling it"
-    assert refused.value.fix == "wait for it, or use a different folder"
+    assert error.value.what == f"distill.cache = {cache.folder}: a different run is filling it"
+    assert error.value.fix == "wait for it, or use a different folder"
     assert filled(cache.folder, HERE, range(3))[1]
     assert filled(tmp_path / "alone", HERE, range(3))[1]
     assert contents(cache.folder) == contents(tmp_path / "alone")
 
 
-def test_a_stopped_or_broken_fill_lets_others_in(tmp_path: Path) -> None:
+def test_a_stopped_or_failed_fill_releases_the_lock(tmp_path: Path) -> None:
     def broken(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         raise RuntimeError("no teacher")
 
@@ -185,7 +187,7 @@ def test_a_stopped_or_broken_fill_lets_others_in(tmp_path: Path) -> None:
     assert cache_module.LOCK not in contents(tmp_path)
 
 
-def test_what_another_run_filled_before_the_lock_was_free_is_not_filled_again(
+def test_blocks_that_a_different_run_filled_while_this_one_waited_are_not_filled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, real, seen = open_cache(tmp_path, key(), HERE), fill_module.sole_filler, []
@@ -204,7 +206,7 @@ def test_what_another_run_filled_before_the_lock_was_free_is_not_filled_again(
     assert cache_module.LOCK not in contents(tmp_path)
 
 
-def test_a_lock_that_its_run_removed_in_between_is_not_mistaken_for_one(
+def test_a_lock_file_that_its_run_has_just_removed_does_not_count_as_a_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, path, calls = fcntl.flock, tmp_path / cache_module.LOCK, []
@@ -229,7 +231,7 @@ def test_a_lock_that_its_run_removed_in_between_is_not_mistaken_for_one(
     assert not path.exists()
 
 
-def test_a_folder_that_another_run_has_just_begun_keeps_that_runs_key(
+def test_a_folder_that_a_different_run_has_just_created_keeps_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = cache_module.sole_filler
@@ -245,20 +247,20 @@ def test_a_folder_that_another_run_has_just_begun_keeps_that_runs_key(
     assert open_cache(tmp_path, key(), HERE).key == key()
 
 
-def test_a_damaged_block_of_an_unfinished_epoch_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_block_of_an_incomplete_epoch_is_rejected(tmp_path: Path) -> None:
     cache, _ = filled(tmp_path, HERE, range(1))
     cache.path(0, 0).unlink()
     content = bytearray(cache.path(0, 2).read_bytes())
     content[77] ^= 8
     cache.path(0, 2).write_bytes(content)
-    with pytest.raises(UserError, match=r"block-0002.rows: its checksum does not match") as refused:
+    with pytest.raises(UserError, match=r"block-0002.rows: its checksum does not match") as error:
         filled(tmp_path, HERE, range(1))
-    assert "delete this file" in refused.value.fix
+    assert "delete this file" in error.value.fix
     cache.path(0, 2).unlink()
     assert filled(tmp_path, HERE, range(1))[1]
 
 
-def test_a_disk_too_small_is_told_before_anything_is_computed(
+def test_a_disk_that_is_too_small_is_reported_before_anything_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row, blocks = FULL.row_bytes, 3 * 10
@@ -277,7 +279,7 @@ def test_a_disk_too_small_is_told_before_anything_is_computed(
     assert total == needed
 
 
-def test_a_disk_that_fills_up_is_told_and_what_is_there_stays(
+def test_a_disk_that_fills_up_is_reported_and_complete_blocks_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, written = cache_module.write_file, []
@@ -289,16 +291,16 @@ def test_a_disk_that_fills_up_is_told_and_what_is_there_stays(
         real(path, write)  # type: ignore[arg-type]
 
     monkeypatch.setattr(cache_module, "write_file", full)
-    with pytest.raises(UserError, match=r"cannot write .*block-0002.rows: No space left") as refused:
+    with pytest.raises(UserError, match=r"cannot write .*block-0002.rows: No space left") as error:
         filled(tmp_path, HERE, range(1))
-    assert "free disk space" in refused.value.fix
+    assert "free disk space" in error.value.fix
     monkeypatch.undo()
     monkeypatch.setattr(cache_module, "BLOCK", cache_ranks.SMALL_BLOCK)
     assert filled(tmp_path, HERE, range(1))[1]
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_folder_that_cannot_be_written_is_told(
+def test_a_folder_that_cannot_be_written_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
 ) -> None:
     if begun:
@@ -308,9 +310,9 @@ def test_a_folder_that_cannot_be_written_is_told(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(UserError, match=r"cannot write .*cache.*: Read-only file system") as refused:
+    with pytest.raises(UserError, match=r"cannot write .*cache.*: Read-only file system") as error:
         filled(tmp_path / "cache", HERE)
-    assert "a writable folder" in refused.value.fix
+    assert "a writable folder" in error.value.fix
 
 
 @pytest.fixture(scope="module")
@@ -349,7 +351,7 @@ def test_a_sound_cache_passes_the_spot_check(
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("chunk", [0, 1])
-def test_one_changed_bit_with_sound_checksums_is_found(
+def test_one_changed_bit_with_valid_checksums_is_detected(
     tmp_path: Path, sound: dict[str, dict[str, bytes]], name: str, chunk: int
 ) -> None:
     cache = laid_out(sound[name], tmp_path, RULES[name])
@@ -360,10 +362,10 @@ def test_one_changed_bit_with_sound_checksums_is_found(
     rows[row, 0] ^= 1
     cache.write(request.epoch, block, rows)
     words = f"1 of {len(request.samples)} rows of epoch {request.epoch} .* first that of sample {sample};"
-    with pytest.raises(UserError, match=words) as refused:
+    with pytest.raises(UserError, match=words) as error:
         spot_check(cache, range(2), teacher(RULES[name]), feed, HERE)
-    assert "a different teacher, code or machine" in refused.value.what
-    assert "delete this one" in refused.value.fix
+    assert "a different teacher, code or machine" in error.value.what
+    assert "delete this one" in error.value.fix
     elsewhere = Cache(cache.folder, cache.key, ELSEWHERE)
     word = spot_check(elsewhere, range(2), teacher(RULES[name]), feed, HERE)
     assert "filled on another, torch 1.0" in word
@@ -372,21 +374,21 @@ def test_one_changed_bit_with_sound_checksums_is_found(
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_another_teacher_is_found_with_and_without_tolerance(
+def test_a_different_teacher_is_detected_with_and_without_tolerance(
     tmp_path: Path, sound: dict[str, dict[str, bytes]], name: str, elsewhere: bool
 ) -> None:
     cache = laid_out(sound[name], tmp_path, RULES[name])
     if elsewhere:
         cache = Cache(cache.folder, cache.key, ELSEWHERE)
-    with pytest.raises(UserError, match=r"256 of 256 rows|158 of 158 rows") as refused:
+    with pytest.raises(UserError, match=r"256 of 256 rows|158 of 158 rows") as error:
         spot_check(cache, range(2), teacher(RULES[name], seed=1), feed, HERE)
-    largest = float(refused.value.what.split("logits differ by up to ")[1].split(":")[0].split(",")[0])
+    largest = float(error.value.what.split("logits differ by up to ")[1].split(":")[0].split(",")[0])
     assert 0.5 < largest < 50
 
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize(("share", "passes"), [(0.5, True), (1.5, False)])
-def test_the_tolerance_lets_rounding_pass_and_no_more(
+def test_the_tolerance_allows_rounding_and_nothing_larger(
     tmp_path: Path, sound: dict[str, dict[str, bytes]], name: str, share: float, passes: bool
 ) -> None:
     rule = RULES[name]
@@ -409,9 +411,7 @@ def test_the_tolerance_lets_rounding_pass_and_no_more(
         spot_check(here, range(2), rounding, feed, HERE)
 
 
-def test_an_output_that_is_not_a_number_is_never_within_tolerance(
-    tmp_path: Path, sound: dict[str, dict[str, bytes]]
-) -> None:
+def test_a_nan_output_is_never_within_tolerance(tmp_path: Path, sound: dict[str, dict[str, bytes]]) -> None:
     here = laid_out(sound["full"], tmp_path, FULL)
     cache = Cache(here.folder, here.key, ELSEWHERE)
 
@@ -423,7 +423,9 @@ def test_an_output_that_is_not_a_number_is_never_within_tolerance(
         spot_check(cache, range(2), broken, feed, HERE)
 
 
-def test_features_alone_are_compared_too(tmp_path: Path, sound: dict[str, dict[str, bytes]]) -> None:
+def test_features_are_compared_even_if_the_logits_match(
+    tmp_path: Path, sound: dict[str, dict[str, bytes]]
+) -> None:
     here = laid_out(sound["half"], tmp_path, HALF)
     run = teacher(HALF)
 
@@ -437,7 +439,7 @@ def test_features_alone_are_compared_too(tmp_path: Path, sound: dict[str, dict[s
             spot_check(cache, range(2), other, feed, HERE)
 
 
-def test_chunks_are_chosen_by_seed_and_epochs_alone(tmp_path: Path) -> None:
+def test_the_chosen_chunks_depend_on_seed_and_epochs_alone(tmp_path: Path) -> None:
     cache = open_cache(tmp_path / "a", key(), HERE)
     other = open_cache(tmp_path / "b", key(seed=8), HERE)
 
@@ -473,7 +475,7 @@ def test_any_number_of_processes_fills_the_same_folder(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
-def test_one_rank_asked_to_stop_stops_all_of_them(
+def test_a_stop_request_on_one_rank_stops_all_of_them(
     worlds: dict[int, tuple[Path, list[dict[str, object]]]], size: int
 ) -> None:
     _, ranks = worlds[size]
@@ -483,7 +485,7 @@ def test_one_rank_asked_to_stop_stops_all_of_them(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
-def test_all_ranks_come_to_the_same_verdict(
+def test_all_ranks_raise_the_same_error(
     worlds: dict[int, tuple[Path, list[dict[str, object]]]], size: int
 ) -> None:
     _, ranks = worlds[size]
@@ -495,18 +497,18 @@ def test_all_ranks_come_to_the_same_verdict(
         "apart": "rank 1: distill.cache = ",
         "taken": "a different run is filling it",
     }.items():
-        (said,) = {str(rank[name]) for rank in ranks}
-        assert words in said, (name, said)
+        (message,) = {str(rank[name]) for rank in ranks}
+        assert words in message, (name, message)
     assert cache_module.SHARED_FOLDER in str(ranks[0]["unseen"])
     assert "not the folder that rank 0 sees" in str(ranks[0]["apart"])
     assert [rank["free_again"] for rank in ranks] == [True] * size
 
 
-def test_kernels_that_need_not_repeat_are_compared_with_a_tolerance(
+def test_outputs_of_nondeterministic_kernels_are_compared_with_a_tolerance(
     tmp_path: Path, sound: dict[str, dict[str, bytes]]
 ) -> None:
     here = laid_out(sound["full"], tmp_path, RULES["full"])
     fastest = Cache(here.folder, here.key, {**here.machine, "kernels": "fastest kernels"})
-    said = spot_check(fastest, range(2), teacher(RULES["full"]), feed, HERE)
-    assert "fastest kernels" in said
-    assert "tolerance" in said
+    message = spot_check(fastest, range(2), teacher(RULES["full"]), feed, HERE)
+    assert "fastest kernels" in message
+    assert "tolerance" in message

@@ -40,7 +40,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_the_same_key_opens_again_and_leaves_everything_alone(tmp_path: Path) -> None:
+def test_opening_with_the_same_key_changes_nothing(tmp_path: Path) -> None:
     first = open_cache(tmp_path / "a" / "b", key(), HERE)
     before = cache_ranks.contents(tmp_path)
     assert open_cache(tmp_path / "a" / "b", key(), HERE) == first
@@ -48,21 +48,21 @@ def test_the_same_key_opens_again_and_leaves_everything_alone(tmp_path: Path) ->
     assert list(before) == ["a/b/manifest.json"]
 
 
-def test_a_folder_with_something_else_is_refused_and_untouched(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_rejected_and_not_changed(tmp_path: Path) -> None:
     (tmp_path / "holiday.jpg").write_text("")
-    with pytest.raises(UserError, match=r"not a cache \(it has holiday.jpg") as refused:
+    with pytest.raises(UserError, match=r"not a cache \(it has holiday.jpg") as error:
         open_cache(tmp_path, key(), HERE)
-    assert "new folder" in refused.value.fix
+    assert "new folder" in error.value.fix
     assert [path.name for path in tmp_path.iterdir()] == ["holiday.jpg"]
 
 
-def test_what_a_killed_run_left_in_an_empty_folder_does_not_count(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_run_count_as_an_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "manifest.json.0a1b2c3d.tmp").write_text("{")
     (tmp_path / "filling.lock").touch()
     assert open_cache(tmp_path, key(), HERE).key == key()
 
 
-def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
+def test_a_file_instead_of_a_folder_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("")
     with pytest.raises(UserError, match=r"cannot write .*cache: Not a directory"):
         open_cache(tmp_path / "cache", key(), HERE)
@@ -118,9 +118,7 @@ def read_some(cache: Cache) -> None:
     list(CachedRows(cache).for_requests([Request(0, np.array([3])), Request(1, np.array([3]))]))
 
 
-def test_a_changed_byte_anywhere_in_any_file_is_refused_by_name(
-    whole: Cache, sound: dict[str, bytes]
-) -> None:
+def test_a_changed_byte_in_any_file_is_rejected_by_name(whole: Cache, sound: dict[str, bytes]) -> None:
     assert len(sound) == 1 + 2 * (3 + 1)
     for name, content in sound.items():
         path = whole.folder / name
@@ -131,16 +129,16 @@ def test_a_changed_byte_anywhere_in_any_file_is_refused_by_name(
             places |= {63, 64, 65, 66, content.index(b"\n")}
         for place in places:
             changed_byte(path, place)
-            with pytest.raises(UserError) as refused:
+            with pytest.raises(UserError) as error:
                 read_some(open_cache(whole.folder, key(), HERE))
-            assert str(path) in refused.value.what, (name, place, refused.value.what)
-            assert "delete this" in refused.value.fix
+            assert str(path) in error.value.what, (name, place, error.value.what)
+            assert "delete this" in error.value.fix
             path.write_bytes(content)
     read_some(whole)
 
 
 @pytest.mark.parametrize(("length", "reason"), [(0, "0 bytes"), (100, "100 bytes"), (None, "No such file")])
-def test_a_short_or_missing_block_is_refused_by_name(whole: Cache, length: int | None, reason: str) -> None:
+def test_a_short_or_missing_block_is_rejected_by_name(whole: Cache, length: int | None, reason: str) -> None:
     path = whole.path(1, 2)
     if length is None:
         path.unlink()
@@ -151,20 +149,20 @@ def test_a_short_or_missing_block_is_refused_by_name(whole: Cache, length: int |
 
 
 @pytest.mark.parametrize("more", [b"x", b"x\n"])
-def test_a_list_with_more_than_the_blocks_is_refused(whole: Cache, more: bytes) -> None:
+def test_a_list_of_checksums_with_extra_lines_is_rejected(whole: Cache, more: bytes) -> None:
     path = whole.epoch_folder(0) / "sha256.txt"
     path.write_bytes(path.read_bytes() + more)
     with pytest.raises(UserError, match=r"sha256.txt: does not list 3 blocks"):
         read_all(whole)
 
 
-def test_a_sound_block_in_anothers_place_is_refused(whole: Cache) -> None:
+def test_an_intact_block_in_the_wrong_place_is_rejected(whole: Cache) -> None:
     whole.path(1, 0).write_bytes(whole.path(1, 1).read_bytes())
     with pytest.raises(UserError, match="is not block 0 of epoch 1"):
         read_all(whole)
 
 
-def test_damage_is_told_when_its_epoch_is_needed_and_not_before(whole: Cache) -> None:
+def test_damage_is_reported_when_its_epoch_is_needed_and_not_before(whole: Cache) -> None:
     changed_byte(whole.path(1, 1), 5)
     first = list(CachedRows(whole).for_requests(requests(range(1))))
     assert len(first) == 1438 // 64
@@ -175,10 +173,10 @@ def test_damage_is_told_when_its_epoch_is_needed_and_not_before(whole: Cache) ->
         next(rows)
 
 
-def test_an_epoch_that_is_not_filled_is_refused(whole: Cache) -> None:
-    with pytest.raises(UserError, match=r"epoch 2 is not filled \(sha256.txt is missing\)") as refused:
+def test_an_epoch_that_is_not_filled_is_rejected(whole: Cache) -> None:
+    with pytest.raises(UserError, match=r"epoch 2 is not filled \(sha256.txt is missing\)") as error:
         list(CachedRows(whole).for_requests(requests(range(2, 3))))
-    assert "fills what is missing" in refused.value.fix
+    assert "fills what is missing" in error.value.fix
 
 
 def test_the_checksums_are_those_that_sha256sum_reads(whole: Cache) -> None:
@@ -225,7 +223,7 @@ def test_the_rows_of_a_request_are_the_live_outputs_bit_for_bit(whole: Cache, wo
     assert not torch.equal(live(0, np.arange(9))[0], live(1, np.arange(9))[0])
 
 
-def test_batches_travel_with_the_rows_of_their_own_samples(whole: Cache) -> None:
+def test_batches_carry_the_rows_of_their_own_samples(whole: Cache) -> None:
     asked = requests(batch=100)
     batches = with_rows(feed(asked), iter(asked), whole, CPU)
     for request, batch in zip(asked, batches, strict=True):
@@ -245,7 +243,7 @@ def test_closing_early_ends_the_thread_and_the_batches(whole: Cache) -> None:
         next(source)
 
 
-def test_a_whole_cache_may_be_read_only(whole: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_complete_cache_may_be_read_only(whole: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 

@@ -38,7 +38,7 @@ rules = st.builds(
 
 @settings(max_examples=150)
 @given(rule=rules, count=st.integers(1, 9), seed=st.integers(0, 99), levels=st.sampled_from([1, 3, 1000]))
-def test_rows_give_back_what_was_put_in(rule: Rule, count: int, seed: int, levels: int) -> None:
+def test_decoding_returns_the_encoded_outputs(rule: Rule, count: int, seed: int, levels: int) -> None:
     logits, pooled = outputs(rule, count, seed, levels)
     rows = encode(logits, pooled, rule)
     assert rows.shape == (count, rule.row_bytes)
@@ -81,7 +81,7 @@ def test_the_top_k_rule_equals_a_reference(rule: Rule, seed: int, levels: int) -
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_bits_are_kept_whatever_they_mean(dtype: str) -> None:
+def test_special_values_keep_their_bits(dtype: str) -> None:
     rule = Rule(4, dtype)
     logits = torch.tensor([[math.nan, math.inf, -math.inf, -0.0]]).to(rule.numbers)
     word = torch.int32 if dtype == "float32" else torch.int16
@@ -94,7 +94,7 @@ def test_top_k_of_every_class_keeps_all() -> None:
 
 
 @pytest.mark.parametrize(("classes", "bytes_each"), [(65536, 2), (65537, 4)])
-def test_the_highest_class_numbers_survive(classes: int, bytes_each: int) -> None:
+def test_the_highest_class_numbers_are_kept(classes: int, bytes_each: int) -> None:
     rule = Rule(classes, "float32", top=3)
     assert rule.row_bytes == 3 * 4 + 3 * bytes_each + 4
     logits = torch.zeros(2, classes)
@@ -107,7 +107,7 @@ def test_the_highest_class_numbers_survive(classes: int, bytes_each: int) -> Non
     assert (found > 1).sum() == 6
 
 
-def test_a_rest_without_any_mass_stays_without() -> None:
+def test_classes_without_probability_keep_none() -> None:
     logits = torch.tensor([[1.0, -math.inf, 2.0, -math.inf]])
     rule = Rule(4, "float32", top=2)
     assert torch.equal(decode(encode(logits, None, rule), rule)[0], logits)

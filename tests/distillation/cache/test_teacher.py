@@ -27,7 +27,7 @@ HERE = single_process(CPU)
 TYPES = ["float32", "bfloat16", "float16"]
 
 
-def test_every_part_of_a_view_that_decides_pixels_is_in_the_key() -> None:
+def test_every_part_of_a_transform_that_determines_pixels_is_in_the_key() -> None:
     base = Transform(size=8, augment="none")
     changed = {
         "size": 9,
@@ -54,10 +54,10 @@ def test_every_part_of_a_view_that_decides_pixels_is_in_the_key() -> None:
 
 
 @pytest.mark.parametrize("mixed", [{"mixup": 0.2}, {"cutmix": 1.0}])
-def test_mixed_images_are_refused(mixed: dict[str, float]) -> None:
-    with pytest.raises(UserError, match=r"mixed images .* depend on their neighbour") as refused:
+def test_transforms_that_mix_images_are_rejected(mixed: dict[str, float]) -> None:
+    with pytest.raises(UserError, match=r"mixed images .* depend on their neighbour") as error:
         key(transform=replace(VIEW, **mixed))
-    assert "remove distill.cache" in refused.value.fix
+    assert "remove distill.cache" in error.value.fix
 
 
 DIFFERENT: dict[str, tuple[dict[str, object], str]] = {
@@ -76,19 +76,19 @@ DIFFERENT: dict[str, tuple[dict[str, object], str]] = {
 }
 
 
-def test_the_differences_below_are_all_there_can_be() -> None:
+def test_the_differences_below_cover_every_field_of_the_key() -> None:
     assert set(DIFFERENT) == {item.name for item in fields(Key)}
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_another_key_is_refused_and_the_difference_named(tmp_path: Path, name: str) -> None:
+def test_a_different_key_is_rejected_and_the_difference_named(tmp_path: Path, name: str) -> None:
     changed, words = DIFFERENT[name]
     open_cache(tmp_path / "cache", key(), HERE)
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as error:
         open_cache(tmp_path / "cache", replace(key(), **changed), HERE)  # type: ignore[arg-type]
-    assert words in refused.value.what
-    assert refused.value.what.count("→") == 1
-    assert "a different folder for distill.cache, or delete" in refused.value.fix
+    assert words in error.value.what
+    assert error.value.what.count("→") == 1
+    assert "a different folder for distill.cache, or delete" in error.value.fix
 
 
 def coloured(samples: int = 200, changed: int | None = None) -> ArrayDataset:
@@ -125,7 +125,7 @@ def files(monkeypatch: pytest.MonkeyPatch, **options: int) -> tuple[Dataset, Fil
 
 
 @pytest.mark.parametrize("changed", [0, 3, 199])
-def test_other_images_with_the_same_labels_are_refused(
+def test_different_images_with_the_same_labels_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: int
 ) -> None:
     pairs: list[tuple[Dataset, Dataset]] = [
@@ -142,7 +142,7 @@ def test_other_images_with_the_same_labels_are_refused(
         open_cache(folder, key(source=one), HERE)
 
 
-def test_equal_sets_have_equal_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_data_sets_have_equal_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert key(source=coloured()) == key(source=coloured())
     assert key(source=files(monkeypatch)[0]) == key(source=files(monkeypatch)[0])
     folder = tmp_path / "train" / "a"
@@ -157,7 +157,7 @@ def test_equal_sets_have_equal_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("samples", [1, 2, 63, 64, 65, 200, 1000])
-def test_the_images_looked_at_are_few_and_reach_from_first_to_last(
+def test_the_key_reads_a_few_images_from_the_first_to_the_last(
     monkeypatch: pytest.MonkeyPatch, samples: int
 ) -> None:
     source, given = files(monkeypatch, samples=samples)
@@ -168,7 +168,7 @@ def test_the_images_looked_at_are_few_and_reach_from_first_to_last(
     assert samples == 1 or steps.max() - steps.min() <= 1
 
 
-def test_an_image_that_cannot_be_read_is_refused_unless_the_view_goes_on_without(
+def test_an_unreadable_image_is_rejected_unless_the_transform_substitutes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole, broken = files(monkeypatch)[0], files(monkeypatch, broken=0)[0]
@@ -182,11 +182,11 @@ def test_an_image_that_cannot_be_read_is_refused_unless_the_view_goes_on_without
     )
 
 
-def test_two_differences_are_both_named_and_equal_parts_are_not(tmp_path: Path) -> None:
+def test_all_differences_are_named_and_equal_parts_are_not(tmp_path: Path) -> None:
     open_cache(tmp_path, key(), HERE)
     other = key(transform=replace(VIEW, size=16, augment="shift-flip"), seed=3)
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as error:
         open_cache(tmp_path, other, HERE)
-    assert "size=8; augment=shift → size=16; augment=shift-flip" in refused.value.what
-    assert "run.seed: 7 → 3" in refused.value.what
-    assert "interpolation" not in refused.value.what
+    assert "size=8; augment=shift → size=16; augment=shift-flip" in error.value.what
+    assert "run.seed: 7 → 3" in error.value.what
+    assert "interpolation" not in error.value.what

@@ -107,7 +107,7 @@ def test_abound_equals_a_loop(shape: tuple[int, ...], margin: float) -> None:
         assert found.item() == pytest.approx(expected, rel=1e-12)
 
 
-def test_abound_sees_the_side_and_not_the_value() -> None:
+def test_abound_depends_on_the_side_of_the_boundary_and_not_on_the_value() -> None:
     student, teacher = maps((2, 3, 4, 4), 5), maps((2, 3, 4, 4), 6)
     torch.testing.assert_close(
         abound(student, teacher, 1.0), abound(student, 7 * teacher, 1.0), rtol=0, atol=0
@@ -123,14 +123,14 @@ def test_gradients_are_those_of_small_differences(shape: tuple[int, ...]) -> Non
     assert torch.autograd.gradcheck(lambda x: abound(x, teacher, 1.0), student)
 
 
-def test_the_last_stage_counts_whole_and_each_one_before_half() -> None:
+def test_each_stage_counts_half_as_much_as_the_next() -> None:
     losses = [torch.tensor([8.0, 0.0]), torch.tensor([4.0, 2.0]), torch.tensor([1.0, 1.0])]
     assert by_depth(losses).tolist() == [2.0 + 2.0 + 1.0, 0.0 + 1.0 + 1.0]
     assert by_depth(losses[:1]).tolist() == [8.0, 0.0]
 
 
 @pytest.mark.parametrize("method", [Ofd(), Abound()])
-def test_stages_are_matched_from_the_last_and_everything_learns(method: Ofd | Abound) -> None:
+def test_stages_are_paired_from_the_last_and_every_helper_learns(method: Ofd | Abound) -> None:
     needs = method.needs(STUDENT, TEACHER)
     assert needs == Needs(
         ("stage2.pre", "stage3.pre", "stage4.pre"), ("stage1.pre", "stage2.pre", "stage3.pre")
@@ -193,7 +193,7 @@ def test_ofd_raises_the_teacher_to_its_margins_and_weighs_stages() -> None:
     torch.testing.assert_close(method.loss(seen(student, teacher, helped)), whole)
 
 
-def test_abound_does_not_touch_the_teacher_and_is_an_initial_stage() -> None:
+def test_abound_does_not_change_the_teacher_and_is_an_initial_phase() -> None:
     method = Abound()
     needs = method.needs(STUDENT, TEACHER)
     student, teacher = taps(STUDENT, needs.student, 3, 1), taps(TEACHER, needs.teacher, 3, 2)
@@ -216,7 +216,7 @@ def test_equal_and_zero_maps_have_finite_gradients() -> None:
         assert ofd(student, value).tolist() == [0.0, 0.0]
 
 
-def test_a_teacher_without_batchnorm_or_taps_is_refused() -> None:
+def test_a_teacher_without_batchnorm_or_taps_is_rejected() -> None:
     with pytest.raises(
         UserError, match=r"BatchNorm directly before each activation.*stage1\.pre of the teacher plain"
     ):

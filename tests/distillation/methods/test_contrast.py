@@ -77,7 +77,7 @@ def test_nce_equals_loops_over_probabilities(count: int, draws: int, dim: int, t
         assert found.item() == pytest.approx(expected, rel=1e-10)
 
 
-def test_the_normaliser_is_the_mean_of_what_counts_times_the_samples() -> None:
+def test_the_normaliser_is_the_mean_over_counted_pairs_times_the_samples() -> None:
     anchors, positives, negatives = unit(4, 5, 1), unit(4, 5, 2), unit(9, 5, 3)
     keep = torch.rand(4, 9, generator=torch.Generator().manual_seed(5)) > 0.3
     counted = [
@@ -120,7 +120,7 @@ def test_no_score_overflows_and_an_anchor_may_have_no_negative(score: float) -> 
     assert (negative.grad[~keep] == 0).all()
 
 
-def test_the_loss_learns_to_tell_samples_apart() -> None:
+def test_the_loss_learns_to_distinguish_samples() -> None:
     positives, negatives, keep = unit(3, 4, 2), unit(7, 4, 3), torch.ones(3, 7, dtype=torch.bool)
     log_z = torch.tensor(4.0, dtype=torch.float64)
     near = nce(*scores(positives, positives, negatives, 0.2), keep, log_z, 50)
@@ -128,7 +128,7 @@ def test_the_loss_learns_to_tell_samples_apart() -> None:
     assert near < far
 
 
-def test_both_directions_are_summed_and_each_looks_into_the_other_bank() -> None:
+def test_both_directions_are_summed_and_each_reads_the_other_bank() -> None:
     method, bank, ids = Crd(K=20, dim=6, tau=0.3), small_bank(), torch.tensor([4, 0, 9, 5])
     bank.at(7)
     before = bank.collect()
@@ -166,7 +166,7 @@ def test_the_normaliser_is_set_once() -> None:
     assert torch.equal(bank.log_z, first)
 
 
-def test_what_is_not_finite_stays_out_of_the_bank() -> None:
+def test_vectors_that_are_not_finite_are_not_stored_in_the_bank() -> None:
     bank, method, ids = small_bank(), Crd(K=20, dim=6), torch.tensor([4, 0, 9])
     before = bank.collect()
     student, teacher = unit(3, 6, 1).float(), unit(3, 6, 2).float()
@@ -203,7 +203,7 @@ def test_first_rows_depend_on_the_seed_and_the_sample_alone(monkeypatch: pytest.
 
 
 def reference_draws(seed: int, step: int, count: int, samples: int) -> list[int]:
-    """SplitMix64 in Python's integers: one stream of the seed gives a key, and the key and the step another."""
+    """SplitMix64 in Python's integers. The seed gives a key; key and step give the numbers."""
     word, golden = 2**64 - 1, 0x9E3779B97F4A7C15
 
     def mix(z: int) -> int:
@@ -256,7 +256,7 @@ def test_the_bank_is_a_memory_and_other_methods_have_none() -> None:
         bank.restore({**state, "student": state["student"][:-1]})
 
 
-def test_rows_keep_the_networks_apart() -> None:
+def test_the_banks_keep_the_rows_of_both_networks_separate() -> None:
     bank = small_bank()
     state = bank.collect()
     rows = bank.fetch(torch.tensor([5, 5, 2]))
@@ -264,7 +264,7 @@ def test_rows_keep_the_networks_apart() -> None:
     assert torch.equal(rows.teacher, state["teacher"][[5, 5, 2]])
 
 
-def test_the_declaration_works_and_everything_learns() -> None:
+def test_crd_trains_the_student_and_both_embeddings() -> None:
     method = Crd(K=20, dim=6)
     assert method.needs(SMALL, LARGE) == Needs(("pooled",), ("pooled",))
     assert (method.scope, method.mixes) == ("global_batch", False)
@@ -280,12 +280,12 @@ def test_the_declaration_works_and_everything_learns() -> None:
 
 
 @pytest.mark.parametrize("option", [{"K": 0}, {"tau": 0}, {"momentum": 1}, {"momentum": -0.1}, {"dim": 0}])
-def test_wrong_options_are_refused(option: dict[str, Any]) -> None:
+def test_wrong_options_are_rejected(option: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"distill.options {next(iter(option))} = "):
         Crd(**option)
 
 
-def test_networks_without_a_pooled_vector_are_refused() -> None:
+def test_networks_without_a_pooled_vector_are_rejected() -> None:
     with pytest.raises(UserError, match="`pooled`, which maps only does not have"):
         Crd().needs(SMALL, NetworkInfo("maps only", {"stage1": (3, 2, 2)}, 4))
 
@@ -294,7 +294,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_restored_bank_goes_on_bit_by_bit() -> None:
+def test_a_restored_bank_continues_with_the_same_bits() -> None:
     found = bank_ranks.job(WORLD)
     assert same(found["resumed"]["last"], found["last"])
     assert torch.equal(found["resumed"]["losses"], found["losses"][bank_ranks.STEPS // 2 :])
@@ -317,7 +317,7 @@ def test_banks_losses_and_weights_are_the_same_bits_on_any_number_of_processes(s
 
 
 @pytest.mark.slow
-def test_a_bank_saved_by_three_processes_goes_on_alone() -> None:
+def test_a_bank_saved_by_three_processes_continues_in_one() -> None:
     state = bank_ranks.results(3)[1]["last"]
     bank = bank_ranks.METHOD.memory(bank_ranks.LABELS, 99, WORLD)
     bank.restore(state)

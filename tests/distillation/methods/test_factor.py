@@ -1,4 +1,4 @@
-"""Factors, their autoencoder, and how the second stage takes it over."""
+"""Factors, their autoencoder, and how the main phase loads it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_paraphraser_has_three_layers_each_way() -> None:
         assert [m.negative_slope for m in half if isinstance(m, nn.LeakyReLU)] == [0.1] * 3
 
 
-def test_the_initial_stage_learns_to_rebuild_the_teachers_map() -> None:
+def test_the_initial_phase_learns_to_reconstruct_the_teachers_map() -> None:
     method = Paraphrase()
     assert method.needs(STUDENT, TEACHER) == Needs((), ("stage3",))
     torch.manual_seed(0)
@@ -122,7 +122,7 @@ def test_the_initial_stage_learns_to_rebuild_the_teachers_map() -> None:
     assert last < 0.3 * loss.mean()
 
 
-def test_both_stages_pool_the_teacher_alike() -> None:
+def test_both_phases_pool_the_teacher_in_the_same_way() -> None:
     teacher = NetworkInfo("fine", {"stage1": (8, 8, 8)}, 10)
     tapped = {"stage1": maps((2, 8, 8, 8), 1, torch.float32)}
     pooled = tapped["stage1"].unfold(2, 2, 2).unfold(3, 2, 2).mean((-1, -2))
@@ -134,7 +134,7 @@ def test_both_stages_pool_the_teacher_alike() -> None:
     torch.testing.assert_close(helped["teacher"], helper.paraphraser.encode(pooled))
 
 
-def test_the_second_stage_takes_over_the_first_ones_weights_by_name() -> None:
+def test_the_main_phase_loads_the_weights_of_the_initial_phase_by_name() -> None:
     first, second = Paraphrase().helper(STUDENT, TEACHER), Factor().helper(STUDENT, TEACHER)
     theirs = {name for name in second.state_dict() if name.startswith("paraphraser.")}
     assert theirs == set(first.state_dict())
@@ -172,7 +172,7 @@ def test_the_paraphraser_is_frozen_and_never_trains_while_the_translator_learns(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_wrong_options_and_networks_without_stages_are_refused() -> None:
+def test_wrong_options_and_networks_without_stages_are_rejected() -> None:
     with pytest.raises(UserError, match="k = 0"):
         Factor(k=0)
     with pytest.raises(UserError, match="k = -1"):

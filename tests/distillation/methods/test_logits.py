@@ -72,7 +72,7 @@ def test_the_gradient_keeps_its_size_at_high_temperatures(method: str) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_dkd_is_the_label_against_the_rest_and_the_rest_among_themselves(
+def test_dkd_compares_the_label_with_the_rest_and_the_rest_among_themselves(
     shape: tuple[int, int], temperature: float
 ) -> None:
     student, teacher = logits(*shape)
@@ -97,7 +97,7 @@ def test_the_parts_of_dkd_add_up_to_kd(temperature: float) -> None:
     torch.testing.assert_close(tckd + rest * nckd, kd(student, teacher, temperature))
 
 
-def test_dkd_counts_nothing_among_one_other_class() -> None:
+def test_nckd_of_a_single_other_class_is_zero() -> None:
     student, teacher = logits(4, 2)
     assert dkd(student, teacher, labels(4, 2), 4.0, 0.0, 1.0).abs().max() < 1e-12
 
@@ -109,7 +109,7 @@ def sureness(row: Tensor) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize(("sure", "own_sure"), [(69.0, 60.0), (40.0, 60.0), (20.0, 25.0), (69.0, -40.0)])
-def test_dkd_in_fp32_sees_a_rest_of_1e_minus_30(sure: float, own_sure: float) -> None:
+def test_dkd_in_fp32_resolves_a_rest_of_1e_minus_30(sure: float, own_sure: float) -> None:
     """The teacher is sure of class 0, and what it thinks of the others lies at e^-20 to e^-69."""
     teacher = torch.tensor([[sure, 0.0, -1.0, -3.0]])
     student = torch.tensor([[own_sure, 0.0, 1.0, -3.0]], requires_grad=True)
@@ -163,7 +163,7 @@ def test_dist_is_least_for_equal_logits_and_adds_correlation_with_the_right_sign
 
 
 @pytest.mark.parametrize("down", [1e4, 60.0])
-def test_dist_gives_a_class_that_nobody_is_given_no_correlation_and_no_gradient(down: float) -> None:
+def test_dist_of_a_class_with_constant_probability_has_no_correlation_and_no_gradient(down: float) -> None:
     """At 1e4 below the others its probabilities are zero in fp32; at 60 below, only their squares are."""
     student, teacher = logits(6, 4, dtype=torch.float32)
     with torch.no_grad():
@@ -248,7 +248,7 @@ def test_extreme_logits_in_fp32_leave_values_and_gradients_finite(
 
 
 @pytest.mark.parametrize("method", [Kd(), Dkd()])
-def test_a_sample_costs_the_same_in_any_company(method: Method) -> None:
+def test_a_samples_loss_does_not_depend_on_the_batch(method: Method) -> None:
     student, teacher = logits(6, 5)
     own = labels(6, 5)
     alone = [
@@ -270,7 +270,7 @@ def test_dist_does_not_depend_on_the_order_of_the_batch() -> None:
     )
 
 
-def test_the_classes_hand_their_options_to_the_formulas() -> None:
+def test_the_classes_pass_their_options_to_the_formulas() -> None:
     student, teacher = logits(4, 5)
     batch = seen(student, teacher)
     torch.testing.assert_close(Kd(T=2.0).loss(batch), kd(student, teacher, 2.0))
@@ -283,7 +283,7 @@ def test_the_classes_hand_their_options_to_the_formulas() -> None:
     assert Dist().loss(batch).shape == ()
 
 
-def test_the_declarations_are_the_papers() -> None:
+def test_declared_defaults_are_those_of_the_papers() -> None:
     assert (Kd.weights.r, Kd.weights.a, Kd.weights.b, Kd().T) == (0.1, 0.9, 0.0, Kd.weights.T)
     assert (Dkd.weights.r, Dkd.weights.a, Dkd.weights.b) == (1.0, 0.0, 1.0)
     assert (Dkd().T, Dkd().alpha, Dkd().beta, Dkd().warmup) == (4.0, 1.0, 8.0, 20.0)
@@ -294,7 +294,7 @@ def test_the_declarations_are_the_papers() -> None:
 
 
 @pytest.mark.parametrize("method", [Kd(), Dkd(), Dist()])
-def test_logits_are_all_they_need_and_classes_must_agree(method: Method) -> None:
+def test_methods_on_logits_need_no_taps_and_equal_classes(method: Method) -> None:
     student = NetworkInfo("small", {"stage1": (8, 4, 4), "pooled": (8,)}, 10)
     teacher = NetworkInfo("large", {"stage1": (32, 8, 8), "stage2": (64, 4, 4), "pooled": (64,)}, 10)
     assert method.needs(student, teacher) == Needs()
@@ -304,12 +304,12 @@ def test_logits_are_all_they_need_and_classes_must_agree(method: Method) -> None
 
 
 @pytest.mark.parametrize("kind", [Kd, Dkd, Dist])
-def test_a_temperature_that_is_not_above_zero_is_refused(kind: type[Kd] | type[Dkd] | type[Dist]) -> None:
+def test_a_temperature_that_is_not_above_zero_is_rejected(kind: type[Kd] | type[Dkd] | type[Dist]) -> None:
     with pytest.raises(UserError, match=r"distill\.T = 0"):
         kind(T=0.0)
 
 
-def test_dkd_refuses_a_single_class() -> None:
+def test_dkd_rejects_a_single_class() -> None:
     one = NetworkInfo("one", {"pooled": (8,)}, 1)
     with pytest.raises(UserError, match="has one class"):
         Dkd().needs(one, one)

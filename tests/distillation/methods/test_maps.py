@@ -108,7 +108,7 @@ def test_stages_are_paired_from_the_last_one_backwards() -> None:
     ]
 
 
-def test_maps_meet_at_the_smaller_height_and_the_smaller_width() -> None:
+def test_maps_are_compared_at_the_smaller_height_and_the_smaller_width() -> None:
     one, other = at_common_size(torch.randn(1, 2, 8, 3), torch.randn(1, 5, 4, 6))
     assert one.shape == (1, 2, 4, 3)
     assert other.shape == (1, 5, 4, 3)
@@ -179,7 +179,7 @@ def test_attention_of_a_map_of_zeros_has_a_finite_gradient(empty: str) -> None:
     assert losses.tolist() == pytest.approx([0.0 if empty == "both" else 1 / 16] * 2)
 
 
-def test_equal_maps_cost_nothing_and_scale_does_not_matter_to_attention() -> None:
+def test_equal_maps_have_a_loss_of_zero_and_attention_ignores_scale() -> None:
     x = doubles(2, 3, 4, 4)
     assert hint(x, x).abs().max() == 0
     assert attention(3 * x, x).abs().max() < 1e-15
@@ -203,7 +203,7 @@ def test_a_samples_loss_does_not_depend_on_the_others(method: Method) -> None:
     torch.testing.assert_close(method.loss(one), method.loss(batch)[1:2])
 
 
-def test_hint_takes_the_stage_as_far_from_the_end() -> None:
+def test_hint_reads_the_teachers_stage_at_the_same_distance_from_the_end() -> None:
     needs = Hint().needs(THREE, FOUR)
     assert (needs.student, needs.teacher) == (("stage2",), ("stage3",))
     needs = Hint(layer=4).needs(FOUR, THREE)
@@ -219,7 +219,7 @@ def test_hint_regresses_with_a_bias_and_the_loss_sees_the_teachers_map() -> None
     torch.testing.assert_close(Hint().loss(batch), expected)
 
 
-def test_attention_adds_up_its_stages_and_reads_those_asked_for() -> None:
+def test_attention_sums_its_stages_and_reads_those_that_are_named() -> None:
     needs = Attention(layers="2+3").needs(THREE, FOUR)
     assert (needs.student, needs.teacher) == (("stage2", "stage3"), ("stage3", "stage4"))
     batch, _ = seen(Attention(layers="2+3"), THREE, FOUR)
@@ -230,7 +230,7 @@ def test_attention_adds_up_its_stages_and_reads_those_asked_for() -> None:
     torch.testing.assert_close(Attention(layers="2+3").loss(batch), parts[0] + parts[1])
 
 
-def test_vid_starts_from_a_variance_of_five_and_adds_up_its_stages() -> None:
+def test_vid_starts_from_a_variance_of_five_and_sums_its_stages() -> None:
     batch, _ = seen(Vid(), THREE, FOUR)
     expected = torch.zeros(3)
     for name, teacher in batch.teacher_taps.items():
@@ -252,14 +252,14 @@ def test_vid_starts_from_a_variance_of_five_and_adds_up_its_stages() -> None:
         (Vid(), THREE, NetworkInfo("flat", {"pooled": (4,)}, 10), "method = vid"),
     ],
 )
-def test_what_cannot_be_paired_is_refused(
+def test_stages_that_cannot_be_paired_are_rejected(
     method: Method, student: NetworkInfo, teacher: NetworkInfo, says: str
 ) -> None:
     with pytest.raises(UserError, match=says):
         method.needs(student, teacher)
 
 
-def test_weights_are_the_papers() -> None:
+def test_default_weights_are_those_of_the_papers() -> None:
     assert [(m.weights.r, m.weights.a, m.weights.b) for m in (Hint, Attention, Vid)] == [
         (1, 0, 100),
         (1, 0, 1000),
@@ -334,7 +334,7 @@ def test_reviewkd_works_between_networks_of_different_shape(
         assert fused.shape[1:] == (shape if len(shape) == 3 else (*shape, 1, 1))
 
 
-def test_maps_before_the_activation_are_taken_where_they_are_known() -> None:
+def test_maps_before_the_activation_are_read_where_they_are_known() -> None:
     needs = ReviewKd().needs(SMALL, LARGE)
     assert needs.student == ("stage1", "stage2", "stage3", "pooled")
     assert needs.teacher == ("stage1.pre", "stage2.pre", "stage3.pre", "pooled")
@@ -365,7 +365,7 @@ def test_the_fusion_is_the_papers_from_deep_to_shallow() -> None:
     torch.testing.assert_close(batch.helper_outputs["stage1.pre"], expected["stage1"], rtol=1e-3, atol=1e-4)
 
 
-def test_the_shallowest_level_teaches_all_deeper_ones() -> None:
+def test_the_shallowest_level_has_a_gradient_for_all_deeper_ones() -> None:
     batch, _ = seen(ReviewKd(mid=8), SMALL, LARGE)
     hierarchical(batch.helper_outputs["stage1.pre"], batch.teacher_taps["stage1.pre"]).mean().backward()
     for tap in batch.taps.values():
@@ -373,7 +373,7 @@ def test_the_shallowest_level_teaches_all_deeper_ones() -> None:
         assert tap.grad.abs().max() > 0
 
 
-def test_the_loss_adds_up_its_levels() -> None:
+def test_the_loss_sums_its_levels() -> None:
     batch, _ = seen(ReviewKd(mid=8), SMALL, LARGE)
     expected = (batch.helper_outputs["pooled"].flatten(1) - batch.teacher_taps["pooled"]).square().mean(1)
     for name in ("stage1.pre", "stage2.pre", "stage3.pre"):
@@ -381,7 +381,7 @@ def test_the_loss_adds_up_its_levels() -> None:
     torch.testing.assert_close(ReviewKd().loss(batch), expected)
 
 
-def test_only_batch_norms_tie_samples_together() -> None:
+def test_only_batchnorms_make_samples_depend_on_each_other() -> None:
     batch, helper = seen(ReviewKd(mid=8), SMALL, LARGE)
     assert helper is not None
     helper.eval()
@@ -394,7 +394,7 @@ def test_only_batch_norms_tie_samples_together() -> None:
         torch.testing.assert_close(one[name], x[1:2])
 
 
-def test_a_network_without_pooled_features_is_compared_by_stages() -> None:
+def test_networks_without_pooled_features_are_compared_by_stages() -> None:
     bare = NetworkInfo("bare", {name: shape for name, shape in SMALL.shapes.items() if name != "pooled"}, 10)
     assert "pooled" not in ReviewKd().needs(bare, LARGE).teacher
     works(ReviewKd(mid=8), bare, LARGE)
@@ -414,14 +414,14 @@ def test_levels_are_fused_in_as_many_channels_as_the_students_deepest_has(width:
     )
 
 
-def test_what_cannot_be_fused_is_rejected() -> None:
+def test_networks_that_cannot_be_fused_are_rejected() -> None:
     with pytest.raises(UserError, match="flat has 0"):
         ReviewKd().needs(NetworkInfo("flat", {"pooled": (4,)}, 10), LARGE)
     with pytest.raises(UserError, match="mid = -1"):
         ReviewKd(mid=-1)
 
 
-def test_reviewkd_weights_are_the_papers() -> None:
+def test_default_weights_of_reviewkd_are_those_of_the_paper() -> None:
     assert (ReviewKd.weights.r, ReviewKd.weights.a, ReviewKd.weights.b) == (1, 0, 5)
     assert (ReviewKd().warmup, ReviewKd().mid) == (20, 0)
 

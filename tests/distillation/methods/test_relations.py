@@ -85,7 +85,7 @@ def test_correlation_multiplies_the_errors_of_neighbours(count: int) -> None:
     assert correlation(student, teacher).item() == pytest.approx(expected / (count - 1))
 
 
-def test_correlation_falls_as_the_embeddings_meet() -> None:
+def test_correlation_decreases_as_the_embeddings_approach_each_other() -> None:
     student, teacher = rows(6, 5, 5)
     far, near = correlation(student, teacher), correlation(0.5 * student + 0.5 * teacher, teacher)
     assert far > near > 0
@@ -93,7 +93,7 @@ def test_correlation_falls_as_the_embeddings_meet() -> None:
     assert correlation(teacher, teacher) == 0
 
 
-def test_correlation_of_a_batch_of_one_is_nothing() -> None:
+def test_correlation_of_a_batch_of_one_is_zero() -> None:
     student, teacher = rows(1, 5, 5)
     loss = correlation(student, teacher)
     loss.backward()
@@ -198,7 +198,7 @@ def test_gradients_are_those_of_the_losses(loss: Loss, monkeypatch: pytest.Monke
     assert torch.autograd.gradcheck(lambda s: loss(s, teacher), student)
 
 
-def test_correlation_teaches_the_teachers_embedding_too() -> None:
+def test_correlation_trains_the_teachers_embedding_too() -> None:
     student, teacher = rows(5, 4, 4)
     assert torch.autograd.gradcheck(correlation, (student, teacher.requires_grad_()))
 
@@ -211,7 +211,7 @@ def test_the_order_of_the_batch_does_not_matter(loss: Loss) -> None:
     assert not torch.allclose(loss(student[order], teacher), loss(student, teacher))
 
 
-def test_correlation_alone_reads_the_order() -> None:
+def test_only_correlation_depends_on_the_order_of_the_batch() -> None:
     student, teacher = rows(8, 5, 5)
     order = torch.tensor([3, 1, 7, 0, 2, 6, 5, 4])
     assert not torch.allclose(correlation(student[order], teacher[order]), correlation(student, teacher))
@@ -225,7 +225,7 @@ def test_the_scale_of_either_network_does_not_matter(loss: Loss) -> None:
     torch.testing.assert_close(loss(4 * teacher, teacher), torch.zeros((), dtype=torch.float64))
 
 
-def test_rkd_does_not_see_where_the_origin_is() -> None:
+def test_rkd_does_not_depend_on_the_origin() -> None:
     student, teacher = rows(7)
     torch.testing.assert_close(both(student + 5, teacher - 3), both(student, teacher))
 
@@ -288,7 +288,7 @@ def test_rkd_angles_never_hold_a_cube() -> None:
     assert student.grad.norm() > 0
 
 
-def test_the_declarations_are_the_papers() -> None:
+def test_declared_defaults_are_those_of_the_papers() -> None:
     kinds: list[type[Method]] = [Similarity, Correlation, Rkd, Pkt]
     assert [kind.weights.b for kind in kinds] == [3000.0, 0.02, 1.0, 30000.0]
     assert all((kind.weights.r, kind.weights.a, kind.scope) == (1.0, 0.0, "global_batch") for kind in kinds)
@@ -315,7 +315,7 @@ def test_networks_of_different_shapes_train_together(method: Method) -> None:
     assert len(learning) == (5 if isinstance(method, Correlation) else 1)
 
 
-def test_each_reads_its_tap() -> None:
+def test_each_method_reads_its_tap() -> None:
     assert Similarity().needs(STUDENT, TEACHER) == Needs(("stage2",), ("stage3",))
     for method in (Correlation(), Rkd(), Pkt()):
         assert method.needs(STUDENT, TEACHER) == Needs(("pooled",), ("pooled",))
@@ -327,7 +327,7 @@ def test_each_reads_its_tap() -> None:
     }
 
 
-def test_similarity_takes_the_last_map_whatever_else_is_there() -> None:
+def test_similarity_reads_the_last_map() -> None:
     maps = {name: torch.randn(4, 3, 2, 2) for name in ("stage10", "stage2", "stage10.pre", "pooled", "stem")}
     seen = LossInputs(
         maps["stem"], maps["stem"], maps, {"stage3": maps["stem"]}, {}, torch.arange(4), torch.arange(4)
@@ -336,7 +336,7 @@ def test_similarity_takes_the_last_map_whatever_else_is_there() -> None:
 
 
 @pytest.mark.parametrize("method", [Similarity(), Correlation(), Rkd(), Pkt()])
-def test_a_network_without_the_tap_is_refused_by_name(method: Method) -> None:
+def test_a_network_without_the_tap_is_rejected_by_name(method: Method) -> None:
     bare = NetworkInfo("bare", {"stem": (8, 4, 4)}, 10)
     for pair in ((bare, TEACHER), (STUDENT, bare)):
         with pytest.raises(

@@ -81,7 +81,7 @@ def test_nst_has_the_gradient_of_finite_differences_on_either_side(channels: int
     assert torch.autograd.gradcheck(lambda x: nst(x, teacher), student)
 
 
-def test_nst_of_equal_channels_in_another_order_is_zero() -> None:
+def test_nst_of_equal_channels_in_a_different_order_is_zero() -> None:
     x = doubles(2, 3, 4, 4)
     assert nst(x, x.flip(1)).abs().max() < 1e-14
     assert nst(x, -5 * x).abs().max() < 1e-14
@@ -147,7 +147,7 @@ def kdsvd_by_loops(student: list[Tensor], teacher: list[Tensor], k: int) -> list
 
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("shape", [(6, 5, 5), (40, 3, 4), (6, 2, 3)])
-def test_singular_vectors_are_the_librarys_up_to_sign(count: int, shape: tuple[int, int, int]) -> None:
+def test_singular_vectors_equal_the_librarys_up_to_sign(count: int, shape: tuple[int, int, int]) -> None:
     x = separated(3, *shape).flatten(2)
     found = singular_vectors(x, count)
     exact = torch.linalg.svd(x)[2][:, :count].mT
@@ -162,7 +162,7 @@ def test_the_leading_vector_has_the_exact_gradient() -> None:
     ours, exact = x.clone().requires_grad_(), x.clone().requires_grad_()
     v = singular_vectors(ours, 4)[:, :, 0]
     w = torch.linalg.svd(exact, full_matrices=False)[2][:, 0]
-    # A quadratic form does not see the sign.
+    # A quadratic form ignores the sign.
     torch.einsum("ni,ij,nj->", v, weight, v).backward()
     torch.einsum("ni,ij,nj->", w, weight, w).backward()
     torch.testing.assert_close(ours.grad, exact.grad, rtol=1e-2, atol=2e-3)
@@ -177,14 +177,14 @@ def test_kdsvd_is_the_sum_over_places_of_squared_gaps(k: int, sizes: tuple[tuple
     torch.testing.assert_close(kdsvd(student, teacher, k), expected, rtol=1e-3, atol=1e-6)
 
 
-def test_kdsvd_meets_at_the_smaller_size() -> None:
+def test_kdsvd_compares_maps_at_the_smaller_size() -> None:
     student = [separated(2, 6, 4, 4), separated(2, 7, 2, 2)]
     teacher = [separated(2, 6, 8, 8), separated(2, 7, 4, 4)]
     at_size = [F.avg_pool2d(x, 2) for x in teacher]
     torch.testing.assert_close(kdsvd(student, teacher), kdsvd(student, at_size))
 
 
-def test_kdsvd_of_equal_maps_is_zero_and_does_not_see_sign_or_scale() -> None:
+def test_kdsvd_of_equal_maps_is_zero_and_ignores_sign_and_scale() -> None:
     maps = [separated(2, 6, 4, 4), separated(2, 7, 3, 3)]
     assert kdsvd(maps, maps).abs().max() < 1e-12
     assert kdsvd([-3 * x for x in maps], maps).abs().max() < 1e-12
@@ -246,7 +246,7 @@ def test_kdsvd_has_a_finite_gradient_where_singular_vectors_are_not_defined(case
         assert x.grad.abs().max() < 1e3
 
 
-def test_kdsvd_takes_maps_smaller_than_its_vectors_are_many() -> None:
+def test_kdsvd_accepts_maps_smaller_than_the_number_of_its_vectors() -> None:
     student = [torch.randn(2, 3, 2, 2).requires_grad_(), torch.randn(2, 3, 1, 1).requires_grad_()]
     losses = kdsvd(student, [torch.randn(2, 3, 2, 2), torch.randn(2, 4, 1, 1)], k=5)
     losses.sum().backward()
@@ -308,7 +308,7 @@ def test_fsp_of_maps_of_zeros_has_a_finite_gradient() -> None:
     assert all(x.grad is not None and x.grad.isfinite().all() for x in student)
 
 
-def test_fsp_reads_the_stem_and_is_an_initial_stage() -> None:
+def test_fsp_reads_the_stem_and_is_an_initial_phase() -> None:
     needs = Fsp().needs(THREE, TWIN)
     assert needs.student == needs.teacher == ("stem", "stage1", "stage2", "stage3")
     needs = Fsp().needs(THREE, HALVED)
@@ -361,7 +361,7 @@ def test_nst_and_kdsvd_add_up_their_stages() -> None:
     torch.testing.assert_close(Kdsvd().loss(batch), expected)
 
 
-def test_what_cannot_be_compared_is_refused() -> None:
+def test_networks_that_cannot_be_compared_are_rejected() -> None:
     with pytest.raises(UserError, match=r"three has 6/6/7/9, four has 4/5/8/10(.|\n)*resnet56"):
         Fsp().needs(THREE, FOUR)
     single = NetworkInfo("single", {"stage1": (4, 8, 8)}, 10)
@@ -375,7 +375,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
         Kdsvd(k=0)
 
 
-def test_weights_are_the_papers() -> None:
+def test_default_weights_are_those_of_the_papers() -> None:
     assert [(m.weights.r, m.weights.a, m.weights.b) for m in (Nst, Kdsvd, Fsp)] == [
         (1, 0, 50),
         (1, 0, 1),

@@ -81,7 +81,7 @@ def spot_check(
 ) -> str:
     """Recomputes a few chunks and compares them with the stored rows, bit for bit. On a different machine or torch
     version, or with nondeterministic kernels, it uses a tolerance and returns a warning. (seed, epochs) determines
-    the chunks. The ranks divide the work and agree on the result."""
+    the chunks. The ranks divide the work, and all get the same result."""
     here = describe_machine(world)
     exact = here == cache.machine and here["kernels"] == DETERMINISTIC
     mine = chosen_chunks(cache, epochs, count)[world.rank :: world.size]
@@ -185,19 +185,19 @@ def _compute_missing(
     stopping: Callable[[], bool],
 ) -> bool:
     """Rank j mod world computes block j. All ranks synchronise every SYNC_EVERY chunks, even those that are done: to
-    agree on stopping, to list the checksums of complete epochs, and so that no collective times out."""
+    stop together, to list the checksums of complete epochs, and so that no collective times out."""
     assigned = [plan.missing[rank :: world.size] for rank in range(world.size)]
     steps = max(1, *(sum(_chunk_count(cache, block) for _, block in blocks) for blocks in assigned))
     mine = assigned[world.rank]
     fresh = {place: cache.read(*place)[1] for place in plan.present[world.rank :: world.size]}
     known: dict[Place, str] = {}
     rows: list[Tensor] = []
-    asked = False
+    stop = False
     with closing(feed(request for _, request in _chunks(cache, mine))) as batches:
         todo = zip(_chunks(cache, mine), batches, strict=True)
         for step in range(1, steps + 1):
-            asked = asked or stopping()
-            item = None if asked else next(todo, None)
+            stop = stop or stopping()
+            item = None if stop else next(todo, None)
             enter(Phase.FILLING)
             if item is not None:
                 (place, request), batch = item
@@ -206,7 +206,7 @@ def _compute_missing(
                     fresh[place] = cache.write(*place, torch.cat(rows).cpu().numpy())
                     rows.clear()
             if step % SYNC_EVERY == 0 or step == steps:
-                gathered = world.all_gather_object((asked, fresh))
+                gathered = world.all_gather_object((stop, fresh))
                 fresh = {}
                 if world.is_rank_zero:
                     for _, theirs in gathered:

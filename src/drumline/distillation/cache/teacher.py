@@ -116,14 +116,14 @@ def open_cached_teacher(
         logits, taps = teacher(normalise(images))
         return logits.to(rule.numbers), taps["pooled"].to(rule.numbers) if rule.pooled else None
 
-    def shown(requests: Iterable[Request]) -> Batches:
+    def with_progress(requests: Iterable[Request]) -> Batches:
         with closing(sets.feed(recipe.run.seed, requests, world.device)) as batches:
             text = "filling the teacher cache"
             yield from progress(batches, text, chunks) if world.is_rank_zero and chunks else batches
 
     with StopSign(world) as stop:
-        whole = fill(cache, epochs, outputs, shown, world, stopping=lambda: stop.asked)
-    if not whole:
+        complete = fill(cache, epochs, outputs, with_progress, world, stopping=lambda: stop.asked)
+    if not complete:
         stopped = UserError(
             f"stopped while filling {cache.folder}; the blocks filled so far are kept",
             "repeat the command to continue",

@@ -62,8 +62,8 @@ def nce(positive: Tensor, negative: Tensor, keep: Tensor, log_z: Tensor, samples
     """
     odds = keep.sum(1).clamp_min(1).to(positive.dtype).log() - math.log(samples) + log_z
     found = F.logsigmoid(positive - odds)
-    refused = torch.where(keep, F.logsigmoid(odds[:, None] - negative), 0.0).sum(1)
-    return -(found + refused).mean()
+    noise = torch.where(keep, F.logsigmoid(odds[:, None] - negative), 0.0).sum(1)
+    return -(found + noise).mean()
 
 
 @dataclass(frozen=True)
