@@ -349,12 +349,8 @@ def _table(name: str, benchmark: _Benchmark) -> str:
     lines = [f"{name}/METHOD/PAIR, top-1 (%) as published"]
     lines += [f"  {number:>2}  {pair}" for number, pair in enumerate(benchmark.pairs, 1)]
     lines.append(" " * 12 + "".join(f"{number:>6}" for number in range(1, len(benchmark.pairs) + 1)))
-    shown = [*_SINGLE, *(method for method in benchmark.methods() if _is_shown(benchmark, method))]
-    return "\n".join([*lines, *(_row(benchmark, method) for method in shown)])
-
-
-def _is_shown(benchmark: _Benchmark, method: str) -> bool:
-    return method in benchmark.settings or method in benchmark.figures
+    shown = [name for name in benchmark.methods() if name in benchmark.settings or name in benchmark.figures]
+    return "\n".join([*lines, *(_row(benchmark, method) for method in (*_SINGLE, *shown))])
 
 
 def _row(benchmark: _Benchmark, method: str) -> str:

@@ -7,6 +7,7 @@ that.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -90,31 +91,27 @@ def check_fit(
             check_cacheable(recipe, networks.teacher_taps, sets.name)
 
 
+@dataclass
 class _Builder:
     """Builds a task step by step. All ranks call the methods in the same order."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        sets: Sets,
-        plan: Plan,
-        strategy: Strategy,
-        display: Display,
-        selection: Selection,
-        previous: tuple[Path, ...],
-    ) -> None:
-        self.recipe, self.sets, self.plan, self.strategy = recipe, sets, plan, strategy
-        self.display, self.selection, self.previous = display, selection, previous
+    recipe: Recipe
+    sets: Sets
+    plan: Plan
+    strategy: Strategy
+    display: Display
+    selection: Selection
+    previous: tuple[Path, ...]
+    messages: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        recipe, strategy = self.recipe, self.strategy
         self.world, self.grid = strategy.world, strategy.grid
-        self.size, self.classes = sets.transform.size, Classes.of(sets.train)
-        self.caches = bool(recipe.distill.cache) and not selection.phase
-        distill = recipe.distill
-        precision = distill.teacher_precision
-        self.precision = strategy.resolve_precision(
-            recipe.train.precision if precision == "auto" else precision
-        )
+        self.size, self.classes = self.sets.transform.size, Classes.of(self.sets.train)
+        self.caches = bool(recipe.distill.cache) and not self.selection.phase
         self.stages = plan_teacher_stages(recipe, strategy)
-        self.messages: list[str] = []
+        wanted = recipe.distill.teacher_precision
+        self.precision = strategy.resolve_precision(recipe.train.precision if wanted == "auto" else wanted)
 
     def task(self) -> Task:
         networks = self._networks()

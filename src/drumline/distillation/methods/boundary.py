@@ -93,21 +93,18 @@ class Ofd(Method):
     helper_reads_teacher: ClassVar[bool] = True
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
-        """The pre-activation taps of all common stages."""
         pairs = _pairs(self.name, student, teacher)
         for _, tap in pairs:
             _norm(teacher, tap)
         return needs_of(pairs)
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
-        """The connectors and the teacher's margins."""
         pairs = _pairs(self.name, student, teacher)
         norms = [_norm(teacher, tap) for _, tap in pairs]
         found = [margins(norm.weight, norm.bias) for norm in norms]
         return Connectors(student, teacher, pairs, found)
 
     def loss(self, inputs: LossInputs) -> Tensor:
-        """(n,)."""
         return by_depth([ofd(student, target) for student, target in _connected(inputs.helper_outputs)])
 
 
@@ -134,15 +131,12 @@ class Abound(Method):
         check_option("margin", self.margin, self.margin > 0, "above 0", 1)
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
-        """The pre-activation taps of all common stages."""
         return needs_of(_pairs(self.name, student, teacher))
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
-        """The connectors."""
         return Connectors(student, teacher, _pairs(self.name, student, teacher))
 
     def loss(self, inputs: LossInputs) -> Tensor:
-        """(n,)."""
         losses = [
             abound(student, target, self.margin) for student, target in _connected(inputs.helper_outputs)
         ]

@@ -97,7 +97,6 @@ class Crd(Method):
         check_option("dim", self.dim, self.dim >= 1, "1 or more", 128)
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
-        """Two linear embeddings."""
         return Embeddings(student, teacher, self.dim)
 
     def memory(self, labels: Tensor, seed: int, world: World) -> ContrastBank:

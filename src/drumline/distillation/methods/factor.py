@@ -59,15 +59,12 @@ class Paraphrase(Method):
         check_option("k", self.k, self.k > 0, "above 0", 0.5)
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
-        """The teacher's last map."""
         return Needs(teacher=(_last(teacher),))
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
-        """The autoencoder."""
         return _Reconstruct(_last(teacher), _grid(student, teacher), _paraphraser(teacher, self.k))
 
     def loss(self, inputs: LossInputs) -> Tensor:
-        """(n,)."""
         return paraphrase(inputs.helper_outputs["reconstruction"], inputs.helper_outputs["target"])
 
 
@@ -84,22 +81,18 @@ class Factor(Paraphrase):
 
     @classmethod
     def initial_method(cls) -> type[Method]:
-        """The autoencoder."""
         return Paraphrase
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
-        """The last map of both networks."""
         return Needs((_last(student),), (_last(teacher),))
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
-        """The frozen autoencoder and the translator."""
         paraphraser = _paraphraser(teacher, self.k)
         translator = encoder(student.shapes[_last(student)][0], paraphraser.width)
         taps = (_last(student), _last(teacher))
         return _Translate(taps, _grid(student, teacher), paraphraser, translator)
 
     def loss(self, inputs: LossInputs) -> Tensor:
-        """(n,)."""
         return factor(inputs.helper_outputs["student"], inputs.helper_outputs["teacher"])
 
 

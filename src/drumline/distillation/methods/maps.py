@@ -79,11 +79,9 @@ class Hint(Method):
         return Needs((mine,), (theirs,))
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
-        """The regressor."""
         return _Regressor(self._pair(student, teacher), student, teacher)
 
     def loss(self, inputs: LossInputs) -> Tensor:
-        """`hint` of the regressed map."""
         ((name, regressed),) = inputs.helper_outputs.items()
         return hint(regressed, inputs.teacher_taps[name])
 
@@ -109,7 +107,6 @@ class Attention(Method):
         return super().needs(student, teacher)
 
     def loss(self, inputs: LossInputs) -> Tensor:
-        """Sum of `attention` over the stages."""
         pairs = paired_stages(inputs.taps, inputs.teacher_taps)
         return sum_of([attention(inputs.taps[mine], inputs.teacher_taps[theirs]) for mine, theirs in pairs])
 
@@ -132,11 +129,9 @@ class Vid(Method):
     weights: ClassVar[Weights] = Weights(b=1.0)
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
-        """One predictor of mean and variance per stage."""
         return _Predictors(require_pairs(self.name, student, teacher), student, teacher)
 
     def loss(self, inputs: LossInputs) -> Tensor:
-        """Sum of `vid` over the stages."""
         return sum_of(
             [
                 vid(
@@ -264,13 +259,11 @@ class ReviewKd(Method):
         return needs_of(_levels(student, teacher))
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
-        """Fuses levels from deep to shallow."""
         levels = _levels(student, teacher)
         deepest, _ = levels[-1]
         return _Review(levels, student, teacher, self.mid or min(MOST_MID, student.shapes[deepest][0]))
 
     def loss(self, inputs: LossInputs) -> Tensor:
-        """Sum of `hierarchical` over the levels."""
         return sum_of(
             [hierarchical(x, _as_map(inputs.teacher_taps[name])) for name, x in inputs.helper_outputs.items()]
         )

@@ -240,11 +240,9 @@ class Srd(Method):
         check_temperature(self.T)
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
-        """The projector and the two BatchNorms."""
         return _Project(student.shapes["pooled"][0], teacher.shapes["pooled"][0])
 
     def loss(self, inputs: LossInputs) -> Tensor:
-        """One number."""
         distance = srd(inputs.helper_outputs["student"], inputs.helper_outputs["teacher"], self.exponent)
         return 2 * distance + kd(inputs.logits, inputs.teacher_logits, self.T).mean()
 

@@ -117,7 +117,6 @@ class Nst(Method):
     weights: ClassVar[Weights] = Weights(b=50.0)
 
     def loss(self, inputs: LossInputs) -> Tensor:
-        """Sum of `nst` over the stages."""
         return sum_of([nst(mine, theirs) for mine, theirs in zip(*_maps(inputs), strict=True)])
 
 
@@ -136,11 +135,9 @@ class Kdsvd(Method):
         check_option("k", self.k, self.k >= 1, "1 or more", 1)
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
-        """All common stages; at least two."""
         return needs_of(require_pairs(self.name, student, teacher, least=2))
 
     def loss(self, inputs: LossInputs) -> Tensor:
-        """`kdsvd` of all stages."""
         return kdsvd(*_maps(inputs), self.k)
 
 
