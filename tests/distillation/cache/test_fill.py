@@ -63,7 +63,7 @@ def test_a_stopped_fill_resumes_to_the_same_bytes(tmp_path: Path, calls: int) ->
 def test_a_killed_fill_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     killed = tmp_path / "killed"
     program = (
-        "import time, torch; from pathlib import Path; from drumline.distillation.cache import format as cache\n"
+        "import time, torch; from pathlib import Path; from drumline.distillation.cache import folder as cache\n"
         "torch.set_num_threads(1)\n"
         "from drumline.parallel.world import single_process; from tests.distillation import cache_ranks\n"
         "cache.BLOCK, here = cache_ranks.SMALL_BLOCK, single_process(torch.device('cpu'))\n"
