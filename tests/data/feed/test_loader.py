@@ -191,7 +191,7 @@ def test_a_broken_file_surfaces_as_the_users_error_with_its_name(
     assert "Traceback" not in str(caught.value)
     assert caught.value.fix
     assert feeds() == []
-    _gone(workers_of(before))
+    assert_ended(workers_of(before))
 
 
 @pytest.mark.parametrize("workers", ALL, ids=named)
@@ -227,7 +227,7 @@ def test_too_many_broken_samples_end_the_run_and_its_workers(damaged: Path, work
     assert "cat/6.jpg" in caught.value.what
     assert "dog/4.jpg" in caught.value.what
     assert feeds() == []
-    _gone(workers_of(before))
+    assert_ended(workers_of(before))
 
 
 @pytest.mark.slow
@@ -256,7 +256,7 @@ def test_closing_ends_the_processes(folder: Path, taken: int) -> None:
     started = workers_of(before)
     assert len(started) == (2 if taken else 0)
     loaded.close()
-    _gone(started)
+    assert_ended(started)
     assert workers_of(before) == []
 
 
@@ -284,7 +284,7 @@ def test_workers_end_by_themselves_after_the_last_batch(folder: Path) -> None:
         next(warm)
     before = children()
     list(load(folder, LoaderWorkers("processes", 2)))
-    _gone(workers_of(before))
+    assert_ended(workers_of(before))
     assert feeds() == []
 
 
@@ -343,7 +343,7 @@ def test_an_error_among_the_requests_surfaces_after_the_batches_before_it(
     with pytest.raises(UserError, match="the order ended"):
         consume()
     assert feeds() == []
-    _gone(workers_of(before))
+    assert_ended(workers_of(before))
 
 
 def test_arrays_are_made_in_the_callers_thread_whatever_the_workers() -> None:
@@ -422,7 +422,7 @@ def _count(what: str) -> int:
     return len(list(Path("/proc/self", what).iterdir()))
 
 
-def _gone(processes: list[psutil.Process]) -> None:
+def assert_ended(processes: list[psutil.Process]) -> None:
     """Within a few seconds; a process that is slow to leave is not one that stays. The fork server stays."""
     deadline = time.monotonic() + 5
     processes = [process for process in processes if not _is_server(process)]

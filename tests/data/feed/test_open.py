@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import subprocess
 import sys
 import threading
@@ -26,6 +28,7 @@ from drumline.data.packed.write import pack_set
 from drumline.parallel.world import single_process
 from drumline.training.sets import open_sets
 from tests.data.damage import good_jpeg
+from tests.data.feed.test_loader import assert_ended, children, workers_of
 
 TRAIN, EVAL = 22, 7
 FIELDS = "images", "labels", "sample_ids"
@@ -242,6 +245,20 @@ def test_an_iteration_is_an_epoch_and_a_broken_off_one_is_continued(photos: Path
         assert ids(feed) == second[4:]
 
 
+def test_set_epoch_before_each_epoch_keeps_the_running_workers(photos: Path) -> None:
+    """The habit from DistributedSampler."""
+    with opened(photos) as feed:
+        plain = [ids(feed) for _ in range(3)]
+    found, streams = [], []
+    with opened(photos) as feed:
+        for epoch in range(3):
+            feed.set_epoch(epoch)
+            found.append(ids(feed))
+            streams += feed._open
+    assert found == plain
+    assert all(stream is streams[0] for stream in streams)
+
+
 def test_a_feed_that_is_moved_ends_its_iteration(photos: Path) -> None:
     with opened(photos) as feed:
         batches = iter(feed)
@@ -277,6 +294,17 @@ def test_closing_early_ends_the_threads(photos: Path) -> None:
     with pytest.raises(UserError, match="closed"):
         next(iter(feed))
     feed.close()
+
+
+@pytest.mark.slow
+def test_leaving_the_loop_and_the_with_block_ends_the_processes(photos: Path) -> None:
+    before = children()
+    with opened(photos, pool="processes") as feed:
+        for _ in feed:
+            break
+        started = workers_of(before)
+    assert len(started) >= 2
+    assert_ended(started)
 
 
 def test_a_feed_that_is_forgotten_ends_its_threads(photos: Path) -> None:
@@ -364,6 +392,18 @@ def test_a_wrong_argument_is_named(photos: Path, options: dict[str, Any], named:
         drumline.open_feed(**{"path": photos, "batch": 4, "size": 16, **options})
     assert named in refused.value.what
     assert refused.value.fix
+
+
+def test_the_help_explains_every_argument() -> None:
+    text = inspect.getdoc(drumline.open_feed)
+    assert text is not None
+    explained = {
+        name
+        for line in re.findall(r"^    ([a-z]\w*(?:, \w+)?): ", text, re.MULTILINE)
+        for name in line.split(", ")
+    }
+    assert set(inspect.signature(drumline.open_feed).parameters) == explained
+    assert "with drumline.open_feed(" in text
 
 
 def test_the_documented_signature_holds(photos: Path) -> None:

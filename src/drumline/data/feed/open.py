@@ -1,9 +1,9 @@
-"""`drumline.open_feed`: the data path of a run as an iterator for any training loop.
+"""`drumline.open_feed`: the data path of a run as an iterable for any training loop.
 
 Promises: the pixels are Pillow's. The batches are those of `drumline train` with the same seed, whatever the number
 of workers. The slices of the ranks are disjoint and cover each batch. `epoch` and `position` say how far a feed is; a
 feed opened there yields the rest. Evaluation yields each sample exactly once, and as many batches on every rank.
-Refuses values that a recipe refuses, with a `UserError`.
+Values that a recipe rejects raise a `UserError`.
 """
 
 from __future__ import annotations
@@ -71,19 +71,54 @@ def open_feed(
     bad_limit: float = 0.01,
     exif: Literal["ignore", "apply"] = "ignore",
 ) -> Feed:
-    """Opens a dataset as a `Feed` of `(images, labels, sample_ids)`: uint8 NCHW, int64, int64.
+    """Opens a dataset for your own training loop: the pixels, order and speed of `drumline train`.
 
-    path: a folder, a file, or "" for the embedded digits; any source of `drumline train --data.path`.
-    batch: the global batch. Each rank gets its slice of every batch.
-    size: the side of the images; None for the stored size (arrays) or 224 (image files).
-    train: shuffled and augmented, without the last incomplete batch. False: the evaluation split in its order, centre
-        crops, each sample exactly once; if the data has no splits, all of it.
-    rank, world: which slice. None for both: those of torch.distributed, torchrun or Slurm, else 0 of 1.
-    seed: decides order and augmentation, together with the epoch and the sample id.
-    start, epoch: where to begin: `position` and `epoch` of another feed.
-    device: where the tensors are. On a GPU they are copied ahead of the loop on a side stream.
+        with drumline.open_feed("photos", batch=256, size=224) as feed:
+            model = drumline.create_model("resnet18", classes=len(feed.classes))
+            while feed.epoch < 90:
+                for images, labels, sample_ids in feed:  # one epoch
+                    loss = torch.nn.functional.cross_entropy(model(images / 255), labels)
+                    ...
+                    state = {"epoch": feed.epoch, "start": feed.position}
 
-    The other arguments are the fields of the same names in the recipe's `[data]` section (docs/recipe.md).
+    `images` is uint8 of shape (n, channels, size, size), `labels` and `sample_ids` are int64 of shape (n,).
+    `open_feed("photos", batch=256, size=224, **state)` continues after the batch that was yielded last, also with a
+    different `batch` or number of ranks. Leaving the loop early keeps the position: the next `for` continues the
+    epoch. With torchrun, the same code gives each rank its slice of every batch.
+
+    Args:
+        path: A folder, a tar, a packed set, an .npz, ..., as for `drumline train data.path=...`. Empty: the embedded
+            digits.
+        batch: The global batch, over all ranks.
+        size: The side of the images. None: the stored size for arrays, 224 for image files.
+        train: True: shuffled and augmented, without the last incomplete batch. False: the evaluation split in its
+            order, without augmentation, each sample exactly once; all of the data if it has no splits.
+        rank, world: Which slice of each batch, of how many. None: those of torch.distributed, torchrun or Slurm, or
+            else 0 of 1.
+        seed: Decides the order and the augmentation, together with the epoch and the sample id.
+        start, epoch: Where to begin: `position` and `epoch` of a feed over the same data.
+        device: Where the tensors are. Batches for a GPU are copied ahead of the loop, on a side stream.
+        source: The kind of data if it cannot be detected, or your own as "package.module:factory".
+        workers: Threads or processes that read and decode. "auto": the cores of this machine divided by its ranks.
+        pool: The kind of workers. "auto" measures both for about a second while the feed opens.
+        decode: "gpu": the GPU's JPEG engine decodes the files for which it gives the same pixels.
+        augment: How training images are augmented. "auto": "crop-flip" for image files, "shift-flip" for CIFAR,
+            "shift" for other arrays.
+        jitter: Strengths of brightness, contrast, saturation and hue, such as (0.4, 0.4, 0.4, 0.1).
+        randaugment: Operations per sample, and their magnitude, such as (2, 9).
+        erasing: Probability that a rectangle of a training image is replaced by the mean colour.
+        holdout: Fraction of the samples to set aside for evaluation, for data without an evaluation split. Pass the
+            same value with `train=True` and `train=False`.
+        eval_crop: Side of the evaluation crop, as a fraction of the resized short side.
+        resize: Version of Pillow whose resize is reproduced, whatever version is installed.
+        interpolation: Filter of the resize.
+        strict: Whether a sample that cannot be read raises an error. Otherwise another sample replaces it (training),
+            or a black image (evaluation).
+        bad_limit: Fraction of the samples that may be broken before an error is raised.
+        exif: Whether images are rotated by their EXIF orientation.
+
+    Raises:
+        UserError: An argument is wrong, or the data cannot be used. The message says what to do.
     """
     data = _checked(
         seed, source=source, path=os.fspath(path), batch=batch, size="auto" if size is None else size,
@@ -128,17 +163,10 @@ def open_feed(
 
 
 class Feed:
-    """An iterable of `FeedBatch`es. Made by `open_feed`.
+    """An iterable of `FeedBatch`es, opened by `open_feed`.
 
-    One iteration yields the rest of the current epoch; the next one continues with the following epoch:
-
-        with drumline.open_feed("photos", batch=256, size=224) as feed:
-            while feed.epoch < 90:
-                for images, labels, sample_ids in feed:
-                    ...
-
-    Batches of the next epoch are prefetched while an epoch ends. Close the feed, or leave its `with` block, to stop
-    its threads and processes.
+    One iteration yields the rest of the current epoch; the next one yields the following epoch, whose first batches
+    are prefetched while an epoch ends. Close the feed, or leave its `with` block, to end its threads and processes.
     """
 
     def __init__(
@@ -163,8 +191,8 @@ class Feed:
             self._resident = ResidentSet.upload(dataset, transform, device)
         self._epoch, self._position, self._closed = 0, 0, False
         self._open: list[Batches] = []
-        """The batches under way, if any. Native threads must not outlive the interpreter's memory, so they are also
-        ended when the feed is collected, or Python exits."""
+        """The running batches, if any. Native threads must not outlive the interpreter's memory, so they also end
+        when the feed is collected, or Python exits."""
         weakref.finalize(self, _close_all, self._open)
 
     @property
@@ -192,23 +220,24 @@ class Feed:
 
     @property
     def position(self) -> int:
-        """How many samples of the epoch's order are done, over all ranks, including the batch that was yielded last.
-        `open_feed(..., epoch=feed.epoch, start=feed.position)` continues from here, also with a different `batch` or
-        `world`."""
+        """The number of samples of the epoch that are done, over all ranks, including the batch that was yielded
+        last. `open_feed(..., epoch=feed.epoch, start=feed.position)` continues from here, also with a different
+        `batch` or `world`."""
         return self._position
 
     @property
     def bad_samples(self) -> dict[int, str]:
-        """The samples that this rank could not read so far, and why. Each was replaced by another sample (training)
-        or by a black image (evaluation)."""
+        """The samples that this rank could not read so far, with the reasons. Each was replaced by another sample
+        (training) or by a black image (evaluation)."""
         return dict(self._bad.bad)
 
     def __len__(self) -> int:
-        """Batches in a whole epoch."""
+        """The number of batches in a whole epoch."""
         return len(self._plan.bounds(0)) - 1
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Moves to a position of an epoch."""
+        """Moves to a position of an epoch. A loop that calls it before each epoch, as it would for a
+        `DistributedSampler`, keeps the batches that are prefetched already."""
         if not 0 <= epoch < 2**32:
             raise UserError(f"epoch = {epoch} is out of range", "give 0 or more")
         if not 0 <= start <= self.samples:
@@ -216,7 +245,8 @@ class Feed:
                 f"start = {start} is not a position in an epoch of {self.samples:,} samples",
                 "give the `position` of a feed over the same data",
             )
-        _close_all(self._open)
+        if (epoch, start) != (self._epoch, self._position):
+            _close_all(self._open)
         self._epoch, self._position = epoch, start
 
     def __iter__(self) -> Iterator[FeedBatch]:
@@ -224,7 +254,7 @@ class Feed:
         for first, stop in pairwise(self._plan.bounds(self._position)):
             if self._closed:
                 raise UserError("the feed is closed", "open it again, at its epoch and position")
-            if (self._epoch, self._position) != (epoch, first):  # moved meanwhile
+            if (self._epoch, self._position) != (epoch, first):  # moved by set_epoch or another iteration
                 return
             batch = self._next() if _length(self._plan.local(first, stop)) else None
             self._position = stop
@@ -236,7 +266,7 @@ class Feed:
             self._epoch, self._position = epoch + 1, 0
 
     def close(self) -> None:
-        """Ends threads and processes. `epoch` and `position` stay."""
+        """Ends the threads and processes. `epoch` and `position` stay."""
         _close_all(self._open)
         self._closed = True
 
@@ -274,7 +304,7 @@ class Feed:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which samples a rank takes when: pure. Does not refer to the feed, whose threads hold it."""
+    """The samples of each of a rank's batches. Its threads hold it, so it must not refer to the feed."""
 
     samples: int
     batch: int
@@ -284,17 +314,17 @@ class _Plan:
     world: int
 
     def bounds(self, start: int) -> Sequence[int]:
-        """Where the batches that are left from `start` on begin and end."""
+        """Where the batches from `start` on begin and end."""
         if self.train:
             return range(start, self.samples + 1, self.batch)
         return evaluation_bounds(self.samples, max(self.batch, self.world), self.world, start)
 
     def local(self, first: int, stop: int) -> slice:
-        """This rank's slice of a batch; empty only if a rest of the data has no sample for it."""
+        """This rank's slice of a batch. It is empty only if fewer samples than ranks are left."""
         return rank_slice(stop - first, self.rank, self.world)
 
     def requests(self, epoch: int, start: int) -> Iterator[Request]:
-        """This rank's requests: of all epochs to come in training, of one pass in evaluation."""
+        """This rank's requests: for all epochs to come in training, for one pass in evaluation."""
         for number in count(epoch) if self.train else (0,):
             order = epoch_order(self.seed, number, self.samples) if self.train else np.arange(self.samples)
             for first, stop in pairwise(self.bounds(start)):
@@ -319,7 +349,7 @@ def _rank_and_world(rank: int | None, world: int | None) -> tuple[int, int]:
 
 
 def _checked(seed: int, **given: Any) -> Data:
-    """The recipe's data section with these values. Refuses what a recipe refuses."""
+    """The recipe's data section with these values, checked as in a recipe."""
     plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in given.items()}
     recipe = Recipe(run=Run(seed=seed), data=Data(**plain))
     for problem in problems(recipe):
