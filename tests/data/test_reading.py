@@ -61,7 +61,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_waited_in_vain", False)
+    monkeypatch.setattr(reading, "_lost_before", False)
 
 
 def opened(folder: Path) -> EncodedDataset:

@@ -1,7 +1,7 @@
 """Class names: which class of one data set is which class of another, or of a model.
 
-Promises: classes are matched by name; where a side has numbers only, by their count. What does not match is named,
-never guessed. Pure.
+Promises: classes are matched by name, or by their count if a side has only numbers. Classes that do not match are
+named, never guessed. Pure.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Classes:
 
 
 class OtherClasses(Exception):
-    """Classes that do not match; says what differs."""
+    """Classes that do not match; the text is the difference."""
 
 
 def numbers(count: int) -> tuple[str, ...]:

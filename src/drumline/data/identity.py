@@ -2,7 +2,7 @@
 with each other, and a resumed run compares them with its checkpoint.
 
 Promises: depends on what the data is, not on where it lies; the same on every machine that has the same data.
-Names and labels of all samples are covered, and sizes of up to `SIZES` image files per set (all where they are known
+Names and labels of all samples are covered, and sizes of up to `SIZES` image files per set (all if they are known
 without asking the file system); contents of `CONTENTS` samples, chosen by the seed, or of a whole small array. So a
 file whose bytes alone differ, at the same size, is found if it is one of those chosen.
 """
@@ -24,11 +24,11 @@ from drumline.data.sources.base import ArrayDataset, Dataset, MappedFiles
 BLOCK = 1024
 """Samples per digest."""
 SIZES = 1 << 15
-"""Files of a set whose sizes are asked for."""
+"""Files of a set whose sizes are compared."""
 CONTENTS = 64
 """Samples of a set whose contents are compared."""
 ARRAY_BYTES = 32 << 20
-"""Of a set of arrays, more are compared, up to this."""
+"""Of a set of arrays, more samples are compared, up to this many bytes."""
 
 UNREADABLE = "unreadable"
 """Instead of a digest."""

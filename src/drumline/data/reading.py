@@ -28,7 +28,7 @@ LONGER = (5.0,) * 10
 USERS = frozenset(
     (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)
 )
-"""What a wrong path or permission gives when data is opened for the first time."""
+"""Errors of a wrong path or missing permission, when data is opened for the first time."""
 _ADVICE = {
     errno.EMFILE: "raise the limit of open files: `ulimit -n 65536`",
     errno.ENFILE: "the whole machine has too many files open: close other programs",
@@ -45,7 +45,7 @@ class NotRegular(UserError):
 
 
 def not_regular(path: str | os.PathLike[str], mode: int) -> NotRegular:
-    """The refusal of a pipe, a device, or the like."""
+    """The error for a pipe, a device, or the like."""
     kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
     kind = kinds.get(stat.S_IFMT(mode), "a device")
     linked = "a link to " if Path(path).is_symlink() else ""
@@ -53,7 +53,7 @@ def not_regular(path: str | os.PathLike[str], mode: int) -> NotRegular:
 
 
 def open_regular(path: str | os.PathLike[str]) -> FileIO:
-    """A file to read from. Refuses pipes, devices and folders, which `open` would wait for or read without end."""
+    """Opens a file to read. Rejects pipes, devices and folders, for which `open` would wait or read without end."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         mode = os.fstat(file).st_mode
@@ -90,34 +90,35 @@ def _some(stream: FileIO, most: int, path: str | os.PathLike[str]) -> bytes:
 
 
 def patiently(act: Callable[[], Result], what: str) -> Result:
-    """What `act` gives, tried again when the system fails; in the end a `LostError` that names `what`."""
-    global _waited_in_vain
-    pauses = PAUSES[:2] if _waited_in_vain else PAUSES
+    """The result of `act`, which is retried while the system fails. Finally raises a `LostError` that names
+    `what`."""
+    global _lost_before
+    pauses = PAUSES[:2] if _lost_before else PAUSES
     for pause in (*pauses, None):
         try:
             return act()
         except (OSError, MemoryError) as error:
             if pause is None:
-                _waited_in_vain = True
+                _lost_before = True
                 raise lost(what, error, pauses) from error
         time.sleep(pause)
     raise AssertionError
 
 
-_waited_in_vain = False
-"""Only `drumline verify` reads on after a loss; it does not wait as long for each of many files."""
+_lost_before = False
+"""Whether a read was lost. Only `drumline verify` continues then, and waits less for each further file."""
 
 
 def patiently_opened(
     act: Callable[[], Result], path: str, again: bool, longer: tuple[float, ...] = ()
 ) -> Result:
-    """Data as `act` opens it. With `again` it was there before, in this very run: whatever is wrong with it now is a
-    loss. The first time, a mistake of the user is reported at once."""
+    """The data that `act` opens. With `again`, this run has opened it before, so any error is a loss. The first time,
+    a mistake of the user is reported at once."""
     for pause in (*PAUSES, *longer, None):
         try:
             return act()
         except OSError as error:
-            failure = refused(path, error)
+            failure = open_error(path, error)
         except UserError as error:
             failure = error
         if not again and not isinstance(failure, LostError):
@@ -128,8 +129,8 @@ def patiently_opened(
     raise AssertionError
 
 
-def refused(path: str | os.PathLike[str], error: OSError, fix: str = "") -> UserError:
-    """Why a file or folder of the data cannot be opened: a mistake in the path, or a loss."""
+def open_error(path: str | os.PathLike[str], error: OSError, fix: str = "") -> UserError:
+    """The error for a file or folder of the data that cannot be opened: a wrong path, or a loss."""
     name = os.fspath(path)
     if isinstance(error, FileNotFoundError):
         return UserError(f"{name} does not exist", fix or "check data.path, and that the disk is mounted")

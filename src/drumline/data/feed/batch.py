@@ -293,7 +293,7 @@ class BadSamples:
         self.bad: dict[int, str] = {}
 
     def add(self, bad: Iterable[BadSample]) -> None:
-        """Adds broken samples. Refuses to continue if there are too many."""
+        """Adds broken samples. Raises an error if there are too many."""
         for sample, why in bad:
             self.bad.setdefault(sample, printable(why))
         if len(self.bad) > self.limit:

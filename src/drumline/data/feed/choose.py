@@ -1,8 +1,8 @@
 """Chooses how to decode: by threads or processes, on the CPU or the GPU. Measures on the user's own files.
 
 Promises: the choice changes the speed, never a pixel of a sound file. It is explained, with the measured figures.
-Nothing is measured without image files, or if the recipe leaves no choice. Refuses what cannot work on this machine,
-with the reason.
+Nothing is measured without image files, or if the recipe leaves no choice. A setting that cannot work on this machine
+is rejected with the reason.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def choose_workers(
     """The workers for this dataset on this machine, and the reason. `count` is how many there may be."""
     if isinstance(dataset, ArrayDataset):
         return LoaderWorkers("threads", 0), ""
-    _refuse_impossible(pool, decode, device, count)
+    _check_possible(pool, decode, device, count)
     if count == 0:
         return LoaderWorkers("threads", 0), ""
     if not native.decodes_jpeg():
@@ -114,7 +114,7 @@ def gpu_unavailable(device: torch.device) -> str:
     return nvjpeg.unavailable(device)
 
 
-def _refuse_impossible(pool: str, decode: str, device: torch.device, count: int) -> None:
+def _check_possible(pool: str, decode: str, device: torch.device, count: int) -> None:
     if pool == "threads" and not native.decodes_jpeg():
         raise UserError(
             f"data.pool = threads needs the native part, which is {native.describe()}",
@@ -142,7 +142,7 @@ def _threads_or_processes(
 
 
 def _trial(dataset: Dataset) -> Iterator[Request]:
-    """Small batches of the dataset, repeated for ever."""
+    """Small batches of the dataset, repeated without end."""
     batch = min(TRIAL_BATCH, len(dataset))
     order = epoch_order(0, 0, len(dataset))
     while True:

@@ -91,8 +91,8 @@ def symmetric_beta(
 
 
 def exp_small(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The exponential function for |x| <= 2, by its series: additions, multiplications and divisions round alike on
-    every machine, which NumPy's own exp does not promise."""
+    """The exponential function for |x| <= 2, by its series: additions, multiplications and divisions round in the
+    same way on every machine, which NumPy's own exp does not promise."""
     total = np.ones_like(x)
     for term in range(24, 0, -1):
         total = 1.0 + x / term * total

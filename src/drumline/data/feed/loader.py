@@ -103,8 +103,8 @@ def resident_batches(
     first_step: int,
     device: torch.device,
 ) -> Batches:
-    """A few batches, made once and repeated for ever: shows the speed of the model when data costs nothing. Used for
-    synthetic data; step n always gets batch n mod RESIDENT_BATCHES."""
+    """A few batches, made once and repeated without end: shows the speed of the model when data costs nothing. Used
+    for synthetic data; step n always gets batch n mod RESIDENT_BATCHES."""
     pool = [
         Batch(*(tensor.to(device) for tensor in make_batch(dataset, transform, seed, request).batch))
         for request in itertools.islice(requests, RESIDENT_BATCHES)

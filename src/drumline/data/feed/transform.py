@@ -1,8 +1,8 @@
 """The transform of a dataset: how stored images become the model's input, and the crop of each image.
 
 Promises: pure functions of (transform, seed, request). Every random choice is drawn here or in `image/augment.py`, by
-(seed, epoch, sample id) alone, with operations that every machine rounds alike; `sample.py` and `batch.py` apply it
-to pixels. A row of geometry means: crop the box, resize it to (width, height), crop the model's size from that at
+(seed, epoch, sample id) alone, with operations that every machine rounds in the same way; `batch.py` applies it to
+pixels. A row of geometry means: crop the box, resize it to (width, height), crop the model's size from that at
 (x, y), mirror it.
 """
 

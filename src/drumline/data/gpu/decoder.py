@@ -1,7 +1,7 @@
 """Decodes some samples of a batch on the GPU: chooses how many and which, and makes their crops.
 
-Promises: it decodes only JPEGs that `layout_of_file` accepts as bit-equal and that are clean up to their end
-marker. Samples that nvJPEG rejects are returned, for the CPU to decode. What a header says is remembered, in one byte
+Promises: it decodes only JPEGs that `layout_of_file` accepts as bit-equal and that are clean up to their end marker.
+Samples that nvJPEG rejects are returned, for the CPU to decode. The layout of each header is remembered, in one byte
 per sample. Memory on the device is bounded by `ARENA_BYTES`. Damage that leaves a file's markers intact is not
 detected here, nor by Pillow, which shows it as different garbage; checksums of packed sets and `drumline verify` find
 it.
@@ -104,7 +104,7 @@ class DeviceDecoder:
 WINDOW = 4
 """Batches per decision."""
 UNDER_WAY = 8
-"""Batches under way when the fraction changes. They say nothing about the new one."""
+"""Batches under way when the fraction changes. They were made with the old one."""
 IDLE, HOST_WAIT = 0.005, 0.05
 """Fractions of the time above which the device counts as waiting for batches, and the feed for the CPU's half."""
 FIRST_RISE, RETREAT, FALL = 1 / 8, 31 / 32, 1 / 128

@@ -7,11 +7,11 @@ upsampling and colour by our kernel. Whatever differed or was not tried is for t
 Tried on an H200 with nvJPEG 13.0.1 by `benchmarks/jpeg_rule.py`, every pixel of each file: 1,942 of 1,942 accepted
 files equal. 250 are photographs; the rest crops of them, noise and pure colours, with sides of 1 to 600 pixels, and a
 few of 16,384 x 40 up to 6000 x 4000; in 4:4:4, 4:2:2, 4:2:0, 4:4:0 (each sampling written in every way listed below),
-grey and RGB; qualities 1 to 100; fixed and optimised Huffman tables; restart markers; EXIF; with and without JFIF
-and Adobe markers; 16-bit quantisation tables. What is left to the CPU, forced through the engine: progressive files
-and 4:1:1 are refused there, grey with sampling factors other than 1 x 1 comes out wrong. SOF1 frames came out right
+grey and RGB; qualities 1 to 100; fixed and optimised Huffman tables; restart markers; EXIF; with and without JFIF and
+Adobe markers; 16-bit quantisation tables. What is left to the CPU, forced through the engine: progressive files and
+4:1:1 are rejected there, grey with sampling factors other than 1 x 1 is decoded incorrectly. SOF1 frames were right
 when they were baseline files under another marker, and wrong (58 of 60) with quantisation tables above 255. The
-engine reports success for files that are cut off or damaged inside, so `data.image.jpeg.clean_end` is asked too.
+engine reports success for files that are cut off or damaged inside, so `data.image.jpeg.clean_end` is checked too.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def layout_of(header: JpegHeader) -> PlaneLayout | None:
 
 
 def layout_of_file(data: bytes | memoryview) -> PlaneLayout | None:
-    """The same from a file's bytes: what a feed goes by. A file with restart markers must have each of them in its
+    """The same from a file's bytes, as a feed uses it. A file with restart markers must have each of them in its
     place: decoders differ in how they find their way back."""
     header = read_header(data)
     if header is None or (header.restart_interval and not clean_end(data, header)):

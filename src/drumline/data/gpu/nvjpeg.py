@@ -1,9 +1,9 @@
 """The GPU's JPEG engine through libnvjpeg, by ctypes: JPEG bytes on the host to unconverted planes in a device arena.
 
-Promises: never fails at import; says why it cannot be used on this machine; checks every status and reports failure
-per image, so that the caller can decode that one on the CPU; reuses its buffers, which grow to the largest image met.
-Does not judge files: `layout.layout_of_file` says which come out right. The engine reports success for files that are
-cut off or damaged inside, so `jpeg.clean_end` must have been asked.
+Promises: never fails at import; reports why it cannot be used on this machine; checks every status and reports
+failure per image, so that the caller can decode that one on the CPU; reuses its buffers, which grow to the largest
+image. `layout.layout_of_file` decides which files are decoded correctly. The engine reports success for files that
+are truncated or damaged inside, so the caller must have checked `jpeg.clean_end`.
 
 Only the HARDWARE backend is used: the others round the inverse DCT differently from libjpeg (by at most 3).
 """
@@ -108,7 +108,7 @@ class PlaneDecoder:
         return statuses
 
     def close(self) -> None:
-        """Gives the engine's memory back. The decoder is of no use afterwards."""
+        """Frees the memory of the engine. The decoder cannot be used afterwards."""
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
             for state in self._states.values():
@@ -152,7 +152,7 @@ class PlaneDecoder:
 
 
 def _trial(device: torch.device) -> str:
-    """Nothing, if JPEGs made on the spot come out as Pillow decodes them."""
+    """Decodes a few JPEGs made here. Empty if they equal Pillow's, or which do not."""
     from drumline.data.gpu.resample import Resampler
 
     size = 64

@@ -2,7 +2,7 @@
 
 Promises: the pixels of `drumline.data.image.resize` to the bit, and for Y, Cb, Cr planes those of libjpeg's fancy
 upsampling and integer colour conversion before it.
-Refuses nothing at run time: places and boxes are checked on the host before a kernel sees them.
+Places and boxes are checked on the host before a kernel reads them.
 
 A program makes a tile of OUTER x INNER target pixels. It walks the source lines that the tile needs, LINES at a time:
 resamples each along the line (Pillow's first pass, rounded to uint8) and adds it, weighted, to the targets it
@@ -99,7 +99,7 @@ class _WeightTable:
         return self.entries[found]
 
     def _forget(self) -> None:
-        self.keys = np.full(1, -1, np.int64)  # never asked for: no search runs into an empty table
+        self.keys = np.full(1, -1, np.int64)  # never looked up: no search meets an empty table
         self.entries = np.zeros((1, 2), np.int64)
         self.used = 0
 

@@ -1,4 +1,4 @@
-"""Encoded bytes to an RGB image, with Pillow's pixels, and the limits of what one sample may ask of a machine.
+"""Encoded bytes to an RGB image, with Pillow's pixels, and the limits of the resources that one sample may take.
 
 Promises: for ordinary files, `decode` gives exactly what `Image.open(...).convert("RGB")` gives, the first frame of
 an animation, without Pillow's warnings. One stated difference: 16-bit grey is divided by 256, where Pillow would clip
@@ -56,7 +56,7 @@ logging.getLogger("PIL").addHandler(logging.NullHandler())
 
 
 class TooLarge(UserError):
-    """A sample that asks for more than the limits allow."""
+    """A sample that exceeds a limit."""
 
 
 def decode(data: bytes, where: str, exif: Literal["ignore", "apply"] = "ignore") -> Image.Image:
@@ -112,18 +112,18 @@ def to_rgb(image: Image.Image, where: str) -> Image.Image:
 
 
 def too_large(where: str, reason: str) -> TooLarge:
-    """The refusal of a sample."""
+    """The error for a sample that exceeds a limit."""
     return TooLarge(f"{where} {reason}", fix="scale it down or save it again, or remove it from the data")
 
 
 def check_bytes(size: int, where: str) -> None:
-    """Refuses a sample of so many bytes."""
+    """Rejects a sample with too many bytes."""
     if size > MAX_BYTES:
         raise too_large(where, f"is too large: {size:,} bytes (the limit is {MAX_BYTES:,})")
 
 
 def check_file(data: bytes, where: str) -> None:
-    """Refuses an image file for its structure. What is damaged passes: decoding will find out."""
+    """Rejects an image file whose structure exceeds a limit. Damaged files pass: decoding finds the damage."""
     check_bytes(len(data), where)
     check = next((check for start, check in _CHECKS if data.startswith(start)), None)
     if check is not None and (reason := check(data)):
@@ -131,7 +131,7 @@ def check_file(data: bytes, where: str) -> None:
 
 
 def check_image(image: Image.Image, where: str) -> None:
-    """Refuses an image that Pillow has opened, before its pixels are decoded."""
+    """Rejects an image that Pillow has opened, before its pixels are decoded."""
     pixels = image.width * image.height
     if pixels > MAX_PIXELS:
         raise too_large(
@@ -158,7 +158,7 @@ def check_image(image: Image.Image, where: str) -> None:
 
 
 def scans_allowed(pixels: int) -> int:
-    """How many scans a JPEG of so many pixels may have."""
+    """The number of scans that a JPEG of so many pixels may have."""
     return min(MAX_SCANS, MAX_SCANNED // max(pixels, 1))
 
 
@@ -182,7 +182,7 @@ _OTHER_SIGNATURES = (
 
 
 def _looks_like(data: bytes) -> tuple[str, str]:
-    """What a file is that Pillow does not recognise, whatever its name says, and the code of the error."""
+    """What a file contains that Pillow does not recognise, by its first bytes, and the code of the error."""
     for signature, kind in _SIGNATURES:
         if data.startswith(signature):
             return f"begins like a {kind}, but its header is damaged or truncated", "damaged"
@@ -264,7 +264,7 @@ def _png_excess(data: bytes) -> str:
 
 
 def _gif_excess(data: bytes) -> str:
-    """Blocks up to the first image; Pillow passes over stray bytes one by one."""
+    """Blocks up to the first image; Pillow skips stray bytes one by one."""
     at = 13 + (3 << (data[10] & 7) + 1 if len(data) > 10 and data[10] & 0x80 else 0)
     inside = False
     for _ in range(MAX_PARTS):

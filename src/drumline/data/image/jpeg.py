@@ -1,8 +1,8 @@
-"""What a JPEG says about itself before any pixel is decoded, and whether its compressed data ends as it should.
+"""The header of a JPEG, read before any pixel is decoded, and whether its compressed data ends as it should.
 
 Promises: never raises, whatever the bytes; every offset is checked before it is used; what `read_header` returns is
-what libjpeg and Pillow read too. Refuses, with None, whatever those two may read in different ways (stray bytes
-between segments, a second frame, reserved markers): such a file is for Pillow to decide.
+what libjpeg and Pillow read too. The result is None for a header that those two may read differently (stray
+bytes between segments, a second frame, reserved markers): Pillow decides about such a file.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class JpegHeader:
     frame: int
     """The frame marker's second byte: 0xC0 baseline, 0xC1 extended, 0xC2 progressive; 0xC9, 0xCA arithmetic."""
     precision: int
-    """Bits a sample; Pillow refuses all but 8."""
+    """Bits per sample; Pillow rejects all but 8."""
     restart_interval: int
     """Blocks between two restart markers, 0 for none."""
     adobe_transform: int | None
     jfif: bool
     orientation: int
-    """As Pillow's `exif_transpose` sees it: 1 to 8, 1 if none; 0 for EXIF data that only Pillow can judge."""
+    """As Pillow's `exif_transpose` sees it: 1 to 8, 1 if none; 0 for EXIF data that only Pillow can read."""
     scan_components: int
     """Components in the first scan: fewer than `components` when a sequential file has several scans."""
     scan_start: int
@@ -153,7 +153,7 @@ def chroma(header: JpegHeader) -> Chroma:
 
 def clean_end(data: bytes | memoryview, header: JpegHeader) -> bool:
     """True if the file is sequential with a single scan, and its compressed data runs without any stray marker, with
-    the restart markers that its size asks for, to an end-of-image marker. Bytes after that do not matter."""
+    the restart markers that its size requires, to an end-of-image marker. Bytes after that do not matter."""
     return _single_scan(header) and not stream_fault(data, header)
 
 
@@ -218,7 +218,7 @@ def _restarts(header: JpegHeader) -> int:
 
 
 def _orientation(exif: memoryview | None, xmp: memoryview | None) -> int:
-    """Pillow's rule: the tag of the first EXIF directory; without that tag, what the XMP text says."""
+    """Pillow's rule: the tag of the first EXIF directory; without that tag, the value in the XMP text."""
     found = None if exif is None else _exif_orientation(exif)
     if found is None and xmp is not None and (match := _XMP_ORIENTATION.search(xmp)):
         found = _known_orientation(int(match[1]))

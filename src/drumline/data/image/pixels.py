@@ -2,7 +2,7 @@
 
 Promises: the bits of Pillow (as torchvision's PIL path calls it) on x86-64, equal on CPU and CUDA; every sample
 has its own parameter; no host sync. Arithmetic is integer, table look-up, or separate float32 operations in
-Pillow's order, so no kernel may fuse or reorder it. Refuses nothing: parameters are decided in `augment`.
+Pillow's order, so no kernel may fuse or reorder it. Parameters come from `augment` and are not checked here.
 
 Images are (n, H, W, C) with C 1 or 3; parameters are tensors of n on the same device. A new tensor comes back.
 """

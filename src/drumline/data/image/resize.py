@@ -4,7 +4,7 @@ Promises: bit-equal to `Image.crop(box).resize(size, filter)` of the named Pillo
 9.5 to 12.1 differ from it only for images over a hundred times as high as wide) resamples rows before columns;
 `pillow13` takes columns first when the height shrinks by more than twice what the width does, which changes pixels by
 one here and there. The version is part of the recipe, so that an upgrade of a
-library cannot change training. Refuses boxes outside the image, other types than uint8, and alpha channels.
+library cannot change training. Boxes outside the image, types other than uint8, and alpha channels are rejected.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def coefficients(source: int, target: int, filter: Smooth = "bilinear") -> Coeff
 def resize_by_pillow(
     image: Pixels, size: tuple[int, int], columns_first: bool, filter: Filter = "bilinear"
 ) -> Pixels:
-    """The same resize by the installed Pillow, one axis at a time, which every version does alike."""
+    """The same resize by the installed Pillow, one axis at a time, which gives the same pixels in every version."""
     grey = image.ndim == 3 and image.shape[2] == 1
     picture = Image.fromarray(np.ascontiguousarray(image[..., 0] if grey else image))
     width, height = size

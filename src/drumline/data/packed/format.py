@@ -1,8 +1,8 @@
 """The packed set: many samples in few large files, with an index and a checksum for each. Version 1.
 
 Promises: the same samples give the same bytes, however often packing was interrupted; a set is either whole or
-not there; a damaged or hostile set is a `UserError`, found before anything in it is used. Refuses what another
-version wrote. All numbers are little-endian; nothing is pickled.
+not there; a damaged or hostile set is a `UserError`, found before any of its data is used. Sets of a
+higher version are rejected. All numbers are little-endian; nothing is pickled.
 
     manifest.json    what the set is: source, classes, options; for each split the number of samples, the size of
                      every shard, and the SHA-256 of index and names; last the SHA-256 of the manifest itself
@@ -36,7 +36,7 @@ from drumline.core.errors import UserError
 from drumline.core.files import CorruptError
 from drumline.core.sealed import MAX_BYTES, NewerFormat, parse_sealed, write_sealed
 from drumline.data.image.decode import MAX_PIXELS
-from drumline.data.reading import read_whole, refused
+from drumline.data.reading import open_error, read_whole
 
 FORMAT = "drumline packed set"
 VERSION = 1
@@ -162,7 +162,7 @@ def read_manifest(folder: Path) -> PackedManifest:
             fix="run the same `drumline pack` again; it continues where it stopped",
         ) from None
     except OSError as error:
-        raise refused(file, error) from error
+        raise open_error(file, error) from error
     except NewerFormat as error:
         raise UserError(
             f"{folder} is a packed set of version {error.found}; this version of drumline reads version {VERSION}",
@@ -195,8 +195,9 @@ def read_names(folder: Path, manifest: PackedManifest, split: Literal["train", "
 
 
 class SplitWriter:
-    """Appends samples to a split that is being packed. What was there at the last `commit` survives anything; a
-    writer that is given that state cuts off whatever came after it, so the files come out the same."""
+    """Appends samples to a split that is being packed. Samples of the last `commit` survive any interruption. A
+    writer that continues from its state truncates the files to it first, so the files are the same as without the
+    interruption."""
 
     def __init__(self, folder: Path, split: str, shard_bytes: int | None, state: Split) -> None:
         """`shard_bytes` None: one shard, however large."""
@@ -231,7 +232,7 @@ class SplitWriter:
         if length >= 1 << 32:
             raise UserError(
                 f"sample {self._samples} of {self._split} has {length} bytes",
-                fix="remove it: 4 GiB is the most",
+                fix="remove it: the limit is 4 GiB",
             )
         if (
             self._shard_bytes is not None
@@ -358,7 +359,7 @@ def _content(file: Path, size: int, digest: str) -> bytes:
     try:
         content = read_whole(file, size)
     except OSError as error:
-        raise refused(file, error) from error
+        raise open_error(file, error) from error
     if hashlib.sha256(content).hexdigest() != digest:
         raise UserError(f"{file} has changed since it was written: its checksum does not match", fix=_AGAIN)
     return content
@@ -370,7 +371,7 @@ def _check_size(file: Path, size: int) -> None:
     except FileNotFoundError as error:
         raise UserError(f"{file} of a packed set cannot be found: {error.strerror}", fix=_AGAIN) from error
     except OSError as error:
-        raise refused(file, error) from error
+        raise open_error(file, error) from error
     if found != size:
         how = "is truncated" if found < size else "has grown"
         raise UserError(f"{file} {how}: {found} bytes, the set's manifest says {size}", fix=_AGAIN)

@@ -1,7 +1,7 @@
-"""A sample as it is packed: the file as it is, or its pixels, whole or with the shorter side resized.
+"""A sample as it is packed: the unchanged file or its pixels, in full size or with the short side resized.
 
-Promises: what comes out depends on the sample and the options alone, not on how many processes made it. A bad image
-never fails: it is kept as it is, with width and height 0.
+Promises: the result depends on the sample and the options alone, not on the number of processes. A bad image never
+fails: it is stored unchanged, with width and height 0.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _shortened(pixels: Images, short: int) -> Images:
 
 
 def _orientation(image: Image.Image) -> int | None:
-    """What `decode` with exif="apply" would go by; None where it would fail."""
+    """The orientation that `decode` applies with exif="apply"; None if it would fail."""
     try:
         value = image.getexif().get(0x0112, 1)
     except Exception:  # damaged EXIF data makes Pillow raise nearly anything

@@ -2,7 +2,7 @@
 
 Promises: the result depends on source and options alone, not on the number of processes or on interruptions. It is
 written to OUT.partial, which is renamed when it is complete and on disk. Samples that cannot be read as images are
-kept unchanged and listed, so ids do not shift. Refuses to touch what it did not make.
+kept unchanged and listed, so ids do not shift. Files of other origin are never touched.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def pack_set(
     """Packs both splits of a source into the folder `out`, or continues an interrupted pack of the same source."""
     name = detect_source(source, path)
     out = Path(os.path.abspath(out.expanduser()))  # noqa: PTH100 (resolve() would follow a link at `out`)
-    _refuse_overlap(name, path, out)
-    _refuse_existing(out, force)
+    _check_overlap(name, path, out)
+    _check_target(out, force)
     job = _job(name, path, options)
     partial = out.with_name(f"{out.name}.partial")
     with _writing(out), _locked(partial):
@@ -129,7 +129,7 @@ def _names(source: Dataset, path: str) -> list[bytes]:
     return names
 
 
-def _refuse_overlap(name: str, path: str, out: Path) -> None:
+def _check_overlap(name: str, path: str, out: Path) -> None:
     place = Path(path).expanduser().resolve()
     if not path or not place.exists():
         return
@@ -145,7 +145,7 @@ def _refuse_overlap(name: str, path: str, out: Path) -> None:
         )
 
 
-def _refuse_existing(out: Path, force: bool) -> None:
+def _check_target(out: Path, force: bool) -> None:
     if not os.path.lexists(out):
         return
     if not force:
@@ -235,7 +235,7 @@ def _progress(partial: Path, job: _Job) -> dict[str, Split] | None:
 
 
 def _announce(job: _Job, out: Path, done: dict[str, Split], say: Callable[[str], None]) -> None:
-    """Says what will be written and how large it will be; refuses a disk that is too small."""
+    """Reports what will be written and its size; rejects a disk that is too small."""
     needed = sum(_estimate(source, job.options) for source in job.sources.values())
     written = sum(sum(state.shards) for state in done.values())
     free = shutil.disk_usage(out.parent).free

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from drumline.core.errors import UserError
 from drumline.core.machine import usable_memory
-from drumline.data.reading import open_regular, refused
+from drumline.data.reading import open_error, open_regular
 from drumline.data.sources.base import (
     ArrayDataset,
     DatasetSpec,
@@ -131,7 +131,7 @@ def _read_idx(file: Path, dims: int) -> Images:
             if file.suffix != ".gz":
                 held = file.stat().st_size - header_size
             else:
-                refuse_bomb(size, file.stat().st_size, str(file))
+                check_unfolded_size(size, file.stat().st_size, str(file))
                 # Stops soon after what the header promises: a longer file shows, a bomb does not unfold.
                 data = bytearray()
                 while len(data) <= size and (part := stream.read(1 << 20)):
@@ -139,7 +139,7 @@ def _read_idx(file: Path, dims: int) -> Images:
                 held = len(data)
     except (OSError, EOFError, zlib.error) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise refused(file, error) from error
+            raise open_error(file, error) from error
         raise UserError(f"{file} cannot be read: {error}", fix=damaged) from error
     if held != size:
         raise UserError(
@@ -171,14 +171,14 @@ def open_npz(spec: DatasetSpec) -> ArrayDataset:
     try:
         stream = open_regular(file)
     except OSError as error:
-        raise refused(file, error) from error
+        raise open_error(file, error) from error
     try:
         with stream:
             return _open_npz_stream(spec, io.BufferedReader(stream), file)
     except OSError as error:
         if error.errno is None:  # about the content
             raise _unreadable(file, error) from error
-        raise refused(file, error) from error
+        raise open_error(file, error) from error
 
 
 def _open_npz_stream(spec: DatasetSpec, stream: BinaryIO, file: Path) -> ArrayDataset:
@@ -242,7 +242,7 @@ def _npz_array(arrays: NpzFile, name: str, file: Path) -> NDArray[Any]:
 
 
 def _check_npz_size(arrays: NpzFile, name: str, file: Path) -> None:
-    """NumPy makes the array that the header asks for before it looks for its bytes."""
+    """NumPy allocates the array of the header before it looks for its bytes."""
     archive = arrays.zip
     assert archive is not None
     member = archive.getinfo(name if name in archive.namelist() else f"{name}.npy")
@@ -253,7 +253,7 @@ def _check_npz_size(arrays: NpzFile, name: str, file: Path) -> None:
         size = math.prod(shape) * dtype.itemsize
         if not dtype.hasobject and size != member.file_size - stream.tell():
             raise ValueError(f"the header says {shape} of {dtype}, the file holds {member.file_size:,} bytes")
-    refuse_bomb(size, member.compress_size, f"{file}: {name}")
+    check_unfolded_size(size, member.compress_size, f"{file}: {name}")
 
 
 def _unreadable(file: Path, error: Exception, name: str = "") -> UserError:
@@ -271,9 +271,9 @@ DEFLATE_MOST = 1100
 """More bytes than any byte compressed by deflate can unfold to (1,032)."""
 
 
-def refuse_bomb(size: int, stored: int, what: str) -> None:
-    """Refuses to unfold what cannot be in the stored bytes, what images never unfold to, and what would fill the
-    memory, of which each process of this machine takes as much."""
+def check_unfolded_size(size: int, stored: int, what: str) -> None:
+    """Rejects data whose unfolded size is impossible for its stored bytes, is never that of images, or would fill the
+    memory: each process of this machine unfolds it."""
     unfolded = f"{what} unfolds to {size / 2**30:,.1f} GiB, from {stored:,} bytes"
     if size > DEFLATE_MOST * stored + 1024 or (size > TRUSTED_SIZE and size > IMAGES_MOST * stored):
         raise UserError(
@@ -316,7 +316,7 @@ KEY = 0x6472756D6C696E65  # "drumline"
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the path of a synthetic source says, as `classes=1000,size=224,samples=10000`; each is optional.
+    """The path of a synthetic source, as `classes=1000,size=224,samples=10000`; each is optional.
     Evaluation has a tenth of `samples`, at least one."""
 
     classes: int = 10

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from drumline.core.errors import UserError
 from drumline.core.text import printable
 from drumline.data.image.decode import MAX_BYTES, check_bytes
-from drumline.data.reading import open_regular, refused
+from drumline.data.reading import open_error, open_regular
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -105,8 +105,8 @@ class EncodedDataset(ABC):
 
     @abstractmethod
     def read(self, sample: int) -> bytes:
-        """The encoded image. Content that cannot be used is a `UserError`; a system that still fails after several
-        tries is a `LostError` (`reading.py`). Both name the sample."""
+        """The encoded image. Raises a `UserError` for content that cannot be used, and a `LostError` if the system
+        still fails after several tries (`reading.py`). Both name the sample."""
 
     @abstractmethod
     def where(self, sample: int) -> str:
@@ -217,7 +217,7 @@ def map_file(file: Path) -> Images:
                 return np.empty(0, dtype=np.uint8)
             return np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
     except OSError as error:
-        raise refused(file, error) from error
+        raise open_error(file, error) from error
 
 
 def holdout_mask(labels: Labels, fraction: float) -> NDArray[np.bool_]:
@@ -261,7 +261,7 @@ def holdout_ids(labels: Labels, spec: DatasetSpec, where: str) -> NDArray[np.int
 
 
 def reject_holdout(spec: DatasetSpec, where: str) -> None:
-    """Refuses a holdout for data with an evaluation split, which would be silently ignored."""
+    """Rejects a holdout for data with an evaluation split, which would be silently ignored."""
     if spec.holdout:
         raise UserError(
             f"data.holdout is {spec.holdout:g}, but {where} has an evaluation split of its own",

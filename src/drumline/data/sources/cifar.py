@@ -4,7 +4,7 @@ Promises: every file's size and labels are checked; sample order is that of the 
 read without importing or calling anything in them: the unpickler's `find_class` knows a few names of NumPy, and each
 stands for a function of ours that only keeps its arguments. Every opcode is checked against a list first, so
 persistent ids, the extension registry, out-of-band buffers and object construction never reach the unpickler. Time
-and memory grow with the file, not with what the file claims. Refuses everything else, by name.
+and memory grow with the file, not with what the file claims. Everything else is rejected, by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drumline.core.errors import UserError
-from drumline.data.reading import read_whole, refused
+from drumline.data.reading import open_error, read_whole
 from drumline.data.sources.base import ArrayDataset, DatasetSpec, Images, Labels
 
 PIXELS = 3 * 32 * 32
@@ -180,7 +180,7 @@ def _bytes(file: Path) -> bytes:
     try:
         return read_whole(file, MAX_FILE)
     except OSError as error:
-        raise refused(file, error) from error
+        raise open_error(file, error) from error
 
 
 MAX_DIMENSIONS, MAX_SIDE = 8, 1 << 40
@@ -194,7 +194,7 @@ _DAMAGED = (
     TypeError,
     OverflowError,
 )
-"""What a damaged pickle makes the unpickler raise."""
+"""Exceptions of the unpickler for a damaged pickle."""
 _DAMAGED_FIX = "download the file again"
 
 
@@ -213,14 +213,14 @@ def read_plain_pickle(data: bytes, where: str) -> dict[str, Any]:
 
 
 def text(value: object) -> str:
-    """Text that Python 2 wrote as bytes. Anything but text and numbers is "?": printing it could take for ever."""
+    """Text that Python 2 wrote as bytes. Anything but text and numbers is "?": printing it could take forever."""
     if isinstance(value, bytes):
         return value.decode("latin-1")
     return str(value) if isinstance(value, str | int | float) else "?"
 
 
 class PlainArray:
-    """What a pickle says about an array: shape, type and bytes. `integers` makes it an array."""
+    """An array as a pickle describes it: shape, type and bytes. `integers` makes it an array."""
 
     def __init__(self, shape: Any = (), dtype: Any = None, fortran: Any = False, raw: Any = b"") -> None:
         self.shape, self.dtype, self.fortran, self.raw = shape, dtype, fortran, raw
@@ -332,7 +332,7 @@ _OPCODES = _PUTS | _GETS | _TUPLES | {
 
 
 def _check_opcodes(data: bytes) -> None:
-    """Refuses opcodes that are not on the list, and those that cost time or memory out of proportion: a memo index or
+    """Rejects opcodes that are not on the list, and those that cost time or memory out of proportion: a memo index or
     a frame beyond the file, for which the unpickler makes room, and a tuple that is used twice, since the hash of
     tuples nested so takes exponential time. (`genops` checks that counted bytes are there.)"""
     memo: dict[Any, bool] = {}

@@ -31,8 +31,8 @@ from drumline.data.sources.base import (
 
 
 def open_custom(spec: DatasetSpec) -> Dataset:
-    """The object that the factory gives for this split. Without `classes` the training split is asked for
-    too, since its labels say how many there are."""
+    """The object that the factory gives for this split. Without `classes`, the training split is opened too,
+    since its labels show how many there are."""
     name, factory = spec.source, _import(spec.source)
     given = _call(factory, spec.source, spec.path, spec.split)
     if not hasattr(given, "labels") or not (hasattr(given, "images") or hasattr(given, "read")):

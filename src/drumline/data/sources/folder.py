@@ -1,8 +1,8 @@
 """Image files in class folders, in the order of torchvision's ImageFolder.
 
 Promises: classes sorted by name; within a class, folders sorted by path and files by name, links followed; so
-sample ids and labels equal ImageFolder's, except that hidden files and folders are left out. Refuses, with
-path and fix: empty classes, stray images, broken links and loops, a split that knows other classes.
+sample ids and labels equal ImageFolder's, except that hidden files and folders are left out. Empty classes,
+stray images, broken links, loops, and a split with other classes are rejected, with path and fix.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from drumline.core.errors import LostError, UserError
 from drumline.core.text import near
-from drumline.data.reading import USERS, NotRegular, not_regular, patiently, read_whole, refused
+from drumline.data.reading import USERS, NotRegular, not_regular, open_error, patiently, read_whole
 from drumline.data.sources.base import (
     DatasetSpec,
     EncodedDataset,
@@ -92,7 +92,7 @@ def open_folder(spec: DatasetSpec) -> FolderDataset:
     classes = _class_folders(train_root)
     if eval_root is None:
         if spec.split == "eval" and train_root == str(Path(path, "train")):
-            _refuse_misspelt(path, spec.holdout)
+            _reject_misspelt(path, spec.holdout)
             if spec.whole:
                 raise NoEvalSplit(
                     f"{path} has a folder 'train' but no evaluation split",
@@ -158,13 +158,13 @@ def _layout(path: str, whole: bool) -> tuple[str, str | None]:
     return path, None
 
 
-def _refuse_misspelt(path: str, holdout: float) -> None:
+def _reject_misspelt(path: str, holdout: float) -> None:
     """Rejects a folder beside `train` with a misspelt name of an evaluation split, which would be ignored."""
     for entry in _entries(path):
         meant = near(entry.name, EVAL_FOLDERS)
         if meant and entry.is_dir() and any(inner.is_dir() for inner in _entries(entry.path)):
-            refusal = UserError if holdout else NoEvalSplit
-            raise refusal(
+            kind = UserError if holdout else NoEvalSplit
+            raise kind(
                 f"{path} has no evaluation split: is {entry.name!r} meant to be {meant[0]}?",
                 fix=f"rename it to {meant[0]}{' and remove data.holdout' if holdout else ''}, or move it elsewhere"
                 + ("" if holdout else " and add --data.holdout 0.1"),
@@ -172,7 +172,7 @@ def _refuse_misspelt(path: str, holdout: float) -> None:
 
 
 def _class_folders(root: str) -> list[str]:
-    """Sorted names of the class folders; refuses images that belong to none."""
+    """Sorted names of the class folders. Rejects images that belong to none."""
     classes: list[str] = []
     images: list[str] = []
     for entry in _entries(root):
@@ -247,7 +247,7 @@ def _walk(top: str, unknown: Counter[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def file_ending(name: str) -> str:
-    """What a file's name says about its kind: the ending, or the name if it has none."""
+    """The ending of a file's name, or the name if it has none."""
     return Path(name).suffix.lower() or name
 
 
@@ -261,11 +261,11 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
             raise UserError(
                 f"{folder} is a file, not a folder", fix="give the folder that holds the class folders"
             ) from error
-        raise refused(folder, error) from error
+        raise open_error(folder, error) from error
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """True for a folder or a link to one; refuses a link to nothing."""
+    """True for a folder or a link to one. Rejects a broken link."""
     if entry.is_symlink():
         try:
             return stat.S_ISDIR(entry.stat().st_mode)

@@ -2,8 +2,8 @@
 
 Promises: nothing is copied or decoded on opening; sets of arrays come back as arrays, sets of files as files, so that
 training treats them as it would the source. A process checks each sample's checksum when it first reads it (26 us for
-110 KB, 2 % of decoding it, and nothing in later epochs); arrays up to 1 GiB are checked as they are opened. Refuses
-damaged sets by file and sample.
+110 KB, 2 % of decoding it, and nothing in later epochs); arrays up to 1 GiB are checked as they are opened.
+Damaged sets are rejected by file and sample.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class PackedFiles(MappedFiles):
         self._names = read_names(root, manifest, split)
 
     def read(self, sample: int) -> bytes:
-        """An image file; of raw pixels one is made, in a form that needs no decoding."""
+        """An image file. Raw pixels become one that needs no decoding."""
         check_bytes(int(self.lengths[sample]), self.where(sample))
         self.check(sample)
         data = super().read(sample)
@@ -125,19 +125,19 @@ class PackedFiles(MappedFiles):
         return self.view(sample).reshape(int(self.heights[sample]), int(self.widths[sample]), channels)
 
     def decoded(self, sample: int) -> Images | None:
-        """Raw pixels, checked. Samples that EXIF may rotate are left to `read`, which keeps it."""
+        """Raw pixels, checked. None for samples that EXIF may rotate: `read` keeps their orientation."""
         if self.kinds[sample] < SampleKind.RGB or self.orientations[sample] > 1:
             return None
         self.check(sample)
         return self.pixels(sample)
 
     def check(self, sample: int) -> None:
-        """Refuses a sample whose bytes do not have their checksum."""
+        """Rejects a sample whose bytes do not match their checksum."""
         if not self.sound(np.array([sample]))[0]:
             raise self._damaged(sample)
 
     def sound(self, ids: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Whether these samples' bytes have their checksums, for readers that go by `pointers`."""
+        """Whether the bytes of these samples match their checksums, for readers that use `pointers`."""
         for i in ids[~self._checked[ids]].tolist():
             self._checked[i] = zlib.crc32(self.view(i).data) == self.crcs[i]
         return self._checked[ids]
@@ -153,7 +153,7 @@ class PackedFiles(MappedFiles):
         colour = self.kinds[sample] == SampleKind.RGB
         if self.orientations[sample] <= 1:
             return b"P%d\n%d %d\n255\n" % (6 if colour else 5, width, height) + data
-        # Portable pixmaps cannot say how they are to be turned; a PNG can.
+        # A portable pixmap cannot store an orientation; a PNG can.
         image = Image.frombytes("RGB" if colour else "L", (width, height), data)
         image.getexif()[0x0112] = int(self.orientations[sample])
         file = io.BytesIO()
@@ -191,7 +191,7 @@ class PackedArrays(ArrayDataset):
         shard = shard_file(root, split, 0)
         if first["kind"] < SampleKind.RGB or not regular.all() or records["shard"].any():
             raise UserError(
-                f"{root}: the {split} split says that it holds an array, but sample "
+                f"{root}: the {split} split is marked as an array, but sample "
                 f"{int(np.argmin(regular))} does not fit into one",
                 fix="pack the source again",
             )
@@ -217,7 +217,7 @@ class PackedArrays(ArrayDataset):
 
 
 def damaged_parts(stored: Images, length: int, crcs: NDArray[np.uint32]) -> Iterator[int]:
-    """Which of equally long parts do not have their checksums."""
+    """Which of equally long parts do not match their checksums."""
     view = stored.data
     for number, crc in enumerate(crcs.tolist()):
         if zlib.crc32(view[number * length : (number + 1) * length]) != crc:

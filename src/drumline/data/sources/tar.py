@@ -2,8 +2,8 @@
 
 Promises: nothing is ever written to disk; classes, sample ids, labels and bytes are those that the folder source
 gives for the unpacked archive, or for its only folder when it has just one and that holds folders; of two members
-with one name the later counts. Every offset and size is checked against the file. Refuses compressed archives,
-links among the images, absolute names and `..`, sparse members, and images outside class folders.
+with one name the later counts. Every offset and size is checked against the file. Compressed archives,
+links among the images, absolute names and `..`, sparse members, and images outside class folders are rejected.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drumline.core.errors import UserError
-from drumline.data.reading import open_regular, refused
+from drumline.data.reading import open_error, open_regular
 from drumline.data.sources.base import (
     DatasetSpec,
     Images,
@@ -134,11 +134,11 @@ def open_archive(file: Path) -> Images:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """What a header says. Data is `length` bytes from `offset` on, inside the archive."""
+    """A header. The data is `length` bytes from `offset` on, inside the archive."""
 
     name: str
     kind: str
-    """`file`, `folder`, or what else it is: `symbolic link`, `hard link`, `device`."""
+    """`file`, `folder`, `symbolic link`, `hard link`, `device`, or `named pipe`."""
     offset: int
     length: int
 
@@ -342,7 +342,7 @@ def _present(file: Path) -> Path:
         with open_regular(file) as stream:
             start = stream.read(8)
     except OSError as error:
-        raise refused(file, error) from error
+        raise open_error(file, error) from error
     for signature, (name, command) in COMPRESSED.items():
         if start.startswith(signature):
             raise UserError(
