@@ -63,7 +63,7 @@ def main() -> int:
         folder = Path(temporary)
         photos = photographs(asked.path, made_up=asked.made_up)
         source = lay_in_folders(photos, folder)
-        print(f"{machine()}\n{photos.told}\n")
+        print(f"{machine()}\n{photos.about}\n")
         exact = one_core(source, transform, asked.rounds)
         if not asked.no_scaling:
             scaling(source, folder, transform, asked.rounds, asked.workers, asked.batch)

@@ -98,11 +98,11 @@ def main() -> int:
     raise_descriptor_limit()
     torch.backends.cudnn.benchmark = True
     with tempfile.TemporaryDirectory(prefix="drumline-feed-") as folder:
-        spec, told = lay_out(asked.path, Path(folder), plan, 24 if asked.small else FILES)
+        spec, about = lay_out(asked.path, Path(folder), plan, 24 if asked.small else FILES)
         source = open_dataset(spec)
         assert isinstance(source, EncodedDataset)
         transform = Transform(plan.size, "crop-flip", resize=VERSION)
-        print(f"{machine(device)}\n{told}")
+        print(f"{machine(device)}\n{about}")
         reference = torch.from_numpy(pillow_batches(source, transform, plan)).to(device)
         print(
             f"Pillow made {reference[..., 0, 0, 0].numel():,} reference windows   [{_since(began)}]",
@@ -132,8 +132,10 @@ def lay_out(path: str | None, folder: Path, plan: Plan, at_least: int) -> tuple[
         place.mkdir()
         for number, (name, data) in enumerate(zip(photos.names, photos.data, strict=True)):
             (place / f"{number:05}_{name}").write_bytes(data)
-    told = f"{photos.told}; each copied {copies} times, {copies * len(photos.data):,} files in class folders"
-    return DatasetSpec("folder", str(folder), "train"), told
+    about = (
+        f"{photos.about}; each copied {copies} times, {copies * len(photos.data):,} files in class folders"
+    )
+    return DatasetSpec("folder", str(folder), "train"), about
 
 
 def pillow_batches(source: EncodedDataset, transform: Transform, plan: Plan) -> NDArray[np.uint8]:

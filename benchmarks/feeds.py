@@ -1,6 +1,6 @@
 """The feeds that feed_gpu.py and feed_cpu.py compare: nothing but a resident batch, Drumline, DataLoader, timm, DALI.
 
-Each is opened anew for every turn and gives (images, labels) on the device until it is closed; all do what a careful
+Each is opened again for every round and gives (images, labels) on the device until it is closed; all do what a careful
 user of that library does.
 """
 
@@ -48,7 +48,7 @@ class Plan:
 
 
 def synthetic(plan: Plan) -> Feed:
-    """One batch that is there already, for ever."""
+    """One batch that is on the device already, repeated without end."""
     shape = (plan.batch, plan.size, plan.size, 3)
     images = torch.randint(256, shape, dtype=torch.uint8, device=plan.device).permute(0, 3, 1, 2)
     labels = torch.randint(CLASSES, (plan.batch,), device=plan.device)

@@ -46,7 +46,7 @@ FORCED = {
     "440": PlaneLayout.YCC_440,
     "other": PlaneLayout.YCC_422,
 }
-"""Where files go that the rule refuses, by their chroma; 4:1:1 finds more room than it needs."""
+"""Where files go that the rule rejects, by their chroma; 4:1:1 finds more room than it needs."""
 
 
 class Sample(NamedTuple):
@@ -63,7 +63,7 @@ class Count:
 
     files: int = 0
     equal: int = 0
-    refused: int = 0
+    rejected: int = 0
     largest: int = 0
     reasons: set[str] = field(default_factory=set)
 
@@ -79,7 +79,7 @@ def main() -> int:
     if asked.small:
         print("needs CUDA: skipped decoding by the GPU")
     began, photos = time.perf_counter(), photographs(asked.path)
-    print(f"{machine(None if asked.dry else device)}\n{photos.told}\n", flush=True)
+    print(f"{machine(None if asked.dry else device)}\n{photos.about}\n", flush=True)
     counts: dict[tuple[bool, str, str], Count] = {}
     for chunk in _chunks(corpus(photos.data, asked.crops)):
         headers = [_header(sample.data) for sample in chunk]
@@ -90,7 +90,7 @@ def main() -> int:
             count.files += 1
             if not accepted:
                 count.reasons.add(decodes_equal(header) or "restart markers out of place")
-            count.refused += difference is None
+            count.rejected += difference is None
             count.equal += difference == 0
             count.largest = max(count.largest, difference or 0)
         done = sum(count.files for count in counts.values())
@@ -126,7 +126,7 @@ def corpus(photos: Sequence[bytes], crops: int) -> Iterator[Sample]:
 def differences(
     samples: Sequence[Sample], headers: Sequence[JpegHeader], device: torch.device
 ) -> list[int | None]:
-    """The largest difference of each file from Pillow's pixels; None where the engine refuses."""
+    """The largest difference of each file from Pillow's pixels; None where the engine rejects the file."""
     layouts = np.array([_forced(header) for header in headers])
     sides = np.array([(header.width, header.height) for header in headers])
     places = place(layouts, sides[:, 0], sides[:, 1])
@@ -173,7 +173,7 @@ def _resampler(device: torch.device, side: int) -> Any:
 
 
 def _forced(header: JpegHeader) -> PlaneLayout:
-    """The layout of a file, or the nearest to it if the rule refuses."""
+    """The layout of a file, or the nearest to it if the rule rejects it."""
     layout = layout_of(header)
     return layout if layout is not None else FORCED[chroma(header)]
 
@@ -216,12 +216,12 @@ def _report(counts: dict[tuple[bool, str, str], Count], dry: bool) -> int:
         (True, "Accepted by the rule"),
         (False, "Left to the CPU by the rule, forced here"),
     ):
-        print(f"\n{title}\n\n| files | kind | number | equal | refused by the engine | largest difference |")
+        print(f"\n{title}\n\n| files | kind | number | equal | rejected by the engine | largest difference |")
         print(f"|---{5 * '|---'}|")
         for (of_accepted, origin, kind), count in counts.items():
             if of_accepted is accepted:
                 kind = kind if accepted else f"{kind} ({'; '.join(sorted(count.reasons))})"
-                result = "not tried | |" if dry else f"{count.equal} | {count.refused} | {count.largest}"
+                result = "not tried | |" if dry else f"{count.equal} | {count.rejected} | {count.largest}"
                 print(f"| {origin} | {kind} | {count.files} | {result} |")
     taken = [count for (accepted, _, _), count in counts.items() if accepted]
     files, equal = sum(count.files for count in taken), sum(count.equal for count in taken)

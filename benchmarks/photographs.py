@@ -38,7 +38,7 @@ class Photos(NamedTuple):
 
     names: list[str]
     data: list[bytes]
-    told: str
+    about: str
 
 
 def photographs(path: str | None, made_up: int = 64) -> Photos:

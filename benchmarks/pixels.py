@@ -188,9 +188,9 @@ def main() -> int:
     torch.set_num_threads(1)
     device = pick_device(asked.small)
     photos = photographs(asked.path, made_up=asked.made_up)
-    photos = Photos(photos.names[: asked.limit], photos.data[: asked.limit], photos.told)
+    photos = Photos(photos.names[: asked.limit], photos.data[: asked.limit], photos.about)
     print(
-        f"{machine(device)}\n{photos.told}; {len(photos.data)} of them taken; reference: Pillow {PIL.__version__}\n"
+        f"{machine(device)}\n{photos.about}; {len(photos.data)} of them taken; reference: Pillow {PIL.__version__}\n"
     )
     training = Transform(asked.size, "crop-flip", resize=VERSION)
     found: dict[str, dict[str, Difference]] = {}

@@ -60,8 +60,8 @@ def main() -> int:
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     photos = photographs(asked.path, made_up=asked.made_up)
-    print(f"{machine(device)}\n{photos.told}; bicubic, {SIZE} x {SIZE}, on {device.type}\n")
-    pixels, told = all_pixels(photos, device)
+    print(f"{machine(device)}\n{photos.about}; bicubic, {SIZE} x {SIZE}, on {device.type}\n")
+    pixels, about = all_pixels(photos, device)
     reference = pixels["Pillow alone"]
     answers = {name: logits(network, images, device) for name, images in pixels.items()}
     right = labels(photos.names, asked.ids)
@@ -84,7 +84,7 @@ def main() -> int:
             f"\nthe network itself on the CPU, Pillow's pixels: same arg-max {agree} of {count}, logits apart by at "
             f"most {apart:.2g}, top-1 {_top1(on_cpu, right)}"
         )
-    print("\n".join(["", *told]))
+    print("\n".join(["", *about]))
     if right is None:
         print("no top-1: file names or the list of ids do not tell the classes (--ids)")
     print("the answers are the same" if same else "THE ANSWERS DIFFER")
@@ -118,17 +118,17 @@ def all_pixels(photos: Photos, device: torch.device) -> tuple[dict[str, NDArray[
             [pillow_window(image, row, SIZE, "bicubic") for image, row in zip(images, rows, strict=True)]
         )
     }
-    threads, told = LoaderWorkers("threads", usable_cores()), []
+    threads, about = LoaderWorkers("threads", usable_cores()), []
     with tempfile.TemporaryDirectory(prefix="drumline-answers-") as temporary:
         folder = Path(temporary)
         source = lay_in_folders(photos, folder)
         found["Drumline, CPU path"] = np.stack(list(by_loader(source, folder, transform, threads, CPU)))
         if reason := gpu_unavailable(device):
-            told.append(f"Drumline, GPU path: left out, {reason}")
+            about.append(f"Drumline, GPU path: left out, {reason}")
         else:
             on_gpu = LoaderWorkers("threads", usable_cores(), decode="gpu")
             found["Drumline, GPU path"] = np.stack(list(by_loader(source, folder, transform, on_gpu, device)))
-    return found, told
+    return found, about
 
 
 @torch.inference_mode()
@@ -143,7 +143,7 @@ def logits(network: nn.Module, images: NDArray[np.uint8], device: torch.device) 
 
 
 def labels(names: list[str], ids: str | None) -> Tensor | None:
-    """The class index of each file: the position of its WordNet id in the sorted 1,000; None if it cannot be told."""
+    """The class index of each file: the position of its WordNet id in the sorted 1,000; None if it cannot be about."""
     if ids is None:
         timm = importlib.util.find_spec("timm")
         places = (timm.submodule_search_locations or []) if timm else []

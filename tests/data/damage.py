@@ -1,7 +1,7 @@
 """Kinds of damage that image files really meet, and a small data set that holds one of each.
 
 Promises: everything is deterministic; `KINDS` says for each kind what must come of it: `good` decodes, `bad` is
-refused, `either` is decided by chance of the bytes but must be decided, the same way each time.
+rejected, `either` is decided by chance of the bytes but must be decided, the same way each time.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def outputs(model: Classes, data: Classes, *present: int, by_number: bool = Fals
     return None if found is None else found.tolist()
 
 
-def test_labels_of_another_order_or_of_some_classes_find_their_outputs() -> None:
+def test_labels_in_a_different_order_or_of_some_classes_map_to_their_outputs() -> None:
     model = named("ant", "bee", "cat")
     assert outputs(model, model) is None
     assert outputs(model, named("cat", "ant", "bee")) == [2, 0, 1]
@@ -80,13 +80,13 @@ def test_a_classifier_needs_the_same_classes_in_any_order() -> None:
         head_order(named("ant", "bee"), named("ant"))
 
 
-def test_names_are_names_unless_a_source_counts() -> None:
+def test_classes_are_named_unless_they_are_the_numbers_of_an_array_source() -> None:
     assert Classes.of(source([0], ("0",))).named
     assert not Classes.of(source([0], ("0",), name="idx")).named
     assert Classes.of(source([0], ("cat",), name="npz")).named
 
 
-def test_classes_that_one_side_lacks_are_reported() -> None:
+def test_classes_missing_in_one_split_are_reported() -> None:
     names = ("ant", "bee", "cat")
     assert class_warnings(source([0, 1, 2], names), source([0, 1, 2], names)) == []
     (one,) = class_warnings(source([1], names), source([1], names))

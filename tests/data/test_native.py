@@ -240,7 +240,7 @@ def test_sizes_are_read_from_headers_of_any_length() -> None:
 
 
 @needs_jpeg
-def test_what_may_say_how_to_turn_an_image_is_noticed() -> None:
+def test_metadata_that_may_hold_an_orientation_is_detected() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     for options in ({"exif": exif}, {"xmp": b'<x tiff:Orientation="6"/>'}):
@@ -248,7 +248,7 @@ def test_what_may_say_how_to_turn_an_image_is_noticed() -> None:
 
 
 @needs_jpeg
-def test_warnings_are_counted_and_refusals_told() -> None:
+def test_warnings_of_libjpeg_are_counted_and_errors_reported() -> None:
     data = jpeg(photo(1, 40, 30))
     assert native.jpeg_warnings(data) == 0
     assert native.jpeg_warnings(data[:-40]) is not None
@@ -272,8 +272,8 @@ def test_windows_of_decoded_images_are_pillows() -> None:
 
 
 @needs_native
-def test_arrays_outlive_the_calls_they_are_handed_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread may take memory during a call, and would be given what nobody holds any more."""
+def test_arrays_outlive_the_calls_that_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may take memory during a call, and would get memory that was freed."""
     seen: list[list[int]] = []
 
     def taking(*arguments: object) -> int:
@@ -291,7 +291,7 @@ def test_arrays_outlive_the_calls_they_are_handed_to(monkeypatch: pytest.MonkeyP
 
 
 @needs_native
-def test_a_pool_ends_its_threads_and_takes_no_part_in_pythons() -> None:
+def test_closing_a_pool_ends_its_threads() -> None:
     known = threading.active_count()
     before = tasks()
     pool = native.Pool(5)
@@ -331,7 +331,7 @@ def test_an_empty_job_and_many_jobs_at_once_are_done_in_any_order_of_waiting() -
 
 
 @needs_native
-def test_buffers_of_files_are_used_again_and_large_ones_given_back(tmp_path: Path) -> None:
+def test_buffers_of_files_are_reused_and_large_ones_freed(tmp_path: Path) -> None:
     small, smaller, large = tmp_path / "small", tmp_path / "smaller", tmp_path / "large"
     small.write_bytes(jpeg(photo(1, 40, 30)))
     smaller.write_bytes(jpeg(photo(1, 20, 10), quality=20))
@@ -421,7 +421,7 @@ print(native.available(), native.describe())
     assert done.stdout.strip() == "False was built from other sources: install drumline again"
 
 
-def test_it_can_be_left_out_and_says_so() -> None:
+def test_the_native_part_can_be_turned_off_and_reports_that() -> None:
     code = "from drumline import native; print(native.available(), native.decodes_jpeg(), native.describe())"
     done = subprocess.run(
         [sys.executable, "-c", code],

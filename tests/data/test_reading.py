@@ -106,7 +106,7 @@ def failing(
 
 @pytest.mark.parametrize("number", TRANSIENT, ids=errno.errorcode.get)
 @pytest.mark.usefixtures("hasty")
-def test_an_error_that_passes_changes_nothing(
+def test_a_temporary_error_changes_nothing(
     folder: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = opened(folder)
@@ -121,7 +121,7 @@ def test_an_error_that_passes_changes_nothing(
 @pytest.mark.parametrize("on_bad", ["substitute", "black", "raise"])
 @pytest.mark.parametrize("number", [*TRANSIENT, errno.ENOENT], ids=errno.errorcode.get)
 @pytest.mark.usefixtures("hasty")
-def test_an_error_that_stays_is_a_loss_with_its_cause_and_never_a_substitute(
+def test_a_permanent_error_is_a_loss_with_its_cause_and_never_a_substitute(
     folder: Path, number: int, on_bad: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = opened(folder)
@@ -135,7 +135,7 @@ def test_an_error_that_stays_is_a_loss_with_its_cause_and_never_a_substitute(
 
 
 @pytest.mark.parametrize("workers", WAYS, ids=str)
-def test_a_file_that_is_gone_for_a_moment_changes_no_bit_and_one_that_became_a_pipe_is_a_loss(
+def test_a_file_missing_for_a_moment_changes_nothing_and_one_that_became_a_pipe_is_a_loss(
     folder: Path, workers: LoaderWorkers
 ) -> None:
     expected, _ = made(folder, LoaderWorkers("threads", 0))
@@ -241,7 +241,7 @@ def made_here(path: str, split: str) -> SimpleNamespace:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_a_users_own_source_is_reported_apart_alike() -> None:
+def test_errors_of_a_custom_source_are_classified_in_the_same_way() -> None:
     name = "tests.data.test_reading:made_here"
     content, system = (open_dataset(DatasetSpec(name, path, "train")) for path in ("content", "system"))
     assert isinstance(content, EncodedDataset)
@@ -264,7 +264,7 @@ def test_pack_ends_with_exit_code_1_and_verify_lists_what_cannot_be_read(
 
 
 @pytest.mark.usefixtures("hasty")
-def test_data_that_is_opened_for_the_first_time_tells_a_wrong_path_at_once(
+def test_a_wrong_path_is_reported_at_once_when_data_is_first_opened(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for act in (
@@ -293,7 +293,7 @@ def test_data_that_is_opened_for_the_first_time_tells_a_wrong_path_at_once(
 
 
 @pytest.mark.parametrize("kind", ["folder", "npz", "tar"])
-def test_pipes_and_devices_are_refused_as_data_and_nobody_waits(tmp_path: Path, kind: str) -> None:
+def test_pipes_and_devices_are_rejected_as_data_without_waiting(tmp_path: Path, kind: str) -> None:
     place = tmp_path / f"set.{kind}"
     os.mkfifo(place)
     with pytest.raises(UserError, match=r"a pipe, not a regular file|is a file, not a folder"):
@@ -307,7 +307,7 @@ def test_a_link_to_a_device_among_the_images_is_named(folder: Path) -> None:
     assert main(["verify", str(folder), "--workers", "1"]) == 1
 
 
-def test_data_that_this_run_has_opened_before_is_waited_for_and_then_is_a_loss(
+def test_a_restart_waits_for_data_that_the_run_opened_before_then_loses_it(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher's restarts; also of a mount point that is there while the mount is not."""
@@ -333,12 +333,12 @@ def test_data_that_this_run_has_opened_before_is_waited_for_and_then_is_a_loss(
 
 
 @pytest.mark.slow
-def test_a_fork_server_that_is_gone_is_a_loss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_fork_server_is_a_loss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, digest = DatasetSpec("folder", str(folder), "train"), opened(folder).digest()
     assert len(list(process_batches(spec, digest, VIEW, 3, REQUESTS, 1))) == 2
 
     def gone(*args: object) -> None:
-        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection rejected")
 
     monkeypatch.setattr("multiprocessing.forkserver.connect_to_new_process", gone)
     monkeypatch.setattr("multiprocessing.popen_forkserver.forkserver.connect_to_new_process", gone)
@@ -346,7 +346,7 @@ def test_a_fork_server_that_is_gone_is_a_loss(folder: Path, monkeypatch: pytest.
         list(process_batches(spec, digest, VIEW, 3, REQUESTS, 1))
 
 
-def test_a_file_of_the_kernel_that_would_wait_is_refused() -> None:
+def test_a_kernel_file_whose_read_would_block_is_rejected() -> None:
     reading_end, writing_end = os.pipe()
     os.set_blocking(reading_end, False)
     try:

@@ -62,7 +62,7 @@ def kinds_by_name(report: DatasetReport) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_each_kind_of_damage_comes_out_as_stated_and_the_same_each_time(name: str) -> None:
+def test_each_kind_of_damage_is_found_in_every_check(name: str) -> None:
     kind = KINDS[name]
     for seed in range(4):
         good = good_jpeg(seed, 48 + 7 * seed, 80 - 5 * seed)
@@ -74,15 +74,17 @@ def test_each_kind_of_damage_comes_out_as_stated_and_the_same_each_time(name: st
             assert found == ([kind.finding] if kind.finding else [])
 
 
-def test_verify_calls_bad_exactly_what_decode_refuses(damaged: Path, report: DatasetReport) -> None:
+def test_verify_reports_as_bad_exactly_the_files_that_decode_rejects(
+    damaged: Path, report: DatasetReport
+) -> None:
     files = [path for path in damaged.rglob("*") if path.is_file()]
-    refused = {str(path) for path in files if not decodes(path.read_bytes())}
-    assert {finding.path for finding in report.findings if finding.kind in BAD} == refused
-    assert len(refused) > 20
+    rejected = {str(path) for path in files if not decodes(path.read_bytes())}
+    assert {finding.path for finding in report.findings if finding.kind in BAD} == rejected
+    assert len(rejected) > 20
     assert report.samples == len(files)
 
 
-def test_good_images_raise_no_alarm(report: DatasetReport) -> None:
+def test_sound_images_give_no_findings(report: DatasetReport) -> None:
     assert [finding for finding in report.findings if Path(finding.path).name.startswith("good")] == []
 
 
@@ -96,7 +98,7 @@ def test_ids_and_splits_are_those_of_the_run(damaged: Path, report: DatasetRepor
                 assert source.where(finding.sample) == finding.path
 
 
-def test_kinds_are_counted_and_harmless_ones_only_noted(report: DatasetReport) -> None:
+def test_kinds_are_counted_and_harmless_ones_are_notes(report: DatasetReport) -> None:
     counted = summary(report)
     assert counted["bad"] + counted["warnings"] == sum(counted["kinds"].values()) == len(report.findings)
     assert counted["kinds"].keys() <= {*BAD, *WARNINGS}
@@ -139,7 +141,7 @@ def test_a_leak_alone_is_a_warning(tmp_path: Path) -> None:
     assert report.warnings == 1
 
 
-def test_files_that_are_not_taken_for_images_are_a_warning(tmp_path: Path) -> None:
+def test_files_that_are_not_images_by_their_names_are_a_warning(tmp_path: Path) -> None:
     for number in range(4):
         place = tmp_path / "photos" / ("train", "val")[number // 2] / "ab"[number % 2]
         place.mkdir(parents=True)
@@ -203,18 +205,18 @@ def test_an_unreadable_folder_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     small_set(tmp_path)
     scan = os.scandir
 
-    def refuse(path: str) -> object:
+    def fail(path: str) -> object:
         if str(path).endswith("class1"):
             raise PermissionError(13, "Permission denied", str(path))
         return scan(path)
 
-    monkeypatch.setattr(os, "scandir", refuse)
+    monkeypatch.setattr(os, "scandir", fail)
     report = verify_dataset(tmp_path)
     unreadable = [finding.path for finding in report.findings if finding.kind == "unreadable"]
     assert unreadable == [str(tmp_path / split / "class1") for split in ("train", "val")]
 
 
-def test_a_path_without_images_or_none_at_all_is_the_users_mistake(tmp_path: Path) -> None:
+def test_a_missing_path_or_one_without_images_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "empty", tmp_path / "missing"):
         with pytest.raises(UserError):
@@ -308,7 +310,7 @@ def only(data: bytes, name: str = "x.jpg") -> list[str]:
     return [kind for kind, _ in examine(data, name).findings]
 
 
-def test_damage_that_pillow_passes_over_is_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_that_pillow_ignores_is_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "jpeg_warnings", lambda data: None)  # by the markers alone
     restarts = encoded(picture(), restart_marker_blocks=2)
     at = restarts.index(b"\xff\xd1")
@@ -357,7 +359,7 @@ def test_extension_and_content_are_compared(format: str, name: str, mislabelled:
     assert only(encoded(picture(), format), name) == (["mislabelled"] if mislabelled else [])
 
 
-def test_long_lists_are_cut_for_people_and_whole_in_the_file(tmp_path: Path) -> None:
+def test_long_lists_are_shortened_on_the_screen_and_complete_in_the_file(tmp_path: Path) -> None:
     small_set(tmp_path / "set")
     for number in range(SHOWN + 3):
         (tmp_path / "set/train/class0" / f"z{number:02}.jpg").touch()
@@ -378,7 +380,7 @@ def test_long_lists_are_cut_for_people_and_whole_in_the_file(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".tmp"] == []
 
 
-def test_names_that_are_no_text_or_control_a_terminal_do_no_harm(tmp_path: Path) -> None:
+def test_names_that_are_not_text_or_control_a_terminal_are_escaped(tmp_path: Path) -> None:
     small_set(tmp_path / "set")
     folder = os.fsencode(tmp_path / "set/train/class0")
     for name in (b"caf\xe9.jpg", b"\x1b[2J.jpg", b"two\nlines\t.jpg"):
@@ -396,13 +398,13 @@ def test_names_that_are_no_text_or_control_a_terminal_do_no_harm(tmp_path: Path)
     assert b"\x1b" not in b"".join(rows)
 
 
-def test_a_list_that_cannot_be_written_is_the_users_mistake(tmp_path: Path) -> None:
+def test_a_list_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
     report = DatasetReport("x", "folder", (), (DatasetFinding("train", 0, "empty", "p", "r"),), ())
     with pytest.raises(UserError, match="--list"):
         write_list(report, tmp_path / "no such folder" / "list.tsv")
 
 
-def test_runs_and_checkpoints_are_not_taken_for_data(tmp_path: Path) -> None:
+def test_runs_and_checkpoints_are_not_data_sets(tmp_path: Path) -> None:
     small_set(tmp_path / "data")
     (tmp_path / "flat").mkdir()
     for run in ("begun", "saved/checkpoints/step-10", "single/step-3", "run/step-9"):

@@ -220,7 +220,7 @@ static int blocks_are_whole(const uint8_t *body, size_t length) {
     return 1;
 }
 
-/* Whether Pillow, which reads these segments, may refuse the file for what one holds. Nobody else looks into them. */
+/* Whether Pillow, which alone reads these segments, may reject the file because of their content. */
 static int pillow_minds(uint8_t marker, const uint8_t *body, size_t length) {
 #define BEGINS(words) (length >= sizeof(words) - 1 && !memcmp(body, words, sizeof(words) - 1))
     if (marker == 0xE0) return BEGINS("JFIF") && length < 7;

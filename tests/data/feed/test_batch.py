@@ -111,7 +111,7 @@ def test_random_crops_of_arrays_are_pillows(channels: int) -> None:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_arrays_seen_plainly_are_themselves_or_pillows_resize(channels: int) -> None:
+def test_arrays_without_augmentation_are_unchanged_or_pillows_resize(channels: int) -> None:
     source, wanted = array_source(channels), request(12)
     same = make_batch(source, Transform(16, "none"), SEED, wanted).batch.images
     assert np.array_equal(same, source.images[wanted.samples])
@@ -126,7 +126,7 @@ def test_arrays_seen_plainly_are_themselves_or_pillows_resize(channels: int) -> 
             assert np.array_equal(seen[slot], expected.reshape(size, size, channels))
 
 
-def test_epochs_and_seeds_see_an_image_differently() -> None:
+def test_epochs_and_seeds_crop_an_image_differently() -> None:
     source, transform = array_source(3), Transform(16, "shift-flip")
     seen = [
         make_batch(source, transform, seed, request(12, epoch)).batch.images
@@ -148,7 +148,7 @@ def test_epochs_and_seeds_see_an_image_differently() -> None:
         ("crop-flip", True),
     ],
 )
-def test_a_sample_is_seen_the_same_in_any_company(augment: str, files: bool) -> None:
+def test_the_pixels_of_a_sample_do_not_depend_on_its_batch(augment: str, files: bool) -> None:
     source, transform = Files() if files else array_source(3), Transform(16, augment)  # type: ignore[arg-type]
     wanted = request(9)
     whole = make_batch(source, transform, SEED, wanted).batch.images
@@ -156,7 +156,7 @@ def test_a_sample_is_seen_the_same_in_any_company(augment: str, files: bool) -> 
     assert torch.equal(torch.cat([part.batch.images for part in parts]), whole)
 
 
-def test_what_is_still_to_be_done_travels_with_the_batch() -> None:
+def test_the_augmentation_plan_is_part_of_the_batch() -> None:
     source, wanted = array_source(3), request(12)
     transform = Transform(16, "none", cutmix=1.0, augmentation=Augmentation(erasing=0.7))
     made = make_batch(source, transform, SEED, wanted)
@@ -190,14 +190,14 @@ def broken_folder(place: Path) -> DatasetSpec:
     return DatasetSpec("folder", str(place), "train")
 
 
-def test_a_broken_file_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_broken_file_is_rejected_by_name(tmp_path: Path) -> None:
     source = open_dataset(broken_folder(tmp_path))
     with pytest.raises(UserError, match=r"dog/bad\.jpg"):
         make_batch(source, Transform(8, "crop-flip"), SEED, Request(0, np.arange(7)))
 
 
 @pytest.mark.parametrize("on_bad", ["substitute", "black"])
-def test_a_broken_file_is_replaced_noted_and_keeps_its_slot(tmp_path: Path, on_bad: str) -> None:
+def test_a_broken_file_is_replaced_and_recorded_in_its_row(tmp_path: Path, on_bad: str) -> None:
     source = open_dataset(broken_folder(tmp_path))
     assert isinstance(source, EncodedDataset)
     transform = Transform(8, "crop-flip", on_bad=on_bad)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Who decodes: measured where there is a choice, reported in words, and refused by field where it cannot be."""
+"""The choice of workers: measured if there is one, reported as text, and rejected by field if it is impossible."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def chosen(
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measuring is an error."""
 
-    def refuse(make: object, ahead: int = 0) -> float:
+    def fail(make: object, ahead: int = 0) -> float:
         raise AssertionError("measured, though there is nothing to choose")
 
-    monkeypatch.setattr(choose, "_rate", refuse)
+    monkeypatch.setattr(choose, "_rate", fail)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def rates(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @needs_native
-def test_threads_are_taken_and_told_with_both_figures(photos: Path, rates: list[float]) -> None:
+def test_threads_are_chosen_and_reported_with_both_figures(photos: Path, rates: list[float]) -> None:
     rates[:] = [1000.0, 900.0]
     assert chosen(photos) == (
         LoaderWorkers("threads", 2),
@@ -100,7 +100,7 @@ def test_threads_are_taken_and_told_with_both_figures(photos: Path, rates: list[
 
 @needs_native
 @pytest.mark.parametrize(("by_threads", "kind"), [(99.0, "processes"), (101.0, "threads")])
-def test_processes_are_taken_only_where_they_promise_twice_as_much(
+def test_processes_are_chosen_only_if_they_promise_twice_the_speed(
     drawings: Path, rates: list[float], by_threads: float, kind: str
 ) -> None:
     rates[:] = [by_threads, 100.0]
@@ -111,7 +111,7 @@ def test_processes_are_taken_only_where_they_promise_twice_as_much(
 
 
 @needs_native
-def test_a_set_of_png_files_is_measured_without_pretence(drawings: Path) -> None:
+def test_a_set_of_png_files_is_measured(drawings: Path) -> None:
     workers, reported = chosen(drawings)
     assert workers.count == 2
     assert f"decoding by {workers}: " in reported
@@ -132,12 +132,12 @@ def test_nothing_is_measured_when_the_recipe_leaves_no_choice(photos: Path, pool
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_nothing_is_measured_or_told_without_workers(photos: Path) -> None:
+def test_nothing_is_measured_or_reported_without_workers(photos: Path) -> None:
     assert chosen(photos, count=0) == (LoaderWorkers("threads", 0), "")
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_nothing_is_measured_or_told_without_image_files(tmp_path: Path) -> None:
+def test_nothing_is_measured_or_reported_without_image_files(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", images=np.zeros((9, 8, 8, 3), np.uint8), labels=np.arange(9) % 3)
     spec = DatasetSpec("npz", str(tmp_path / "a.npz"), "train", 0.3)
     transform = Transform(size=8, augment="none")
@@ -163,7 +163,7 @@ def test_without_the_native_part_processes_decode_and_the_reason_is_reported(pho
 
 
 @pytest.mark.usefixtures("unmeasured", "without_native")
-def test_threads_without_the_native_part_are_refused(photos: Path) -> None:
+def test_threads_without_the_native_part_are_rejected(photos: Path) -> None:
     with pytest.raises(
         UserError, match=r"^data\.pool = threads needs the native part, which is turned off"
     ) as no:
@@ -172,7 +172,7 @@ def test_threads_without_the_native_part_are_refused(photos: Path) -> None:
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_decoding_on_a_gpu_that_is_not_there_is_refused(photos: Path) -> None:
+def test_decoding_on_a_missing_gpu_is_rejected(photos: Path) -> None:
     with pytest.raises(
         UserError, match=r"^data\.decode = gpu is not possible: there is no GPU in this run"
     ) as no:
@@ -181,7 +181,7 @@ def test_decoding_on_a_gpu_that_is_not_there_is_refused(photos: Path) -> None:
 
 
 @pytest.mark.usefixtures("unmeasured", "without_native")
-def test_decoding_on_a_gpu_without_the_native_part_is_refused_with_that_reason(photos: Path) -> None:
+def test_decoding_on_a_gpu_without_the_native_part_is_rejected_with_that_reason(photos: Path) -> None:
     with pytest.raises(
         UserError, match=r"^data\.decode = gpu is not possible: the native part is turned off"
     ):
@@ -189,7 +189,7 @@ def test_decoding_on_a_gpu_without_the_native_part_is_refused_with_that_reason(p
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_decoding_on_a_gpu_goes_with_threads_only(photos: Path) -> None:
+def test_decoding_on_a_gpu_requires_threads(photos: Path) -> None:
     with pytest.raises(
         UserError, match=r"^data\.decode = gpu needs threads, but data\.pool = processes"
     ) as no:
@@ -198,7 +198,7 @@ def test_decoding_on_a_gpu_goes_with_threads_only(photos: Path) -> None:
 
 
 @needs_native
-def test_a_gpu_helps_out_if_it_is_not_much_slower_than_the_cpu(
+def test_the_gpu_is_used_if_it_is_not_much_slower_than_the_cpu(
     photos: Path, rates: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The choice alone: what decodes on a GPU is in tests/gpu."""
@@ -225,7 +225,7 @@ def iter_of_ones() -> Any:
 
 
 @needs_native
-def test_a_strict_run_meets_its_broken_sample_while_measuring(photos: Path, tmp_path: Path) -> None:
+def test_a_strict_run_stops_at_a_broken_sample_while_measuring(photos: Path, tmp_path: Path) -> None:
     for number, file in enumerate(sorted(photos.rglob("*.jpg"))):
         copy = tmp_path / file.relative_to(photos)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -235,11 +235,11 @@ def test_a_strict_run_meets_its_broken_sample_while_measuring(photos: Path, tmp_
     assert chosen(tmp_path)[0].count == 2, "else it is substituted, in the trial too"
 
 
-def test_every_rank_decides_for_its_own_machine(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_chooses_for_its_own_machine(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Machines of a run may differ in cores, GPUs and installed parts; the pixels do not."""
 
     class Second:
-        """A rank that nobody may tell what to do."""
+        """A rank that no other rank may influence."""
 
         rank, size, local_size, device = 1, 2, 2, CPU
 

@@ -32,7 +32,9 @@ def test_philox_gives_the_published_vectors(counter: str, key: str, expected: st
     epoch=st.integers(0, 2**32 - 1),
     samples=st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=20),
 )
-def test_a_sample_draws_the_same_alone_as_in_any_company(seed: int, epoch: int, samples: list[int]) -> None:
+def test_the_numbers_of_a_sample_do_not_depend_on_its_batch(
+    seed: int, epoch: int, samples: list[int]
+) -> None:
     together = uniform(seed, epoch, np.array(samples), Purpose.CROP, 7)
     for row, sample in zip(together, samples, strict=True):
         assert np.array_equal(row, uniform(seed, epoch, np.array([sample]), Purpose.CROP, 7)[0])
@@ -73,6 +75,6 @@ def test_symmetric_beta_has_its_mean_and_variance(alpha: float) -> None:
     assert share.max() <= 1
 
 
-def test_symmetric_beta_of_a_sample_depends_on_no_other() -> None:
+def test_the_beta_number_of_a_sample_depends_on_no_other_sample() -> None:
     whole = symmetric_beta(0, 2, np.arange(100), Purpose.MIX_FRACTION, 0.3)
     assert np.array_equal(whole[40:50], symmetric_beta(0, 2, np.arange(40, 50), Purpose.MIX_FRACTION, 0.3))

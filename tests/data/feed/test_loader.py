@@ -159,14 +159,14 @@ def test_without_the_native_part_the_batches_are_the_same(
 
 @pytest.mark.parametrize("workers", ALL, ids=named)
 @pytest.mark.parametrize("first", [1, 5, 8])
-def test_resuming_needs_only_the_requests_still_to_come(
+def test_resuming_needs_only_the_remaining_requests(
     folder: Path, expected: list[Batch], workers: LoaderWorkers, first: int
 ) -> None:
     assert_loads(folder, workers, expected, first)
 
 
 @pytest.mark.parametrize("workers", ALL, ids=named)
-def test_pixels_are_augmented_after_whoever_made_them(folder: Path, workers: LoaderWorkers) -> None:
+def test_pixels_are_augmented_for_every_kind_of_workers(folder: Path, workers: LoaderWorkers) -> None:
     transform = Transform(16, "crop-flip", augmentation=Augmentation((0.4, 0.4, 0.4, 0.1), (2, 9), 0.5))
     source = open_dataset(spec(folder))
     with closing(load(folder, workers, last=4, transform=transform)) as loaded:
@@ -196,7 +196,7 @@ def test_a_broken_file_surfaces_as_the_users_error_with_its_name(
 
 @pytest.mark.parametrize("workers", ALL, ids=named)
 @pytest.mark.parametrize("on_bad", ["substitute", "black"])
-def test_broken_samples_are_replaced_alike_and_noted_alike(
+def test_broken_samples_are_replaced_and_recorded_in_the_same_way_by_all_workers(
     damaged: Path, workers: LoaderWorkers, on_bad: str
 ) -> None:
     transform = Transform(16, "crop-flip", on_bad=on_bad)  # type: ignore[arg-type]
@@ -231,7 +231,7 @@ def test_too_many_broken_samples_end_the_run_and_its_workers(damaged: Path, work
 
 
 @pytest.mark.slow
-def test_what_a_process_found_broken_comes_back_as_it_was(damaged: Path) -> None:
+def test_broken_samples_found_by_a_process_are_returned_unchanged(damaged: Path) -> None:
     transform = Transform(16, "crop-flip", on_bad="black")
     source = open_dataset(spec(damaged))
     assert isinstance(source, EncodedDataset)
@@ -262,7 +262,7 @@ def test_closing_ends_the_processes(folder: Path, taken: int) -> None:
 
 @needs_jpeg
 @pytest.mark.parametrize("taken", [0, 1, 4, 9])
-def test_closing_ends_the_threads_and_gives_back_what_they_held(folder: Path, taken: int) -> None:
+def test_closing_ends_the_threads_and_frees_their_resources(folder: Path, taken: int) -> None:
     with closing(load(folder, LoaderWorkers("threads", 2))) as warm:
         next(warm)
     tasks, descriptors = _count("task"), _count("fd")
@@ -289,7 +289,7 @@ def test_workers_end_by_themselves_after_the_last_batch(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", ALL, ids=named)
-def test_loading_leaves_the_global_generators_alone(folder: Path, workers: LoaderWorkers) -> None:
+def test_loading_does_not_touch_the_global_generators(folder: Path, workers: LoaderWorkers) -> None:
     """Their state belongs to the model."""
     torch.manual_seed(5)
     before, numpys = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index]
@@ -311,7 +311,7 @@ def test_workers_open_the_source_themselves(folder: Path, expected: list[Batch])
 
 
 @pytest.mark.parametrize("place", ["gone", "another"])
-def test_a_source_that_is_gone_or_another_when_a_worker_opens_it_is_a_loss(
+def test_a_source_that_is_missing_or_changed_when_a_worker_opens_it_is_a_loss(
     folder: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("drumline.data.reading.PAUSES", (0.0,))
@@ -331,7 +331,7 @@ def test_an_error_among_the_requests_surfaces_after_the_batches_before_it(
 ) -> None:
     def ending() -> Iterator[Request]:
         yield from requests(last=3)
-        raise UserError("the order ended", "mend it")
+        raise UserError("the order ended", "give more")
 
     source, bad_samples, before = open_dataset(spec(folder)), BadSamples("training", 14, 0.0), children()
     loaded = batches(spec(folder), source, VIEW, SEED, ending(), workers, CPU, bad_samples)
@@ -387,12 +387,12 @@ def test_resident_batches_repeat_and_a_step_always_gets_the_same_one(first: int)
         (LoaderWorkers("processes", 2), "2 processes"),
     ],
 )
-def test_workers_are_reported_in_words(workers: LoaderWorkers, text: str) -> None:
+def test_workers_are_described_as_text(workers: LoaderWorkers, text: str) -> None:
     assert str(workers).startswith(text)
 
 
 @needs_jpeg
-def test_memory_stays_flat_over_hundreds_of_batches(tmp_path: Path) -> None:
+def test_memory_is_constant_over_hundreds_of_batches(tmp_path: Path) -> None:
     for split, number in itertools.product(("train", "val"), range(8)):
         place = tmp_path / split / f"class{number % 2}"
         place.mkdir(parents=True, exist_ok=True)
@@ -487,7 +487,7 @@ def test_items_that_are_none_or_false_are_items() -> None:
     assert list(prefetch((item for item in (None, False, 0, ())), 2)) == [None, False, 0, ()]
 
 
-def test_it_runs_ahead_but_no_further_than_asked() -> None:
+def test_prefetch_runs_ahead_by_the_requested_number_only() -> None:
     source = Source(100)
     with closing(prefetch(source, 3)) as items:
         assert next(items) == 0
@@ -502,7 +502,7 @@ def test_it_runs_ahead_but_no_further_than_asked() -> None:
 
 
 @pytest.mark.parametrize("error", [UserError("what", "fix"), ValueError("odd"), KeyboardInterrupt()])
-def test_what_the_source_raises_is_raised_where_its_item_was_wanted(error: BaseException) -> None:
+def test_an_error_of_the_source_is_raised_in_place_of_its_item(error: BaseException) -> None:
     source = Source(4, error)
     items = prefetch(source, 2)
     assert [next(items) for _ in range(4)] == [0, 1, 2, 3]
@@ -540,7 +540,7 @@ def test_an_error_at_the_consumer_ends_the_thread() -> None:
     assert feed_threads() == []
 
 
-def test_a_generators_own_ending_is_run_in_the_thread_it_ran_in() -> None:
+def test_a_generators_finally_block_runs_in_its_own_thread() -> None:
     """CUDA streams and processes want to be given back where they were taken."""
     threads = []
 
@@ -558,7 +558,7 @@ def test_a_generators_own_ending_is_run_in_the_thread_it_ran_in() -> None:
     assert threads[0] is not threading.current_thread()
 
 
-def test_what_is_never_asked_for_anything_starts_no_thread() -> None:
+def test_a_prefetch_that_is_never_used_starts_no_thread() -> None:
     items = prefetch(Source(5), 2)
     assert feed_threads() == []
     items.close()

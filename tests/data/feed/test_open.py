@@ -133,7 +133,7 @@ def test_images_are_nchw_in_channels_last_memory_without_a_copy(photos: Path) ->
     assert images.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_feed_says_what_it_holds(photos: Path) -> None:
+def test_a_feed_has_classes_samples_length_and_position(photos: Path) -> None:
     with opened(photos, 4, rank=1, world=2) as feed:
         assert (feed.classes, feed.samples, len(feed)) == (("a", "b"), TRAIN, TRAIN // 4)
         assert (feed.rank, feed.world, feed.epoch, feed.position) == (1, 2, 0, 0)
@@ -228,7 +228,7 @@ def test_position_counts_the_batch_that_was_yielded_and_survives_a_changed_batch
     assert [a + b for a, b in zip(*rest, strict=True)] == [order[8:14], order[14:20]]
 
 
-def test_an_iteration_is_an_epoch_and_a_broken_off_one_is_continued(photos: Path) -> None:
+def test_an_iteration_is_an_epoch_and_the_next_one_continues_after_a_break(photos: Path) -> None:
     with opened(photos) as feed:
         for _ in feed:
             if feed.position == 12:
@@ -307,7 +307,7 @@ def test_leaving_the_loop_and_the_with_block_ends_the_processes(photos: Path) ->
     assert_ended(started)
 
 
-def test_a_feed_that_is_forgotten_ends_its_threads(photos: Path) -> None:
+def test_a_feed_that_is_garbage_collected_ends_its_threads(photos: Path) -> None:
     next(iter(opened(photos)))
     assert not feed_threads()
 
@@ -325,7 +325,7 @@ print(feed.position)
     assert (done.returncode, done.stdout, done.stderr) == (0, "4\n", "")
 
 
-def test_broken_samples_are_replaced_and_listed_or_refused(photos: Path, tmp_path: Path) -> None:
+def test_broken_samples_are_replaced_and_listed_or_rejected(photos: Path, tmp_path: Path) -> None:
     for number in range(8):
         folder = tmp_path / "train" / "ab"[number % 2]
         folder.mkdir(parents=True, exist_ok=True)
@@ -388,10 +388,10 @@ def test_rank_and_world_come_from_torch_or_the_environment_unless_given(
     ids=str,
 )
 def test_a_wrong_argument_is_named(photos: Path, options: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as caught:
         drumline.open_feed(**{"path": photos, "batch": 4, "size": 16, **options})
-    assert named in refused.value.what
-    assert refused.value.fix
+    assert named in caught.value.what
+    assert caught.value.fix
 
 
 def test_the_help_explains_every_argument() -> None:

@@ -68,7 +68,7 @@ def test_resident_batches_are_the_loaders(augment: str, size: int, channels: int
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.2, 1.0)])
-def test_mixing_plans_come_along(mixup: float, cutmix: float) -> None:
+def test_mixing_plans_are_those_of_the_loader(mixup: float, cutmix: float) -> None:
     source = array_source()
     transform = Transform(16, "shift-flip", mixup=mixup, cutmix=cutmix)
     held = ResidentSet.upload(source, transform, CPU)
@@ -78,7 +78,7 @@ def test_mixing_plans_come_along(mixup: float, cutmix: float) -> None:
         assert_same(ours, expected(source, transform, request))
 
 
-def test_a_pool_stands_for_a_set_of_any_length() -> None:
+def test_a_pooled_set_of_any_length_is_resident() -> None:
     source = array_source(count=1000, pool=17)
     transform = Transform(16, "shift-flip")
     held = ResidentSet.upload(source, transform, CPU)
@@ -112,7 +112,7 @@ def test_augmentation_is_applied_to_each_batch() -> None:
         assert not torch.equal(ours.images, expected(source, plain, request).images)
 
 
-def test_batches_stay_as_they_were_when_later_ones_are_made() -> None:
+def test_later_batches_do_not_change_earlier_ones() -> None:
     source = array_source()
     held = ResidentSet.upload(source, Transform(16, "shift-flip", cutmix=1.0), CPU)
     kept, copies = [], []
@@ -123,7 +123,7 @@ def test_batches_stay_as_they_were_when_later_ones_are_made() -> None:
         assert_same(batch, copy)
 
 
-def test_feeds_may_share_a_set_at_once() -> None:
+def test_several_feeds_can_use_a_set_at_once() -> None:
     source = array_source()
     transform = Transform(16, "shift-flip")
     held = ResidentSet.upload(source, transform, CPU)
@@ -134,7 +134,7 @@ def test_feeds_may_share_a_set_at_once() -> None:
         assert not torch.equal(ours.images, other.images)
 
 
-def test_crops_and_files_are_not_resident() -> None:
+def test_image_files_and_random_crops_are_not_resident() -> None:
     class Files(EncodedDataset):
         def read(self, sample: int) -> bytes:
             raise AssertionError

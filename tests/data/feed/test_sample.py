@@ -55,7 +55,7 @@ class Memory(EncodedDataset):
 
 @pytest.fixture
 def plainly(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes, Transform, Rule], bytes | str]:
-    """What becomes of a file where there is no native part: its pixels, or why it is refused."""
+    """The result for a file without the native part: its pixels, or the error."""
 
     def run(data: bytes, transform: Transform, rule: Rule) -> bytes | str:
         with monkeypatch.context() as patch:
@@ -96,7 +96,7 @@ VIEW = Transform(8, "none")
 
 
 def assert_same(data: bytes, plainly: Plainly, what: object, transform: Transform = VIEW) -> bool:
-    """Both ways end alike under every rule. Says whether the file is good."""
+    """Both paths have the same result under every rule. Returns whether the file is good."""
     ends = [plainly(data, transform, rule) for rule in RULES]
     for rule, expected in zip(RULES, ends, strict=True):
         assert outcome(data, transform, rule) == expected, (what, rule.__name__)
@@ -108,7 +108,9 @@ HIT = kinds(2, 75, 62)
 
 
 @pytest.mark.parametrize("kind", HIT)
-def test_one_changed_bit_ends_alike_with_and_without_the_native_part(kind: str, plainly: Plainly) -> None:
+def test_a_changed_bit_has_the_same_result_with_and_without_the_native_part(
+    kind: str, plainly: Plainly
+) -> None:
     data = HIT[kind]
     draw = np.random.default_rng(3)
     scan = data.index(b"\xff\xda")
@@ -123,7 +125,7 @@ def test_one_changed_bit_ends_alike_with_and_without_the_native_part(kind: str, 
 
 
 @pytest.mark.parametrize("kind", HIT)
-def test_a_file_cut_anywhere_ends_alike(kind: str, plainly: Plainly) -> None:
+def test_a_file_truncated_anywhere_has_the_same_result(kind: str, plainly: Plainly) -> None:
     data = HIT[kind]
     places = sorted(
         {*range(0, len(data), max(1, len(data) // 70)), *range(max(0, len(data) - 12), len(data))}
@@ -134,7 +136,7 @@ def test_a_file_cut_anywhere_ends_alike(kind: str, plainly: Plainly) -> None:
 
 @needs_jpeg
 @pytest.mark.parametrize("kind", HIT)
-def test_a_file_cut_and_ended_anew_ends_alike(kind: str, plainly: Plainly) -> None:
+def test_a_truncated_file_with_a_new_end_marker_has_the_same_result(kind: str, plainly: Plainly) -> None:
     """A proxy that closes what it could not fetch."""
     data = HIT[kind]
     scan = data.index(b"\xff\xda")
@@ -146,7 +148,7 @@ def test_a_file_cut_and_ended_anew_ends_alike(kind: str, plainly: Plainly) -> No
 
 @needs_jpeg
 @pytest.mark.parametrize("kind", ["progressive", "progressive 4:4:4", "progressive grey"])
-def test_a_progressive_file_without_its_last_scans_ends_alike(kind: str, plainly: Plainly) -> None:
+def test_a_progressive_file_without_its_last_scans_has_the_same_result(kind: str, plainly: Plainly) -> None:
     data = HIT[kind]
     at = data.index(b"\xff\xda")
     while (at := data.find(b"\xff\xda", at + 1)) > 0:
@@ -155,7 +157,7 @@ def test_a_progressive_file_without_its_last_scans_ends_alike(kind: str, plainly
 
 
 @pytest.mark.parametrize("kind", HIT)
-def test_inserted_markers_and_lost_or_doubled_bytes_end_alike(kind: str, plainly: Plainly) -> None:
+def test_inserted_markers_and_lost_or_doubled_bytes_have_the_same_result(kind: str, plainly: Plainly) -> None:
     data = HIT[kind]
     draw = np.random.default_rng(4)
     scan = data.index(b"\xff\xda") + 14
@@ -173,13 +175,13 @@ def test_inserted_markers_and_lost_or_doubled_bytes_end_alike(kind: str, plainly
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_known_kinds_of_damage_end_alike_and_as_they_must(name: str, plainly: Plainly) -> None:
+def test_known_kinds_of_damage_have_the_same_and_the_expected_result(name: str, plainly: Plainly) -> None:
     good = assert_same(KINDS[name](good_jpeg(3)), plainly, name)
     if KINDS[name].outcome != "either":
         assert good == (KINDS[name].outcome == "good")
 
 
-def test_damage_below_the_crop_is_found_when_pillow_would_refuse_the_file(plainly: Plainly) -> None:
+def test_damage_below_the_crop_is_found_if_pillow_rejects_the_file(plainly: Plainly) -> None:
     """Coded data is looked at to its end, though rows below the crop are not decoded."""
     data = jpeg(photo(1, 80, 160), quality=90)
     assert isinstance(outcome(data, VIEW, top_only), bytes)
@@ -216,7 +218,7 @@ def turned(exif_after_frame: bool) -> bytes:
 
 @pytest.mark.parametrize("apply", ["ignore", "apply"])
 @pytest.mark.parametrize("orientation", [1, 3, 6, 8])
-def test_images_are_turned_as_exif_or_xmp_says_or_left(
+def test_images_are_rotated_by_exif_or_xmp_or_left_as_stored(
     orientation: int, apply: str, plainly: Plainly
 ) -> None:
     pixels = photo(1, 60, 50)
@@ -230,7 +232,7 @@ def test_images_are_turned_as_exif_or_xmp_says_or_left(
 
 
 @needs_jpeg
-def test_exif_behind_the_frame_header_turns_the_image_too(plainly: Plainly) -> None:
+def test_exif_behind_the_frame_header_rotates_the_image_too(plainly: Plainly) -> None:
     assert_same(turned(exif_after_frame=True), plainly, "EXIF behind SOF", Transform(8, "none", exif="apply"))
 
 
@@ -247,7 +249,7 @@ REFUSED = {
         b"Exif\0\0MM\0*\0\0\0\x08\0\x02\x01\x1a\0\x02\0\0\0\x01\0\0\0\0\x01\x28\0\x03\0\0\0\x01\0\x02\0\0\0\0\0\0",
     ),
 }
-"""What Pillow's own reader of headers refuses and libjpeg does not look at."""
+"""Headers that Pillow rejects and libjpeg ignores."""
 
 
 EMPTY_RESOLUTION = pytest.mark.xfail(
@@ -262,19 +264,21 @@ EMPTY_RESOLUTION = pytest.mark.xfail(
     "name",
     [pytest.param(name, marks=EMPTY_RESOLUTION if "resolution" in name else ()) for name in REFUSED],
 )
-def test_what_pillow_refuses_for_its_header_is_refused(name: str, plainly: Plainly) -> None:
+def test_headers_that_pillow_rejects_are_rejected(name: str, plainly: Plainly) -> None:
     assert isinstance(plainly(REFUSED[name], VIEW, everything), str)
     assert_same(REFUSED[name], plainly, name)
 
 
-def test_several_pictures_in_a_file_show_the_first(plainly: Plainly) -> None:
+def test_a_file_with_several_pictures_gives_the_first(plainly: Plainly) -> None:
     assert assert_same(multi_picture(), plainly, "MPO")
     assert outcome(multi_picture(), VIEW, everything) == outcome(jpeg(photo(1, 60, 50)), VIEW, everything)
 
 
 @pytest.mark.parametrize("filter", FILTERS)
 @pytest.mark.parametrize("version", ["pillow12", "pillow13"])
-def test_every_filter_and_version_is_the_same_both_ways(filter: str, version: str, plainly: Plainly) -> None:
+def test_every_filter_and_version_is_the_same_with_and_without_the_native_part(
+    filter: str, version: str, plainly: Plainly
+) -> None:
     transform = Transform(9, "none", interpolation=filter, resize=version)  # type: ignore[arg-type]
     png = io.BytesIO()
     Image.fromarray(photo(1, 60, 50)).save(png, "PNG")
@@ -288,7 +292,7 @@ def test_every_filter_and_version_is_the_same_both_ways(filter: str, version: st
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_an_image_too_elongated_for_its_short_side_is_refused_with_its_size(
+def test_an_image_too_elongated_for_its_short_side_is_rejected_with_its_size(
     plain: bool, plainly: Plainly
 ) -> None:
     data = jpeg(np.zeros((1, 60_000, 3), np.uint8))
@@ -311,9 +315,7 @@ def sources() -> Iterator[Memory]:
 
 @pytest.mark.parametrize("source", [*sources()])
 @pytest.mark.parametrize("epoch", [0, 7])
-def test_a_broken_sample_is_replaced_by_the_first_sound_one_its_draws_name(
-    source: Memory, epoch: int
-) -> None:
+def test_a_broken_sample_is_replaced_by_the_first_sound_one_that_it_draws(source: Memory, epoch: int) -> None:
     transform = Transform(16, "crop-flip", on_bad="substitute")
     for sample in range(12):
         found = load_sample(source, transform, SEED, epoch, sample)
@@ -343,7 +345,7 @@ def test_substitutes_vary_with_epoch_and_sample_and_reach_all() -> None:
     assert len({taken[epoch, 3] for epoch in range(20)}) > 10
 
 
-def test_black_keeps_the_label_and_notes_the_sample() -> None:
+def test_a_black_image_keeps_the_label_and_records_the_sample() -> None:
     source = Memory(GOOD, None, GOOD)
     found = load_sample(source, Transform(16, "none", on_bad="black"), SEED, 0, 1)
     assert not found.pixels.any()
@@ -355,13 +357,13 @@ def test_black_keeps_the_label_and_notes_the_sample() -> None:
     assert sound == LoadedSample(sound.pixels, 2, ())
 
 
-def test_raise_gives_the_error_as_it_was() -> None:
+def test_raise_raises_the_original_error() -> None:
     with pytest.raises(UserError, match="file 1 cannot be read") as caught:
         load_sample(Memory(GOOD, None), Transform(16, "none"), SEED, 0, 1)
     assert caught.value.fix == "check the disk"
 
 
-def test_a_set_in_which_nothing_can_be_read_ends_instead_of_searching_for_ever() -> None:
+def test_a_set_without_readable_samples_is_an_error() -> None:
     source = Memory(None, None, None)
     with pytest.raises(UserError, match="3 samples cannot be read, the last of them") as caught:
         load_sample(source, Transform(16, "none", on_bad="substitute"), SEED, 0, 1)
@@ -370,7 +372,7 @@ def test_a_set_in_which_nothing_can_be_read_ends_instead_of_searching_for_ever()
 
 
 def test_files_built_for_these_tests_are_sound() -> None:
-    """So that what is compared above are pictures, not refusals."""
+    """So that the tests above compare pictures, not errors."""
     for kind, data in HIT.items():
         assert isinstance(outcome(data, VIEW, everything), bytes), kind
         assert frame(data) < data.index(b"\xff\xda")
@@ -379,7 +381,7 @@ def test_files_built_for_these_tests_are_sound() -> None:
         assert all(native.jpeg_warnings(data) == 0 for data in HIT.values())
 
 
-def test_a_sample_counts_once_and_keeps_its_first_words() -> None:
+def test_a_broken_sample_counts_once_and_keeps_its_first_reason() -> None:
     bad_samples = BadSamples("training", 100, 0.02)
     for epoch in range(50):
         bad_samples.add([BadSample(7, f"seen in epoch {epoch}"), BadSample(3, "file 3 is cut off")])
@@ -391,7 +393,7 @@ def test_a_sample_counts_once_and_keeps_its_first_words() -> None:
     ("samples", "share", "limit"),
     [(100, 0.02, 2), (50, 0.01, 1), (100, 0.29, 29), (100, 0.07, 7), (10, 0.0, 0), (10, 1.0, 10)],
 )
-def test_as_many_as_allowed_pass_and_one_more_is_refused(samples: int, share: float, limit: int) -> None:
+def test_one_broken_sample_more_than_allowed_is_an_error(samples: int, share: float, limit: int) -> None:
     bad_samples = BadSamples("training", samples, share)
     assert bad_samples.limit == limit
     bad_samples.add(BadSample(sample, f"file {sample}") for sample in range(limit))
@@ -403,7 +405,7 @@ def test_as_many_as_allowed_pass_and_one_more_is_refused(samples: int, share: fl
     assert "drumline verify" in caught.value.fix
 
 
-def test_nothing_broken_is_never_too_much() -> None:
+def test_no_broken_samples_are_never_an_error() -> None:
     bad_samples = BadSamples("training", 5, 0.0)
     bad_samples.add([])
     assert bad_samples.lines() == []
@@ -411,7 +413,7 @@ def test_nothing_broken_is_never_too_much() -> None:
 
 
 @given(parts=st.lists(st.lists(st.integers(0, 60), max_size=12), max_size=4))
-def test_the_list_is_the_same_however_processes_shared_the_samples(parts: list[list[int]]) -> None:
+def test_the_list_does_not_depend_on_the_distribution_over_processes(parts: list[list[int]]) -> None:
     everyone = BadSamples("training", 100, 1.0)
     everyone.add(BadSample(sample, f"file {sample}") for part in parts for sample in part)
     ranks = [BadSamples("training", 100, 1.0) for _ in parts]
@@ -423,7 +425,7 @@ def test_the_list_is_the_same_however_processes_shared_the_samples(parts: list[l
     assert merged.lines() == [f"training\t{s}\tfile {s}" for s in sorted({s for part in parts for s in part})]
 
 
-def test_merging_refuses_what_is_too_much_together() -> None:
+def test_merging_too_many_broken_samples_is_an_error() -> None:
     bad_samples = BadSamples("evaluation", 100, 0.02)
     with pytest.raises(UserError, match="3 of 100 evaluation samples"):
         bad_samples.merge([{1: "a", 2: "b"}, {2: "b"}, {9: "c"}])

@@ -27,19 +27,19 @@ def test_the_order_is_the_same_on_every_machine() -> None:
     assert epoch_order(7, 3, 10).tolist() == GOLDEN_ORDER
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_epochs_and_seeds_have_different_orders() -> None:
     orders = {tuple(epoch_order(seed, epoch, 50)) for seed in range(3) for epoch in range(3)}
     assert len(orders) == 9
 
 
-def test_the_first_place_is_uniform_over_epochs() -> None:
+def test_the_first_position_is_uniform_over_epochs() -> None:
     firsts = np.bincount([epoch_order(0, epoch, 10)[0] for epoch in range(3000)], minlength=10)
     assert firsts.min() > 230
     assert firsts.max() < 370
 
 
 @given(total=st.integers(1, 500), parts=st.integers(1, 40), unit=st.integers(1, 2))
-def test_bounds_cover_everything_in_near_equal_parts(total: int, parts: int, unit: int) -> None:
+def test_bounds_cover_everything_in_nearly_equal_parts(total: int, parts: int, unit: int) -> None:
     cuts = bounds(total, parts, unit)
     assert len(cuts) == parts + 1
     assert cuts[0] == 0
@@ -51,7 +51,7 @@ def test_bounds_cover_everything_in_near_equal_parts(total: int, parts: int, uni
 
 
 @given(batch=st.integers(1, 300), world=st.integers(1, 16))
-def test_shares_of_a_divisible_batch_are_equal_and_disjoint(batch: int, world: int) -> None:
+def test_slices_of_a_divisible_batch_are_equal_and_disjoint(batch: int, world: int) -> None:
     batch *= world
     slots = np.arange(batch)
     parts = [slots[rank_slice(batch, rank, world)] for rank in range(world)]
@@ -66,7 +66,7 @@ def test_shares_of_a_divisible_batch_are_equal_and_disjoint(batch: int, world: i
     world=st.integers(1, 4),
     epochs=st.integers(1, 3),
 )
-def test_ranks_together_see_the_global_batches_whatever_the_world(
+def test_the_ranks_of_any_world_size_make_up_the_global_batches(
     samples: int, batch: int, world: int, epochs: int
 ) -> None:
     batch = min(batch, samples)
@@ -104,7 +104,7 @@ def test_the_incomplete_last_batch_is_dropped_and_other_samples_are_left_out_nex
 
 
 @given(first=st.integers(0, 29))
-def test_resuming_at_any_step_gives_the_requests_that_were_still_to_come(first: int) -> None:
+def test_resuming_at_any_step_gives_the_remaining_requests(first: int) -> None:
     def requests(first_step: int) -> list[tuple[int, list[int]]]:
         made = training_requests(
             seed=5, samples=47, batch=5, first_step=first_step, last_step=30, local=slice(1, 4)
@@ -116,7 +116,9 @@ def test_resuming_at_any_step_gives_the_requests_that_were_still_to_come(first: 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 64])
 @pytest.mark.parametrize("samples", [1, 7, 359, 1000])
-def test_evaluation_deals_every_sample_once_in_the_same_batches(samples: int, world: int) -> None:
+def test_evaluation_has_every_sample_once_in_the_same_batches_for_any_world_size(
+    samples: int, world: int
+) -> None:
     dealt = [
         tuple(request.samples.tolist())
         for rank in range(world)

@@ -126,7 +126,7 @@ def requests(batch: int = 7, batches: int = 9) -> list[Request]:
 
 
 def fresh(*shape: int) -> torch.Tensor:
-    # Not zeros: what nobody writes must show.
+    # Not zeros: bytes that are never written must be visible.
     return torch.full(shape, 77, dtype=torch.uint8)
 
 
@@ -167,7 +167,7 @@ VIEWS = {
     ("threads", "transform"),
     [(1, "training"), (5, "training"), (2, "evaluation"), (5, "turned"), (3, "augmented")],
 )
-def test_batches_are_those_made_plainly(
+def test_threaded_batches_are_those_of_make_batch(
     specs: dict[str, DatasetSpec], kind: str, threads: int, transform: str, broken: bool
 ) -> None:
     source = opened(specs[kind])
@@ -199,7 +199,7 @@ def test_most_samples_are_made_without_python(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_resuming_anywhere_gives_the_rest(specs: dict[str, DatasetSpec], kind: str) -> None:
+def test_resuming_anywhere_gives_the_remaining_batches(specs: dict[str, DatasetSpec], kind: str) -> None:
     source, transform = opened(specs[kind]), VIEWS["training"]
     expected = [make_batch(source, transform, SEED, request) for request in requests()]
     for first in (1, 4, 8):
@@ -281,7 +281,7 @@ def test_closing_at_any_time_leaves_no_threads_and_no_descriptors(
     assert len(descriptors()) == len(before)
 
 
-@pytest.mark.parametrize("error", [UserError("the order ended", "mend it"), ZeroDivisionError()])
+@pytest.mark.parametrize("error", [UserError("the order ended", "give more"), ZeroDivisionError()])
 def test_an_error_among_the_requests_surfaces_and_leaves_nothing(
     specs: dict[str, DatasetSpec], error: Exception
 ) -> None:
@@ -297,7 +297,7 @@ def test_an_error_among_the_requests_surfaces_and_leaves_nothing(
     assert_nothing_left(threads)
 
 
-def test_an_error_that_is_nobodys_fault_surfaces_from_a_users_source() -> None:
+def test_a_system_error_in_a_custom_source_is_raised() -> None:
     class Odd(EncodedDataset):
         def read(self, sample: int) -> bytes:
             if sample == 3:
@@ -316,7 +316,7 @@ def test_an_error_that_is_nobodys_fault_surfaces_from_a_users_source() -> None:
 
 
 @pytest.mark.parametrize("on_bad", ["substitute", "black", "raise"])
-def test_a_file_that_vanishes_is_a_loss_and_not_substituted(
+def test_a_file_that_disappears_is_a_loss_and_not_substituted(
     tmp_path: Path, on_bad: Literal["substitute", "black", "raise"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("drumline.data.reading.PAUSES", (0.0,))
@@ -344,7 +344,7 @@ def test_a_packed_sample_whose_bytes_changed_is_not_decoded(tmp_path: Path) -> N
     assert not made.batch.images[2].any()
 
 
-def test_what_is_under_way_is_bounded(specs: dict[str, DatasetSpec]) -> None:
+def test_the_number_of_batches_under_way_is_bounded(specs: dict[str, DatasetSpec]) -> None:
     source, asked = opened(specs["folder"]), 0
 
     def endless() -> Iterator[Request]:
@@ -359,7 +359,7 @@ def test_what_is_under_way_is_bounded(specs: dict[str, DatasetSpec]) -> None:
             assert asked <= taken + module.READ_AHEAD + module.MADE_AHEAD
 
 
-def test_memory_stays_flat_and_slots_are_used_again(
+def test_memory_is_constant_and_slots_are_reused(
     specs: dict[str, DatasetSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, slots = opened(specs["folder"]), []
@@ -397,7 +397,7 @@ def test_memory_stays_flat_and_slots_are_used_again(
     assert len(after - addresses) < len(after) // 3
 
 
-def test_buffers_may_be_used_again_once_a_batch_was_taken(specs: dict[str, DatasetSpec]) -> None:
+def test_buffers_can_be_reused_after_a_batch_was_taken(specs: dict[str, DatasetSpec]) -> None:
     """A ring just large enough for what is under way and the batch in hand."""
     source, transform = opened(specs["tar"]), VIEWS["training"]
     wanted = [Request(i, requests()[0].samples) for i in range(30)]

@@ -41,7 +41,7 @@ def request(count: int, epoch: int = 3) -> Request:
 
 
 @pytest.mark.parametrize("augment", ["none", "shift", "shift-flip", "crop-flip"])
-def test_only_random_crops_are_cut_at_random(augment: str) -> None:
+def test_only_crop_flip_crops_at_random(augment: str) -> None:
     sizes, samples = np.random.default_rng(0).integers(5, 90, (12, 2)), request(12).samples
     transform = Transform(24, augment, eval_crop=0.8)  # type: ignore[arg-type]
     expected = (
@@ -53,7 +53,7 @@ def test_only_random_crops_are_cut_at_random(augment: str) -> None:
     assert np.array_equal(transform.geometry(SEED, 3, samples.tolist(), sizes), expected)
 
 
-def test_evaluation_leaves_out_what_is_random_and_keeps_what_is_exact() -> None:
+def test_evaluation_has_no_randomness_and_keeps_the_resize() -> None:
     transform = Transform(
         24,
         "crop-flip",
@@ -83,7 +83,7 @@ def test_evaluation_leaves_out_what_is_random_and_keeps_what_is_exact() -> None:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_array_sets_are_resized_image_by_image_or_left_as_they_are(channels: int) -> None:
+def test_array_sets_are_resized_image_by_image_or_unchanged(channels: int) -> None:
     images = np.random.default_rng(0).integers(0, 256, (4, 16, 20, channels), dtype=np.uint8)
     square = np.ascontiguousarray(images[:, :, :16])
     assert resize_array(square, Transform(16, "none")) is square
@@ -114,7 +114,7 @@ MIXES = [
 
 @pytest.mark.parametrize("transform", MIXES)
 @given(cuts=st.lists(st.integers(0, 20), max_size=4))
-def test_a_mixing_plan_is_the_same_for_every_slicing(transform: Transform, cuts: list[int]) -> None:
+def test_a_mixing_plan_does_not_depend_on_the_slicing(transform: Transform, cuts: list[int]) -> None:
     wanted = request(40)
     edges = sorted({0, 40, *(2 * cut for cut in cuts)})
     parts = [
@@ -123,7 +123,7 @@ def test_a_mixing_plan_is_the_same_for_every_slicing(transform: Transform, cuts:
     assert np.array_equal(np.concatenate(parts), mixing_plan(transform, SEED, wanted))
 
 
-def test_mixup_shares_are_beta_and_labels_go_with_pixels() -> None:
+def test_mixup_fractions_are_beta_and_equal_for_labels_and_pixels() -> None:
     plan = mixing_plan(Transform(16, "none", mixup=0.4), SEED, Request(0, np.arange(20_000)))
     assert np.array_equal(plan[:, 0], plan[:, 1])
     assert not plan[:, 2:].any()
@@ -146,7 +146,7 @@ def test_cutmix_boxes_are_inside_and_labels_count_their_pixels() -> None:
     assert abs(centre.mean() - 8) < 0.2
 
 
-def test_with_both_each_sample_takes_one_of_them_about_equally() -> None:
+def test_with_mixup_and_cutmix_each_sample_takes_one_of_them_about_equally() -> None:
     plan = mixing_plan(Transform(16, "none", mixup=0.2, cutmix=1.0), SEED, Request(0, np.arange(10_000)))
     blended = plan[:, 0] < 1
     assert not plan[blended, 2:].any()
@@ -219,7 +219,7 @@ def test_thousands_of_crops_are_as_published() -> None:
 
 @pytest.mark.parametrize("width", [1, 2, 3, 7, 20_000])
 @pytest.mark.parametrize("height", [1, 2, 3, 7, 20_000])
-def test_crops_stay_inside_for_the_outermost_draws(width: int, height: int) -> None:
+def test_crops_stay_inside_for_extreme_draws(width: int, height: int) -> None:
     most = 1 - 2**-32
     for values in (
         (0.0,) * 4,
@@ -243,7 +243,7 @@ def test_crops_stay_inside_for_the_outermost_draws(width: int, height: int) -> N
         (3, 20_000, (0, 9998, 3, 10_002)),
     ],
 )
-def test_when_no_try_fits_the_centre_is_taken_at_the_nearest_allowed_aspect(
+def test_the_centre_at_the_nearest_allowed_aspect_is_used_if_no_try_fits(
     width: int, height: int, expected: Box
 ) -> None:
     # The whole area, as wide as allowed: too wide ten times over.
@@ -261,7 +261,7 @@ def test_area_and_aspect_have_the_published_distribution() -> None:
     area, aspect = width * height / 4000**2, np.log(width / height)
     small = area < 0.7
     assert area.min() > 0.079
-    # A try fails only beyond 75 %; the failed ones are drawn again, so smaller areas are all raised alike.
+    # A try fails only beyond 75 %; the failed ones are drawn again, so all smaller areas are raised by the same factor.
     counts = np.histogram(area[small], bins=10, range=(0.08, 0.7))[0]
     assert counts.min() > 0.9 * counts.mean()
     assert counts.max() < 1.1 * counts.mean()
@@ -276,7 +276,7 @@ def test_area_and_aspect_have_the_published_distribution() -> None:
     assert abs(rows[:, Column.MIRROR].mean() - 0.5) < 0.015
 
 
-def test_a_training_row_asks_for_the_models_size_and_nothing_else() -> None:
+def test_a_training_row_has_the_models_size() -> None:
     sizes, samples = np.array([[40, 30], [7, 900]]), np.array([5, 3])
     rows = training_geometry(sizes, 96, SEED, 2, samples)
     assert rows.shape == (2, COLUMNS)
@@ -290,7 +290,7 @@ def test_a_training_row_asks_for_the_models_size_and_nothing_else() -> None:
 
 @settings(max_examples=60)
 @given(cuts=st.lists(st.integers(0, 40), max_size=5), seed=st.integers(0, 2**63), epoch=st.integers(0, 90))
-def test_a_row_is_the_same_for_every_slicing_and_company(cuts: list[int], seed: int, epoch: int) -> None:
+def test_a_row_does_not_depend_on_its_batch(cuts: list[int], seed: int, epoch: int) -> None:
     draw = np.random.default_rng(1)
     samples = draw.permutation(1000)[:40]
     sizes = draw.integers(1, 700, (40, 2))
@@ -305,7 +305,7 @@ def test_a_row_is_the_same_for_every_slicing_and_company(cuts: list[int], seed: 
     assert np.array_equal(training_geometry(sizes[back], 32, seed, epoch, samples[back]), whole[back])
 
 
-def test_seeds_epochs_and_samples_give_other_rows() -> None:
+def test_seeds_epochs_and_samples_have_different_rows() -> None:
     sizes, samples = np.full((50, 2), 500), np.arange(50)
     first = training_geometry(sizes, 32, 1, 0, samples)
     for other in (
@@ -373,7 +373,7 @@ def test_channel_statistics_are_exact_for_any_chunk(monkeypatch):
     assert channel_statistics(source) == (mean, std)
 
 
-def test_channel_statistics_count_repeated_images_as_often_as_they_are_shown():
+def test_channel_statistics_count_each_repetition_of_an_image():
     rng = np.random.default_rng(4)
     pooled = PooledDataset("x", rng.integers(0, 256, (3, 4, 4, 1), np.uint8), np.zeros(8, np.int64), ("a",))
     whole = ArrayDataset("x", pooled.take(np.arange(8)), pooled.labels, pooled.classes)
@@ -387,7 +387,7 @@ def test_channel_statistics_of_digits_are_known():
     assert (round(mean[0], 4), round(std[0], 4)) == (0.305, 0.3764)
 
 
-def test_channel_statistics_refuse_a_constant_channel():
+def test_channel_statistics_reject_a_constant_channel():
     images = np.random.default_rng(5).integers(0, 256, (4, 4, 4, 3), np.uint8)
     images[..., 2] = 9
     with pytest.raises(UserError, match="channel 2 has the same value") as caught:

@@ -44,7 +44,7 @@ def test_nothing_moves_while_the_cpu_keeps_up(cpu: float, gpu: float) -> None:
 
 
 @given(st.floats(1.0, 20.0), st.floats(0.1, 5.0), st.floats(1.0, 60.0))
-def test_the_speed_comes_near_to_what_both_can_do(cpu: float, gain: float, step: float) -> None:
+def test_the_speed_approaches_that_of_cpu_and_gpu_together(cpu: float, gain: float, step: float) -> None:
     gpu = gain * cpu
     fraction, speed = settled(cpu, gpu, step)
     best = max(
@@ -56,7 +56,7 @@ def test_the_speed_comes_near_to_what_both_can_do(cpu: float, gain: float, step:
         assert speed > 0.97 * best
 
 
-def test_what_is_missing_moves_and_comes_back_slowly() -> None:
+def test_the_fraction_rises_by_what_was_missing_and_falls_slowly() -> None:
     assert next_fraction(0.0, 0.1, 1.0) == pytest.approx(0.1)
     assert next_fraction(0.0, 0.9, 1.0) == FIRST_RISE
     assert next_fraction(0.2, 0.1, 0.9) == pytest.approx(0.3), "no more than was missing"
@@ -84,7 +84,7 @@ class Event:
         return other.at - self.at
 
 
-def test_a_decision_rests_on_batches_made_with_the_share_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decision_uses_only_batches_made_with_the_current_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[float, float, float]] = []
 
     def note(fraction: float, idle: float, host_wait: float) -> float:
@@ -101,7 +101,7 @@ def test_a_decision_rests_on_batches_made_with_the_share_it_changes(monkeypatch:
     assert fraction.value == 0.5
 
 
-def test_no_time_is_asked_for_before_it_has_come() -> None:
+def test_no_event_is_read_before_it_has_passed() -> None:
     fraction = GpuFraction()
     for number in range(40):
         fraction.handed(Event(10.0 * number, now=0.0), Event(10.0 * number + 1, now=0.0))  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ def test_no_time_is_asked_for_before_it_has_come() -> None:
     assert fraction.value == 0.0
 
 
-def test_a_quiet_feed_gives_back_at_every_window() -> None:
+def test_the_fraction_falls_at_every_window_while_the_device_is_busy() -> None:
     fraction = GpuFraction()
     fraction.value = 0.5
     batches = UNDER_WAY + 3 * WINDOW

@@ -44,7 +44,9 @@ def header(mode: str = "RGB", **save: object) -> JpegHeader:
         (replace(header(subsampling=0), jfif=False, component_ids=(82, 71, 66)), PlaneLayout.RGB_PLANES),
     ],
 )
-def test_kinds_that_were_proved_equal_go_to_the_gpu(made: JpegHeader, layout: PlaneLayout) -> None:
+def test_kinds_of_jpeg_that_were_tested_equal_are_decoded_on_the_gpu(
+    made: JpegHeader, layout: PlaneLayout
+) -> None:
     assert decodes_equal(made) == ""
     assert layout_of(made) == layout
 
@@ -66,12 +68,12 @@ def test_kinds_that_were_proved_equal_go_to_the_gpu(made: JpegHeader, layout: Pl
         (replace(header(), width=5000, height=5000), "larger than what was tried"),
     ],
 )
-def test_anything_else_stays_on_the_cpu_with_a_reason(made: JpegHeader, reason: str) -> None:
+def test_other_files_stay_on_the_cpu_with_a_reason(made: JpegHeader, reason: str) -> None:
     assert reason in decodes_equal(made)
     assert layout_of(made) is None
 
 
-def test_a_file_goes_by_its_header_and_its_restart_markers() -> None:
+def test_a_file_is_accepted_by_its_header_and_its_restart_markers() -> None:
     restarts = jpeg(restart_marker_blocks=2)
     assert layout_of_file(restarts) == layout_of_file(jpeg()) == PlaneLayout.YCC_420
     assert layout_of_file(restarts.replace(b"\xff\xd1", b"\xff\xd3", 1)) is None, "one is out of order"

@@ -105,7 +105,7 @@ def test_randaugment_is_torchvisions_on_pillow(count: int, magnitude: int, chann
 
 
 @pytest.mark.parametrize("top", [0.3, 0.9, 30.0, 150.0 / 331.0 * 224])
-def test_levels_are_torchs_linspace_but_for_its_last_bit(top: float) -> None:
+def test_levels_are_torchs_linspace_except_for_its_last_bit(top: float) -> None:
     theirs = torch.linspace(0.0, top, 31).numpy()
     ours = np.array([_level(top, magnitude) for magnitude in range(31)])
     assert (np.abs(ours - theirs) <= np.spacing(theirs)).all()
@@ -173,7 +173,7 @@ def test_box_sides_follow_the_exponential_function() -> None:
     assert np.array_equal(sides, np.rint(np.sqrt(np.stack([area / aspect, area * aspect], axis=1))))
 
 
-def test_every_operation_sign_and_order_comes_equally_often() -> None:
+def test_every_operation_sign_and_order_is_equally_frequent() -> None:
     samples = np.arange(28_000)
     layers = randaugment(2, 9, SEED, EPOCH, samples, 32)
     for layer in layers:
@@ -191,7 +191,7 @@ def test_every_operation_sign_and_order_comes_equally_often() -> None:
     assert 1000 < counts.min() <= counts.max() < 1340
 
 
-def test_a_sample_is_augmented_the_same_in_any_company() -> None:
+def test_the_augmentation_of_a_sample_does_not_depend_on_its_batch() -> None:
     images, request = pictures(60, 16), asked(60)
     whole = augmented(EVERYTHING, images, request)
     order = np.random.default_rng(2).permutation(60)
@@ -201,14 +201,14 @@ def test_a_sample_is_augmented_the_same_in_any_company() -> None:
 
 
 @pytest.mark.parametrize("piece", [1, 16 * 16 * 3 * 2])
-def test_the_size_of_the_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+def test_the_size_of_the_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     images, request = pictures(60, 16), asked(60)
     whole = augmented(EVERYTHING, images, request)
     monkeypatch.setattr("drumline.data.image.augment.HOST_PIECE", piece)
     assert np.array_equal(augmented(EVERYTHING, images, request), whole)
 
 
-def test_the_three_kinds_are_independent_and_come_in_order() -> None:
+def test_the_three_kinds_are_independent_and_applied_in_order() -> None:
     images, request = pictures(60, 16), asked(60)
     steps = images
     for single in (
@@ -220,7 +220,7 @@ def test_the_three_kinds_are_independent_and_come_in_order() -> None:
     assert np.array_equal(steps, augmented(EVERYTHING, images, request))
 
 
-def test_another_epoch_or_seed_is_another_augmentation() -> None:
+def test_epochs_and_seeds_have_different_augmentations() -> None:
     images = pictures(60, 16)
     first = augmented(EVERYTHING, images, asked(60))
     assert not np.array_equal(first, augmented(EVERYTHING, images, asked(60, EPOCH + 1)))
@@ -237,21 +237,21 @@ def test_plans_made_together_are_the_plans_made_alone() -> None:
         assert together.runs == alone.runs
 
 
-def test_a_plan_travels_between_processes() -> None:
+def test_a_plan_can_be_pickled() -> None:
     images, made = pictures(20, 16), plan(EVERYTHING, SEED, asked(20), 16)
     received = pickle.loads(pickle.dumps(made))
     assert isinstance(received, AugmentPlan)
     assert torch.equal(apply(torch.from_numpy(images), made), apply(torch.from_numpy(images), received))
 
 
-def test_the_given_batch_is_left_alone() -> None:
+def test_apply_does_not_change_its_argument() -> None:
     images = pictures(40, 16)
     before = images.copy()
     augmented(EVERYTHING, images, asked(40))
     assert np.array_equal(images, before)
 
 
-def test_nothing_asked_is_nothing_done() -> None:
+def test_without_operations_the_batch_is_unchanged() -> None:
     images = pictures(4, 16)
     assert not Augmentation().active
     assert np.array_equal(augmented(Augmentation(), images, asked(4)), images)

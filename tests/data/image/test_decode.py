@@ -1,4 +1,4 @@
-"""Decoding: Pillow's pixels in every ordinary mode, and a clear refusal for everything else."""
+"""Decoding: Pillow's pixels in every ordinary mode, and a clear error for everything else."""
 
 from __future__ import annotations
 
@@ -108,14 +108,14 @@ def test_16_bit_grey_is_divided_by_256_instead_of_clipped(kind):
     assert np.array_equal(got, np.repeat((grey16() >> 8)[..., None], 3, axis=2))
 
 
-def test_32_bit_grey_within_16_bits_is_taken_and_beyond_refused():
+def test_32_bit_grey_is_accepted_within_16_bits_and_rejected_beyond():
     data = saved(Image.fromarray(grey16().astype(np.int32)), "TIFF")
     assert np.array_equal(np.asarray(decode(data, "x"))[..., 0], grey16() >> 8)
     data = saved(Image.fromarray(grey16().astype(np.int32) * 2), "TIFF")
-    assert "32-bit grey values from 0 to" in refused(data).what
+    assert "32-bit grey values from 0 to" in error_of(data).what
 
 
-def refused(data: bytes) -> UserError:
+def error_of(data: bytes) -> UserError:
     with pytest.raises(UserError) as caught:
         decode(data, "/set/cat/7.jpg")
     assert caught.value.what.startswith("/set/cat/7.jpg ")
@@ -123,12 +123,12 @@ def refused(data: bytes) -> UserError:
     return caught.value
 
 
-def test_float_images_are_refused():
-    assert "floating-point" in refused(saved(Image.fromarray(grey16().astype(np.float32)), "TIFF")).what
+def test_float_images_are_rejected():
+    assert "floating-point" in error_of(saved(Image.fromarray(grey16().astype(np.float32)), "TIFF")).what
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_orientation_is_applied_only_when_asked(orientation):
+def test_exif_orientation_is_applied_only_on_request(orientation):
     tags = Image.Exif()
     tags[0x0112] = orientation
     data = saved(SMOOTH, "JPEG", exif=tags)
@@ -160,23 +160,23 @@ def empty_png(width: int, height: int) -> bytes:
 @pytest.mark.parametrize(
     ("size", "words"), [((9460, 9460), "9460 x 9460 pixels"), ((40000, 30000), "1200000000 pixels")]
 )
-def test_bombs_are_refused_with_their_size_before_decoding(size, words):
+def test_bombs_are_rejected_with_their_size_before_decoding(size, words):
     assert size[0] * size[1] > MAX_PIXELS
-    error = refused(empty_png(*size))
+    error = error_of(empty_png(*size))
     assert "is too large" in error.what
     assert words in error.what
 
 
 def test_an_image_just_below_the_limit_is_not_called_a_bomb():
-    assert "is too large" not in refused(empty_png(9459, 9459)).what
+    assert "is too large" not in error_of(empty_png(9459, 9459)).what
 
 
 @pytest.mark.parametrize(
     "name", ["jpeg 4:2:0", "jpeg progressive", "png RGB", "webp", "bmp", "gif", "tiff packed"]
 )
 @pytest.mark.parametrize("share", [0.5, 0.9])
-def test_a_cut_off_file_is_refused(name, share):
-    error = refused(FILES[name][: int(len(FILES[name]) * share)])
+def test_a_truncated_file_is_rejected(name, share):
+    error = error_of(FILES[name][: int(len(FILES[name]) * share)])
     assert any(words in error.what for words in ("truncated", "damaged"))
 
 
@@ -199,8 +199,8 @@ def test_a_cut_off_file_is_refused(name, share):
         (b"P6\n4 4\n2\xc25\n" + bytes(48), "is damaged: invalid literal"),
     ],
 )
-def test_what_is_not_an_image_is_named(data, words):
-    assert words in refused(data).what
+def test_the_error_names_what_a_file_is_if_it_is_not_an_image(data, words):
+    assert words in error_of(data).what
 
 
 @pytest.mark.parametrize("name", ["jpeg 4:2:0", "png P", "webp lossless", "tiff packed", "gif", "bmp", "ppm"])
@@ -239,7 +239,7 @@ def test_no_warning_reaches_stderr(tmp_path):
         "from drumline.core.errors import UserError\n"
         "for file in sorted(pathlib.Path(sys.argv[1]).iterdir()):\n"
         "    try: decode(file.read_bytes(), file.name, 'apply'); print(file.name, 'image')\n"
-        "    except UserError as error: print(file.name, 'refused')\n"
+        "    except UserError as error: print(file.name, 'rejected')\n"
     )
     done = subprocess.run(
         [sys.executable, "-W", "default", "-c", code, str(tmp_path)],
@@ -249,10 +249,10 @@ def test_no_warning_reaches_stderr(tmp_path):
     )
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
-        "cut refused",
+        "cut rejected",
         "exif image",
-        "large refused",
-        "many refused",
+        "large rejected",
+        "many rejected",
         "palette image",
     ]
 

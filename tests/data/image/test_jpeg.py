@@ -84,7 +84,7 @@ def test_any_size_reads_as_it_was_written(size: tuple[int, int], subsampling: in
     assert clean_end(data, header)
 
 
-def test_chroma_is_named_by_its_usual_name() -> None:
+def test_chroma_subsampling_has_its_usual_name() -> None:
     named = {name: chroma(header_of(FILES[name])) for name in ("4:4:4", "4:2:2", "4:2:0", "grey", "cmyk")}
     assert named == {"4:4:4": "444", "4:2:2": "422", "4:2:0": "420", "grey": "grey", "cmyk": "other"}
 
@@ -101,7 +101,7 @@ def test_chroma_is_named_by_its_usual_name() -> None:
         ((0x11, 0x22, 0x22), "other"),
     ],
 )
-def test_chroma_goes_by_the_ratio_of_the_factors(factors: tuple[int, int, int], name: str) -> None:
+def test_chroma_subsampling_is_the_ratio_of_the_factors(factors: tuple[int, int, int], name: str) -> None:
     data = bytearray(FILES["4:4:4"])
     frame = data.index(b"\xff\xc0")
     data[frame + 11], data[frame + 14], data[frame + 17] = factors
@@ -151,7 +151,7 @@ def xmp(text: bytes) -> bytes:
         b"none",
     ],
 )
-def test_xmp_tells_the_orientation_where_exif_does_not(text: bytes) -> None:
+def test_the_orientation_is_that_of_xmp_if_exif_has_none(text: bytes) -> None:
     plain = with_segment(jpeg(), 0xE1, xmp(text))
     silent = with_segment(plain, 0xE1, directory("<", (0x0128, 3, 1, 2)))
     spoken = with_segment(plain, 0xE1, directory("<", (0x0112, 3, 1, 8)))
@@ -172,7 +172,7 @@ def test_xmp_tells_the_orientation_where_exif_does_not(text: bytes) -> None:
         directory("<", (0x0112, 3, 1, 6), (0x0112, 3, 1, 3)),
     ],
 )
-def test_exif_that_is_not_plain_is_left_to_pillow(body: bytes) -> None:
+def test_unusual_exif_is_left_to_pillow(body: bytes) -> None:
     assert header_of(with_segment(jpeg(), 0xE1, body)).orientation == 0
 
 
@@ -181,12 +181,12 @@ def test_two_exif_segments_are_left_to_pillow() -> None:
     assert header_of(with_segment(with_segment(jpeg(), 0xE1, body), 0xE1, body)).orientation == 0
 
 
-def test_an_empty_exif_segment_says_nothing() -> None:
+def test_an_empty_exif_segment_is_ignored() -> None:
     data = with_segment(jpeg(), 0xE1, b"Exif\0\0")
     assert header_of(data).orientation == 1 == pillow_turns(data)
 
 
-def test_fill_bytes_and_unknown_segments_are_stepped_over() -> None:
+def test_fill_bytes_and_unknown_segments_are_skipped() -> None:
     plain = jpeg()
     for marker in (*range(0xE2, 0xEE), 0xEF, 0xFE):
         data = with_segment(plain, marker, b"\xff\xc0\xff\xda anything")
@@ -200,11 +200,11 @@ def test_fill_bytes_and_unknown_segments_are_stepped_over() -> None:
 @pytest.mark.parametrize(
     "marker", [0x00, 0x01, 0xC3, 0xC5, 0xC8, 0xCB, 0xD0, 0xD7, 0xD8, 0xD9, 0xDE, 0xDF, 0xF0, 0xFD]
 )
-def test_markers_that_have_no_place_in_a_header_are_refused(marker: int) -> None:
+def test_markers_that_do_not_belong_in_a_header_are_rejected(marker: int) -> None:
     assert read_header(with_segment(jpeg(), marker, b"body")) is None
 
 
-def test_damaged_headers_are_refused() -> None:
+def test_damaged_headers_are_rejected() -> None:
     plain = jpeg()
     frame, scan = plain.index(b"\xff\xc0"), plain.index(b"\xff\xda")
 
@@ -255,7 +255,7 @@ def pillow_opens(data: bytes) -> Image.Image | None:
         return None
 
 
-def test_every_cut_of_a_header_is_refused_and_none_raises() -> None:
+def test_a_header_truncated_anywhere_is_rejected_without_an_exception() -> None:
     for data in FILES.values():
         start = header_of(data).scan_start
         for length in range(0, start, 1 if start < 4000 else 97):
@@ -316,7 +316,7 @@ def test_bytes_after_the_end_do_not_matter_and_fill_bytes_are_allowed() -> None:
 
 
 @pytest.mark.parametrize("name", ["4:4:4", "grey", "restarts by row"])
-def test_a_cut_or_marked_stream_does_not_end_clean(name: str) -> None:
+def test_a_truncated_stream_or_one_with_markers_does_not_end_clean(name: str) -> None:
     data, header = FILES[name], header_of(FILES[name])
     middle = (header.scan_start + len(data)) // 2
     while 0xFF in data[middle - 2 : middle + 4]:
@@ -357,7 +357,7 @@ def test_a_grey_scan_counts_single_blocks_whatever_its_factors() -> None:
     assert clean_end(bytes(data), header_of(bytes(data)))
 
 
-def test_an_adobe_segment_that_is_too_short_says_nothing() -> None:
+def test_an_adobe_segment_that_is_too_short_is_ignored() -> None:
     assert header_of(with_segment(jpeg(), 0xEE, b"Adobe\0\x64")).adobe_transform is None
     assert header_of(with_segment(jpeg(), 0xEE, b"Adobe\0\x64\0\0\0\0\x02")).adobe_transform == 2
 
@@ -374,7 +374,7 @@ def test_every_sound_file_has_no_fault_in_its_stream() -> None:
     )
 
 
-def test_faults_in_a_progressive_stream_are_named() -> None:
+def test_faults_in_a_progressive_stream_are_reported() -> None:
     data = jpeg(progressive=True, restart_marker_rows=1)
     header = header_of(data)
     restart = data.index(b"\xff\xd1", header.scan_start)

@@ -1,4 +1,4 @@
-"""What one sample may ask for: refused by structure, before it is decoded, quickly, and alike on every path."""
+"""The limits of a sample: checked by structure, before it is decoded, quickly, and in the same way on every path."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.data.feed.test_threads import assert_equal, fresh
 from tests.data.test_native import needs_jpeg
 
 
-def refused(data: bytes, exif: str = "apply") -> str:
+def error_of(data: bytes, exif: str = "apply") -> str:
     started = time.monotonic()
     with pytest.raises(TooLarge) as caught:
         decode(data, "it", exif)  # type: ignore[arg-type]
@@ -55,8 +55,8 @@ def test_large_images_may_have_fewer_scans_and_no_photograph_reaches_the_limit(
     assert scans > 2 * 8  # what libjpeg writes for colour is 10
 
 
-def test_scans_are_counted_where_libjpeg_meets_them_and_nowhere_else() -> None:
-    assert "is a JPEG of more than 100 scans" in refused(with_scans(good_jpeg(1), 101))
+def test_scans_are_counted_as_libjpeg_counts_them() -> None:
+    assert "is a JPEG of more than 100 scans" in error_of(with_scans(good_jpeg(1), 101))
     inside = b"\xff\xfe" + (2 + 800).to_bytes(2, "big") + b"\xff\xda" * 400
     thumbnails = good_jpeg(1)[:2] + inside * 2 + good_jpeg(1)[2:]
     video_behind = good_jpeg(1) + b"\xff\xda" * 1_000
@@ -67,7 +67,7 @@ def test_scans_are_counted_where_libjpeg_meets_them_and_nowhere_else() -> None:
     decode(between[:at] + inside + between[at:], "it")
     sequential = good_jpeg(1)
     again = sequential[sequential.index(b"\xff\xda") : -2]
-    assert "scans" in refused(sequential[:-2] + again * 100 + sequential[-2:])
+    assert "scans" in error_of(sequential[:-2] + again * 100 + sequential[-2:])
 
 
 def gif(blocks: bytes) -> bytes:
@@ -118,9 +118,9 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_files_that_would_take_minutes_or_all_memory_are_refused_at_once(name: str) -> None:
+def test_files_that_would_take_minutes_or_all_memory_are_rejected_at_once(name: str) -> None:
     data, words = HOSTILE[name]
-    assert words in refused(data)
+    assert words in error_of(data)
 
 
 def test_ordinary_files_of_every_format_are_within_the_limits() -> None:
@@ -140,7 +140,7 @@ def test_ordinary_files_of_every_format_are_within_the_limits() -> None:
         assert decode(encoded(image, kind, exif=exif), "it", "apply").size == (200, 300)
 
 
-def test_headers_and_markers_are_not_walked_without_end() -> None:
+def test_the_walk_over_headers_and_markers_is_bounded() -> None:
     started = time.monotonic()
     assert read_header(b"\xff\xd8" + b"\xff" * 5_000_000) is None
     assert read_header(good_jpeg()[:2] + b"\xff\xfe\0\2" * 1_000_000 + good_jpeg()[2:]) is None
@@ -207,7 +207,7 @@ def test_a_huge_member_of_an_archive_is_a_broken_sample(sparse: Path, tmp_path: 
     assert_equal(threaded, made)
 
 
-def test_samples_over_the_limits_are_packed_as_unreadable_and_refused_alike(tmp_path: Path) -> None:
+def test_samples_over_the_limits_are_packed_as_unreadable_and_rejected_as_before(tmp_path: Path) -> None:
     for name, data in (("a/1", good_jpeg(1)), ("b/1", with_scans(good_jpeg(2), 150)), ("b/2", good_jpeg(3))):
         place = tmp_path / "photos" / f"{name}.jpg"
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -225,7 +225,7 @@ def test_samples_over_the_limits_are_packed_as_unreadable_and_refused_alike(tmp_
     assert (batches[0].batch.images == batches[1].batch.images).all()
 
 
-def test_what_is_not_an_image_is_left_to_decode() -> None:
+def test_files_that_are_not_images_are_left_to_decode() -> None:
     for data in (b"", b"\xff\xd8\xff", b"II", b"MM\0*\0\0", b"GIF89a", b"P6", b"\x89PNG", b"RIFF"):
         check_file(data, "it")
 

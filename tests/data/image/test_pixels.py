@@ -121,7 +121,7 @@ def test_hue_is_pillows(shape: tuple[int, int, int]) -> None:
     assert differing(ours, pillow(hue_by_pillow, images, shifts)) == 0
 
 
-def test_the_way_to_hsv_and_back_is_pillows_for_every_colour() -> None:
+def test_the_conversion_to_hsv_and_back_is_pillows_for_every_colour() -> None:
     """All 2^24 colours, each red at its own shift; and every hue, saturation and value on the way back."""
     plane = np.stack(np.meshgrid(np.arange(256), np.arange(256), indexing="ij"), axis=-1).astype(np.uint8)
     shifts = np.random.default_rng(3).integers(-127, 128, 256)
@@ -234,7 +234,7 @@ def test_erasing_fills_the_box_and_nothing_else() -> None:
     assert differing(ours, expected) == 0
 
 
-def test_the_given_images_are_left_alone() -> None:
+def test_operations_do_not_change_their_argument() -> None:
     images = torch.from_numpy(noise((8, 8, 3), 4))
     before, ones = images.clone(), torch.full((4,), 0.5)
     for operation in (pixels.brightness, pixels.contrast, pixels.saturation, pixels.sharpness, pixels.hue):

@@ -87,7 +87,7 @@ def test_thousands_of_random_resizes_are_pillows(block: int) -> None:
         assert np.array_equal(found, by_pillow(image, size, box, filter)), (image.shape, size, box, filter)
 
 
-def test_the_way_through_pillow_gives_what_the_native_way_gives() -> None:
+def test_resizing_with_pillow_gives_the_pixels_of_the_native_part() -> None:
     """In both orders of passes; where the native part is not built, both sides are Pillow's."""
     draw = np.random.default_rng(9)
     for number in range(600):
@@ -145,7 +145,7 @@ def test_extreme_shapes_are_pillows(filter: Filter, width: int, height: int, siz
 
 
 @pytest.mark.parametrize("filter", FILTERS)
-def test_any_layout_in_memory_is_taken_and_left_as_it_was(filter: Filter) -> None:
+def test_any_memory_layout_is_accepted_and_left_unchanged(filter: Filter) -> None:
     draw = np.random.default_rng(2)
     whole = draw.integers(0, 256, (60, 70, 3), dtype=np.uint8)
     frozen = whole.copy()
@@ -177,7 +177,7 @@ def test_any_layout_in_memory_is_taken_and_left_as_it_was(filter: Filter) -> Non
         assert np.array_equal(image, before)
 
 
-def test_it_is_exported_and_takes_numpys_whole_numbers() -> None:
+def test_resize_is_exported_and_accepts_integers_of_numpy() -> None:
     image = noise(np.random.default_rng(3), 30, 20, 3)
     size, box = (np.int64(9), np.int32(7)), tuple(np.array([1, 2, 25, 19]))
     found = drumline.resize(image, size, box)  # type: ignore[arg-type]
@@ -243,7 +243,7 @@ PILLOW_13: list[tuple[int, int, int, tuple[int, int], Box | None, Filter, str, b
 @pytest.mark.parametrize(
     ("width", "height", "channels", "size", "box", "filter", "digest", "differs"), PILLOW_13
 )
-def test_pillow_13_is_met_by_its_hashes(
+def test_the_pixels_of_pillow_13_have_its_hashes(
     width: int,
     height: int,
     channels: int,
@@ -266,7 +266,7 @@ def test_pillow_13_is_met_by_its_hashes(
     assert hashed(resize_by_pillow(crop, size, columns_first, filter)) == digest
 
 
-def test_columns_come_first_in_12_for_towers_and_in_13_when_the_height_shrinks_much_more() -> None:
+def test_the_order_of_passes_is_that_of_pillow_12_and_13() -> None:
     for w, h, a, b in product((1, 10, 30), (1, 20, 50, 101), (1, 9, 10, 31), (1, 19, 20, 51)):
         assert vertical_first("pillow12", w, h, a, b) == (h > b and (w, h) == (1, 101))
         assert vertical_first("pillow13", w, h, a, b) == (h > b and (h - b) > 2 * (w - a))
@@ -374,7 +374,7 @@ def test_weights_sum_to_one_and_stay_inside(filter: Filter) -> None:
         assert most.max() < 2**31
 
 
-def test_weights_are_shared_and_cannot_be_written_to() -> None:
+def test_weights_are_cached_and_read_only() -> None:
     assert coefficients(40, 7) is coefficients(40, 7)
     with pytest.raises(ValueError, match="read-only"):
         coefficients(40, 7).weights[0, 0] = 1
@@ -414,14 +414,16 @@ IMAGE = np.zeros((20, 30, 3), np.uint8)
         ((IMAGE, (5, 5), None, "pillow12", "cubic"), "filter = 'cubic'"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_resized_is_named_with_a_remedy(arguments: tuple[object, ...], named: str) -> None:
+def test_an_image_that_cannot_be_resized_is_rejected_with_a_fix(
+    arguments: tuple[object, ...], named: str
+) -> None:
     with pytest.raises(UserError, match=f"resize: .*{named}") as caught:
         drumline.resize(*arguments)  # type: ignore[arg-type]
     assert caught.value.fix
 
 
 @pytest.mark.parametrize("wrong", [{"size": 224}, {"size": None}, {"size": (5, 5), "box": 3}])
-def test_a_size_or_box_of_another_kind_is_named_too(wrong: dict[str, object]) -> None:
+def test_a_size_or_box_of_a_wrong_type_is_rejected_with_a_fix(wrong: dict[str, object]) -> None:
     with pytest.raises(UserError, match=r"resize: (size|box) = ") as caught:
         drumline.resize(IMAGE, **wrong)  # type: ignore[arg-type]
     assert caught.value.fix

@@ -90,14 +90,14 @@ def opened(folder: Path, split: Literal["train", "eval"] = "train", holdout: flo
     return open_dataset(DatasetSpec("packed", str(folder), split, holdout))
 
 
-def refusal(folder: Path) -> UserError:
+def error_of(folder: Path) -> UserError:
     with pytest.raises(UserError) as caught:
         opened(folder)
     assert caught.value.fix
     return caught.value
 
 
-def test_samples_labels_and_names_come_back_from_several_shards(tmp_path):
+def test_samples_labels_and_names_are_read_from_several_shards(tmp_path):
     folder = write(tmp_path / "set")
     assert detect_source("auto", str(folder)) == "packed"
     for split in ("train", "eval"):
@@ -115,7 +115,7 @@ def test_samples_labels_and_names_come_back_from_several_shards(tmp_path):
         assert source.kinds.tolist() == [1, 0, 2, 0, 2]
 
 
-def test_pointers_lead_to_the_stored_bytes_and_read_ahead_is_harmless(tmp_path):
+def test_pointers_point_to_the_stored_bytes_and_read_ahead_changes_nothing(tmp_path):
     source = opened(write(tmp_path / "set"))
     ids = np.array([4, 1, 3, 0, 2, 2])
     source.read_ahead(ids)
@@ -127,21 +127,21 @@ def test_pointers_lead_to_the_stored_bytes_and_read_ahead_is_harmless(tmp_path):
     assert source.sound_jpegs(ids).tolist() == [False, False, False, True, False, False]
 
 
-def test_decode_takes_a_raw_sample_with_the_same_pixels(tmp_path):
+def test_decode_gives_the_pixels_of_a_raw_sample(tmp_path):
     source = opened(write(tmp_path / "set"))
     np.testing.assert_array_equal(np.asarray(decode(source.read(2), "x")), PIXELS)
     np.testing.assert_array_equal(source.pixels(2), PIXELS)
     assert not source.pixels(2).flags.writeable
 
 
-def test_a_raw_sample_is_turned_by_exif_only_where_that_is_asked_for(tmp_path):
+def test_a_raw_sample_is_rotated_by_exif_only_on_request(tmp_path):
     source = opened(write(tmp_path / "set"))
     np.testing.assert_array_equal(np.asarray(decode(source.read(4), "x")), PIXELS)
     np.testing.assert_array_equal(np.asarray(decode(source.read(4), "x", "apply")), np.rot90(PIXELS, -1))
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_arrays_come_back_as_one_array_over_the_file(tmp_path, channels):
+def test_arrays_are_read_as_one_array_mapped_to_the_file(tmp_path, channels):
     images = np.random.default_rng(1).integers(0, 256, (10, 6, 7, channels), np.uint8)
     kind = SampleKind.RGB if channels == 3 else SampleKind.GREY
     samples = [stored(image.tobytes(), kind, 7, 6) for image in images]
@@ -194,24 +194,24 @@ def test_a_changed_byte_in_an_array_is_reported_on_opening(tmp_path):
     data = bytearray(shard.read_bytes())
     data[130] ^= 1
     shard.write_bytes(data)
-    assert "image 2" in refusal(folder).what
+    assert "image 2" in error_of(folder).what
 
 
-def test_a_shard_that_is_cut_or_missing_or_longer_is_refused_on_opening(tmp_path):
+def test_a_truncated_missing_or_longer_shard_is_rejected_on_opening(tmp_path):
     folder = write(tmp_path / "set")
     shard = shard_file(folder, "train", 1)
     data = shard.read_bytes()
     shard.write_bytes(data[:-1])
-    assert "is truncated" in refusal(folder).what
+    assert "is truncated" in error_of(folder).what
     shard.write_bytes(data + b"x")
-    assert "has grown" in refusal(folder).what
+    assert "has grown" in error_of(folder).what
     shard.unlink()
-    assert shard.name in refusal(folder).what
+    assert shard.name in error_of(folder).what
 
 
 @given(data=st.data())
 @settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_changed_byte_of_index_names_or_manifest_is_refused(tmp_path, data):
+def test_any_changed_byte_of_index_names_or_manifest_is_rejected(tmp_path, data):
     folder = tmp_path / "set"
     if not folder.exists():
         write(folder)
@@ -225,20 +225,20 @@ def test_any_changed_byte_of_index_names_or_manifest_is_refused(tmp_path, data):
         if old == new:
             opened(folder)
         else:
-            assert file in refusal(folder).what or "version" in refusal(folder).what
+            assert file in error_of(folder).what or "version" in error_of(folder).what
     finally:
         content[at] = old
         (folder / file).write_bytes(content)
 
 
 @pytest.mark.parametrize("file", [MANIFEST, "train.index", "train.names"])
-def test_a_missing_or_cut_file_is_refused(tmp_path, file):
+def test_a_missing_or_truncated_file_is_rejected(tmp_path, file):
     folder = write(tmp_path / "set")
     content = (folder / file).read_bytes()
     (folder / file).write_bytes(content[: len(content) // 2])
-    assert file in refusal(folder).what
+    assert file in error_of(folder).what
     (folder / file).unlink()
-    assert "unfinished" in refusal(folder).what if file == MANIFEST else file in refusal(folder).what
+    assert "unfinished" in error_of(folder).what if file == MANIFEST else file in error_of(folder).what
 
 
 def forge(folder: Path, change: Any) -> Path:
@@ -281,7 +281,7 @@ BIG = 2**64 - 1
         ("name_end", 0, "out of order"),
     ],
 )
-def test_a_hostile_index_is_refused_before_anything_is_read(tmp_path, field, value, words):
+def test_a_hostile_index_is_rejected_before_anything_is_read(tmp_path, field, value, words):
     folder = write(tmp_path / "set")
     shards = read_manifest(folder).train.shards
 
@@ -290,7 +290,7 @@ def test_a_hostile_index_is_refused_before_anything_is_read(tmp_path, field, val
         records[field][2] = least[field] if value == -1 else value  # -1: just one too many
 
     forge(folder, change)
-    error = refusal(folder)
+    error = error_of(folder)
     assert words in error.what
     assert "sample 2" in error.what
 
@@ -299,7 +299,7 @@ def test_raw_pixels_must_have_the_length_they_need(tmp_path):
     def change(records: Any) -> None:
         records["width"][2], records["height"][2] = 50, 40
 
-    assert "raw pixels" in refusal(forge(write(tmp_path / "set"), change)).what
+    assert "raw pixels" in error_of(forge(write(tmp_path / "set"), change)).what
 
 
 @pytest.mark.parametrize(
@@ -316,13 +316,13 @@ def test_raw_pixels_must_have_the_length_they_need(tmp_path):
         {"shards": tuple([0] * 70000)},
     ],
 )
-def test_a_hostile_manifest_is_refused_without_a_large_allocation(tmp_path, changes):
+def test_a_hostile_manifest_is_rejected_without_a_large_allocation(tmp_path, changes):
     folder = write(tmp_path / "set")
     reseal(folder, **changes)
-    refusal(folder)
+    error_of(folder)
 
 
-def test_manifests_of_other_versions_and_shapes_are_refused(tmp_path):
+def test_manifests_of_other_versions_and_shapes_are_rejected(tmp_path):
     folder = write(tmp_path / "set")
     content = json.loads((folder / MANIFEST).read_text())
     del content["sha256"]
@@ -332,14 +332,14 @@ def test_manifests_of_other_versions_and_shapes_are_refused(tmp_path):
         ({"format": content["format"], "version": 1}, "not a manifest of this version"),
     ):
         (folder / MANIFEST).write_text(sealed_text(changed, "sha256"))
-        assert words in refusal(folder).what
+        assert words in error_of(folder).what
     for text, words in (
         ("[]", "checksum"),
         (json.dumps(content), "checksum"),
         ("[" * 200_000, "not readable"),
     ):
         (folder / MANIFEST).write_text(text)
-        assert words in refusal(folder).what
+        assert words in error_of(folder).what
 
 
 def test_unknown_fields_of_a_manifest_are_ignored(tmp_path):
@@ -354,15 +354,15 @@ def test_unknown_fields_of_a_manifest_are_ignored(tmp_path):
     assert len(opened(folder)) == before.train.samples
 
 
-def test_an_array_set_whose_images_differ_is_refused(tmp_path):
+def test_an_array_set_whose_images_differ_is_rejected(tmp_path):
     samples = [stored(bytes(60), SampleKind.RGB, 5, 4), stored(bytes(60), SampleKind.RGB, 4, 5)]
-    assert "does not fit" in refusal(write(tmp_path / "set", samples, None, "arrays")).what
-    assert "does not fit" in refusal(write(tmp_path / "other", FILES, None, "arrays")).what
+    assert "does not fit" in error_of(write(tmp_path / "set", samples, None, "arrays")).what
+    assert "does not fit" in error_of(write(tmp_path / "other", FILES, None, "arrays")).what
 
 
 @given(cut=st.integers(0, 12), garbage=st.binary(max_size=50), shard_bytes=st.sampled_from([1, 700, None]))
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_writer_that_goes_on_gives_the_same_bytes(tmp_path_factory, cut, garbage, shard_bytes):
+def test_a_writer_that_continues_gives_the_same_bytes(tmp_path_factory, cut, garbage, shard_bytes):
     folder = tmp_path_factory.mktemp("sets")
     samples = FILES * 3
     whole = write(folder / "whole", samples, shard_bytes, evaluation=False)
@@ -388,7 +388,7 @@ def test_a_writer_that_goes_on_gives_the_same_bytes(tmp_path_factory, cut, garba
     assert content == {file.name: file.read_bytes() for file in whole.iterdir() if file.name != MANIFEST}
 
 
-def test_a_writer_refuses_files_shorter_than_noted(tmp_path):
+def test_a_writer_rejects_files_shorter_than_its_state(tmp_path):
     with SplitWriter(tmp_path, "train", None, Split(0, (), 0)) as writer:
         writer.add(FILES[0], 0, b"")
         state = writer.commit()

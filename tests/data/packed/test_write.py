@@ -106,7 +106,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def refusal(call: Callable[[], Any]) -> UserError:
+def error_of(call: Callable[[], Any]) -> UserError:
     with pytest.raises(UserError) as caught:
         call()
     assert caught.value.fix
@@ -197,7 +197,7 @@ def test_resize_short_shrinks_by_the_exact_resize_and_leaves_small_images_alone(
             assert Image.open(io.BytesIO(ours.read(i))).layer[0][1:3] == (1, 1)  # no chroma subsampling
 
 
-def test_a_resized_file_is_still_turned_by_its_orientation(tmp_path):
+def test_a_resized_file_keeps_its_orientation(tmp_path):
     for name, data in (("a/1.jpg", picture(60, 90, exif=exif(6))), ("b/1.jpg", picture(9, 9))):
         (tmp_path / "in" / name).parent.mkdir(parents=True)
         (tmp_path / "in" / name).write_bytes(data)
@@ -207,7 +207,7 @@ def test_a_resized_file_is_still_turned_by_its_orientation(tmp_path):
     assert decode(source.read(0), "x", "apply").size == (30, 20)
 
 
-def test_arrays_come_back_as_arrays_with_their_name(tmp_path):
+def test_a_packed_set_of_arrays_opens_as_arrays_with_the_sources_name(tmp_path):
     images = RNG.integers(0, 256, (20, 5, 6, 3), np.uint8)
     labels = np.arange(20) % 4
     np.savez(tmp_path / "set.npz", x_train=images, y_train=labels, x_test=images[:3], y_test=labels[:3])
@@ -258,7 +258,7 @@ def test_a_tar_and_a_packed_set_can_be_packed(photos, tmp_path):
 # However it went
 
 
-def test_shards_are_cut_at_the_size_asked_for(tmp_path):
+def test_shards_have_at_most_the_requested_size(tmp_path):
     (tmp_path / "in/a").mkdir(parents=True)
     for i in range(5):
         (tmp_path / f"in/a/{i}.jpg").write_bytes(os.urandom(400_000))
@@ -319,7 +319,7 @@ def killed_at(moment: int, before: bool, call: Callable[[], Any]) -> bool:
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_killed_at_any_change_on_disk_it_goes_on_to_the_same_bytes(few, tmp_path, before, monkeypatch):
+def test_a_pack_killed_at_any_change_on_disk_continues_to_the_same_bytes(few, tmp_path, before, monkeypatch):
     monkeypatch.setattr(
         os, "fsync", lambda _: None
     )  # for speed: a killed process loses nothing it has written
@@ -338,7 +338,7 @@ def test_killed_at_any_change_on_disk_it_goes_on_to_the_same_bytes(few, tmp_path
 
 
 @pytest.mark.slow
-def test_killed_while_it_replaces_a_set_one_of_the_two_is_always_there(few, tmp_path, monkeypatch):
+def test_a_pack_killed_while_it_replaces_a_set_leaves_one_of_the_two(few, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda _: None)
     old = content(packed(few, tmp_path / "old", raw=True))
     new = content(packed(few, tmp_path / "new"))
@@ -377,7 +377,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_stopped_at_random_moments_it_goes_on_to_the_same_bytes_and_leaves_no_process(tmp_path, number):
+def test_a_pack_stopped_at_random_moments_continues_to_the_same_bytes_and_leaves_no_process(tmp_path, number):
     for i in range(60):
         file = tmp_path / f"in/{'abc'[i % 3]}/{i}.jpg"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -422,25 +422,25 @@ def noted(note: Path) -> int:
     return int(json.loads(note.read_text())["splits"]["train"]["samples"])
 
 
-# Refusals
+# Errors
 
 
-def test_an_existing_place_is_left_alone_unless_forced(photos, tmp_path):
+def test_an_existing_target_is_unchanged_without_force(photos, tmp_path):
     out = packed(photos, tmp_path / "out")
-    assert "exists" in refusal(lambda: packed(photos, out)).what
+    assert "exists" in error_of(lambda: packed(photos, out)).what
     assert content(packed(photos, out, force=True, raw=True)) != {}
     assert read_manifest(out).options.raw
     other = tmp_path / "home"
     other.mkdir()
     (other / "letter").write_text("dear")
-    assert "not a packed set" in refusal(lambda: packed(photos, other, force=True)).what
+    assert "not a packed set" in error_of(lambda: packed(photos, other, force=True)).what
     (tmp_path / "file").write_text("x")
-    assert "not a packed set" in refusal(lambda: packed(photos, tmp_path / "file", force=True)).what
+    assert "not a packed set" in error_of(lambda: packed(photos, tmp_path / "file", force=True)).what
     assert (other / "letter").read_text() == "dear"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "home", "out"]
 
 
-def test_a_beginning_of_something_else_is_refused_and_with_force_forgotten(photos, tmp_path, monkeypatch):
+def test_an_unfinished_pack_of_other_data_is_rejected_and_removed_with_force(photos, tmp_path, monkeypatch):
     whole = content(packed(photos, tmp_path / "whole"))
 
     def stop(*_: Any) -> None:
@@ -452,7 +452,7 @@ def test_a_beginning_of_something_else_is_refused_and_with_force_forgotten(photo
             packed(photos, tmp_path / "out", raw=True)
     assert (tmp_path / "out.partial").is_dir()
     assert not (tmp_path / "out").exists()
-    error = refusal(lambda: packed(photos, tmp_path / "out"))
+    error = error_of(lambda: packed(photos, tmp_path / "out"))
     assert "different options" in error.what
     assert "--force" in error.fix
     assert content(packed(photos, tmp_path / "out", force=True)) == whole
@@ -462,12 +462,12 @@ def test_a_beginning_of_something_else_is_refused_and_with_force_forgotten(photo
     for force in (False, True):
         assert (
             "is not an unfinished packed set"
-            in refusal(lambda force=force: packed(photos, tmp_path / "x", force=force)).what
+            in error_of(lambda force=force: packed(photos, tmp_path / "x", force=force)).what
         )
     assert (stranger / "letter").read_text() == "dear"
 
 
-def test_a_source_that_changed_is_not_gone_on_with(tmp_path, photos, monkeypatch):
+def test_a_pack_does_not_continue_after_its_source_changed(tmp_path, photos, monkeypatch):
     monkeypatch.setattr(work, "write_manifest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     (tmp_path / "in/a").mkdir(parents=True)
     for i in range(3):
@@ -475,27 +475,27 @@ def test_a_source_that_changed_is_not_gone_on_with(tmp_path, photos, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         packed(tmp_path / "in", tmp_path / "out")
     (tmp_path / "in/a/7.png").write_bytes(picture(3, 3, "PNG"))
-    assert "different data" in refusal(lambda: packed(tmp_path / "in", tmp_path / "out")).what
+    assert "different data" in error_of(lambda: packed(tmp_path / "in", tmp_path / "out")).what
 
 
-def test_source_and_target_may_not_lie_in_each_other(photos, tmp_path):
+def test_source_and_target_must_not_contain_each_other(photos, tmp_path):
     for out in (photos, photos.parent):
-        assert "lies inside" in refusal(lambda out=out: packed(photos, out, force=True)).what
-    assert "class folders" in refusal(lambda: packed(photos, photos / "train" / "packed")).what
+        assert "lies inside" in error_of(lambda out=out: packed(photos, out, force=True)).what
+    assert "class folders" in error_of(lambda: packed(photos, photos / "train" / "packed")).what
     link = tmp_path / "link"
     link.symlink_to(photos)
-    assert "lies inside" in refusal(lambda: packed(photos, link / "x")).what
+    assert "lies inside" in error_of(lambda: packed(photos, link / "x")).what
 
 
-def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(photos, tmp_path, monkeypatch):
+def test_a_disk_that_is_too_small_is_rejected_before_anything_is_written(photos, tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(work.shutil, "disk_usage", lambda _: usage)
-    error = refusal(lambda: packed(photos, tmp_path / "out"))
+    error = error_of(lambda: packed(photos, tmp_path / "out"))
     assert "only 1.0 kB free" in error.what
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_reported_and_the_pack_goes_on_once_there_is_room(photos, tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_the_pack_continues_once_there_is_space(photos, tmp_path, monkeypatch):
     whole = content(packed(photos, tmp_path / "whole"))
     real = work.SplitWriter.add
     room = 5
@@ -509,7 +509,7 @@ def test_a_full_disk_is_reported_and_the_pack_goes_on_once_there_is_room(photos,
 
     monkeypatch.setattr(work.SplitWriter, "add", add)
     monkeypatch.setattr(work, "COMMIT_SECONDS", 0.0)
-    error = refusal(lambda: packed(photos, tmp_path / "out"))
+    error = error_of(lambda: packed(photos, tmp_path / "out"))
     assert "no space left" in error.what
     assert "continues" in error.fix
     monkeypatch.setattr(work.SplitWriter, "add", real)
@@ -519,7 +519,7 @@ def test_a_full_disk_is_reported_and_the_pack_goes_on_once_there_is_room(photos,
     assert content(out) == whole
 
 
-def test_a_really_full_disk_is_reported(photos, tmp_path):
+def test_a_disk_without_space_is_reported(photos, tmp_path):
     small = tmp_path / "small"
     small.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(small)]
@@ -528,26 +528,26 @@ def test_a_really_full_disk_is_reported(photos, tmp_path):
     try:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(work, "_estimate", lambda *_: 1)
-            assert "no space left" in refusal(lambda: packed(photos, small / "out", raw=True)).what
+            assert "no space left" in error_of(lambda: packed(photos, small / "out", raw=True)).what
         assert not (small / "out").exists()
     finally:
         subprocess.run(["umount", str(small)], check=True)
 
 
 def test_a_target_that_cannot_be_written_is_reported(photos, tmp_path, monkeypatch):
-    def refuse(self: Path, *_: Any, **__: Any) -> None:
+    def fail(self: Path, *_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system", str(self))
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "mkdir", refuse)
-        assert "no permission to write" in refusal(lambda: packed(photos, tmp_path / "out")).what
+        patched.setattr(Path, "mkdir", fail)
+        assert "no permission to write" in error_of(lambda: packed(photos, tmp_path / "out")).what
     (tmp_path / "file").write_text("x")
-    assert "cannot be written" in refusal(lambda: packed(photos, tmp_path / "file" / "out")).what
+    assert "cannot be written" in error_of(lambda: packed(photos, tmp_path / "file" / "out")).what
 
 
-def test_two_packs_of_one_target_do_not_mix(photos, tmp_path):
+def test_two_packs_into_the_same_target_are_rejected(photos, tmp_path):
     with work._locked(tmp_path / "out.partial"):
-        assert "another process" in refusal(lambda: packed(photos, tmp_path / "out")).what
+        assert "another process" in error_of(lambda: packed(photos, tmp_path / "out")).what
     assert list(tmp_path.iterdir()) == []
 
 
@@ -556,13 +556,13 @@ def test_a_file_that_cannot_be_read_ends_the_pack_with_its_name(photos, tmp_path
         raise UserError(f"no permission to read {self.where(sample)}", fix="chmod")
 
     monkeypatch.setattr("drumline.data.sources.folder.FolderDataset.read", read)
-    assert "1.jpg" in refusal(lambda: packed(photos, tmp_path / "out")).what
+    assert "1.jpg" in error_of(lambda: packed(photos, tmp_path / "out")).what
 
 
 # The command
 
 
-def test_the_command_tells_what_it_did_and_lists_bad_samples(photos, tmp_path, capsys):
+def test_the_command_prints_a_summary_and_lists_bad_samples(photos, tmp_path, capsys):
     assert pack([str(photos), str(tmp_path / "out"), "--workers=1", "--raw"]) == 0
     reported = capsys.readouterr()
     result = json.loads(reported.out.splitlines()[-1])
@@ -608,19 +608,19 @@ def test_bad_samples_are_counted_without_decoding_when_files_are_kept(photos, tm
         (["--raww", "--workers", "x"], "did you mean --raw?"),
     ],
 )
-def test_wrong_lines_are_reported_with_the_fix(words, reported, tmp_path):
-    error = refusal_of_line(["in", "out", *words])
+def test_wrong_arguments_are_reported_with_a_fix(words, reported, tmp_path):
+    error = error_of_line(["in", "out", *words])
     assert reported in str(error)
 
 
-def refusal_of_line(words: list[str]) -> UserError:
+def error_of_line(words: list[str]) -> UserError:
     with pytest.raises(UserError) as caught:
         pack(words)
     return caught.value
 
 
-def test_both_mistakes_of_a_line_are_reported_at_once():
-    error = str(refusal_of_line(["in", "out", "--raww", "--workers", "x"]))
+def test_two_wrong_arguments_are_reported_together():
+    error = str(error_of_line(["in", "out", "--raww", "--workers", "x"]))
     assert "--raww" in error
     assert "--workers x" in error
 

@@ -65,7 +65,7 @@ def test_reads_the_arrays_that_were_written(tmp_path, mark, packed, below):
         assert (source.name, source.shape, source.classes) == ("idx", (5, 7, 1), ("0", "1", "2", "3"))
 
 
-def test_take_gives_fresh_contiguous_images_in_the_order_asked(tmp_path):
+def test_take_gives_a_contiguous_copy_in_the_requested_order(tmp_path):
     source = opened_idx(write(tmp_path), "train")
     taken = source.take(np.array([7, 0, 7]))
     assert np.array_equal(taken[..., 0], IDX_IMAGES["train"][[7, 0, 7]])
@@ -104,7 +104,7 @@ def damage(tmp_path: Path, name: str, data: bytes) -> str:
         (idx_bytes(IDX_IMAGES["train"][:11]), "has 11 images"),
     ],
 )
-def test_refuses_damaged_image_files(tmp_path, data, words):
+def test_rejects_damaged_image_files(tmp_path, data, words):
     what = damage(tmp_path, "train-images-idx3-ubyte", data)
     assert words in what
     assert "train-images-idx3-ubyte" in what
@@ -120,7 +120,7 @@ def test_refuses_damaged_image_files(tmp_path, data, words):
         (gzip.compress(b"\x00\x00\x08\x03" + b"\xff" * 12, mtime=0), "unfolds to"),
     ],
 )
-def test_refuses_damaged_gzip_files(tmp_path, data, words):
+def test_rejects_damaged_gzip_files(tmp_path, data, words):
     write(tmp_path)
     (tmp_path / "train-images-idx3-ubyte").unlink()
     (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(data)
@@ -128,32 +128,32 @@ def test_refuses_damaged_gzip_files(tmp_path, data, words):
         opened_idx(tmp_path, "train")
 
 
-def test_refuses_a_missing_file_by_name(tmp_path):
+def test_rejects_a_missing_file_by_name(tmp_path):
     (write(tmp_path) / "t10k-labels-idx1-ubyte").unlink()
     assert len(opened_idx(tmp_path, "train")) == 12
     with pytest.raises(UserError, match="lacks t10k-labels-idx1-ubyte"):
         opened_idx(tmp_path, "eval")
 
 
-def test_refuses_a_folder_without_idx_files(tmp_path):
+def test_rejects_a_folder_without_idx_files(tmp_path):
     with pytest.raises(UserError, match="has no idx files"):
         opened_idx(tmp_path, "train")
 
 
-def test_refuses_eval_labels_beyond_the_training_classes(tmp_path):
+def test_rejects_eval_labels_beyond_the_training_classes(tmp_path):
     write(tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx_bytes(IDX_LABELS["t10k"] + 1))
     with pytest.raises(UserError, match="contains the label 4, but training labels end at 3"):
         opened_idx(tmp_path, "eval")
 
 
-def test_refuses_a_holdout_since_idx_has_a_split(tmp_path):
+def test_rejects_a_holdout_because_idx_has_a_split(tmp_path):
     with pytest.raises(UserError, match=r"data\.holdout is 0\.1"):
         open_dataset(DatasetSpec("idx", str(write(tmp_path)), "train", 0.1))
 
 
 @pytest.mark.parametrize("shape", [(2**32 - 1, 2**32 - 1, 2**32 - 1), (2**31, 28, 28), (10**5, 28, 28)])
-def test_a_gzip_bomb_is_refused_before_it_unfolds(tmp_path, shape):
+def test_a_gzip_bomb_is_rejected_before_it_unfolds(tmp_path, shape):
     """A header that promises more than the stored bytes can hold, however well they are packed."""
     write(tmp_path)
     (tmp_path / "train-images-idx3-ubyte").unlink()
@@ -183,7 +183,7 @@ def save(folder: Path, **arrays: np.ndarray) -> Path:
     return folder / "set.npz"
 
 
-def refused(path: Path, split: str = "train", holdout: float = 0.0) -> UserError:
+def error_of(path: Path, split: str = "train", holdout: float = 0.0) -> UserError:
     with pytest.raises(UserError) as caught:
         opened_npz(path, split, holdout)
     assert str(path) in caught.value.what
@@ -240,7 +240,7 @@ def test_holdout_divides_images_and_labels_together(tmp_path):
     ],
     ids=["NHW", "NHW1", "N1HW", "NHWC", "NCHW"],
 )
-def test_takes_each_clear_shape(tmp_path, images, expected):
+def test_accepts_each_unambiguous_shape(tmp_path, images, expected):
     source = opened_npz(save(tmp_path, images=images, labels=LABELS))
     assert np.array_equal(source.images, expected)
     assert source.images.flags.c_contiguous
@@ -257,8 +257,8 @@ def test_takes_each_clear_shape(tmp_path, images, expected):
         (RGB[:0], "is empty", "at least one"),
     ],
 )
-def test_refuses_other_images_and_says_how_to_convert(tmp_path, images, words, fix):
-    error = refused(save(tmp_path, images=images, labels=LABELS[: len(images)]))
+def test_rejects_other_images_with_the_line_that_converts_them(tmp_path, images, words, fix):
+    error = error_of(save(tmp_path, images=images, labels=LABELS[: len(images)]))
     assert words in error.what
     assert fix in error.fix
 
@@ -278,62 +278,62 @@ def test_refuses_other_images_and_says_how_to_convert(tmp_path, images, words, f
         (np.array(3), "not one label for each image", "reshape"),
     ],
 )
-def test_refuses_other_labels(tmp_path, labels, words, fix):
-    error = refused(save(tmp_path, images=GREY, labels=labels))
+def test_rejects_other_labels(tmp_path, labels, words, fix):
+    error = error_of(save(tmp_path, images=GREY, labels=labels))
     assert words in error.what
     assert fix in error.fix
 
 
-def test_refuses_eval_labels_that_training_lacks(tmp_path):
+def test_rejects_eval_labels_that_training_lacks(tmp_path):
     path = save(tmp_path, x_train=GREY, y_train=LABELS, x_test=GREY, y_test=LABELS + 1)
-    assert "label 3, but there are 3 classes (0 to 2)" in refused(path, "eval").what
+    assert "label 3, but there are 3 classes (0 to 2)" in error_of(path, "eval").what
 
 
-def test_refuses_objects_without_unpickling_them(tmp_path):
+def test_rejects_objects_without_unpickling_them(tmp_path):
     class Trap:
         def __reduce__(self):
             return (tmp_path / "owned").touch, ()
 
     path = save(tmp_path, images=GREY, labels=np.array([Trap()] * 12, dtype=object))
-    assert "without unpickling" in refused(path).what
+    assert "without unpickling" in error_of(path).what
     assert not (tmp_path / "owned").exists()
 
 
-def test_refuses_unknown_names_and_lists_them(tmp_path):
-    assert "holds X, y" in refused(save(tmp_path, X=GREY, y=LABELS)).what
+def test_rejects_unknown_names_and_lists_them(tmp_path):
+    assert "holds X, y" in error_of(save(tmp_path, X=GREY, y=LABELS)).what
 
 
 @pytest.mark.parametrize("size", [0, 10, 100, 400])
-def test_refuses_damaged_files(tmp_path, size):
+def test_rejects_damaged_files(tmp_path, size):
     path = save(tmp_path, images=GREY, labels=LABELS)
     path.write_bytes(path.read_bytes()[:size])
-    refused(path)
+    error_of(path)
 
 
-def test_refuses_a_pickle_or_a_lone_array_under_the_name_npz(tmp_path):
+def test_rejects_a_pickle_or_a_single_array_named_npz(tmp_path):
     path = tmp_path / "set.npz"
     path.write_bytes(pickle.dumps({"images": 1}))
-    assert "without unpickling" in refused(path).what
+    assert "without unpickling" in error_of(path).what
     with path.open("wb") as file:
         np.save(file, GREY)
-    assert "one array without a name" in refused(path).what
+    assert "one array without a name" in error_of(path).what
 
 
-def test_refuses_a_flipped_bit(tmp_path):
+def test_rejects_a_flipped_bit(tmp_path):
     path = save(tmp_path, images=GREY, labels=LABELS)
     data = bytearray(path.read_bytes())
     data[250] ^= 1
     path.write_bytes(data)
-    assert "CRC" in refused(path).what
+    assert "CRC" in error_of(path).what
 
 
-def test_refuses_eval_without_split_or_holdout_and_holdout_beside_a_split(tmp_path):
-    assert "has no evaluation split" in refused(save(tmp_path, images=GREY, labels=LABELS), "eval").what
+def test_rejects_eval_without_split_or_holdout_and_holdout_beside_a_split(tmp_path):
+    assert "has no evaluation split" in error_of(save(tmp_path, images=GREY, labels=LABELS), "eval").what
     path = save(tmp_path, x_train=GREY, y_train=LABELS, x_test=GREY, y_test=LABELS)
-    assert "evaluation split of its own" in refused(path, "train", 0.1).what
+    assert "evaluation split of its own" in error_of(path, "train", 0.1).what
 
 
-def test_refuses_a_missing_file(tmp_path):
+def test_rejects_a_missing_file(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         open_dataset(DatasetSpec("npz", str(tmp_path / "no.npz"), "train"))
 
@@ -368,29 +368,29 @@ def header(shape, dtype="|u1"):
         b"\xff" * 100,
     ],
 )
-def test_a_header_that_lies_makes_no_array(tmp_path, monkeypatch, text):
+def test_a_false_header_allocates_no_array(tmp_path, monkeypatch, text):
     monkeypatch.chdir(tmp_path)
     path = npz_of(tmp_path / "set.npz", "images", text, bytes(12 * 64))
-    assert "images cannot be read" in refused(path).what
+    assert "images cannot be read" in error_of(path).what
     assert not (tmp_path / "owned").exists()
 
 
-def test_a_file_that_unfolds_to_more_than_the_memory_is_refused(tmp_path, monkeypatch):
+def test_a_file_that_unfolds_to_more_than_the_memory_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 22, total=1 << 30))
     data = bytes(2 << 20)
     path = npz_of(tmp_path / "set.npz", "images", header((2, 1024, 1024)), data, zipfile.ZIP_DEFLATED)
     assert path.stat().st_size < 10_000
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert "images unfolds to 0.0 GiB, from 2," in refused(path).what
-    assert "in each of 3 processes; 0.0 GiB of memory are free" in refused(path).what
+    assert "images unfolds to 0.0 GiB, from 2," in error_of(path).what
+    assert "in each of 3 processes; 0.0 GiB of memory are free" in error_of(path).what
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     monkeypatch.setattr("drumline.data.sources.arrays.TRUSTED_SIZE", 1 << 20)
-    assert "images do not compress like that" in refused(path).what
+    assert "images do not compress like that" in error_of(path).what
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, 10**6), value=st.integers(0, 255), cut=st.integers(0, 30))
-def test_a_damaged_npz_is_read_or_refused_but_never_breaks(tmp_path, place, value, cut):
+def test_a_damaged_npz_is_read_or_rejected_but_never_breaks(tmp_path, place, value, cut):
     path = save(tmp_path, images=GREY, labels=LABELS)
     broken = bytearray(path.read_bytes())
     broken[place % len(broken)] = value
@@ -480,7 +480,7 @@ def test_synthetic_imagenet_size_takes_little_memory_and_time():
         ("samples=²", "'²'"),
     ],
 )
-def test_synthetic_refuses_other_sizes(path, words):
+def test_synthetic_rejects_other_sizes(path, words):
     with pytest.raises(UserError) as caught:
         arrays("synthetic", path)
     assert words in caught.value.what

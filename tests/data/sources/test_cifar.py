@@ -193,7 +193,7 @@ class Hostile:
 
 
 @pytest.mark.parametrize("number", [0, 2, 4, 5])
-def test_a_hostile_pickle_is_refused_by_name_and_runs_nothing(tmp_path, number):
+def test_a_hostile_pickle_is_rejected_by_name_and_runs_nothing(tmp_path, number):
     write10(tmp_path)
     marker = tmp_path / "owned"
     record = {"data": PLANES10["test_batch"], "labels": [0] * PER_FILE, "x": Hostile(marker)}
@@ -216,7 +216,7 @@ def test_a_hostile_pickle_is_refused_by_name_and_runs_nothing(tmp_path, number):
         "numpy\ndtype.type",
     ],
 )
-def test_names_beyond_plain_arrays_are_refused(name):
+def test_names_beyond_plain_arrays_are_rejected(name):
     with pytest.raises(UserError, match=name.replace("\n", r"\.")):
         read_plain_pickle(f"c{name}\n.".encode(), "here")
 
@@ -250,7 +250,7 @@ def test_nothing_but_plain_data_is_unpickled(attack):
 
 
 @pytest.mark.parametrize("cut", [0, 1, 10, 200, -1])
-def test_a_cut_off_pickle_is_refused(tmp_path, cut):
+def test_a_truncated_pickle_is_rejected(tmp_path, cut):
     write10(tmp_path)
     whole = (tmp_path / "test_batch").read_bytes()
     (tmp_path / "test_batch").write_bytes(whole[:cut])
@@ -273,7 +273,7 @@ def test_a_cut_off_pickle_is_refused(tmp_path, cut):
         ({"data": PLANES10["test_batch"], "labels": ["a"] * 4}, "not a list of whole numbers"),
     ],
 )
-def test_wrong_contents_are_refused(tmp_path, record, words):
+def test_wrong_contents_are_rejected(tmp_path, record, words):
     write10(tmp_path)
     (tmp_path / "test_batch").write_bytes(pickle.dumps(record, protocol=4))
     with pytest.raises(UserError, match=words):
@@ -307,7 +307,7 @@ PLAIN = st.recursive(
 
 @settings(max_examples=200)
 @given(value=st.dictionaries(st.text(), PLAIN, max_size=4), number=st.integers(0, 5))
-def test_plain_data_is_what_python_reads(value, number):
+def test_plain_data_is_read_as_by_python(value, number):
     written = pickle.dumps(value, protocol=number)
     assert read_plain_pickle(written, "here") == value
     assert read_plain_pickle(pickletools.optimize(written), "here") == value
@@ -319,7 +319,7 @@ def test_plain_data_is_what_python_reads(value, number):
     changes=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), max_size=6),
     cut=st.integers(0, 40),
 )
-def test_a_damaged_pickle_is_read_or_refused_and_never_breaks(number, changes, cut):
+def test_a_damaged_pickle_is_read_or_rejected_and_never_breaks(number, changes, cut):
     whole = {
         "data": np.arange(12, dtype=np.uint8).reshape(3, 4),
         "labels": [1, 2, 3],
@@ -342,7 +342,7 @@ def test_a_damaged_pickle_is_read_or_refused_and_never_breaks(number, changes, c
         st.sampled_from([bytes([code]) for code in range(256)] + [b"K\x01", b"U\x01a", b"q\x00", b"h\x00"])
     )
 )
-def test_any_string_of_instructions_is_read_or_refused(codes):
+def test_any_string_of_instructions_is_read_or_rejected(codes):
     with suppress(UserError):
         read_plain_pickle(b"".join(codes) + b".", "here")
 
@@ -386,7 +386,7 @@ def test_a_bomb_takes_neither_time_nor_memory(name):
 
 
 @pytest.mark.parametrize("shape", [(10**6,) * 8, (2**63,), (1,) * 10**5, (laughs,), [3, 4], (3.0, 4)])
-def test_an_array_of_an_impossible_shape_is_refused(shape):
+def test_an_array_of_an_impossible_shape_is_rejected(shape):
     array = PlainArray()
     array.raw, array.shape = bytes(12), shape
     array.dtype = read_plain_pickle(pickle.dumps({"a": np.zeros(1, np.uint8)}), "here")["a"].dtype
@@ -395,7 +395,7 @@ def test_an_array_of_an_impossible_shape_is_refused(shape):
     assert len(str(caught.value)) < 300
 
 
-def test_binary_files_of_wrong_size_are_refused(tmp_path):
+def test_binary_files_of_wrong_size_are_rejected(tmp_path):
     write10_binary(tmp_path)
     (tmp_path / "data_batch_2.bin").write_bytes(bytes(3072))
     with pytest.raises(UserError, match=r"data_batch_2.bin has 3072 bytes, not a multiple of 3073"):
@@ -408,14 +408,14 @@ def test_a_missing_file_is_named(tmp_path):
         opened("cifar10", tmp_path)
 
 
-def test_wrong_class_names_are_refused(tmp_path):
+def test_wrong_class_names_are_rejected(tmp_path):
     (write10_binary(tmp_path) / "batches.meta.txt").write_text("a\nb\n")
     with pytest.raises(UserError, match="does not name 10 different classes"):
         opened("cifar10", tmp_path)
 
 
 @pytest.mark.parametrize("source", ["cifar10", "cifar100"])
-def test_a_folder_without_files_says_what_it_wants(tmp_path, source):
+def test_the_error_for_a_folder_without_files_names_them(tmp_path, source):
     with pytest.raises(UserError, match=f"has no {source} files") as caught:
         opened(source, tmp_path)
     assert "cifar-10" in caught.value.fix

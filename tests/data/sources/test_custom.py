@@ -32,7 +32,7 @@ def own(tmp_path, monkeypatch):
     return write
 
 
-def test_own_arrays_get_path_and_split(own):
+def test_a_factory_of_arrays_gets_path_and_split(own):
     source = own(
         "def make(path, split):\n"
         "    assert path == 'some path' and split == 'train'\n"
@@ -51,7 +51,7 @@ def test_own_arrays_get_path_and_split(own):
         "torch.arange(96, dtype=torch.uint8).reshape(2, 3, 4, 4).numpy()",
     ],
 )
-def test_own_tensors_are_converted_once(own, images):
+def test_tensors_of_a_custom_source_are_converted_once(own, images):
     source = own(
         f"def make(path, split):\n    return S(images={images}, labels=list(torch.tensor([0, 1])))\n"
     )
@@ -61,7 +61,7 @@ def test_own_tensors_are_converted_once(own, images):
     assert source.classes == ("0", "1")
 
 
-def test_own_files_are_read_and_named(own):
+def test_files_of_a_custom_source_are_read_and_named(own):
     source = own(
         "class Mine:\n"
         "    labels = np.array([1, 0], np.int16)\n"
@@ -74,7 +74,7 @@ def test_own_files_are_read_and_named(own):
     assert source.labels.dtype == np.int64
 
 
-def test_own_eval_without_classes_takes_them_from_training(own):
+def test_classes_of_the_evaluation_split_default_to_those_of_training(own):
     code = (
         "def make(path, split):\n"
         "    n = {'train': 5, 'eval': 2}[split]\n"
@@ -118,14 +118,14 @@ def test_own_eval_without_classes_takes_them_from_training(own):
         ("def make(path, split): return S(labels=[], read=print)", "is empty"),
     ],
 )
-def test_own_mistakes_are_reported_with_the_factorys_name(own, code, words):
+def test_mistakes_in_a_factory_are_reported_with_its_name(own, code, words):
     with pytest.raises(UserError, match=words) as caught:
         own(code)
     assert "own_" in caught.value.what
     assert caught.value.fix
 
 
-def test_own_read_must_give_bytes_and_its_missing_file_is_named(own):
+def test_read_must_return_bytes_and_a_missing_file_is_named(own):
     source = own(
         "class Mine:\n"
         "    labels = [0, 1]\n"

@@ -1,4 +1,4 @@
-"""Image folders: ImageFolder's order, the layouts, and every refusal with its path and fix."""
+"""Image folders: ImageFolder's order, the layouts, and every error with its path and fix."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def image_folder(root: Path) -> list[tuple[str, int]]:
     return found
 
 
-def refusal(path: Path, split: Literal["train", "eval"] = "train", holdout: float = 0.0) -> UserError:
+def error_of(path: Path, split: Literal["train", "eval"] = "train", holdout: float = 0.0) -> UserError:
     with pytest.raises(UserError) as caught:
         opened(path, split, holdout)
     assert caught.value.fix
@@ -142,7 +142,7 @@ def test_holdout_divides_class_folders_alone(tmp_path, layout):
     labels=st.lists(st.integers(0, 4), min_size=1, max_size=200),
     share=st.floats(0.001, 0.999),
 )
-def test_holdout_takes_its_share_of_every_class(labels, share):
+def test_holdout_takes_its_fraction_of_every_class(labels, share):
     array = np.array(labels, dtype=np.int64)
     mask = holdout_mask(array, share)
     assert (mask == holdout_mask(array, share)).all()
@@ -165,17 +165,17 @@ def test_holdout_choice_is_frozen():
     assert held.tolist() == [3, 10, 18, 21]
 
 
-def test_refuses_a_missing_path(tmp_path):
-    error = refusal(tmp_path / "nowhere")
+def test_rejects_a_missing_path(tmp_path):
+    error = error_of(tmp_path / "nowhere")
     assert f"{tmp_path}/nowhere does not exist" in error.what
     assert "data.path" in error.fix
 
 
-def test_refuses_a_file_as_path(tmp_path):
-    assert "is a file, not a folder" in refusal(put(tmp_path, "a.png") / "a.png").what
+def test_rejects_a_file_as_path(tmp_path):
+    assert "is a file, not a folder" in error_of(put(tmp_path, "a.png") / "a.png").what
 
 
-def test_refuses_an_unreadable_folder(tmp_path, monkeypatch):
+def test_rejects_an_unreadable_folder(tmp_path, monkeypatch):
     put(tmp_path, "a/1.png", "b/1.png")
     real = os.scandir
 
@@ -185,7 +185,7 @@ def test_refuses_an_unreadable_folder(tmp_path, monkeypatch):
         return real(folder)
 
     monkeypatch.setattr(os, "scandir", guarded)
-    error = refusal(tmp_path)
+    error = error_of(tmp_path)
     assert f"no permission to read {tmp_path}/b" in error.what
     assert "chmod" in error.fix
 
@@ -202,21 +202,21 @@ def test_a_sample_that_vanished_or_cannot_be_read_is_a_loss(tmp_path, monkeypatc
         source.read(1)
 
 
-def test_refuses_a_folder_without_class_folders(tmp_path):
-    assert f"{tmp_path} has no class folders" in refusal(put(tmp_path, "notes.txt")).what
-    assert "holds images (1.png) but no class folders" in refusal(put(tmp_path, "1.png")).what
+def test_rejects_a_folder_without_class_folders(tmp_path):
+    assert f"{tmp_path} has no class folders" in error_of(put(tmp_path, "notes.txt")).what
+    assert "holds images (1.png) but no class folders" in error_of(put(tmp_path, "1.png")).what
 
 
-def test_refuses_an_empty_class_by_name(tmp_path):
+def test_rejects_an_empty_class_by_name(tmp_path):
     put(tmp_path, "a/1.png")
     (tmp_path / "b").mkdir()
-    error = refusal(tmp_path)
+    error = error_of(tmp_path)
     assert f"class 'b' has no images: {tmp_path}/b" in error.what
     assert ".jpeg" in error.fix
 
 
-def test_refuses_a_class_of_unknown_endings_and_names_them(tmp_path):
-    assert "its files end in .gif, .heic" in refusal(put(tmp_path, "a/1.gif", "a/2.heic", "b/3.png")).what
+def test_rejects_a_class_with_unknown_endings_and_names_them(tmp_path):
+    assert "its files end in .gif, .heic" in error_of(put(tmp_path, "a/1.gif", "a/2.heic", "b/3.png")).what
 
 
 def test_files_that_are_passed_over_are_counted_by_their_endings(tmp_path):
@@ -242,64 +242,64 @@ def test_files_that_are_passed_over_are_counted_by_their_endings(tmp_path):
     assert describe_skipped(source) == "1 file that is not an image, by extension: .g\\x1bif 1"
 
 
-def test_refuses_eval_without_split_or_holdout(tmp_path):
+def test_rejects_eval_without_split_or_holdout(tmp_path):
     put(tmp_path, "a/1.png", "b/1.png")
-    error = refusal(tmp_path, "eval")
+    error = error_of(tmp_path, "eval")
     assert "no evaluation split, and data.holdout is 0" in error.what
     assert "--data.holdout" in error.fix
     assert len(opened(tmp_path)) == 2
 
 
-def test_refuses_holdout_beside_a_split_of_its_own(tmp_path):
+def test_rejects_a_holdout_for_data_with_an_evaluation_split(tmp_path):
     put(tmp_path, "train/a/1.png", "val/a/1.png")
-    assert "has an evaluation split of its own" in refusal(tmp_path, "train", 0.1).what
+    assert "has an evaluation split of its own" in error_of(tmp_path, "train", 0.1).what
 
 
-def test_refuses_a_holdout_that_leaves_nothing(tmp_path):
-    assert "leaves nothing to evaluate" in refusal(put(tmp_path, "a/1.png", "b/1.png"), "eval", 0.1).what
+def test_rejects_a_holdout_that_leaves_nothing(tmp_path):
+    assert "leaves nothing to evaluate" in error_of(put(tmp_path, "a/1.png", "b/1.png"), "eval", 0.1).what
 
 
-def test_refuses_an_eval_class_that_training_lacks(tmp_path):
+def test_rejects_an_eval_class_that_training_lacks(tmp_path):
     put(tmp_path, "train/cat/1.png", "train/dog/1.png", "val/cat/1.png", "val/dogs/1.png")
-    error = refusal(tmp_path, "eval")
+    error = error_of(tmp_path, "eval")
     assert "'dogs'" in error.what
     assert f"{tmp_path}/train" in error.what
 
 
 @pytest.mark.parametrize("name", ["Training", "val", "Testing"])
-def test_refuses_split_folders_under_other_names_instead_of_taking_them_for_classes(tmp_path, name):
-    error = refusal(put(tmp_path, f"{name}/a/1.png", "other/b/1.png"))
+def test_rejects_split_folders_with_other_names_instead_of_using_them_as_classes(tmp_path, name):
+    error = error_of(put(tmp_path, f"{name}/a/1.png", "other/b/1.png"))
     assert repr(name) in error.what
     assert "train and val" in error.fix
 
 
 @pytest.mark.parametrize("link", ["a/2.png", "b", "a/deeper"])
-def test_refuses_broken_links(tmp_path, link):
+def test_rejects_broken_links(tmp_path, link):
     put(tmp_path, "a/1.png")
     (tmp_path / link).symlink_to("/gone/away")
-    error = refusal(tmp_path)
+    error = error_of(tmp_path)
     assert f"{tmp_path}/{link} is a broken link to /gone/away" in error.what
 
 
-def test_refuses_links_in_a_circle(tmp_path):
+def test_rejects_links_in_a_loop(tmp_path):
     put(tmp_path, "a/b/1.png")
     (tmp_path / "a/b/up").symlink_to(tmp_path / "a")
-    assert "a/b/up is a link to a folder that contains it" in refusal(tmp_path).what
+    assert "a/b/up is a link to a folder that contains it" in error_of(tmp_path).what
 
 
-def test_refuses_images_beside_class_folders(tmp_path):
-    error = refusal(put(tmp_path, "a/1.png", *(f"{i}.png" for i in range(5))))
+def test_rejects_images_beside_class_folders(tmp_path):
+    error = error_of(put(tmp_path, "a/1.png", *(f"{i}.png" for i in range(5))))
     assert "images beside its class folders" in error.what
     assert "and 2 more" in error.what
 
 
-def test_refuses_pipes_with_image_names(tmp_path):
+def test_rejects_pipes_with_image_names(tmp_path):
     put(tmp_path, "a/1.png")
     os.mkfifo(tmp_path / "a/2.png")
-    assert "a/2.png is a pipe, not a regular file" in refusal(tmp_path).what
+    assert "a/2.png is a pipe, not a regular file" in error_of(tmp_path).what
 
 
-def test_a_spec_travels_through_pickle_small():
+def test_a_pickled_spec_is_small():
     spec = DatasetSpec("folder", "/data/set", "eval", 0.1)
     assert pickle.loads(pickle.dumps(spec)) == spec
     assert len(pickle.dumps(spec)) < 300
@@ -308,7 +308,7 @@ def test_a_spec_travels_through_pickle_small():
 @pytest.mark.parametrize("holdout", [0.0, 0.5])
 def test_a_misspelt_evaluation_split_is_named(tmp_path, holdout):
     put(tmp_path, "train/a/1.png", "train/a/2.png", "train/b/1.png", "vall/a/1.png", "vall/b/1.png")
-    error = refusal(tmp_path, "eval", holdout)
+    error = error_of(tmp_path, "eval", holdout)
     assert "is 'vall' meant to be val?" in error.what
     assert ("remove data.holdout" in error.fix) is bool(holdout)
     (tmp_path / "vall").rename(tmp_path / "notes")
@@ -316,8 +316,8 @@ def test_a_misspelt_evaluation_split_is_named(tmp_path, holdout):
         assert len(opened(tmp_path, "eval", holdout)) == 1
 
 
-def test_an_empty_training_split_is_not_taken_for_a_class(tmp_path):
+def test_an_empty_training_split_is_not_a_class(tmp_path):
     (tmp_path / "train").mkdir()
-    assert refusal(tmp_path).what == f"{tmp_path}/train is empty"
+    assert error_of(tmp_path).what == f"{tmp_path}/train is empty"
     put(tmp_path, "val/a/1.png")
-    assert refusal(tmp_path).what == f"{tmp_path}/train is empty"
+    assert error_of(tmp_path).what == f"{tmp_path}/train is empty"

@@ -69,7 +69,7 @@ def assert_same(file: Path, folder: Path, split: str, holdout: float = 0.0) -> N
     assert all(theirs.where(i).endswith(tail.removeprefix("top/")) for i, tail in enumerate(tails))
 
 
-def refusal(file: Path, split: str = "train", holdout: float = 0.0) -> UserError:
+def error_of(file: Path, split: str = "train", holdout: float = 0.0) -> UserError:
     with pytest.raises(UserError) as caught:
         open_dataset(DatasetSpec("tar", str(file), split, holdout))  # type: ignore[arg-type]
     assert caught.value.fix
@@ -104,7 +104,7 @@ def test_splits_are_found_as_in_folders(tmp_path, format, within):
     file = archive(root, tmp_path / "x.tar", FORMATS[format], within)
     assert_same(file, root, "train")
     assert_same(file, root, "eval")
-    assert "evaluation split of its own" in refusal(file, holdout=0.1).what
+    assert "evaluation split of its own" in error_of(file, holdout=0.1).what
 
 
 @pytest.mark.parametrize("format", ["gnu", "pax"])
@@ -115,14 +115,14 @@ def test_long_and_odd_names_are_read(tmp_path, format):
     assert_same(archive(root, tmp_path / "x.tar", FORMATS[format]), root, "train")
 
 
-def test_holdout_takes_the_samples_it_takes_from_a_folder(tmp_path):
+def test_a_holdout_has_the_same_samples_as_for_the_folder(tmp_path):
     root = put(tmp_path / "set", *(f"{name}/{i}.jpg" for name in "ab" for i in range(9)))
     file = archive(root, tmp_path / "x.tar")
     assert_same(file, root, "train", 0.25)
     assert_same(file, root, "eval", 0.25)
     labels = open_dataset(DatasetSpec("tar", str(file), "train")).labels
     assert len(open_dataset(DatasetSpec("tar", str(file), "eval", 0.25))) == holdout_mask(labels, 0.25).sum()
-    assert "no evaluation split" in refusal(file, "eval").what
+    assert "no evaluation split" in error_of(file, "eval").what
 
 
 def test_archives_of_the_tar_program_are_read(tmp_path):
@@ -180,8 +180,8 @@ def test_other_and_hidden_members_are_ignored_and_counted(tmp_path):
         ([link("val/q", "", tarfile.DIRTYPE)], "looks like a split"),
     ],
 )
-def test_members_that_must_not_be_trusted_are_refused(tmp_path, entries, words):
-    assert words in refusal(made(tmp_path / "x.tar", *PLAIN, *entries)).what
+def test_members_that_cannot_be_trusted_are_rejected(tmp_path, entries, words):
+    assert words in error_of(made(tmp_path / "x.tar", *PLAIN, *entries)).what
 
 
 @pytest.mark.parametrize(
@@ -195,26 +195,26 @@ def test_members_that_must_not_be_trusted_are_refused(tmp_path, entries, words):
         ([("train/a/1.jpg", b"x"), ("val/b/1.jpg", b"x"), ("train/c/1.jpg", b"x")], ""),
     ],
 )
-def test_archives_without_class_folders_say_what_is_wanted(tmp_path, entries, words):
+def test_the_error_for_an_archive_without_class_folders_describes_the_layout(tmp_path, entries, words):
     file = made(tmp_path / "x.tar", *entries)
     if words:
-        assert words in refusal(file).what
+        assert words in error_of(file).what
     else:
-        assert "'b'" in refusal(file, "eval").what
+        assert "'b'" in error_of(file, "eval").what
 
 
 @pytest.mark.parametrize("mode", ["gz", "bz2", "xz"])
-def test_compressed_archives_are_refused_with_the_command_that_helps(tmp_path, mode):
+def test_compressed_archives_are_rejected_with_the_command_that_uncompresses_them(tmp_path, mode):
     file = tmp_path / f"x.tar.{mode}"
     with tarfile.open(file, f"w:{mode}") as tar:  # type: ignore[call-overload]
         tar.addfile(tarfile.TarInfo("a/1.jpg"))
     assert detect_source("auto", str(file)) == "tar"
-    assert "uncompress" in refusal(file).fix
+    assert "uncompress" in error_of(file).fix
     file.rename(tmp_path / "x.tar")  # whatever its name says
-    assert "compressed" in refusal(tmp_path / "x.tar").what
+    assert "compressed" in error_of(tmp_path / "x.tar").what
 
 
-def test_sparse_members_are_refused(tmp_path):
+def test_sparse_members_are_rejected(tmp_path):
     with (tmp_path / "hole.jpg").open("wb") as hole:
         hole.truncate(1 << 20)
         hole.seek(1 << 19)
@@ -224,15 +224,15 @@ def test_sparse_members_are_refused(tmp_path):
     for format in ("gnu", "pax"):
         command = ["tar", "--sparse", f"--format={format}", "-cf", tmp_path / "x.tar", "-C", tmp_path, "a"]
         subprocess.run(command, check=True)
-        assert "sparse" in refusal(tmp_path / "x.tar").what
+        assert "sparse" in error_of(tmp_path / "x.tar").what
 
 
-def test_a_cut_archive_is_refused_wherever_it_is_cut(tmp_path):
+def test_an_archive_truncated_anywhere_is_rejected(tmp_path):
     whole = made(tmp_path / "x.tar", ("a/1.jpg", b"1" * 700), ("b/2.jpg", b"2" * 5)).read_bytes()
     cut = tmp_path / "cut.tar"
     for size in range(0, 2560 + 512, 32):  # up to the last byte of the mark that ends it
         cut.write_bytes(whole[:size])
-        words = refusal(cut).what
+        words = error_of(cut).what
         assert "is cut off" in words or size == 0, size
     cut.write_bytes(whole[: 2560 + 512])
     assert len(open_tar(DatasetSpec("tar", str(cut), "train"))) == 2
@@ -248,11 +248,11 @@ def resized(file: Path, at: int, size: bytes) -> Path:
     return file
 
 
-def test_a_member_that_reaches_one_byte_beyond_the_archive_is_refused(tmp_path):
+def test_a_member_that_reaches_one_byte_beyond_the_archive_is_rejected(tmp_path):
     file = made(tmp_path / "x.tar", *PLAIN)
     room = file.stat().st_size - 1024 - 512
-    assert "without the mark" in refusal(resized(file, 1024, b"%011o\0" % room)).what
-    assert f"has {room + 1} bytes, only {room}" in refusal(resized(file, 1024, b"%011o\0" % (room + 1))).what
+    assert "without the mark" in error_of(resized(file, 1024, b"%011o\0" % room)).what
+    assert f"has {room + 1} bytes, only {room}" in error_of(resized(file, 1024, b"%011o\0" % (room + 1))).what
 
 
 def test_links_have_no_data_whatever_size_they_state(tmp_path):
@@ -264,14 +264,14 @@ def test_links_have_no_data_whatever_size_they_state(tmp_path):
 @pytest.mark.parametrize(
     "size", [b"77777777777\0", b"\x80" + b"\xff" * 11, b"\xff" * 12, b"12x\0" + b"\0" * 8]
 )
-def test_sizes_that_cannot_be_are_refused(tmp_path, size):
+def test_impossible_sizes_are_rejected(tmp_path, size):
     file = resized(made(tmp_path / "x.tar", *PLAIN), 0, size)
-    assert "cut off" in refusal(file).what or "damaged" in refusal(file).what
+    assert "cut off" in error_of(file).what or "damaged" in error_of(file).what
 
 
 @given(position=st.integers(0, 1023), value=st.integers(0, 255))
 @settings(max_examples=150)
-def test_any_changed_header_byte_is_refused_or_harmless(position, value):
+def test_a_changed_header_byte_is_rejected_or_changes_nothing(position, value):
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
         info = tarfile.TarInfo("a/é" + "x" * 120)
@@ -286,11 +286,11 @@ def test_any_changed_header_byte_is_refused_or_harmless(position, value):
         pass
 
 
-def test_what_is_not_a_tar_is_refused(tmp_path):
+def test_a_file_that_is_not_a_tar_is_rejected(tmp_path):
     for content in (b"", b"hello", os.urandom(4096), b"\xff\xd8\xff" + bytes(2000)):
         (tmp_path / "x.tar").write_bytes(content)
-        refusal(tmp_path / "x.tar")
-    refusal(tmp_path / "missing.tar")
+        error_of(tmp_path / "x.tar")
+    error_of(tmp_path / "missing.tar")
 
 
 def test_nothing_is_written_to_disk(tmp_path):
