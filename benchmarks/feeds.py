@@ -1,7 +1,7 @@
 """The feeds that feed_gpu.py and feed_cpu.py compare: nothing but a resident batch, Drumline, DataLoader, timm, DALI.
 
-Each is opened again for every round and gives (images, labels) on the device until it is closed; all do what a careful
-user of that library does.
+Each is opened again for every round and gives (images, labels) on the device until it is closed; all do what a
+careful user of that library does.
 """
 
 from __future__ import annotations

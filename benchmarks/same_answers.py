@@ -143,7 +143,7 @@ def logits(network: nn.Module, images: NDArray[np.uint8], device: torch.device) 
 
 
 def labels(names: list[str], ids: str | None) -> Tensor | None:
-    """The class index of each file: the position of its WordNet id in the sorted 1,000; None if it cannot be about."""
+    """The class index of each file: the position of its WordNet id in the sorted 1,000; None if it is unknown."""
     if ids is None:
         timm = importlib.util.find_spec("timm")
         places = (timm.submodule_search_locations or []) if timm else []

@@ -261,7 +261,7 @@ def test_area_and_aspect_have_the_published_distribution() -> None:
     area, aspect = width * height / 4000**2, np.log(width / height)
     small = area < 0.7
     assert area.min() > 0.079
-    # A try fails only beyond 75 %; the failed ones are drawn again, so all smaller areas are raised by the same factor.
+    # A try fails only beyond 75 %; the failed ones are drawn again, so smaller areas are raised by one factor.
     counts = np.histogram(area[small], bins=10, range=(0.08, 0.7))[0]
     assert counts.min() > 0.9 * counts.mean()
     assert counts.max() < 1.1 * counts.mean()
