@@ -37,11 +37,10 @@ from drumline.models import create_model
 from drumline.observe.timeline import perfetto
 from drumline.observe.timeline_svg import timeline_svg
 from drumline.parallel.lanes import Recorder, simulate, step_time
-from drumline.parallel.pipeline.cut import even_cuts
 from drumline.parallel.pipeline.mailbox import LaneDevice, Mailbox, Move, copy_direct, copy_through_host
 from drumline.parallel.pipeline.profile import ProfileOptions
 from drumline.parallel.pipeline.schedule import SCHEDULES
-from drumline.parallel.pipeline.split import choose_split
+from drumline.parallel.pipeline.split import choose_split, even_cuts
 from harness import Parser
 from pipelines import (
     CPU,
@@ -174,8 +173,8 @@ def job_of(work: Work) -> ModelInStages:
 def balanced(job: ModelInStages, stages: int) -> Sequence[str]:
     """Where stages begin, by measured times."""
     shape = job.pieces[0][0].shape
-    options = ProfileOptions(job.device, job.precision, channels_last=True)
-    names, _ = choose_split(job.traced, job.model, stages, shape, options)
+    options = ProfileOptions(shape, job.device, job.precision, channels_last=True)
+    names, _ = choose_split(job.traced, stages, options)
     return names
 
 

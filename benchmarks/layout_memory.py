@@ -29,11 +29,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from drumline.core.precision import FP32
 from drumline.models import create_model
-from drumline.parallel.lanes import Instruction, Kind
-from drumline.parallel.pipeline.cut import even_cuts
-from drumline.parallel.pipeline.execute import Lane
+from drumline.parallel.lanes import Instruction, Op
+from drumline.parallel.pipeline.lane import Lane
 from drumline.parallel.pipeline.mailbox import LaneDevice, Mailbox
 from drumline.parallel.pipeline.schedule import SCHEDULES, max_in_flight
+from drumline.parallel.pipeline.split import even_cuts
 from harness import Parser
 from pipelines import CPU, Log, ModelInStages
 
@@ -137,7 +137,7 @@ def bytes_by_list(lane: Lane, one: dict[int, int]) -> int:
 def _running(instructions: Sequence[Instruction], one: dict[int, int]) -> Iterator[int]:
     now = 0
     for item in instructions:
-        now += one[item.stage] * ((item.kind == Kind.FORWARD) - (item.kind == Kind.BACKWARD))
+        now += one[item.stage] * ((item.kind == Op.FORWARD) - (item.kind == Op.BACKWARD))
         yield now
 
 

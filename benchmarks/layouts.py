@@ -41,8 +41,8 @@ from drumline.core.environment import read_rank_info
 from drumline.launch.network import free_port
 from drumline.launch.worker import cuda_settings
 from drumline.parallel.pipeline.mailbox import LaneDevice, Mailbox
-from drumline.parallel.pipeline.pipelined import GradientSum
 from drumline.parallel.pipeline.schedule import SCHEDULES
+from drumline.parallel.pipeline.step import GradientSum
 from drumline.parallel.pipeline.transport import ProcessTransport
 from drumline.parallel.process_group import init_world
 from drumline.parallel.world import Grid, World, make_grid

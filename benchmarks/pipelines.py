@@ -24,13 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drumline.core.precision import Precision, autocast
-from drumline.parallel.lanes import Instruction, Recorder, Span, Times
+from drumline.parallel.lanes import Instruction, Recorder, Span, StageTimes
 from drumline.parallel.pipeline.cut import trace
-from drumline.parallel.pipeline.execute import Lane, run_lanes
+from drumline.parallel.pipeline.lane import Lane, run_lanes
 from drumline.parallel.pipeline.mailbox import Mailbox
 from drumline.parallel.pipeline.schedule import instruction_lists
 from drumline.parallel.pipeline.stage import TensorSpec, boundaries
-from drumline.parallel.pipeline.transport import Transport
+from drumline.parallel.pipeline.transport import StageTransport
 
 CPU = torch.device("cpu")
 T = TypeVar("T")
@@ -86,11 +86,11 @@ class Case:
         schedule = "gpipe" if self.schedule == "model" else self.schedule
         return instruction_lists(schedule, self.ranks, self.chunks, self.pieces, reduces)
 
-    def times(self, transfer: float = 0.0, beside: bool = True) -> Times:
+    def times(self, transfer: float = 0.0, beside: bool = True) -> StageTimes:
         """For the simulator; a copy that does not go on beside the computing holds its sender up as that does."""
         each, added = self.size / self.chunks, 0.0 if beside else transfer
         last = self.stages - 1
-        return Times(
+        return StageTimes(
             forward=[each * self.forward + added * (stage < last) for stage in range(self.stages)],
             backward=[each * self.backward + added * (stage > 0) for stage in range(self.stages)],
             transfer=[transfer if beside else 0.0] * last,
@@ -161,7 +161,7 @@ class Asleep:
     def __init__(
         self,
         case: Case,
-        transports: Mapping[int, Transport],
+        transports: Mapping[int, StageTransport],
         reduces: bool = False,
         device: torch.device = CPU,
     ) -> None:

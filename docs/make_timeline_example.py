@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 
 from drumline.observe.timeline_svg import timeline_svg
-from drumline.parallel.lanes import Span, Times, simulate
+from drumline.parallel.lanes import Span, StageTimes, simulate
 from drumline.parallel.pipeline.schedule import instruction_lists
 
 PICTURE = Path(__file__).parent / "images" / "timeline-1f1b.svg"
@@ -33,7 +33,7 @@ def step(spread: float, seed: int) -> tuple[Span, ...]:
     """Stages about as uneven as those of an even split; each up to `spread` milliseconds slower, by chance."""
     slower = random.Random(seed)
     forward = [(2.6, 2.2, 2.1, 2.0)[stage] + spread * slower.random() for stage in range(4)]
-    times = Times(
+    times = StageTimes(
         forward=[time / 1e3 for time in forward],
         backward=[2 * time / 1e3 for time in forward],
         transfer=[0.0008, 0.0005, 0.0003],

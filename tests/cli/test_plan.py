@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from drumline.cli import main
-from drumline.cli.plan import Options, describe, describe_split, read
+from drumline.cli.plan import Measurement, Options, describe, describe_split, plan_split, read
 from drumline.core.errors import UserError
 from drumline.models import create_model
 from drumline.parallel.pipeline.cut import trace
 from drumline.parallel.pipeline.profile import Profile, UnitProfile
-from drumline.parallel.pipeline.split import Measurement, plan_split
 from tests.runs.command import drumline, result
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drumline.parallel.lanes import Kind, Recorder
+from drumline.parallel.lanes import Op, Recorder
 from drumline.parallel.pipeline import schedule as schedules
-from drumline.parallel.pipeline.execute import Lane, run_lanes
+from drumline.parallel.pipeline.lane import Lane, run_lanes
 from drumline.parallel.pipeline.mailbox import LaneDevice, Mailbox, Move, copy_direct, copy_through_host
 from tests.parallel.pipeline import lanes
 from tests.parallel.pipeline.soundness import in_flight
-from tests.parallel.pipeline.test_execute import chunks_of, step
+from tests.parallel.pipeline.test_lane import chunks_of, step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -99,7 +99,7 @@ def test_copies_run_beside_the_computing_and_the_host_never_waits() -> None:
             recorders = [Recorder(rank, GPU) for rank in range(2)]
             run(recorders=recorders)
             spans = [span for recorder in recorders for span in recorder.spans()]
-            assert {Kind.SEND_OUTPUT, Kind.SEND_GRADIENT, Kind.WAIT_INPUT} < {span.kind for span in spans}
+            assert {Op.SEND_OUTPUT, Op.SEND_GRADIENT, Op.WAIT_INPUT} < {span.kind for span in spans}
             assert all(span.end >= span.start for span in spans)
             seconds = max(span.end for span in spans) - min(span.start for span in spans)
             took[overlap] = min(seconds, took.get(overlap, seconds))

@@ -9,7 +9,7 @@ from typing import Any
 
 from drumline.core.machine import host_name
 from drumline.observe.timeline import AFTER, TRACE, StepTimeline, in_turn
-from drumline.parallel.lanes import Kind, Lanes, Span
+from drumline.parallel.lanes import Lanes, Op, Span
 
 
 def test_lanes_of_two_machines_are_drawn_by_one_clock(tmp_path: Path) -> None:
@@ -22,15 +22,15 @@ def test_lanes_of_two_machines_are_drawn_by_one_clock(tmp_path: Path) -> None:
         def all_gather_object(self, mine: tuple[str, float, list[Span]]) -> list[Any]:
             host, now, (span,) = mine
             assert host == host_name()
-            theirs = Span(1, Kind.FORWARD, 1, 0, span.start + 9e5, span.end + 9e5)
+            theirs = Span(1, Op.FORWARD, 1, 0, span.start + 9e5, span.end + 9e5)
             return [mine, ("elsewhere", now + 9e5 + 0.5, [theirs]), (host, now + 0.5, [span])]
 
     world: Any = Two()
-    strategy: Any = SimpleNamespace(
-        recording=False, spans=lambda: [Span(0, Kind.FORWARD, 0, 0, start=7.0, end=8.0)]
+    recorder: Any = SimpleNamespace(
+        recording=False, spans=lambda: [Span(0, Op.FORWARD, 0, 0, start=7.0, end=8.0)]
     )
     log: Any = print
-    timeline = StepTimeline(strategy, Lanes("two", ["a", "b"], world), tmp_path, log)
+    timeline = StepTimeline(Lanes("two", ["a", "b"], world, [recorder]), tmp_path, log)
     timeline.begin(0)
     timeline.after(AFTER)
     events = json.loads((tmp_path / TRACE).read_text())["traceEvents"]
@@ -39,7 +39,7 @@ def test_lanes_of_two_machines_are_drawn_by_one_clock(tmp_path: Path) -> None:
 
 
 def test_ranks_that_compute_the_whole_model_are_expected_to_be_alike() -> None:
-    forward, backward = Kind.FORWARD, Kind.BACKWARD
+    forward, backward = Op.FORWARD, Op.BACKWARD
     rehearsed = [
         Span(lane, kind, 0, micro, start, start + seconds)
         for lane, slower in ((0, 1.0), (1, 1.0), (2, 3.0))

@@ -27,8 +27,8 @@ from drumline.guards.run.nonfinite import NonFiniteGate
 from drumline.models import create_model
 from drumline.observe.run_log import RunLog
 from drumline.parallel.fsdp import FSDPStrategy, exchange_by_host, gathered, kept_whole
-from drumline.parallel.local import local_shard
 from drumline.parallel.process_group import init_world
+from drumline.parallel.sharded import local_shard
 from drumline.parallel.strategy import create_strategy
 from drumline.parallel.world import World, single_process
 from drumline.state.checkpoint import read_checkpoint, write_checkpoint

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumline.parallel.lanes import Instruction, Kind, Span, Times, bubble, simulate, step_time
+from drumline.parallel.lanes import Instruction, Op, Span, StageTimes, bubble, simulate, step_time
 from drumline.parallel.pipeline.schedule import forward_lists, instruction_lists
 from tests.parallel.pipeline.soundness import ideal_bubble
 
-COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
-RECEIVE = {Kind.WAIT_INPUT: Kind.RECEIVE_INPUT, Kind.WAIT_GRADIENT: Kind.RECEIVE_GRADIENT}
+COMPUTE = (Op.FORWARD, Op.BACKWARD)
+RECEIVE = {Op.WAIT_INPUT: Op.RECEIVE_INPUT, Op.WAIT_GRADIENT: Op.RECEIVE_GRADIENT}
 
 shapes = st.sampled_from(
     [
@@ -34,8 +34,8 @@ shapes = st.sampled_from(
 )
 
 
-def equal(stages: int, forward: float, backward: float, transfer: float = 0, reduce: float = 0) -> Times:
-    return Times([forward] * stages, [backward] * stages, [transfer] * (stages - 1), [reduce] * stages)
+def equal(stages: int, forward: float, backward: float, transfer: float = 0, reduce: float = 0) -> StageTimes:
+    return StageTimes([forward] * stages, [backward] * stages, [transfer] * (stages - 1), [reduce] * stages)
 
 
 def took(
@@ -172,7 +172,7 @@ def test_the_lists_order_is_kept_and_no_lane_does_two_things_at_once(
     lists = instruction_lists(*shape, reduces=True)
     times = replace(data.draw(some_times(shape[1] * shape[2])), rendezvous=rendezvous)
     spans = simulate(lists, times)
-    for kinds in (COMPUTE, (Kind.SEND_OUTPUT,), (Kind.SEND_GRADIENT,), (Kind.REDUCE,)):
+    for kinds in (COMPUTE, (Op.SEND_OUTPUT,), (Op.SEND_GRADIENT,), (Op.REDUCE,)):
         for rank, items in enumerate(lists):
             mine = [span for span in spans if span.lane == rank and span.kind in kinds]
             wanted = [(item.kind, item.stage, item.micro) for item in items if item.kind in kinds]
@@ -189,13 +189,13 @@ def test_nothing_is_computed_before_it_has_arrived_and_idle_time_is_waiting(
     spans = simulate(lists, times)
     at = {(span.kind, span.stage, span.micro): span for span in spans}
     for (kind, stage, micro), span in at.items():
-        if kind == Kind.SEND_OUTPUT:
-            assert at[Kind.FORWARD, stage, micro].end <= span.start
-            assert span.end <= at[Kind.FORWARD, stage + 1, micro].start
+        if kind == Op.SEND_OUTPUT:
+            assert at[Op.FORWARD, stage, micro].end <= span.start
+            assert span.end <= at[Op.FORWARD, stage + 1, micro].start
             assert span.end - span.start == pytest.approx(times.transfer[stage])
-        if kind == Kind.SEND_GRADIENT:
-            assert at[Kind.BACKWARD, stage, micro].end <= span.start
-            assert span.end <= at[Kind.BACKWARD, stage - 1, micro].start
+        if kind == Op.SEND_GRADIENT:
+            assert at[Op.BACKWARD, stage, micro].end <= span.start
+            assert span.end <= at[Op.BACKWARD, stage - 1, micro].start
             assert span.end - span.start == pytest.approx(times.transfer[stage - 1])
     lanes: defaultdict[int, list[Span]] = defaultdict(list)
     for span in spans:
@@ -210,7 +210,7 @@ def test_gradients_are_exchanged_beside_the_drain_and_stage_0_is_the_last() -> N
     lists = instruction_lists("1f1b", 4, 1, 8, reduces=True)
     alone = step_time(simulate(lists, equal(4, 1, 2)))
     spans = simulate(lists, equal(4, 1, 2, reduce=2))
-    ends = {span.stage: span.end for span in spans if span.kind == Kind.REDUCE}
+    ends = {span.stage: span.end for span in spans if span.kind == Op.REDUCE}
     # A rank is done one backward (2 s) after the next one: only the exchange of stage 0 comes after the computing.
     assert ends == {0: alone + 2, 1: alone, 2: alone - 2, 3: alone - 4}
     assert step_time(spans) == alone + 2
@@ -218,22 +218,22 @@ def test_gradients_are_exchanged_beside_the_drain_and_stage_0_is_the_last() -> N
 
 def test_two_stages_of_one_rank_exchange_one_after_the_other() -> None:
     lists = instruction_lists("interleaved", 1, 2, 1, reduces=True)
-    spans = [span for span in simulate(lists, equal(2, 1, 1, reduce=5)) if span.kind == Kind.REDUCE]
+    spans = [span for span in simulate(lists, equal(2, 1, 1, reduce=5)) if span.kind == Op.REDUCE]
     assert [(span.stage, span.start, span.end) for span in spans] == [(1, 3, 8), (0, 8, 13)]
 
 
 def test_a_small_step_by_hand() -> None:
     lists = instruction_lists("1f1b", 2, 1, 1, reduces=False)
-    spans = simulate(lists, Times([1, 2], [3, 4], [0.5], [0, 0]))
+    spans = simulate(lists, StageTimes([1, 2], [3, 4], [0.5], [0, 0]))
     assert spans == (
-        Span(0, Kind.FORWARD, 0, 0, 0, 1),
-        Span(1, Kind.WAIT_INPUT, 1, 0, 0, 1.5),
-        Span(0, Kind.SEND_OUTPUT, 0, 0, 1, 1.5),
-        Span(0, Kind.WAIT_GRADIENT, 0, 0, 1, 8),
-        Span(1, Kind.FORWARD, 1, 0, 1.5, 3.5),
-        Span(1, Kind.BACKWARD, 1, 0, 3.5, 7.5),
-        Span(1, Kind.SEND_GRADIENT, 1, 0, 7.5, 8),
-        Span(0, Kind.BACKWARD, 0, 0, 8, 11),
+        Span(0, Op.FORWARD, 0, 0, 0, 1),
+        Span(1, Op.WAIT_INPUT, 1, 0, 0, 1.5),
+        Span(0, Op.SEND_OUTPUT, 0, 0, 1, 1.5),
+        Span(0, Op.WAIT_GRADIENT, 0, 0, 1, 8),
+        Span(1, Op.FORWARD, 1, 0, 1.5, 3.5),
+        Span(1, Op.BACKWARD, 1, 0, 3.5, 7.5),
+        Span(1, Op.SEND_GRADIENT, 1, 0, 7.5, 8),
+        Span(0, Op.BACKWARD, 0, 0, 8, 11),
     )
     assert step_time(spans) == 11
     assert bubble(spans) == pytest.approx(1 - 10 / 22)
@@ -247,14 +247,14 @@ def test_a_forward_pass_alone_fills_and_never_drains() -> None:
 def test_times_that_do_not_fit_are_refused() -> None:
     lists = instruction_lists("gpipe", 2, 1, 2, reduces=False)
     with pytest.raises(AssertionError, match="3 forward times for 2 stages"):
-        simulate(lists, Times([1, 1, 1], [1, 1], [0], [0, 0]))
+        simulate(lists, StageTimes([1, 1, 1], [1, 1], [0], [0, 0]))
     with pytest.raises(AssertionError, match="a negative transfer time"):
-        simulate(lists, Times([1, 1], [1, 1], [-1], [0, 0]))
+        simulate(lists, StageTimes([1, 1], [1, 1], [-1], [0, 0]))
 
 
 def test_lists_that_stand_still_are_named() -> None:
     first, last = instruction_lists("gpipe", 2, 1, 1, reduces=False)
-    silent = [item for item in first if item.kind != Kind.SEND_OUTPUT]
+    silent = [item for item in first if item.kind != Op.SEND_OUTPUT]
     with pytest.raises(
         AssertionError, match="wait for gradient of stage 0, micro-batch 0; wait for input of stage 1"
     ):
@@ -262,8 +262,8 @@ def test_lists_that_stand_still_are_named() -> None:
 
 
 @st.composite
-def some_times(draw: st.DrawFn, stages: int) -> Times:
+def some_times(draw: st.DrawFn, stages: int) -> StageTimes:
     def some(count: int) -> list[float]:
         return draw(st.lists(st.floats(0.125, 4), min_size=count, max_size=count))
 
-    return Times(some(stages), some(stages), some(stages - 1), some(stages))
+    return StageTimes(some(stages), some(stages), some(stages - 1), some(stages))

@@ -25,8 +25,8 @@ from drumline.core.precision import FP32
 from drumline.data.feed.sampler import evaluation_requests, rank_slice
 from drumline.guards.run.fingerprints import FingerprintMonitor
 from drumline.observe.run_log import RunLog
+from drumline.parallel.data_parallel import BufferMean
 from drumline.parallel.process_group import init_world
-from drumline.parallel.single import BufferMean
 from drumline.parallel.world import World
 from drumline.training import metrics
 from drumline.training.evaluate import evaluate

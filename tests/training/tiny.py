@@ -95,6 +95,7 @@ def step_of(
         train=replace(recipe.train, accumulate=accumulate),
         optim=replace(recipe.optim, clip=clip),
     )
+    trained.strategy.micro_batches = accumulate
     return TrainStep(trained, objective or Classification(0.1), NORMALISE, finite)
 
 

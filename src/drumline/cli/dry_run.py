@@ -144,7 +144,7 @@ class _DryRun:
             messages += image_warnings(self.recipe, sets, loaded)
             if not self._is_untrusted((self.recipe.model.name,), "model.name"):
                 student, _ = load_model(self.recipe, Classes.of(sets.train), self._world())
-                check_fit(self.recipe, student, loaded, sets, self._whole_world().size)
+                check_fit(self.recipe, student, loaded, sets)
         return [f"teacher: {by}; method {'+'.join(distill.method)}", *messages]
 
     def _world(self) -> World:

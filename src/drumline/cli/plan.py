@@ -7,7 +7,9 @@ torch is imported.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from drumline.cli.help import Command
@@ -18,7 +20,9 @@ from drumline.core.errors import UserError
 from drumline.core.text import json_line, print_result
 
 if TYPE_CHECKING:
-    from drumline.parallel.pipeline.split import Measurement, StageSplit
+    from torch import nn
+
+    from drumline.parallel.pipeline.profile import Profile, ProfileOptions, UnitProfile
 
 
 @dataclass(frozen=True)
@@ -68,13 +72,49 @@ COMMAND = Command(
 )
 
 
+@dataclass(frozen=True)
+class Measurement:
+    """The profile of a model, and what it was measured on."""
+
+    profile: Profile
+    device: str
+    precision: str
+    batch: int
+    size: int
+    returns: str
+    """The type that the model returns in training. Only a Tensor can be trained as it is."""
+
+
+@dataclass(frozen=True)
+class StageSplit:
+    """A model in a given number of stages, split by time and split evenly."""
+
+    stages: int
+    micro_batches: int
+    names: tuple[str, ...]
+    """Where each stage but the first begins."""
+    shares: tuple[float, ...]
+    """The fraction of the time that each stage takes."""
+    balance: float
+    """The time of the slowest stage over the mean."""
+    speed_up: float
+    """At most, over one device."""
+    memory_bytes: tuple[int, ...]
+    """Of each stage under 1F1B: activations in flight, parameters, gradients and momentum."""
+    even_names: tuple[str, ...]
+    even_balance: float
+    even_speed_up: float
+
+    @property
+    def flags(self) -> str:
+        """The flags for `drumline train`."""
+        return f"--parallel.layout pipeline --parallel.stages {self.stages} --parallel.split {','.join(self.names)}"
+
+
 def main(argv: list[str]) -> int:
     """Measures and prints."""
     options = read(argv)
     measured = _measure(options)
-
-    from drumline.parallel.pipeline.split import plan_split
-
     splits = [
         plan_split(
             measured.profile, stages, 4 * stages if options.micro_batches == "auto" else options.micro_batches
@@ -110,6 +150,33 @@ def read(argv: list[str]) -> Options:
     if not options.cuts:
         raise UserError("plan needs a model", "for example drumline plan --cuts resnet50")
     return options
+
+
+def plan_split(measured: Profile, stages: int, micro_batches: int) -> StageSplit:
+    """The split by time, compared with the even one."""
+    from drumline.parallel.pipeline.split import balance, even_split, speed_up, stage_times, time_split
+
+    names = [unit.name for unit in measured.units]
+    chosen = time_split(measured, stages)
+    by_time, by_count = tuple(names.index(name) for name in chosen), even_split(len(names), stages)
+    times = measured.times
+    total = sum(times) or 1.0
+    edges = pairwise((0, *by_time, len(names)))
+    return StageSplit(
+        stages=stages,
+        micro_batches=micro_batches,
+        names=chosen,
+        shares=tuple(time / total for time in stage_times(times, by_time)),
+        balance=balance(times, by_time),
+        speed_up=speed_up(times, by_time, micro_batches),
+        memory_bytes=tuple(
+            _stage_memory(measured.units[first:last], min(micro_batches, stages - stage))
+            for stage, (first, last) in enumerate(edges)
+        ),
+        even_names=tuple(names[first] for first in by_count),
+        even_balance=balance(times, by_count),
+        even_speed_up=speed_up(times, by_count, micro_batches),
+    )
 
 
 def describe(options: Options, measured: Measurement) -> list[str]:
@@ -184,34 +251,100 @@ def _row(name: str, *cells: str) -> str:
     return f"{name:<{room}}{row}" if len(name) <= room else f"{name}\n{'':<{room}}{row}"
 
 
+def _stage_memory(units: Sequence[UnitProfile], in_flight: int) -> int:
+    """Bytes of a stage of these units: the activations of the micro-batches in flight, which under 1F1B are at most
+    S - s in stage s of S, and three copies of each parameter (itself, gradient, momentum)."""
+    return sum(in_flight * unit.activation_bytes + 3 * unit.parameter_bytes for unit in units)
+
+
 def _measure(options: Options) -> Measurement:
-    """Resolves device and precision, and measures."""
+    """Builds the model and measures the units between its cut points."""
+    import torch
+
+    from drumline.models.registry import create_model
+    from drumline.parallel.pipeline.cut import cut_points, trace
+    from drumline.parallel.pipeline.profile import profile
+    from drumline.parallel.pipeline.split import check_stage_count, trainable_units
+
+    measuring = _profile_options(options)
+    torch.manual_seed(0)
+    model = create_model(options.cuts, options.classes).train()
+    if measuring.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    size = _usual_size(options.cuts, model) if options.size == "auto" else options.size
+    measuring = replace(measuring, shape=(options.batch, 3, size, size))
+    _check_size(options.cuts, model, size)
+    traced = trace(model, sample=torch.empty(measuring.shape))
+    points = trainable_units(traced, cut_points(traced, inside_blocks=options.all))
+    check_stage_count(options.cuts, len(points), max(options.stages, default=1))
+    try:
+        measured = profile(traced, measuring, points)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"{options.batch} images of {size} x {size} do not fit into the GPU's memory",
+            f"set --batch to less than {options.batch}",
+        ) from error
+    device = measuring.device
+    return Measurement(
+        measured,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        precision=measuring.precision.name,
+        batch=options.batch,
+        size=size,
+        returns=traced.records[True].returns,
+    )
+
+
+def _profile_options(options: Options) -> ProfileOptions:
+    """How to measure, but for the shape of the images: device, precision, repeats."""
     import torch
 
     from drumline.config.recipe import Recipe
     from drumline.core.precision import resolve_precision
     from drumline.core.progress import progress
     from drumline.parallel.pipeline.profile import ProfileOptions
-    from drumline.parallel.pipeline.split import measure_cuts
     from drumline.parallel.process_group import pick_device, resolve_device_type
     from drumline.parallel.strategy import uses_channels_last
-    from drumline.parallel.world import single_process
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no GPU", "see `drumline doctor`, or use --device cpu")
-    world = single_process(pick_device(resolve_device_type(options.device), 0))
-    return measure_cuts(
-        options.cuts,
-        options.classes,
-        options.batch,
-        None if options.size == "auto" else options.size,
-        ProfileOptions(
-            world.device,
-            resolve_precision(options.precision, world.device, field="--precision"),
-            uses_channels_last(Recipe(), world.device),
-            options.repeats,
-            lambda rounds: progress(rounds, f"timing {options.cuts}", len(rounds)),
-        ),
-        inside_blocks=options.all,
-        stages=options.stages,
+    device = pick_device(resolve_device_type(options.device), 0)
+    return ProfileOptions(
+        (),
+        device,
+        resolve_precision(options.precision, device, field="--precision"),
+        uses_channels_last(Recipe(), device),
+        options.repeats,
+        lambda rounds: progress(rounds, f"timing {options.cuts}", len(rounds)),
     )
+
+
+def _check_size(name: str, model: nn.Module, size: int) -> None:
+    """Runs the model once on the CPU: its own error is clearer than that of a single unit."""
+    import torch
+
+    model.eval()
+    try:
+        with torch.no_grad():
+            model(torch.zeros(1, 3, size, size))
+    except UserError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise UserError(
+            f"{name} cannot take images of {size} x {size}: {type(error).__name__}: {reason}",
+            "use a different --size",
+        ) from error
+    finally:
+        model.train()
+
+
+def _usual_size(name: str, model: nn.Module) -> int:
+    """The side in pixels of the images that the model is usually trained on."""
+    from drumline.models.registry import IMAGENET, model_names
+
+    published = getattr(model, "pretrained_cfg", None)  # timm's
+    size = published.get("input_size") if isinstance(published, dict) else None
+    if size:
+        return int(size[-1])
+    return 32 if name in model_names() and name not in IMAGENET else 224

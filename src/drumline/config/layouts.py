@@ -57,6 +57,8 @@ class Layout:
     """Whether the model is cut into stages."""
     shards_state: bool = False
     """Whether each process holds a shard of the state."""
+    why_no_teacher: str = ""
+    """Why a distillation cannot run under this layout. Empty: it can."""
 
 
 def splits_backward(schedule: str) -> bool:
@@ -261,7 +263,7 @@ def _without_whole_models(recipe: Recipe, world: int) -> Iterator[Problem]:
 
 LAYOUTS: dict[str, Layout] = {
     "single": Layout(
-        "drumline.parallel.single:SingleStrategy",
+        "drumline.parallel.data_parallel:SingleStrategy",
         "one process, one device",
         (_without_stages,),
         one_process=True,
@@ -271,6 +273,7 @@ LAYOUTS: dict[str, Layout] = {
         "torch's DataParallel: one process drives all GPUs (slower, and GPU 0 holds extra memory)",
         (_data_parallel, _without_stages),
         one_process=True,
+        why_no_teacher="DataParallel would run the teacher and all losses on GPU 0",
     ),
     "ddp": Layout(
         "drumline.parallel.data_parallel:DDPStrategy",

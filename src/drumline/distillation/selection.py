@@ -11,11 +11,11 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any, get_type_hints
 
+from drumline.config.layouts import layout_named
 from drumline.config.recipe import Distill, Recipe
 from drumline.core.errors import UserError
 from drumline.distillation.method import Method
 from drumline.distillation.methods import METHODS
-from drumline.parallel.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -104,25 +104,25 @@ def select_methods(distill: Distill, phase: str = "") -> Selection:
     return Selection(r, tuple(methods), T, initial)
 
 
-def check_selection(selection: Selection, recipe: Recipe, strategy: type[Strategy]) -> None:
+def check_selection(selection: Selection, recipe: Recipe) -> None:
     """Raises a `UserError` if the methods do not work with the layout or with other fields of the recipe."""
-    if strategy.why_no_teacher:
-        raise UserError(
-            f"parallel.layout = {strategy.name}: {strategy.why_no_teacher}", "use --parallel.layout ddp"
-        )
+    name = recipe.parallel.layout
+    layout = layout_named(name)
+    if layout.why_no_teacher:
+        raise UserError(f"parallel.layout = {name}: {layout.why_no_teacher}", "use --parallel.layout ddp")
     initial = [selection.phase] if selection.phase else [name for name, epochs in selection.initial if epochs]
     relating = (
         f"{', '.join(selection.relating)} relates all samples of the global batch, and micro-batches would separate "
         "them"
     )
-    if selection.relating and strategy.staged:
+    if selection.relating and layout.staged:
         raise UserError(
-            f"parallel.layout = {strategy.name}: {relating}",
+            f"parallel.layout = {name}: {relating}",
             "use --parallel.layout ddp, or a method that does not relate samples",
         )
-    if initial and strategy.staged:
+    if initial and layout.staged:
         raise UserError(
-            f"parallel.layout = {strategy.name}: {', '.join(initial)} has an initial phase, which does not train the "
+            f"parallel.layout = {name}: {', '.join(initial)} has an initial phase, which does not train the "
             "whole student",
             "use --parallel.layout ddp, or a different method",
         )

@@ -21,12 +21,12 @@ from drumline.core.precision import Precision
 from drumline.data.feed.batch import Batch
 from drumline.distillation.teacher import Teacher, TeacherOutput
 from drumline.observe.display import Display
-from drumline.parallel.pipeline.cut import Traced, even_cuts, trace
-from drumline.parallel.pipeline.pipelined import Chain
-from drumline.parallel.pipeline.profile import ProfileOptions, cut_points, profile
-from drumline.parallel.pipeline.schedule import Shape
-from drumline.parallel.pipeline.split import min_max_split
+from drumline.parallel.pipeline.cut import Traced, cut_points, trace
+from drumline.parallel.pipeline.profile import ProfileOptions, profile
+from drumline.parallel.pipeline.schedule import Shape, pipeline_shape
+from drumline.parallel.pipeline.split import even_cuts, min_max_split
 from drumline.parallel.pipeline.stage import Segment, place_stages
+from drumline.parallel.pipeline.step import StagedForward
 from drumline.parallel.strategy import Strategy
 from drumline.parallel.world import Grid, World
 
@@ -53,12 +53,13 @@ def plan_teacher_stages(recipe: Recipe, strategy: Strategy) -> StagePlan | None:
     """The stages that the recipe requests for its teachers; None for whole teachers."""
     grid, world = strategy.grid, strategy.world
     if teacher_over_processes(recipe):
-        if strategy.shape is None or grid.places == 1:
+        if grid.places == 1:
             raise UserError(
                 "distill.teacher_layout = pipeline: the student's pipeline is in one process",
                 "start a process for each stage (--parallel.processes), or use --distill.teacher_layout model",
             )
-        return StagePlan(replace(strategy.shape, chunks=1), grid, (world.device,))
+        shape = pipeline_shape(recipe, world.size, devices=1)
+        return StagePlan(replace(shape, chunks=1), grid, (world.device,))
     if teacher_over_devices(recipe):
         devices = stage_devices(recipe.distill.teacher_stages, recipe.parallel.virtual, world)
         return StagePlan(Shape(len(devices), 1, 1, "gpipe", world.size, False), grid, devices)
@@ -109,7 +110,7 @@ def cut_teacher(
         if shape.over_processes and recipe.parallel.split != "even":
             if world.is_rank_zero:
                 display.log("measuring where to cut the teacher")
-                names = _balanced(traced, module, sample, shape.stages, strategy.precision)
+                names = _balanced(traced, sample, shape.stages, strategy.precision)
             names = world.broadcast_object(names)
         return traced.split(names)
     except UserError as error:
@@ -129,7 +130,9 @@ def place_teacher(
         except UserError as error:
             raise _teacher_error(error, f"model in {stages.shape.stages} stages: a teacher") from error
         forwards.append(
-            Chain(module, segments, stages.shape, stages.grid, stages.devices, teacher.precision).several
+            StagedForward(
+                module, segments, stages.shape, stages.grid, stages.devices, teacher.precision
+            ).several
         )
     teacher.use_stages(forwards)
 
@@ -164,12 +167,10 @@ def _teacher_error(error: UserError, which: str) -> UserError:
     )
 
 
-def _balanced(
-    traced: Traced, module: nn.Module, sample: Tensor, stages: int, precision: Precision
-) -> tuple[str, ...]:
+def _balanced(traced: Traced, sample: Tensor, stages: int, precision: Precision) -> tuple[str, ...]:
     """The cuts that balance the measured forward times; a teacher has no backward."""
     points = cut_points(traced)
-    measured = profile(traced, module, tuple(sample.shape), ProfileOptions(sample.device, precision), points)
+    measured = profile(traced, ProfileOptions(tuple(sample.shape), sample.device, precision), points)
     times = [unit.forward_s for unit in measured.units]
     split = min_max_split(times, stages, crossing=measured.crossings, slack=0.01)
     return tuple(measured.units[first].name for first in split)

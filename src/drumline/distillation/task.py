@@ -51,7 +51,7 @@ from drumline.distillation.teacher import (
 from drumline.models.base import copy_model
 from drumline.observe.display import Display
 from drumline.parallel.pipeline.stage import describe_stages
-from drumline.parallel.strategy import Cut, Strategy, strategy_class
+from drumline.parallel.strategy import Cut, Strategy, uses_channels_last
 from drumline.parallel.world import World
 from drumline.state.checkpoint import newest_valid, read_checkpoint
 from drumline.training.metrics import Metric, Score
@@ -73,18 +73,16 @@ def distillation_task(
     """The task of the main phase or, with `phase`, of the initial phase of that method. `previous`: the run folders
     of the earlier phases, in order."""
     selection = select_methods(recipe.distill, phase)
-    check_selection(selection, recipe, type(strategy))
+    check_selection(selection, recipe)
     return _Builder(recipe, sets, plan, strategy, display, selection, previous).task()
 
 
-def check_fit(
-    recipe: Recipe, student: nn.Module, teachers: list[LoadedTeacher], sets: Sets, processes: int
-) -> None:
+def check_fit(recipe: Recipe, student: nn.Module, teachers: list[LoadedTeacher], sets: Sets) -> None:
     """Raises the `UserError` that a run would raise if a method, in any phase, does not fit student and teachers."""
     initial = [name for name, epochs in select_methods(recipe.distill).initial if epochs]
     for phase in (*initial, ""):
         selection = select_methods(recipe.distill, phase)
-        check_selection(selection, recipe, strategy_class(recipe, processes))
+        check_selection(selection, recipe)
         networks = fit_networks(recipe, selection, student, teachers, sets.transform.size)
         networks.with_helpers(recipe.run.seed)
         if recipe.distill.cache and not phase:
@@ -125,7 +123,7 @@ class _Builder:
         if self.selection.phase:
             _freeze_unused(module, teacher, self.size)
         # BatchNorm in helpers always spans the global batch; in the student only with `train.sync_bn`.
-        self.strategy.span_batchnorm(module.helpers)
+        self.strategy.sync_batchnorm(module.helpers, always=True)
         self.strategy.sync_batchnorm(module.student)
         cached = self._cache(teacher, identity) if self.caches else None
         teacher_runs = over_processes or (self.grid.ends and cached is None)
@@ -202,7 +200,7 @@ class _Builder:
         )
         teacher.check_ranks(self.world)
         if stages is not None:
-            place_teacher(teacher, cuts, stages, strategy.channels_last)
+            place_teacher(teacher, cuts, stages, uses_channels_last(recipe, strategy.world.device))
             self.messages += [
                 f"teacher {each.name} {stages.describe()}: {describe_stages(segments)}"
                 for each, segments in zip(networks.teachers, cuts, strict=True)

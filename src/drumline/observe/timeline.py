@@ -20,7 +20,7 @@ from drumline.core.machine import host_name
 from drumline.core.text import printable
 from drumline.observe.run_log import Log
 from drumline.observe.timeline_svg import TRANSFERS, Step, rows_of, step_of, timeline_svg
-from drumline.parallel.lanes import Kind, Lanes, Span, Times, bubble, simulate, step_time
+from drumline.parallel.lanes import Lanes, Op, Span, StageTimes, bubble, simulate, step_time
 from drumline.parallel.strategy import Strategy
 
 AFTER = 4
@@ -31,8 +31,8 @@ SVG, TRACE = "timeline.svg", "timeline.json"
 class StepTimeline:
     """Records one step of a run. All processes call every method."""
 
-    def __init__(self, strategy: Strategy, lanes: Lanes, folder: Path | None, log: Log) -> None:
-        self.strategy, self.lanes, self.folder = strategy, lanes, folder
+    def __init__(self, lanes: Lanes, folder: Path | None, log: Log) -> None:
+        self.lanes, self.folder = lanes, folder
         self._log = log
         self._step = -1
         self._predicted: tuple[Span, ...] = ()
@@ -43,7 +43,7 @@ class StepTimeline:
         lanes = strategy.lanes()
         if lanes is None:
             return None
-        return StepTimeline(strategy, replace(lanes, title=f"{model}, {lanes.title}"), folder, log)
+        return StepTimeline(replace(lanes, title=f"{model}, {lanes.title}"), folder, log)
 
     def begin(self, step: int) -> None:
         """Before the first step of a run: the step to record comes some steps later."""
@@ -52,11 +52,11 @@ class StepTimeline:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Records the step that is computed inside."""
-        self.strategy.recording = True
+        self.lanes.record(True)
         try:
             yield
         finally:
-            self.strategy.recording = False
+            self.lanes.record(False)
 
     def predict(self) -> None:
         """From the step just recorded: how long each part of a step will take."""
@@ -70,13 +70,13 @@ class StepTimeline:
     def before(self, step: int) -> None:
         """At the beginning of each step."""
         if step == self._step:
-            self.strategy.recording = True
+            self.lanes.record(True)
 
     def after(self, step: int) -> None:
         """At the end of each step: draws the one that was recorded."""
         if step != self._step:
             return
-        self.strategy.recording = False
+        self.lanes.record(False)
         measured = self._gathered()
         if self.folder is None or not measured:
             return
@@ -101,7 +101,7 @@ class StepTimeline:
         own origin: the others are set by what all clocks show at one moment."""
         world = self.lanes.world
         world.barrier()
-        every = world.all_gather_object((host_name(), time.perf_counter(), self.strategy.spans()))
+        every = world.all_gather_object((host_name(), time.perf_counter(), self.lanes.spans()))
         host, now, _ = every[0]
         drawn: list[Span] = []
         for theirs, then, spans in every:
@@ -117,8 +117,8 @@ class StepTimeline:
 def in_turn(spans: Sequence[Span], lanes: int) -> tuple[Span, ...]:
     """A step in which no lane is slower than another and none waits: every forward and backward takes the median of
     all lanes. Pure."""
-    taken: dict[tuple[int, Kind], list[float]] = {}
-    for span in sorted(spans, key=lambda span: (span.micro, span.kind is Kind.BACKWARD)):
+    taken: dict[tuple[int, Op], list[float]] = {}
+    for span in sorted(spans, key=lambda span: (span.micro, span.kind is Op.BACKWARD)):
         taken.setdefault((span.micro, span.kind), []).append(span.end - span.start)
     found, now = [], 0.0
     for (micro, kind), seconds in taken.items():
@@ -128,19 +128,19 @@ def in_turn(spans: Sequence[Span], lanes: int) -> tuple[Span, ...]:
     return tuple(found)
 
 
-def typical_times(spans: Sequence[Span], stages: int) -> Times:
+def typical_times(spans: Sequence[Span], stages: int) -> StageTimes:
     """The median of each stage's times over its micro-batches; of copies the shortest, because the others include
     waiting for the receiver. Pure."""
 
-    def of(kind: Kind, stage: int, typical: Callable[[list[float]], float] = median) -> float:
+    def of(kind: Op, stage: int, typical: Callable[[list[float]], float] = median) -> float:
         found = [span.end - span.start for span in spans if span.kind is kind and span.stage == stage]
         return typical(found) if found else 0.0
 
-    return Times(
-        forward=[of(Kind.FORWARD, stage) for stage in range(stages)],
-        backward=[of(Kind.BACKWARD, stage) for stage in range(stages)],
-        transfer=[of(Kind.SEND_OUTPUT, stage, min) for stage in range(stages - 1)],
-        reduce=[of(Kind.REDUCE, stage) for stage in range(stages)],
+    return StageTimes(
+        forward=[of(Op.FORWARD, stage) for stage in range(stages)],
+        backward=[of(Op.BACKWARD, stage) for stage in range(stages)],
+        transfer=[of(Op.SEND_OUTPUT, stage, min) for stage in range(stages - 1)],
+        reduce=[of(Op.REDUCE, stage) for stage in range(stages)],
     )
 
 
@@ -159,7 +159,7 @@ def _process_events(pid: int, step: Step, lanes: Sequence[str]) -> Iterator[dict
     tid = 0
     for lane, name in enumerate(lanes):
         moved = [kind for kinds in TRANSFERS for kind in kinds]
-        for kinds, what in (([kind for kind in Kind if kind not in moved], ""), (moved, ", transfers")):
+        for kinds, what in (([kind for kind in Op if kind not in moved], ""), (moved, ", transfers")):
             for row, spans in enumerate(rows_of(step.of(lane, kinds)) or [[]]):
                 tid += 1
                 yield _named("thread", pid, tid, f"{name}{what}" + (f" ({row + 1})" if row else ""))

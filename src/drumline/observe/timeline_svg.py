@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from xml.sax.saxutils import escape
 
 from drumline.core.text import printable
-from drumline.parallel.lanes import Instruction, Kind, Span, bubble
+from drumline.parallel.lanes import Instruction, Op, Span, bubble
 
-COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
+COMPUTE = (Op.FORWARD, Op.BACKWARD)
 TRANSFERS = (
-    (Kind.SEND_OUTPUT, Kind.SEND_GRADIENT),
-    (Kind.RECEIVE_INPUT, Kind.RECEIVE_GRADIENT),
-    (Kind.REDUCE,),
+    (Op.SEND_OUTPUT, Op.SEND_GRADIENT),
+    (Op.RECEIVE_INPUT, Op.RECEIVE_GRADIENT),
+    (Op.REDUCE,),
 )
 """What moves data, in the order of display. Waiting is not included: it is the lane's idle time."""
 
@@ -34,7 +34,7 @@ class Step:
     spans: tuple[Span, ...]
     length: float
 
-    def of(self, lane: int, kinds: Iterable[Kind]) -> list[Span]:
+    def of(self, lane: int, kinds: Iterable[Op]) -> list[Span]:
         """The spans of these kinds in a lane."""
         return [span for span in self.spans if span.lane == lane and span.kind in kinds]
 
@@ -81,7 +81,7 @@ def timeline_svg(
     return _Picture([*steps, step_of("measured", measured)], lanes).draw(title)
 
 
-_GRADIENTS = (Kind.BACKWARD, Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT)
+_GRADIENTS = (Op.BACKWARD, Op.SEND_GRADIENT, Op.RECEIVE_GRADIENT)
 _WIDTH, _LEFT, _RIGHT, _MARGIN = 1200, 206, 28, 20
 _BOX, _STRIP, _BETWEEN = 30, 5, 11
 _LETTER = 0.56
@@ -194,7 +194,7 @@ class _Picture:
         for kinds in TRANSFERS:
             for row in rows_of((span for span in half.of(lane, kinds) if span.end > span.start), slack):
                 for span in row:
-                    colour = "swap" if span.kind is Kind.REDUCE else _shade(span)
+                    colour = "swap" if span.kind is Op.REDUCE else _shade(span)
                     self.box(colour, span.start, span.end, self.y, _STRIP, self.label(span))
                 self.y += _STRIP + 1
         self.y += _BETWEEN
@@ -202,7 +202,7 @@ class _Picture:
     def compute(self, span: Span, y: float, height: float) -> None:
         self.box(f"box {_shade(span)}", span.start, span.end, y, height, self.label(span))
         left, width = self.x(span.start), self.x(span.end) - self.x(span.start)
-        dark = span.kind is Kind.BACKWARD
+        dark = span.kind is Op.BACKWARD
         turn = self.turn[span.lane, span.stage]
         for line in range(turn if width > 1.5 else 0):
             self.out.append(
@@ -239,7 +239,7 @@ class _Picture:
         ]
         if kinds & {*TRANSFERS[0], *TRANSFERS[1]}:
             items.append(("f0", "b0", _STRIP, "transfer (outputs, gradients)"))
-        if Kind.REDUCE in kinds:
+        if Op.REDUCE in kinds:
             items.append(("swap", "swap", _STRIP, "gradient exchange"))
         if any(self.turn.values()):
             items.append(("foot", "foot", 2, "a rank's second stage"))

@@ -6,12 +6,12 @@ only what autocast would convert anyway travels in low precision: the matrices o
 attention. Vectors (norms, biases) and, under mixed precision, all other matrices stay whole on every process, in
 fp32; their gradients travel in one message. A gradient that is not finite on one process is not finite on any. The
 optimizer updates plain tensors, the shards held here, so fused kernels, loss scaling and clipping are those of one
-process. Refuses a single process.
+process. Rejects a single process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -28,10 +28,11 @@ from drumline.core.errors import UserError
 from drumline.core.precision import FP32, Precision
 from drumline.data.feed.batch import Batch
 from drumline.models.base import copy_model, repeated_blocks
-from drumline.parallel.local import local_shard
+from drumline.parallel.data_parallel import SingleStrategy, used_anywhere
 from drumline.parallel.model_draws import ModelDraws
-from drumline.parallel.single import SingleStrategy, used_anywhere
-from drumline.parallel.strategy import Cut, ForwardPass, Gathered, Log
+from drumline.parallel.reference import ReferenceCopy
+from drumline.parallel.sharded import local_shard
+from drumline.parallel.strategy import ForwardPass, Gathered, SetupContext, SharedBackward
 from drumline.parallel.world import World
 from drumline.state.checkpoint import check_fit
 from drumline.state.shards import LocalGroups, TensorShard, shard_rows
@@ -44,8 +45,6 @@ class FSDPStrategy(SingleStrategy):
     """Micro-batches; FSDP averages gradients into the shards, and one message averages those of whole parameters."""
 
     name = "fsdp"
-    label = "FSDP"
-    certified = True
 
     @classmethod
     def check(cls, recipe: Recipe, world: World) -> None:
@@ -56,15 +55,15 @@ class FSDPStrategy(SingleStrategy):
             )
         super().check(recipe, world)
 
-    def _lay_out(self, cut: Cut, image_size: int, saved: Mapping[str, Any], log: Log) -> nn.Module:
-        self._refuse_hooks()
+    def lay_out(self, context: SetupContext) -> nn.Module:
+        self._reject_hooks()
         self._broadcast_weights()
         # Copies are made first: a sharded module cannot be copied. The reference stays on the host, because the
         # device may not have room for two.
         self._average = super().copy_model() if self.recipe.train.ema else None
-        self._reference = [copy_model(self.module.cpu())]
+        self._reference = ReferenceCopy(self, "FSDP", copy_model(self.module.cpu()))
         self.module.to(self.world.device)
-        forward = super()._lay_out(cut, image_size, saved, log)
+        forward = super().lay_out(context)
         for module in (self.module, self._average):
             if module is not None:
                 shard(module, self.world, self.precision)
@@ -85,9 +84,12 @@ class FSDPStrategy(SingleStrategy):
     def optimizer_tensor(self, name: str, tensor: Tensor) -> Tensor:
         return self.held.as_sharded(name, tensor)
 
-    def stage_parameters(self) -> dict[int, list[tuple[str, nn.Parameter]]]:
+    def shared_backward(self) -> SharedBackward:
         # Autograd knows only the gathered parameters, so gradients are seen in their shards, after the exchange.
-        return {0: list(self.module.named_parameters())}
+        return SharedBackward({0: list(self.module.named_parameters())})
+
+    def reference(self) -> ReferenceCopy:
+        return self._reference
 
     def gradients(self, batch: Batch, forward: ForwardPass, draws: ModelDraws) -> None:
         for parameter in self.held.sharded.values():

@@ -21,7 +21,7 @@ import torch
 from drumline.parallel.world import World
 
 
-class Kind(StrEnum):
+class Op(StrEnum):
     """`stage` and `micro` of an instruction are those of the computation that it serves."""
 
     RECEIVE_INPUT = "receive input"
@@ -45,7 +45,7 @@ class Kind(StrEnum):
 class Instruction:
     """One thing to do. Stage 0 receives and sends nothing at its input, nor the last stage at its output."""
 
-    kind: Kind
+    kind: Op
     stage: int
     micro: int = -1
 
@@ -64,24 +64,11 @@ class Span:
     kind of the send. A simulated wait has a span if it took any time."""
 
     lane: int
-    kind: Kind
+    kind: Op
     stage: int
     micro: int
     start: float
     end: float
-
-
-@dataclass(frozen=True)
-class Lanes:
-    """What the timeline of a step shows."""
-
-    title: str
-    names: Sequence[str]
-    """One per lane of the first replica."""
-    world: World
-    """The processes whose lanes are drawn."""
-    instructions: InstructionLists | None = None
-    """What each lane does in a step. None: each computes the whole model, one micro-batch after the other."""
 
 
 T = TypeVar("T")
@@ -94,7 +81,9 @@ class Recorder:
 
     def __init__(self, lane: int, device: torch.device) -> None:
         self.lane, self.device = lane, device
-        self._entries: list[tuple[Kind, int, int, Moment, Moment]] = []
+        self.recording = False
+        """Whether the next step is recorded. The layout asks."""
+        self._entries: list[tuple[Op, int, int, Moment, Moment]] = []
         self._origin: tuple[float, torch.cuda.Event] | None = None
 
     def start(self) -> None:
@@ -115,7 +104,7 @@ class Recorder:
         event.record(stream or torch.cuda.current_stream(self.device))
         return event
 
-    def add(self, kind: Kind, stage: int, micro: int, start: Moment, end: Moment) -> None:
+    def add(self, kind: Op, stage: int, micro: int, start: Moment, end: Moment) -> None:
         """Adds one entry, from any thread."""
         self._entries.append((kind, stage, micro, start, end))
 
@@ -136,7 +125,31 @@ class Recorder:
         return host + event.elapsed_time(moment) / 1e3
 
 
-def timed(recorder: Recorder | None, kind: Kind, micro: int, work: Callable[[], T]) -> T:
+@dataclass(frozen=True)
+class Lanes:
+    """What the timeline of a step shows."""
+
+    title: str
+    names: Sequence[str]
+    """One per lane of the first replica."""
+    world: World
+    """The processes whose lanes are drawn."""
+    recorders: Sequence[Recorder]
+    """Of this process's lanes."""
+    instructions: InstructionLists | None = None
+    """What each lane does in a step. None: each computes the whole model, one micro-batch after the other."""
+
+    def record(self, recording: bool) -> None:
+        """Says whether the next step is recorded."""
+        for recorder in self.recorders:
+            recorder.recording = recording
+
+    def spans(self) -> list[Span]:
+        """When this process's lanes computed what in the last recorded step."""
+        return [span for recorder in self.recorders for span in recorder.spans()]
+
+
+def timed(recorder: Recorder | None, kind: Op, micro: int, work: Callable[[], T]) -> T:
     """Returns what `work` returns, and records how long it took if there is a recorder."""
     if recorder is None:
         return work()
@@ -146,26 +159,26 @@ def timed(recorder: Recorder | None, kind: Kind, micro: int, work: Callable[[], 
     return result
 
 
-Channel = tuple[int, int, Kind]
+Channel = tuple[int, int, Op]
 """From rank, to rank, and SEND_OUTPUT or SEND_GRADIENT. Two ranks may send each other both."""
 
 
 def channel(instruction: Instruction, ranks: int) -> Channel | None:
     """The channel of a send, a receive or a wait. None for a computation."""
     kind, here = instruction.kind, instruction.stage
-    if kind == Kind.SEND_OUTPUT:
-        return here % ranks, (here + 1) % ranks, Kind.SEND_OUTPUT
-    if kind in (Kind.RECEIVE_INPUT, Kind.WAIT_INPUT):
-        return (here - 1) % ranks, here % ranks, Kind.SEND_OUTPUT
-    if kind == Kind.SEND_GRADIENT:
-        return here % ranks, (here - 1) % ranks, Kind.SEND_GRADIENT
-    if kind in (Kind.RECEIVE_GRADIENT, Kind.WAIT_GRADIENT):
-        return (here + 1) % ranks, here % ranks, Kind.SEND_GRADIENT
+    if kind == Op.SEND_OUTPUT:
+        return here % ranks, (here + 1) % ranks, Op.SEND_OUTPUT
+    if kind in (Op.RECEIVE_INPUT, Op.WAIT_INPUT):
+        return (here - 1) % ranks, here % ranks, Op.SEND_OUTPUT
+    if kind == Op.SEND_GRADIENT:
+        return here % ranks, (here - 1) % ranks, Op.SEND_GRADIENT
+    if kind in (Op.RECEIVE_GRADIENT, Op.WAIT_GRADIENT):
+        return (here + 1) % ranks, here % ranks, Op.SEND_GRADIENT
     return None
 
 
 @dataclass(frozen=True)
-class Times:
+class StageTimes:
     """Seconds for one micro-batch. `transfer` has an entry for each boundary, from stage s to s + 1, which also holds
     for the gradient on its way back."""
 
@@ -177,7 +190,7 @@ class Times:
     """Whether a copy starts only once its receive is posted (NCCL, gloo), or as soon as it is sent."""
 
 
-def simulate(lists: InstructionLists, times: Times) -> tuple[Span, ...]:
+def simulate(lists: InstructionLists, times: StageTimes) -> tuple[Span, ...]:
     """The spans of one step, which starts at 0 seconds, in order of their start."""
     stages = 1 + max(item.stage for items in lists for item in items)
     for name, counts in (
@@ -201,7 +214,7 @@ def step_time(spans: Sequence[Span]) -> float:
 def bubble(spans: Sequence[Span]) -> float:
     """The fraction of the step in which a rank does not compute, averaged over the ranks."""
     lanes = 1 + max(span.lane for span in spans)
-    busy = sum(span.end - span.start for span in spans if span.kind in (Kind.FORWARD, Kind.BACKWARD))
+    busy = sum(span.end - span.start for span in spans if span.kind in (Op.FORWARD, Op.BACKWARD))
     whole = lanes * step_time(spans)
     return 1 - busy / whole if whole else 0.0
 
@@ -221,7 +234,7 @@ class _Run:
     """Runs each rank until it must wait for a copy that has not started. No time depends on which rank runs first:
     each is a maximum of earlier times plus a duration."""
 
-    def __init__(self, lists: InstructionLists, times: Times) -> None:
+    def __init__(self, lists: InstructionLists, times: StageTimes) -> None:
         self.lists, self.times, self.ranks = lists, times, len(lists)
         self.now = [0.0] * self.ranks
         self.reduced = [0.0] * self.ranks
@@ -245,18 +258,18 @@ class _Run:
         """Runs an instruction if it can run now."""
         kind, now = item.kind, self.now[rank]
         line = channel(item, self.ranks)
-        if kind == Kind.REDUCE:
+        if kind == Op.REDUCE:
             start = max(now, self.reduced[rank])
             self.reduced[rank] = start + self.times.reduce[item.stage]
             self._span(item, rank, start, self.reduced[rank])
         elif line is None:
-            table = self.times.forward if kind == Kind.FORWARD else self.times.backward
+            table = self.times.forward if kind == Op.FORWARD else self.times.backward
             self.now[rank] = now + table[item.stage]
             self._span(item, rank, now, self.now[rank])
-        elif kind in (Kind.SEND_OUTPUT, Kind.SEND_GRADIENT):
+        elif kind in (Op.SEND_OUTPUT, Op.SEND_GRADIENT):
             self.traffic[line].sent.append((item, now))
             self._copy(line)
-        elif kind in (Kind.RECEIVE_INPUT, Kind.RECEIVE_GRADIENT):
+        elif kind in (Op.RECEIVE_INPUT, Op.RECEIVE_GRADIENT):
             self.traffic[line].index[item.stage, item.micro] = len(self.traffic[line].receiving)
             self.traffic[line].receiving.append(now)
             self._copy(line)
@@ -284,7 +297,7 @@ class _Run:
                 start = max(start, traffic.receiving[index])
             if traffic.arrived:
                 start = max(start, traffic.arrived[-1])
-            boundary = item.stage if item.kind == Kind.SEND_OUTPUT else item.stage - 1
+            boundary = item.stage if item.kind == Op.SEND_OUTPUT else item.stage - 1
             traffic.arrived.append(start + self.times.transfer[boundary])
             self._span(item, line[0], start, traffic.arrived[-1])
 

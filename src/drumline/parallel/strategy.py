@@ -30,10 +30,10 @@ from drumline.core.precision import Precision, resolve_precision
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.sampler import bounds, rank_slice
 from drumline.models.base import copy_model
-from drumline.parallel.lanes import Lanes, Span
+from drumline.parallel.lanes import Lanes
 from drumline.parallel.model_draws import ModelDraws
 from drumline.parallel.norm import SmallestBatch, few_samples, over_all, world_total
-from drumline.parallel.pipeline.schedule import Shape
+from drumline.parallel.reference import ReferenceModel
 from drumline.parallel.strict.lockstep import Lockstep
 from drumline.parallel.world import World, make_grid
 from drumline.state.checkpoint import copy_into
@@ -82,70 +82,70 @@ class Cut:
         return module.get_submodule(self.name) if self.name else module
 
 
+@dataclass(frozen=True)
+class SetupContext:
+    """What only some layouts need to lay a module out."""
+
+    cut: Cut = Cut()
+    image_size: int = 0
+    """The side in pixels."""
+    saved: Mapping[str, Any] = field(default_factory=dict)
+    """The facts (see `Strategy.facts`) of the run that this one resumes."""
+    log: Log = lambda text: None
+
+
+@dataclass(frozen=True)
+class SharedBackward:
+    """A backward that several processes or threads compute together. Its gradients are seen by hooks alone."""
+
+    parameters: Mapping[int, Sequence[tuple[str, nn.Parameter]]]
+    """By pipeline stage (0 without stages): the parameters whose hooks run in this process, with their names."""
+    computing: dict[int, tuple[int, Batch]] = field(default_factory=dict)
+    """Thread to the stage and micro-batch that it computes at the moment."""
+
+
 class Strategy(ABC):
     """One layout of a run. All processes create it and call its methods in the same order.
 
-    Life: `check` and the constructor refuse what cannot work; `place` and `sync_batchnorm` adapt a fresh model;
-    `setup` lays it out; after that come the methods of a step, of the state and of the reports.
+    Life: `check` and the constructor reject what cannot work; `place` and `sync_batchnorm` adapt a fresh model;
+    `setup` lays it out; after that come the methods of a step, of the state and of the reports. A subclass must
+    define `name` and `gradients`. Everything else has a default, which is right for a whole model in each process.
     """
 
     name = ""
     """The layout, as in `parallel.layout`."""
-    label = ""
-    """The layout as people write it; empty: its name."""
-    certified = False
-    """Whether the first step is compared with plain accumulation in one process."""
-    allows_unrepeatable = False
-    """Whether a model that cannot repeat its own step is trained without a certificate instead of refused."""
     needs_all_gradients = False
     """Whether every trainable parameter must get a gradient in every step."""
     equal_memory = True
     """Whether each process computes on its own device alone and holds as much memory as the others."""
-    why_no_teacher = ""
-    """Why a distillation cannot run under this layout. Empty: it can."""
-    mismatch_hint = ""
-    """What to look for first when the certificate finds a wrong gradient."""
-    staged = False
-    """Whether the model is cut into stages."""
-    shape: Shape | None = None
-    """Stages and micro-batches of a staged layout."""
-    lockstep: Lockstep | None = None
-    """Where a process computes its slice of the batch in shards: how these wait for each other."""
+    why_no_scaler = ""
+    """Why scaling the loss cannot work. Empty: it can."""
     devices: Sequence[torch.device] = ()
     """Devices that this process computes on besides its own."""
-    computing: dict[int, tuple[int, Batch]] | None = None
-    """Where stages run on threads: thread to the stage and micro-batch it computes at the moment."""
-    recording = False
-    """Whether the next step records when it computes what."""
+    lockstep: Lockstep | None = None
+    """How the shards of strict mode wait for each other."""
 
     module: nn.Module
     """Everything that is trained."""
     model: nn.Module
     """What is evaluated and exported: `module`, or a submodule of it."""
 
-    def __init__(self, recipe: Recipe, world: World) -> None:
+    def __init__(self, recipe: Recipe, world: World, places: int = 1) -> None:
+        """`places` is the number of processes that hold one copy of the model together."""
         self.recipe, self.world = recipe, world
-        self.grid = make_grid(world, self.processes_per_replica())
+        self.grid = make_grid(world, places)
+        self.micro_batches = recipe.train.accumulate
+        """Pieces that a process's slice of the global batch is computed in."""
         self.weight = float(self.grid.replicas)
         """Weight of a sum of losses divided by the global batch, so that the exchange gives the mean."""
         self.streams: Sequence[int] = (world.rank,)
         """Numbers of the random streams that this process draws from: one per piece that it computes."""
         self.precision = self.resolve_precision(recipe.train.precision)
-        self._reference: list[nn.Module] = []
 
     @classmethod
     def check(cls, recipe: Recipe, world: World) -> None:
-        """Raises a UserError where the recipe cannot be laid out over this many processes. Needs no process group."""
+        """Raises a UserError if the recipe cannot be laid out over this many processes. Needs no process group."""
         reject(recipe, process_problems(recipe, world.size))
-
-    def processes_per_replica(self) -> int:
-        """How many processes hold one copy of the model together."""
-        return 1
-
-    @property
-    def micro_batches(self) -> int:
-        """Pieces that a process's slice of the global batch is computed in."""
-        return self.recipe.train.accumulate
 
     @property
     def description(self) -> str:
@@ -178,55 +178,35 @@ class Strategy(ABC):
 
     def resolve_precision(self, wanted: str) -> Precision:
         """The precision that a `precision` field asks for under this layout."""
-        return resolve_precision(wanted, self.world.device, self.why_no_scaler())
-
-    def why_no_scaler(self) -> str:
-        """Why scaling the loss cannot work. Empty: it can."""
-        return ""
-
-    @property
-    def channels_last(self) -> bool:
-        """Whether images and convolutions use that memory format."""
-        return uses_channels_last(self.recipe, self.world.device)
+        return resolve_precision(wanted, self.world.device, self.why_no_scaler)
 
     def place(self, module: nn.Module) -> nn.Module:
         """A fresh model where `setup` expects it: on this process's device."""
         return to_device(module, self.recipe, self.world.device)
 
-    def sync_batchnorm(self, module: nn.Module) -> nn.Module:
-        """The module with BatchNorm over the global batch, where `train.sync_bn` asks for it."""
-        if not self.recipe.train.sync_bn or self.grid.peers.size == 1:
-            return module
-        if self.world.device.type == "cuda":
-            return nn.SyncBatchNorm.convert_sync_batchnorm(module)
-        return self.span_batchnorm(module)
-
-    def span_batchnorm(self, module: nn.Module) -> nn.Module:
-        """The module with BatchNorm over the global batch, in any case."""
+    def sync_batchnorm(self, module: nn.Module, always: bool = False) -> nn.Module:
+        """The module with BatchNorm over the global batch, where `train.sync_bn` asks for it or `always`."""
         peers = self.grid.peers
-        return over_all(module, world_total(peers)) if peers.size > 1 else module
+        if peers.size == 1 or not (always or self.recipe.train.sync_bn):
+            return module
+        if self.world.device.type == "cuda" and not always:
+            return nn.SyncBatchNorm.convert_sync_batchnorm(module)
+        return over_all(module, world_total(peers))
 
     def setup(
         self,
         module: nn.Module,
         model: nn.Module | None = None,
-        *,
-        cut: Cut = Cut(),  # noqa: B008
-        image_size: int = 0,
-        saved: Mapping[str, Any] | None = None,
-        log: Log = lambda text: None,
+        context: SetupContext = SetupContext(),  # noqa: B008
     ) -> nn.Module:
-        """Lays out `module`, which is in training mode, with rank 0's weights, and returns what a step calls.
-
-        `model` is the part that is evaluated, if not all of it. `cut` says how it can be computed in stages. `saved`
-        are the facts (see `facts`) of the run that this one resumes.
-        """
+        """Lays `module` out, which is in training mode, with rank 0's weights. Returns what a step calls. `model` is
+        the part that is evaluated, if not all of it."""
         self.module, self.model = module, module if model is None else model
-        return self._lay_out(cut, image_size, saved or {}, log)
+        return self.lay_out(context)
 
-    @abstractmethod
-    def _lay_out(self, cut: Cut, image_size: int, saved: Mapping[str, Any], log: Log) -> nn.Module:
-        """Lays out `self.module`; returns what a step calls."""
+    def lay_out(self, context: SetupContext) -> nn.Module:
+        """The part of `setup` that depends on the layout."""
+        return self.module
 
     def copy_model(self) -> nn.Module:
         """A frozen copy of the model, laid out as the model is: for a moving average. Called once, after `setup`."""
@@ -254,9 +234,6 @@ class Strategy(ABC):
         gradients = [each.grad for each in self.module.parameters() if each.grad is not None]
         return nn.utils.get_total_norm(gradients, foreach=True)
 
-    def all_maximum(self, flag: Tensor) -> None:  # noqa: B027
-        """Makes a flag the largest of the processes that hold one replica, in place."""
-
     def unused_parameters(self) -> list[Tensor]:
         """After a rehearsed step: the trainable parameters of this process that got no gradient."""
         return [
@@ -269,10 +246,9 @@ class Strategy(ABC):
         """Why a step cannot be recorded as a CUDA graph. Empty: it can."""
         return "several processes exchange gradients outside a graph" if self.world.size > 1 else ""
 
-    def stage_parameters(self) -> dict[int, list[tuple[str, nn.Parameter]]]:
-        """By stage, the parameters whose gradients backward hooks see one by one. Empty: a loss can be differentiated
-        in this process without an exchange."""
-        return {}
+    def shared_backward(self) -> SharedBackward | None:
+        """Where this process cannot differentiate a loss alone: what to watch instead. None: it can."""
+        return None
 
     # State and evaluation ----------------------------------------------------------------------------------------
 
@@ -281,7 +257,7 @@ class Strategy(ABC):
         return {name: dict(tensors) for name, tensors in groups.items()} if self.world.is_rank_zero else {}
 
     def scatter(self, groups: Groups | None, live: Groups, source: Path) -> None:
-        """Writes rank 0's whole state into the live tensors of all processes. Refuses a state that does not fit
+        """Writes rank 0's whole state into the live tensors of all processes. Rejects a state that does not fit
         before it writes a byte; `source` is for that message."""
         if groups is not None:
             copy_into(groups, live, source)
@@ -308,29 +284,11 @@ class Strategy(ABC):
         output."""
         yield model
 
-    # The certificate's reference ---------------------------------------------------------------------------------
-
-    def reference_model(self) -> nn.Module | None:
-        """The whole model with the run's present weights, on a process that computes the reference; None elsewhere.
-        All processes call it, once."""
-        whole = self._reference.pop() if self._reference else None
-        state = {name: each for name, each in self.module.state_dict().items() if not each.is_meta}
-        gathered = self.gather({"all": state})
-        live = {"all": dict(whole.state_dict()) if whole is not None else {}}
-        self.scatter(gathered if self.world.is_rank_zero else None, live, Path("the run itself"))
-        return whole
-
-    def reference_forward(
-        self, model: nn.Module, draws: ModelDraws, step: int, micro: int, drawing: bool
-    ) -> nn.Module:
-        """The reference model for one micro-batch, drawing the random numbers that the step draws. `drawing` says
-        whether any process draws."""
-        if micro == 0:
-            draws.at(step)
-            draws.switch(0)
-        return model
-
     # Reports -----------------------------------------------------------------------------------------------------
+
+    def reference(self) -> ReferenceModel | None:
+        """How the certificate computes the first step in one process. None: the layout needs no certificate."""
+        return None
 
     def messages(self) -> list[str]:
         """What to log about the layout when a run starts."""
@@ -345,16 +303,12 @@ class Strategy(ABC):
         """What the timeline of a step shows. None: there is nothing to see."""
         return None
 
-    def spans(self) -> list[Span]:
-        """When this process computed what in the last recorded step."""
-        return []
-
     def _broadcast_weights(self) -> None:
         for tensor in (*self.module.parameters(), *self.module.buffers()):
             self.world.broadcast(tensor.detach())
 
-    def _refuse_hooks(self) -> None:
-        """Parameters that move leave their hooks behind, and with them what these do to gradients."""
+    def _reject_hooks(self) -> None:
+        """A parameter that moves to a different process or device loses its hooks, and what they do to gradients."""
         for name, parameter in self.module.named_parameters():
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 raise UserError(

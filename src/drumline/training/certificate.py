@@ -25,8 +25,9 @@ from drumline.core.errors import UserError
 from drumline.core.files import write_text
 from drumline.data.feed.batch import Batch
 from drumline.observe.run_log import Log
-from drumline.parallel.local import full_tensor
 from drumline.parallel.norm import WorldNorm, commit_statistics, forget_statistics
+from drumline.parallel.reference import ReferenceModel
+from drumline.parallel.sharded import full_tensor
 from drumline.parallel.strategy import split_batch
 from drumline.parallel.world import Grid, World
 from drumline.training.equality import Claim, Row, Values, Verdict, compare, merge
@@ -249,18 +250,20 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def certify(step: TrainStep, batch: Batch, index: int, folder: Path | None, log: Log) -> None:
+def certify(
+    step: TrainStep, layout: ReferenceModel, batch: Batch, index: int, folder: Path | None, log: Log
+) -> None:
     """Certifies the layout by step `index` on this process's batch. All processes call it."""
     strategy, world = step.strategy, step.world
     with _uncompiled(strategy.recipe.train.compile):
         before = copied(dict(step.state.module.named_buffers()))
         gradients, moved = _replayed(step, batch, index)
-        expected = _reference(step, batch, index)
+        expected = _reference(step, layout, batch, index)
         if expected is None:
             _log_uncertified(strategy.description, folder, log)
             return
         mine = _verdicts(step, gradients, moved, before, expected)
-        if strategy.allows_unrepeatable and any(world.all_gather_object(_is_wrong(mine))):
+        if layout.allows_unrepeatable and any(world.all_gather_object(_is_wrong(mine))):
             again = Reference(*_replayed(step, batch, index))
             if any(world.all_gather_object(_is_wrong(_verdicts(step, gradients, moved, before, again)))):
                 _log_uncertified(strategy.description, folder, log, NOT_REPEATED)
@@ -269,9 +272,9 @@ def certify(step: TrainStep, batch: Batch, index: int, folder: Path | None, log:
     certificate = Certificate(
         tuple(merge(verdicts) for verdicts in zip(*every, strict=True)),
         strategy.micro_batches * strategy.grid.replicas,
-        strategy.label or strategy.name,
+        layout.title,
         strategy.description,
-        strategy.mismatch_hint,
+        layout.hint,
     )
     _conclude(certificate, folder, log)
 
@@ -309,10 +312,10 @@ def _replayed(
     return gradients, buffers
 
 
-def _reference(step: TrainStep, batch: Batch, index: int) -> Reference | None:
+def _reference(step: TrainStep, layout: ReferenceModel, batch: Batch, index: int) -> Reference | None:
     """Plain accumulation over the micro-batches of all replicas. None if the whole model does not fit on a device."""
     strategy, world, grid = step.strategy, step.world, step.strategy.grid
-    whole = strategy.reference_model()
+    whole = layout.whole()
     # Before the forward, in which processes may wait for each other.
     if not _all_fit(whole is None or _fits(lambda: whole.to(world.device).train()) is not None, world):
         return None
@@ -320,7 +323,7 @@ def _reference(step: TrainStep, batch: Batch, index: int) -> Reference | None:
     drawing = any(world.all_gather_object(step.draws.active))
 
     def loss(model: nn.Module, micro: int) -> Tensor:
-        forward = strategy.reference_forward(model, step.draws, index, micro, drawing)
+        forward = layout.forward(model, step.draws, index, micro, drawing)
         step.objective.at(index)
         outcome = step.outcome(forward, pieces[micro])
         scaled: Tensor = step.state.scaler.scale(outcome.loss * (strategy.weight / step.global_batch))

@@ -39,8 +39,9 @@ def rehearse(run: Run, batch: Batch) -> None:
         ) from error
     _check_gradients(run)
     _check_draws(run)
-    if run.strategy.certified:
-        certify(run.step, batch, run.position.step, run.folder.path if run.folder else None, run.log)
+    if (reference := run.strategy.reference()) is not None:
+        folder = run.folder.path if run.folder else None
+        certify(run.step, reference, batch, run.position.step, folder, run.log)
     why_not = why_not_captured(run)
     if not why_not:
         try:

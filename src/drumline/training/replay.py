@@ -38,15 +38,15 @@ def find_origin(step: TrainStep, batch: Batch, index: int) -> Origin | None:
     name = first_parameter(dict(module.named_parameters()))
     if name is not None:
         found.append(Origin("parameter", name))
-    strategy = step.strategy
-    current: Pieces = {} if strategy.computing is None else strategy.computing
-    if stages := strategy.stage_parameters():
-        own = current if strategy.computing is None else None
-        with _watched_layers(module, found, current), _watched_gradients(stages, found):
-            step.replay(batch, index, _OwnPasses(step, found, own))
+    shared = step.strategy.shared_backward()
+    if shared is not None:
+        current = shared.computing
+        with _watched_layers(module, found, current), _watched_gradients(shared.parameters, found):
+            step.replay(batch, index, _OwnPasses(step, found, current))
     else:
+        current = {}
         # A compiled model does not call the hooks.
-        compiled = strategy.recipe.train.compile
+        compiled = step.strategy.recipe.train.compile
         stance = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
         with _watched_layers(module, found, current), stance:
             step.replay(batch, index, _LocalPasses(step, found, current))
@@ -97,14 +97,14 @@ class _OwnPasses:
 
     step: TrainStep
     found: list[Origin]
-    current: Pieces | None = None
+    current: Pieces
 
     def images(self, batch: Batch) -> torch.Tensor:
         return self.step.images(batch)
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        if self.current is not None:
-            self.current[get_ident()] = 0, batch
+        stage, _ = self.current.get(get_ident(), (0, batch))
+        self.current[get_ident()] = stage, batch
         loss = self.step.loss(batch)
         if not self.found and not is_finite(loss):
             self.found.append(Origin("loss"))

@@ -25,7 +25,7 @@ from drumline.observe.display import Display, make_display
 from drumline.observe.run_log import RunLog
 from drumline.observe.timeline import StepTimeline
 from drumline.parallel.norm import explain_one_value
-from drumline.parallel.strategy import Strategy, create_strategy
+from drumline.parallel.strategy import SetupContext, Strategy, create_strategy
 from drumline.parallel.world import World
 from drumline.state.folder import Opened, open_run
 from drumline.state.manager import CheckpointManager
@@ -184,10 +184,7 @@ class Run:
             self.strategy,
             self.task.module,
             self.task.model,
-            cut=self.task.cut,
-            image_size=self.sets.transform.size,
-            saved=saved,
-            log=display.log,
+            SetupContext(self.task.cut, self.sets.transform.size, saved, display.log),
         )
         gate = NonFiniteGate(
             self.state.module,

@@ -7,7 +7,7 @@ Gradient checkpointing gives the same losses, gradients and buffers as training 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from drumline.core.errors import UserError
 from drumline.models.base import repeated_blocks
-from drumline.parallel.local import local_shard
-from drumline.parallel.strategy import Cut, Strategy
+from drumline.parallel.sharded import local_shard
+from drumline.parallel.strategy import SetupContext, Strategy
 from drumline.training.optim import build_optimizer
 
 Tensors = dict[str, torch.Tensor]
@@ -117,11 +117,7 @@ def build_state(
     strategy: Strategy,
     module: nn.Module,
     model: nn.Module | None = None,
-    *,
-    cut: Cut = Cut(),  # noqa: B008
-    image_size: int = 0,
-    saved: Mapping[str, Any] | None = None,
-    log: Callable[[str], None] = lambda text: None,
+    context: SetupContext = SetupContext(),  # noqa: B008
 ) -> TrainState:
     """Lays `module` out and makes its optimizer, loss scaler and average. The arguments are those of
     `Strategy.setup`."""
@@ -134,7 +130,7 @@ def build_state(
             f"model.name = {recipe.model.name}: the model has no trainable parameters",
             "give a model with parameters that require gradients",
         )
-    forward = strategy.setup(module, model, cut=cut, image_size=image_size, saved=saved, log=log)
+    forward = strategy.setup(module, model, context)
     # After setup, so that it starts from rank 0's weights: a user's factory may ignore torch's seed.
     average = Average(strategy.copy_model(), strategy.model, recipe.train.ema) if recipe.train.ema else None
     if recipe.train.compile:

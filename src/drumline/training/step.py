@@ -21,8 +21,8 @@ from drumline.core.arithmetic import leave_no_trace
 from drumline.core.precision import autocast
 from drumline.data.feed.batch import Batch
 from drumline.guards.run.nonfinite import NonFiniteGate
-from drumline.parallel.local import local_shard
 from drumline.parallel.model_draws import ModelDraws
+from drumline.parallel.sharded import local_shard
 from drumline.parallel.strategy import ForwardPass
 from drumline.training.optim import set_rate
 from drumline.training.sets import Normalise
@@ -92,7 +92,7 @@ class TrainStep:
             held = (each for group in state.optimizer.param_groups for each in group["params"])
             nn.utils.clip_grads_with_norm_(held, self.clip, norm, foreach=True)
         if self.finite is not None:
-            self.finite.check(self.meter.loss, self.strategy.all_maximum)
+            self.finite.check(self.meter.loss, self.strategy.grid.down.all_reduce_max)
         scaler.step(state.optimizer)
         scaler.update()
         self.strategy.average_buffers()

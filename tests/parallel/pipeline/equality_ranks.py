@@ -28,10 +28,11 @@ from drumline.data.feed.sampler import bounds, rank_slice
 from drumline.models.registry import create_model
 from drumline.models.resnet import BasicBlock, ResNet
 from drumline.parallel.norm import MODES, Mode, apply_norm_mode, commit_statistics, world_total
-from drumline.parallel.pipeline.cut import even_cuts, trace
-from drumline.parallel.pipeline.pipelined import Pipelined, Staged, Tail
+from drumline.parallel.pipeline.cut import trace
 from drumline.parallel.pipeline.schedule import SCHEDULES, Shape, max_in_flight
+from drumline.parallel.pipeline.split import even_cuts
 from drumline.parallel.pipeline.stage import Segment, TensorSpec, boundaries
+from drumline.parallel.pipeline.step import OwnStages, PipelineStep, Tail
 from drumline.parallel.process_group import init_world
 from drumline.parallel.world import Grid, World, make_grid, single_process
 
@@ -258,7 +259,7 @@ def _traced(name: str) -> Any:
     return trace(built(name), {}, sample=torch.zeros(2, 3, SIDE, SIDE))
 
 
-def pipelined(case: Case, grid: Grid, module: nn.Module) -> Pipelined:
+def pipelined(case: Case, grid: Grid, module: nn.Module) -> PipelineStep:
     """The exchange of a run, around a module that this process has whole."""
     over_processes = grid.world.size > 1
     shape = Shape(case.stages, case.chunks, MICRO, case.schedule, case.replicas, over_processes)
@@ -267,7 +268,7 @@ def pipelined(case: Case, grid: Grid, module: nn.Module) -> Pipelined:
     module.train()
     own = [each for each in segments if not over_processes or each.number % shape.lanes == grid.place]
     named = dict(module.named_parameters())
-    staged = Staged(
+    own = OwnStages(
         module=module,
         stages={each.number: each.bind(module) for each in own},
         parameters={each.number: [named[name] for name in each.parameters] for each in own},
@@ -277,7 +278,7 @@ def pipelined(case: Case, grid: Grid, module: nn.Module) -> Pipelined:
         precision=FP32,
         reads_images=False,
     )
-    return Pipelined(staged, shape, grid)
+    return PipelineStep(own, shape, grid)
 
 
 class Room:

@@ -16,8 +16,8 @@ import torch
 from drumline.core.environment import read_rank_info
 from drumline.parallel.lanes import Recorder
 from drumline.parallel.pipeline import schedule as schedules
-from drumline.parallel.pipeline.execute import Lane
-from drumline.parallel.pipeline.transport import ProcessTransport, Transport
+from drumline.parallel.pipeline.lane import Lane
+from drumline.parallel.pipeline.transport import ProcessTransport, StageTransport
 from drumline.parallel.process_group import init_world
 from drumline.parallel.world import World
 from tests.parallel.pipeline import lanes
@@ -52,7 +52,7 @@ def main(folder: Path) -> None:
 
 
 def differing(
-    world: World, transport: Transport, schedule: str, chunks: int, count: int, channels_last: bool
+    world: World, transport: StageTransport, schedule: str, chunks: int, count: int, channels_last: bool
 ) -> tuple[list[str], Lane]:
     """The names of this rank's stages whose bits are not those of one process, after two steps."""
     batches = lanes.micro_batches(count, channels_last)

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drumline.data.feed.sampler import bounds
-from drumline.parallel.pipeline.execute import Lane
+from drumline.parallel.pipeline.lane import Lane
 from drumline.parallel.pipeline.schedule import instruction_lists
 from drumline.parallel.pipeline.stage import TensorSpec
-from drumline.parallel.pipeline.transport import Transport
+from drumline.parallel.pipeline.transport import StageTransport
 
 CPU = torch.device("cpu")
 UNITS = 8
@@ -117,7 +117,7 @@ def lane(
     rank: int,
     stages: Sequence[nn.Module],
     batches: Sequence[tuple[Tensor, Tensor]],
-    transport: Transport,
+    transport: StageTransport,
     device: torch.device = CPU,
 ) -> Lane:
     chunks = len(stages) // ranks

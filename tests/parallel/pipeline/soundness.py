@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from drumline.parallel.lanes import Channel, Instruction, InstructionLists, Kind, channel
+from drumline.parallel.lanes import Channel, Instruction, InstructionLists, Op, channel
 
 
 def check(lists: InstructionLists) -> None:
@@ -17,15 +17,15 @@ def check(lists: InstructionLists) -> None:
 
 def in_flight(instructions: Sequence[Instruction]) -> int:
     """The most micro-batches (over all stages of the rank) whose forward is done and whose backward is not."""
-    return _most(instructions, up=(Kind.FORWARD,), down=(Kind.BACKWARD,))
+    return _most(instructions, up=(Op.FORWARD,), down=(Op.BACKWARD,))
 
 
 def receives_in_flight(instructions: Sequence[Instruction]) -> int:
     """The most receives that are posted at a time."""
     return _most(
         instructions,
-        up=(Kind.RECEIVE_INPUT, Kind.RECEIVE_GRADIENT),
-        down=(Kind.WAIT_INPUT, Kind.WAIT_GRADIENT),
+        up=(Op.RECEIVE_INPUT, Op.RECEIVE_GRADIENT),
+        down=(Op.WAIT_INPUT, Op.WAIT_GRADIENT),
     )
 
 
@@ -35,7 +35,7 @@ def ideal_bubble(ranks: int, chunks: int, micro_batches: int) -> float:
     return (ranks - 1) / (micro_batches * chunks + ranks - 1)
 
 
-def _most(instructions: Sequence[Instruction], up: tuple[Kind, ...], down: tuple[Kind, ...]) -> int:
+def _most(instructions: Sequence[Instruction], up: tuple[Op, ...], down: tuple[Op, ...]) -> int:
     most = now = 0
     for item in instructions:
         now += (item.kind in up) - (item.kind in down)
@@ -44,11 +44,11 @@ def _most(instructions: Sequence[Instruction], up: tuple[Kind, ...], down: tuple
 
 
 _NEEDS = {
-    Kind.WAIT_INPUT: Kind.RECEIVE_INPUT,
-    Kind.SEND_OUTPUT: Kind.FORWARD,
-    Kind.WAIT_GRADIENT: Kind.RECEIVE_GRADIENT,
-    Kind.BACKWARD: Kind.FORWARD,
-    Kind.SEND_GRADIENT: Kind.BACKWARD,
+    Op.WAIT_INPUT: Op.RECEIVE_INPUT,
+    Op.SEND_OUTPUT: Op.FORWARD,
+    Op.WAIT_GRADIENT: Op.RECEIVE_GRADIENT,
+    Op.BACKWARD: Op.FORWARD,
+    Op.SEND_GRADIENT: Op.BACKWARD,
 }
 
 
@@ -61,7 +61,7 @@ class _Check:
         self.done: set[Instruction] = set()
         self.sent: defaultdict[Channel, list[Instruction]] = defaultdict(list)
         self.received: defaultdict[Channel, list[Instruction]] = defaultdict(list)
-        self.next_micro: Counter[tuple[Kind, int]] = Counter()
+        self.next_micro: Counter[tuple[Op, int]] = Counter()
 
     def run(self) -> None:
         positions = [0] * self.ranks
@@ -84,7 +84,7 @@ class _Check:
     def _ready(self, item: Instruction) -> bool:
         """Only a wait can stand still: until the tensor of its receive is sent."""
         line = channel(item, self.ranks)
-        if line is None or item.kind not in (Kind.WAIT_INPUT, Kind.WAIT_GRADIENT):
+        if line is None or item.kind not in (Op.WAIT_INPUT, Op.WAIT_GRADIENT):
             return True
         receive = Instruction(_NEEDS[item.kind], item.stage, item.micro)
         assert receive in self.done, f"{item}: not being received"
@@ -95,15 +95,15 @@ class _Check:
         assert stage % self.ranks == rank, f"{item}: on rank {rank}"
         assert item not in self.done, f"{item}: twice"
         needs = [_NEEDS[kind]] if kind in _NEEDS else []
-        if kind == Kind.FORWARD and stage > 0:
-            needs.append(Kind.WAIT_INPUT)
-        if kind == Kind.BACKWARD and stage < self.stages - 1:
-            needs.append(Kind.WAIT_GRADIENT)
+        if kind == Op.FORWARD and stage > 0:
+            needs.append(Op.WAIT_INPUT)
+        if kind == Op.BACKWARD and stage < self.stages - 1:
+            needs.append(Op.WAIT_GRADIENT)
         for need in needs:
             assert Instruction(need, stage, micro) in self.done, f"{item}: before {need}"
-        if kind in (Kind.FORWARD, Kind.BACKWARD):
+        if kind in (Op.FORWARD, Op.BACKWARD):
             assert micro == self.next_micro[kind, stage], f"{item}: not in ascending order"
-            assert Instruction(Kind.REDUCE, stage) not in self.done, f"{item}: after its stage was reduced"
+            assert Instruction(Op.REDUCE, stage) not in self.done, f"{item}: after its stage was reduced"
             self.next_micro[kind, stage] += 1
         self.done.add(item)
         self._move(item)
@@ -111,10 +111,10 @@ class _Check:
     def _move(self, item: Instruction) -> None:
         """Puts a send or a receive on its channel; the tensor there must be the same on both sides."""
         line = channel(item, self.ranks)
-        if line is None or item.kind in (Kind.WAIT_INPUT, Kind.WAIT_GRADIENT):
+        if line is None or item.kind in (Op.WAIT_INPUT, Op.WAIT_GRADIENT):
             return
-        onward = item.kind in (Kind.RECEIVE_INPUT, Kind.SEND_OUTPUT)
-        sends = item.kind in (Kind.SEND_OUTPUT, Kind.SEND_GRADIENT)
+        onward = item.kind in (Op.RECEIVE_INPUT, Op.SEND_OUTPUT)
+        sends = item.kind in (Op.SEND_OUTPUT, Op.SEND_GRADIENT)
         other = item.stage + (1 if onward == sends else -1)
         assert 0 <= other < self.stages, f"{item}: there is no stage {other}"
         mine, theirs = (self.sent, self.received) if sends else (self.received, self.sent)
@@ -130,8 +130,8 @@ class _Check:
         for line, received in self.received.items():
             assert len(received) <= len(self.sent[line]), f"{received[len(self.sent[line])]}: never sent"
         for item in self.done:
-            if item.kind in (Kind.RECEIVE_INPUT, Kind.RECEIVE_GRADIENT):
-                wait = Kind.WAIT_INPUT if item.kind == Kind.RECEIVE_INPUT else Kind.WAIT_GRADIENT
+            if item.kind in (Op.RECEIVE_INPUT, Op.RECEIVE_GRADIENT):
+                wait = Op.WAIT_INPUT if item.kind == Op.RECEIVE_INPUT else Op.WAIT_GRADIENT
                 assert Instruction(wait, item.stage, item.micro) in self.done, f"{item}: never waited for"
         most = max(self.next_micro.values())
         for kind in {kind for kind, _ in self.next_micro}:

@@ -18,7 +18,8 @@ from drumline.core.errors import UserError
 from drumline.core.precision import BF16, FP32, autocast
 from drumline.models import create_model
 from drumline.models.tapped import Tapped, with_taps
-from drumline.parallel.pipeline.cut import Traced, even_cuts, trace, trainable_units
+from drumline.parallel.pipeline.cut import Traced, trace
+from drumline.parallel.pipeline.split import even_cuts, trainable_units
 from drumline.parallel.pipeline.stage import StageModule, boundaries
 from drumline.training.state import recompute_blocks
 
@@ -525,7 +526,7 @@ def test_what_is_frozen_goes_with_what_is_trained_after_it() -> None:
     def units(*frozen: int) -> list[str]:
         for number, part in enumerate(model):
             part.requires_grad_(number not in frozen)
-        return [unit.name for unit in trainable_units(traced, traced.units, model)]
+        return [unit.name for unit in trainable_units(traced, traced.units)]
 
     assert units() == ["0", "1", "2", "3", "4", "5"]
     assert units(0, 1) == ["0", "3", "4", "5"]
@@ -533,7 +534,7 @@ def test_what_is_frozen_goes_with_what_is_trained_after_it() -> None:
     assert units(4, 5) == ["0", "1", "2", "3"]
     assert units(0, 1, 2, 3, 4) == units(1, 2, 3, 4, 5) == units(*range(6)) == ["0"]
     units(0, 1, 5)
-    kept = trainable_units(traced, traced.units, model)
+    kept = trainable_units(traced, traced.units)
     assert even_cuts(traced, 2, kept) == ("3",)
     with pytest.raises(UserError, match="at most 3 stages with something to train in each"):
         even_cuts(traced, 4, kept)

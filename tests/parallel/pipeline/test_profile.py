@@ -13,8 +13,8 @@ from drumline.core.errors import UserError
 from drumline.core.precision import BF16, FP32, Precision
 from drumline.models import create_model
 from drumline.parallel.pipeline import split as module
-from drumline.parallel.pipeline.cut import trace
-from drumline.parallel.pipeline.profile import Profile, ProfileOptions, UnitProfile, cut_points, profile
+from drumline.parallel.pipeline.cut import cut_points, trace
+from drumline.parallel.pipeline.profile import Profile, ProfileOptions, UnitProfile, profile
 from drumline.parallel.pipeline.split import choose_split, time_split
 from drumline.parallel.pipeline.stage import boundaries
 
@@ -63,9 +63,8 @@ class Tied(nn.Module):
 
 
 def measured(model: nn.Module, shape: Sequence[int] = SHAPE, precision: Precision = FP32) -> Profile:
-    return profile(
-        trace(model, sample=torch.empty(shape)), model, shape, ProfileOptions(CPU, precision, repeats=2)
-    )
+    options = ProfileOptions(tuple(shape), CPU, precision, repeats=2)
+    return profile(trace(model, sample=torch.empty(shape)), options)
 
 
 def test_the_model_and_the_random_generator_do_not_notice() -> None:
@@ -93,7 +92,7 @@ def test_the_heavy_unit_is_found_and_gets_a_stage_of_its_own() -> None:
     # On a busy machine a small operation waits longer for its threads than it computes.
     torch.set_num_threads(1)
     try:
-        names, found = choose_split(traced, model, 3, SHAPE, ProfileOptions(CPU))
+        names, found = choose_split(traced, 3, ProfileOptions(SHAPE, CPU))
     finally:
         torch.set_num_threads(threads)
     assert max(found.units, key=lambda unit: unit.seconds).name.startswith("heavy")
@@ -161,14 +160,14 @@ def test_too_many_stages_are_rejected_before_anything_is_measured(monkeypatch: p
     monkeypatch.setattr(module, "profile", None)
     count = len(traced.units)
     with pytest.raises(UserError, match=f"ResNet can be cut into at most {count} stages, not 17"):
-        choose_split(traced, model, 17, (2, 3, 32, 32), ProfileOptions(CPU))
+        choose_split(traced, 17, ProfileOptions((2, 3, 32, 32), CPU))
 
 
 def test_images_that_the_model_cannot_take_are_rejected_with_the_module() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 14 * 14, 5)).train()
     traced = trace(model, sample=torch.empty(SHAPE))
     with pytest.raises(UserError, match=r"cannot take these images: at 2, with input 4 x 1024"):
-        profile(traced, model, (4, 3, 18, 18), ProfileOptions(CPU, repeats=1))
+        profile(traced, ProfileOptions((4, 3, 18, 18), CPU, repeats=1))
 
 
 def unit(name: str, seconds: float, crossing: int = 0) -> UnitProfile:

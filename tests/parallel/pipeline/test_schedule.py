@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from drumline.config.recipe import Parallel, Recipe
 from drumline.core.errors import UserError
-from drumline.parallel.lanes import Instruction, InstructionLists, Kind, channel
+from drumline.parallel.lanes import Instruction, InstructionLists, Op, channel
 from drumline.parallel.pipeline.schedule import (
     SCHEDULES,
     forward_lists,
@@ -33,16 +33,16 @@ SHAPES = [
 ]
 shapes = st.sampled_from(SHAPES)
 
-Message = tuple[Kind, int, int]
+Message = tuple[Op, int, int]
 """Direction, receiving stage, micro-batch."""
 
 
 def computing(instructions: Sequence[Instruction]) -> str:
     """Forwards and backwards as text: F or B, stage.micro-batch."""
     return " ".join(
-        f"{'F' if item.kind == Kind.FORWARD else 'B'}{item.stage}.{item.micro}"
+        f"{'F' if item.kind == Op.FORWARD else 'B'}{item.stage}.{item.micro}"
         for item in instructions
-        if item.kind in (Kind.FORWARD, Kind.BACKWARD)
+        if item.kind in (Op.FORWARD, Op.BACKWARD)
     )
 
 
@@ -75,10 +75,10 @@ def goes_on(lists: InstructionLists, links: bool) -> bool:
             if way is None:
                 work[rank].append(None)
             elif way[0] != way[1]:
-                sends = item.kind in (Kind.SEND_OUTPUT, Kind.SEND_GRADIENT)
-                receiver = item.stage + (1 if way[2] == Kind.SEND_OUTPUT else -1) * sends
+                sends = item.kind in (Op.SEND_OUTPUT, Op.SEND_GRADIENT)
+                receiver = item.stage + (1 if way[2] == Op.SEND_OUTPUT else -1) * sends
                 message = (way[2], receiver, item.micro)
-                if item.kind in (Kind.WAIT_INPUT, Kind.WAIT_GRADIENT):
+                if item.kind in (Op.WAIT_INPUT, Op.WAIT_GRADIENT):
                     work[rank].append(message)
                 else:
                     queue = queues.setdefault((rank, *(way if links else way[2:])), [])
@@ -110,8 +110,8 @@ def test_forward_passes_alone_are_sound_for_any_number_of_micro_batches() -> Non
                 lists = forward_lists(ranks, chunks, micro_batches)
                 check(lists)
                 done = Counter(item.kind for items in lists for item in items)
-                assert done[Kind.FORWARD] == ranks * chunks * micro_batches
-                assert done[Kind.BACKWARD] == done[Kind.RECEIVE_GRADIENT] == done[Kind.REDUCE] == 0
+                assert done[Op.FORWARD] == ranks * chunks * micro_batches
+                assert done[Op.BACKWARD] == done[Op.RECEIVE_GRADIENT] == done[Op.REDUCE] == 0
 
 
 @given(shapes)
@@ -120,7 +120,7 @@ def test_every_stage_adds_gradients_in_the_order_of_accumulation(shape: tuple[st
     lists = instruction_lists(*shape, reduces=True)
     for rank, items in enumerate(lists):
         for stage in range(rank, ranks * chunks, ranks):
-            for kind in (Kind.FORWARD, Kind.BACKWARD):
+            for kind in (Op.FORWARD, Op.BACKWARD):
                 micros = [item.micro for item in items if (item.kind, item.stage) == (kind, stage)]
                 assert micros == list(range(micro_batches))
 
@@ -153,8 +153,8 @@ def test_at_most_one_input_and_one_gradient_are_being_received() -> None:
     for shape in SHAPES:
         for items in instruction_lists(*shape, reduces=False):
             for receive, wait in (
-                (Kind.RECEIVE_INPUT, Kind.WAIT_INPUT),
-                (Kind.RECEIVE_GRADIENT, Kind.WAIT_GRADIENT),
+                (Op.RECEIVE_INPUT, Op.WAIT_INPUT),
+                (Op.RECEIVE_GRADIENT, Op.WAIT_GRADIENT),
             ):
                 turns = [item.kind for item in items if item.kind in (receive, wait)]
                 assert turns == [receive, wait] * (len(turns) // 2)
@@ -201,36 +201,34 @@ def test_a_stage_is_reduced_once_its_gradients_are_complete(shape: tuple[str, in
     _, ranks, chunks, micro_batches = shape
     for rank, items in enumerate(instruction_lists(*shape, reduces=True)):
         for stage in range(rank, ranks * chunks, ranks):
-            place = items.index(Instruction(Kind.REDUCE, stage))
-            last = items.index(Instruction(Kind.BACKWARD, stage, micro_batches - 1))
-            assert [item.kind for item in items[last + 1 : place]] == [Kind.SEND_GRADIENT] * (stage > 0)
-    assert all(
-        item.kind != Kind.REDUCE for items in instruction_lists(*shape, reduces=False) for item in items
-    )
+            place = items.index(Instruction(Op.REDUCE, stage))
+            last = items.index(Instruction(Op.BACKWARD, stage, micro_batches - 1))
+            assert [item.kind for item in items[last + 1 : place]] == [Op.SEND_GRADIENT] * (stage > 0)
+    assert all(item.kind != Op.REDUCE for items in instruction_lists(*shape, reduces=False) for item in items)
 
 
 @given(shapes)
 def test_a_wait_comes_right_before_and_a_send_right_after_the_computing(
     shape: tuple[str, int, int, int],
 ) -> None:
-    quiet = (Kind.RECEIVE_INPUT, Kind.RECEIVE_GRADIENT)
+    quiet = (Op.RECEIVE_INPUT, Op.RECEIVE_GRADIENT)
     for items in instruction_lists(*shape, reduces=False):
         left = [item for item in items if item.kind not in quiet]
         for before, after in pairwise(left):
-            waits = before.kind in (Kind.WAIT_INPUT, Kind.WAIT_GRADIENT)
-            if waits or after.kind in (Kind.SEND_OUTPUT, Kind.SEND_GRADIENT):
+            waits = before.kind in (Op.WAIT_INPUT, Op.WAIT_GRADIENT)
+            if waits or after.kind in (Op.SEND_OUTPUT, Op.SEND_GRADIENT):
                 assert (before.stage, before.micro) == (after.stage, after.micro)
 
 
 def test_one_rank_with_several_chunks_sends_to_itself() -> None:
     (items,) = instruction_lists("interleaved", 1, 2, 2, reduces=False)
     assert computing(items) == "F0.0 F1.0 B1.0 F0.1 B0.0 F1.1 B1.1 B0.1"
-    assert Counter(item.kind for item in items)[Kind.SEND_OUTPUT] == 2
+    assert Counter(item.kind for item in items)[Op.SEND_OUTPUT] == 2
 
 
 def test_one_rank_and_one_stage_move_nothing() -> None:
     (items,) = instruction_lists("1f1b", 1, 1, 2, reduces=False)
-    assert [item.kind for item in items] == [Kind.FORWARD, Kind.BACKWARD] * 2
+    assert [item.kind for item in items] == [Op.FORWARD, Op.BACKWARD] * 2
 
 
 @pytest.mark.parametrize(
@@ -297,8 +295,8 @@ def test_the_check_finds_any_instruction_that_is_lost_or_doubled(shape: tuple[st
 
 def test_the_check_names_what_is_wrong() -> None:
     lists = instruction_lists("1f1b", 2, 1, 4, reduces=True)
-    send = Instruction(Kind.SEND_OUTPUT, 0, 1)
-    wait = Instruction(Kind.WAIT_INPUT, 1, 1)
+    send = Instruction(Op.SEND_OUTPUT, 0, 1)
+    wait = Instruction(Op.WAIT_INPUT, 1, 1)
     with pytest.raises(
         AssertionError,
         match="send output of stage 0, micro-batch 2: meets receive input of stage 1, micro-batch 1",
@@ -307,9 +305,9 @@ def test_the_check_names_what_is_wrong() -> None:
     with pytest.raises(AssertionError, match="forward of stage 1, micro-batch 1: before wait"):
         check(without(lists, wait))
     with pytest.raises(AssertionError, match="backward of stage 0, micro-batch 2: before wait"):
-        check(without(lists, Instruction(Kind.WAIT_GRADIENT, 0, 2)))
+        check(without(lists, Instruction(Op.WAIT_GRADIENT, 0, 2)))
     with pytest.raises(AssertionError, match="backward of stage 0, micro-batch 3: missing"):
-        check(without(lists, Instruction(Kind.BACKWARD, 0, 3)))
+        check(without(lists, Instruction(Op.BACKWARD, 0, 3)))
     with pytest.raises(AssertionError, match="after its stage was reduced"):
         check([lists[0], [lists[1][-1], *lists[1][:-1]]])
     with pytest.raises(AssertionError, match="on rank 0"):
@@ -320,7 +318,7 @@ def test_the_check_wants_gradients_in_ascending_order() -> None:
     """Both ranks take the gradients the other way round: sound as a pipeline, but not the order of accumulation."""
     lists: Sequence[Sequence[Instruction]] = instruction_lists("gpipe", 2, 1, 2, reduces=False)
     for stage in (0, 1):
-        for kind in (Kind.RECEIVE_GRADIENT, Kind.WAIT_GRADIENT, Kind.BACKWARD, Kind.SEND_GRADIENT):
+        for kind in (Op.RECEIVE_GRADIENT, Op.WAIT_GRADIENT, Op.BACKWARD, Op.SEND_GRADIENT):
             lists = swapped(lists, Instruction(kind, stage, 0), Instruction(kind, stage, 1))
     with pytest.raises(AssertionError, match="backward of stage 1, micro-batch 1: not in ascending order"):
         check(lists)
@@ -328,9 +326,9 @@ def test_the_check_wants_gradients_in_ascending_order() -> None:
 
 def test_the_check_sees_a_rank_that_would_wait_for_ever() -> None:
     first, last = instruction_lists("1f1b", 2, 1, 2, reduces=False)
-    wait = Instruction(Kind.WAIT_GRADIENT, 0, 0)
+    wait = Instruction(Op.WAIT_GRADIENT, 0, 0)
     # The gradient of micro-batch 0 is awaited before its forward is sent.
-    early = [Instruction(Kind.RECEIVE_GRADIENT, 0, 0), wait]
+    early = [Instruction(Op.RECEIVE_GRADIENT, 0, 0), wait]
     stuck = early + [item for item in first if item not in early]
     with pytest.raises(
         AssertionError, match="waits for ever: wait for gradient of stage 0, micro-batch 0; wait for input"
@@ -340,9 +338,9 @@ def test_the_check_sees_a_rank_that_would_wait_for_ever() -> None:
 
 def test_the_check_sees_tensors_that_change_places_on_the_way() -> None:
     first, last = instruction_lists("gpipe", 2, 1, 2, reduces=False)
-    sends = [Instruction(Kind.SEND_OUTPUT, 0, micro) for micro in (0, 1)]
+    sends = [Instruction(Op.SEND_OUTPUT, 0, micro) for micro in (0, 1)]
     moved = [item for item in first if item not in sends]
-    place = moved.index(Instruction(Kind.FORWARD, 0, 1)) + 1
+    place = moved.index(Instruction(Op.FORWARD, 0, 1)) + 1
     moved[place:place] = sends[::-1]
     with pytest.raises(AssertionError, match="meets"):
         check([moved, last])

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drumline.core.errors import UserError
-from drumline.parallel.pipeline.cut import even_split
 from drumline.parallel.pipeline.split import (
     balance,
+    even_split,
     min_max_split,
     speed_up,
     stage_times,

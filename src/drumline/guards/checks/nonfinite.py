@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.parallel.local import local_shard
+from drumline.parallel.sharded import local_shard
 
 KINDS = ("parameter", "batch", "output", "loss", "gradient")
 """Where a non-finite value can arise, in the order of a step. The earliest one is the cause of the others."""

@@ -20,7 +20,7 @@ from drumline.guards.checks.data import repeated_ids
 from drumline.guards.checks.drift import drifted
 from drumline.guards.finding import Finding, rank_names
 from drumline.guards.run.nonfinite import NonFiniteGate
-from drumline.parallel.local import is_sharded, local_shard, shard_span
+from drumline.parallel.sharded import is_sharded, local_shard, shard_span
 from drumline.parallel.world import World
 from drumline.state.chain import GROUPS, record_text
 from drumline.state.fingerprint import fingerprint, fingerprints_of, first_difference

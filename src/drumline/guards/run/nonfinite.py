@@ -76,7 +76,7 @@ class NonFiniteGate:
             self._buffers.save()
 
     @torch.no_grad()
-    def check(self, loss_sum: torch.Tensor, agree: Callable[[torch.Tensor], None]) -> None:
+    def check(self, loss_sum: torch.Tensor, agree: Callable[[torch.Tensor], object]) -> None:
         """After the exchange of gradients, before the update. `loss_sum` is checked under a loss scaler only; `agree`
         combines the result with the processes that hold the rest of the model."""
         if self.scaled:

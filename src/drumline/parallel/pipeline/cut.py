@@ -49,6 +49,8 @@ class Traced:
     """A model's operations and where they can be cut."""
 
     name: str
+    model: nn.Module = field(repr=False)
+    """The model that was traced."""
     points: tuple[CutPoint, ...]
     """The beginning of the model, then every legal cut, in order."""
     units: tuple[CutPoint, ...]
@@ -164,6 +166,7 @@ def trace(
     units = _units(model.get_submodule(prefix[:-1]), prefix, points, records[True])
     return Traced(
         type(model.model if isinstance(model, Tapped) else model).__name__,
+        model,
         points,
         (units[0], *(unit for unit in units[1:] if _keeps_together(unit, records, tensors, model))),
         illegal,
@@ -174,33 +177,24 @@ def trace(
     )
 
 
-def even_cuts(traced: Traced, stages: int, units: Sequence[CutPoint] | None = None) -> tuple[str, ...]:
-    """Where stages begin (all but the first) so that each has as many units as the others, give or take one."""
-    units = traced.units if units is None else units
-    count = len(units)
-    if stages > count:
-        trainable = " with something to train in each" if count < len(traced.units) else ""
-        limit = f"can be cut into at most {count} stages" if count > 1 else "cannot be cut between blocks"
-        raise UserError(
-            f"parallel.stages = {stages}: {traced.name} {limit}{trainable}",
-            f"set parallel.stages to {count} or less, or name cuts inside blocks with parallel.split"
-            if count > 1
-            else "name a cut inside a block with parallel.split, or use a different parallel.layout",
-        )
-    return tuple(units[first].name for first in even_split(count, stages))
+def cut_points(traced: Traced, inside_blocks: bool = False) -> tuple[CutPoint, ...]:
+    """Where stages may begin: at the beginning of the model and between blocks, or wherever the model can be cut. No
+    cut point is between two uses of one parameter."""
+    points = traced.points if inside_blocks else traced.units
+    try:
+        traced.split([point.name for point in points[1:]])
+    except UserError:
+        return (points[0], *(point for point in points[1:] if _can_cut(traced, point)))
+    return points
 
 
-def trainable_units(traced: Traced, units: Sequence[CutPoint], root: nn.Module) -> tuple[CutPoint, ...]:
-    """The units that have something to train. Others are joined to the next unit, or at the end to the one before:
-    frozen layers are cheap, and a stage of frozen layers alone would have no optimizer."""
-    trained = {name for name, parameter in root.named_parameters() if parameter.requires_grad}
-    kept, trainable = [units[0]], False
-    for unit, segment in zip(units, traced.split([unit.name for unit in units[1:]]), strict=True):
-        if trainable and unit is not units[0]:
-            kept.append(unit)
-            trainable = False
-        trainable = trainable or not trained.isdisjoint(segment.parameters)
-    return tuple(kept if trainable else kept[:-1] or kept)
+def _can_cut(traced: Traced, point: CutPoint) -> bool:
+    """Whether the model can be cut here. A tensor that two stages must not share stops every cut between its uses."""
+    try:
+        traced.split([point.name])
+    except UserError:
+        return False
+    return True
 
 
 def _points(
@@ -318,20 +312,3 @@ def _stage_graph(found: TracedForward, first: int, last: int | None) -> fx.Graph
     else:
         graph.output(tuple(copies[node] for node in found.crossing(last)))
     return graph
-
-
-def even_split(units: int, stages: int) -> tuple[int, ...]:
-    """As many units in each stage, give or take one, regardless of their cost: `parallel.split = even`."""
-    check_stage_count("the model", units, stages)
-    return tuple(stage * units // stages for stage in range(1, stages))
-
-
-def check_stage_count(model: str, units: int, stages: int) -> None:
-    """Rejects a number of stages that the model cannot be cut into."""
-    if stages < 1:
-        raise UserError(f"{stages} stages: a model has at least one", "use 1 or more")
-    if stages > units:
-        raise UserError(
-            f"{model} can be cut into at most {units} stages, not {stages}",
-            f"use {units} or fewer; `drumline plan --cuts MODEL --all` also lists cut points inside blocks",
-        )

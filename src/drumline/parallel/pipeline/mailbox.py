@@ -1,4 +1,4 @@
-"""Carries tensors between the threads and devices of one process: the `Transport` of lanes that share a process.
+"""Carries tensors between the threads and devices of one process: the `StageTransport` of lanes that share a process.
 
 Promises: each lane has a thread of its own, kept between steps. On a GPU, copies run on streams of their own, behind
 the events they need, and the host waits only until the sender has issued its copy. Memory is freed in stream order.
@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from drumline.parallel.lanes import Kind, Recorder
+from drumline.parallel.lanes import Op, Recorder
 from drumline.parallel.pipeline.stage import TensorSpec
-from drumline.parallel.pipeline.transport import DIRECTIONS, Transport, WorkerThread, dense, flat
+from drumline.parallel.pipeline.transport import DIRECTIONS, StageTransport, WorkerThread, dense, flat
 
 T = TypeVar("T")
 Move = Callable[[Tensor, Tensor], None]
@@ -67,7 +67,7 @@ class Mailbox:
         assert len({lane.device.type for lane in lanes}) == 1, "all lanes must have one type of device"
         self.lanes = tuple(lanes)
         self._transfers = _Transfers(self.lanes, overlap, move)
-        self.transports: tuple[Transport, ...] = tuple(
+        self.transports: tuple[StageTransport, ...] = tuple(
             _LaneTransport(self._transfers, number) for number in range(len(lanes))
         )
         self._threads = [WorkerThread(f"lane {number}") for number in range(len(lanes))]
@@ -120,9 +120,7 @@ class _LaneTransport:
     def __init__(self, transfers: _Transfers, number: int) -> None:
         self.recorder: Recorder | None = None
         self._transfers, self._lane = transfers, transfers.lanes[number]
-        self._sent: dict[Kind, deque[tuple[torch.cuda.Event, list[Tensor]]]] = {
-            k: deque() for k in DIRECTIONS
-        }
+        self._sent: dict[Op, deque[tuple[torch.cuda.Event, list[Tensor]]]] = {k: deque() for k in DIRECTIONS}
         beside = transfers.overlap and not transfers.cuda
         self._threads = {kind: WorkerThread(f"{kind} in lane {number}") for kind in DIRECTIONS if beside}
 
@@ -141,12 +139,12 @@ class _LaneTransport:
         for kind in DIRECTIONS:
             self._release(kind, 0)
 
-    def receive(self, direction: Kind, stage: int, micro: int, specs: Sequence[TensorSpec]) -> Any:
+    def receive(self, direction: Op, stage: int, micro: int, specs: Sequence[TensorSpec]) -> Any:
         transfer = self._transfers.get(direction, stage, micro)
         transfer.allocate([(torch.Size(spec.shape).numel(), spec.dtype) for spec in specs])
         return direction, stage, micro
 
-    def send(self, direction: Kind, stage: int, micro: int, tensors: Sequence[Tensor]) -> None:
+    def send(self, direction: Op, stage: int, micro: int, tensors: Sequence[Tensor]) -> None:
         transfer = self._transfers.get(direction, stage + DIRECTIONS[direction], micro)
         full = [dense(tensor) for tensor in tensors]
         transfer.layouts = [(tensor.shape, tensor.stride()) for tensor in full]
@@ -174,7 +172,7 @@ class _LaneTransport:
             copy()
 
     def _copy_on_stream(
-        self, direction: Kind, stage: int, micro: int, transfer: _Transfer, runs: list[Tensor]
+        self, direction: Op, stage: int, micro: int, transfer: _Transfer, runs: list[Tensor]
     ) -> None:
         """The copy waits on its stream for the sender's computation and for the buffers. The host waits for
         nothing."""
@@ -195,7 +193,7 @@ class _LaneTransport:
         self._sent[direction].append((transfer.done, runs))
         self._release(direction, _SENDS_AHEAD)
 
-    def _streams(self, direction: Kind, receiver: LaneDevice) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    def _streams(self, direction: Op, receiver: LaneDevice) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         """The stream out of this device and the one into the receiver's: the same stream on the same device."""
         lane, number = self._lane, list(DIRECTIONS).index(direction)
         assert lane.compute is not None
@@ -204,7 +202,7 @@ class _LaneTransport:
         into = receiver.copies[len(DIRECTIONS) + number] if self._transfers.overlap else receiver.compute
         return (out, out) if receiver.device == lane.device else (out, into)
 
-    def _release(self, direction: Kind, keep: int) -> None:
+    def _release(self, direction: Op, keep: int) -> None:
         """Frees sent tensors in the order of the compute stream, since the host runs ahead of a GPU: the stream first
         waits for the copy, which was issued two computations ago and so is usually done."""
         while len(self._sent[direction]) > keep:
@@ -223,7 +221,7 @@ class _Transfers:
         self.cuda = lanes[0].device.type == "cuda"
         self.error: BaseException | None = None
         self._changed = threading.Condition()
-        self._open: dict[tuple[Kind, int, int], _Transfer] = {}
+        self._open: dict[tuple[Op, int, int], _Transfer] = {}
 
     def open(self) -> None:
         """Before a step: drops what a failed step left behind."""
@@ -238,7 +236,7 @@ class _Transfers:
                 self.error = error
             self._changed.notify_all()
 
-    def get(self, direction: Kind, stage: int, micro: int) -> _Transfer:
+    def get(self, direction: Op, stage: int, micro: int) -> _Transfer:
         """The transfer that sender and receiver both refer to. `stage` is the receiver's."""
         with self._changed:
             if self.error is not None:
@@ -246,7 +244,7 @@ class _Transfers:
             lane = self.lanes[stage % len(self.lanes)]
             return self._open.setdefault((direction, stage, micro), _Transfer(lane))
 
-    def delivered(self, key: tuple[Kind, int, int]) -> _Transfer:
+    def delivered(self, key: tuple[Op, int, int]) -> _Transfer:
         """Waits for a transfer: on a CPU until it is done, on a GPU until its copy is on a stream."""
         with self._changed:
             transfer = self._open[key]

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from drumline.core.arithmetic import leave_no_trace
 from drumline.core.errors import UserError
 from drumline.core.precision import FP32, Precision, autocast
-from drumline.parallel.pipeline.cut import CutPoint, Traced
+from drumline.parallel.pipeline.cut import CutPoint, Traced, cut_points
 
 NOISY = 0.05
 """A profile is noisy if the spread of its rounds is at least this."""
@@ -34,6 +34,8 @@ Progress = Callable[[Sequence[int]], Iterable[int]]
 class ProfileOptions:
     """How a model is measured."""
 
+    shape: tuple[int, ...]
+    """Of a micro-batch of images: N x C x H x W."""
     device: torch.device
     precision: Precision = FP32
     channels_last: bool = False
@@ -91,20 +93,14 @@ class Profile:
         )
 
 
-def profile(
-    traced: Traced,
-    root: nn.Module,
-    shape: Sequence[int],
-    options: ProfileOptions,
-    points: Sequence[CutPoint] | None = None,
-) -> Profile:
-    """Measures `root`, whose trace is `traced`, on images of `shape` (N x C x H x W), in the modes that it is in. A
-    unit reaches from one of `points` to the next; the default is `cut_points(traced)`."""
+def profile(traced: Traced, options: ProfileOptions, points: Sequence[CutPoint] | None = None) -> Profile:
+    """Measures the traced model in the modes that it is in. A unit reaches from one of `points` to the next; the
+    default is `cut_points(traced)`."""
     assert options.repeats >= 1
     device = options.device
     with leave_no_trace(devices=[device]), torch.enable_grad():
-        units = _units(traced, cut_points(traced) if points is None else points, root, device)
-        images = torch.randn(*shape, device=device)
+        units = _units(traced, cut_points(traced) if points is None else points, device)
+        images = torch.randn(options.shape, device=device)
         if options.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         rounds: list[list[tuple[float, float]]] = []
@@ -118,7 +114,7 @@ def profile(
                 rounds.append([(forward(), backward()) for forward, backward in times])
     totals = [sum(forward + backward for forward, backward in taken) for taken in rounds]
     middle = median(totals)
-    parameters = dict(root.named_parameters(remove_duplicate=False))
+    parameters = dict(traced.model.named_parameters(remove_duplicate=False))
     profiles = []
     for number, (unit, held) in enumerate(zip(units, kept, strict=True)):
         used = [parameters[name] for name in unit.parameters]
@@ -136,17 +132,6 @@ def profile(
         )
     noise = median(abs(total - middle) for total in totals) / middle if middle else 0.0
     return Profile(tuple(profiles), noise)
-
-
-def cut_points(traced: Traced, inside_blocks: bool = False) -> tuple[CutPoint, ...]:
-    """Where stages may begin: at the beginning of the model and between blocks, or wherever the model can be cut. No
-    cut point is between two uses of one parameter."""
-    points = traced.points if inside_blocks else traced.units
-    try:
-        traced.split([point.name for point in points[1:]])
-    except UserError:
-        return (points[0], *(point for point in points[1:] if _can_cut(traced, point)))
-    return points
 
 
 @dataclass(frozen=True)
@@ -169,18 +154,9 @@ _Timer = Callable[[], float]
 """Returns the measured seconds. On a GPU, waits until they are known."""
 
 
-def _can_cut(traced: Traced, point: CutPoint) -> bool:
-    """Whether the model can be cut here. A tensor that two stages must not share stops every cut between its uses."""
-    try:
-        traced.split([point.name])
-    except UserError:
-        return False
-    return True
-
-
-def _units(traced: Traced, points: Sequence[CutPoint], root: nn.Module, device: torch.device) -> list[_Unit]:
+def _units(traced: Traced, points: Sequence[CutPoint], device: torch.device) -> list[_Unit]:
     """The units, bound to a copy of the model on the device."""
-    own = copy.deepcopy(root).to(device)
+    own = copy.deepcopy(traced.model).to(device)
     for parameter in own.parameters():
         parameter.grad = None
     lasting = frozenset(_storage(tensor) for tensor in (*own.parameters(), *own.buffers()))

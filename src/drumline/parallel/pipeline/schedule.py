@@ -23,7 +23,7 @@ from itertools import chain
 
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
-from drumline.parallel.lanes import Instruction, Kind
+from drumline.parallel.lanes import Instruction, Op
 
 PER_STAGE = 4
 """Micro-batches per stage by default: the stages are then busy at least four fifths of the time."""
@@ -141,7 +141,7 @@ def instruction_lists(
 
 def forward_lists(ranks: int, chunks: int, micro_batches: int) -> tuple[tuple[Instruction, ...], ...]:
     """The lists of a pass without gradients (evaluation, a teacher), for any number of micro-batches."""
-    orders = (_passes(Kind.FORWARD, ranks, chunks, micro_batches, rank) for rank in range(ranks))
+    orders = (_passes(Op.FORWARD, ranks, chunks, micro_batches, rank) for rank in range(ranks))
     return tuple(_with_transfers(order, ranks * chunks, reduces=False) for order in orders)
 
 
@@ -153,8 +153,8 @@ def max_in_flight(schedule: str, ranks: int, chunks: int, micro_batches: int, ra
 
 def _order(schedule: str, ranks: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
     """What a rank computes: some forwards, then forwards and backwards in turn, then the remaining backwards."""
-    onward = _passes(Kind.FORWARD, ranks, chunks, micro_batches, rank)
-    back = _passes(Kind.BACKWARD, ranks, chunks, micro_batches, rank)
+    onward = _passes(Op.FORWARD, ranks, chunks, micro_batches, rank)
+    back = _passes(Op.BACKWARD, ranks, chunks, micro_batches, rank)
     first = min(_first_forwards(schedule, ranks, chunks, micro_batches, rank), len(onward))
     turns = chain.from_iterable(zip(onward[first:], back, strict=False))
     return [*onward[:first], *turns, *back[len(onward) - first :]]
@@ -172,9 +172,9 @@ def _first_forwards(schedule: str, ranks: int, chunks: int, micro_batches: int, 
     return 2 * after + (chunks - 1) * ranks
 
 
-def _passes(kind: Kind, ranks: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
+def _passes(kind: Op, ranks: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
     """All forwards or all backwards of a rank: a round of micro-batches through one chunk, then through the next."""
-    along = range(chunks) if kind == Kind.FORWARD else range(chunks)[::-1]
+    along = range(chunks) if kind == Op.FORWARD else range(chunks)[::-1]
     return [
         Instruction(kind, chunk * ranks + rank, micro)
         for start in range(0, micro_batches, ranks)
@@ -188,32 +188,32 @@ def _with_transfers(order: Sequence[Instruction], stages: int, reduces: bool) ->
     before the previous one of its direction has arrived. A wait comes right before the computation, a send right
     after it."""
     posted = _receives(order, stages)
-    last = {item.stage: position for position, item in enumerate(order) if item.kind == Kind.BACKWARD}
+    last = {item.stage: position for position, item in enumerate(order) if item.kind == Op.BACKWARD}
     instructions = posted[-1].copy()
     for position, item in enumerate(order):
         stage, micro = item.stage, item.micro
         if _receives_for(item, stages):
-            wait = Kind.WAIT_INPUT if item.kind == Kind.FORWARD else Kind.WAIT_GRADIENT
+            wait = Op.WAIT_INPUT if item.kind == Op.FORWARD else Op.WAIT_GRADIENT
             instructions.append(Instruction(wait, stage, micro))
         instructions += posted[position]
         instructions.append(item)
-        if item.kind == Kind.FORWARD and stage < stages - 1:
-            instructions.append(Instruction(Kind.SEND_OUTPUT, stage, micro))
-        if item.kind == Kind.BACKWARD and stage > 0:
-            instructions.append(Instruction(Kind.SEND_GRADIENT, stage, micro))
+        if item.kind == Op.FORWARD and stage < stages - 1:
+            instructions.append(Instruction(Op.SEND_OUTPUT, stage, micro))
+        if item.kind == Op.BACKWARD and stage > 0:
+            instructions.append(Instruction(Op.SEND_GRADIENT, stage, micro))
         # After the send, which a different rank waits for.
         if reduces and last.get(stage) == position:
-            instructions.append(Instruction(Kind.REDUCE, stage))
+            instructions.append(Instruction(Op.REDUCE, stage))
     return tuple(instructions)
 
 
 def _receives(order: Sequence[Instruction], stages: int) -> defaultdict[int, list[Instruction]]:
     """The receives to post at each position of the order, between wait and computation. -1 is the very start."""
     posted: defaultdict[int, list[Instruction]] = defaultdict(list)
-    previous = {Kind.FORWARD: -1, Kind.BACKWARD: -1}
+    previous = {Op.FORWARD: -1, Op.BACKWARD: -1}
     for position, item in enumerate(order):
         if _receives_for(item, stages):
-            receive = Kind.RECEIVE_INPUT if item.kind == Kind.FORWARD else Kind.RECEIVE_GRADIENT
+            receive = Op.RECEIVE_INPUT if item.kind == Op.FORWARD else Op.RECEIVE_GRADIENT
             start = max(previous[item.kind], position - RECEIVE_AHEAD)
             posted[start].append(Instruction(receive, item.stage, item.micro))
             previous[item.kind] = position
@@ -221,4 +221,4 @@ def _receives(order: Sequence[Instruction], stages: int) -> defaultdict[int, lis
 
 
 def _receives_for(item: Instruction, stages: int) -> bool:
-    return item.stage > 0 if item.kind == Kind.FORWARD else item.stage < stages - 1
+    return item.stage > 0 if item.kind == Op.FORWARD else item.stage < stages - 1

@@ -1,38 +1,137 @@
-"""Chooses where the stages of a model begin, from the measured times of its units, and says what a split gains.
+"""Chooses where the stages of a model begin: by name, evenly, or by the measured times of its units.
 
-Promises: a split is optimal over all splits, and the same for the same times. Ties go to the smaller crossing, then
-to the earlier boundary. A split is given by the index of the unit that begins each stage but the first. A speed-up is
-an upper bound: crossings cost nothing in it. Only `choose_split` and `measure_cuts` measure; the rest is pure.
-Rejects more stages than the model can be cut into, and images that the model cannot take, before it measures.
+Promises: a split by time is optimal over all splits, and the same for the same times. Ties go to the smaller
+crossing, then to the earlier boundary. A split is given by the index of the unit that begins each stage but the
+first. A speed-up is an upper bound: crossings cost nothing in it. Only `choose_cut` and `choose_split` measure; the
+rest is pure. Rejects more stages than the model can be cut into before it measures.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import nn
 
 from drumline.core.errors import UserError
-from drumline.models.registry import IMAGENET, create_model, model_names
-from drumline.parallel.pipeline.cut import (
-    CutPoint,
-    Traced,
-    check_stage_count,
-    even_split,
-    trace,
-    trainable_units,
-)
-from drumline.parallel.pipeline.profile import (
-    Profile,
-    ProfileOptions,
-    UnitProfile,
-    cut_points,
-    profile,
-)
+from drumline.parallel.pipeline.cut import CutPoint, Traced, cut_points
+from drumline.parallel.pipeline.profile import Profile, ProfileOptions, profile
+from drumline.parallel.pipeline.schedule import Shape
+from drumline.parallel.world import World
+
+
+@dataclass(frozen=True)
+class ChosenCut:
+    """Where the stages of a run begin."""
+
+    names: tuple[str, ...]
+    """The modules that begin stages 1, 2, …"""
+    why: str = ""
+    """Why there, for the log."""
+
+
+def choose_cut(
+    traced: Traced,
+    shape: Shape,
+    split: str,
+    options: ProfileOptions,
+    world: World,
+    before: Sequence[str] = (),
+    log: Callable[[str], None] = lambda text: None,
+) -> ChosenCut:
+    """The cut for a value of `parallel.split`. Rank 0 measures; all processes call it and agree. `before` is the cut
+    of the run that this one resumes."""
+    stages = shape.stages
+    if split not in ("even", "time"):
+        return ChosenCut(named_cut(split, stages))
+    units = trainable_units(traced, cut_points(traced))
+    if shape.chunks > 1 and stages > len(units):
+        raise UserError(
+            f"parallel.stages = {shape.lanes} x parallel.chunks = {shape.chunks}: {traced.name} can be cut into at "
+            f"most {len(units)} stages",
+            "give fewer stages, use --parallel.schedule 1f1b, or name cuts inside blocks with parallel.split",
+        )
+    even = even_cuts(traced, stages, units)  # rejects too many stages before anything is measured
+    if split == "even":
+        return ChosenCut(even, " (even)")
+    if len(before) + 1 == stages > 1 and {*before} <= {point.name for point in traced.points}:
+        return ChosenCut(tuple(before), " (as in the run it resumes)")
+    found = ChosenCut(())
+    if world.is_rank_zero and stages > 1:
+        log("measuring where to cut")
+        try:
+            names, measured = choose_split(traced, stages, options, units)
+            noisy = ", on a noisy machine" if measured.noisy else ""
+            found = ChosenCut(names, f" (balanced by measured times{noisy})")
+        except torch.OutOfMemoryError:
+            found = ChosenCut(even, " (even: the whole model does not fit on one device to be measured)")
+    agreed: ChosenCut = world.broadcast_object(found)
+    return agreed
+
+
+def named_cut(split: str, stages: int) -> tuple[str, ...]:
+    """The modules that `parallel.split` names."""
+    names = tuple(name.strip() for name in split.split(","))
+    if not all(names):
+        raise UserError(
+            f"parallel.split = {split!r}: a name is empty",
+            "give time, even, or the modules that begin stages 1, 2, …: --parallel.split layer2,layer3",
+        )
+    if len(names) + 1 != stages:
+        raise UserError(
+            f"parallel.split = {split}: makes {len(names) + 1} stage(s), but {stages} are needed",
+            "name the module that begins each stage but the first",
+        )
+    return names
+
+
+def even_cuts(traced: Traced, stages: int, units: Sequence[CutPoint] | None = None) -> tuple[str, ...]:
+    """Where stages begin (all but the first) so that each has as many units as the others, give or take one."""
+    units = traced.units if units is None else units
+    count = len(units)
+    if stages > count:
+        trainable = " with something to train in each" if count < len(traced.units) else ""
+        limit = f"can be cut into at most {count} stages" if count > 1 else "cannot be cut between blocks"
+        raise UserError(
+            f"parallel.stages = {stages}: {traced.name} {limit}{trainable}",
+            f"set parallel.stages to {count} or less, or name cuts inside blocks with parallel.split"
+            if count > 1
+            else "name a cut inside a block with parallel.split, or use a different parallel.layout",
+        )
+    return tuple(units[first].name for first in even_split(count, stages))
+
+
+def trainable_units(traced: Traced, units: Sequence[CutPoint]) -> tuple[CutPoint, ...]:
+    """The units that have something to train. Others are joined to the next unit, or at the end to the one before:
+    frozen layers are cheap, and a stage of frozen layers alone would have no optimizer."""
+    trained = {name for name, parameter in traced.model.named_parameters() if parameter.requires_grad}
+    kept, trainable = [units[0]], False
+    for unit, segment in zip(units, traced.split([unit.name for unit in units[1:]]), strict=True):
+        if trainable and unit is not units[0]:
+            kept.append(unit)
+            trainable = False
+        trainable = trainable or not trained.isdisjoint(segment.parameters)
+    return tuple(kept if trainable else kept[:-1] or kept)
+
+
+def even_split(units: int, stages: int) -> tuple[int, ...]:
+    """As many units in each stage, give or take one, regardless of their cost: `parallel.split = even`."""
+    check_stage_count("the model", units, stages)
+    return tuple(stage * units // stages for stage in range(1, stages))
+
+
+def check_stage_count(model: str, units: int, stages: int) -> None:
+    """Rejects a number of stages that the model cannot be cut into."""
+    if stages < 1:
+        raise UserError(f"{stages} stages: a model has at least one", "use 1 or more")
+    if stages > units:
+        raise UserError(
+            f"{model} can be cut into at most {units} stages, not {stages}",
+            f"use {units} or fewer; `drumline plan --cuts MODEL --all` also lists cut points inside blocks",
+        )
+
 
 Split = tuple[int, ...]
 
@@ -104,25 +203,14 @@ def balance(times: Sequence[float], split: Sequence[int]) -> float:
 
 
 def choose_split(
-    traced: Traced,
-    root: nn.Module,
-    stages: int,
-    shape: Sequence[int],
-    options: ProfileOptions,
-    points: Sequence[CutPoint] | None = None,
+    traced: Traced, stages: int, options: ProfileOptions, points: Sequence[CutPoint] | None = None
 ) -> tuple[tuple[str, ...], Profile]:
     """Where `stages` stages begin (all but the first) so that the slowest is as fast as possible, and the profile
-    that decided it. `shape` is that of a micro-batch. Stages begin at `points`, by default `cut_points(traced)`."""
+    that decided it. Stages begin at `points`, by default `cut_points(traced)`."""
     points = cut_points(traced) if points is None else points
     check_stage_count(traced.name, len(points), stages)
-    measured = profile(traced, root, shape, options, points)
+    measured = profile(traced, options, points)
     return time_split(measured, stages), measured
-
-
-def stage_memory(units: Sequence[UnitProfile], in_flight: int) -> int:
-    """Bytes of a stage of these units: the activations of the micro-batches in flight, which under 1F1B are at most
-    S - s in stage s of S, and three copies of each parameter (itself, gradient, momentum)."""
-    return sum(in_flight * unit.activation_bytes + 3 * unit.parameter_bytes for unit in units)
 
 
 def time_split(measured: Profile, stages: int) -> tuple[str, ...]:
@@ -130,133 +218,3 @@ def time_split(measured: Profile, stages: int) -> tuple[str, ...]:
     crossing wins."""
     split = min_max_split(measured.times, stages, crossing=measured.crossings, slack=0.01)
     return tuple(measured.units[first].name for first in split)
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """The profile of a model, and what it was measured on."""
-
-    profile: Profile
-    device: str
-    precision: str
-    batch: int
-    size: int
-    returns: str
-    """The type that the model returns in training. Only a Tensor can be trained as it is."""
-
-
-@dataclass(frozen=True)
-class StageSplit:
-    """A model in a given number of stages, split by time and split evenly."""
-
-    stages: int
-    micro_batches: int
-    names: tuple[str, ...]
-    """Where each stage but the first begins."""
-    shares: tuple[float, ...]
-    """The fraction of the time that each stage takes."""
-    balance: float
-    """The time of the slowest stage over the mean."""
-    speed_up: float
-    """At most, over one device."""
-    memory_bytes: tuple[int, ...]
-    """Of each stage under 1F1B: activations in flight, parameters, gradients and momentum."""
-    even_names: tuple[str, ...]
-    even_balance: float
-    even_speed_up: float
-
-    @property
-    def flags(self) -> str:
-        """The flags for `drumline train`."""
-        return f"--parallel.layout pipeline --parallel.stages {self.stages} --parallel.split {','.join(self.names)}"
-
-
-def measure_cuts(
-    name: str,
-    classes: int,
-    batch: int,
-    size: int | None,
-    options: ProfileOptions,
-    *,
-    inside_blocks: bool,
-    stages: Sequence[int],
-) -> Measurement:
-    """Builds a model by name and measures the units between its cut points. `size` None is the model's usual size."""
-    device = options.device
-    torch.manual_seed(0)
-    model = create_model(name, classes).train()
-    if options.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    size = size or _usual_size(name, model)
-    shape = (batch, 3, size, size)
-    _check_size(name, model, size)
-    traced = trace(model, sample=torch.empty(shape))
-    points = trainable_units(traced, cut_points(traced, inside_blocks), model)
-    check_stage_count(name, len(points), max(stages, default=1))
-    try:
-        measured = profile(traced, model, shape, options, points)
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"{batch} images of {size} x {size} do not fit into the GPU's memory",
-            f"set --batch to less than {batch}",
-        ) from error
-    return Measurement(
-        measured,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        precision=options.precision.name,
-        batch=batch,
-        size=size,
-        returns=traced.records[True].returns,
-    )
-
-
-def plan_split(measured: Profile, stages: int, micro_batches: int) -> StageSplit:
-    """The split by time, compared with the even one."""
-    names = [unit.name for unit in measured.units]
-    chosen = time_split(measured, stages)
-    by_time, by_count = tuple(names.index(name) for name in chosen), even_split(len(names), stages)
-    times = measured.times
-    total = sum(times) or 1.0
-    edges = pairwise((0, *by_time, len(names)))
-    return StageSplit(
-        stages=stages,
-        micro_batches=micro_batches,
-        names=chosen,
-        shares=tuple(time / total for time in stage_times(times, by_time)),
-        balance=balance(times, by_time),
-        speed_up=speed_up(times, by_time, micro_batches),
-        memory_bytes=tuple(
-            stage_memory(measured.units[first:last], min(micro_batches, stages - stage))
-            for stage, (first, last) in enumerate(edges)
-        ),
-        even_names=tuple(names[first] for first in by_count),
-        even_balance=balance(times, by_count),
-        even_speed_up=speed_up(times, by_count, micro_batches),
-    )
-
-
-def _check_size(name: str, model: nn.Module, size: int) -> None:
-    """Runs the model once on the CPU: its own error is clearer than that of a single unit."""
-    model.eval()
-    try:
-        with torch.no_grad():
-            model(torch.zeros(1, 3, size, size))
-    except UserError:
-        raise
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise UserError(
-            f"{name} cannot take images of {size} x {size}: {type(error).__name__}: {reason}",
-            "use a different --size",
-        ) from error
-    finally:
-        model.train()
-
-
-def _usual_size(name: str, model: nn.Module) -> int:
-    """The side in pixels of the images that the model is usually trained on."""
-    published = getattr(model, "pretrained_cfg", None)  # timm's
-    size = published.get("input_size") if isinstance(published, dict) else None
-    if size:
-        return int(size[-1])
-    return 32 if name in model_names() and name not in IMAGENET else 224

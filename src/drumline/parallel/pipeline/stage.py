@@ -189,6 +189,36 @@ def _without_hooks(module: nn.Module) -> Iterator[None]:
             each.__dict__[name] = hooks
 
 
+def lane_devices(shape: Shape, own: torch.device) -> list[torch.device]:
+    """The devices of this process's lanes. The last is the process's own, where labels and loss are."""
+    if shape.over_processes:
+        return [own]
+    count = torch.cuda.device_count() if own.type == "cuda" else 1
+    return [torch.device("cuda", lane % count) if count > 1 else own for lane in reversed(range(shape.lanes))]
+
+
+def parameters_by_stage(
+    module: nn.Module, root: nn.Module, segments: Sequence[Segment], stages: Sequence[int]
+) -> dict[int, list[nn.Parameter]]:
+    """The parameters of the stages that this process computes. Those outside of `root` belong to the last."""
+    held = dict(root.named_parameters())
+    found = {number: [held[name] for name in segments[number].parameters] for number in stages}
+    used = {id(each) for group in found.values() for each in group}
+    others = [each for each in module.parameters() if id(each) not in used and not each.is_meta]
+    inside = {id(each) for each in held.values()}
+    for each in others:
+        found[max(stages) if id(each) not in inside else min(stages)].append(each)
+    empty = [number for number, group in found.items() if not any(each.requires_grad for each in group)]
+    if empty:
+        where = segments[empty[0]].name or "the input"
+        raise UserError(
+            f"parallel.split: stage {empty[0]}, which begins at {where}, has nothing to train",
+            "use fewer stages, or name cuts that leave each one something to train: --parallel.split NAMES, which "
+            "`drumline plan --cuts MODEL` lists",
+        )
+    return found
+
+
 def place_stages(
     module: nn.Module,
     root: nn.Module,

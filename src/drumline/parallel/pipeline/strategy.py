@@ -19,29 +19,40 @@ from torch import Tensor, nn
 
 from drumline.config.layouts import ONE_SCALE
 from drumline.config.recipe import Recipe
-from drumline.core.errors import UserError
 from drumline.core.precision import Precision
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.sampler import bounds
 from drumline.models.base import copy_model, repeated_blocks
 from drumline.models.tapped import Tapped
-from drumline.parallel.lanes import Lanes, Span
+from drumline.parallel.lanes import Lanes
 from drumline.parallel.model_draws import ModelDraws
 from drumline.parallel.norm import SmallestBatch, apply_norm_mode, describe_norm, norm_count, world_total
-from drumline.parallel.pipeline.cut import Traced, even_cuts, trace, trainable_units
-from drumline.parallel.pipeline.pipelined import Chain, Pipelined, Staged, Tail
-from drumline.parallel.pipeline.profile import ProfileOptions, cut_points
+from drumline.parallel.pipeline.cut import trace
+from drumline.parallel.pipeline.profile import ProfileOptions
 from drumline.parallel.pipeline.schedule import Shape, pipeline_shape
-from drumline.parallel.pipeline.split import choose_split
+from drumline.parallel.pipeline.split import choose_cut
 from drumline.parallel.pipeline.stage import (
     Segment,
     StageModule,
     TensorSpec,
     boundaries,
     describe_stages,
+    lane_devices,
+    parameters_by_stage,
     place_stages,
 )
-from drumline.parallel.strategy import Cut, ForwardPass, Gathered, Log, Strategy, smallest_piece
+from drumline.parallel.pipeline.step import OwnStages, PipelineStep, StagedForward, Tail
+from drumline.parallel.reference import ReferenceCopy
+from drumline.parallel.strategy import (
+    Cut,
+    ForwardPass,
+    Gathered,
+    SetupContext,
+    SharedBackward,
+    Strategy,
+    smallest_piece,
+    uses_channels_last,
+)
 from drumline.parallel.world import World
 from drumline.state.checkpoint import check_fit
 from drumline.state.tensors import Groups
@@ -52,27 +63,19 @@ class PipelineStrategy(Strategy):
     one process."""
 
     name = "pipeline"
-    certified = True
     equal_memory = False
-    staged = True
-    shape: Shape
 
     def __init__(self, recipe: Recipe, world: World) -> None:
         self.shape = _shape(recipe, world)
-        super().__init__(recipe, world)
+        self.why_no_scaler = ONE_SCALE if world.size > 1 else ""
+        super().__init__(recipe, world, self.shape.places)
+        self.micro_batches = self.shape.micro_batches
         self.weight = 1.0
-        self.devices = _lane_devices(self.shape, world.device)
+        self.devices = lane_devices(self.shape, world.device)
 
     @classmethod
     def check(cls, recipe: Recipe, world: World) -> None:
         _shape(recipe, world)
-
-    def processes_per_replica(self) -> int:
-        return self.shape.places
-
-    @property
-    def micro_batches(self) -> int:
-        return self.shape.micro_batches
 
     @property
     def description(self) -> str:
@@ -113,9 +116,6 @@ class PipelineStrategy(Strategy):
             )
         ]
 
-    def why_no_scaler(self) -> str:
-        return ONE_SCALE if self.world.size > 1 else ""
-
     def why_not_captured(self) -> str:
         return super().why_not_captured() or "stages are computed by threads of their own"
 
@@ -125,23 +125,38 @@ class PipelineStrategy(Strategy):
         """On the host: each process takes its stages of it to its device."""
         return module
 
-    def _lay_out(self, cut: Cut, image_size: int, saved: Mapping[str, Any], log: Log) -> nn.Module:
-        recipe, shape, grid, root = self.recipe, self.shape, self.grid, cut.root(self.module)
-        self._cut, self._log = cut, log
-        self._refuse_hooks()
+    def lay_out(self, context: SetupContext) -> nn.Module:
+        recipe, shape, grid, cut = self.recipe, self.shape, self.grid, context.cut
+        root = cut.root(self.module)
+        self._reject_hooks()
         for tensor in (*self.module.parameters(), *self.module.buffers()):
             self.world.broadcast_host(tensor.detach())
         leaves = _names_of(root, repeated_blocks(self.model)) if recipe.train.gradient_checkpointing else ()
-        sample = self._sample(max(self._micro_batch_sizes(grid.replica)), image_size)
+        channels_last = uses_channels_last(recipe, self.world.device)
+        side, layout = context.image_size, torch.channels_last if channels_last else torch.contiguous_format
+        size = max(self._micro_batch_sizes(grid.replica))
+        sample = torch.empty((size, 3, side, side), device=self.world.device, memory_format=layout)
         root.train()
         traced = trace(root, cut.kwargs, sample=sample, leaves=leaves)
-        names, self._why_there = self._choose_cut(traced, root, sample, tuple(saved.get("cut", ())))
-        self.segments = traced.split(names)
-        self._evaluated = self._segments_to_evaluate(root, names, sample, leaves)
+        options = ProfileOptions(tuple(sample.shape), self.world.device, self.precision, channels_last)
+        chosen = choose_cut(
+            traced,
+            shape,
+            recipe.parallel.split,
+            options,
+            self.world,
+            context.saved.get("cut", ()),
+            context.log,
+        )
+        self._why_there = chosen.why
+        self.segments = traced.split(chosen.names)
+        self._evaluated: Sequence[Segment] = self.segments
+        if root is not self.model or cut.kwargs:
+            self._evaluated = self._cut_for_evaluation(root, chosen.names, sample, leaves)
         total = world_total(grid.peers) if grid.replicas > 1 else None
         apply_norm_mode(root, recipe.parallel.batchnorm, total, shape.micro_batches)
-        self._reference = [copy_model(self.module)] if grid.ends else []
-        place_stages(self.module, root, self.segments, shape, grid, self.devices, self.channels_last)
+        self._reference = StagedReference(self, cut, copy_model(self.module) if grid.ends else None)
+        place_stages(self.module, root, self.segments, shape, grid, self.devices, channels_last)
         self.module.train()
         stages = {
             segment.number: segment.bind(root)
@@ -149,10 +164,10 @@ class PipelineStrategy(Strategy):
             if not shape.over_processes or segment.number % shape.lanes == grid.place
         }
         tail = Tail(partial(cut.after, self.module))
-        staged = Staged(
+        own = OwnStages(
             module=self.module,
             stages=stages,
-            parameters=_by_stage(self.module, root, self.segments, stages),
+            parameters=parameters_by_stage(self.module, root, self.segments, list(stages)),
             tail=tail,
             specs=_specs([segment.bind(root) for segment in self.segments], sample, self.precision),
             devices=self.devices,
@@ -162,71 +177,25 @@ class PipelineStrategy(Strategy):
             prefetch=cut.prefetch,
         )
         self._norms = norm_count(root)
-        self._pipeline = Pipelined(staged, shape, grid)
-        self.streams, self.computing = self._pipeline.streams, self._pipeline.computing
+        self._step = PipelineStep(own, shape, grid)
+        self.streams = self._step.streams
         return tail
 
-    def _segments_to_evaluate(
+    def _cut_for_evaluation(
         self, root: nn.Module, names: Sequence[str], sample: Tensor, leaves: Sequence[str]
     ) -> Sequence[Segment]:
-        """The same cuts of the model alone: evaluation calls it without the arguments of the task."""
-        if root is self.model and not self._cut.kwargs:
-            return self.segments
+        """The same cuts of the model alone, which evaluation calls without the arguments of the task."""
         prefix = "model." if isinstance(root, Tapped) else ""
         traced = trace(self.model, {}, sample=sample, leaves=[name.removeprefix(prefix) for name in leaves])
         return traced.split([name.removeprefix(prefix) for name in names])
 
-    def _sample(self, size: int, side: int) -> Tensor:
-        layout = torch.channels_last if self.channels_last else torch.contiguous_format
-        return torch.empty((size, 3, side, side), device=self.world.device).contiguous(memory_format=layout)
-
-    def _choose_cut(
-        self, traced: Traced, root: nn.Module, sample: Tensor, before: tuple[str, ...]
-    ) -> tuple[tuple[str, ...], str]:
-        """The modules that begin stages 1, 2, …, and why these. Rank 0 measures; all processes agree."""
-        shape, split, stages = self.shape, self.recipe.parallel.split, self.shape.stages
-        if split in ("even", "time"):
-            units = trainable_units(traced, cut_points(traced), root)
-            if shape.chunks > 1 and stages > (most := len(units)):
-                raise UserError(
-                    f"parallel.stages = {shape.lanes} x parallel.chunks = {shape.chunks}: {traced.name} can be cut "
-                    f"into at most {most} stages",
-                    "give fewer stages, use --parallel.schedule 1f1b, or name cuts inside blocks with parallel.split",
-                )
-            equal = even_cuts(traced, stages, units)  # refuses too many stages before anything is measured
-            if split == "even":
-                return equal, " (even)"
-        if split != "time":
-            return _named_cut(split, stages), ""
-        if len(before) + 1 == stages > 1 and {*before} <= {point.name for point in traced.points}:
-            return before, " (as in the run it resumes)"
-        found: tuple[tuple[str, ...], str] = ((), "")
-        if self.world.is_rank_zero and stages > 1:
-            self._log("measuring where to cut")
-            try:
-                names, profile = choose_split(
-                    traced,
-                    root,
-                    stages,
-                    tuple(sample.shape),
-                    ProfileOptions(self.world.device, self.precision, self.channels_last),
-                    units,
-                )
-                noisy = ", on a noisy machine" if profile.noisy else ""
-                found = names, f" (balanced by measured times{noisy})"
-            except torch.OutOfMemoryError:
-                found = equal, " (even: the whole model does not fit on one device to be measured)"
-        agreed: tuple[tuple[str, ...], str] = self.world.broadcast_object(found)
-        return agreed
-
     # A step ------------------------------------------------------------------------------------------------------
 
     def gradients(self, batch: Batch, forward: ForwardPass, draws: ModelDraws) -> None:
-        self._pipeline.recording = self.recording
-        self._pipeline.gradients(batch, forward, draws)
+        self._step.gradients(batch, forward, draws)
 
     def average_buffers(self) -> None:
-        self._pipeline.buffers()
+        self._step.buffers()
 
     def gradient_norm(self) -> Tensor:
         """Each tensor's own norm first, in the order of the whole model: the same bits as in one process."""
@@ -239,15 +208,13 @@ class PipelineStrategy(Strategy):
         lengths = torch.stack([zero if each.grad is None else next(norms) for each in trained])
         return torch.linalg.vector_norm(self.grid.down.all_reduce(lengths))
 
-    def all_maximum(self, flag: Tensor) -> None:
-        self.grid.down.all_reduce_max(flag)
-
-    def stage_parameters(self) -> dict[int, list[tuple[str, nn.Parameter]]]:
+    def shared_backward(self) -> SharedBackward:
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        return {
+        parameters = {
             stage: [(names[id(each)], each) for each in parameters]
-            for stage, parameters in self._pipeline.staged.parameters.items()
+            for stage, parameters in self._step.own.parameters.items()
         }
+        return SharedBackward(parameters, self._step.computing)
 
     # State and evaluation ----------------------------------------------------------------------------------------
 
@@ -287,20 +254,12 @@ class PipelineStrategy(Strategy):
 
     @contextmanager
     def evaluation(self, model: nn.Module) -> Iterator[nn.Module]:
-        yield Chain(model, self._evaluated, self.shape, self.grid, self.devices, self.precision)
-
-    def reference_forward(
-        self, model: nn.Module, draws: ModelDraws, step: int, micro: int, drawing: bool
-    ) -> nn.Module:
-        if not drawing:
-            return model
-        first = (self.grid.replica * self.shape.micro_batches + micro) * self.shape.stages
-        own = ModelDraws(draws.seed, range(first, first + self.shape.stages), self.world.device)
-        own.active = True
-        own.at(step)
-        return _DrawsByStage(model, self._cut.root(model), self.segments, own)
+        yield StagedForward(model, self._evaluated, self.shape, self.grid, self.devices, self.precision)
 
     # Reports -----------------------------------------------------------------------------------------------------
+
+    def reference(self) -> ReferenceCopy:
+        return self._reference
 
     def messages(self) -> list[str]:
         sizes = self._micro_batch_sizes()
@@ -335,10 +294,7 @@ class PipelineStrategy(Strategy):
             names.append(f"{kind} {lane} ({'; '.join(own)})")
         # Lanes of other replicas have the same numbers and look alike.
         drawn = self.world if self.grid.replicas == 1 else self.grid.down
-        return Lanes(title, names, drawn, self._pipeline.lists)
-
-    def spans(self) -> list[Span]:
-        return self._pipeline.spans()
+        return Lanes(title, names, drawn, self._step.recorders, self._step.lists)
 
 
 class ModelStrategy(PipelineStrategy):
@@ -352,6 +308,24 @@ class ModelStrategy(PipelineStrategy):
             f"layout model: {self.shape.stages} stages on {self.shape.lanes} {self._where} take turns, so expect the "
             "time of one; --parallel.layout pipeline lets them work at the same time"
         )
+
+
+class StagedReference(ReferenceCopy):
+    """The whole model, which draws the random numbers that each stage draws."""
+
+    def __init__(self, strategy: PipelineStrategy, cut: Cut, copy: nn.Module | None) -> None:
+        super().__init__(strategy, strategy.name, copy)
+        self._shape, self._segments, self._cut = strategy.shape, strategy.segments, cut
+
+    def forward(self, model: nn.Module, draws: ModelDraws, step: int, micro: int, drawing: bool) -> nn.Module:
+        if not drawing:
+            return model
+        grid, shape = self.strategy.grid, self._shape
+        first = (grid.replica * shape.micro_batches + micro) * shape.stages
+        own = ModelDraws(draws.seed, range(first, first + shape.stages), grid.world.device)
+        own.active = True
+        own.at(step)
+        return _DrawsByStage(model, self._cut.root(model), self._segments, own)
 
 
 class _DrawsByStage(nn.Module):
@@ -392,43 +366,6 @@ def _shape(recipe: Recipe, world: World) -> Shape:
     return pipeline_shape(recipe, world.size, devices)
 
 
-def _named_cut(split: str, stages: int) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in split.split(","))
-    if not all(names):
-        raise UserError(
-            f"parallel.split = {split!r}: a name is empty",
-            "give time, even, or the modules that begin stages 1, 2, …: --parallel.split layer2,layer3",
-        )
-    if len(names) + 1 != stages:
-        raise UserError(
-            f"parallel.split = {split}: makes {len(names) + 1} stage(s), but {stages} are needed",
-            "name the module that begins each stage but the first",
-        )
-    return names
-
-
-def _by_stage(
-    module: nn.Module, root: nn.Module, segments: Sequence[Segment], stages: Mapping[int, StageModule]
-) -> dict[int, list[nn.Parameter]]:
-    """The parameters of this process's stages."""
-    held = dict(root.named_parameters())
-    found = {number: [held[name] for name in segments[number].parameters] for number in stages}
-    used = {id(each) for group in found.values() for each in group}
-    others = [each for each in module.parameters() if id(each) not in used and not each.is_meta]
-    inside = {id(each) for each in held.values()}
-    for each in others:
-        found[max(stages) if id(each) not in inside else min(stages)].append(each)
-    empty = [number for number, group in found.items() if not any(each.requires_grad for each in group)]
-    if empty:
-        where = segments[empty[0]].name or "the input"
-        raise UserError(
-            f"parallel.split: stage {empty[0]}, which begins at {where}, has nothing to train",
-            "use fewer stages, or name cuts that leave each one something to train: --parallel.split NAMES, which "
-            "`drumline plan --cuts MODEL` lists",
-        )
-    return found
-
-
 def _specs(
     stages: Sequence[StageModule], sample: Tensor, precision: Precision
 ) -> Callable[[int, int], Sequence[TensorSpec]]:
@@ -437,14 +374,6 @@ def _specs(
         return boundaries(stages, sample[:1].expand(size, -1, -1, -1).contiguous(), precision)
 
     return lambda stage, size: of_size(size)[stage]
-
-
-def _lane_devices(shape: Shape, own: torch.device) -> list[torch.device]:
-    """The devices of this process's lanes. The last is the process's own, where labels and loss are."""
-    if shape.over_processes:
-        return [own]
-    count = torch.cuda.device_count() if own.type == "cuda" else 1
-    return [torch.device("cuda", lane % count) if count > 1 else own for lane in reversed(range(shape.lanes))]
 
 
 def _names_of(root: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:

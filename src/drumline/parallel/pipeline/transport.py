@@ -18,25 +18,25 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from drumline.parallel.lanes import Kind, Recorder
+from drumline.parallel.lanes import Op, Recorder
 from drumline.parallel.pipeline.stage import TensorSpec
 from drumline.parallel.world import Pending, World
 
-DIRECTIONS = {Kind.SEND_OUTPUT: 1, Kind.SEND_GRADIENT: -1}
+DIRECTIONS = {Op.SEND_OUTPUT: 1, Op.SEND_GRADIENT: -1}
 """The receiver's stage minus the sender's, for each direction. Sender and receiver both name a direction by the
 sender's instruction."""
 
 
-class Transport(Protocol):
+class StageTransport(Protocol):
     """Connects one rank to the stages before and after its own. `stage` is always the one that computes here."""
 
     recorder: Recorder | None
     """Records how long each send took, if set."""
 
-    def send(self, direction: Kind, stage: int, micro: int, tensors: Sequence[Tensor]) -> None:
+    def send(self, direction: Op, stage: int, micro: int, tensors: Sequence[Tensor]) -> None:
         """Starts to send outputs to stage + 1, or gradients to stage - 1."""
 
-    def receive(self, direction: Kind, stage: int, micro: int, specs: Sequence[TensorSpec]) -> Any:
+    def receive(self, direction: Op, stage: int, micro: int, specs: Sequence[TensorSpec]) -> Any:
         """Allocates buffers for outputs of stage - 1, or for gradients from stage + 1, and starts to receive them.
         Returns a handle for `wait`."""
 
@@ -57,14 +57,14 @@ class ProcessTransport:
 
     def __init__(self, down: World, up: World) -> None:
         self.recorder: Recorder | None = None
-        self._worlds = {Kind.SEND_OUTPUT: down, Kind.SEND_GRADIENT: up}
+        self._worlds = {Op.SEND_OUTPUT: down, Op.SEND_GRADIENT: up}
         self._device = down.device
         self._announced: dict[_Form, list[tuple[int, ...]]] = {}
         """The strides that this rank has announced to receivers."""
         self._requested: set[_Form] = set()
         self._strides: dict[_Form, list[tuple[int, ...]]] = {}
         """The strides that senders have announced to this rank."""
-        self._own: dict[tuple[Kind, int, int], list[Tensor]] = {}
+        self._own: dict[tuple[Op, int, int], list[Tensor]] = {}
         self._sent: list[Pending] = []
         # gloo reports a finished send only to a caller that waits for it, so a thread does the waiting.
         self._threads = {kind: WorkerThread(f"{kind}") for kind in DIRECTIONS if down.backend != "nccl"}
@@ -92,7 +92,7 @@ class ProcessTransport:
         if self._error is not None:
             raise self._error
 
-    def send(self, direction: Kind, stage: int, micro: int, tensors: Sequence[Tensor]) -> None:
+    def send(self, direction: Op, stage: int, micro: int, tensors: Sequence[Tensor]) -> None:
         world, receiver = self._worlds[direction], stage + DIRECTIONS[direction]
         to = receiver % world.size
         if to == world.rank:
@@ -125,7 +125,7 @@ class ProcessTransport:
             # Frees the memory of finished sends during the step: a step has many micro-batches.
             self._sent = [each for each in self._sent if not each.is_completed()] + pending
 
-    def receive(self, direction: Kind, stage: int, micro: int, specs: Sequence[TensorSpec]) -> Any:
+    def receive(self, direction: Op, stage: int, micro: int, specs: Sequence[TensorSpec]) -> Any:
         world = self._worlds[direction]
         source = (stage - DIRECTIONS[direction]) % world.size
         if source == world.rank:
@@ -181,7 +181,7 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-_Form = tuple[Kind, int, tuple[tuple[int, ...], ...]]
+_Form = tuple[Op, int, tuple[tuple[int, ...], ...]]
 """Direction, receiving stage, and shapes. Strides are announced once for each."""
 
 
@@ -198,7 +198,7 @@ def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def _tag(direction: Kind, stage: int, micro: int, index: int) -> int:
+def _tag(direction: Op, stage: int, micro: int, index: int) -> int:
     """A number below 2^31 that identifies one tensor of a step."""
     assert max(stage >> 11, micro >> 13, index >> 6) == 0, (stage, micro, index)
-    return (((stage << 13) | micro) << 6 | index) << 1 | (direction == Kind.SEND_GRADIENT)
+    return (((stage << 13) | micro) << 6 | index) << 1 | (direction == Op.SEND_GRADIENT)

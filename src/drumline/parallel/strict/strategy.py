@@ -7,9 +7,8 @@ from its own random numbers; the new buffers are the tree's mean of the shards'.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch
 from drumline.parallel.model_draws import ModelDraws
 from drumline.parallel.norm import PLAIN, SmallestBatch, WorldNorm, over_all
-from drumline.parallel.strategy import Cut, ForwardPass, Log, Strategy
+from drumline.parallel.strategy import ForwardPass, SetupContext, Strategy
 from drumline.parallel.strict.lockstep import Lockstep
 from drumline.parallel.strict.ordered import Fold, OrderedSum, owned
 from drumline.parallel.world import World
@@ -36,12 +35,9 @@ class StrictStrategy(Strategy):
     def __init__(self, recipe: Recipe, world: World) -> None:
         super().__init__(recipe, world)
         self.lockstep = Lockstep(world, shard_count(recipe))
+        self.micro_batches = len(self.lockstep.own)
         self.weight = 1.0
         self.streams = self.lockstep.own
-
-    @property
-    def micro_batches(self) -> int:
-        return len(self.lockstep.own)
 
     def batch_slice(self, replica: int | None = None) -> slice:
         shards = self.lockstep.shards
@@ -58,21 +54,16 @@ class StrictStrategy(Strategy):
             "use fewer --run.shards, a larger --data.batch, or --train.sync_bn",
         )
 
-    def sync_batchnorm(self, module: nn.Module) -> nn.Module:
-        # torch's own SyncBatchNorm spans processes, not shards.
-        return self._over_shards(module, PLAIN if self.recipe.train.sync_bn else (nn.SyncBatchNorm,))
-
-    def span_batchnorm(self, module: nn.Module) -> nn.Module:
-        return self._over_shards(module, PLAIN)
-
-    def _over_shards(self, module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> nn.Module:
+    def sync_batchnorm(self, module: nn.Module, always: bool = False) -> nn.Module:
         if self.lockstep.shards == 1:
             return module
+        # torch's own SyncBatchNorm spans processes, not shards.
+        kinds = PLAIN if always or self.recipe.train.sync_bn else (nn.SyncBatchNorm,)
         module = over_all(module, self.lockstep.total, kinds)
         self.lockstep.needed |= any(isinstance(layer, WorldNorm) for layer in module.modules())
         return module
 
-    def _lay_out(self, cut: Cut, image_size: int, saved: Mapping[str, Any], log: Log) -> nn.Module:
+    def lay_out(self, context: SetupContext) -> nn.Module:
         self._broadcast_weights()
         named = [(name, each) for name, each in self.module.named_parameters() if each.requires_grad]
         self._names, self._parameters = [name for name, _ in named], [each for _, each in named]

@@ -1,4 +1,4 @@
-"""Computes a step's gradients through a model in stages, for the layouts `model` and `pipeline`.
+"""A step of a model in stages: its gradients, their sum over replicas, and forward passes for evaluation.
 
 Promises: `.grad` is that of the replica's micro-batches accumulated in order, summed over the replicas; a stage's
 gradients travel to the other replicas as soon as they are complete, while other stages still compute. Random numbers
@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from drumline.core.errors import UserError
 from drumline.core.precision import Precision, autocast
 from drumline.data.feed.batch import Batch
-from drumline.parallel.lanes import Recorder, Span
+from drumline.parallel.data_parallel import BufferMean, used_anywhere
+from drumline.parallel.lanes import Recorder
 from drumline.parallel.model_draws import ModelDraws
 from drumline.parallel.norm import commit_statistics, forget_statistics
-from drumline.parallel.pipeline.execute import Lane, run_lanes
+from drumline.parallel.pipeline.lane import Lane, run_lanes
 from drumline.parallel.pipeline.mailbox import LaneDevice, Mailbox
 from drumline.parallel.pipeline.schedule import Shape, forward_lists, instruction_lists
 from drumline.parallel.pipeline.stage import Segment, StageModule, TensorSpec, boundaries
-from drumline.parallel.pipeline.transport import ProcessTransport, Transport
-from drumline.parallel.single import BufferMean, used_anywhere
+from drumline.parallel.pipeline.transport import ProcessTransport, StageTransport
 from drumline.parallel.strategy import ForwardPass, Prefetch, split_batch
 from drumline.parallel.world import Grid, Pending, World
 
@@ -51,8 +51,8 @@ class Tail(nn.Module):
 
 
 @dataclass(frozen=True)
-class Staged:
-    """A model in stages: those that this process computes."""
+class OwnStages:
+    """The stages of a model that this process computes."""
 
     module: nn.Module
     """Everything that is trained. Tensors of stages that other processes compute are on the meta device."""
@@ -73,25 +73,25 @@ class Staged:
     """Called with a step's micro-batches before the stages compute them."""
 
 
-class Pipelined:
-    """Runs this process's lanes: one, or all of a pipeline in one process."""
+class PipelineStep:
+    """Computes the gradients of a step in this process's lanes: one, or all of a pipeline in one process."""
 
-    def __init__(self, staged: Staged, shape: Shape, grid: Grid) -> None:
-        self.staged, self.shape, self.grid = staged, shape, grid
+    def __init__(self, own: OwnStages, shape: Shape, grid: Grid) -> None:
+        self.own, self.shape, self.grid = own, shape, grid
         self.lists = instruction_lists(
             shape.schedule, shape.lanes, shape.chunks, shape.micro_batches, reduces=shape.replicas > 1
         )
-        self._own = sorted(staged.stages)
+        self._held = sorted(own.stages)  # numbers of the stages
         first = grid.replica * shape.micro_batches * shape.stages
         self.streams: Sequence[int] = [
             first + micro * shape.stages + stage
             for micro in range(shape.micro_batches)
-            for stage in self._own
+            for stage in self._held
         ]
         self._box = (
-            None if shape.over_processes else Mailbox([LaneDevice.on(device) for device in staged.devices])
+            None if shape.over_processes else Mailbox([LaneDevice.on(device) for device in own.devices])
         )
-        transports: Sequence[Transport] = (
+        transports: Sequence[StageTransport] = (
             self._box.transports if self._box else (ProcessTransport(grid.down, grid.up),)
         )
         numbers = range(shape.lanes) if self._box else (grid.place,)
@@ -99,24 +99,22 @@ class Pipelined:
         self.lanes = [
             Lane(
                 self.lists[number],
-                {stage: each for stage, each in staged.stages.items() if stage % shape.lanes == number},
+                {stage: each for stage, each in own.stages.items() if stage % shape.lanes == number},
                 shape.stages - 1,
                 self._entering,
                 transport,
                 device,
-                staged.parameters,
+                own.parameters,
             )
-            for number, transport, device in zip(numbers, transports, staged.devices, strict=True)
+            for number, transport, device in zip(numbers, transports, own.devices, strict=True)
         ]
-        self._recorders = [
-            Recorder(number, device) for number, device in zip(numbers, staged.devices, strict=True)
+        self.recorders = [
+            Recorder(number, device) for number, device in zip(numbers, own.devices, strict=True)
         ]
-        self.recording = False
-        """Whether the next step records when it computes what."""
         self.computing: dict[int, tuple[int, Batch]] = {}
         """Thread to the stage and micro-batch it computes at the moment."""
-        self._sum = GradientSum(staged.parameters, grid.peers, staged.module)
-        self.buffers = BufferMean(staged.module, grid.peers)
+        self._sum = GradientSum(own.parameters, grid.peers, own.module)
+        self.buffers = BufferMean(own.module, grid.peers)
         # All lanes of a process use one generator: a stage that draws locks it.
         self._drawing = threading.Lock()
 
@@ -126,32 +124,32 @@ class Pipelined:
         self._sizes = [len(piece.labels) for piece in pieces]
         # Shapes are found here, once, because that swaps tensors of the model while lanes do not compute.
         for size in set(self._sizes):
-            self.staged.specs(0, size)
-        entry, tail = self.lanes[0].device, self.staged.tail
+            self.own.specs(0, size)
+        entry, tail = self.lanes[0].device, self.own.tail
 
         def feed(micro: int) -> Tensor:
             return forward.images(pieces[micro]).to(entry, non_blocking=True)
 
         def score(micro: int, output: Any) -> Tensor:
             tail.output = output
-            return forward.loss(pieces[micro] if self.staged.reads_images else without_pixels(pieces[micro]))
+            return forward.loss(pieces[micro] if self.own.reads_images else without_pixels(pieces[micro]))
 
         @contextmanager
         def around(stage: int, micro: int) -> Iterator[None]:
             with self._drawing if draws.active and self._box else nullcontext():
                 self.computing[threading.get_ident()] = stage, pieces[micro]
                 device = self.lanes[stage % len(self.lanes)].device
-                draws.switch(micro * len(self._own) + self._own.index(stage), device)
-                with autocast(device, self.staged.precision):
+                draws.switch(micro * len(self._held) + self._held.index(stage), device)
+                with autocast(device, self.own.precision):
                     yield
 
-        if self.staged.prefetch is not None:
-            self.staged.prefetch(pieces, forward.images)
-        if self._box and self.staged.recomputes and draws.active:
+        if self.own.prefetch is not None:
+            self.own.prefetch(pieces, forward.images)
+        if self._box and self.own.recomputes and draws.active:
             for lane in self.lanes:
                 lane.around_backward = self._drawing
-        forget_statistics(self.staged.module)
-        recorders = self._recorders if self.recording else None
+        forget_statistics(self.own.module)
+        recorders = self.recorders if self.recorders[0].recording else None
         if self._box is not None:
             run_lanes(self._box, self.lanes, feed, score, around, self._sum.begin, recorders)
         else:
@@ -160,14 +158,10 @@ class Pipelined:
             self.lanes[0].run(feed, score, around, self._sum.begin, recorders[0] if recorders else None)
         self._sum.finish()
         self.computing.clear()
-        commit_statistics(self.staged.module)
-
-    def spans(self) -> list[Span]:
-        """When this process's lanes computed what in the last recorded step."""
-        return [span for recorder in self._recorders for span in recorder.spans()]
+        commit_statistics(self.own.module)
 
     def _entering(self, stage: int, micro: int) -> Sequence[TensorSpec]:
-        return self.staged.specs(stage, self._sizes[micro])
+        return self.own.specs(stage, self._sizes[micro])
 
 
 class GradientSum:
@@ -244,7 +238,7 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-class Chain(nn.Module):
+class StagedForward(nn.Module):
     """Calls the stages of a model. Setting its mode sets the mode of the model."""
 
     def __init__(
@@ -264,7 +258,7 @@ class Chain(nn.Module):
         self._specs: dict[tuple[int, ...], list[tuple[TensorSpec, ...]]] = {}
         self._wire = ProcessTransport(grid.down, grid.up) if shape.over_processes else None
 
-    def train(self, mode: bool = True) -> Chain:
+    def train(self, mode: bool = True) -> StagedForward:
         """Sets the mode of the model, too."""
         self.training = mode
         self._held[0].train(mode)

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from drumline.parallel.lanes import Instruction, Kind, Moment, Recorder
+from drumline.parallel.lanes import Instruction, Moment, Op, Recorder
 from drumline.parallel.pipeline.mailbox import Mailbox
 from drumline.parallel.pipeline.stage import StageModule, TensorSpec
-from drumline.parallel.pipeline.transport import Transport
+from drumline.parallel.pipeline.transport import StageTransport
 
 Boundaries = Callable[[int, int], Sequence[TensorSpec]]
 """The tensors that enter a stage, given the stage and the micro-batch."""
@@ -49,7 +49,7 @@ class Lane:
         stages: Mapping[int, nn.Module],
         last: int,
         boundaries: Boundaries,
-        transport: Transport,
+        transport: StageTransport,
         device: torch.device,
         parameters: Mapping[int, Sequence[nn.Parameter]] | None = None,
     ) -> None:
@@ -81,10 +81,10 @@ class Lane:
         `reduce` starts to sum a stage's gradients over the replicas. The caller's autocast applies to forwards
         only."""
         do = {
-            Kind.FORWARD: lambda stage, micro: self._forward(stage, micro, feed, score, around),
-            Kind.BACKWARD: self._backward,
-            Kind.SEND_GRADIENT: self._send_gradient,
-            Kind.REDUCE: lambda stage, micro: reduce(stage),
+            Op.FORWARD: lambda stage, micro: self._forward(stage, micro, feed, score, around),
+            Op.BACKWARD: self._backward,
+            Op.SEND_GRADIENT: self._send_gradient,
+            Op.REDUCE: lambda stage, micro: reduce(stage),
         }
         with torch.enable_grad():
             self._execute(do, recorder)
@@ -114,19 +114,19 @@ class Lane:
             del self._held[stage, micro]
 
         with torch.no_grad():
-            self._execute({Kind.FORWARD: forward, Kind.SEND_OUTPUT: send}, recorder)
+            self._execute({Op.FORWARD: forward, Op.SEND_OUTPUT: send}, recorder)
         return outputs
 
-    def _execute(self, do: Mapping[Kind, Callable[[int, int], None]], recorder: Recorder | None) -> None:
+    def _execute(self, do: Mapping[Op, Callable[[int, int], None]], recorder: Recorder | None) -> None:
         self._held.clear()
         self._complete.clear()
         self._bytes = self._in_flight = 0
         actions = {
-            Kind.RECEIVE_INPUT: self._receive_input,
-            Kind.WAIT_INPUT: self._wait_input,
-            Kind.SEND_OUTPUT: self._send_output,
-            Kind.RECEIVE_GRADIENT: self._receive_gradient,
-            Kind.WAIT_GRADIENT: self._wait_gradient,
+            Op.RECEIVE_INPUT: self._receive_input,
+            Op.WAIT_INPUT: self._wait_input,
+            Op.SEND_OUTPUT: self._send_output,
+            Op.RECEIVE_GRADIENT: self._receive_gradient,
+            Op.WAIT_GRADIENT: self._wait_gradient,
             **do,
         }
         self.transport.recorder = recorder
@@ -210,7 +210,7 @@ class Lane:
     def _receive_input(self, stage: int, micro: int) -> None:
         held = self._held.setdefault((stage, micro), _Held())
         specs = self.boundaries(stage, micro)
-        held.pending_input = self.transport.receive(Kind.SEND_OUTPUT, stage, micro, specs)
+        held.pending_input = self.transport.receive(Op.SEND_OUTPUT, stage, micro, specs)
         self._allocate(held, specs)
 
     def _wait_input(self, stage: int, micro: int) -> None:
@@ -219,13 +219,13 @@ class Lane:
 
     def _send_output(self, stage: int, micro: int) -> None:
         held = self._held[stage, micro]
-        self.transport.send(Kind.SEND_OUTPUT, stage, micro, [tensor.detach() for tensor in held.outputs])
+        self.transport.send(Op.SEND_OUTPUT, stage, micro, [tensor.detach() for tensor in held.outputs])
         held.outputs = ()
 
     def _receive_gradient(self, stage: int, micro: int) -> None:
         held = self._held.setdefault((stage, micro), _Held())
         specs = [spec for spec in self.boundaries(stage + 1, micro) if spec.requires_grad]
-        held.pending_gradient = self.transport.receive(Kind.SEND_GRADIENT, stage, micro, specs)
+        held.pending_gradient = self.transport.receive(Op.SEND_GRADIENT, stage, micro, specs)
         self._allocate(held, specs)
 
     def _wait_gradient(self, stage: int, micro: int) -> None:
@@ -245,7 +245,7 @@ class Lane:
             # A parameter's first `.grad` may share the memory of an input's gradient, as in x + bias.view(1, 6). The
             # next micro-batch would add to it while it is being sent.
             gradients = [gradient.clone() for gradient in gradients]
-        self.transport.send(Kind.SEND_GRADIENT, stage, micro, gradients)
+        self.transport.send(Op.SEND_GRADIENT, stage, micro, gradients)
 
     def _allocate(self, held: _Held, specs: Iterable[TensorSpec]) -> None:
         size = sum(spec.bytes for spec in specs)
@@ -284,7 +284,7 @@ def run_lanes(
     )
 
 
-_TAKES_TIME = (Kind.FORWARD, Kind.BACKWARD, Kind.WAIT_INPUT, Kind.WAIT_GRADIENT)
+_TAKES_TIME = (Op.FORWARD, Op.BACKWARD, Op.WAIT_INPUT, Op.WAIT_GRADIENT)
 
 
 @dataclass

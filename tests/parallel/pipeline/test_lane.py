@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drumline.parallel.lanes import Kind, Recorder
+from drumline.parallel.lanes import Op, Recorder
 from drumline.parallel.pipeline import schedule as schedules
-from drumline.parallel.pipeline.execute import Lane, run_lanes
+from drumline.parallel.pipeline.lane import Lane, run_lanes
 from drumline.parallel.pipeline.mailbox import LaneDevice, Mailbox, copy_direct
 from drumline.parallel.pipeline.stage import TensorSpec
-from drumline.parallel.pipeline.transport import ProcessTransport, Transport, dense, flat
+from drumline.parallel.pipeline.transport import ProcessTransport, StageTransport, dense, flat
 from drumline.parallel.world import Pending, single_process
 from tests.launch.ranks import one_thread, results_of
 from tests.parallel.pipeline import lanes
@@ -209,7 +209,7 @@ def test_a_gradient_on_its_way_is_not_a_parameter_s_own(idle: int) -> None:
     "transport",
     [Mailbox(places(1)).transports[0], ProcessTransport(single_process(CPU), single_process(CPU))],
 )
-def test_a_rank_that_sends_to_itself_may_change_what_it_gets(transport: Transport) -> None:
+def test_a_rank_that_sends_to_itself_may_change_what_it_gets(transport: StageTransport) -> None:
     """The stage before still needs its output for its own gradient."""
 
     class Give(nn.Linear):
@@ -250,11 +250,11 @@ def test_what_nccl_has_sent_is_given_back_before_the_step_ends() -> None:
     for micro in range(4):
         output = torch.ones(3)
         kept.append(weakref.ref(output.untyped_storage()))
-        wire.send(Kind.SEND_OUTPUT, 0, micro, [output])
+        wire.send(Op.SEND_OUTPUT, 0, micro, [output])
         del output
         for work in world.works[:-1]:  # all but the last have arrived
             work.done = True
-    wire.send(Kind.SEND_OUTPUT, 0, 4, [torch.ones(3)])
+    wire.send(Op.SEND_OUTPUT, 0, 4, [torch.ones(3)])
     assert [each() is None for each in kept] == [True, True, True, False]
     wire.finish()
 
@@ -327,15 +327,15 @@ def test_spans_tell_computing_waits_and_transfers() -> None:
     run_two(stages, inputs, move=partial(after, 0.002), schedule="1f1b", recorders=recorders)
     spans = [span for recorder in recorders for span in recorder.spans()]
     expected = {
-        (0, Kind.FORWARD), (0, Kind.SEND_OUTPUT), (0, Kind.WAIT_GRADIENT), (0, Kind.BACKWARD),
-        (1, Kind.WAIT_INPUT), (1, Kind.FORWARD), (1, Kind.BACKWARD), (1, Kind.SEND_GRADIENT),
+        (0, Op.FORWARD), (0, Op.SEND_OUTPUT), (0, Op.WAIT_GRADIENT), (0, Op.BACKWARD),
+        (1, Op.WAIT_INPUT), (1, Op.FORWARD), (1, Op.BACKWARD), (1, Op.SEND_GRADIENT),
     }  # fmt: skip
     assert {(span.lane, span.kind) for span in spans} == expected
     assert len(spans) == 3 * len(expected)
-    computing = [span for span in spans if span.kind in (Kind.FORWARD, Kind.BACKWARD)]
+    computing = [span for span in spans if span.kind in (Op.FORWARD, Op.BACKWARD)]
     assert all(span.end - span.start >= 0.004 for span in computing)
-    begins = {(span.stage, span.micro): span.start for span in spans if span.kind == Kind.FORWARD}
-    sent = {span.micro: span.end for span in spans if span.kind == Kind.SEND_OUTPUT}
+    begins = {(span.stage, span.micro): span.start for span in spans if span.kind == Op.FORWARD}
+    sent = {span.micro: span.end for span in spans if span.kind == Op.SEND_OUTPUT}
     assert all(begins[1, micro] >= sent[micro] for micro in range(3))
 
 

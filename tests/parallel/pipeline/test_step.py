@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import UserError
-from drumline.parallel.pipeline.pipelined import GradientSum
+from drumline.parallel.pipeline.step import GradientSum
 from drumline.parallel.world import Pending
 
 
