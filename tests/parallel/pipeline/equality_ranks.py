@@ -320,7 +320,7 @@ class Room:
         """What is not as promised, on this rank."""
         module = built(case.model)
         exchange = pipelined(case, grid, module)
-        passes = Passes(exchange.staged.tail, SAMPLES[case.replicas])
+        passes = Passes(exchange.own.tail, SAMPLES[case.replicas])
         batch = batch_of(case.replicas, grid.replica)
         exchange.gradients(batch, passes, NoDraws())
         exchange.buffers()
@@ -335,11 +335,11 @@ class Room:
                 "plain BatchNorm over both replicas",
             )
             theirs = self._both_at_once(case, grid, batch)
-        used = {id(p) for group in exchange.staged.parameters.values() for p in group}
+        used = {id(p) for group in exchange.own.parameters.values() for p in group}
         names = [f"{name}.grad" for name, p in module.named_parameters() if id(p) in used]
         own = {
             name
-            for stage in exchange.staged.stages
+            for stage in exchange.own.stages
             for name in cut_of(case.model, exchange.shape.stages)[0][stage].buffers
         }
         for name in (*names, *sorted(own)):
