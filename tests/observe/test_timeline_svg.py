@@ -18,7 +18,7 @@ import pytest
 
 from drumline.observe.timeline import perfetto
 from drumline.observe.timeline_svg import shades, timeline_svg
-from drumline.parallel.lanes import Kind, Span, Times, bubble, simulate
+from drumline.parallel.lanes import Op, Span, StageTimes, bubble, simulate
 from drumline.parallel.pipeline.schedule import instruction_lists
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -37,7 +37,7 @@ def step(
 ) -> tuple[Span, ...]:
     stages = ranks * chunks
     forward, backward = [4 * MS] * stages, [8 * MS] * stages
-    times = Times(forward, backward, [transfer] * (stages - 1), [16 * MS] * stages)
+    times = StageTimes(forward, backward, [transfer] * (stages - 1), [16 * MS] * stages)
     return simulate(instruction_lists(schedule, ranks, chunks, micro_batches, reduces), times)
 
 
@@ -67,7 +67,7 @@ def number(box: Element, name: str) -> float:
 def test_every_span_is_a_box_with_a_tooltip(schedule: str, chunks: int) -> None:
     spans = step(schedule, 2, 4, chunks, reduces=True)
     svg = timeline_svg(spans, spans, "t", LANES)
-    for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.SEND_OUTPUT, Kind.SEND_GRADIENT, Kind.REDUCE):
+    for kind in (Op.FORWARD, Op.BACKWARD, Op.SEND_OUTPUT, Op.SEND_GRADIENT, Op.REDUCE):
         assert len(boxes(svg, str(kind))) == 2 * sum(span.kind is kind for span in spans)
     assert boxes(svg, "forward of stage 1, micro-batch 3: 3.91 ms, from ")
 
@@ -78,7 +78,7 @@ def test_predicted_stands_above_measured_on_the_same_time_scale() -> None:
     svg = timeline_svg(measured, predicted, "t", LANES)
     assert [heading.split(":")[0] for heading in texts(svg, "half")] == ["predicted", "measured"]
     for span in predicted:
-        if span.kind not in (Kind.FORWARD, Kind.BACKWARD):
+        if span.kind not in (Op.FORWARD, Op.BACKWARD):
             continue
         above, below = boxes(svg, f"{span.kind} of stage {span.stage}, micro-batch {span.micro}:")
         assert number(above, "y") < number(below, "y")
@@ -144,11 +144,11 @@ def test_numbers_stand_in_boxes_that_hold_them_and_in_no_others() -> None:
 
 def test_transfers_are_thin_and_below_their_lane_and_overlapping_ones_below_each_other() -> None:
     spans = [
-        Span(0, Kind.FORWARD, 0, 0, 0.0, 1.0),
-        Span(0, Kind.SEND_OUTPUT, 0, 0, 1.0, 3.0),
-        Span(0, Kind.SEND_OUTPUT, 0, 1, 2.0, 4.0),
-        Span(0, Kind.SEND_OUTPUT, 0, 2, 3.0, 5.0),
-        Span(1, Kind.FORWARD, 1, 0, 3.0, 4.0),
+        Span(0, Op.FORWARD, 0, 0, 0.0, 1.0),
+        Span(0, Op.SEND_OUTPUT, 0, 0, 1.0, 3.0),
+        Span(0, Op.SEND_OUTPUT, 0, 1, 2.0, 4.0),
+        Span(0, Op.SEND_OUTPUT, 0, 2, 3.0, 5.0),
+        Span(1, Op.FORWARD, 1, 0, 3.0, 4.0),
     ]
     svg = timeline_svg(spans, None, "t", LANES)
     computed, following = boxes(svg, "forward")
@@ -160,9 +160,9 @@ def test_transfers_are_thin_and_below_their_lane_and_overlapping_ones_below_each
 
 
 def test_computing_that_overlaps_is_drawn_in_two_rows_but_a_clock_s_rounding_is_not() -> None:
-    first = Span(0, Kind.FORWARD, 0, 0, 0.0, 1.0)
+    first = Span(0, Op.FORWARD, 0, 0, 0.0, 1.0)
     for start, rows in ((0.5, 2), (0.9999, 1)):
-        svg = timeline_svg([first, Span(0, Kind.FORWARD, 0, 1, start, 2.0)], None, "t", ["rank 0"])
+        svg = timeline_svg([first, Span(0, Op.FORWARD, 0, 1, start, 2.0)], None, "t", ["rank 0"])
         one, other = boxes(svg, "forward")
         assert len({number(one, "y"), number(other, "y")}) == rows
         assert number(one, "height") == 30 / rows
@@ -179,7 +179,7 @@ def test_what_took_no_time_is_not_drawn() -> None:
     [(8.7, "1 s", "8 s"), (0.0413, "5 ms", "40 ms"), (0.001, "0.1 ms", "1 ms"), (3.1e-5, "5 µs", "30 µs")],
 )
 def test_ticks_are_round(seconds: float, first: str, last: str) -> None:
-    svg = timeline_svg([Span(0, Kind.FORWARD, 0, 0, 0.0, seconds)], None, "t", ["rank 0"])
+    svg = timeline_svg([Span(0, Op.FORWARD, 0, 0, 0.0, seconds)], None, "t", ["rank 0"])
     assert texts(svg, "tick")[:2] == ["0", first]
     assert texts(svg, "tick")[-1] == last
 
