@@ -1,11 +1,11 @@
-"""Accuracy on real sets, each by one command line anyone can repeat. Prints a markdown table.
+"""Accuracy on public data sets, each from one command line that can be repeated. Prints a markdown table.
 
-    python benchmarks/accuracy.py --digits --fashion FOLDER --cifar10 FILE_OR_FOLDER --imagenette FOLDER
+    python benchmarks/accuracy.py --digits --fashion FOLDER --cifar10 PATH --imagenette FOLDER
+    python benchmarks/accuracy.py --small               # two steps on the digits: a check that the script works
 
-Runs what it is given a path for. FOLDER of Fashion-MNIST: the four idx files; CIFAR-10: an .npz or the official
-batches; Imagenette: class folders under train/ and val/. The recipes are fixed here, the seed is the default 0,
-and accuracy is that of the last epoch, not of the best. `--small` takes two steps on the
-digits, to see that it works.
+Runs the sets whose options are given. Fashion-MNIST: a folder with the four idx files. CIFAR-10: an .npz file or the
+official batches. Imagenette: class folders under train/ and val/. The recipes are fixed in this script, and the seed
+is 0. The accuracy is that of the last epoch, not of the best.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ IMAGENETTE = (
 
 def main() -> None:
     parser = Parser(__doc__, digits=True)
-    parser.add_argument("--digits", action="store_true", help="the embedded digits, 1 and 2 processes")
-    parser.add_argument("--fashion", metavar="FOLDER")
-    parser.add_argument("--cifar10", metavar="PATH")
-    parser.add_argument("--imagenette", metavar="FOLDER", help="1 and 2 processes")
+    parser.add_argument("--digits", action="store_true", help="the embedded digits, with 1 and 2 processes")
+    parser.add_argument("--fashion", metavar="FOLDER", help="Fashion-MNIST, the four idx files")
+    parser.add_argument(
+        "--cifar10", metavar="PATH", help="an .npz file, or a folder with the official batches"
+    )
+    parser.add_argument("--imagenette", metavar="FOLDER", help="class folders; with 1 and 2 processes")
     args = parser.parse_args()
     jobs: list[tuple[str, str, int]] = []
     if args.digits:
@@ -56,8 +58,10 @@ def main() -> None:
         parser.error("give at least one data set")
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU, {platform.machine()}"
     rows = [run(*job) for job in jobs]
-    print(f"\n{device}, torch {torch.__version__}; start to end, with start-up, evaluation and checkpoints\n")
-    print("| data | command after `drumline train` | processes | right | top-1 | seconds |")
+    print(
+        f"\n{device}, torch {torch.__version__}; total time, including start-up, evaluation and checkpoints\n"
+    )
+    print("| data | arguments of `drumline train` | processes | correct | top-1 | seconds |")
     print("|---|---|---|---|---|---|")
     print("\n".join(rows))
 

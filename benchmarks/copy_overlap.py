@@ -1,16 +1,18 @@
-"""Copies beside the computing against copies that take turns with it: the gain in step time.
+"""Copies in parallel with the computation, compared with copies that take turns with it: the gain in step time.
 
-    python benchmarks/copy_overlap.py --cpu                       # stages that sleep, slow transfers
-    python benchmarks/copy_overlap.py --out pictures --log o.jsonl  # a GPU if there is one
+    python benchmarks/copy_overlap.py --cpu                          # stages that sleep, slow transfers
+    python benchmarks/copy_overlap.py --out pictures --log o.jsonl   # on a GPU if there is one
 
-On a CPU: stages that sleep 8 + 16 ms and copies that take 4 ms each, in threads of their own against in the thread
-that computes, beside what the simulator says of both. On one GPU: ResNet-50 in two virtual stages, bf16,
-channels_last, copies from device memory to device memory and by way of the host: everything on one stream, a stream
-for each stage on which its copies take turns with its computing, and copies on streams of their own. Beside them the
-same micro-batches through the whole model: on one GPU a pipeline is not faster than that. Kernels are cuDNN's first
-choice, not the fastest of a search, for all alike.
-Measured steps are drawn into the folder `--out`. Before that, gradients and buffers of several models are held
-against plain accumulation, bit by bit. Cases take turns; shown are medians. Ends with 1 if a bit differs.
+On a CPU, stages sleep for 8 + 16 ms and each copy takes 4 ms, either in the computing thread or in a thread of its
+own. The table shows the simulator's prediction next to each measurement. On one GPU, ResNet-50 runs in two virtual
+stages (bf16, channels_last), with copies from device to device or through the host. Three arrangements are
+compared: everything on one stream; one stream per stage, shared by its computation and its copies; and separate
+streams for copies. The same micro-batches through the whole model are the reference: on one GPU, no pipeline is
+faster. All of them use cuDNN's default kernels, not the fastest of a search.
+
+First, the gradients and buffers of several models are compared with plain accumulation, bit for bit. Cases
+alternate in rounds; the tables show medians. `--out` writes timelines of measured steps. Exits with 1 if a bit
+differs.
 """
 
 from __future__ import annotations
@@ -93,32 +95,36 @@ def on_cpu(rounds: int, transfer: float, cases: Sequence[Case], log: Log, out: P
     sleeps = f"{1e3 * one.forward:g} + {1e3 * one.backward:g} ms"
     print(
         f"{machine()}; stages that sleep {sleeps}, copies of {1e3 * transfer:g} ms, M = {one.micro_batches}; "
-        f"{rounds} rounds that take turns, medians\n"
+        f"{rounds} alternating rounds, medians\n"
     )
-    print("| schedule | P | in turns, ms | simulated | beside, ms | simulated | gain | simulated |")
+    print("| schedule | P | in turns, ms | simulated | in parallel, ms | simulated | gain | simulated |")
     print("|---|---|---|---|---|---|---|---|")
     for case in cases:
         measured = {overlap: median_ms(found[case, overlap]) for overlap in (False, True)}
-        spans = {beside: simulate(case.lists(), case.times(transfer, beside)) for beside in (False, True)}
-        said = {beside: 1e3 * step_time(each) for beside, each in spans.items()}
+        spans = {
+            parallel: simulate(case.lists(), case.times(transfer, parallel)) for parallel in (False, True)
+        }
+        predicted = {parallel: 1e3 * step_time(each) for parallel, each in spans.items()}
         print(
-            f"| {case.schedule} | {case.ranks} | {measured[False]:.1f} | {said[False]:.1f} | {measured[True]:.1f} | "
-            f"{said[True]:.1f} | {gain(measured)} | {gain(said)} |",
+            f"| {case.schedule} | {case.ranks} | {measured[False]:.1f} | {predicted[False]:.1f} | "
+            f"{measured[True]:.1f} | {predicted[True]:.1f} | {gain(measured)} | {gain(predicted)} |",
             flush=True,
         )
         if out is not None:
             for overlap in (False, True):
                 recorders = [Recorder(rank, CPU) for rank in range(case.ranks)]
                 runs[case, overlap].step(boxes[case, overlap], recorders)
-                name = f"asleep-{case.schedule}-{case.ranks}-{'beside' if overlap else 'in-turns'}"
-                title = f"{case}, copies {'beside the computing' if overlap else 'in turns with it'}"
-                # The simulator has no copies in turns: it takes them for computing.
+                name = f"asleep-{case.schedule}-{case.ranks}-{'parallel' if overlap else 'in-turns'}"
+                title = (
+                    f"{case}, copies {'in parallel with the computation' if overlap else 'in turns with it'}"
+                )
+                # The simulator treats copies in turns as computation.
                 draw(out, name, title, recorders, spans[True] if overlap else None)
     return 0
 
 
 def gain(milliseconds: dict[bool, float]) -> str:
-    """By which the step is shorter."""
+    """The part of the step that is saved."""
     return shorter(milliseconds[True], milliseconds[False])
 
 
@@ -131,7 +137,7 @@ def draw(
 ) -> None:
     """The step that was just recorded, as a picture and as a trace."""
     spans = spans_of(recorders)
-    lanes = [f"place {recorder.lane}" for recorder in recorders]
+    lanes = [f"rank {recorder.lane}" for recorder in recorders]
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.svg").write_text(timeline_svg(spans, predicted, title, lanes))
     (out / f"{name}.json").write_text(perfetto(spans, predicted, lanes))
@@ -142,7 +148,7 @@ def draw(
 
 @dataclass(frozen=True)
 class Work:
-    """A batch of made-up images for a model."""
+    """A batch of random images for a model."""
 
     model: str
     size: int
@@ -158,7 +164,7 @@ class Work:
 
 
 def job_of(work: Work) -> ModelInStages:
-    """Dropout is off, because whole and cut models would draw in another order."""
+    """Dropout is off, because whole and cut models would draw in a different order."""
     size, batch, device = work.size, work.batch, work.device
     torch.manual_seed(0)
     model = create_model(work.model, classes=1000).to(device).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
@@ -171,7 +177,7 @@ def job_of(work: Work) -> ModelInStages:
 
 
 def balanced(job: ModelInStages, stages: int) -> Sequence[str]:
-    """Where stages begin, by measured times."""
+    """The first module of each stage but the first, chosen by measured times."""
     shape = job.pieces[0][0].shape
     options = ProfileOptions(shape, job.device, job.precision, channels_last=True)
     names, _ = choose_split(job.traced, stages, options)
@@ -189,7 +195,7 @@ def deterministic() -> Iterator[None]:
 
 
 def differing(one: nn.Module, other: nn.Module) -> list[str]:
-    """Names of parameters whose gradients, and of buffers whose values, are not the same bits."""
+    """The names of parameters whose gradients differ and of buffers whose values differ, in any bit."""
     wrong = [
         name
         for (name, a), (_, b) in zip(one.named_parameters(), other.named_parameters(), strict=True)
@@ -201,13 +207,14 @@ def differing(one: nn.Module, other: nn.Module) -> list[str]:
 
 
 def same_bits(works: Sequence[Work], log: Log, until: float = float("inf")) -> int:
-    """Every schedule against accumulation over the same micro-batches, two steps each. How many differ."""
+    """Compares every schedule with accumulation over the same micro-batches, for two steps. Returns how many
+    differ."""
     print("| model | schedule | stages | tensors compared | differing |\n|---|---|---|---|---|")
     bad = 0
     for work in works:
         name = work.model
         if time.monotonic() > until:
-            print(f"| {name} | left out: no time left | | | |")
+            print(f"| {name} | skipped: no time left | | | |")
             continue
         try:
             job = job_of(work)
@@ -215,8 +222,8 @@ def same_bits(works: Sequence[Work], log: Log, until: float = float("inf")) -> i
             with deterministic():
                 for _ in range(2):
                     job.whole()
-        except (UserError, RuntimeError) as error:  # not there, or no kernels that repeat their bits
-            print(f"| {name} | left out: {str(error).splitlines()[0]} | | | |")
+        except (UserError, RuntimeError) as error:  # not installed, or no deterministic kernels
+            print(f"| {name} | skipped: {str(error).splitlines()[0]} | | | |")
             continue
         whole = job.model
         compared = sum(each.grad is not None for each in whole.parameters()) + len([*whole.buffers()])
@@ -230,8 +237,8 @@ def same_bits(works: Sequence[Work], log: Log, until: float = float("inf")) -> i
                 wrong = [f"{type(error).__name__}: {str(error).splitlines()[0]}"]
             log.add("bits", model=name, schedule=schedule, compared=compared, differing=wrong)
             bad += bool(wrong)
-            told = f"{len(wrong)}, first {wrong[0]}" if wrong else "0"
-            print(f"| {name} | {schedule} | {stages} | {compared} | {told} |", flush=True)
+            cell = f"{len(wrong)}, first {wrong[0]}" if wrong else "0"
+            print(f"| {name} | {schedule} | {stages} | {compared} | {cell} |", flush=True)
         del job, whole, untouched
         torch.cuda.empty_cache()
     return bad
@@ -246,7 +253,7 @@ def piped_and_differing(job: ModelInStages, whole: nn.Module, schedule: str, sta
 
 
 def mailbox_with(streams: str, places: Sequence[LaneDevice], move: Move) -> Mailbox:
-    """Two places; the same ones for every case, because memory is kept by stream and would not be enough for all."""
+    """Two lane devices, the same for every case: the allocator keeps memory per stream, so new ones would not fit."""
     return Mailbox([places[0]] * 2 if streams == ONE else places, overlap=streams == OWN, move=move)
 
 
@@ -259,7 +266,7 @@ def overlap_on_gpu(
     out: Path | None,
     until: float = float("inf"),
 ) -> None:
-    """One model, one batch size: every schedule and way of copying, in turns."""
+    """One model, one batch size: every schedule and arrangement of copies, alternating."""
     device, job = work.device, job_of(work)
     settle: Callable[[], None] = (
         partial(torch.cuda.synchronize, device) if device.type == "cuda" else _nothing
@@ -285,7 +292,7 @@ def overlap_on_gpu(
         peaks[key] = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
 
     def timed(run: Callable[..., None]) -> float:
-        run()  # the case before may have left the memory otherwise divided
+        run()  # the previous case may have left the memory fragmented
         settle()
         begun = time.perf_counter()
         for _ in range(steps):
@@ -354,20 +361,27 @@ MODELS = (
 def main() -> int:
     parser = Parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="timed steps a round on the GPU")
-    parser.add_argument("--batches", default="1024", help="on the GPU")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps per round on the GPU")
+    parser.add_argument("--batches", default="1024", help="batch sizes on the GPU, separated by commas")
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--model", default="resnet50")
-    parser.add_argument("--models", default=",".join(MODELS), help="whose bits are compared on the GPU")
     parser.add_argument(
-        "--seconds", type=float, default=420.0, help="begin nothing new on the GPU after these"
+        "--models", default=",".join(MODELS), help="models whose bits are compared on the GPU"
     )
     parser.add_argument(
-        "--forward-ms", type=float, default=8.0, help="of a rank that sleeps; backward is twice"
+        "--seconds", type=float, default=420.0, help="start nothing new on the GPU after this time"
     )
-    parser.add_argument("--transfer-ms", type=float, default=4.0, help="of one copy between sleeping stages")
-    parser.add_argument("--out", type=Path, help="a folder for timelines (SVG, and JSON for ui.perfetto.dev)")
-    parser.add_argument("--log", help="a file for JSON lines")
+    parser.add_argument(
+        "--forward-ms",
+        type=float,
+        default=8.0,
+        help="forward time of a sleeping rank; backward takes twice that",
+    )
+    parser.add_argument(
+        "--transfer-ms", type=float, default=4.0, help="time of one copy between sleeping stages"
+    )
+    parser.add_argument("--out", type=Path, help="folder for timelines (SVG, and JSON for ui.perfetto.dev)")
+    parser.add_argument("--log", help="file for the measurements, as JSON lines")
     parser.add_argument("--cpu", action="store_true", help="sleeping stages only")
     args = parser.parse_args()
     log, transfer, begun = Log(args.log), args.transfer_ms / 1e3, time.monotonic()
@@ -377,7 +391,7 @@ def main() -> int:
         bad = same_bits([tiny], log)
         overlap_on_gpu(tiny, ["1f1b"], 1, 1, log, args.out)
         return 1 if bad else 0
-    # Two places of one GPU have ten streams; by default eight run side by side, and the others behind those.
+    # Two lane devices of one GPU have ten streams; by default only eight run concurrently.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if args.cpu or not torch.cuda.is_available():
@@ -389,18 +403,18 @@ def main() -> int:
         ]
         return on_cpu(args.rounds, transfer, cases, log, args.out)
     device = torch.device("cuda", 0)
-    print(f"{machine(device)}: gradients and buffers against accumulation, two steps\n")
+    print(f"{machine(device)}: gradients and buffers compared with accumulation, two steps\n")
     works = [Work(name, 224, 16, 4, device, BF16) for name in args.models.split(",")]
     bad = same_bits(works, log, begun + args.seconds / 2)
     for batch in map(int, args.batches.split(",")):
         if time.monotonic() > begun + args.seconds:
-            print(f"\nbatch {batch}: left out, no time left")
+            print(f"\nbatch {batch}: skipped, no time left")
             continue
         work = Work(args.model, 224, batch, args.micro_batches, device, BF16)
         try:
             overlap_on_gpu(work, SCHEDULES, args.rounds, args.steps, log, args.out, begun + args.seconds)
         except torch.OutOfMemoryError:
-            print(f"\nbatch {batch}: left out, no room for it")
+            print(f"\nbatch {batch}: skipped, out of memory")
     return 1 if bad else 0
 
 

@@ -1,13 +1,13 @@
-"""What OpenMP threads that wait for work cost on a CPU: spinning (the default) against OMP_WAIT_POLICY=passive.
+"""What waiting OpenMP threads cost on a CPU: spinning (the default) compared with OMP_WAIT_POLICY=passive.
 
     python benchmarks/cpu_wait_policy.py
-    python benchmarks/cpu_wait_policy.py --small      # one round of one step, to see that it works
+    python benchmarks/cpu_wait_policy.py --small      # one round of one step: a check that the script works
 
-Trains a small network with plain torch on 1 and 2 threads, on the machine as it is and beside one busy process for
-each core. Every arm is a process of its own (libgomp reads the policy when it is loaded) that stays up. Arms take
-turns in every round, and the fastest round of each counts. Prints speeds as ratios to one spinning thread on the
-machine as it is. That is idle only if nothing else runs (the load average is printed with the table); root can ask
-for `--real-time`, with which the arms come before other programs.
+Trains a small network with plain torch on 1 and 2 threads, first on the machine as it is, then alongside one busy
+process per core. Each policy and number of threads has its own process (libgomp reads the policy when it is loaded),
+which stays alive. They alternate in rounds, and the fastest round of each counts. Prints speeds relative to one
+spinning thread on the machine as it is. The machine is idle only if nothing else runs: the load average is printed
+with the table. With `--real-time`, which needs root, they take precedence over other programs.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ def main() -> None:
     parser = Parser(__doc__, rounds=1, steps=1, batch=4, threads=[2])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=6, help="of one round of one arm")
+    parser.add_argument("--steps", type=int, default=6, help="steps per round")
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--real-time", action="store_true", help="arms come first, as on an idle machine")
+    parser.add_argument(
+        "--real-time", action="store_true", help="take precedence over other programs (needs root)"
+    )
     options = parser.parse_args()
     if ARM in os.environ:
         work(int(os.environ[ARM]), options.batch, options.steps)
@@ -61,7 +63,7 @@ def main() -> None:
 
 
 def work(threads: int, batch: int, steps: int) -> None:
-    """One arm: answers each line on stdin by the seconds that some steps took."""
+    """One arm: answers each line on stdin with the seconds that `steps` steps took."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     model = create_model("resnet8", classes=10)
@@ -84,7 +86,7 @@ def work(threads: int, batch: int, steps: int) -> None:
 
 
 def schedule(first: bool) -> None:
-    """Whether all threads of this process come before those of other programs."""
+    """Sets whether all threads of this process take precedence over other programs."""
     kind = os.SCHED_FIFO if first else os.SCHED_OTHER
     for thread in Path("/proc/self/task").iterdir():
         if os.sched_getscheduler(int(thread.name)) != kind:
@@ -93,7 +95,7 @@ def schedule(first: bool) -> None:
 
 @contextmanager
 def arm(variables: dict[str, str], threads: int) -> Iterator[subprocess.Popen[str]]:
-    """A process that is asked for rounds."""
+    """A process that runs rounds on request."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -125,7 +127,7 @@ def one_round(process: subprocess.Popen[str], first: bool) -> float:
 
 @contextmanager
 def others(count: int) -> Iterator[None]:
-    """So many processes that keep a core busy."""
+    """Runs `count` processes that each keep a core busy."""
     running = [subprocess.Popen([sys.executable, "-S", "-c", BUSY]) for _ in range(count)]
     try:
         yield

@@ -1,7 +1,7 @@
-"""The ways from an encoded image to a window, one image at a time: Pillow's, ours and those of other libraries.
+"""Ways to turn one encoded image into a crop: Pillow's, Drumline's and those of other libraries.
 
-Each does all of it (decode, crop, resize, mirror), so that pixels.py can compare them and feed_cpu.py can time them
-as they are. A library that is not installed, or does not work here, is left out with a line that says so.
+Each does everything (decode, crop, resize, mirror), so that pixels.py can compare the results and feed_cpu.py can
+time them. A library that is not installed, or does not work here, is skipped with a line that says so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PILLOW, DRUMLINE = "Pillow crop + resize", "Drumline, native"
 
 
 def cutters(transform: Transform) -> tuple[dict[str, Cutter], list[str]]:
-    """The ways that work here, by name, and a line for each that does not."""
+    """The cutters that work here, by name, and a line for each that does not."""
     found: dict[str, Cutter] = {
         PILLOW: lambda data, row, size: pillow_window(Image.open(io.BytesIO(data)), row, size),
         "Pillow resize(box=)": _pillow_box,
@@ -46,8 +46,8 @@ def cutters(transform: Transform) -> tuple[dict[str, Cutter], list[str]]:
             for way in ways.values():  # some libraries fail only when first used
                 way(made_up_photograph(0), np.array([8, 8, 208, 158, 64, 64, 0, 0, 0], np.int32), 64)
             found |= ways
-        except Exception as error:  # not installed, or it does not fit: nearly anything
-            missing.append(f"{make.__name__[1:]}: left out ({brief(error)})")
+        except Exception as error:  # not installed or incompatible: nearly any exception
+            missing.append(f"{make.__name__[1:]}: skipped ({brief(error)})")
     return found, missing
 
 
@@ -56,7 +56,7 @@ def _decoded(data: bytes) -> Pixels:
 
 
 def turned(resized: Pixels, row: Row, size: int) -> Pixels:
-    """The last steps of a geometry row: the window of the resized image, mirrored if asked."""
+    """The last steps of a geometry row: the window of the resized image, mirrored if the row says so."""
     x, y, mirror = row[6:].tolist()
     window = resized[y : y + size, x : x + size]
     return np.ascontiguousarray(window[:, ::-1] if mirror else window)

@@ -1,7 +1,7 @@
-"""The loops that `distill_speed.py` lets take turns: one written by hand, and Drumline's runs.
+"""The training loops that `distill_speed.py` compares: a hand-written one and Drumline's runs.
 
-Promises: all get the same batches from the same feed, normalised by the same code, and begin with the same weights,
-so that the first loss of those with a teacher is the same.
+All get the same batches from the same feed, normalised by the same code, and start with the same weights, so the
+first losses of those with a teacher are equal.
 """
 
 from __future__ import annotations
@@ -61,23 +61,23 @@ class Plan:
 
     @property
     def epochs(self) -> int:
-        """Epochs that an arm's turns reach into."""
+        """The epochs that the turns of an arm cover."""
         return math.ceil(self.rounds * self.turn / self.per_epoch)
 
 
 class Arm(Protocol):
-    """A way to train, ready to step."""
+    """A training loop, ready to step."""
 
     graph: bool
     """Whether the step is one CUDA graph."""
     first_loss: float
 
     def take(self, first: int, last: int, before: Callable[[int], None]) -> None:
-        """Takes the steps of these numbers; `before` hears of each."""
+        """Takes the steps from `first` to `last`; calls `before` with each index."""
 
 
 class ByHand:
-    """The loop as it is found in the wild."""
+    """The loop as published code bases have it."""
 
     graph = False
 
@@ -116,7 +116,7 @@ class ByHand:
             logits = self.student(images)
             with torch.no_grad():
                 taught = self.teacher(images)
-            # What autocast does by itself on a GPU, once for each loss.
+            # On a GPU, autocast does this by itself, once for each loss.
             logits, taught = logits.float(), taught.float()
             divergence = F.kl_div(
                 F.log_softmax(logits / T, dim=1), F.softmax(taught / T, dim=1), reduction="batchmean"
@@ -136,7 +136,7 @@ class ByHand:
 
 @dataclass
 class Ours:
-    """A run of Drumline, stepped as its loop does. What that does once an epoch is left out: an epoch has few steps
+    """A run of Drumline, stepped as its loop does, without what the loop does once per epoch: an epoch has few steps
     here."""
 
     run: TrainingRun
@@ -146,7 +146,7 @@ class Ours:
     @staticmethod
     def open(recipe: Recipe, build: Builder, plan: Plan, cleanup: ExitStack) -> Ours:
         run = TrainingRun(recipe, single_process(plan.device), build, cleanup)
-        # A terminal can show one live bar, and this is not the only run.
+        # A terminal can show only one live progress bar, and there are several runs.
         run.reporter.display = Display()
         return Ours(run)
 
@@ -177,7 +177,7 @@ class Ours:
 
 
 def _watched(batches: Iterator[Batch], clock: Any) -> Iterator[Batch]:
-    """The batches, with the clock told of each wait for one."""
+    """The batches; the clock measures each wait."""
     while True:
         clock.data_begin()
         batch = next(batches, None)
@@ -188,7 +188,7 @@ def _watched(batches: Iterator[Batch], clock: Any) -> Iterator[Batch]:
 
 
 def _network(name: str, plan: Plan, seed: int, weights: str = "") -> nn.Module:
-    """torchvision's where it is installed and has it, with the numbers that ours would have."""
+    """torchvision's model where it is installed and has it, with the weights of ours."""
     torch.manual_seed(seed)
     ours = create_model(name, classes=plan.classes)
     if weights:
@@ -203,13 +203,13 @@ def _network(name: str, plan: Plan, seed: int, weights: str = "") -> nn.Module:
 def has_torchvision() -> bool:
     try:
         importlib.import_module("torchvision")
-    except Exception:  # one that does not fit this torch raises nearly anything
+    except Exception:  # an incompatible version raises nearly anything
         return False
     return True
 
 
 def make_recipe(folder: Path, plan: Plan, deterministic: bool, compiled: bool) -> Recipe:
-    """The same work for every arm; Drumline's run it, the loop by hand takes its data and numbers from it."""
+    """The recipe of every arm: Drumline's runs use all of it, the hand-written loop its data and hyperparameters."""
     return Recipe(
         run=Run(dir=str(folder / "runs"), device=plan.device.type, deterministic=deterministic),  # type: ignore[arg-type]
         data=Data(

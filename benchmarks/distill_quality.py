@@ -1,16 +1,16 @@
-"""Are distilled students better than the same student alone? Trains a teacher, then every student, with seeds.
+"""Are distilled students better than the same student alone? Trains a teacher, then every student.
 
     python benchmarks/distill_quality.py --set cifar100 --data FOLDER --out FOLDER --epochs 30 --seeds 0,1
 
-The schedule is the literature's for CIFAR-100 (240 epochs, the rate divided by 10 at 150, 180 and 210) shortened to
-`--epochs`, the same for the student alone and for every method; a method's warm-up and initial stage shrink with it.
-Weights are those of each method's paper. A method may be `crd+kd`, `kd+ls` (logit standardisation), or changed in
-fields of the recipe's section `distill`: `dist@T=4`.
+The schedule is that of the literature for CIFAR-100 (240 epochs, learning rate divided by 10 at 150, 180 and 210),
+shortened to `--epochs`: the same for the student alone and for every method. A method's warm-up and initial stage
+shrink with it. Loss weights are those of each method's paper. A method may be combined (`crd+kd`), use logit
+standardisation (`kd+ls`), or change fields of the recipe's section `distill` (`dist@T=4`).
 
-Each run is written to OUT/results.json when it is done and is not repeated, so that several calls, each with its
-`--budget` of seconds, add up; `--budget 0` prints what there is. The data: CIFAR's files as published or an .npz;
-Imagenette: class folders under train/ and val/. Prints a markdown table, what is missing, the commands, and who beats
-the student alone by more than the spread. Exit code 1: a run failed.
+Each finished run is written to OUT/results.json and is not repeated, so several calls, each with its `--budget` of
+seconds, add up; `--budget 0` prints what exists. The data: CIFAR's official files or an .npz; Imagenette: class
+folders under train/ and val/. Prints a markdown table, the missing runs, the commands, and which methods beat the
+student alone by more than the spread. Exits with 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ SETS = {
     "imagenette": ("data.source=folder data.size=160", 64, "resnet34", "resnet18"),
     "digits": ("data.source=digits parallel.threads=1", 64, "resnet8x4", "resnet8"),
 }
-"""How each set is seen; its batch, teacher and student, unless told otherwise."""
+"""For each set, its arguments and the default batch, teacher and student."""
 SMALL = {"set": "digits", "epochs": 0.5, "methods": "alone,kd", "seeds": "0"}
 
 
@@ -74,7 +74,7 @@ def main() -> int:
     except UserError as error:
         print(f"distill_quality: {error}", file=sys.stderr)
         return 2
-    # torch refuses cuBLAS without it where deterministic algorithms are asked for.
+    # With deterministic algorithms, torch requires it for cuBLAS.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     world = single_process(pick_device(resolve_device_type("auto"), 0))
     out.mkdir(parents=True, exist_ok=True)
@@ -89,12 +89,12 @@ def main() -> int:
     if taught is None and in_time(0.0):
         taught = train_teacher(setting, teacher, book, out, world)
     if taught is None:
-        print("The teacher is not trained: there is nothing to show yet.")
+        print("The teacher is not trained yet, so there is nothing to show.")
         return 0
     for job in jobs:
         if any(done.answers(job, taught.teacher) for done in book):
             continue
-        # Before the first student, the teacher's time is all there is to go by.
+        # Before the first student, only the teacher's time is known.
         known = [each.seconds for each in book if each.teacher == taught.teacher and each.method != "teacher"]
         if not in_time(max(known, default=taught.seconds)):
             why_missing[job] = "no time left"
@@ -114,23 +114,25 @@ def main() -> int:
 
 
 def arguments() -> tuple[Setting, Path, float]:
-    """What to run, where to keep it, and for how many seconds."""
+    """What to run, the output folder, and the budget in seconds."""
     parser = Parser(__doc__, **SMALL)
     parser.add_argument("--set", choices=SETS, default="cifar100")
-    parser.add_argument("--data", default="", metavar="PATH", help="where the set lies; the digits need none")
+    parser.add_argument("--data", default="", metavar="PATH", help="path of the set; the digits need none")
     parser.add_argument("--teacher", help="default: resnet32x4 on CIFAR")
     parser.add_argument("--student", help="default: resnet8x4 on CIFAR")
-    parser.add_argument("--epochs", type=float, default=30.0, help=f"of {LITERATURE} in the literature")
-    parser.add_argument("--teacher-epochs", type=float, help="default: as many as the students'")
+    parser.add_argument(
+        "--epochs", type=float, default=30.0, help=f"epochs of a student; the literature has {LITERATURE}"
+    )
+    parser.add_argument("--teacher-epochs", type=float, help="epochs of the teacher; default: --epochs")
     parser.add_argument("--methods", default="alone,kd,dkd,dist,crd,reviewkd")
     parser.add_argument("--seeds", default="0,1")
     parser.add_argument("--batch", type=int, help="default: 128 on CIFAR")
-    parser.add_argument("--lr", type=float, help="default: 0.05 for a batch of 64, in proportion")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no run that may not end in it")
+    parser.add_argument("--lr", type=float, help="default: 0.05 per 64 samples of the batch")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no run that may take longer")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=Path("distill-quality"))
     args = parser.parse_args()
     if args.set != "digits" and not args.data:
-        parser.error(f"--data is missing: where does {args.set} lie?")
+        parser.error(f"--data is missing: give the path of {args.set}")
     _, batch, teacher, student = SETS[args.set]
     batch = args.batch or batch
     others = dict.fromkeys(name for name in args.methods.split(",") if name != "alone")
@@ -150,7 +152,8 @@ def arguments() -> tuple[Setting, Path, float]:
 
 
 def students(setting: Setting) -> list[Job]:
-    """Every student's run, all methods with the first seed before any with the second. Refuses what no run takes."""
+    """The runs of all students: every method with the first seed, then with the second. Raises `UserError` for an
+    unknown method."""
     jobs = []
     for seed in setting.seeds:
         for method in setting.methods:
@@ -163,7 +166,7 @@ def students(setting: Setting) -> list[Job]:
 
 
 def schedule(setting: Setting, model: str, epochs: float, seed: int) -> list[str]:
-    """What the teacher, the student alone and every method have in common."""
+    """The arguments that the teacher, the student alone and every method share."""
     words = SETS[setting.set][0].split()
     if setting.set.startswith("cifar"):
         words.append(f"data.source={'npz' if setting.data.endswith('.npz') else setting.set}")
@@ -186,7 +189,7 @@ def schedule(setting: Setting, model: str, epochs: float, seed: int) -> list[str
 
 
 def method_words(method: str, epochs: float) -> list[str]:
-    """A method with its paper's weights; its warm-up and initial stage take the same part of the run as there."""
+    """A method with its paper's weights; its warm-up and initial stage take the same fraction of the run as there."""
     joined, *changes = method.split("@")
     names = [name for name in joined.split("+") if name != "ls"]
     words = [f"distill.method={','.join(names)}", *(f"distill.{change}" for change in changes)]
@@ -215,7 +218,7 @@ def write(out: Path, book: Sequence[Done]) -> None:
 
 
 def teacher_weights(teacher: Job, out: Path) -> Path:
-    """Where the teacher's last weights lie; every recipe has a run folder of its own."""
+    """The path of the teacher's last weights; every recipe has its own run folder."""
     name = hashlib.sha256(teacher.words.encode()).hexdigest()[:8]
     return out / f"teacher-{name}" / "weights" / "last.safetensors"
 
@@ -228,7 +231,7 @@ def known_teacher(book: Sequence[Done], teacher: Job, out: Path) -> Done | None:
 
 
 def train_teacher(setting: Setting, teacher: Job, book: list[Done], out: Path, world: World) -> Done | None:
-    """Trains it, or goes on where a killed call left it. None: it was asked to stop."""
+    """Trains it, or resumes a killed call. Returns None if it was interrupted."""
     weights = teacher_weights(teacher, out)
     folder = weights.parents[1]
     places = [f"run.dir={folder.parent}", f"run.name={folder.name}", "checkpoint.resume=auto"]
@@ -237,14 +240,14 @@ def train_teacher(setting: Setting, teacher: Job, book: list[Done], out: Path, w
     except Interrupted:
         return None
     done = entry(teacher, sha256(weights), result, seconds)
-    # The same recipe gives the same bits on the same kind of machine: then this replaces the entry that was there.
+    # The same recipe gives the same bits on the same kind of machine; then this replaces the earlier entry.
     book[:] = [each for each in book if not each.answers(teacher, done.teacher)] + [done]
     write(out, book)
     return done
 
 
 def teach(setting: Setting, job: Job, teacher: Job, taught: Done, out: Path, world: World) -> Done:
-    """One student's run, in a folder that goes away."""
+    """One student's run, in a temporary folder."""
     weights = str(teacher_weights(teacher, out))
     with tempfile.TemporaryDirectory() as folder:
         places = [f"run.dir={folder}"]
@@ -261,7 +264,7 @@ def teach(setting: Setting, job: Job, teacher: Job, taught: Done, out: Path, wor
 def beside_teacher(
     recipe: Recipe, sets: Sets, plan: Plan, strategy: Strategy, display: Display, *, teacher: Distill
 ) -> Task:
-    """Plain training, told how often it agrees with a teacher that it does not learn from."""
+    """Plain training that also measures the agreement with a teacher it does not learn from."""
     grid = strategy.grid
     (loaded,) = load_teachers(replace(recipe, distill=teacher), Classes.of(sets.train), grid.world)
     guesses = torch.full((len(sets.eval),), -1, device=grid.world.device)
@@ -272,13 +275,13 @@ def beside_teacher(
 
 
 class Interrupted(Exception):
-    """Somebody asked the run to stop."""
+    """The run was interrupted."""
 
 
 def timed(
     run: Callable[[Recipe, World], TrainResult], recipe: Recipe, world: World
 ) -> tuple[TrainResult, float]:
-    """The result, and seconds from start to end. What the run held on the GPU is free afterwards."""
+    """The result, and its total seconds. Frees what the run held on the GPU."""
     begun = time.perf_counter()
     try:
         result = run(recipe, world)

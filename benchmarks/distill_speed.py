@@ -1,26 +1,28 @@
-"""What does a teacher cost? Distillation by hand and by Drumline, live and cached, beside the student alone.
+"""What a teacher costs: a hand-written distillation loop, Drumline's loops, and the student alone.
 
-ResNet-34 teaches ResNet-18 by kd (T = 4, 0.1 cross-entropy + 0.9 divergence) at 224 px in bf16 on one GPU:
+ResNet-34 teaches ResNet-18 with kd (T = 4, 0.1 cross-entropy + 0.9 divergence) at 224 px in bf16 on one GPU:
 
-- by hand: the loop that RepDistiller's users run, under autocast: student forward, teacher forward without gradient,
-  one `loss.item()` and top-1 and top-5 at each step, torch's SGD, cudnn.benchmark; in NCHW, and in channels_last
-- Drumline, live: what `drumline distill` runs, step by step, with its meters and its log
-- Drumline, cached: the same with `distill.cache`, filled before; reading and checking the rows is inside the time
-- Drumline, alone: the student without a teacher, what `drumline train` runs
+- hand-written: the loop of RepDistiller's users, under autocast: student forward, teacher forward without gradient,
+  `loss.item()`, top-1 and top-5 at each step, torch's SGD, cudnn.benchmark; in NCHW and in channels_last
+- Drumline, live: the steps of `drumline distill`, with its metrics and its log
+- Drumline, cached: the same with `distill.cache`, filled beforehand; the time includes reading and checking the
+  rows
+- Drumline, alone: the student without a teacher, as `drumline train` runs it
 
-Drumline's three come with its default, kernels that give the same bits each time, and with the fastest ones
-(`--run.no-deterministic`), which the loops by hand always take. All get the same batches from the same feed: random
-uint8 images that lie on the GPU, normalised there by the same code. Decoding is not in the picture. Student and
-teacher begin with the same weights everywhere, so the first loss must be the same: it is compared.
+Drumline's loops run with deterministic kernels, its default, and with the fastest ones (`--run.no-deterministic`),
+which the hand-written loops always use. All get the same batches from the same feed: random uint8 images that are
+resident on the GPU, normalised there by the same code. Decoding is not measured. Student and teacher have the same
+initial weights everywhere, so the first losses must be equal; the script compares them.
 
-In each round all take turns, so that noise hits all; a turn begins with warm-up steps that are not timed and has the
-GPU idle at both ends. Ratios are taken in each round, then their median. Memory is the peak of an arm's own tensors.
+The loops alternate in rounds, so that noise affects all. A turn starts with warm-up steps that are not timed, and
+the GPU is idle before and after the timed steps. Ratios are medians of the ratios per round. Memory is the peak of
+a loop's own tensors.
 
     python benchmarks/distill_speed.py
     python benchmarks/distill_speed.py --compile                       # and all of them under torch.compile
-    python benchmarks/distill_speed.py --small                         # does the script work? no figures
+    python benchmarks/distill_speed.py --small                         # a check that the script works
 
-Ends with 1 when the first losses differ. About 3 minutes on an H200.
+Exits with 1 if the first losses differ. Takes about 3 minutes on an H200.
 """
 
 from __future__ import annotations
@@ -59,9 +61,9 @@ NAIVE, LIVE, CACHED, ALONE = "hand-written", "Drumline, live", "Drumline, cached
 NAIVE_LAST = "hand-written, channels_last"
 FASTEST, DETERMINISTIC = "fastest", "same bits"
 TARGETS = ((LIVE, NAIVE, 1.15), (CACHED, NAIVE, 1.5), (CACHED, ALONE, 0.95))
-"""Who should be how many times as fast as whom."""
+"""(loop, baseline, ratio): the loop should be at least this many times as fast as the baseline."""
 CLOSE = 0.02
-"""How far apart, relatively, first losses of the same work may be in bf16."""
+"""The largest relative difference between first losses in bf16."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +82,14 @@ class Entry:
 
 @dataclass
 class Measured:
-    """What was found of an entry."""
+    """The measurements of an entry."""
 
     speeds: list[float] = field(default_factory=list)
     memory: int = 0
     graph: bool = False
     first_loss: float = math.nan
     fill: float = math.nan
-    """Seconds to fill the cache, an epoch."""
+    """Seconds per epoch to fill the cache."""
 
 
 Found = dict[tuple[str, str], Measured]
@@ -99,11 +101,11 @@ def main() -> int:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             print(
-                "there is no CUDA device: distill_speed.py measures on a GPU (--small tries it)",
+                "distill_speed.py needs a CUDA device (--small runs without one)",
                 file=sys.stderr,
             )
             return 2
-        # As `drumline` itself does, and for all: 32 MiB, which on an H200 is cuBLAS's own choice too.
+        # As `drumline` sets it: 32 MiB, which is also cuBLAS's default on an H200.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     plan = _plan(asked, device)
     print(f"{machine(device)}\n{_headline(plan)}", flush=True)
@@ -118,12 +120,12 @@ def main() -> int:
             print(title, table(found), "", *verdicts(found, plan), sep="\n", flush=True)
             same &= _same_losses(found)
     if asked.small:
-        print("\nsmall: this shows that the script works, and nothing about speed")
+        print("\nsmall: a check that the script works; the speeds mean nothing")
     return 0 if same else 1
 
 
 def write_set(file: Path, plan: Plan) -> None:
-    """Random images, every class among them."""
+    """Random images of every class."""
     generator = np.random.default_rng(0)
 
     def images(count: int) -> Any:
@@ -135,8 +137,8 @@ def write_set(file: Path, plan: Plan) -> None:
 
 
 def write_teacher(file: Path, plan: Plan) -> None:
-    """Random weights; statistics of the norms from a few random images, without which the logits are in the hundreds
-    and a rounding in bf16 moves the loss."""
+    """Random weights, with BatchNorm statistics of a few random images. Without these, the logits are in the
+    hundreds, and rounding in bf16 moves the loss."""
     torch.manual_seed(1)
     teacher = create_model(plan.teacher, classes=plan.classes).train()
     for part in teacher.modules():
@@ -148,7 +150,7 @@ def write_teacher(file: Path, plan: Plan) -> None:
 
 
 def measure(arms: list[Entry], plan: Plan) -> Found:
-    """All rounds of these, side by side on the device. One that Drumline refuses is left out, with the reason."""
+    """All rounds of these loops. One that Drumline rejects is skipped, with the reason."""
     found: Found = {}
     ready: list[tuple[Entry, Arm]] = []
     with ExitStack() as cleanup:
@@ -156,12 +158,12 @@ def measure(arms: list[Entry], plan: Plan) -> Found:
             measured = Measured()
             try:
                 ready.append((entry, _opened(entry, measured, plan, cleanup)))
-            except UserError as refusal:
-                print(f"{entry.name}, {entry.kernels}: left out, refused: {refusal.what}")
+            except UserError as error:
+                print(f"{entry.name}, {entry.kernels}: skipped: {error.what}")
                 continue
             found[entry.key] = measured
         for number in range(plan.rounds):
-            # Who begins alternates too.
+            # The order alternates too.
             for entry, arm in ready if number % 2 == 0 else ready[::-1]:
                 speed = take_turn(entry, arm, number, plan)
                 found[entry.key].speeds.append(speed)
@@ -219,7 +221,7 @@ def _opened(entry: Entry, measured: Measured, plan: Plan, cleanup: ExitStack) ->
 
 
 def _set_kernels(entry: Entry) -> None:
-    """Global in torch, so anew before each turn; what a graph holds stays as it was recorded."""
+    """Global in torch, so it is set before each turn. A recorded graph keeps its kernels."""
     set_deterministic(entry.kernels == DETERMINISTIC)
 
 
@@ -237,12 +239,12 @@ def _timed(work: Callable[..., bool], seconds: list[float]) -> Callable[..., boo
 
 
 def entries(folder: Path, plan: Plan, compiled: bool) -> list[Entry]:
-    """Every way to train. Under torch.compile with the fastest kernels only: compiling takes most of the time."""
+    """Every loop. Under torch.compile only with the fastest kernels: compiling takes most of the time."""
 
     def ours(name: str, kernels: str) -> Entry:
         recipe = make_recipe(folder, plan, kernels == DETERMINISTIC, compiled)
         if name == CACHED:
-            # A folder for each: kernels that differ give outputs that do.
+            # A folder for each: different kernels give different outputs.
             cache = str(folder / f"cache-{kernels}-{compiled}")
             recipe = replace(recipe, distill=replace(recipe.distill, cache=cache))
         build = classification if name == ALONE else distillation_task
@@ -265,7 +267,7 @@ def entries(folder: Path, plan: Plan, compiled: bool) -> list[Entry]:
 
 
 def table(found: Found) -> str:
-    """Markdown. Ratios are those of the same round, then their median."""
+    """The markdown table. Ratios are medians of the ratios per round."""
     lines = [
         "| loop | kernels | CUDA graph | img/s | min..max | vs. hand-written | "
         "vs. hand-written, channels_last | peak memory |",
@@ -299,18 +301,18 @@ def verdicts(found: Found, plan: Plan) -> list[str]:
                 ratio = times(found[name, kernels], found[against])
                 lines.append(
                     f"{'pass' if ratio >= least else 'FAIL'}: {name} ({kernels}) is {ratio:.2f} times as fast as "
-                    f"{baseline} ({against[1]}); at least {least:g} wanted"
+                    f"{baseline} ({against[1]}); target: at least {least:g}"
                 )
     for (name, kernels), measured in found.items():
         if name == CACHED and (LIVE, kernels) in found:
             live = plan.per_epoch * plan.batch / statistics.median(found[LIVE, kernels].speeds)
             lines.append(
-                f"filling the cache ({kernels}): {measured.fill:.3f} s an epoch, {measured.fill / live:.2f} of a "
-                f"live epoch ({live:.3f} s)"
+                f"filling the cache ({kernels}): {measured.fill:.3f} s per epoch, {measured.fill / live:.2f} of the "
+                f"time of an epoch with a live teacher ({live:.3f} s)"
             )
-    told = ", ".join(f"{loss:.4f}" for loss in _first_losses(found))
+    losses = ", ".join(f"{loss:.4f}" for loss in _first_losses(found))
     same = "the same" if _same_losses(found) else "DIFFERENT"
-    lines.append(f"first losses with a teacher: {told}: {same}")
+    lines.append(f"first losses with a teacher: {losses}: {same}")
     return lines
 
 
@@ -327,8 +329,8 @@ def _headline(plan: Plan) -> str:
     whose = "torchvision's" if has_torchvision() and plan.size == 224 else "Drumline's"
     return (
         f"{plan.teacher} teaches {plan.student}, kd, batch {plan.batch}, {plan.size} x {plan.size}, {plan.classes} "
-        f"classes, bf16; {plan.rounds} round(s) that take turns, {plan.steps} timed steps each after {plan.warm} of "
-        f"warm-up; medians; the loops by hand run {whose} networks\n"
+        f"classes, bf16; {plan.rounds} alternating round(s) of {plan.steps} timed steps after {plan.warm} of "
+        f"warm-up; medians; the hand-written loops run {whose} models\n"
     )
 
 
@@ -352,9 +354,9 @@ def _arguments() -> argparse.Namespace:
     parser = Parser(__doc__, device="cpu")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60, help="timed steps a turn")
-    parser.add_argument("--warm", type=int, default=10, help="steps before them")
-    parser.add_argument("--compile", action="store_true", help="also all of them under torch.compile")
+    parser.add_argument("--steps", type=int, default=60, help="timed steps per turn")
+    parser.add_argument("--warm", type=int, default=10, help="warm-up steps before them")
+    parser.add_argument("--compile", action="store_true", help="also run all of them under torch.compile")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     return parser.parse_args()
 

@@ -1,6 +1,6 @@
-"""What `distill_quality.py` prints: its runs as a markdown table, what is missing, and what they show.
+"""What `distill_quality.py` prints: its runs as a markdown table, the missing ones, and what they show.
 
-Promises: a difference counts only beyond the spread of both sides, and of fewer than two runs nothing is said.
+A difference counts only if it exceeds the spread of both sides. A method with fewer than two runs gets no verdict.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LITERATURE = 240
 
 @dataclass(frozen=True)
 class Setting:
-    """What all runs of a table share."""
+    """The settings that all runs of a table share."""
 
     set: str
     data: str
@@ -35,7 +35,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Job:
-    """A run to be made: the words after `drumline train` or `drumline distill`, less the places of files."""
+    """A run to make: the arguments of `drumline train` or `drumline distill`, without paths."""
 
     method: str
     seed: int
@@ -44,7 +44,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Done:
-    """A run that was made, as it stands in results.json."""
+    """A finished run, as in results.json."""
 
     method: str
     seed: int
@@ -62,7 +62,7 @@ class Done:
     seconds: float
 
     def answers(self, job: Job, teacher: str) -> bool:
-        """Whether this is that job, done with that teacher."""
+        """Whether this is the result of that job with that teacher."""
         wanted = (job.method, job.seed, job.words, teacher)
         return (self.method, self.seed, self.words, self.teacher) == wanted
 
@@ -84,15 +84,15 @@ def report(
     words = [
         f"{' and '.join(machines)}; {setting.set}: {setting.teacher} teaches {setting.student}, seeds "
         f"{', '.join(map(str, setting.seeds))}, {taught.samples:,} samples to evaluate",
-        f"A shortened schedule: {setting.epochs:g} epochs, where the literature takes {LITERATURE}; milestones, "
+        f"A shortened schedule: {setting.epochs:g} epochs instead of the {LITERATURE} of the literature; milestones, "
         f"warm-ups and initial stages in proportion. The teacher: {setting.teacher_epochs:g} epochs, seed 0.",
-        "last: top-1 of the last epoch. best: of the best epoch that was evaluated. spread: largest less smallest of "
-        "two runs, the sample deviation of more. agrees: share of the samples with the teacher's first guess. "
-        "seconds: a run from start to end.",
+        "last: top-1 of the last epoch. best: top-1 of the best evaluated epoch. spread: the difference between two "
+        "runs, or the sample deviation of more. agreement: the fraction of samples where student and teacher predict "
+        "the same class. seconds: the total time of a run.",
     ]
     table = [
-        "| method | runs | last, mean | spread | by seed | gain over alone, points | best, mean | agrees | seconds | "
-        f"published, {LITERATURE} epochs |",
+        "| method | runs | last, mean | spread | by seed | gain over alone, points | best, mean | "
+        f"agreement with teacher | seconds | published, {LITERATURE} epochs |",
         "|---|---|---|---|---|---|---|---|---|---|",
         _row(setting, "teacher", [taught], []),
         *(_row(setting, name, done, by_method["alone"]) for name, done in by_method.items() if done),
@@ -108,7 +108,7 @@ def report(
 
 
 def verdict(by_method: Mapping[str, Sequence[Done]]) -> str:
-    """Which methods beat the student alone by more than the half-spreads of both together."""
+    """Which methods beat the student alone by more than the sum of both half-spreads."""
     alone = [done.top1 for done in by_method["alone"]]
     better: list[str] = []
     not_better: list[str] = []
@@ -121,20 +121,20 @@ def verdict(by_method: Mapping[str, Sequence[Done]]) -> str:
             unsaid.append(name)
             continue
         difference, noise = _mean(last) - _mean(alone), half_spread(last) + half_spread(alone)
-        told = f"{name} ({100 * difference:+.2f} points, half-spreads {100 * noise:.2f})"
-        (better if difference > noise else not_better).append(told)
-    told = f"Better than alone by more than the two half-spreads added: {', '.join(better) or 'none'}."
-    told += f" Not: {', '.join(not_better)}." if not_better else ""
-    return told + (f" Fewer than two runs, so nothing is said: {', '.join(unsaid)}." if unsaid else "")
+        gain = f"{name} ({100 * difference:+.2f} points, half-spreads {100 * noise:.2f})"
+        (better if difference > noise else not_better).append(gain)
+    text = f"Better than alone by more than the sum of the two half-spreads: {', '.join(better) or 'none'}."
+    text += f" Not: {', '.join(not_better)}." if not_better else ""
+    return text + (f" Fewer than two runs, so no verdict: {', '.join(unsaid)}." if unsaid else "")
 
 
 def spread(values: Sequence[float]) -> float:
-    """Largest less smallest of two, the sample deviation of more."""
+    """The difference between two values, or the sample deviation of more."""
     return max(values) - min(values) if len(values) == 2 else statistics.stdev(values)
 
 
 def half_spread(values: Sequence[float]) -> float:
-    """How far runs lie from their mean: half the distance of two, the sample deviation of more."""
+    """How far runs are from their mean: half the difference between two, or the sample deviation of more."""
     return spread(values) / 2 if len(values) == 2 else spread(values)
 
 
@@ -158,7 +158,7 @@ def _row(setting: Setting, name: str, done: Sequence[Done], alone: Sequence[Done
 
 
 def _published(setting: Setting, name: str) -> str:
-    """What the authors report for the whole schedule, where they do."""
+    """The accuracy that the authors report for the full schedule, or "-"."""
     networks = {"teacher": setting.teacher, "alone": setting.student}.get(
         name, f"{setting.teacher}-{setting.student}"
     )
@@ -170,12 +170,12 @@ def _published(setting: Setting, name: str) -> str:
 
 
 def _commands(setting: Setting, jobs: Sequence[Job], teacher: Job) -> list[str]:
-    """What was run, once per method. In the runs of the table the folders are others."""
+    """The commands of the runs, once per method. The folders differ from those of the table's runs."""
     data = f" data.path={setting.data}" if setting.data else ""
     alone, *others = jobs[: len(setting.methods)]
     lines = [
         f"Commands, with seed {alone.seed}: the teacher, the student alone, and `drumline distill` in place of "
-        "`drumline train` with what each method adds to the student's words:",
+        "`drumline train` with the arguments that each method adds to the student's:",
         "",
         f"    drumline train {teacher.words}{data} run.name=teacher",
         f"    drumline train {alone.words}{data}",

@@ -1,11 +1,11 @@
-"""What happens to a run when its machine, its disk or its files misbehave? One row per fault.
+"""What happens to a run if its machine, its disk or its files fail? One row per fault.
 
-Trains a tiny network on the embedded digits by the command `drumline`, as a user would, once without any fault and
-then once per fault: signals, a full or read-only disk in the middle of a run, and every kind of damage to every file
-of the newest checkpoint. Each row tells what the command said, its exit code, what `drumline verify` found, and
-whether the run, resumed by `--checkpoint.resume auto`, ended with the same bits (parameters, buffers and optimizer)
-as the one without a fault. The disk is a small tmpfs where one may be mounted, else a limit on the size of files
-stands for it; the first line says which. Exit code 1 when any row is not as it should be.
+Trains a tiny network on the embedded digits with the command `drumline`, once without a fault and then once per
+fault: signals, a full or read-only disk during a run, and every kind of damage to every file of the newest
+checkpoint. Each row shows what the command reported, its exit code, the result of `drumline verify`, and whether
+the run, resumed with `--checkpoint.resume auto`, ended with the bits (parameters, buffers and optimizer) of the run
+without a fault. The disk is a small tmpfs, or a limit on the size of files if a tmpfs cannot be mounted; the first
+line says which. Exits with 1 if any row is not as expected.
 
     python benchmarks/fault_outcomes.py [--jobs 2] [--small]
 """
@@ -37,14 +37,14 @@ RECIPE = (
 )
 FILES = ("manifest.json", "model.safetensors", "optimizer.safetensors", "average.safetensors")
 SAVED = 3
-"""Checkpoints of a run that is damaged; the newest of them is."""
+"""The checkpoints of a damaged run. The newest one gets the damage."""
 TMPFS = "size=24m"
 MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A row. `good` says whether it is as it should be."""
+    """A row. `good` says whether it is as expected."""
 
     fault: str
     said: str
@@ -56,7 +56,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where runs are made, and the hash that each should end with."""
+    """The folder of the runs, and the hash that each should end with."""
 
     folder: Path
     epochs: int
@@ -69,11 +69,11 @@ class Bench:
 
 def main() -> int:
     parser = Parser(__doc__)
-    parser.add_argument("--jobs", type=int, default=2, help="faults tried at the same time")
+    parser.add_argument("--jobs", type=int, default=2, help="faults to try at the same time")
     asked = parser.parse_args()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="faults-") as place:
-        bench = Bench(Path(place), epochs=1 if asked.small else 2)
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        bench = Bench(Path(folder), epochs=1 if asked.small else 2)
         whole = drumline("train", *bench.words, "run.name=whole", folder=bench.folder)
         assert whole.returncode == 0, whole.stderr
         bench = Bench(bench.folder, bench.epochs, state_of(bench.folder, "whole")[1])
@@ -83,22 +83,22 @@ def main() -> int:
         print("| fault | what drumline did | exit | verify | resumed |\n|---|---|---|---|---|", flush=True)
         faults = [*damages(bench)][2:5:2] if asked.small else [*damages(bench), *accidents(bench, mounts)]
         with ThreadPoolExecutor(asked.jobs) as pool:
-            outcomes = list(pool.map(told, faults))
+            outcomes = list(pool.map(report_row, faults))
     good = sum(outcome.good for outcome in outcomes)
-    print(f"\n{good} of {len(outcomes)} as they should be, in {time.monotonic() - began:.0f} s.")
+    print(f"\n{good} of {len(outcomes)} as expected, in {time.monotonic() - began:.0f} s.")
     return 0 if good == len(outcomes) else 1
 
 
-def told(fault: Callable[[], Outcome]) -> Outcome:
+def report_row(fault: Callable[[], Outcome]) -> Outcome:
     """Tries a fault and prints its row."""
     outcome = fault()
-    mark = "" if outcome.good else " (NOT AS IT SHOULD BE)"
+    mark = "" if outcome.good else " (NOT AS EXPECTED)"
     cells = (outcome.fault, outcome.said + mark, outcome.code, outcome.verified, outcome.resumed)
     print(f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |", flush=True)
     return outcome
 
 
-# Damage to what is saved.
+# Damage to checkpoints.
 
 
 def damages(bench: Bench) -> Iterator[Callable[[], Outcome]]:
@@ -118,7 +118,7 @@ def damages(bench: Bench) -> Iterator[Callable[[], Outcome]]:
         saved[-1].rename(saved[-1].with_name("step-50"))
 
     def old_manifest(saved: list[Path]) -> None:
-        """As when somebody copies over a folder and is cut short: name and manifest are of the one before."""
+        """As after an interrupted copy over a folder: name and manifest belong to the previous checkpoint."""
         for name in FILES[1:]:
             (saved[-1] / name).replace(saved[-2] / name)
         shutil.rmtree(saved[-1])
@@ -145,7 +145,7 @@ def damaged(
     falls_back: bool = True,
     hopeless: bool = False,
 ) -> Outcome:
-    """A run as it is killed after its third save, damaged, verified and resumed."""
+    """A run as a kill after its third save leaves it: damaged, verified and resumed."""
     name = "".join(letter if letter.isalnum() else "-" for letter in fault)
     run = bench.folder / "runs" / name
     shutil.copytree(bench.folder / "runs" / "whole", run)
@@ -159,17 +159,17 @@ def damaged(
     done = drumline("train", *bench.words, f"run.name={name}", *RESUME, folder=bench.folder)
     if hopeless:
         good = done.returncode == 2 and "no checkpoint verifies" in done.stderr and looked.returncode == 1
-        return Outcome(fault, "refused: no checkpoint verifies", done.returncode, f"{bad} bad", "-", good)
-    went_on = [line for line in done.stderr.splitlines() if "resumed from" in line]
+        return Outcome(fault, "rejected: no checkpoint verifies", done.returncode, f"{bad} bad", "-", good)
+    resumed = [line for line in done.stderr.splitlines() if "resumed from" in line]
     loud = "WARNING: a checkpoint does not verify" in done.stderr
-    start = went_on[0].split("/")[-1].split()[0] if went_on else "nothing"
-    said = f"{'warned, ' if loud else ''}went on from {start} of {', '.join(path.name for path in saved[:SAVED])}"
+    start = resumed[0].split("/")[-1].split()[0] if resumed else "nothing"
+    said = f"{'warned, ' if loud else ''}resumed from {start} of {', '.join(path.name for path in saved[:SAVED])}"
     code, same = same_bits(bench, name, done)
     good = same and code == 0 and loud == falls_back and looked.returncode == int(falls_back)
     return Outcome(fault, said, code, f"{bad} bad" if bad else "sound", words_of(same), good)
 
 
-# Accidents while a run is going on.
+# Faults during a run.
 
 RESUME = ("checkpoint.resume=auto",)
 
@@ -199,7 +199,7 @@ def accidents(bench: Bench, mounts: bool) -> Iterator[Callable[[], Outcome]]:
         verified, sha256 = state_of(bench.folder, "stopped")
         same = sha256 == bench.sha256
         return Outcome(
-            "SIGSTOP, 2 s later SIGCONT", "went on", code, verified, "not needed, " + words_of(same), same
+            "SIGSTOP, 2 s later SIGCONT", "continued", code, verified, "not needed, " + words_of(same), same
         )
 
     def disk_full(lasts: bool) -> Outcome:
@@ -248,20 +248,20 @@ def accidents(bench: Bench, mounts: bool) -> Iterator[Callable[[], Outcome]]:
         done = drumline("train", *bench.words, f"run.dir={place}", folder=bench.folder)
         good = done.returncode == 2 and "cannot write the run folder" in done.stderr
         return Outcome(
-            "run.dir read-only", "refused: " + first_line(done.stderr), done.returncode, "-", "-", good
+            "run.dir read-only", "rejected: " + first_line(done.stderr), done.returncode, "-", "-", good
         )
 
     def two_at_once() -> Outcome:
         run = begin(bench, "both")
         wait_for_save(bench.folder / "runs" / "both", run)
-        run.send_signal(signal.SIGSTOP)  # else it might be done before the other has started
+        run.send_signal(signal.SIGSTOP)  # so that it is not finished before the other starts
         words = ("run.name=both", *RESUME)
         other = drumline("train", *bench.words, *words, folder=bench.folder)
         run.send_signal(signal.SIGCONT)
         code = run.wait(120)
         verified, sha256 = state_of(bench.folder, "both")
         good = sha256 == bench.sha256 and code == 0 and other.returncode == 2
-        said = "refused the second: " + first_line(other.stderr)
+        said = "rejected the second: " + first_line(other.stderr)
         return Outcome(
             "a second run on the same folder",
             said,
@@ -281,7 +281,7 @@ def accidents(bench: Bench, mounts: bool) -> Iterator[Callable[[], Outcome]]:
     yield two_at_once
 
 
-# The command, as a user types it.
+# The command line.
 
 
 def drumline(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -298,7 +298,7 @@ def drumline(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 class Begun:
-    """A run that is going on, and what it has said so far."""
+    """A running command and its output so far."""
 
     def __init__(self, words: list[str], folder: Path) -> None:
         self._run = subprocess.Popen(
@@ -338,7 +338,7 @@ class Begun:
         until = time.monotonic() + seconds
         while not any(line.startswith(start) for line in list(self._lines)):
             assert self.poll() is None, f"ended without {start!r}: {self.said()}"
-            assert time.monotonic() < until, f"waited in vain for {start!r}: {self.said()}"
+            assert time.monotonic() < until, f"timed out waiting for {start!r}: {self.said()}"
             time.sleep(0.005)
 
 
@@ -352,7 +352,7 @@ def environment() -> dict[str, str]:
 
 
 def obey_modes() -> None:
-    """Root may write what is read-only; without these two capabilities (DAC_OVERRIDE, DAC_READ_SEARCH) it may not."""
+    """Root can write to read-only folders, except without these two capabilities (DAC_OVERRIDE, DAC_READ_SEARCH)."""
     prctl, drop_from_bounding_set = ctypes.CDLL(None).prctl, 24
     for capability in (1, 2):
         prctl(drop_from_bounding_set, capability, 0, 0, 0)
@@ -362,7 +362,7 @@ def wait_for_save(folder: Path, run: Begun, seconds: float = 120) -> None:
     until = time.monotonic() + seconds
     while not checkpoints(folder):
         assert run.poll() is None, f"ended before it saved: {run.said()}"
-        assert time.monotonic() < until, f"waited in vain for a save: {run.said()}"
+        assert time.monotonic() < until, f"timed out waiting for a save: {run.said()}"
         time.sleep(0.005)
 
 
@@ -373,7 +373,7 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def state_of(folder: Path, name: str, runs: str = "runs") -> tuple[str, str]:
-    """What `drumline verify` says of a run, and the hash of its newest state."""
+    """The result of `drumline verify` for a run, and the hash of its newest state."""
     done = drumline("verify", str(folder / runs / name), folder=folder)
     found = json.loads(done.stdout.splitlines()[-1]) if done.returncode in (0, 1) else {"state_sha256": ""}
     verified = {0: "sound", 1: f"{len(found.get('unsound', ()))} bad"}.get(
@@ -392,7 +392,7 @@ def same_bits(
 
 
 def words_of(same: bool) -> str:
-    return "the same bits" if same else "OTHER BITS"
+    return "the same bits" if same else "DIFFERENT BITS"
 
 
 def first_line(text: str) -> str:
@@ -412,7 +412,7 @@ def flip(path: Path) -> None:
 
 @dataclass(frozen=True)
 class SmallDisk:
-    """A folder with little room: on a tmpfs that a ballast fills, or by a limit on the size of the run's files."""
+    """A folder with little space: a tmpfs that a ballast file fills, or a limit on the size of the run's files."""
 
     folder: Path
     mounted: bool

@@ -1,23 +1,23 @@
-"""Kills processes of runs at random instants, in every layout, and compares the bits they end with.
+"""Kills processes of runs at random times, in every layout, and compares the bits that the runs end with.
 
     python benchmarks/faults.py --kills 200 --jobs 8 --log a.jsonl     # the long part: all layouts, 1 to 4 processes
     python benchmarks/faults.py --kills 12 --jobs 1 --layouts ddp,fsdp --most 2
-    python benchmarks/faults.py --report a.jsonl b.jsonl               # one table of what several calls have logged
-    python benchmarks/faults.py --small                                # one kill, to see that it works
-    python benchmarks/fault_outcomes.py                                # disk full, bit flips and the like
+    python benchmarks/faults.py --report a.jsonl b.jsonl               # one table of the logs of several calls
+    python benchmarks/faults.py --small                                # one kill: a check that the script works
+    python benchmarks/fault_outcomes.py                                # full disks, bit flips and similar faults
 
-Each job trains one run after the other: a layout (strict, single, ddp, fsdp, pipeline, data x pipeline), a number of
-processes, and a source (the embedded digits, or image files that loader processes decode). While a run is under way
-something of it is killed with SIGKILL: a rank, rank 0, a loader process, the launcher, everything at once, rank 0
-while it writes a checkpoint or just before the checkpoint gets its name. Then the run goes on: by itself where its
-launcher lives (`--launch.restarts`), else by the same command again; a strict run on a random number of processes,
-the others on as many as before. After `--per-run` kills it is left to finish. It must end with the hash of the same
-run that was never killed.
+Each job trains one run after another: a layout (strict, single, ddp, fsdp, pipeline, data x pipeline), a number of
+processes, and a source (the embedded digits, or image files that loader processes decode). During a run, the job
+kills part of it with SIGKILL: a rank, rank 0, a loader process, the launcher, all processes, rank 0 while it writes
+a checkpoint, or rank 0 just before it renames the checkpoint. Then the run continues: restarted by its launcher if
+that is alive (`--launch.restarts`), otherwise with the same command. A strict run continues on a random number of
+processes, the others on the same number. After `--per-run` kills, a run is left to finish. It must end with the
+hash of the same run without kills.
 
-Prints markdown tables; `--log` appends each finished run to a file at once, and `--report` adds such files up. Exits
-with 1 if a hash differs, a process is left over, or a command fails without a kill. Needs what Drumline needs, and
-nothing else. Runs are written to memory (/dev/shm) where there is such a place: what a kill leaves behind is the same
-there, and many runs do not wait for a disk.
+Prints markdown tables. `--log` appends each finished run to a file, and `--report` adds up such files. Exits with 1
+if a hash differs, a process is left over, or a command fails without a kill. Needs nothing besides Drumline. Runs
+are written to memory (/dev/shm) if it exists, so that many runs do not wait for a disk; a kill leaves the same
+files there.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]] = {
     "pipeline": (PIPELINE, ((2,), (3,))),
     "data x pipeline": ((*PIPELINE, "parallel.stages=2"), ((4,),)),
 }
-"""What each adds to the recipe, and the numbers of processes it runs on. Within a group of numbers a run has the same
-bits, so each of its starts may take another one."""
+"""What each layout adds to the recipe, and its numbers of processes. Within a group of numbers, a run has the same
+bits, so each of its starts may use a different one."""
 EARLY, START_SECONDS, STEP_SECONDS = 0.5, 4.0, 1.0
-"""This share of the kills falls within so many seconds after a start, the others so soon after it steps again."""
+"""The fraction of kills within START_SECONDS of a start. The others come within STEP_SECONDS of its first step."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Setting:
 
 
 def settings(layouts: Sequence[str], most: int, steps: int) -> list[Setting]:
-    """All of them, layouts in turn; on at most so many processes."""
+    """Every setting with at most `most` processes, alternating between the layouts."""
     found = []
     for source in SOURCES:
         for layout in layouts:
@@ -108,8 +108,8 @@ def settings(layouts: Sequence[str], most: int, steps: int) -> list[Setting]:
     return found
 
 
-class Untouched:
-    """The hashes of runs that are not killed, each computed when first asked for."""
+class Uninterrupted:
+    """The hashes of runs without kills, each computed when it is first needed."""
 
     def __init__(self, base: Path) -> None:
         self._base = base
@@ -126,7 +126,7 @@ class Untouched:
             return self._found[setting]
 
     def _train(self, setting: Setting) -> str:
-        folder = self._base / f"untouched-{setting}"
+        folder = self._base / f"uninterrupted-{setting}"
         write_images(folder)
         process = begin(folder, setting, "whole", setting.worlds[0], 0)
         said = process.communicate()[1]
@@ -135,7 +135,7 @@ class Untouched:
 
 
 class Tally:
-    """What all jobs found, together."""
+    """The results of all jobs."""
 
     def __init__(self, wanted: int, log: Path | None) -> None:
         self.wanted, self.log = wanted, log
@@ -174,7 +174,13 @@ class Job:
     """Runs of one folder, one after the other, until there are enough kills."""
 
     def __init__(
-        self, folder: Path, plan: Iterator[Setting], whole: Untouched, seed: int, per_run: int, tally: Tally
+        self,
+        folder: Path,
+        plan: Iterator[Setting],
+        whole: Uninterrupted,
+        seed: int,
+        per_run: int,
+        tally: Tally,
     ) -> None:
         self.folder, self.plan, self.whole, self.per_run = folder, plan, whole, per_run
         self.tally, self.random = tally, random.Random(seed)
@@ -182,7 +188,7 @@ class Job:
         self.story = Run()
 
     def work(self) -> None:
-        """What goes wrong in here is reported, and not lost with the thread."""
+        """Reports every error, which would otherwise be lost with the thread."""
         number = 0
         while not self.tally.enough:
             setting = next(self.plan)
@@ -209,7 +215,7 @@ class Job:
         return self.story.kills[-1] if self.story.kills else None
 
     def finished_once(self, setting: Setting) -> bool:
-        """Starts the run once more; whether it came to its end."""
+        """Starts the run once more. Returns whether it finished."""
         processes, restarts = self.random.choice(setting.worlds), self.random.choice((0, 1000))
         self.story.worlds.append(processes)
         process = begin(self.folder, setting, self.run.name, processes, restarts)
@@ -233,7 +239,7 @@ class Job:
         return process.returncode == 0
 
     def wait(self, process: subprocess.Popen[str]) -> None:
-        """For the instant of the next kill."""
+        """Waits for the time of the next kill."""
         early, begun = self.random.random() < EARLY, time.time()
         if not early:
             while process.poll() is None and self.steps()[1] < begun and not self.spared:
@@ -245,7 +251,7 @@ class Job:
             time.sleep(0.02)
 
     def kill(self, process: subprocess.Popen[str], processes: int, restarts: bool) -> bool:
-        """Whether somebody was there to be killed."""
+        """Kills something. Returns False if there was no process to kill."""
         for kind in self.random.sample(KINDS, len(KINDS)):
             victims = self.victims(process.pid, kind)
             if victims:
@@ -261,31 +267,33 @@ class Job:
         return True
 
     def victims(self, pid: int, kind: str) -> list[int]:
-        """Whom to kill; nobody where there is no such process (yet)."""
+        """The processes to kill; empty if there is none of this kind (yet)."""
         members = family(pid)
         ranks = {rank: each.pid for each in members if (rank := rank_of(each)) is not None}
         ranks = ranks or {0: pid}
         loaders = [each.pid for each in members if is_loader(each)]
         saving = self.run / "checkpoints"
-        if kind == "while saving" and not soon(lambda: any(saving.glob("*.tmp"))):
+        if kind == "during a save" and not soon(lambda: any(saving.glob("*.tmp"))):
             return []
-        if kind == "before the rename" and not soon(lambda: any(saving.glob("*.tmp/manifest.json"))):
+        if kind == "before the checkpoint's rename" and not soon(
+            lambda: any(saving.glob("*.tmp/manifest.json"))
+        ):
             return []
         return {
             "a rank": [self.random.choice(sorted(ranks.values()))],
             "a loader process": [self.random.choice(loaders)] if loaders else [],
             "the launcher": [pid],
-            "everything": [pid, *(each.pid for each in members)],
+            "all processes": [pid, *(each.pid for each in members)],
         }.get(kind, [ranks[0]] if 0 in ranks else [])
 
     def observe(self) -> None:
-        """Notes the first step after the last kill."""
+        """Records the first step after the last kill."""
         kill = self.last
         if kill is None or kill.recovered is not None:
             return
         step, at = self.steps()
         resumed = self.resumed_at()
-        # A run steps on for a moment when its loader dies: only what follows the log of a new start counts.
+        # A run takes a few more steps after its loader dies, so only steps after a new start count.
         if step and resumed is not None and kill.at < resumed[0] < at:
             kill.recovered, kill.resumed = at, resumed[1]
 
@@ -299,7 +307,7 @@ class Job:
         return int(last.get("step") or 0), float(last["time"])
 
     def resumed_at(self) -> tuple[float, int] | None:
-        """When the run last began to step, by the age of its log, and at which step."""
+        """When the run last resumed, by the age of its log, and at which step."""
         try:
             text = (self.run / "log.txt").read_text()
             changed = (self.run / "log.txt").stat().st_mtime
@@ -309,7 +317,7 @@ class Job:
         return changed, int(places[-1].rpartition("step ")[2].replace(",", "")) if places else 0
 
     def count_orphans(self) -> None:
-        """Nothing of the run may be alive a second after its command has ended."""
+        """Counts the processes of the run that are alive a second after its command has ended."""
         mark, deadline = str(self.folder), time.monotonic() + 1.0
         while (left := processes_of(mark)) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -317,7 +325,7 @@ class Job:
 
 
 def begin(folder: Path, setting: Setting, name: str, processes: int, restarts: int) -> subprocess.Popen[str]:
-    """The command of a user."""
+    """Starts the command."""
     words = ["train", *setting.words(), f"run.dir={folder / 'runs'}", f"run.name={name}"]
     words += [f"parallel.processes={processes}", f"launch.restarts={restarts}"]
     return subprocess.Popen(
@@ -331,7 +339,7 @@ def begin(folder: Path, setting: Setting, name: str, processes: int, restarts: i
 
 
 def write_images(folder: Path) -> None:
-    """Noise in four classes, for a run whose images must be read and decoded."""
+    """Writes noise in four classes, for a run that reads and decodes images."""
     folder.mkdir(parents=True)
     noise = np.random.default_rng(0)
     for split, each in (("train", 60), ("val", 6)):
@@ -342,7 +350,7 @@ def write_images(folder: Path) -> None:
 
 
 def sha256(run: Path) -> str:
-    """What `drumline verify` says."""
+    """The hash that `drumline verify` reports."""
     found = verify_run(run)
     return found.state_sha256 if found.sound else f"not sound: {'; '.join(found.unsound)}"
 
@@ -350,13 +358,13 @@ def sha256(run: Path) -> str:
 def main() -> int:
     parser = Parser(__doc__, kills=1, jobs=1, layouts="strict", most=1, steps=SMALL_STEPS)
     parser.add_argument("--kills", type=int, default=1000)
-    parser.add_argument("--per-run", type=int, default=5, help="leave a run to finish after so many kills")
+    parser.add_argument("--per-run", type=int, default=5, help="kills before a run is left to finish")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help=f"default: {','.join(LAYOUTS)}")
-    parser.add_argument("--most", type=int, default=SHARDS, help="processes of a run, at most")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of a run")
+    parser.add_argument("--most", type=int, default=SHARDS, help="the most processes of a run")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of a run")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=1e6, help="stop killing after this long")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop killing after this time")
     parser.add_argument("--log", type=Path, help="append each finished run to this file")
     parser.add_argument("--report", type=Path, nargs="+", help="only print the tables of these logs")
     args = parser.parse_args()
@@ -365,7 +373,7 @@ def main() -> int:
         print(report(runs))
         return int(not well(runs))
     if unknown := set(args.layouts.split(",")) - set(LAYOUTS):
-        parser.error(f"--layouts: {', '.join(sorted(unknown))}: use some of {', '.join(LAYOUTS)}")
+        parser.error(f"--layouts: {', '.join(sorted(unknown))}: choose from {', '.join(LAYOUTS)}")
     every = settings(args.layouts.split(","), args.most, args.steps)
     if not every:
         parser.error(f"--most {args.most}: the layouts {args.layouts} need more processes")
@@ -373,7 +381,7 @@ def main() -> int:
     begun, plan = time.monotonic(), Shared(cycle(every))
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(prefix="drumline-faults-", dir=memory) as base:
-        whole, tally = Untouched(Path(base)), Tally(args.kills, args.log)
+        whole, tally = Uninterrupted(Path(base)), Tally(args.kills, args.log)
         threads = []
         for number in range(args.jobs):
             folder = Path(base) / f"job-{number}"

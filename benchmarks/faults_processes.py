@@ -19,7 +19,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def rank_of(process: psutil.Process) -> int | None:
-    """Of a worker of the run; loader processes inherit the variable, but do not run the command."""
+    """The rank of a worker, or None. Loader processes inherit the variable but do not run the command."""
     try:
         words = process.cmdline()
         return int(process.environ()["RANK"]) if "train" in words and "drumline" in words else None
@@ -28,7 +28,7 @@ def rank_of(process: psutil.Process) -> int | None:
 
 
 def is_loader(process: psutil.Process) -> bool:
-    """Whether a fork server of ours has made it: it then has the server's command line."""
+    """Whether Drumline's fork server forked it: it then has the server's command line."""
     try:
         made_by = process.parent()
         words = process.cmdline()
@@ -53,7 +53,7 @@ def processes_of(mark: str) -> list[psutil.Process]:
 
 
 def soon(happens: Callable[[], bool], seconds: float = 0.5) -> bool:
-    """Looks as fast as it can, so that the kill falls into what it waits for."""
+    """Waits for it, polling as fast as possible, so that the kill hits the right moment."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if happens():
@@ -63,7 +63,7 @@ def soon(happens: Callable[[], bool], seconds: float = 0.5) -> bool:
 
 
 def sigkill(pids: Sequence[int]) -> int:
-    """How many of them it reached."""
+    """Kills them. Returns how many were alive."""
     reached = 0
     for pid in pids:
         with suppress(ProcessLookupError):

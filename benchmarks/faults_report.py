@@ -1,4 +1,4 @@
-"""What `faults.py` found: its runs and kills, the log of them, and the tables."""
+"""The runs and kills of `faults.py`: their log and the tables."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ KINDS = (
     "rank 0",
     "a loader process",
     "the launcher",
-    "everything",
-    "while saving",
-    "before the rename",
+    "all processes",
+    "during a save",
+    "before the checkpoint's rename",
 )
 
 
 @dataclass
 class Kill:
-    """One SIGKILL and what came of it."""
+    """One SIGKILL and its consequences."""
 
     kind: str
     at: float
     step: int
     by_itself: bool
-    """Whether the launcher was to restart it."""
+    """Whether the launcher had to restart the run."""
     processes: int
     resumed: int | None = None
-    """The step gone on from; None where the next kill came before that."""
+    """The step the run resumed from; None if the next kill came first."""
     recovered: float | None = None
-    """When the first step after it was done."""
+    """The time of the first step after it."""
 
 
 @dataclass
 class Run:
-    """One run that came to its end, and all that happened to it."""
+    """One finished run and what happened to it."""
 
     layout: str = "strict"
     source: str = ""
@@ -50,9 +50,9 @@ class Run:
     """Processes of each start."""
     orphans: int = 0
     unexplained: list[str] = field(default_factory=list)
-    """The error output of commands that failed although nothing was killed."""
+    """The error output of commands that failed without a kill."""
     same: bool = False
-    """Whether it has the hash of the untouched run."""
+    """Whether it has the hash of the uninterrupted run."""
 
 
 def report(runs: Sequence[Run]) -> str:
@@ -66,7 +66,7 @@ def report(runs: Sequence[Run]) -> str:
     rows: list[tuple[str, Sequence[Kill]]] = [
         (kind, [kill for kill in every if kill.kind == kind]) for kind in KINDS
     ]
-    rows.append(("restarted by the launcher", [kill for kill in every if kill.by_itself]))
+    rows.append(("of these, restarted by the launcher", [kill for kill in every if kill.by_itself]))
     rows.append(("all", every))
     for name, kills in rows:
         back = [kill for kill in kills if kill.recovered is not None]
@@ -85,9 +85,10 @@ def report(runs: Sequence[Run]) -> str:
         lines.append(f"| {layout} | {kills:,} | {len(of)} | {same} | {_starts(of)} |")
     strange = [text for run in runs for text in run.unexplained]
     lines += [
-        f"\n{sum(run.same for run in runs):,} of {len(runs):,} finished runs have the hash of the untouched one;",
+        f"\n{sum(run.same for run in runs):,} of {len(runs):,} finished runs "
+        "have the same hash as the uninterrupted run;",
         f"starts by number of processes: {_starts(runs)}; orphans: {sum(run.orphans for run in runs)};",
-        f"failures that no kill explains: {len(strange)}",
+        f"failures that a kill does not explain: {len(strange)}",
         *strange[:3],
     ]
     return "\n".join(lines)
@@ -98,7 +99,7 @@ def well(runs: Sequence[Run]) -> bool:
 
 
 def logged(paths: Sequence[Path]) -> list[Run]:
-    """What earlier calls have written."""
+    """The runs in the logs of earlier calls."""
     found = []
     for line in (line for path in paths for line in path.read_text().splitlines()):
         content = json.loads(line)

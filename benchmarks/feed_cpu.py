@@ -1,18 +1,20 @@
-"""How many training images a second does one core make, and how does that grow with cores?
+"""How many training images per second does one core decode, and how does a loader scale with cores?
 
-Part one: read a file, decode it, cut a random resized crop of 224, mirror half of them. Every contestant does all of
-that with the same boxes, pinned to one core, in turns of a few images, so that noise hits all. What counts is the
-process's CPU time, which other programs on the machine do not disturb. Beside the speed stands the share of values
-that are equal to those of Pillow's crop-then-resize, which is what torchvision's transforms do to PIL images: a fast
-path with other pixels trains another network.
+Part one: read a file, decode it, take a random resized crop of 224, and mirror half of them. Every library does all
+of this with the same boxes, pinned to one core, and they alternate every few images, so that noise affects all. The
+measure is the CPU time of the process, which other programs do not disturb. Next to the speed is the fraction of
+values that equal Pillow's crop and resize, which is what torchvision's transforms do to PIL images: a fast path
+with different pixels trains a different network.
 
-Part two: the whole loader at 1, 2, 4 ... workers: Drumline's native threads and its processes, beside torch's
-DataLoader with PIL transforms. Images per second of real time; efficiency is speed / (workers x speed of one).
+Part two: the complete loader with 1, 2, 4 ... workers: Drumline's threads, Drumline's processes, and torch's
+DataLoader with PIL transforms. Images per second of wall time; efficiency is speed / (workers x speed of one
+worker).
 
     python benchmarks/feed_cpu.py --path photos.tar
-    python benchmarks/feed_cpu.py                          # made-up photographs
+    python benchmarks/feed_cpu.py                          # synthetic photographs
 
-Libraries that are not installed are left out, each with a line. Status 1 if Drumline's pixels are not all Pillow's.
+Libraries that are not installed are skipped, each with a line. Exits with 1 if any of Drumline's pixels differs
+from Pillow's.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ from photographs import VERSION, lay_in_folders, machine, photographs
 from pixels import Difference
 
 CHUNK = 25
-"""Images before the next contestant's turn: enough to be at home in the processor's caches."""
-OWN_DRAWS = "torchvision v2 transforms, own draws"
+"""Images per turn: enough to warm the processor's caches."""
+OWN_BOXES = "torchvision v2 transforms, own boxes"
 
 
 def main() -> int:
@@ -63,7 +65,7 @@ def main() -> int:
         folder = Path(temporary)
         photos = photographs(asked.path, made_up=asked.made_up)
         source = lay_in_folders(photos, folder)
-        print(f"{machine()}\n{photos.about}\n")
+        print(f"{machine()}\n{photos.description}\n")
         exact = one_core(source, transform, asked.rounds)
         if not asked.no_scaling:
             scaling(source, folder, transform, asked.rounds, asked.workers, asked.batch)
@@ -71,7 +73,7 @@ def main() -> int:
 
 
 def one_core(source: EncodedDataset, transform: Transform, rounds: int) -> bool:
-    """Prints the table of part one; whether Drumline's pixels are all Pillow's."""
+    """Prints the table of part one. Returns whether all of Drumline's pixels equal Pillow's."""
     contestants, missing = cutters(transform)
     contestants |= torchvision_transforms(transform.size)
     paths = [source.where(sample) for sample in range(len(source))]
@@ -104,7 +106,7 @@ def one_core(source: EncodedDataset, transform: Transform, rounds: int) -> bool:
         os.sched_setaffinity(0, allowed)
     print(
         f"one core, {transform.size} x {transform.size}, CPU time; means of {rounds} rounds of "
-        f"{len(paths)} images, in turns\n"
+        f"{len(paths)} images, alternating\n"
     )
     print(
         "| path | ms | img/s/core | min..max | speed relative to Pillow | values equal to Pillow's |\n"
@@ -112,7 +114,7 @@ def one_core(source: EncodedDataset, transform: Transform, rounds: int) -> bool:
     )
     for name, found in speeds.items():
         ratio = statistics.mean(mine / pillow for mine, pillow in zip(found, speeds[PILLOW], strict=True))
-        equal = "other boxes" if name == OWN_DRAWS else differences[name].cells().partition(" |")[0]
+        equal = "different boxes" if name == OWN_BOXES else differences[name].cells().partition(" |")[0]
         print(
             f"| {name} | {1000 / statistics.mean(found):.2f} | {statistics.mean(found):.0f} | "
             f"{min(found):.0f}..{max(found):.0f} | {ratio:.2f}x | {equal} |"
@@ -141,7 +143,7 @@ def scaling(
     for number in range(rounds):
         for count in counts:
             for kind, open_feed in kinds.items():
-                # Processes deliver in waves of one batch each, so whole waves are counted.
+                # Processes deliver in waves of one batch each, so only whole waves count.
                 warm, timed = 2 * count, count * max(4, math.ceil(12 / count))
                 with closing(open_feed(count)) as feed:
                     for _ in islice(feed, warm):
@@ -151,10 +153,10 @@ def scaling(
                     speeds[kind, count].append(images / (time.perf_counter() - begun))
         print(f"scaling: round {number + 1} of {rounds} done", file=sys.stderr, flush=True)
     print(
-        f"\nthe whole loader, batches of {batch}, real time; means of {rounds} rounds, in turns; load of the machine "
-        f"before it began: {load:.1f}\n"
+        f"\nthe complete loader, batches of {batch}, wall time; means of {rounds} alternating rounds; load average "
+        f"at the start: {load:.1f}\n"
     )
-    print("| loader | workers | img/s | min..max | to DataLoader | efficiency |\n|---|---|---|---|---|---|")
+    print("| loader | workers | img/s | min..max | vs. DataLoader | efficiency |\n|---|---|---|---|---|---|")
     for (kind, count), found in speeds.items():
         mean, alone = statistics.mean(found), statistics.mean(speeds[kind, 1])
         peer = statistics.mean(speeds["DataLoader + PIL transforms", count])
@@ -163,7 +165,7 @@ def scaling(
             f"{mean / alone / count:.2f} |"
         )
     print(
-        "\nDrumline reads files ahead with a few more threads, which mostly wait: with one worker it uses a little "
+        "\nDrumline reads files ahead in a few more threads, which mostly wait: with one worker, it uses a little "
         "more than one core"
     )
 
@@ -185,27 +187,27 @@ def ours(
 
 
 def data_loader(source: EncodedDataset, size: int, workers: int, batch: int) -> Generator[int, None, None]:
-    """Sizes of the batches of torch's DataLoader, with torchvision's transforms where they are installed."""
+    """Sizes of the batches of torch's DataLoader, with torchvision's transforms if they are installed."""
     files = Files(source, 10**6, installed_transform(size) or PillowTransform(size))
     for images, _ in torch_loader(files, min(batch, len(source)), workers):
         yield len(images)
 
 
 def installed_transform(size: int) -> Callable[[Any], Tensor] | None:
-    """torchvision's own, or nothing where it cannot be had."""
+    """torchvision's transform, or None if it is not installed."""
     try:
         return torchvision_transform(size)
-    except Exception:  # not installed, or not fitting this torch, which raises nearly anything
+    except Exception:  # not installed or incompatible: nearly any exception
         return None
 
 
 def torchvision_transforms(size: int) -> dict[str, Cutter]:
-    """As a contestant: it draws its own boxes, so its pixels cannot be compared."""
+    """torchvision's own transforms: they draw their own boxes, so their pixels cannot be compared."""
     transform = installed_transform(size)
     if transform is None:
         return {}
     return {
-        OWN_DRAWS: lambda data, row, side: (
+        OWN_BOXES: lambda data, row, side: (
             transform(Image.open(io.BytesIO(data)).convert("RGB")).permute(1, 2, 0).numpy()
         )
     }
@@ -244,14 +246,16 @@ def _read(path: str) -> bytes:
 
 def _arguments() -> argparse.Namespace:
     parser = Parser(__doc__, made_up=3, size=64, rounds=1, batch=2, workers=2)
-    parser.add_argument("--path", help="folder or tar of photographs; without it, made-up ones")
-    parser.add_argument("--made-up", type=int, default=100, help="how many to make up without --path")
+    parser.add_argument("--path", help="folder or tar of photographs; default: synthetic ones")
+    parser.add_argument(
+        "--made-up", type=int, default=100, help="number of synthetic photographs without --path"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument(
-        "--workers", type=int, default=usable_cores(), help="scaling goes up to so many; default: cores"
+        "--workers", type=int, default=usable_cores(), help="the most workers to measure; default: cores"
     )
-    parser.add_argument("--batch", type=int, default=64, help="for the loaders")
+    parser.add_argument("--batch", type=int, default=64, help="batch size of the loaders")
     parser.add_argument("--no-scaling", action="store_true", help="only the table for one core")
     return parser.parse_args()
 

@@ -1,26 +1,28 @@
-"""Does the GPU wait for its data? Training steps fed by Drumline and by others, beside the synthetic limit.
+"""Does the GPU wait for its data? Training steps fed by Drumline and by other loaders, next to the synthetic limit.
 
-The step is one and the same for all, written by hand: uint8 batch to the device, normalise there, forward and
-backward under bf16 autocast in channels_last, fused SGD. The synthetic limit feeds it one resident batch again and
-again: nothing can be faster. The others read JPEG files, cut a random resized crop of 224, mirror half of them, and
-bring 256 to the GPU:
+The step is hand-written and the same for all: copy a uint8 batch to the device, normalise it there, forward and
+backward under bf16 autocast in channels_last, fused SGD. The synthetic limit feeds it one resident batch over and
+over: nothing can be faster. The others read JPEG files, take a random resized crop of 224, mirror half of them, and
+copy batches of 256 to the GPU:
 
-- Drumline with native threads; with the GPU decoding what they are too slow for (what `data.decode auto` takes); and
-  with the GPU decoding all it can (`data.decode gpu`)
-- torch DataLoader with torchvision's transforms on PIL images, uint8 tensors, pinned, persistent workers, prefetch 4
+- Drumline with native threads; with the GPU decoding what the threads are too slow for (what `data.decode auto`
+  selects); and with the GPU decoding everything it can (`data.decode gpu`)
+- torch's DataLoader with torchvision's transforms on PIL images, uint8 tensors, pinned, persistent workers,
+  prefetch 4
 - timm's create_loader with its PrefetchLoader
 - DALI with decoding on the GPU
 
-In each round all take turns, so that noise hits all; each turn starts its workers anew and takes warm-up steps that
+The feeds alternate in rounds, so that noise affects all. Each turn starts new workers and takes warm-up steps that
 are not timed. Drumline's batches are kept (a copy on the GPU, inside the timed part) and compared afterwards with
-what Pillow makes of the same files: bit for bit, every sample of every step. The files lie in the page cache for all.
+Pillow's result for the same files, bit for bit, every sample of every step. The files are in the page cache for
+all.
 
     python benchmarks/feed_gpu.py --path photos.tar
     python benchmarks/feed_gpu.py --path photos.tar --only resnet50 --modes compiled --threads 14 16
-    python benchmarks/feed_gpu.py --path photos.tar --only none          # the feeds alone, no model
-    python benchmarks/feed_gpu.py --small                                # does the script work? no figures
+    python benchmarks/feed_gpu.py --path photos.tar --only none          # the feeds alone, without a model
+    python benchmarks/feed_gpu.py --small                                # a check that the script works
 
-What is not installed is left out, with a line that says so. About 8 minutes on an H200 with 16 cores.
+Libraries that are not installed are skipped, each with a line. Takes about 8 minutes on an H200 with 16 cores.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ from photographs import VERSION, machine, photographs, pillow_window
 
 LIMIT = "synthetic limit"
 FILES = 2000
-"""At least so many files: the photographs are copied until there are."""
+"""The photographs are copied until there are at least this many files."""
 
 
 class Contestant(NamedTuple):
@@ -78,7 +80,7 @@ class Measured(NamedTuple):
 
     speed: float
     equal: int
-    """Samples whose pixels are Pillow's, of `samples`; only ours are looked at."""
+    """Samples, of `samples`, whose pixels equal Pillow's. Only Drumline's are compared."""
     samples: int
 
 
@@ -90,7 +92,7 @@ def main() -> int:
         print("needs CUDA: skipped compiled steps and decoding by the GPU")
     if device.type == "cuda" and not torch.cuda.is_available():
         print(
-            "there is no CUDA device: feed_gpu.py measures on a GPU (--small tries it)",
+            "feed_gpu.py needs a CUDA device (--small runs without one)",
             file=sys.stderr,
         )
         return 2
@@ -98,11 +100,11 @@ def main() -> int:
     raise_descriptor_limit()
     torch.backends.cudnn.benchmark = True
     with tempfile.TemporaryDirectory(prefix="drumline-feed-") as folder:
-        spec, about = lay_out(asked.path, Path(folder), plan, 24 if asked.small else FILES)
+        spec, description = lay_out(asked.path, Path(folder), plan, 24 if asked.small else FILES)
         source = open_dataset(spec)
         assert isinstance(source, EncodedDataset)
         transform = Transform(plan.size, "crop-flip", resize=VERSION)
-        print(f"{machine(device)}\n{about}")
+        print(f"{machine(device)}\n{description}")
         reference = torch.from_numpy(pillow_batches(source, transform, plan)).to(device)
         print(
             f"Pillow made {reference[..., 0, 0, 0].numel():,} reference windows   [{_since(began)}]",
@@ -113,12 +115,12 @@ def main() -> int:
         broken = False
         for model, mode in ((name, mode) for name in asked.only for mode in _modes(name, asked.modes)):
             if time.perf_counter() - began > 60 * asked.minutes:
-                print(f"{model} {mode}: left out, the {asked.minutes:g} minutes are over")
+                print(f"{model} {mode}: skipped: the {asked.minutes:g} minutes are over")
                 continue
             broken |= measure(model, mode, contestants, reference, plan, turns, began)
             print(f"\n{table(turns, model, mode)}\n", flush=True)
         if asked.small:
-            print("small: this shows that the script works, and nothing about speed\n")
+            print("small: a check that the script works; the speeds mean nothing\n")
         print(_headline(plan), table(turns), "", _verdict(turns), sep="\n")
     return 1 if broken or any(turn.equal != turn.samples for found in turns.values() for turn in found) else 0
 
@@ -132,14 +134,12 @@ def lay_out(path: str | None, folder: Path, plan: Plan, at_least: int) -> tuple[
         place.mkdir()
         for number, (name, data) in enumerate(zip(photos.names, photos.data, strict=True)):
             (place / f"{number:05}_{name}").write_bytes(data)
-    about = (
-        f"{photos.about}; each copied {copies} times, {copies * len(photos.data):,} files in class folders"
-    )
-    return DatasetSpec("folder", str(folder), "train"), about
+    description = f"{photos.description}; each copied {copies} times, {copies * len(photos.data):,} files"
+    return DatasetSpec("folder", str(folder), "train"), description
 
 
 def pillow_batches(source: EncodedDataset, transform: Transform, plan: Plan) -> NDArray[np.uint8]:
-    """What Pillow makes of every sample of a turn: (steps, batch, size, size, 3), by processes that share it."""
+    """Pillow's result for every sample of a turn: (steps, batch, size, size, 3), made in several processes."""
     asked = list(islice(requests(source, plan), plan.settle + plan.steps))
     shape = (len(asked), plan.batch, transform.size, transform.size, 3)
     shared = np.frombuffer(mmap.mmap(-1, int(np.prod(shape))), np.uint8).reshape(shape)
@@ -171,8 +171,8 @@ def measure(
     turns: dict[tuple[str, str, str], list[Measured]],
     began: float,
 ) -> bool:
-    """All rounds of a model in a mode. A contestant that fails is left out from there on, with the reason; tells
-    whether one of ours did."""
+    """Runs all rounds of a model in a mode. Skips a feed after it fails, with the reason. Returns whether one of
+    Drumline's failed."""
     step = _nothing if model == "none" else training_step(model, mode, plan)
     for images, labels in islice(synthetic(plan), 4):  # compiles, and lets cuDNN choose
         step(images, labels)
@@ -189,11 +189,11 @@ def measure(
                 turn = take_turn(one, step, reference, kept, plan)
             except Exception as error:
                 reason = " ".join(f"{type(error).__name__}: {error}".split())[:600]
-                print(f"{one.name}: left out, it failed: {reason}", flush=True)
+                print(f"{one.name}: skipped: it failed: {reason}", flush=True)
                 failed[one.name] = one.ours
                 continue
             turns[model, mode, one.name].append(turn)
-            pixels = f", {turn.equal:,} of {turn.samples:,} samples are Pillow's" if one.ours else ""
+            pixels = f", {turn.equal:,} of {turn.samples:,} samples equal Pillow's" if one.ours else ""
             print(
                 f"{model} {mode}, round {number + 1} of {plan.rounds}: {one.name} {turn.speed:,.0f} img/s{pixels}"
                 f"   [{_since(began)}]",
@@ -230,7 +230,7 @@ def take_turn(
 
 
 def training_step(name: str, mode: str, plan: Plan) -> Callable[[Tensor, Tensor], None]:
-    """What a careful person writes, with no host sync in it."""
+    """A careful hand-written step, without a host sync."""
     torch.compiler.reset()
     torch.manual_seed(0)
     device, on_gpu = plan.device, plan.device.type == "cuda"
@@ -274,7 +274,7 @@ def _contestants(
         for count in threads
     ]
     if reason := gpu_unavailable(plan.device):
-        print(f"Drumline with GPU decode: left out, {reason}")
+        print(f"Drumline with GPU decode: skipped: {reason}")
     else:
         most = LoaderWorkers("threads", max(threads))
         found.append(ours(f"Drumline, {most} and the GPU", replace(most, decode="both")))
@@ -287,8 +287,8 @@ def _contestants(
     for module, name, feed, steps in others:
         try:
             __import__(module)
-        except Exception as error:  # a library that does not fit this torch raises nearly anything
-            print(f"{name}: left out, {module} cannot be imported ({type(error).__name__}: {error})")
+        except Exception as error:  # an incompatible version raises nearly anything
+            print(f"{name}: skipped: {module} cannot be imported ({type(error).__name__}: {error})")
             continue
         found.append(Contestant(name, partial(feed, source, plan), steps, plan.warm))
     return found
@@ -298,7 +298,7 @@ def _contestants(
 
 
 def table(turns: dict[tuple[str, str, str], list[Measured]], model: str = "", mode: str = "") -> str:
-    """Markdown; the ratio is of the same round's synthetic speed, averaged over the rounds."""
+    """The markdown table. The ratio to the synthetic limit is taken per round, then averaged."""
     lines = [
         "| model | mode | feed | img/s | min..max | of the limit | Pillow's pixels |",
         "|---|---|---|---|---|---|---|",
@@ -322,9 +322,9 @@ def table(turns: dict[tuple[str, str, str], list[Measured]], model: str = "", mo
 
 def _headline(plan: Plan) -> str:
     return (
-        f"batch {plan.batch}, {plan.size} x {plan.size}, bf16, channels_last, SGD; means of {plan.rounds} rounds "
-        f"that take turns, {plan.steps} timed steps each ({plan.slow_steps} where workers are processes) after "
-        f"{plan.warm} of warm-up, {plan.settle} where the feed balances itself\n"
+        f"batch {plan.batch}, {plan.size} x {plan.size}, bf16, channels_last, SGD; means of {plan.rounds} "
+        f"alternating rounds of {plan.steps} timed steps ({plan.slow_steps} for worker processes) after {plan.warm} "
+        f"warm-up steps ({plan.settle} for the feed that balances CPU and GPU)\n"
     )
 
 
@@ -354,21 +354,24 @@ def _plan(asked: argparse.Namespace, device: torch.device) -> Plan:
 
 def _arguments() -> argparse.Namespace:
     parser = Parser(__doc__, device="cpu", only=["resnet18"], modes=["eager"], rounds=1)
-    parser.add_argument("--path", help="folder or tar of photographs; without it, made-up ones")
+    parser.add_argument("--path", help="folder or tar of photographs; default: synthetic ones")
     parser.add_argument(
-        "--only", nargs="+", default=["resnet50", "resnet18"], help="models; none: the feeds alone"
+        "--only", nargs="+", default=["resnet50", "resnet18"], help="models, or none for the feeds alone"
     )
     parser.add_argument("--modes", nargs="+", default=["compiled", "eager"], choices=("eager", "compiled"))
     parser.add_argument(
-        "--threads", type=int, nargs="+", help="Drumline's threads; several are tried each; default: cores"
+        "--threads", type=int, nargs="+", help="numbers of Drumline's threads to measure; default: cores"
     )
     parser.add_argument(
-        "--workers", type=int, default=usable_cores(), help="processes of the others; default: cores"
+        "--workers",
+        type=int,
+        default=usable_cores(),
+        help="worker processes of the other loaders; default: cores",
     )
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=48, help="timed steps a turn")
-    parser.add_argument("--minutes", type=float, default=8.0, help="begin no further model after so many")
+    parser.add_argument("--steps", type=int, default=48, help="timed steps per turn")
+    parser.add_argument("--minutes", type=float, default=8.0, help="start no further model after this time")
     parser.add_argument("--quick", action="store_true", help="one round of 16 steps")
     parser.add_argument("--device", default="cuda")
     asked = parser.parse_args()

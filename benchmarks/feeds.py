@@ -1,7 +1,7 @@
-"""The feeds that feed_gpu.py and feed_cpu.py compare: nothing but a resident batch, Drumline, DataLoader, timm, DALI.
+"""The feeds that feed_gpu.py and feed_cpu.py compare: a resident batch, Drumline, DataLoader, timm and DALI.
 
-Each is opened again for every round and gives (images, labels) on the device until it is closed; all do what a
-careful user of that library does.
+Each turn opens its feed anew. A feed gives (images, labels) on the device until it is closed, and is set up as its
+documentation recommends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from drumline.data.sources import DatasetSpec, EncodedDataset
 
 CLASSES = 1000
 SPARE = 8
-"""Batches asked for beyond the last step, so that no feed is already coming to its end there."""
+"""Batches requested beyond the last step, so that no feed ends there."""
 
 Feed = Generator[tuple[Tensor, Tensor], None, None]
 """Images (n, 3, size, size), uint8 or already normalised, and labels, both on the device."""
@@ -40,15 +40,15 @@ class Plan:
     workers: int
     warm: int
     settle: int
-    """Warm-up steps of the feed that finds its balance between CPU and GPU while it runs."""
+    """Warm-up steps of the feed that balances CPU and GPU while it runs."""
     steps: int
     slow_steps: int
-    """Timed steps of the feeds that keep the GPU waiting: a multiple of their workers, which deliver in waves."""
+    """Timed steps of the feeds with worker processes, which deliver in waves: a multiple of their workers."""
     rounds: int
 
 
 def synthetic(plan: Plan) -> Feed:
-    """One batch that is on the device already, repeated without end."""
+    """The same resident batch, endlessly."""
     shape = (plan.batch, plan.size, plan.size, 3)
     images = torch.randint(256, shape, dtype=torch.uint8, device=plan.device).permute(0, 3, 1, 2)
     labels = torch.randint(CLASSES, (plan.batch,), device=plan.device)
@@ -69,7 +69,8 @@ def drumline(
 
 
 class Files(Dataset[Any]):
-    """What ImageFolder does, so long that no epoch ends within a turn (starting one costs the others time)."""
+    """As ImageFolder, but so long that no epoch ends within a turn (starting an epoch costs the other loaders
+    time)."""
 
     def __init__(
         self, source: EncodedDataset, length: int, transform: Callable[[Any], Any] | None = None
@@ -90,14 +91,14 @@ class Files(Dataset[Any]):
 
 
 def torchvision_transform(size: int) -> Callable[[Any], Tensor]:
-    """Random resized crop and mirror of a PIL image, as torchvision has them."""
+    """torchvision's random resized crop and flip of a PIL image."""
     from torchvision.transforms import v2
 
     return v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), v2.PILToTensor()])  # type: ignore[no-any-return]
 
 
 def torch_loader(files: Files, batch: int, workers: int, pin: bool = False) -> DataLoader[Any]:
-    """torch's DataLoader as a careful person sets it up."""
+    """torch's DataLoader with the recommended settings."""
     return DataLoader(
         files,
         batch_size=batch,
@@ -118,7 +119,7 @@ def data_loader(source: EncodedDataset, plan: Plan) -> Feed:
 
 
 def timm_loader(source: EncodedDataset, plan: Plan) -> Feed:
-    """timm's loader: PIL in the workers, normalised on the GPU on a stream of its own."""
+    """timm's loader: PIL in the workers, normalised on the GPU on a separate stream."""
     from timm.data import create_loader
 
     loader = create_loader(
@@ -183,7 +184,7 @@ def _endless(plan: Plan) -> int:
 
 
 def requests(source: EncodedDataset, plan: Plan) -> Iterable[Any]:
-    """The same batches in every turn, so one reference serves all."""
+    """The same batches in every turn, so that one reference is enough."""
     return training_requests(
         seed=0,
         samples=len(source),

@@ -1,12 +1,12 @@
-"""What `drumline.guard` costs per step, in a hand-written loop with and without it, in one process, in turn.
+"""What `drumline.guard` costs per step: a hand-written loop with and without it, alternating in one process.
 
     python benchmarks/guard_cost.py            # on one GPU
-    python benchmarks/guard_cost.py --small    # a tiny model on a CPU, to see that it works
+    python benchmarks/guard_cost.py --small    # a tiny model on a CPU: a check that the script works
 
-The loop is what a careful person writes: resident batches, bf16 autocast, channels_last, no host sync. With the guard
-each step adds the hooks, one fused norm over the gradients and one wait for its result before the optimizer; rounds
-alternate, so a change of clock speed hits both. The comparison of ranks, every 100 steps, is timed by itself: the
-fingerprints of parameters, gradients and optimizer state, and an exchange through a store. Prints a markdown table.
+The loop is a careful hand-written one: resident batches, bf16 autocast, channels_last, no host sync. With the
+guard, each step adds the hooks, one fused norm over the gradients and one wait for its result before the optimizer.
+Rounds alternate, so that a change of clock speed affects both. The comparison of ranks, every 100 steps, is timed
+separately: the fingerprints of parameters, gradients and optimizer state. Prints a markdown table.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def row(name: str, batch: int, size: int, fused: bool, device: torch.device, rou
 def stepper(
     model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor
 ) -> Callable[[], None]:
-    """A plain step."""
+    """The step without a guard."""
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -86,7 +86,7 @@ def stepper(
 
 
 def compare(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """What a rank does every 100 steps, less the message."""
+    """What a rank computes every 100 steps, without the exchange."""
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     state = {
         f"{number} {key}": value

@@ -1,11 +1,11 @@
-"""How many steps pass before a guard reports each mistake: plain DDP scripts, two processes over gloo.
+"""How many steps pass before a guard reports each mistake: plain DDP scripts in two processes over gloo.
 
     python benchmarks/guard_latency.py
-    python benchmarks/guard_latency.py --small      # the first mistake and a late one, to see that it works
+    python benchmarks/guard_latency.py --small      # two mistakes: a check that the script works
 
-Runs `tests/guards/scripts/mistakes.py` once per mistake and prints the table of docs/guards.md: the step from which
-the mistake is in effect, the optimizer step before which it was reported, and whether the script was stopped. CPU
-only, a minute or two.
+Runs `tests/guards/scripts/mistakes.py` once per mistake and prints the table of docs/guards.md: the first step with
+the mistake, the optimizer step before which the guard reported it, and whether the script was stopped. Needs only a
+CPU; takes a minute or two.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def reported_at(outcome: Outcome, guard: str) -> int:
-    """The optimizer step before which the guard reported: the script prints when it begins one."""
+    """The optimizer step before which the guard reported. The script prints a line when it starts one."""
     text = outcome.err[0]
     before = text[: text.index(f"drumline guard [{guard}]")]
     return int(re.findall(r"begins step (\d+)", before)[-1])

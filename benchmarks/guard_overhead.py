@@ -1,14 +1,14 @@
-"""What fingerprints and guards cost a step: the same step with none, each, and both, side by side in one process.
+"""What fingerprints and guards cost per step: the same step with neither, each, and both, in one process.
 
     python benchmarks/guard_overhead.py
     python benchmarks/guard_overhead.py --every 100 --rounds 8
-    python benchmarks/guard_overhead.py --small     # few steps on a CPU, to see that it works
+    python benchmarks/guard_overhead.py --small     # a few steps on a CPU: a check that the script works
 
-On a GPU: ResNet-50, bf16, batch 256, as one CUDA graph; without one: resnet8 on the CPU. Rounds of `--every` steps
-alternate between the four, so a change of clock speed hits all, and each round holds exactly one record. A ratio is
-taken within a round; shown are the median and the range over rounds. Prints a markdown table. Fingerprints are of all
-parameters, gradients, buffers, momenta and sample ids; guards are the check for finite gradients at every step, the
-poll of its flag, and the look at modes, devices and optimizer.
+On a GPU: ResNet-50, bf16, batch 256, as one CUDA graph. Without a GPU: resnet8 on the CPU. Rounds of `--every` steps
+alternate between the four, so that a change of clock speed affects all. Each round records exactly one set of
+fingerprints. Ratios are taken per round; the table shows their median and range. Fingerprints cover all parameters,
+gradients, buffers, momenta and sample ids. Guards check at every step that gradients are finite, poll the result, and
+regularly check modes, devices and the optimizer.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Off(RunGuards):
 
 
 class GuardsAlone(RunGuards):
-    """Everything but fingerprints."""
+    """All checks except fingerprints."""
 
     def after(self, done: int, batch: Batch, saving: bool) -> None:
         if done % self.run.recipe.guard.every == 0:
@@ -67,7 +67,7 @@ KINDS: dict[str, tuple[type[RunGuards], bool]] = {
     "guards": (GuardsAlone, True),
     "both": (RunGuards, True),
 }
-"""Which guards, and whether gradients are checked to be finite."""
+"""The guards, and whether the step checks that gradients are finite."""
 
 
 @dataclass
@@ -132,7 +132,7 @@ def recipe_of(gpu: bool, every: int, folder: Path) -> Recipe:
 def main() -> None:
     parser = Parser(__doc__, rounds=1, every=3)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--every", type=int, default=100, help="steps between records, and in a round")
+    parser.add_argument("--every", type=int, default=100, help="steps between records and per round")
     args = parser.parse_args()
     gpu = pick_device(args.small).type == "cuda"
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
@@ -140,7 +140,7 @@ def main() -> None:
         recipe = recipe_of(gpu, args.every, Path(folder))
         arms = {kind: arm(recipe, kind, cleanup) for kind in KINDS}
         for number in range(args.rounds):
-            # Each round begins with another one: the first after a pause may find a faster clock.
+            # Each round starts with a different one: the first after a pause may run at a faster clock.
             order = [*KINDS][number % len(KINDS) :] + [*KINDS][: number % len(KINDS)]
             for kind in order:
                 times[kind].append(arms[kind].steps(args.every))

@@ -2,15 +2,14 @@
 
     python benchmarks/guard_recall.py [--small]
 
-Runs every loop of `tests/guards/cases` on two processes over gloo and prints the tables of docs/guards.md. A mistake
-is found when a guard that the case names stops the loop or warns; a healthy loop is disturbed when it is stopped, and
-the ones that only get a warning are listed. The held-out cases were written before their guards were tried on them.
-CPU only, about a minute. `--small`: three cases.
+Runs every loop of `tests/guards/cases` in two processes over gloo and prints the tables of docs/guards.md. A
+mistake is found if a guard that the case names stops the loop or warns. A healthy loop is disturbed if it is
+stopped; loops with only a warning are listed. The held-out cases were written before the guards ran on them. Needs
+only a CPU; takes about a minute. `--small` runs three cases.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import sys
@@ -22,12 +21,11 @@ import torch
 from tests.guards.cases.common import Case
 from tests.guards.cases.run import load, run_cases
 
+from harness import Parser
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--small", action="store_true", help="three cases, to see that it runs")
+    parser = Parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
     cases = load()
@@ -57,7 +55,7 @@ def main() -> None:
 
 
 def summary(label: str, cases: list[Case], said: dict[str, dict]) -> None:
-    """One line: how many mistakes were found, how many healthy loops stopped or warned."""
+    """Prints one row: how many mistakes were found, and how many healthy loops were stopped or warned."""
     mistakes = [case for case in cases if case.codes]
     healthy = [case for case in cases if not case.codes]
     if not cases:

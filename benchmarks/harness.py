@@ -1,8 +1,8 @@
-"""What all benchmarks share: a command line with `--small`, and waiting for the device.
+"""What all benchmarks share: a command line with `--small`, and synchronization with the device.
 
-`--small` runs the same code with tiny sizes on a CPU, in seconds: it shows that a script works, and nothing about
-speed. A part that needs more than a CPU is skipped with a line that begins with "needs". The tests run every script
-with `--small`.
+`--small` runs the same code with tiny sizes on a CPU, in seconds. It shows that a script works and says nothing about
+speed. A part that needs more than a CPU is skipped and prints a line that begins with "needs". The tests run every
+script with `--small`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import torch
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes `--small`, which replaces the defaults of other options by the values given here."""
+    """A parser with `--small`, which replaces the defaults of other options with the values given here."""
 
     def __init__(self, doc: str | None, **small: Any) -> None:
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
         self._small = small
-        self.add_argument("--small", action="store_true", help="tiny sizes on a CPU, to see that it works")
+        self.add_argument(
+            "--small", action="store_true", help="tiny sizes on a CPU: a check that the script works"
+        )
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         if super().parse_known_args(args, namespace)[0].small:
@@ -29,7 +31,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def pick_device(small: bool) -> torch.device:
-    """The first GPU; the CPU where there is none, and for `--small`."""
+    """The first GPU, or the CPU if there is none or `small` is set."""
     return torch.device("cuda", 0) if torch.cuda.is_available() and not small else torch.device("cpu")
 
 

@@ -1,8 +1,8 @@
-"""JPEGs of every kind that one can think of, made of one picture: what jpeg_rule.py tries.
+"""One picture written as every kind of JPEG, for jpeg_rule.py.
 
-Pillow writes the usual ones. The unusual samplings come from laying the blocks of an RGB file out otherwise: there
-all components share their tables, so the compressed bytes stay valid under any frame header that asks for as many
-blocks. What they show is a jumble, decoded by everybody in the same way.
+Pillow writes the usual kinds. The unusual samplings rearrange the blocks of an RGB file: all of its components share
+their tables, so the compressed bytes stay valid under any frame header with the same number of blocks. The picture
+becomes a jumble, but every decoder decodes it to the same one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ SAMPLINGS = {
     "4:4:0 written 2x2, 2x1": (0x22, 0x21, 0x21),
     "4:1:1": (0x41, 0x11, 0x11),
 }
-"""Factors of the three components, written by laying blocks out otherwise."""
+"""Sampling factors of the three components, written by rearranging blocks."""
 
 
 def usual_kinds(image: Image.Image, quality: int, draw: np.random.Generator) -> dict[str, bytes]:
-    """The picture as Pillow writes it, and with other markers around the same compressed bytes."""
+    """The picture as Pillow writes it, and with different markers around the same compressed bytes."""
     exif = Image.Exif()
     exif[0x0112] = int(draw.integers(1, 9))
     restart = int(draw.integers(1, 20))
@@ -63,7 +63,7 @@ def usual_kinds(image: Image.Image, quality: int, draw: np.random.Generator) -> 
 
 
 def unusual_samplings(draw: np.random.Generator) -> dict[str, bytes]:
-    """A file of each of `SAMPLINGS`, YCbCr by its markers; sides anything up to whole units."""
+    """A file for each of `SAMPLINGS`, YCbCr by its markers, of any width and height."""
     soft = draw.integers(
         110, 146, (6, 8, 3), dtype=np.uint8
     )  # low contrast: differences must not add up too far
@@ -75,7 +75,7 @@ def unusual_samplings(draw: np.random.Generator) -> dict[str, bytes]:
 
 
 def laid_out(source: bytes, factors: tuple[int, ...], blocks: int, draw: np.random.Generator) -> bytes:
-    """The same `blocks` compressed blocks under another frame header."""
+    """The same `blocks` compressed blocks under a different frame header."""
     across, down = (max(factor >> 4 for factor in factors), max(factor & 15 for factor in factors))
     in_a_unit = sum((factor >> 4) * (factor & 15) for factor in factors)
     units = blocks // in_a_unit
@@ -118,12 +118,12 @@ def with_adobe(data: bytes, transform: int) -> bytes:
 
 
 def with_jfif(data: bytes) -> bytes:
-    """With a JFIF marker: YCbCr, whatever the components are called."""
+    """With a JFIF marker: YCbCr, whatever the component names."""
     return data[:2] + b"\xff\xe0\0\x10JFIF\0\1\1\0\0\1\0\1\0\0" + data[2:]
 
 
 def extended(data: bytes) -> bytes:
-    """A baseline file under the marker of the extended ones, which may do more."""
+    """A baseline file with the marker of an extended one."""
     return data.replace(b"\xff\xc0", b"\xff\xc1", 1)
 
 

@@ -1,14 +1,13 @@
-"""Is the rule for the GPU right? Every JPEG that it accepts, decoded by the GPU and by Pillow, every pixel compared.
+"""Is the rule for GPU decoding right? Compares every pixel of every accepted JPEG with Pillow's.
 
-`drumline.data.gpu.layout` says from a JPEG's header whether the GPU decodes it to Pillow's bits. Here it is put to
-the test on photographs as they are, on crops of them written in every kind of JPEG that one can think of
-(jpeg_kinds.py; qualities 1 to 100, sides from 1 pixel on), on noise, pure colours and very large sides. Kinds that
-the rule leaves to the CPU are forced through the engine too, to show that they have to be left.
-Ends with status 1 if one pixel of one accepted file differs.
+`drumline.data.gpu.layout` decides from a JPEG's header whether the GPU decodes it to Pillow's bits. This script tests
+the rule on photographs, on crops of them written in every kind of JPEG (jpeg_kinds.py; qualities 1 to 100, sides from
+1 pixel), on noise, on pure colours and on very large images. The GPU also decodes the kinds that the rule leaves to
+the CPU, to show that they differ. Exits with 1 if one pixel of one accepted file differs.
 
     python benchmarks/jpeg_rule.py --path photos.tar
-    python benchmarks/jpeg_rule.py --dry                 # without a GPU: makes the files, asks only the rule
-    python benchmarks/jpeg_rule.py --small               # the same with few files, to see that it works
+    python benchmarks/jpeg_rule.py --dry                 # without a GPU: makes the files and applies only the rule
+    python benchmarks/jpeg_rule.py --small               # the same with few files: a check that the script works
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from photographs import Pixels, machine, photographs
 CHUNK_BYTES = 40_000_000
 """Compressed bytes decoded in one call."""
 TILES = 4096
-"""Windows that one launch makes."""
+"""Windows per kernel launch."""
 FORCED = {
     "grey": PlaneLayout.GREY,
     "444": PlaneLayout.YCC_444,
@@ -46,11 +45,11 @@ FORCED = {
     "440": PlaneLayout.YCC_440,
     "other": PlaneLayout.YCC_422,
 }
-"""Where files go that the rule rejects, by their chroma; 4:1:1 finds more room than it needs."""
+"""The layouts for files that the rule rejects, by their chroma; 4:1:1 gets more memory than it needs."""
 
 
 class Sample(NamedTuple):
-    """A file to be tried."""
+    """A file to test."""
 
     origin: str
     kind: str
@@ -59,7 +58,7 @@ class Sample(NamedTuple):
 
 @dataclass
 class Count:
-    """What came of all files of a kind."""
+    """The results for all files of a kind."""
 
     files: int = 0
     equal: int = 0
@@ -74,12 +73,12 @@ def main() -> int:
     if not asked.dry and (
         reason := gpu_unavailable(device) if torch.cuda.is_available() else "no CUDA device"
     ):
-        print(f"the GPU cannot be asked: {reason} (--dry shows what the rule says)", file=sys.stderr)
+        print(f"cannot decode on the GPU: {reason} (--dry applies only the rule)", file=sys.stderr)
         return 2
     if asked.small:
         print("needs CUDA: skipped decoding by the GPU")
     began, photos = time.perf_counter(), photographs(asked.path)
-    print(f"{machine(None if asked.dry else device)}\n{photos.about}\n", flush=True)
+    print(f"{machine(None if asked.dry else device)}\n{photos.description}\n", flush=True)
     counts: dict[tuple[bool, str, str], Count] = {}
     for chunk in _chunks(corpus(photos.data, asked.crops)):
         headers = [_header(sample.data) for sample in chunk]
@@ -99,9 +98,9 @@ def main() -> int:
 
 
 def corpus(photos: Sequence[bytes], crops: int) -> Iterator[Sample]:
-    """All files: the photographs, then what is made of them."""
+    """All files: the photographs, then the files made from them."""
     for data in photos:
-        yield Sample("photographs", "as they are", data)
+        yield Sample("photographs", "original", data)
     draw = np.random.default_rng(0)
     for number in range(crops):
         photo = Image.open(io.BytesIO(photos[number % len(photos)])).convert("RGB")
@@ -115,7 +114,7 @@ def corpus(photos: Sequence[bytes], crops: int) -> Iterator[Sample]:
         for kind, data in usual_kinds(crop, quality, draw).items():
             yield Sample(origin, kind, data)
         for kind, data in unusual_samplings(draw).items():
-            yield Sample("laid out otherwise", kind, data)
+            yield Sample("blocks rearranged", kind, data)
     for width, height in ((16_384, 40), (40, 16_384), (6_000, 4_000), (4_000, 6_000)):
         coarse = draw.integers(0, 256, (height // 30 + 2, width // 30 + 2, 3), dtype=np.uint8)
         image = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
@@ -126,7 +125,7 @@ def corpus(photos: Sequence[bytes], crops: int) -> Iterator[Sample]:
 def differences(
     samples: Sequence[Sample], headers: Sequence[JpegHeader], device: torch.device
 ) -> list[int | None]:
-    """The largest difference of each file from Pillow's pixels; None where the engine rejects the file."""
+    """The largest difference of each file from Pillow's pixels, or None if the engine rejects the file."""
     layouts = np.array([_forced(header) for header in headers])
     sides = np.array([(header.width, header.height) for header in headers])
     places = place(layouts, sides[:, 0], sides[:, 1])
@@ -173,7 +172,7 @@ def _resampler(device: torch.device, side: int) -> Any:
 
 
 def _forced(header: JpegHeader) -> PlaneLayout:
-    """The layout of a file, or the nearest to it if the rule rejects it."""
+    """The layout of a file, or the nearest one if the rule rejects it."""
     layout = layout_of(header)
     return layout if layout is not None else FORCED[chroma(header)]
 
@@ -189,7 +188,7 @@ def _by_pillow(data: bytes) -> Pixels:
 
 
 def _touched(image: Image.Image, number: int, draw: np.random.Generator) -> Image.Image:
-    """Most as they are; some are noise or pure colours, where rounding and clipping are at their worst."""
+    """Replaces some images with noise or pure colours, where rounding and clipping matter most."""
     if number % 5 == 3:
         return Image.fromarray(draw.integers(0, 256, (image.height, image.width, 3), dtype=np.uint8))
     if number % 5 == 4:
@@ -214,7 +213,7 @@ def _report(counts: dict[tuple[bool, str, str], Count], dry: bool) -> int:
     """Two tables, and the exit status."""
     for accepted, title in (
         (True, "Accepted by the rule"),
-        (False, "Left to the CPU by the rule, forced here"),
+        (False, "Left to the CPU by the rule, decoded on the GPU here"),
     ):
         print(f"\n{title}\n\n| files | kind | number | equal | rejected by the engine | largest difference |")
         print(f"|---{5 * '|---'}|")
@@ -226,7 +225,7 @@ def _report(counts: dict[tuple[bool, str, str], Count], dry: bool) -> int:
     taken = [count for (accepted, _, _), count in counts.items() if accepted]
     files, equal = sum(count.files for count in taken), sum(count.equal for count in taken)
     if dry:
-        print(f"\n{files:,} files accepted; no GPU was asked")
+        print(f"\n{files:,} files accepted; none was decoded on a GPU")
         return 0
     print(f"\naccepted files equal to Pillow in every pixel: {equal:,} of {files:,}")
     return 0 if equal == files else 1
@@ -234,9 +233,11 @@ def _report(counts: dict[tuple[bool, str, str], Count], dry: bool) -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = Parser(__doc__, dry=True, crops=6)
-    parser.add_argument("--path", help="folder or tar of photographs; without it, made-up ones")
-    parser.add_argument("--crops", type=int, default=60, help="pictures that are written in every kind")
-    parser.add_argument("--dry", action="store_true", help="no GPU: only what the rule says about each kind")
+    parser.add_argument("--path", help="folder or tar of photographs; default: synthetic ones")
+    parser.add_argument("--crops", type=int, default=60, help="pictures to write as every kind of JPEG")
+    parser.add_argument(
+        "--dry", action="store_true", help="without a GPU: only the rule's decision for each kind"
+    )
     return parser.parse_args()
 
 

@@ -1,13 +1,13 @@
-"""What each schedule keeps for its backward passes, against what it promises.
+"""What each schedule keeps for its backward passes, compared with its prediction.
 
     python benchmarks/layout_memory.py
     python benchmarks/layout_memory.py --model resnet50 --size 224 --batch 32
 
-A real model in stages on virtual devices of the CPU, one lane for each rank. Counted are the micro-batches that a
-lane has computed forward and not yet backward, and the bytes that autograd keeps for them (each memory once, without
-parameters and buffers). Promised are the micro-batches of `max_in_flight`, and the bytes that follow from the
-list of instructions and what one micro-batch keeps in each stage. Nothing here is a time. Prints a markdown table;
-ends with 1 if a lane kept more than promised.
+Runs a real model in stages on virtual devices of the CPU, one lane per rank. Counts the micro-batches that a lane has
+computed forward and not yet backward, and the bytes that autograd keeps for them (each storage once, without
+parameters and buffers). The predictions are `max_in_flight`, and the bytes that follow from the list of instructions
+and from what one micro-batch keeps in each stage. Nothing is timed. Prints a markdown table. Exits with 1 if a lane
+keeps more than predicted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Saved:
         self._lock = threading.Lock()
 
     def around(self) -> saved_tensors_hooks:
-        """For the thread that enters it."""
+        """A context that counts in the thread that enters it."""
         return saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
 
     def _pack(self, tensor: Tensor) -> _Kept:
@@ -83,16 +83,16 @@ class Row:
     schedule: str
     ranks: int
     rank: int
-    promised: int
+    predicted: int
     in_flight: int
-    promised_bytes: int
+    predicted_bytes: int
     kept_bytes: int
     buffers: int
-    """Bytes of the high-water mark of what lanes receive."""
+    """The most bytes of receive buffers."""
 
     @property
     def good(self) -> bool:
-        return self.in_flight <= self.promised and self.kept_bytes <= self.promised_bytes
+        return self.in_flight <= self.predicted and self.kept_bytes <= self.predicted_bytes
 
 
 def measure(job: ModelInStages, schedule: str, ranks: int) -> Iterator[Row]:
@@ -130,7 +130,7 @@ def measure(job: ModelInStages, schedule: str, ranks: int) -> Iterator[Row]:
 
 
 def bytes_by_list(lane: Lane, one: dict[int, int]) -> int:
-    """The most that is kept along the list if each micro-batch keeps in each stage what the first one did."""
+    """The most bytes kept along the list if every micro-batch keeps as much in each stage as the first one."""
     return max(_running(lane.instructions, one))
 
 
@@ -148,7 +148,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--ranks", default="2,4")
-    parser.add_argument("--log", help="a file for JSON lines")
+    parser.add_argument("--log", help="file for the measurements, as JSON lines")
     args = parser.parse_args()
     torch.manual_seed(0)
     model = create_model(args.model, classes=10).train()
@@ -159,7 +159,7 @@ def main() -> int:
         f"{args.model}, {args.size} px, batch {args.batch} in {args.micro_batches} micro-batches, torch "
         f"{torch.__version__}\n"
     )
-    print("| schedule | P | rank | in flight | promised | kept, MiB | by the list, MiB | buffers, MiB |")
+    print("| schedule | P | rank | in flight | predicted | kept, MiB | predicted, MiB | buffers, MiB |")
     print("|---|---|---|---|---|---|---|---|")
     for ranks in map(int, args.ranks.split(",")):
         for schedule in SCHEDULES:
@@ -167,11 +167,11 @@ def main() -> int:
                 log.add("memory", good=row.good, **vars(row))
                 good &= row.good
                 print(
-                    f"| {schedule} | {ranks} | {row.rank} | {row.in_flight} | {row.promised} | "
-                    f"{row.kept_bytes / MIB:.2f} | {row.promised_bytes / MIB:.2f} | {row.buffers / MIB:.2f} |",
+                    f"| {schedule} | {ranks} | {row.rank} | {row.in_flight} | {row.predicted} | "
+                    f"{row.kept_bytes / MIB:.2f} | {row.predicted_bytes / MIB:.2f} | {row.buffers / MIB:.2f} |",
                     flush=True,
                 )
-    print("\nNo lane kept more than promised." if good else "\nMORE than promised.")
+    print("\nNo lane kept more than predicted." if good else "\nMORE than predicted.")
     return 0 if good else 1
 
 

@@ -1,17 +1,16 @@
-"""Step time of every schedule on virtual stages against the ideal, 1 / (1 + (P - 1) / (M C)) of perfect speed.
+"""The step time of every schedule compared with its ideal, 1 / (1 + (P - 1) / (M C)) of perfect speed.
 
     python benchmarks/layouts.py
     python benchmarks/layouts.py --rounds 9 --log layouts.jsonl
-    python benchmarks/layouts.py --gpu                  # virtual devices of one GPU, kernels of known length
+    python benchmarks/layouts.py --gpu                  # virtual devices of one GPU, kernels of known duration
 
-Each stage sleeps a known time (8 ms forward, 16 ms backward for a micro-batch; half of that where a rank has two
-stages) and hands 256 KiB on, through the real executor: once with a thread for each rank (one process, virtual
-devices), once with a process for each rank over gloo. Sleeping needs no processor, so what is missing to the ideal is
-scheduling, transport, and what the machine adds to every sleep; the last is seen in one rank that does the same work
-and waits for nobody, measured beside the others. A third table adds a second replica and the exchange of gradients.
-On a GPU a stage is a kernel that waits, copies are real ones between virtual devices, and the host runs ahead.
-Cases take turns, round after round; shown are medians. P ranks, M micro-batches, C stages on a rank. Prints markdown
-tables.
+Each stage sleeps for a known time (8 ms forward, 16 ms backward per micro-batch; half of that if a rank has two
+stages) and sends 256 KiB to the next one, through the real executor. Ranks are first threads of one process
+(virtual devices), then processes over gloo. Sleeping needs no processor, so the difference from the ideal is
+scheduling, transport, and the delay that the machine adds to every sleep. One rank that does the same work alone,
+in the same rounds, measures that delay. A third table adds a second replica and the exchange of gradients. On a
+GPU, a stage is a kernel that waits, copies between virtual devices are real, and the host runs ahead. Cases
+alternate in rounds; the tables show medians. P ranks, M micro-batches, C stages per rank. Prints markdown tables.
 """
 
 from __future__ import annotations
@@ -51,21 +50,21 @@ from pipelines import CPU, Asleep, Case, Log, machine, median_ms, turns
 
 WITHIN = 0.05
 STEPS = 2
-"""Back to back, for one measurement over processes: rank 0 computes first and last, so its clock tells all."""
+"""Steps per measurement over processes. Rank 0 computes first and last, so its clock is enough."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured; travels to the ranks as JSON."""
+    """What to measure. The ranks get it as JSON."""
 
     ranks: tuple[int, ...] = (2, 4)
     micro_batches: tuple[int, ...] = (4, 8, 16)
     rounds: int = 5
     forward: float = 0.008
     gradient_bytes: int = 8 * 2**20
-    """Of each rank, exchanged with the other replica."""
+    """Gradients of each rank, exchanged with the other replica."""
     processes: int = 4
-    """Of them, two for each replica exchange gradients; with two there is one replica, and nothing to exchange."""
+    """Two per replica. With two processes there is one replica and no exchange."""
     limit: float = 600.0
 
     def cases(self) -> list[Case]:
@@ -77,7 +76,7 @@ class Plan:
         ]
 
     def every(self) -> list[Case]:
-        """With the rank that waits for nobody."""
+        """All cases, and for each the rank alone."""
         return list(dict.fromkeys([*self.cases(), *map(by_itself, self.cases())]))
 
     def exchanges(self) -> list[Case]:
@@ -90,7 +89,7 @@ SMALL = Plan(ranks=(2,), micro_batches=(4,), rounds=1, gradient_bytes=2**20, pro
 
 
 def by_itself(case: Case) -> Case:
-    """One rank with the same sleeps."""
+    """One rank with the same sleeps, which waits for no other rank."""
     pieces, each = case.pieces * case.chunks, case.size / case.chunks
     return Case("1f1b", 1, pieces, each * case.forward, each * case.backward, case.size * case.floats)
 
@@ -121,7 +120,7 @@ ARMS = ("none", "during", "after")
 
 
 def one_rank(plan: Plan, out: Path) -> None:
-    """Measures every case; rank 0 leaves the seconds, a JSON line for each."""
+    """Measures every case. Rank 0 writes the seconds, one JSON line each."""
     torch.set_num_threads(1)
     world = init_world(read_rank_info(os.environ), "cpu", "gloo", 300)
     grids = {ranks: make_grid(world, ranks) for ranks in sorted({1, 2, *plan.ranks})}
@@ -141,7 +140,7 @@ def one_rank(plan: Plan, out: Path) -> None:
         grid = grids[case.ranks]
         own = {grid.place: wires[case.ranks]} if grid.replica == 0 else None
         asleep = Asleep(case, own) if own else None
-        steps(case, asleep, 1)  # layouts are told once
+        steps(case, asleep, 1)  # sends the tensor layouts, once
         measures[case] = partial(steps, case, asleep, STEPS)
     turns(plan.rounds, measures, lambda case, seconds: log_step(log, "processes", case, seconds))
     exchanges(plan, world, grids[2], wires[2], log)
@@ -149,8 +148,8 @@ def one_rank(plan: Plan, out: Path) -> None:
 
 
 def exchanges(plan: Plan, world: World, grid: Grid, wire: ProcessTransport, log: Log) -> None:
-    """Two replicas of two ranks: a step without exchange, with one for each stage as soon as it is complete, and
-    with all of them once a rank has computed everything."""
+    """Two replicas of two ranks: a step without an exchange, with an exchange of each stage as soon as it is
+    complete, and with all exchanges after a rank has finished computing."""
 
     def step(asleep: Asleep, sums: GradientSum, own: Sequence[int], arm: str) -> list[float]:
         world.barrier()
@@ -186,7 +185,7 @@ def exchanges(plan: Plan, world: World, grid: Grid, wire: ProcessTransport, log:
 
 
 def big(size: int) -> list[nn.Parameter]:
-    """A stage's parameters as far as the exchange sees them: gradients that are there."""
+    """A stage's parameters for the exchange: zero gradients of `size` bytes."""
     parameter = nn.Parameter(torch.empty(0))
     parameter.data = torch.zeros(size // 4)
     parameter.grad = torch.zeros(size // 4)
@@ -194,7 +193,7 @@ def big(size: int) -> list[nn.Parameter]:
 
 
 def over_processes(plan: Plan) -> list[dict[str, Any]]:
-    """What the ranks found; empty, with a word, if they did not finish."""
+    """The measurements of the ranks; empty, with an error message, if they did not finish."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.jsonl"
         common = {
@@ -240,10 +239,10 @@ def print_steps(plan: Plan, found: dict[Case, list[float]]) -> None:
     shares: list[tuple[float, float]] = []
     for case in plan.cases():
         shares.append(of_ideal(case, found))
-        clock, beside = shares[-1]
+        clock, alone = shares[-1]
         print(
             f"| {case.schedule} | {case.ranks} | {case.micro_batches} | {100 * case.ideal_share:.1f} % | "
-            f"{1e3 * case.ideal:.0f} | {median_ms(found[case]):.1f} | {100 * clock:.1f} % | {100 * beside:.1f} % |"
+            f"{1e3 * case.ideal:.0f} | {median_ms(found[case]):.1f} | {100 * clock:.1f} % | {100 * alone:.1f} % |"
         )
     good = [sum(share[column] >= 1 - WITHIN for share in shares) for column in range(2)]
     late = statistics.median(
@@ -258,17 +257,18 @@ def print_steps(plan: Plan, found: dict[Case, list[float]]) -> None:
 
 
 def of_ideal(case: Case, found: dict[Case, list[float]]) -> tuple[float, float]:
-    """The ideal as a share of what was measured: with the sleeps as asked for, and as one rank alone had them in the
-    same round."""
+    """The ideal as a fraction of the measured time: with the requested sleeps, and with those of one rank alone in
+    the same round."""
     alone = found[by_itself(case)]
-    beside = [mine / case.ideal_share / step for mine, step in zip(alone, found[case], strict=True)]
-    return case.ideal / statistics.median(found[case]), statistics.median(beside)
+    relative = [mine / case.ideal_share / step for mine, step in zip(alone, found[case], strict=True)]
+    return case.ideal / statistics.median(found[case]), statistics.median(relative)
 
 
 def print_exchanges(plan: Plan, lines: Sequence[dict[str, Any]]) -> None:
     ends = {(line["schedule"], line["arm"]): line["ends"] for line in lines if line["what"] == "exchange"}
     print(
-        "| schedule | without, ms | as stages complete, ms | afterwards, ms | exposed | place 1 ends before |"
+        "| schedule | without exchange, ms | as stages complete, ms | afterwards, ms | exposed | "
+        "last stage finishes earlier by |"
     )
     print("|---|---|---|---|---|---|")
     for case in plan.exchanges():
@@ -280,16 +280,18 @@ def print_exchanges(plan: Plan, lines: Sequence[dict[str, Any]]) -> None:
             f"{early:.1f} ms |"
         )
     each = [max(row) for (_, arm), found in ends.items() if arm == "alone" for row in found]
-    print(f"\nThe exchange by itself, both places at once: {median_ms(each):.1f} ms.")
+    print(f"\nThe exchange alone, both ranks at once: {median_ms(each):.1f} ms.")
 
 
 def main() -> int:
     parser = Parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--forward-ms", type=float, default=8.0, help="of a rank; backward takes twice that")
-    parser.add_argument("--no-processes", action="store_true", help="threads alone")
-    parser.add_argument("--gpu", action="store_true", help="on virtual devices of one GPU, in one process")
-    parser.add_argument("--log", help="a file for JSON lines")
+    parser.add_argument(
+        "--forward-ms", type=float, default=8.0, help="forward time of a rank; backward takes twice that"
+    )
+    parser.add_argument("--no-processes", action="store_true", help="only threads")
+    parser.add_argument("--gpu", action="store_true", help="virtual devices of one GPU, in one process")
+    parser.add_argument("--log", help="file for the measurements, as JSON lines")
     parser.add_argument("--one-rank", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one_rank:
@@ -300,21 +302,21 @@ def main() -> int:
     for name, value in cuda_settings(Recipe(parallel=Parallel(layout="pipeline"))).items():
         os.environ.setdefault(name, value)
     if args.gpu and not torch.cuda.is_available():
-        parser.error("--gpu: torch sees no GPU here; without it stages sleep on the CPU")
+        parser.error("--gpu: torch finds no GPU here; without it, stages sleep on the CPU")
     plan = SMALL if args.small else Plan(rounds=args.rounds, forward=args.forward_ms / 1e3)
     log = Log(args.log)
     device = torch.device("cuda", 0) if args.gpu else CPU
     sleeps = f"{1e3 * plan.forward:g} + {2e3 * plan.forward:g} ms"
-    print(f"{machine(device)}; stages that sleep {sleeps}; {plan.rounds} rounds that take turns, medians\n")
+    print(f"{machine(device)}; stages that sleep {sleeps}; {plan.rounds} alternating rounds, medians\n")
     if args.gpu:
-        print("One process, a thread and five streams for each rank:\n")
+        print("One process, a thread and five streams per rank:\n")
         print_steps(plan, in_threads(plan, log, device))
         return 0
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     threads = in_threads(plan, log)
     torch.set_num_threads(before)
-    print("One process, a thread for each rank:\n")
+    print("One process, a thread per rank:\n")
     print_steps(plan, threads)
     if args.no_processes:
         return 0
@@ -323,7 +325,7 @@ def main() -> int:
         return 1
     for line in lines:
         log.add(**line)
-    print("A process for each rank, over gloo:\n")
+    print("One process per rank, over gloo:\n")
     processes: dict[Case, list[float]] = {}
     for line in lines:
         if line["what"] == "processes":

@@ -1,12 +1,12 @@
-"""Drumline's loop against a hand-written loop of the same work, on one GPU, in one run.
+"""Drumline's loop compared with a hand-written loop that does the same work, on one GPU.
 
     python benchmarks/loop_overhead.py
-    python benchmarks/loop_overhead.py --small      # a tiny network on a CPU, to see that it works
+    python benchmarks/loop_overhead.py --small      # a tiny network on a CPU: a check that the script works
 
-Both loops take the same resident uint8 batches, normalise on the GPU, run the same model under bf16 autocast,
-step the same fused SGD and use the same kernels. The hand-written one is what a careful person writes: no host
-sync, no logging. Ours does all it always does: metrics, timing, learning-rate schedule, stop signal, guards. The
-rounds alternate, so a change of clock speed hits both. Prints a markdown table.
+Both loops take the same resident uint8 batches, normalise on the GPU, run the same model under bf16 autocast, use the
+same fused SGD and the same kernels. The hand-written loop is a careful one: no host sync, no logging. Drumline runs
+its complete loop: metrics, timing, learning-rate schedule, stop signal, guards. Rounds alternate, so that a change of
+clock speed affects both. Prints a markdown table.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from harness import Parser, name_of, pick_device, synchronize
 
 WARM, SMALL_WARM = 20, 2
 RATE = 0.01
-"""Of all arms. With 0.1 the tiny network, which has no normalisation, overflows within 40 steps."""
+"""Of both loops. With 0.1, the tiny network, which has no normalisation layers, overflows within 40 steps."""
 
 
 class TinyCNN(nn.Module):
-    """Three convolutions and two linear layers on 32 x 32 images: a step so short that launching its kernels
-    from Python is what takes the time."""
+    """Three convolutions and two linear layers on 32 x 32 images: a step so short that launching its kernels from
+    Python takes most of the time."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def tiny_cnn(classes: int) -> nn.Module:
 
 
 class Timed:
-    """A step that notes when the timed ones begin and end, with the GPU idle at both."""
+    """A step that records when the timed steps begin and end, with the GPU idle at both."""
 
     def __init__(
         self, step: Any, device: torch.device, warm: int, last: int, settle: Callable[[], None]
@@ -96,7 +96,7 @@ class Timed:
 
 
 def ours(recipe: Recipe, steps: int, warm: int = WARM) -> tuple[float, float, str]:
-    """Seconds per step of our loop, seconds of a bare graph replay, and the hash of the state it ends with."""
+    """Seconds per step of Drumline's loop, seconds of a bare graph replay, and the hash of the final state."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as cleanup:
         recipe = replace(
             recipe,
@@ -105,7 +105,7 @@ def ours(recipe: Recipe, steps: int, warm: int = WARM) -> tuple[float, float, st
         )
         world = single_process(device_of(recipe))
         run = TrainingRun(recipe, world, classification, cleanup)
-        # TensorBoard is imported on a background thread with the first metric: a start-up cost, not a step's.
+        # TensorBoard is imported on a background thread with the first metric: a start-up cost.
         timed = Timed(run.step, world.device, warm, warm + steps - 1, settle=run.reporter.run_log.flush)
         run.step = timed  # type: ignore[assignment]
         guards = RunGuards(run)
@@ -118,7 +118,7 @@ def ours(recipe: Recipe, steps: int, warm: int = WARM) -> tuple[float, float, st
 
 
 def replay_alone(step: TrainStep, times: int) -> float:
-    """What the GPU itself takes for a captured step: the floor under any loop. NaN when nothing is captured."""
+    """The GPU's own time for a captured step: the minimum for any loop. NaN if nothing is captured."""
     if step._graph is None:
         return float("nan")
     torch.cuda.synchronize()
@@ -130,7 +130,7 @@ def replay_alone(step: TrainStep, times: int) -> float:
 
 
 def by_hand(recipe: Recipe, steps: int, warm: int = WARM) -> float:
-    """Seconds per step of the loop a person would write."""
+    """Seconds per step of the hand-written loop."""
     device = device_of(recipe)
     world = single_process(device)
     set_deterministic(recipe.run.deterministic)
@@ -164,7 +164,9 @@ def by_hand(recipe: Recipe, steps: int, warm: int = WARM) -> float:
     synchronize(device)
     seconds = (time.perf_counter() - begun) / steps
     if not loss.item() < 2 * math.log(len(sets.train.classes)):
-        raise SystemExit(f"{recipe.model.name} diverges at a rate of {RATE}: its times mean nothing")
+        raise SystemExit(
+            f"{recipe.model.name} diverges at a learning rate of {RATE}, so its times mean nothing"
+        )
     return seconds
 
 
@@ -190,7 +192,10 @@ def main() -> int:
     parser = Parser(__doc__, rounds=1, steps=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--steps", type=int, default=60, help="timed ResNet-50 steps a round; tiny: 20 times as many"
+        "--steps",
+        type=int,
+        default=60,
+        help="timed steps per round with ResNet-50; 20 times as many with the tiny CNN",
     )
     args = parser.parse_args()
     device, warm = pick_device(args.small), SMALL_WARM if args.small else WARM
@@ -208,11 +213,11 @@ def main() -> int:
         tiny = case("loop_overhead:tiny_cnn", 64, small, True, device="cpu")
         cases = {"tiny CNN, batch 64, deterministic": (tiny, 20 * args.steps)}
     elif device.type != "cuda":
-        print("loop_overhead.py measures on a GPU, and there is none (--small tries it)", file=sys.stderr)
+        print("loop_overhead.py needs a CUDA device (--small runs without one)", file=sys.stderr)
         return 2
     print(f"{name_of(device)}, torch {torch.__version__}, bf16, {args.rounds} rounds, medians\n")
     print(
-        "| workload | hand-written, ms | without graph, ms | Drumline, ms | bare replay, ms | "
+        "| workload | hand-written, ms | Drumline without graph, ms | Drumline, ms | bare replay, ms | "
         "vs. hand-written | same bits |"
     )
     print("|---|---|---|---|---|---|---|")

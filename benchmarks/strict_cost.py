@@ -1,12 +1,12 @@
-"""What strict mode costs: its step against the plain one, side by side in one run.
+"""What strict mode costs: its step compared with the plain one.
 
-    python benchmarks/strict_cost.py            # a GPU if there is one, one process, 2, 4 and 8 shards
-    python benchmarks/strict_cost.py --cpu      # gloo on the CPU, 2 and 4 processes, 4 shards
-    python benchmarks/strict_cost.py --small    # both, tiny, on a CPU, to see that they work
+    python benchmarks/strict_cost.py            # a GPU if there is one: one process, 2, 4 and 8 shards
+    python benchmarks/strict_cost.py --cpu      # gloo on the CPU: 2 and 4 processes, 4 shards
+    python benchmarks/strict_cost.py --small    # both, tiny, on a CPU: a check that the script works
 
-On the GPU: ResNet-50, batch 256, bf16, the whole loop as `drumline train` runs it, with the step as one CUDA graph,
-plain against strict; also compiled (`--compile`). On the CPU: ResNet-18 at 32 px, batch 64, one thread per process,
-DDP's all-reduce against our ordered sum. Rounds alternate, so that a change of clock speed hits both. Prints a
+On the GPU: ResNet-50, batch 256, bf16, the complete loop of `drumline train` with the step as one CUDA graph, plain
+and strict; compiled with `--compile`. On the CPU: ResNet-18 at 32 px, batch 64, one thread per process, DDP's
+all-reduce and strict mode's ordered sum. Rounds alternate, so that a change of clock speed affects both. Prints a
 markdown table.
 """
 
@@ -47,7 +47,7 @@ def strictly(recipe: Recipe, shards: int) -> Recipe:
 
 
 def whole_loop(rounds: int, steps: int, compiled: bool, small: bool) -> None:
-    """One process, one GPU; for `--small`, a CPU."""
+    """One process on one GPU, or on a CPU with `--small`."""
     device, warm = pick_device(small), SMALL_WARM if small else WARM
     model, batch, shape = (
         ("resnet8", 8, "classes=10,size=16,samples=64")
@@ -89,7 +89,7 @@ def cpu_recipe(small: bool) -> Recipe:
 
 
 def one_rank(rounds: int, steps: int, small: bool) -> None:
-    """Both modes in this process group, round after round; rank 0 prints the seconds per step of each."""
+    """Runs both modes in this process group, alternating. Rank 0 prints the seconds per step of each."""
     world = init_world(read_rank_info(os.environ), "cpu", "gloo", 300)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as cleanup:
         plain = replace(cpu_recipe(small), run=Run(device="cpu", dir=folder))
@@ -159,10 +159,10 @@ def on_cpu(rounds: int, steps: int, small: bool) -> None:
 def main() -> int:
     parser = Parser(__doc__, rounds=1, steps=2, cpu_steps=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40, help="timed steps a round on the GPU")
-    parser.add_argument("--cpu-steps", type=int, default=12, help="timed steps a round over processes")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--steps", type=int, default=40, help="timed steps per round on the GPU")
+    parser.add_argument("--cpu-steps", type=int, default=12, help="timed steps per round on the CPU")
+    parser.add_argument("--compile", action="store_true", help="compile the model")
+    parser.add_argument("--cpu", action="store_true", help="only the part that runs on the CPU")
     parser.add_argument("--one-rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one_rank:

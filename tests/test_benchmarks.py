@@ -169,7 +169,7 @@ def test_feed_cpu_finds_drumlines_pixels_equal_and_times_every_loader_with_every
     small: dict[str, SmallRun],
 ) -> None:
     printed = small["feed_cpu"].printed
-    assert "3 made-up photographs (no --path given)" in printed
+    assert "3 synthetic photographs (no --path given)" in printed
     (ours,) = rows(printed, "Drumline, native")
     assert ours[-1] == "100 %"
     (boxed,) = rows(printed, "Pillow resize(box=)")
@@ -301,13 +301,13 @@ def test_fault_outcomes_damages_a_run_and_notices_different_bits(
     printed = small["fault_outcomes"].printed
     for fault in ("cut to half: optimizer.safetensors", "one bit flipped: manifest.json"):
         (cells,) = rows(printed, fault)
-        assert cells[1] == "warned, went on from step-14 of step-7, step-14, step-21"
+        assert cells[1] == "warned, resumed from step-14 of step-7, step-14, step-21"
         assert cells[2:] == ["0", "1 bad", "the same bits"]
 
     faults = script("fault_outcomes")
     wrong = faults.Outcome("a fault", "said", 0, "sound", faults.words_of(False), good=False)
-    assert not faults.told(lambda: wrong).good
-    assert "NOT AS IT SHOULD BE" in capsys.readouterr().out
+    assert not faults.report_row(lambda: wrong).good
+    assert "NOT AS EXPECTED" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -322,7 +322,7 @@ def test_distill_speed_measures_every_loop_and_notices_a_different_loss(
         found = rows(printed, name)
         assert len(found) == count
         assert all(float(cells[3].replace(",", "")) > 0 for cells in found)
-    assert "left out" not in printed
+    assert "skipped" not in printed
     assert len([line for line in printed.splitlines() if line.startswith(("pass: ", "FAIL: "))]) == 6
     assert printed.count("filling the cache") == 2
     assert "the same" in printed
@@ -345,7 +345,7 @@ def test_distill_quality_trains_each_run_once_and_lists_missing_runs(
         (cells,) = rows(printed, name)
         assert cells[1] == "1"
         assert (cells[7] != "-") == agrees
-    assert printed.splitlines()[-1].endswith("nothing is said: kd.")
+    assert printed.splitlines()[-1].endswith("no verdict: kd.")
     runs = json.loads((folder / "results.json").read_text())["runs"]
     assert [run["method"] for run in runs] == ["teacher", "alone", "kd"]
 
@@ -407,7 +407,7 @@ def test_layout_memory_notices_a_rank_that_keeps_more_than_predicted(
             assert cells[5] == cells[6]
     monkeypatch.setattr(memory, "max_in_flight", lambda *arguments: 3)
     assert memory.main() == 1
-    assert "MORE than promised" in capsys.readouterr().out
+    assert "MORE than predicted" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -481,7 +481,7 @@ def test_distill_quality_calls_a_method_better_only_if_the_gain_exceeds_both_hal
     assert rest.startswith(
         "near (+1.50 points, half-spreads 2.50), worse (-21.00 points, half-spreads 1.00)."
     )
-    assert rest.endswith("nothing is said: once.")
+    assert rest.endswith("no verdict: once.")
     assert table.half_spread([0.1, 0.2, 0.3]) == pytest.approx(0.1)
 
 
