@@ -61,7 +61,7 @@ def main() -> int:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     photos = photographs(asked.path, made_up=asked.made_up)
     print(f"{machine(device)}\n{photos.description}; bicubic, {SIZE} x {SIZE}, on {device.type}\n")
-    pixels, told = all_pixels(photos, device)
+    pixels, skipped = all_pixels(photos, device)
     reference = pixels["Pillow alone"]
     answers = {name: logits(network, images, device) for name, images in pixels.items()}
     right = labels(photos.names, asked.ids)
@@ -84,7 +84,7 @@ def main() -> int:
             f"\nthe same network on the CPU, with Pillow's pixels: same arg-max {agree} of {count}, logits differ by "
             f"at most {apart:.2g}, top-1 {_top1(on_cpu, right)}"
         )
-    print("\n".join(["", *about]))
+    print("\n".join(["", *skipped]))
     if right is None:
         print("no top-1: the classes are unknown (WordNet ids in file names, and --ids)")
     print("the answers are the same" if same else "THE ANSWERS DIFFER")
@@ -118,17 +118,17 @@ def all_pixels(photos: Photos, device: torch.device) -> tuple[dict[str, NDArray[
             [pillow_window(image, row, SIZE, "bicubic") for image, row in zip(images, rows, strict=True)]
         )
     }
-    threads, about = LoaderWorkers("threads", usable_cores()), []
+    threads, skipped = LoaderWorkers("threads", usable_cores()), []
     with tempfile.TemporaryDirectory(prefix="drumline-answers-") as temporary:
         folder = Path(temporary)
         source = lay_in_folders(photos, folder)
         found["Drumline, CPU path"] = np.stack(list(by_loader(source, folder, transform, threads, CPU)))
         if reason := gpu_unavailable(device):
-            told.append(f"Drumline, GPU path: skipped: {reason}")
+            skipped.append(f"Drumline, GPU path: skipped: {reason}")
         else:
             on_gpu = LoaderWorkers("threads", usable_cores(), decode="gpu")
             found["Drumline, GPU path"] = np.stack(list(by_loader(source, folder, transform, on_gpu, device)))
-    return found, about
+    return found, skipped
 
 
 @torch.inference_mode()
