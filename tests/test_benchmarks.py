@@ -105,7 +105,7 @@ def test_faults_kills_a_run_and_compares_its_bits_with_the_uninterrupted_run(
     small: dict[str, SmallRun],
 ) -> None:
     printed = small["faults"].printed
-    assert "1 of 1 finished runs have the hash of the untouched one" in printed
+    assert "1 of 1 finished runs have the same hash as the uninterrupted run" in printed
     (cells,) = rows(printed, "strict")
     assert cells[1:4] == ["1", "1", "1"]
 
@@ -208,7 +208,7 @@ def test_pixels_finds_drumlines_pixels_equal_with_and_without_the_native_extensi
     small: dict[str, SmallRun],
 ) -> None:
     for name in (
-        *("Drumline, loader's threads", "Drumline, native", "Drumline, without its native part"),
+        *("Drumline, loader's threads", "Drumline, native", "Drumline, without the native extension"),
         "Pillow decode + Drumline resize",
     ):
         (cells,) = rows(small["pixels"].printed, name)

@@ -55,6 +55,15 @@ def test_a_variable_that_is_read_early_requires_a_new_interpreter() -> None:
     assert not warm.as_the_server(environment(DRUMLINE_NATIVE="0"))
 
 
+def test_a_fork_finds_everything_imported(tmp_path: Path) -> None:
+    """Otherwise each program would import torch again, for seconds."""
+    (tmp_path / "loaded.py").write_text(
+        "import sys\nprint(*(name in sys.modules for name in sys.argv[1:]))\n"
+    )
+    done = warm.run([sys.executable, "-m", "loaded", *warm.IMPORTED], tmp_path, environment(), 60)
+    assert done.stdout.split() == ["True"] * len(warm.IMPORTED)
+
+
 def test_a_program_that_takes_too_long_is_killed_and_its_output_reported(tmp_path: Path) -> None:
     (tmp_path / "endless.py").write_text("import os, time\nprint(os.fork() > 0)\ntime.sleep(600)\n")
     started = warm.Started([sys.executable, "-m", "endless"], tmp_path, environment())
