@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from drumline.config.fields import fields_of
+from drumline.config.toml import literal
 from drumline.distillation.method import Method
 from drumline.distillation.methods import METHODS
 
@@ -24,7 +25,7 @@ def with_tables(page: str) -> str:
         "|---|---|---|---|",
         *map(_method, METHODS.values()),
     ]
-    options = ["| option | default | meaning |", "|---|---|---|"]
+    options = ["| option | takes | default | meaning |", "|---|---|---|---|"]
     options += [row for method in METHODS.values() for row in _options(method)]
     return "\n".join([before + BEGIN, *methods, "", *options, END + after])
 
@@ -49,7 +50,7 @@ def _method(method: type[Method]) -> str:
 
 def _options(method: type[Method]) -> list[str]:
     return [
-        f"| `{method.name}.{name}` | {f'`{option.default}`' if option.default != '' else ''} | {option.help} |"
+        f"| `{method.name}.{name}` | {option.takes()} | `{literal(option.default)}` | {option.help} |"
         for name, option in fields_of(method).items()
         if name != "T"
     ]

@@ -17,6 +17,7 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from drumline.config.fields import fields_of
 from drumline.core.errors import UserError
 from drumline.models.base import pool_to
 from drumline.parallel.world import World
@@ -127,7 +128,7 @@ class Memory(Protocol):
 
 class Method:
     """One way to learn from a teacher. Subclasses are frozen dataclasses. Their fields are the method's options
-    (`--distill.options NAME:VALUE`), with the paper's values as defaults."""
+    (`--distill.options NAME:VALUE`), with the paper's values as defaults and limits beside the types."""
 
     name: ClassVar[str]
     """Its name in recipes and messages."""
@@ -151,6 +152,13 @@ class Method:
     """Whether it takes no part in the main phase."""
     warmup: float = 0.0
     """Epochs over which the weight of the method rises linearly to its full value."""
+
+    def __post_init__(self) -> None:
+        """Raises a `UserError` if an option is outside its limits."""
+        for name, option in fields_of(type(self)).items():
+            if wrong := option.check(value := getattr(self, name)):
+                field = "distill.T" if name == "T" else f"distill.options {name}"
+                raise UserError(f"{field} = {value:g}: {wrong.what}", wrong.fix)
 
     @classmethod
     def initial_method(cls) -> type[Method]:
@@ -179,12 +187,6 @@ class Method:
     def loss(self, inputs: LossInputs) -> Tensor:
         """(n,) losses for scope `sample`, one number for scope `global_batch`."""
         raise NotImplementedError
-
-
-def check_option(name: str, value: float, holds: bool, rule: str, paper: float) -> None:
-    """Raises a `UserError` if the value of a method's option does not keep to the rule."""
-    if not holds:
-        raise UserError(f"distill.options {name} = {value:g}: must be {rule}", f"the paper uses {paper:g}")
 
 
 Pair = tuple[str, str]

@@ -7,10 +7,11 @@ methods that do not work with the layout or with other fields.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, get_type_hints
+from typing import Any
 
+from drumline.config.fields import Field, WrongValue, expected, fields_of, from_text
 from drumline.config.layouts import layout_named
 from drumline.config.recipe import Distill, Recipe
 from drumline.core.errors import UserError
@@ -199,28 +200,22 @@ def _options(texts: tuple[str, ...], names: list[str]) -> dict[str, dict[str, An
             raise UserError(
                 f"distill.options: {text}: {' and '.join(owners)} both have it", f"write {owners[0]}.{text}"
             )
-        kind = _option_fields(owners[0])[option]
+        hint = _option_fields(owners[0])[option].hint
         try:
-            found[owners[0]][option] = kind(value)
-        except ValueError:
+            found[owners[0]][option] = from_text(hint, [value])
+        except WrongValue:
             raise UserError(
-                f"distill.options: {text}: {option} must be of type {kind.__name__}",
-                f"for example {option}:1",
+                f"distill.options: {text}: {option} must be {expected(hint)}", f"for example {option}:1"
             ) from None
     return found
 
 
-def _option_fields(name: str) -> dict[str, type]:
-    """A method's options and their types, without the temperature, which is a field of the recipe."""
-    hints = get_type_hints(METHODS[name])
-    return {option: hints[option] for option in _field_names(METHODS[name]) if option != "T"}
+def _option_fields(name: str) -> dict[str, Field]:
+    """A method's options without the temperature, which is a field of the recipe."""
+    return {option: field for option, field in fields_of(METHODS[name]).items() if option != "T"}
 
 
 def _build(kind: type[Method], numbers: dict[str, Any]) -> Method:
     """The method with those of the numbers that it has."""
-    names = _field_names(kind)
-    return kind(**{key: value for key, value in numbers.items() if key in names})
-
-
-def _field_names(kind: type[Method]) -> list[str]:
-    return [item.name for item in fields(kind)]  # type: ignore[arg-type]
+    known = fields_of(kind)
+    return kind(**{key: value for key, value in numbers.items() if key in known})

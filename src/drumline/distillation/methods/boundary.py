@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from drumline.config.limits import Range
 from drumline.core.errors import UserError
 from drumline.distillation.method import (
     LossInputs,
@@ -25,7 +26,6 @@ from drumline.distillation.method import (
     Taps,
     Weights,
     at_common_size,
-    check_option,
     needs_of,
 )
 
@@ -124,11 +124,8 @@ class Abound(Method):
     only_initial: ClassVar[bool] = True
     scale: ClassVar[float] = 0.003
 
-    margin: float = 1.0
+    margin: Annotated[float, Range(above=0)] = 1.0
     """How far beyond the boundary the student must be."""
-
-    def __post_init__(self) -> None:
-        check_option("margin", self.margin, self.margin > 0, "above 0", 1)
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         return needs_of(_pairs(self.name, student, teacher))

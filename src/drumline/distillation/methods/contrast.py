@@ -17,13 +17,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drumline.config.limits import Range
 from drumline.data.feed.draws import Purpose, uniform
 from drumline.distillation.method import (
     Embeddings,
@@ -32,7 +33,6 @@ from drumline.distillation.method import (
     NetworkInfo,
     Scope,
     Weights,
-    check_option,
 )
 from drumline.parallel.world import World
 
@@ -81,20 +81,14 @@ class Crd(Method):
     scope: ClassVar[Scope] = "global_batch"
     mixes: ClassVar[bool] = False
 
-    K: int = 16384
+    K: Annotated[int, Range(1)] = 16384
     """Negatives per step, drawn with replacement, so there may be more than samples."""
-    tau: float = 0.07
+    tau: Annotated[float, Range(above=0)] = 0.07
     """The temperature of the scores."""
-    momentum: float = 0.5
+    momentum: Annotated[float, Range(0, below=1)] = 0.5
     """Weight of a bank's old row when its sample comes again."""
-    dim: int = 128
+    dim: Annotated[int, Range(1)] = 128
     """Width of the embeddings."""
-
-    def __post_init__(self) -> None:
-        check_option("K", self.K, self.K >= 1, "1 or more", 16384)
-        check_option("tau", self.tau, self.tau > 0, "above 0", 0.07)
-        check_option("momentum", self.momentum, 0 <= self.momentum < 1, "in [0, 1)", 0.5)
-        check_option("dim", self.dim, self.dim >= 1, "1 or more", 128)
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
         return Embeddings(student, teacher, self.dim)

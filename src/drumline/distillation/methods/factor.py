@@ -9,10 +9,11 @@ two maps is pooled to the size of the smaller before it is encoded. Rejects netw
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor, nn
 
+from drumline.config.limits import Range
 from drumline.distillation.method import (
     LossInputs,
     Method,
@@ -20,7 +21,6 @@ from drumline.distillation.method import (
     NetworkInfo,
     Taps,
     Weights,
-    check_option,
     common_grid,
     last_stage,
     unit,
@@ -52,11 +52,8 @@ class Paraphrase(Method):
     weights: ClassVar[Weights] = Weights(r=0.0, a=0.0, b=1.0)
     helper_reads_teacher: ClassVar[bool] = True
 
-    k: float = 0.5
+    k: Annotated[float, Range(above=0)] = 0.5
     """Channels of the factors, as a multiple of the channels of the teacher's last map."""
-
-    def __post_init__(self) -> None:
-        check_option("k", self.k, self.k > 0, "above 0", 0.5)
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         return Needs(teacher=(_last(teacher),))

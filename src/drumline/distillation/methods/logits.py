@@ -9,12 +9,13 @@ different numbers of classes, and temperatures that are not above zero.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from drumline.config.limits import Range
 from drumline.core.errors import UserError
 from drumline.distillation.method import LossInputs, Method, Needs, NetworkInfo, Scope, Weights
 
@@ -92,11 +93,8 @@ class Kd(Method):
     weights: ClassVar[Weights] = Weights(r=0.1, a=0.9, b=0.0, T=4.0)
     on_logits: ClassVar[bool] = True
 
-    T: float = 4.0
+    T: Annotated[float, Range(above=0)] = 4.0
     """Temperature of both softmaxes."""
-
-    def __post_init__(self) -> None:
-        check_temperature(self.T)
 
     def loss(self, inputs: LossInputs) -> Tensor:
         return kd(inputs.logits, inputs.teacher_logits, self.T)
@@ -114,16 +112,13 @@ class Dkd(Method):
     on_logits: ClassVar[bool] = True
     mixes: ClassVar[bool] = False
 
-    T: float = 4.0
+    T: Annotated[float, Range(above=0)] = 4.0
     """Temperature of both softmaxes."""
     alpha: float = 1.0
     """Weight of the label against all other classes."""
     beta: float = 8.0
     """Weight of the other classes among themselves."""
     warmup: float = 20.0
-
-    def __post_init__(self) -> None:
-        check_temperature(self.T)
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         if student.classes < 2:
@@ -147,15 +142,12 @@ class Dist(Method):
     scope: ClassVar[Scope] = "global_batch"
     on_logits: ClassVar[bool] = True
 
-    T: float = 1.0
+    T: Annotated[float, Range(above=0)] = 1.0
     """Temperature of both softmaxes."""
     beta: float = 1.0
     """Weight of the correlation within a sample."""
     gamma: float = 1.0
     """Weight of the correlation within a class, over the batch."""
-
-    def __post_init__(self) -> None:
-        check_temperature(self.T)
 
     def loss(self, inputs: LossInputs) -> Tensor:
         return dist(inputs.logits, inputs.teacher_logits, self.T, self.beta, self.gamma)
@@ -189,9 +181,3 @@ def _varies(x: Tensor, axis: int) -> Tensor:
     """Whether the values along an axis differ. Compares them, because a mean of equal values can be rounded."""
     x = x.detach()
     return x.amax(axis, keepdim=True) > x.amin(axis, keepdim=True)
-
-
-def check_temperature(temperature: float) -> None:
-    """Raises a `UserError` unless the temperature is above 0."""
-    if not temperature > 0:
-        raise UserError(f"distill.T = {temperature:g}: must be above 0", "papers use 1 to 4")

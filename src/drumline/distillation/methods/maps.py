@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drumline.config.limits import Range
 from drumline.core.errors import UserError
 from drumline.distillation.method import (
     LossInputs,
@@ -26,7 +27,6 @@ from drumline.distillation.method import (
     Taps,
     Weights,
     at_common_size,
-    check_option,
     common_grid,
     needs_of,
     paired_stages,
@@ -247,12 +247,9 @@ class ReviewKd(Method):
     reads: ClassVar[str] = "stages before activation, pooled"
     weights: ClassVar[Weights] = Weights(b=5.0)
 
-    mid: int = 0
+    mid: Annotated[int, Range(0)] = 0
     """Channels in which levels are fused. 0: as many as the student's deepest level has, up to 512."""
     warmup: float = 20.0
-
-    def __post_init__(self) -> None:
-        check_option("mid", self.mid, self.mid >= 0, "0 or more", 0)
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         """The common stages, before their activation where that tap exists, and the pooled vectors."""

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from drumline.config.limits import Range
 from drumline.distillation.method import (
     Embeddings,
     LossInputs,
@@ -26,11 +27,10 @@ from drumline.distillation.method import (
     Scope,
     Taps,
     Weights,
-    check_option,
     stages_among,
     unit,
 )
-from drumline.distillation.methods.logits import check_temperature, kd
+from drumline.distillation.methods.logits import kd
 
 PKT_EPS = 1e-7
 """Added to both probabilities in pkt's logarithm, as in the published code."""
@@ -230,14 +230,10 @@ class Srd(Method):
     helper_reads_teacher: ClassVar[bool] = True
     scope: ClassVar[Scope] = "global_batch"
 
-    exponent: float = 4.0
+    exponent: Annotated[float, Range(above=0)] = 4.0
     """Exponent of the differences."""
-    T: float = 1.0
+    T: Annotated[float, Range(above=0)] = 1.0
     """The temperature of the kd term."""
-
-    def __post_init__(self) -> None:
-        check_option("exponent", self.exponent, self.exponent > 0, "above 0", 4)
-        check_temperature(self.T)
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
         return _Project(student.shapes["pooled"][0], teacher.shapes["pooled"][0])

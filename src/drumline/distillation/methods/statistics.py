@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from drumline.config.limits import Range
 from drumline.core.errors import UserError
 from drumline.distillation.method import (
     LossInputs,
@@ -24,7 +25,6 @@ from drumline.distillation.method import (
     NetworkInfo,
     Weights,
     at_common_size,
-    check_option,
     common_grid,
     needs_of,
     paired_stages,
@@ -128,11 +128,8 @@ class Kdsvd(Method):
     reads: ClassVar[str] = "two or more stages"
     weights: ClassVar[Weights] = Weights(b=1.0)
 
-    k: int = 1
+    k: Annotated[int, Range(1)] = 1
     """Singular vectors of the teacher per stage."""
-
-    def __post_init__(self) -> None:
-        check_option("k", self.k, self.k >= 1, "1 or more", 1)
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         return needs_of(require_pairs(self.name, student, teacher, least=2))
