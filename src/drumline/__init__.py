@@ -8,7 +8,13 @@ The command line is `drumline`. From Python:
     guard, GuardError                    finds silent mistakes in any training loop
     checkpoints                          save, verify and load, for any training loop
     resize                               Pillow's resize, whatever Pillow is installed
-    UserError                            a mistake that the user can fix
+    UserError                            an error that the user can fix
+
+For example:
+
+    recipe = drumline.Recipe.from_args(["data.path=photos", "model.name=resnet18"])
+    run = drumline.train(recipe)["run"]
+    drumline.load_model(run).predict("cat.jpg")
 """
 
 from __future__ import annotations
@@ -45,23 +51,9 @@ _HOMES = {
     "resize": "drumline.data.image.resize",
     "train": "drumline.api",
 }
-"""Where each public name is defined. Imported when it is first used: `import drumline` does not import torch."""
+"""The module of each public name, imported when the name is first used: `import drumline` does not import torch."""
 
-__all__ = [
-    "GuardError",
-    "Recipe",
-    "UserError",
-    "__version__",
-    "checkpoints",
-    "create_model",
-    "distill",
-    "evaluate",
-    "guard",
-    "load_model",
-    "open_feed",
-    "resize",
-    "train",
-]
+__all__ = ["__version__", "checkpoints", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

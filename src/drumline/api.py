@@ -1,7 +1,7 @@
 """The commands as functions: `drumline.train`, `drumline.distill` and `drumline.evaluate`.
 
-Promises: the same results and files as the command line; metrics are returned as a dict; a mistake raises `UserError`
-and never ends the process. Works in scripts without `if __name__ == "__main__"` and in notebooks.
+Promises: the same results and files as the command line. A mistake raises `UserError` and never ends the process.
+Works in notebooks, and in scripts without `if __name__ == "__main__"`.
 """
 
 from __future__ import annotations
@@ -14,24 +14,72 @@ from drumline.launch.start import start
 
 
 def train(recipe: Recipe) -> dict[str, Any]:
-    """Trains a model and returns the final metrics: `run` (its folder), `finished`, `step`, `top1`, `loss`, ...
+    """Trains a model.
 
-    One process trains in this process; `parallel.processes` starts more of them. `finished` is False if the run was
-    interrupted: it has saved, and `checkpoint.resume=auto` continues it.
+    Example:
+
+        recipe = drumline.Recipe.from_args(["data.path=photos", "model.name=resnet18", "train.epochs=20"])
+        result = drumline.train(recipe)
+        print(f"{result['top1']:.2%}, saved in {result['run']}")
+
+    Args:
+        recipe: The whole configuration. `Recipe.from_args` reads settings as on the command line.
+
+    Returns:
+        The result as a dict, the same as the JSON line of the command. `run` (str) is the run folder; `finished`
+        (bool) is False if a signal stopped the run, which has saved and continues with `checkpoint.resume=auto`;
+        `step` (int) and `epoch` (float) say where it ended; `top1`, `top5`, `loss` (float or None), `correct` and
+        `samples` (int) are those of the last evaluation; `best_top1` and `best_epoch` are those of the best one.
+
+    Raises:
+        UserError: The recipe, the data or the machine needs a change; the message says which.
+        RuntimeError: A worker process failed; the message has its traceback.
+
+    The model trains in this process, unless `parallel.processes` asks for more: then each one is started and
+    supervised.
     """
     return start(recipe, "train")
 
 
 def distill(recipe: Recipe) -> dict[str, Any]:
-    """Trains a student with a teacher (`distill.teacher_weights`); otherwise the same as `train`."""
+    """Trains a student with a teacher.
+
+    Example:
+
+        settings = ["data.path=photos", "model.name=resnet18", "distill.teacher_weights=runs/teacher"]
+        result = drumline.distill(drumline.Recipe.from_args(settings))
+
+    Args:
+        recipe: The whole configuration. `distill.teacher_weights` names the teacher: a run folder, a checkpoint or a
+            weights file.
+
+    Returns:
+        The result as a dict, as from `train`, with `teacher_top1` (float) besides.
+
+    Raises:
+        UserError, RuntimeError: as `train`.
+    """
     return start(recipe, "distill")
 
 
 def evaluate(path: str | PathLike[str], *settings: str) -> dict[str, Any]:
-    """Scores a run folder, a checkpoint or a weights file on the evaluation split, each sample once.
+    """Scores a model on the evaluation split, each sample exactly once.
 
-    `settings` override the recipe of the run: `evaluate("runs/photos", "data.path=other")`. Returns `samples`,
-    `correct`, `top1`, `top5`, `loss`, ...
+    Example:
+
+        score = drumline.evaluate("runs/photos-resnet18-1", "data.path=other-photos")
+        print(f"{score['correct']} of {score['samples']}")
+
+    Args:
+        path: A run folder, a checkpoint or a weights file.
+        settings: Settings that override the recipe of the run, such as `"data.batch=64"`.
+
+    Returns:
+        The score as a dict: `samples` and `correct` (int), `top1`, `top5` and `loss` (float; None if an output of the
+        model is not finite), `classes`, `nonfinite_samples`, `broken_samples` (int), `weights` (str).
+
+    Raises:
+        UserError: There are no weights at `path`, or they do not fit the data.
     """
     from drumline.cli.eval import read_invocation
 

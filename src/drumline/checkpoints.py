@@ -46,11 +46,12 @@ _TAG = "*"
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load` has loaded."""
+    """The checkpoint that `load` has loaded."""
 
     path: Path
     step: int
     extra: dict[str, Any]
+    """What `save` was given as `extra`."""
     skipped: tuple[str, ...]
     """Why newer checkpoints were not used."""
 
@@ -64,10 +65,28 @@ def save(
     extra: Mapping[str, Any] | None = None,
     keep: int = 3,
 ) -> Path:
-    """Writes the checkpoint `folder/step-N` and returns its path. `model` may be wrapped (DDP, torch.compile).
-    `extra` may hold numbers, text, lists, tuples, dicts and tensors, such as the state dict of a scheduler.
-    Checkpoints older than the newest `keep` that verify are deleted. Those of this step or later, left by a loop that
-    went back, are renamed to `step-N.aside`."""
+    """Writes the checkpoint `folder/step-N`.
+
+    Example:
+
+        checkpoints.save("out", step=100, model=model, optimizer=optimizer, extra={"lr": scheduler.state_dict()})
+
+    Args:
+        folder: Where the checkpoints are; it is created.
+        step: The number of finished steps.
+        model: The model, which may be wrapped (DDP, torch.compile).
+        optimizer: Any optimizer of torch.
+        extra: Numbers, text, lists, tuples, dicts and tensors, such as the state dict of a scheduler.
+        keep: How many checkpoints to keep. Those older than the newest `keep` that verify are deleted.
+
+    Returns:
+        The path of the checkpoint, which is on disk and verified.
+
+    Raises:
+        UserError: The disk is full or read-only, or something cannot be saved.
+
+    Existing checkpoints of this step or later, left by a loop that went back, are renamed to `step-N.aside`.
+    """
     if step < 0 or keep < 1:
         raise UserError(f"step = {step}, keep = {keep}", "give step >= 0 and keep >= 1")
     path, groups, values = Path(folder), {"model": _state(model)}, {}
@@ -93,8 +112,25 @@ def save(
 def load(
     folder: str | PathLike[str], *, model: nn.Module, optimizer: Optimizer | None = None
 ) -> Loaded | None:
-    """Loads the newest checkpoint that verifies into the model and the optimizer, in place; None if the folder has
-    none. `folder` may also be one checkpoint. Raises `UserError` if no checkpoint verifies, or it does not fit."""
+    """Loads the newest checkpoint that verifies, in place.
+
+    Example:
+
+        loaded = checkpoints.load("out", model=model, optimizer=optimizer)
+        first_step = loaded.step if loaded else 0
+
+    Args:
+        folder: The folder that was given to `save`, or one checkpoint.
+        model: The model to load into. Names, shapes and types of its tensors must match exactly.
+        optimizer: The optimizer to load into; None leaves the saved state aside.
+
+    Returns:
+        The path, step and `extra` of the checkpoint, and why newer ones were skipped; None if the folder has no
+        checkpoint.
+
+    Raises:
+        UserError: No checkpoint verifies, or it does not fit the model or the optimizer.
+    """
 
     def choose() -> tuple[str, tuple[str, ...]]:
         path = Path(folder)
@@ -125,12 +161,25 @@ def load(
 
 
 def latest(folder: str | PathLike[str]) -> Path | None:
-    """The newest checkpoint in a folder that verifies; None if there is none."""
+    """Returns the newest checkpoint in a folder that verifies; None if there is none.
+
+    Example: `checkpoints.latest("out")` returns `Path("out/step-300")`.
+    """
     return newest_valid(Path(folder))[0]
 
 
 def verify(path: str | PathLike[str]) -> Verification:
-    """Reads every byte of the checkpoints in a folder, or of one checkpoint. `.sound` says whether all verify."""
+    """Reads every byte of the checkpoints in a folder, or of one checkpoint.
+
+    Example: `checkpoints.verify("out").sound` is True if all of them verify.
+
+    Returns:
+        The result: `sound` (bool), `step` and `state_sha256` of the newest valid checkpoint, and a message for each
+        damaged one in `unsound`.
+
+    Raises:
+        UserError: There is no checkpoint.
+    """
     return verify_run(Path(path))
 
 
@@ -144,7 +193,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _on_rank_zero(work: Callable[[], T]) -> T:
-    """What `work` returns on rank 0, on every rank. A `UserError` on rank 0 is raised on all."""
+    """Calls `work` on rank 0 and returns its result on every rank. A `UserError` on rank 0 is raised on all."""
     world = _world_of(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
     if world is None or world.size == 1:
         return work()
@@ -155,14 +204,14 @@ def _on_rank_zero(work: Callable[[], T]) -> T:
         except UserError as error:
             outcome = None, (error.what, error.fix)
     try:
-        value, refusal = world.broadcast_object(outcome)
+        value, failed = world.broadcast_object(outcome)
     except RuntimeError as error:
         raise UserError(
             f"timed out waiting for the other ranks: {str(error)[:200]}",
             "call drumline.checkpoints.save and load on every rank",
         ) from error
-    if refusal is not None:
-        raise UserError(*refusal)
+    if failed is not None:
+        raise UserError(*failed)
     return value
 
 

@@ -26,7 +26,7 @@ from drumline.distillation.student import StudentOutput, StudentWithHelpers
 from drumline.distillation.teacher import LiveTeacher, Teacher, TeacherOutput
 from drumline.parallel.world import single_process
 from drumline.training.step import TrainStep
-from drumline.training.task import Classification, Outcome
+from drumline.training.task import Classification, LossSums
 from tests.distillation.nets import Alone
 from tests.training import tiny
 
@@ -93,7 +93,7 @@ def objective(
     )
 
 
-def scored(made: Distillation, batch: Batch, step: int = 0) -> Outcome:
+def scored(made: Distillation, batch: Batch, step: int = 0) -> LossSums:
     made.at(step)
     return made(Given(), torch.empty(COUNT, 3, 8, 8), batch)
 

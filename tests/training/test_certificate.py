@@ -30,7 +30,7 @@ from drumline.training.certificate import (
     reference,
     summary,
 )
-from drumline.training.equality import Claim, compare, merge
+from drumline.training.equality import Subject, compare, merge
 from drumline.training.loop import train
 from tests.training import tiny
 
@@ -107,7 +107,7 @@ def certify(layout: TwoStages, expected: Reference | None = None) -> Certificate
         [compare(part, expected.gradients, names, rank=rank) for rank, part in enumerate(parts)]
     )
     buffers = dict(model.named_buffers())
-    untouched = compare(copied(buffers), before, list(buffers), claim=Claim.BUFFERS_UNTOUCHED)
+    untouched = compare(copied(buffers), before, list(buffers), subject=Subject.BUFFERS_UNTOUCHED)
     return Certificate((gradients, untouched), MICRO, "pipeline", "layout pipeline")
 
 
@@ -137,7 +137,7 @@ def test_after_a_real_step_buffers_are_where_accumulation_puts_them(mode: str) -
     def judged() -> Certificate:
         now = dict(model.named_buffers())
         return Certificate(
-            (compare(now, expected.buffers, names, claim=Claim.BUFFERS_MOVED),), MICRO, "pipeline", ""
+            (compare(now, expected.buffers, names, subject=Subject.BUFFERS_MOVED),), MICRO, "pipeline", ""
         )
 
     TwoStages(model).step()
@@ -241,8 +241,8 @@ def test_a_parameter_that_no_stage_holds_is_stopped() -> None:
     model = tiny.normed()
     expected = reference(model, loss, MICRO)
     own = {name: gradient for name, gradient in expected.gradients.items() if name != "1.weight"}
-    verdict = merge([compare(own, expected.gradients, list(expected.gradients))])
-    error = str(error_of(Certificate((verdict,), MICRO, "pipeline", "")))
+    report = merge([compare(own, expected.gradients, list(expected.gradients))])
+    error = str(error_of(Certificate((report,), MICRO, "pipeline", "")))
     assert "the parameter '1.weight' is held by no rank" in error
     assert "parallel.split leaves it out" in error
 

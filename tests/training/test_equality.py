@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drumline.core.precision import BF16, FP16, FP32, Precision
 from drumline.training import equality
-from drumline.training.equality import Claim, Verdict, compare, merge, tolerance
+from drumline.training.equality import EqualityReport, Subject, compare, merge, tolerance
 
 NAMES = ("a.weight", "a.bias", "b.weight")
 
@@ -31,10 +31,10 @@ def other(name: str, change: float) -> dict[str, Tensor | None]:
 
 
 def test_equal_bits_are_equal() -> None:
-    verdict = compare(values(), values(), NAMES)
-    assert (verdict.equal, verdict.total, verdict.wrong) == (3, 3, 0)
-    assert verdict.worst is None
-    assert verdict.first_wrong is None
+    report = compare(values(), values(), NAMES)
+    assert (report.equal, report.total, report.wrong) == (3, 3, 0)
+    assert report.worst is None
+    assert report.first_wrong is None
 
 
 @pytest.mark.parametrize(("change", "precision", "passes"), [
@@ -45,12 +45,12 @@ def test_equal_bits_are_equal() -> None:
     (5e-2, BF16, False),
 ])  # fmt: skip
 def test_rounding_passes_and_is_told_by_its_size(change: float, precision: Precision, passes: bool) -> None:
-    verdict = compare(other("b.weight", change), values(), NAMES, precision=precision)
-    assert (verdict.equal, verdict.wrong) == (2, 0 if passes else 1)
-    assert verdict.worst is not None
-    assert verdict.worst.name == "b.weight"
-    assert verdict.worst.relative == pytest.approx(change, rel=0.1)
-    assert verdict.worst.limit == tolerance(torch.float32, precision)
+    report = compare(other("b.weight", change), values(), NAMES, precision=precision)
+    assert (report.equal, report.wrong) == (2, 0 if passes else 1)
+    assert report.worst is not None
+    assert report.worst.name == "b.weight"
+    assert report.worst.relative == pytest.approx(change, rel=0.1)
+    assert report.worst.limit == tolerance(torch.float32, precision)
 
 
 @pytest.mark.parametrize("piece", [1, 5, 12])
@@ -83,23 +83,23 @@ def test_a_gradient_that_is_nothing_but_rounding_is_measured_by_its_module() -> 
 def test_a_counter_beside_it_does_not_excuse_a_buffer() -> None:
     own = {"n.running_mean": torch.ones(2), "n.num_batches_tracked": torch.tensor(10**6)}
     moved = {**own, "n.running_mean": torch.ones(2) * 1.01}
-    assert compare(moved, own, tuple(own), claim=Claim.BUFFERS_MOVED).wrong == 1
+    assert compare(moved, own, tuple(own), subject=Subject.BUFFERS_MOVED).wrong == 1
     late = {**own, "n.num_batches_tracked": torch.tensor(10**6 + 1)}
-    verdict = compare(late, own, tuple(own), claim=Claim.BUFFERS_MOVED, precision=BF16)
-    assert verdict.first_wrong.name == "n.num_batches_tracked"
+    report = compare(late, own, tuple(own), subject=Subject.BUFFERS_MOVED, precision=BF16)
+    assert report.first_wrong.name == "n.num_batches_tracked"
 
 
 def test_untouched_means_the_same_bits() -> None:
-    verdict = compare(other("a.bias", 1e-6), values(), NAMES, claim=Claim.BUFFERS_UNTOUCHED)
-    assert verdict.first_wrong.name == "a.bias"
+    report = compare(other("a.bias", 1e-6), values(), NAMES, subject=Subject.BUFFERS_UNTOUCHED)
+    assert report.first_wrong.name == "a.bias"
 
 
 def test_the_first_wrong_one_is_first_on_the_datas_way_not_the_worst() -> None:
     own = values(seed=1)
     own["a.weight"] = other("a.weight", 0.01)["a.weight"]
-    verdict = compare(own, values(), ("b.weight", "a.weight", "a.bias"))
-    assert verdict.first_wrong.name == "b.weight"
-    assert verdict.worst.name != "a.weight"
+    report = compare(own, values(), ("b.weight", "a.weight", "a.bias"))
+    assert report.first_wrong.name == "b.weight"
+    assert report.worst.name != "a.weight"
 
 
 def test_a_gradient_that_one_side_lacks_is_wrong_unless_it_is_zero() -> None:
@@ -134,9 +134,9 @@ def test_kernels_that_each_process_chooses_widen_what_passes() -> None:
     assert compare(near, values(), NAMES).wrong == 1
     assert compare(near, values(), NAMES, loose=True).wrong == 0
     assert compare(far, values(), NAMES, loose=True).wrong == 1
-    assert compare(near, values(), NAMES, loose=True, claim=Claim.BUFFERS_UNTOUCHED).wrong == 1
+    assert compare(near, values(), NAMES, loose=True, subject=Subject.BUFFERS_UNTOUCHED).wrong == 1
     counts = {"n": torch.tensor([3])}, {"n": torch.tensor([4])}
-    assert compare(*counts, ["n"], loose=True, claim=Claim.BUFFERS_MOVED).wrong == 1
+    assert compare(*counts, ["n"], loose=True, subject=Subject.BUFFERS_MOVED).wrong == 1
 
 
 def test_a_gradient_scaled_all_over_is_recognised() -> None:
@@ -148,7 +148,7 @@ def test_a_gradient_scaled_all_over_is_recognised() -> None:
 def test_verdicts_of_ranks_merge_by_the_worst_copy_and_miss_nobody() -> None:
     """Rank 0 holds the first module, ranks 1 and 2 the second: rank 2's copy is wrong."""
 
-    def part(tensors: dict[str, Tensor | None], module: str, rank: int) -> Verdict:
+    def part(tensors: dict[str, Tensor | None], module: str, rank: int) -> EqualityReport:
         held = {name: tensor for name, tensor in tensors.items() if name.startswith(module)}
         return pickle.loads(pickle.dumps(compare(held, values(), NAMES, rank=rank)))
 

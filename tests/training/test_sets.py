@@ -18,7 +18,7 @@ from drumline.data.classes import Classes
 from drumline.data.sources import ArrayDataset
 from drumline.parallel.strategy import create_strategy
 from drumline.parallel.world import single_process
-from drumline.training.model import load_model
+from drumline.training.model import initial_model
 from drumline.training.sets import open_sets
 from drumline.training.state import build_state
 
@@ -40,7 +40,7 @@ def npz(folder: Path, shape: tuple[int, ...], name: str = "a.npz") -> str:
 def test_the_same_seed_builds_the_same_model_and_another_seed_another() -> None:
     def weights(seed: int) -> torch.Tensor:
         torch.rand(seed + 3)
-        module, words = load_model(Recipe(run=Run(seed=seed), model=Model(name="resnet8")), FOUR, ONE)
+        module, words = initial_model(Recipe(run=Run(seed=seed), model=Model(name="resnet8")), FOUR, ONE)
         assert words == ()
         return torch.cat([parameter.flatten() for parameter in module.parameters()])
 
@@ -50,7 +50,7 @@ def test_the_same_seed_builds_the_same_model_and_another_seed_another() -> None:
 
 def test_the_classifier_fits_the_data_or_is_larger() -> None:
     def outputs(classes: Any) -> int:
-        module, _ = load_model(Recipe(model=Model(name="resnet8", classes=classes)), FOUR, ONE)
+        module, _ = initial_model(Recipe(model=Model(name="resnet8", classes=classes)), FOUR, ONE)
         return module.head.out_features
 
     assert outputs("auto") == 4
@@ -60,7 +60,7 @@ def test_the_classifier_fits_the_data_or_is_larger() -> None:
 
 
 def test_the_trainee_has_what_the_recipe_asks_for() -> None:
-    module, _ = load_model(Recipe(model=Model(name="resnet8")), FOUR, ONE)
+    module, _ = initial_model(Recipe(model=Model(name="resnet8")), FOUR, ONE)
     module.eval()
     made = build_state(create_strategy(Recipe(train=Train(ema=0.9)), ONE), module)
     assert made.forward is made.module is module
@@ -72,7 +72,7 @@ def test_the_trainee_has_what_the_recipe_asks_for() -> None:
 
 
 def test_optimizer_tensors_carry_the_names_of_their_parameters() -> None:
-    module, _ = load_model(Recipe(model=Model(name="resnet8")), FOUR, ONE)
+    module, _ = initial_model(Recipe(model=Model(name="resnet8")), FOUR, ONE)
     tensors = build_state(create_strategy(Recipe(), ONE), module).tensors()["optimizer"]
     assert set(tensors) == {f"momentum_buffer/{name}" for name, _ in module.named_parameters()}
 

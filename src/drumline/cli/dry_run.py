@@ -92,7 +92,7 @@ class _DryRun:
 
         from drumline.data.classes import Classes
         from drumline.state.weights import resolve_weights
-        from drumline.training.model import FIELDS, build_model, load_model
+        from drumline.training.model import FIELDS, build_model, initial_model
 
         name, classes, weights = self.recipe.model.name, self.recipe.model.classes, self.recipe.model.weights
         if weights:
@@ -101,7 +101,7 @@ class _DryRun:
             return [f"model: {name}; not built, because that would run its code; --trust allows it"]
         messages: tuple[str, ...] = ()
         if weights and self._sets is not None:
-            module, messages = load_model(self.recipe, Classes.of(self._sets.train), self._world())
+            module, messages = initial_model(self.recipe, Classes.of(self._sets.train), self._world())
         else:
             count = len(self._sets.train.classes) if self._sets else 1000 if classes == "auto" else classes
             with torch.device("meta"):
@@ -129,7 +129,7 @@ class _DryRun:
         from drumline.distillation.selection import select_methods
         from drumline.distillation.task import check_fit
         from drumline.distillation.teacher import check_teachers, image_warnings, load_teachers
-        from drumline.training.model import load_model
+        from drumline.training.model import initial_model
 
         distill, sets = self.recipe.distill, self._sets
         select_methods(distill)
@@ -143,7 +143,7 @@ class _DryRun:
             messages = [message for each in loaded for message in each.messages]
             messages += image_warnings(self.recipe, sets, loaded)
             if not self._is_untrusted((self.recipe.model.name,), "model.name"):
-                student, _ = load_model(self.recipe, Classes.of(sets.train), self._world())
+                student, _ = initial_model(self.recipe, Classes.of(sets.train), self._world())
                 check_fit(self.recipe, student, loaded, sets)
         return [f"teacher: {by}; method {'+'.join(distill.method)}", *messages]
 

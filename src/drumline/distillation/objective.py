@@ -29,7 +29,7 @@ from drumline.distillation.student import StudentOutput
 from drumline.distillation.teacher import Teacher, TeacherOutput
 from drumline.parallel.strict.lockstep import Lockstep
 from drumline.parallel.world import World
-from drumline.training.task import Classification, Objective, Outcome, check_logits
+from drumline.training.task import Classification, LossSums, Objective, check_logits
 
 RunTeacher = Callable[[Tensor, Batch], TeacherOutput]
 """From normalised images, or the batch that they came in, to the teacher's output."""
@@ -90,11 +90,11 @@ class Distillation(Objective):
         self._epoch = -1
         self._side = torch.cuda.Stream(device) if concurrent and device.type == "cuda" else None
 
-    def __call__(self, model: nn.Module, images: Tensor, batch: Batch) -> Outcome:
+    def __call__(self, model: nn.Module, images: Tensor, batch: Batch) -> LossSums:
         teacher, student = self._forward(model, images, batch)
         check_logits(student.logits, self.classification.classes)
         with autocast(images.device, FP32):
-            return self._outcome(*self._in_fp32(student, teacher), batch)
+            return self._loss_sums(*self._in_fp32(student, teacher), batch)
 
     def at(self, step: int) -> None:
         epoch = step // self.per_epoch
@@ -159,8 +159,8 @@ class Distillation(Objective):
             tensor.record_stream(current)
         return teacher, student
 
-    def _outcome(self, student: StudentOutput, teacher: TeacherOutput, batch: Batch) -> Outcome:
-        labels = self.classification.outcome(student.logits, batch)
+    def _loss_sums(self, student: StudentOutput, teacher: TeacherOutput, batch: Batch) -> LossSums:
+        labels = self.classification.loss_sums(student.logits, batch)
         total, sums = self.r * labels.loss, [labels.loss.detach()]
         for index, term in enumerate(self.loss_terms):
             value = self._loss(term, student, teacher, batch)
@@ -168,7 +168,7 @@ class Distillation(Objective):
             sums.append(value.detach())
         with torch.no_grad():
             sums.append((student.logits.argmax(1) == teacher.logits.argmax(1)).sum().to(total.dtype))
-        return Outcome(total, labels.correct, torch.stack(sums))
+        return LossSums(total, labels.correct, torch.stack(sums))
 
     def _in_fp32(self, student: StudentOutput, teacher: TeacherOutput) -> tuple[StudentOutput, TeacherOutput]:
         """The tensors that the losses read, in fp32."""

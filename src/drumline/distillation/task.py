@@ -159,7 +159,8 @@ class _Builder:
 
     def _networks(self) -> FittedNetworks:
         """Student and teachers, loaded and fitted to each other."""
-        student, messages = initial_model(self.recipe, self.classes, self.strategy)
+        student, messages = initial_model(self.recipe, self.classes, self.world)
+        student = self.strategy.place(student)
         teachers = load_teachers(self.recipe, self.classes, self.world, on_host=self.stages is not None)
         networks = fit_networks(self.recipe, self.selection, student, teachers, self.size)
         self.messages += messages

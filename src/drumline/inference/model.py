@@ -127,8 +127,24 @@ class TrainedModel:
 def load_model(
     path: str | PathLike[str], *, device: str | torch.device = "cpu", trust: bool = False
 ) -> TrainedModel:
-    """Loads the model of a run folder (its best weights), a checkpoint or a weights file that drumline wrote.
-    `trust=True` allows a model that the user's own code builds (`module:function`), which is imported and run."""
+    """Loads a trained model, ready to predict.
+
+    Example:
+
+        model = drumline.load_model("runs/photos-resnet18-1")
+        print(model.predict("cat.jpg").label)
+
+    Args:
+        path: A run folder (its best weights), a checkpoint or a weights file that drumline wrote.
+        device: Where the model computes.
+        trust: Allows a model that the user's own code builds (`module:function`), which is imported and run.
+
+    Returns:
+        The model in eval mode, with its class names and its image preprocessing.
+
+    Raises:
+        UserError: There are no such weights, or they have no record of their model.
+    """
     file = resolve_weights(Path(path))
     record = weights_record(file)
     if record is None:

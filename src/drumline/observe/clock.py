@@ -18,7 +18,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Times:
+class StepTimes:
     """Sums over the steps since the previous `take`, in seconds.
 
     On a GPU the host runs ahead of the device, so `data_s` and `compute_s` may overlap. The GPU was idle for
@@ -35,7 +35,7 @@ class Times:
 
 
 class StepClock:
-    """Times a loop that calls `data_begin/data_end` around fetching and `step_begin/step_end` around a step.
+    """StepTimes a loop that calls `data_begin/data_end` around fetching and `step_begin/step_end` around a step.
 
     On a GPU, CUDA events bracket one step in `sample_every`. They are read when they are done, up to `depth` samples
     later. The default is prime, so that the samples do not coincide with work done every 2, 10 or 100 steps.
@@ -74,10 +74,10 @@ class StepClock:
         """The fraction of the time since the last `take` that was spent waiting for data."""
         return self._data_s / max(1e-9, perf_counter() - self._taken_at)
 
-    def take(self) -> Times:
+    def take(self) -> StepTimes:
         """The sums since the last call. Never waits for the device."""
         now = perf_counter()
-        times = Times(self._steps, self._data_s, self._compute.take(self._steps), now - self._taken_at)
+        times = StepTimes(self._steps, self._data_s, self._compute.take(self._steps), now - self._taken_at)
         self._steps, self._data_s, self._taken_at = 0, 0.0, now
         return times
 

@@ -48,7 +48,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """The result. `step`, `group` and `tensor` describe the first difference; they are 0 and empty without one."""
 
     equal: bool
@@ -66,7 +66,7 @@ class Comparison:
     lines: tuple[str, ...]
 
 
-def compare(a: Path, b: Path) -> Comparison:
+def compare(a: Path, b: Path) -> RunComparison:
     """Compares two runs, two checkpoints, or a checkpoint with the same step of a run."""
     one, other = _open(a), _open(b)
     recorded = sorted(one.records.keys() & other.records.keys())
@@ -99,7 +99,7 @@ def compare(a: Path, b: Path) -> Comparison:
             lines.append("recipe and environment do not differ in anything that decides bits")
         lines += _by_tensor(one, other, step)
         lines += [f"note: {side.torn}" for side in (one, other) if side.torn]
-        return Comparison(
+        return RunComparison(
             False,
             str(a),
             str(b),
@@ -120,7 +120,7 @@ def compare(a: Path, b: Path) -> Comparison:
     lines += [f"note: {side.torn}" for side in (one, other) if side.torn]
     lines += [f"although the recipe differs: {change}" for change in settings]
     lines += [f"although the environment differs: {change}" for change in environment]
-    return Comparison(
+    return RunComparison(
         True, str(a), str(b), len(steps), agreed, 0, "", "", settings, environment, tuple(lines)
     )
 

@@ -9,9 +9,7 @@ rounding stops the run and is named, the first one in the order in which data pa
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +28,17 @@ from drumline.parallel.reference import ReferenceModel
 from drumline.parallel.sharded import full_tensor
 from drumline.parallel.strategy import split_batch
 from drumline.parallel.world import Grid, World
-from drumline.training.equality import Claim, Row, Values, Verdict, compare, merge
+from drumline.training.equality import (
+    EqualityReport,
+    Row,
+    Subject,
+    Values,
+    compare,
+    describe,
+    describe_wrong,
+    merge,
+    report_json,
+)
 from drumline.training.step import TrainStep
 
 T = TypeVar("T")
@@ -59,7 +67,7 @@ class Reference:
 class Certificate:
     """All that was compared, merged over the ranks."""
 
-    verdicts: tuple[Verdict, ...]
+    reports: tuple[EqualityReport, ...]
     micro_batches: int
     """Over all replicas."""
     layout: str
@@ -70,7 +78,7 @@ class Certificate:
 
     @property
     def passes(self) -> bool:
-        return not _is_wrong(self.verdicts)
+        return not _is_wrong(self.reports)
 
 
 def reference(model: nn.Module, loss: Callable[[nn.Module, int], Tensor], micro_batches: int) -> Reference:
@@ -108,7 +116,7 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def summary(certificate: Certificate) -> str:
     """A short line for the screen if everything passes; empty if there is more to report."""
-    numbers = [row for verdict in certificate.verdicts for row in verdict.rows]
+    numbers = [row for report in certificate.reports for row in report.rows]
     if not certificate.passes or not all(row.finite for row in numbers):
         return ""
     return f"{certificate.layout} check passed: gradients match one process"
@@ -116,7 +124,7 @@ def summary(certificate: Certificate) -> str:
 
 def message(certificate: Certificate) -> str:
     """The whole result in one line, for the log."""
-    parts = [_describe(verdict, certificate.micro_batches) for verdict in certificate.verdicts]
+    parts = [describe(report, certificate.micro_batches) for report in certificate.reports]
     return "certificate: " + "; ".join(part for part in parts if part)
 
 
@@ -129,7 +137,7 @@ def as_json(certificate: Certificate) -> str:
                 "layout": certificate.description,
                 "micro_batches": certificate.micro_batches,
                 "words": message(certificate),
-                "comparisons": [_verdict_json(verdict) for verdict in certificate.verdicts],
+                "comparisons": [report_json(report) for report in certificate.reports],
             },
             indent=1,
             allow_nan=False,
@@ -140,73 +148,16 @@ def as_json(certificate: Certificate) -> str:
 
 def error_of(certificate: Certificate) -> UserError | None:
     """The error to stop with; None if everything passes."""
-    for verdict in certificate.verdicts:
-        if (row := verdict.first_wrong) is not None:
-            text = _describe_wrong(verdict, row, certificate.micro_batches)
-            return UserError(text, _fix(verdict, row, certificate.hint))
+    for report in certificate.reports:
+        if (row := report.first_wrong) is not None:
+            text = describe_wrong(report, row, certificate.micro_batches)
+            return UserError(text, _fix(report, row, certificate.hint))
     return None
 
 
-def _describe(verdict: Verdict, micro_batches: int) -> str:
-    noun, total, right = verdict.claim.value, verdict.total, verdict.total - verdict.wrong
-    if not total:
-        return ""
-    if verdict.claim.exact:
-        if not verdict.wrong:
-            return f"the rehearsal left all {total} {noun}s as they were"
-        return f"{verdict.wrong} of {total} {noun}s changed by the rehearsal"
-    subject = (
-        "gradients of {} of {} parameters"
-        if verdict.claim is Claim.GRADIENTS
-        else "{} of {} buffers after a step"
-    )
-    text = f"{subject.format(right, total)} equal plain accumulation over {_pieces(micro_batches)}"
-    if verdict.equal == total:
-        text += ", bit for bit"
-    elif right:
-        text += f", {verdict.equal} of them bit for bit"
-    worst = verdict.worst
-    if worst is not None:
-        text += f"; the largest difference: {worst.name}, {_size(worst, verdict.claim)}"
-    if blind := sum(not row.finite for row in verdict.rows):
-        text += f"; {blind} have NaN or infinity in the reference too, for which this proves little"
-    return text
-
-
-def _pieces(micro_batches: int) -> str:
-    return f"{micro_batches} micro-batch{'es' * (micro_batches != 1)}"
-
-
-def _size(row: Row, claim: Claim) -> str:
-    if row.odd:
-        return row.odd
-    whose = "the largest gradient of its module" if claim is Claim.GRADIENTS else "its largest value"
-    return f"by {row.relative:.1e} of {whose} ({row.absolute:.1e} absolute), where {row.limit:.0e} passes"
-
-
-def _describe_wrong(verdict: Verdict, row: Row, micro_batches: int) -> str:
-    noun = verdict.claim.value
-    where = f" on rank {row.rank}" if row.rank >= 0 else ""
-    others = (
-        f"{verdict.wrong} of {verdict.total} {noun}s differ, this is the first one that data passes through"
-    )
-    if row.odd:
-        text = f"{'parameter' if verdict.claim is Claim.GRADIENTS else noun} {row.name!r} {row.odd}{where}"
-    elif verdict.claim.exact:
-        text = f"{noun} {row.name!r} was changed{where} by a rehearsed step, {_size(row, verdict.claim)}"
-    else:
-        of = "of " if verdict.claim is Claim.GRADIENTS else ""
-        factor = f"; it is {row.scaled_by:.4g} times the reference" if row.scaled_by else ""
-        text = (
-            f"{noun} {of}{row.name!r} differs{where} from plain accumulation over {_pieces(micro_batches)} "
-            f"{_size(row, verdict.claim)}{factor}"
-        )
-    return f"certificate: the {text}; {others}"
-
-
-def _fix(verdict: Verdict, row: Row, hint: str) -> str:
+def _fix(report: EqualityReport, row: Row, hint: str) -> str:
     end = "certificate.json in the run folder has every number; parallel.layout = single lays nothing out"
-    if verdict.claim.exact:
+    if report.subject.exact:
         return f"look for code in forward that writes to it, or replaces it with a different tensor; {end}"
     if row.rank < 0:
         return f"parallel.split leaves it out: assign every module of the model to a stage; {end}"
@@ -221,56 +172,27 @@ def _fix(verdict: Verdict, row: Row, hint: str) -> str:
     )
 
 
-def _verdict_json(verdict: Verdict) -> dict[str, object]:
-    first, worst = verdict.first_wrong, verdict.worst
-    return {
-        "of": verdict.claim.value,
-        "total": verdict.total,
-        "same_bits": verdict.equal,
-        "wrong": verdict.wrong,
-        "worst": _row_json(worst) if worst is not None else None,
-        "first_wrong": _row_json(first) if first is not None else None,
-        "different": [_row_json(row) for row in verdict.rows if not row.same_bits],
-    }
-
-
-def _row_json(row: Row) -> dict[str, object]:
-    return {
-        "name": row.name,
-        "rank": row.rank,
-        "absolute": _number(row.absolute),
-        "relative": _number(row.relative),
-        "passes_up_to": row.limit,
-        "times_reference": row.scaled_by or None,
-        "reason": row.odd or ("" if math.isfinite(row.relative) else "the reference is zero"),
-    }
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def certify(
     step: TrainStep, layout: ReferenceModel, batch: Batch, index: int, folder: Path | None, log: Log
 ) -> None:
     """Certifies the layout by step `index` on this process's batch. All processes call it."""
     strategy, world = step.strategy, step.world
-    with _uncompiled(strategy.recipe.train.compile):
+    with step.uncompiled():  # compiled kernels round differently from those of the reference
         before = copied(dict(step.state.module.named_buffers()))
         gradients, moved = _replayed(step, batch, index)
         expected = _reference(step, layout, batch, index)
         if expected is None:
             _log_uncertified(strategy.description, folder, log)
             return
-        mine = _verdicts(step, gradients, moved, before, expected)
+        mine = _reports(step, gradients, moved, before, expected)
         if layout.allows_unrepeatable and any(world.all_gather_object(_is_wrong(mine))):
             again = Reference(*_replayed(step, batch, index))
-            if any(world.all_gather_object(_is_wrong(_verdicts(step, gradients, moved, before, again)))):
+            if any(world.all_gather_object(_is_wrong(_reports(step, gradients, moved, before, again)))):
                 _log_uncertified(strategy.description, folder, log, NOT_REPEATED)
                 return
-    every: list[list[Verdict]] = world.all_gather_object(mine)
+    every: list[list[EqualityReport]] = world.all_gather_object(mine)
     certificate = Certificate(
-        tuple(merge(verdicts) for verdicts in zip(*every, strict=True)),
+        tuple(merge(reports) for reports in zip(*every, strict=True)),
         strategy.micro_batches * strategy.grid.replicas,
         layout.title,
         strategy.description,
@@ -287,11 +209,6 @@ def _conclude(certificate: Certificate, folder: Path | None, log: Log) -> None:
     log(message(certificate), show=not short)
     if (error := error_of(certificate)) is not None:
         raise error
-
-
-def _uncompiled(compiled: bool) -> AbstractContextManager[object]:
-    """Compiled kernels round differently from those of the reference. (Only compiled runs import the compiler.)"""
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def _replayed(
@@ -325,8 +242,8 @@ def _reference(step: TrainStep, layout: ReferenceModel, batch: Batch, index: int
     def loss(model: nn.Module, micro: int) -> Tensor:
         forward = layout.forward(model, step.draws, index, micro, drawing)
         step.objective.at(index)
-        outcome = step.outcome(forward, pieces[micro])
-        scaled: Tensor = step.state.scaler.scale(outcome.loss * (strategy.weight / step.global_batch))
+        sums = step.loss_sums(forward, pieces[micro])
+        scaled: Tensor = step.state.scaler.scale(sums.loss * (strategy.weight / step.global_batch))
         return scaled
 
     made: Reference | None = Reference({}, {})
@@ -374,9 +291,9 @@ def _broadcast(made: Reference, module: nn.Module, grid: Grid) -> Reference:
     return Reference(gradients, buffers)
 
 
-def _verdicts(
+def _reports(
     step: TrainStep, gradients: Values, moved: Values, before: Values, expected: Reference
-) -> list[Verdict]:
+) -> list[EqualityReport]:
     """Compares this process's gradients and buffers after the step, and its buffers after the rehearsal."""
     module = step.state.module
     parameters = [name for name, each in module.named_parameters() if each.requires_grad]
@@ -384,14 +301,14 @@ def _verdicts(
     loose = step.world.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
     compared = partial(compare, precision=step.precision, loose=loose, rank=step.world.rank)
     return [
-        compared(gradients, expected.gradients, parameters, claim=Claim.GRADIENTS),
-        compared(moved, expected.buffers, buffers, claim=Claim.BUFFERS_MOVED),
-        compared(copied(dict(module.named_buffers())), before, buffers, claim=Claim.BUFFERS_UNTOUCHED),
+        compared(gradients, expected.gradients, parameters, subject=Subject.GRADIENTS),
+        compared(moved, expected.buffers, buffers, subject=Subject.BUFFERS_MOVED),
+        compared(copied(dict(module.named_buffers())), before, buffers, subject=Subject.BUFFERS_UNTOUCHED),
     ]
 
 
-def _is_wrong(verdicts: Sequence[Verdict]) -> bool:
-    return any(verdict.wrong for verdict in verdicts)
+def _is_wrong(reports: Sequence[EqualityReport]) -> bool:
+    return any(report.wrong for report in reports)
 
 
 def _fits(work: Callable[[], T], communicates: bool = False) -> T | None:

@@ -1,8 +1,8 @@
 """Compares two sets of tensors by name: which have the same bits, which differ by rounding, which by more.
 
 Promises: pure. A difference is measured against the scale of its module, and passes up to a tolerance of its dtype.
-A gradient that only one side has, and NaN on only one side, are reported as such. The comparisons of ranks that hold
-shards or copies of a model merge into one.
+A gradient that only one side has, and NaN on only one side, are reported as such. The reports of ranks that hold
+shards or copies of a model merge into one. Text and JSON describe a report.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOOSE = 1e-3
 once too often, or lacks one of many micro-batches, differs by far more."""
 
 
-class Claim(StrEnum):
+class Subject(StrEnum):
     """What is compared; the value describes it in messages."""
 
     GRADIENTS = "gradient"
@@ -42,7 +42,7 @@ class Claim(StrEnum):
     @property
     def exact(self) -> bool:
         """Whether only the same bits pass."""
-        return self is Claim.BUFFERS_UNTOUCHED
+        return self is Subject.BUFFERS_UNTOUCHED
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class EqualityReport:
     """A comparison, on one rank or all of them: the worst row of every tensor, in the order of the data."""
 
-    claim: Claim
+    subject: Subject
     rows: tuple[Row, ...]
     names: tuple[str, ...]
     """All tensors that the ranks together must compare."""
@@ -114,37 +114,37 @@ def compare(
     reference: Values,
     names: Sequence[str],
     *,
-    claim: Claim = Claim.GRADIENTS,
+    subject: Subject = Subject.GRADIENTS,
     precision: Precision = FP32,
     loose: bool = False,
     rank: int = 0,
-) -> Verdict:
+) -> EqualityReport:
     """Compares the tensors of this rank (`own`) with the reference, which must have all of them. `names` are those of
     the whole model, in the order in which data passes through it. `loose`: each process may choose its kernels."""
-    scales = _scales(reference, claim)
+    scales = _scales(reference, subject)
     rows = [
         _row(
             Row(name, order, rank, same_bits=False),
             own[name],
             reference[name],
-            scales.get(_family(name, claim), 0.0),
+            scales.get(_family(name, subject), 0.0),
             0.0
-            if claim.exact or (theirs := reference[name]) is None
+            if subject.exact or (theirs := reference[name]) is None
             else tolerance(theirs.dtype, precision, loose),
         )
         for order, name in enumerate(names)
         if name in own
     ]
-    return Verdict(claim, tuple(rows), tuple(names))
+    return EqualityReport(subject, tuple(rows), tuple(names))
 
 
-def merge(verdicts: Sequence[Verdict]) -> Verdict:
+def merge(reports: Sequence[EqualityReport]) -> EqualityReport:
     """The comparisons of all ranks as one. A tensor counts once, on the rank where it is worst; a tensor that no rank
     holds is wrong."""
-    claim, names = verdicts[0].claim, verdicts[0].names
-    assert all(verdict.claim is claim and verdict.names == names for verdict in verdicts)
+    subject, names = reports[0].subject, reports[0].names
+    assert all(report.subject is subject and report.names == names for report in reports)
     worst: dict[str, Row] = {}
-    for row in (row for verdict in verdicts for row in verdict.rows):
+    for row in (row for report in reports for row in report.rows):
         if row.name not in worst or _badness(row) > _badness(worst[row.name]):
             worst[row.name] = row
     unheld = [
@@ -152,7 +152,72 @@ def merge(verdicts: Sequence[Verdict]) -> Verdict:
         for order, name in enumerate(names)
         if name not in worst
     ]
-    return Verdict(claim, tuple(sorted([*worst.values(), *unheld], key=lambda row: row.order)), names)
+    return EqualityReport(
+        subject, tuple(sorted([*worst.values(), *unheld], key=lambda row: row.order)), names
+    )
+
+
+def describe(report: EqualityReport, micro_batches: int) -> str:
+    """The result in a few words; empty if there was nothing to compare. The reference is plain accumulation over this
+    number of micro-batches."""
+    noun, total, right = report.subject.value, report.total, report.total - report.wrong
+    if not total:
+        return ""
+    if report.subject.exact:
+        if not report.wrong:
+            return f"the rehearsal left all {total} {noun}s as they were"
+        return f"{report.wrong} of {total} {noun}s changed by the rehearsal"
+    what = (
+        "gradients of {} of {} parameters"
+        if report.subject is Subject.GRADIENTS
+        else "{} of {} buffers after a step"
+    )
+    text = f"{what.format(right, total)} equal plain accumulation over {_micro_batches(micro_batches)}"
+    if report.equal == total:
+        text += ", bit for bit"
+    elif right:
+        text += f", {report.equal} of them bit for bit"
+    worst = report.worst
+    if worst is not None:
+        text += f"; the largest difference: {worst.name}, {_size(worst, report.subject)}"
+    if blind := sum(not row.finite for row in report.rows):
+        text += f"; {blind} have NaN or infinity in the reference too, for which this proves little"
+    return text
+
+
+def describe_wrong(report: EqualityReport, row: Row, micro_batches: int) -> str:
+    """The error message for the first tensor that does not pass."""
+    noun = report.subject.value
+    where = f" on rank {row.rank}" if row.rank >= 0 else ""
+    others = (
+        f"{report.wrong} of {report.total} {noun}s differ, this is the first one that data passes through"
+    )
+    if row.odd:
+        text = f"{'parameter' if report.subject is Subject.GRADIENTS else noun} {row.name!r} {row.odd}{where}"
+    elif report.subject.exact:
+        text = f"{noun} {row.name!r} was changed{where} by a rehearsed step, {_size(row, report.subject)}"
+    else:
+        of = "of " if report.subject is Subject.GRADIENTS else ""
+        factor = f"; it is {row.scaled_by:.4g} times the reference" if row.scaled_by else ""
+        text = (
+            f"{noun} {of}{row.name!r} differs{where} from plain accumulation over {_micro_batches(micro_batches)} "
+            f"{_size(row, report.subject)}{factor}"
+        )
+    return f"certificate: the {text}; {others}"
+
+
+def report_json(report: EqualityReport) -> dict[str, object]:
+    """Plain values for a file. Numbers that JSON cannot represent are null, with a reason."""
+    first, worst = report.first_wrong, report.worst
+    return {
+        "of": report.subject.value,
+        "total": report.total,
+        "same_bits": report.equal,
+        "wrong": report.wrong,
+        "worst": _row_json(worst) if worst is not None else None,
+        "first_wrong": _row_json(first) if first is not None else None,
+        "different": [_row_json(row) for row in report.rows if not row.same_bits],
+    }
 
 
 def _row(
@@ -247,21 +312,48 @@ def _doubles(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     return ((x.double(), y.double()) for x, y in _pieces(a, b))
 
 
-def _family(name: str, claim: Claim) -> str:
+def _family(name: str, subject: Subject) -> str:
     """The tensors that share a scale: gradients of one module. The gradient of a bias before a BatchNorm is zero
     except for rounding, so its own scale is that of the rounding (a different order of addition changed it by 2.3
     times that)."""
-    return name.rpartition(".")[0] if claim is Claim.GRADIENTS else name
+    return name.rpartition(".")[0] if subject is Subject.GRADIENTS else name
 
 
-def _scales(reference: Values, claim: Claim) -> dict[str, float]:
+def _scales(reference: Values, subject: Subject) -> dict[str, float]:
     scales: dict[str, float] = {}
     for name, tensor in reference.items():
         if tensor is not None:
-            family = _family(name, claim)
+            family = _family(name, subject)
             scales[family] = max(scales.get(family, 0.0), _largest(tensor))
     return scales
 
 
 def _badness(row: Row) -> tuple[bool, bool, float, float]:
     return not row.passes, bool(row.odd), row.relative, row.absolute
+
+
+def _micro_batches(micro_batches: int) -> str:
+    return f"{micro_batches} micro-batch{'es' * (micro_batches != 1)}"
+
+
+def _size(row: Row, subject: Subject) -> str:
+    if row.odd:
+        return row.odd
+    whose = "the largest gradient of its module" if subject is Subject.GRADIENTS else "its largest value"
+    return f"by {row.relative:.1e} of {whose} ({row.absolute:.1e} absolute), where {row.limit:.0e} passes"
+
+
+def _row_json(row: Row) -> dict[str, object]:
+    return {
+        "name": row.name,
+        "rank": row.rank,
+        "absolute": _number(row.absolute),
+        "relative": _number(row.relative),
+        "passes_up_to": row.limit,
+        "times_reference": row.scaled_by or None,
+        "reason": row.odd or ("" if math.isfinite(row.relative) else "the reference is zero"),
+    }
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,8 +1,8 @@
 """A recipe's model, with the weights to start from or to score.
 
 Promises: every rank builds the same model (weights come from the seed alone, or from one verified file). A classifier
-of different classes is re-initialised in training, which is logged, and refused elsewhere. Weights that are not
-finite are refused.
+of different classes is re-initialised in training, which is logged, and rejected elsewhere. Weights that are not
+finite are rejected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from drumline.core.files import CorruptError
 from drumline.data.classes import Classes
 from drumline.data.sources import ArrayDataset
 from drumline.models import create_model
-from drumline.parallel.strategy import Strategy
 from drumline.parallel.world import World
 from drumline.state.checkpoint import read_live, verify_checkpoint, verify_checksums
 from drumline.state.manifest import MANIFEST
@@ -29,14 +28,9 @@ from drumline.training.sets import Sets
 FIELDS = WeightFields()
 
 
-def initial_model(recipe: Recipe, classes: Classes, strategy: Strategy) -> tuple[nn.Module, tuple[str, ...]]:
-    """The model that training starts from, where the strategy wants it, and messages about its weights."""
-    module, messages = load_model(recipe, classes, strategy.world)
-    return strategy.place(module), messages
-
-
-def load_model(recipe: Recipe, classes: Classes, world: World) -> tuple[nn.Module, tuple[str, ...]]:
-    """The model with the recipe's weights, on the host. A classifier of different classes is re-initialised."""
+def initial_model(recipe: Recipe, classes: Classes, world: World) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model that training starts from, on the host, and messages about its weights. A classifier of different
+    classes is re-initialised."""
     module = build_model(recipe, len(classes))
     if not recipe.model.weights:
         return module, ()

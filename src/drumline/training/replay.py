@@ -8,7 +8,7 @@ gradient; it is named with its samples if its rows show them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
@@ -45,10 +45,7 @@ def find_origin(step: TrainStep, batch: Batch, index: int) -> Origin | None:
             step.replay(batch, index, _OwnPasses(step, found, current))
     else:
         current = {}
-        # A compiled model does not call the hooks.
-        compiled = step.strategy.recipe.train.compile
-        stance = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-        with _watched_layers(module, found, current), stance:
+        with _watched_layers(module, found, current), step.uncompiled():  # compiled code calls no hooks
             step.replay(batch, index, _LocalPasses(step, found, current))
     return min(found, key=lambda origin: origin.order, default=None)
 
@@ -126,11 +123,11 @@ class _LocalPasses:
     def loss(self, batch: Batch) -> torch.Tensor:
         step, found = self.step, self.found
         self.current[get_ident()] = 0, batch
-        outcome = step.outcome(step.state.module, batch)
+        sums = step.loss_sums(step.state.module, batch)
         named = {name: p for name, p in step.state.module.named_parameters() if p.requires_grad}
-        loss = outcome.loss * (step.strategy.weight / step.global_batch)
+        loss = sums.loss * (step.strategy.weight / step.global_batch)
         gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-        if not found and not is_finite(outcome.loss):
+        if not found and not is_finite(sums.loss):
             found.append(Origin("loss"))
         if not found:
             name = first_gradient(dict(zip(named, gradients, strict=True)))

@@ -18,7 +18,7 @@ from drumline.core.errors import UserError
 from drumline.core.host_copy import HostCopy
 from drumline.core.text import loss_text
 from drumline.observe import text_log
-from drumline.observe.clock import StepClock, Times
+from drumline.observe.clock import StepClock, StepTimes
 from drumline.observe.display import Display, Progress
 from drumline.observe.run_log import RunLog
 from drumline.parallel.world import World
@@ -62,8 +62,8 @@ class RunReporter:
         """Steps that end an epoch without an evaluation."""
         self._logged_at = (0, perf_counter())
         """The step and the time from which the speed on the display is measured."""
-        self._requested: dict[int, tuple[Times, float]] = {}
-        self._since_evaluation: list[Times] = []
+        self._requested: dict[int, tuple[StepTimes, float]] = {}
+        self._since_evaluation: list[StepTimes] = []
 
     def begin(self, done: int) -> None:
         """Shows the bar. Called with the number of finished steps once the first batch is there."""

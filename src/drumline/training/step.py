@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from drumline.parallel.strategy import ForwardPass
 from drumline.training.optim import set_rate
 from drumline.training.sets import Normalise
 from drumline.training.state import TrainState
-from drumline.training.task import Meter, Objective, Outcome, mixed
+from drumline.training.task import LossSums, Meter, Objective, mixed
 
 REHEARSALS = 3
 """Steps before capture: cuDNN and cuBLAS create their workspaces in the first ones."""
@@ -172,12 +172,17 @@ class TrainStep:
         for parameter, gradient in written:
             parameter.grad = gradient
 
+    def uncompiled(self) -> AbstractContextManager[object]:
+        """A context in which a compiled model runs as it was written. (Only compiled runs import the compiler.)"""
+        compiled = self.strategy.recipe.train.compile
+        return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
     def images(self, batch: Batch) -> torch.Tensor:
         """The model's input: normalised and mixed images."""
         images = self.normalise(batch.images)
         return mixed(images, batch.mix) if batch.mix.shape[1] else images
 
-    def outcome(self, model: nn.Module, batch: Batch) -> Outcome:
+    def loss_sums(self, model: nn.Module, batch: Batch) -> LossSums:
         """The objective's score of a micro-batch."""
         images = self.images(batch)
         with autocast(self.world.device, self.precision):
@@ -185,16 +190,14 @@ class TrainStep:
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """The scaled loss of a micro-batch, counted in the meter."""
-        outcome = self.outcome(self.state.forward, batch)
+        sums = self.loss_sums(self.state.forward, batch)
         meter = self.meter
-        meter.loss.add_(outcome.loss.detach())
-        meter.correct.add_(outcome.correct)
+        meter.loss.add_(sums.loss.detach())
+        meter.correct.add_(sums.correct)
         meter.samples.add_(len(batch.labels))
-        if outcome.terms is not None:
-            meter.terms.add_(outcome.terms)
-        loss: torch.Tensor = self.state.scaler.scale(
-            outcome.loss * (self.strategy.weight / self.global_batch)
-        )
+        if sums.terms is not None:
+            meter.terms.add_(sums.terms)
+        loss: torch.Tensor = self.state.scaler.scale(sums.loss * (self.strategy.weight / self.global_batch))
         return loss
 
     def _generator_states(self) -> list[torch.Tensor]:

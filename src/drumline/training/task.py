@@ -29,7 +29,7 @@ from drumline.training.schedule import Plan
 from drumline.training.sets import Sets
 
 
-class Outcome(NamedTuple):
+class LossSums(NamedTuple):
     """Sums over the samples of a micro-batch, on the device."""
 
     loss: torch.Tensor
@@ -57,7 +57,7 @@ class Objective:
     meets: bool = False
     """Whether scoring a batch waits for other processes."""
 
-    def __call__(self, model: nn.Module, images: torch.Tensor, batch: Batch) -> Outcome:
+    def __call__(self, model: nn.Module, images: torch.Tensor, batch: Batch) -> LossSums:
         raise NotImplementedError
 
     def at(self, step: int) -> None:
@@ -85,12 +85,12 @@ class Classification(Objective):
     def __init__(self, label_smoothing: float = 0.0, classes: int = 1) -> None:
         self.label_smoothing, self.classes = label_smoothing, classes
 
-    def __call__(self, model: nn.Module, images: torch.Tensor, batch: Batch) -> Outcome:
+    def __call__(self, model: nn.Module, images: torch.Tensor, batch: Batch) -> LossSums:
         logits = model(images)
         check_logits(logits, self.classes)
-        return self.outcome(logits.float(), batch)
+        return self.loss_sums(logits.float(), batch)
 
-    def outcome(self, logits: torch.Tensor, batch: Batch) -> Outcome:
+    def loss_sums(self, logits: torch.Tensor, batch: Batch) -> LossSums:
         """The score of fp32 logits."""
         losses = self.losses(logits, batch.labels)
         if batch.mix.shape[1]:
@@ -98,7 +98,7 @@ class Classification(Objective):
             losses = share * losses + (1 - share) * self.losses(logits, partner(batch.labels))
         with torch.no_grad():
             correct = (logits.argmax(dim=1) == batch.labels).sum()
-        return Outcome(losses.sum(), correct)
+        return LossSums(losses.sum(), correct)
 
     def losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """One loss per sample."""
@@ -176,7 +176,7 @@ Builder = Callable[[Recipe, Sets, Plan, Strategy, Display], Task]
 def classification(recipe: Recipe, sets: Sets, plan: Plan, strategy: Strategy, display: Display) -> Task:
     """The recipe's model on the data's labels."""
     classes = Classes.of(sets.train)
-    module, messages = initial_model(recipe, classes, strategy)
-    module = strategy.sync_batchnorm(module)
+    module, messages = initial_model(recipe, classes, strategy.world)
+    module = strategy.sync_batchnorm(strategy.place(module))
     objective = Classification(recipe.train.label_smoothing, len(classes))
     return Task(module, module, objective, messages=messages)
