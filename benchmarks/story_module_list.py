@@ -36,7 +36,7 @@ def main() -> None:
     print("| Setting | Fixed script | With the line | Loss |\n|---|---|---|---|")
     for size, words, name in SETTINGS[:1] if args.small else SETTINGS:
         words = (*words, "--steps", "5") if args.small else words
-        fixed = [accuracy(size, *words, "--mended", "--seed", str(seed)) for seed in seeds]
+        fixed = [accuracy(size, *words, "--fixed", "--seed", str(seed)) for seed in seeds]
         wrong = [accuracy(size, *words, "--seed", str(seed)) for seed in seeds]
         loss = statistics.mean(fixed) - statistics.mean(wrong)
         print(f"| {name} | {cell(fixed)} | {cell(wrong)} | {loss:.0f} points |", flush=True)

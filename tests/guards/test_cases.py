@@ -13,7 +13,7 @@ import pytest
 from tests.guards.cases.run import load
 from tests.guards.scripts_run import ROOT
 
-MAY_BE_MEANT = {
+MAY_BE_INTENDED = {
     # Healthy, but just as often a mistake: warnings, no stop.
     "overfits_one_batch": {"same-samples"},
     "heads_in_turn": {"parameters"},
@@ -28,8 +28,8 @@ MAY_BE_MEANT = {
 
 
 @pytest.fixture(scope="module")
-def said() -> dict[str, Any]:
-    """What the guards said about each case on two ranks."""
+def reports() -> dict[str, Any]:
+    """The reports of the guards about each case on two ranks."""
     names = list(load())
     done = subprocess.run(
         [sys.executable, "-m", "tests.guards.cases.run", "2", *names],
@@ -44,27 +44,27 @@ def said() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_silent_mistakes_are_found_by_the_guard_that_names_them(said: dict[str, Any]) -> None:
+def test_silent_mistakes_are_found_by_the_guard_that_names_them(reports: dict[str, Any]) -> None:
     missed = {
-        name: said[name]
+        name: reports[name]
         for name, case in load().items()
-        if case.codes and not set(case.codes) & {*said[name]["stopped"], *said[name]["warned"]}
+        if case.codes and not set(case.codes) & {*reports[name]["stopped"], *reports[name]["warned"]}
     }
     assert not missed, missed
 
 
 @pytest.mark.slow
-def test_healthy_loops_are_never_stopped_and_rarely_warned(said: dict[str, Any]) -> None:
+def test_healthy_loops_are_never_stopped_and_rarely_warned(reports: dict[str, Any]) -> None:
     for name, case in load().items():
         if not case.codes:
-            one = said[name]
+            one = reports[name]
             assert (one["stopped"], one["error"]) == ([], ""), (name, one["text"], one["error"])
-            assert set(one["warned"]) <= MAY_BE_MEANT.get(name, set()), (name, one["text"])
+            assert set(one["warned"]) <= MAY_BE_INTENDED.get(name, set()), (name, one["text"])
             for code in one["warned"]:
                 assert f"silence: ignore=['{code}']" in one["text"]
 
 
-def test_there_are_as_many_cases_as_the_documentation_says() -> None:
+def test_the_documentation_states_the_number_of_cases() -> None:
     cases = load().values()
     assert sum(bool(case.codes) for case in cases) == 85
     assert sum(not case.codes for case in cases) == 78

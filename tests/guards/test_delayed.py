@@ -32,7 +32,7 @@ def test_large_finite_gradients_are_not_reported() -> None:
     assert delayed.result() is None, "nothing is reported twice"
 
 
-def test_a_bad_gradient_is_found_and_the_update_taken_back() -> None:
+def test_a_bad_gradient_is_found_and_the_update_undone() -> None:
     for bad in (torch.nan, torch.inf, -torch.inf):
         net = model()
         delayed = DelayedCheck(net.parameters())
@@ -50,7 +50,7 @@ def test_a_bad_gradient_is_found_and_the_update_taken_back() -> None:
         assert delayed.result() is None
 
 
-def test_parameters_without_gradient_and_of_several_types_are_passed_over() -> None:
+def test_parameters_without_gradient_and_of_several_types_are_accepted() -> None:
     net = model()
     net[1] = net[1].to(torch.bfloat16)
     delayed = DelayedCheck(net.parameters())

@@ -72,7 +72,7 @@ def found(first: int) -> dict[str, Outcome]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", FOUND)
-def test_a_mistake_stops_every_rank_with_the_same_words(mistake: str) -> None:
+def test_a_mistake_stops_every_rank_with_the_same_message(mistake: str) -> None:
     guard, step, texts = FOUND[mistake]
     outcome = found(list(FOUND).index(mistake) // 3 * 3)[mistake]
     assert outcome.codes == [1, 1]

@@ -1,4 +1,4 @@
-"""`drumline.guard` in one process: what it leaves alone, what it keeps for replay, what it refuses."""
+"""`drumline.guard` in one process: what it does not change, what it saves for replay, which arguments it rejects."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def made() -> tuple[Net, torch.optim.SGD, torch.Tensor]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), torch.randn(6, 4)
 
 
-def test_the_guarded_steps_have_the_same_bits() -> None:
+def test_steps_have_the_same_bits_with_and_without_a_guard() -> None:
     states = []
     for guarded in (False, True):
         model, optimizer, x = made()
@@ -58,7 +58,7 @@ def test_the_guarded_steps_have_the_same_bits() -> None:
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-def test_a_bad_step_changes_nothing_and_leaves_its_batch_for_replay(tmp_path: Path) -> None:
+def test_a_bad_step_changes_nothing_and_saves_its_batch_for_replay(tmp_path: Path) -> None:
     model, optimizer, x = made()
     watch = drumline.guard(model, optimizer, folder=tmp_path / "replay")
     step = step_of(model, optimizer, x)
@@ -82,8 +82,8 @@ def test_a_bad_step_changes_nothing_and_leaves_its_batch_for_replay(tmp_path: Pa
     assert notes["step"] == 2
 
 
-def test_a_warning_of_a_bad_step_is_searched_for_and_saved_once(tmp_path: Path) -> None:
-    """Its parameters are spoilt then, and every later step is bad: a file for each would fill the disk."""
+def test_with_warn_only_the_first_bad_step_is_searched_and_saved(tmp_path: Path) -> None:
+    """Parameters are not finite after it, so every later step is bad: a file for each would fill the disk."""
     model, optimizer, x = made()
     step = step_of(model, optimizer, x)
     with drumline.guard(model, optimizer, action="warn", folder=tmp_path):
@@ -97,7 +97,7 @@ def test_a_warning_of_a_bad_step_is_searched_for_and_saved_once(tmp_path: Path) 
     ]
 
 
-def test_a_parameter_that_is_bad_already_is_named(tmp_path: Path) -> None:
+def test_a_parameter_that_is_not_finite_before_the_step_is_named(tmp_path: Path) -> None:
     model, optimizer, x = made()
     drumline.guard(model, optimizer, folder=tmp_path)
     with torch.no_grad():
@@ -121,7 +121,7 @@ def test_a_parameter_that_is_never_reached_is_reported_after_20_steps(
     assert "'spare.weight', 'spare.bias'" in capsys.readouterr().err
 
 
-def test_the_batch_is_kept_for_the_second_of_two_optimizers_too(tmp_path: Path) -> None:
+def test_the_batch_is_saved_for_the_second_of_two_optimizers_too(tmp_path: Path) -> None:
     model, _, x = made()
     first = torch.optim.SGD([*model.first.parameters(), *model.norm.parameters()], lr=0.1)
     second = torch.optim.SGD(model.last.parameters(), lr=0.1)
@@ -172,7 +172,7 @@ def test_a_compiled_model_keeps_whole_graphs_and_compiles_once() -> None:
     torch._dynamo.reset()
 
 
-def test_what_cannot_be_guarded_is_refused() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     model, optimizer, _ = made()
     with pytest.raises(UserError, match="0 optimizers"):
         drumline.guard(model, [])

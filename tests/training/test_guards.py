@@ -115,11 +115,11 @@ def test_a_finite_step_has_no_origin() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_the_first_layer_with_such_an_output_is_named_with_the_samples(value: float) -> None:
+def test_the_first_layer_with_a_non_finite_output_is_named_with_the_samples(value: float) -> None:
     assert examined(Odd(value, 1.0)) == Origin("output", "Odd '3'", (20,))
 
 
-def test_a_parameter_that_was_so_before_is_named_first() -> None:
+def test_a_parameter_that_was_not_finite_before_is_named_first() -> None:
     trained = tiny.state(tiny.plain())
     with torch.no_grad():
         trained.module[4].bias[0] = math.nan
@@ -128,13 +128,13 @@ def test_a_parameter_that_was_so_before_is_named_first() -> None:
     assert (found.kind, found.name) == ("parameter", "4.bias")
 
 
-def test_a_gradient_that_breaks_on_its_way_back_names_the_parameter_before_it() -> None:
+def test_a_gradient_that_becomes_infinite_in_backward_names_the_next_parameter() -> None:
     found = examined(Odd(1.0, math.inf))
     assert found is not None
     assert (found.kind, found.name) == ("gradient", "2.bias")
 
 
-def test_the_batch_is_kept_whole_and_the_finding_says_where(tmp_path: Path) -> None:
+def test_the_whole_batch_is_saved_and_the_finding_names_the_file(tmp_path: Path) -> None:
     batch = tiny.make(20)
     saved = save_batch(tmp_path, batch, 5, 1, "drumline train x")
     (file,) = tmp_path.iterdir()
@@ -148,7 +148,7 @@ def test_the_batch_is_kept_whole_and_the_finding_says_where(tmp_path: Path) -> N
     assert str(file) in found.fix
 
 
-def test_a_batch_that_cannot_be_kept_does_not_hide_the_finding(tmp_path: Path) -> None:
+def test_a_batch_that_cannot_be_saved_does_not_hide_the_finding(tmp_path: Path) -> None:
     saved = save_batch(tmp_path / "gone", tiny.make(4), 5, 1, "drumline train x")
     assert saved == (
         "The batch could not be saved (No such file or directory); `drumline train x` repeats this step"
@@ -181,7 +181,7 @@ def breaking(classes: int) -> nn.Module:
         ),
     ],
 )
-def test_what_is_not_finite_ends_a_run_before_it_is_scored_or_saved(
+def test_a_non_finite_state_ends_a_run_before_it_is_evaluated_or_saved(
     tmp_path: Path, words: str, said: str
 ) -> None:
     recipe = Recipe.from_args(

@@ -46,7 +46,7 @@ def test_fingerprints_are_recorded_when_they_are_compared_and_show_the_state_at_
     assert first.groups["parameter"] != second.groups["parameter"]
 
 
-def test_the_order_of_samples_counts(tmp_path: Path) -> None:
+def test_the_fingerprint_of_a_batch_depends_on_the_order_of_its_samples(tmp_path: Path) -> None:
     trained, seen = tiny.state(tiny.plain()), set()
     with RunLog(tmp_path).begin(0) as run_log:
         monitor = FingerprintMonitor(lambda: state_tensors(trained), single_process(tiny.CPU), run_log)
@@ -61,7 +61,7 @@ def test_the_order_of_samples_counts(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_that_drift_apart_by_one_ulp_are_named_with_the_tensor(size: int) -> None:
-    """With three ranks the odd one out is known; with two, it may be either."""
+    """With three ranks the rank that differs is known; with two, it may be either."""
     who = "rank 2" if size == 3 else "ranks 0, 1"
     for result in ranks.results(size):
         before, _, after, _ = result["agreement"]
@@ -76,11 +76,11 @@ def test_ranks_that_drift_apart_by_one_ulp_are_named_with_the_tensor(size: int) 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_sample_that_two_ranks_are_fed_is_named(size: int) -> None:
     for result in ranks.results(size):
-        said = f"sample 0 and 3 others came twice in one global batch, on ranks 0, {size - 1} | step 2"
-        assert result["agreement"][1] == [said]
+        expected = f"sample 0 and 3 others came twice in one global batch, on ranks 0, {size - 1} | step 2"
+        assert result["agreement"][1] == [expected]
 
 
 @pytest.mark.slow
-def test_a_rank_with_a_tensor_more_is_named() -> None:
+def test_a_rank_with_an_extra_tensor_is_named() -> None:
     for result in ranks.results(3):
         assert result["agreement"][3][0].startswith("rank 2 holds different parameters, gradients or buffers")

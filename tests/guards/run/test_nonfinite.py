@@ -31,7 +31,7 @@ def watched(
     return trained, tiny.step_of(trained, 8, finite=gate), gate
 
 
-def spoil(trained: TrainState, value: float) -> Any:
+def make_gradients_bad(trained: TrainState, value: float) -> Any:
     """From now on the last layer's gradient has one such value."""
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ def spoil(trained: TrainState, value: float) -> Any:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_finite_steps_have_the_bits_of_unwatched_ones(name: Any) -> None:
+def test_finite_steps_have_the_same_bits_with_and_without_the_gate(name: Any) -> None:
     states = []
     for watching in (False, True):
         trained, step, gate = watched(name)
@@ -59,12 +59,12 @@ def test_finite_steps_have_the_bits_of_unwatched_ones(name: Any) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_from_a_bad_gradient_on_parameters_and_optimizer_stay(name: Any, value: float) -> None:
+def test_from_a_bad_gradient_on_parameters_and_optimizer_do_not_change(name: Any, value: float) -> None:
     trained, step, gate = watched(name)
     for index in range(2):
         step(tiny.make(8, index), index, 0.1)
     before = {key: tensor for key, tensor in everything(trained).items() if "running" not in key}
-    handle = spoil(trained, value)
+    handle = make_gradients_bad(trained, value)
     step(tiny.make(8, 2), 2, 0.1)
     handle.remove()
     for index in range(3, 6):
@@ -75,11 +75,11 @@ def test_from_a_bad_gradient_on_parameters_and_optimizer_stay(name: Any, value: 
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_with_warn_only_the_bad_step_is_left_out_buffers_too(name: Any) -> None:
+def test_with_warn_only_the_bad_step_is_skipped_for_buffers_too(name: Any) -> None:
     trained, step, gate = watched(name, "warn")
     step(tiny.make(8, 0), 0, 0.1)
     before = everything(trained)
-    handle = spoil(trained, float("nan"))
+    handle = make_gradients_bad(trained, float("nan"))
     step(tiny.make(8, 1), 1, 0.1)
     handle.remove()
     assert same_bits(everything(trained), before)
@@ -91,9 +91,9 @@ def test_with_warn_only_the_bad_step_is_left_out_buffers_too(name: Any) -> None:
 
 
 @pytest.mark.parametrize("action", ["stop", "warn"])
-def test_a_rehearsal_that_diverges_is_forgotten(action: str) -> None:
+def test_a_rehearsal_that_diverges_leaves_no_trace_in_the_gate(action: str) -> None:
     trained, step, gate = watched(action=action)
-    handle = spoil(trained, float("nan"))
+    handle = make_gradients_bad(trained, float("nan"))
     step.rehearse(tiny.make(8))
     handle.remove()
     gate.begin()
@@ -103,12 +103,12 @@ def test_a_rehearsal_that_diverges_is_forgotten(action: str) -> None:
     assert not torch.equal(trained.module[-1].weight, before)
 
 
-def test_buffers_of_a_loaded_checkpoint_are_those_put_back() -> None:
+def test_a_skipped_step_restores_the_buffers_of_a_loaded_checkpoint() -> None:
     trained, step, gate = watched(action="warn")
     with torch.no_grad():
         trained.module[1].running_mean.fill_(7)
     gate.begin()
-    spoil(trained, float("nan"))
+    make_gradients_bad(trained, float("nan"))
     step(tiny.make(8), 0, 0.1)
     assert torch.equal(trained.module[1].running_mean, torch.full((6,), 7.0))
 
@@ -118,7 +118,7 @@ def test_under_a_loss_scaler_the_loss_counts_and_gradients_do_not() -> None:
     gate = NonFiniteGate(trained.module, trained.optimizer, tiny.CPU, action="stop", scaled=True)
     step = tiny.step_of(trained, 8, finite=gate)
     assert not hasattr(trained.optimizer, "found_inf")
-    handle = spoil(trained, float("inf"))
+    handle = make_gradients_bad(trained, float("inf"))
     step(tiny.make(8), 0, 0.1)
     handle.remove()
     assert gate.poll(1) == 0
@@ -128,17 +128,17 @@ def test_under_a_loss_scaler_the_loss_counts_and_gradients_do_not() -> None:
     assert gate.poll(2) == 2
 
 
-def test_the_host_reads_about_every_tenth_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_reads_the_result_about_every_tenth_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nonfinite_module, "POLL_SECONDS", 3600.0)
     trained, step, gate = watched()
     assert gate.poll(0) == 0
-    spoil(trained, float("nan"))
+    make_gradients_bad(trained, float("nan"))
     step(tiny.make(8), 0, 0.1)
     assert gate.poll(1) == 0
 
 
 @pytest.mark.parametrize("name", ["lars", "lamb"])
-def test_tensors_in_another_memory_order_stay_too(name: Any) -> None:
+def test_tensors_in_channels_last_order_do_not_change_either(name: Any) -> None:
     def channels_last() -> torch.nn.Module:
         return tiny.normed().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
@@ -146,7 +146,7 @@ def test_tensors_in_another_memory_order_stay_too(name: Any) -> None:
     step(tiny.make(8), 0, 0.1)
     before = everything(trained)
     assert before["model/0.weight"].is_contiguous(memory_format=torch.channels_last)
-    spoil(trained, float("nan"))
+    make_gradients_bad(trained, float("nan"))
     step(tiny.make(8), 1, 0.1)
     after = everything(trained)
     assert all(

@@ -1,7 +1,7 @@
 """Distils a small network into a smaller one, the way many repositories do: student and embedding in a list, the list
 in DDP, and then one line "so that indexing works".
 
-    torchrun --nproc-per-node 2 story.py [--guard] [--mended] [--labels N | --folders] [--seed S]
+    torchrun --nproc-per-node 2 story.py [--guard] [--fixed] [--labels N | --folders] [--seed S]
 """
 
 import argparse
@@ -21,7 +21,7 @@ from drumline.data.sources.base import DatasetSpec
 parser = argparse.ArgumentParser()
 parser.add_argument("--guard", action="store_true", help="one line of Drumline")
 parser.add_argument(
-    "--mended", action="store_true", help="student and embedding in one module, called through DDP"
+    "--fixed", action="store_true", help="student and embedding in one module, called through DDP"
 )
 parser.add_argument("--labels", type=int, default=80, help="training images in all, dealt to the ranks")
 parser.add_argument(
@@ -55,7 +55,7 @@ class Net(nn.Module):
 
 
 class Pair(nn.Module):
-    """The mended script's module: one forward for all that is trained."""
+    """The fixed script's module: one forward for all that is trained."""
 
     def __init__(self, student, embed):
         super().__init__()
@@ -77,7 +77,7 @@ for _ in range(40):
 teacher.eval()
 
 module_list = nn.ModuleList([student, embed])
-if opt.mended:
+if opt.fixed:
     trained = DDP(Pair(student, embed))
 else:
     module_list = DDP(module_list)
@@ -99,7 +99,7 @@ while step < opt.steps:
         step += 1
         with torch.no_grad():
             goal, soft = teacher(x)
-        if opt.mended:
+        if opt.fixed:
             features, logits = trained(x)
         else:
             features, logits = module_list[0](x)

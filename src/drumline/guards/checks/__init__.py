@@ -1,1 +1,1 @@
-"""The checks, each written once with its threshold beside it. They decide from values that an adapter hands them."""
+"""The checks, each written once with its threshold beside it. They decide from the values that a loop gives them."""

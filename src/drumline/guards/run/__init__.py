@@ -1,1 +1,1 @@
-"""Guards of Drumline's own loop: `guards.py` calls the checks around each step of a run."""
+"""What the guards of Drumline's own loop need on the device: the check for finite gradients, and fingerprints."""

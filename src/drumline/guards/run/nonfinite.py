@@ -1,10 +1,10 @@
-"""Non-finite gradients of a run: noticed on the device and kept out of the model, then explained.
+"""Non-finite gradients of a run: found on the device, kept out of the model, then explained.
 
 Promises: one fused pass over the gradients and a tiny kernel per step, no host sync, nothing that a CUDA graph cannot
 hold. Gradients are checked after their exchange, so all ranks see the same. From the first bad step on, no update
 changes anything (`action = stop`), or only that step is skipped (`warn`: running statistics are restored too). The
-host learns of it late, from a copy that it reads about every tenth of a second. A loss scaler (fp16) handles infinite
-gradients itself; with one, a non-finite loss counts, and nothing is skipped.
+host reads a copy of the result about every tenth of a second. A loss scaler (fp16) handles infinite gradients itself;
+with one, a non-finite loss counts, and nothing is skipped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Objects that the script keeps beside the model, found in memory: teachers, moving averages, other optimizers,
+"""Finds the objects that a script keeps besides the model, in memory: teachers, moving averages, other optimizers,
 schedulers.
 
 Promises: objects are read, never called. The memory is searched twice, before the first step and at the end, for a
@@ -33,7 +33,7 @@ _NEAR = 0.5
 
 
 class SideModule:
-    """One module beside the model: whether it is called, and whether it changes."""
+    """One module besides the model: whether it is called, and whether it changes."""
 
     def __init__(self, name: str, module: nn.Module, passed: bool, is_copy: bool) -> None:
         self.name, self.module, self.passed, self.is_copy = name, module, passed, is_copy
@@ -67,7 +67,7 @@ class SideModule:
 
 
 class Discovery:
-    """Everything beside one model."""
+    """The objects besides one model."""
 
     def __init__(
         self,

@@ -145,11 +145,11 @@ class HangMonitor:
             self._post()
         except RuntimeError:
             # The store ended with the process that held it. Gloo raises an error in a rank that waits for that
-            # process; NCCL and a waiting guard do not.
+            # process. NCCL and a waiting guard raise none.
             self._watch_alone()
 
     def _watch_alone(self) -> None:
-        """No rank can be heard any more: ends this one if it waits."""
+        """Without the store, the other ranks are unknown: ends this rank if it waits."""
         while not self._over.wait(_PERIOD):
             idle = time.monotonic() - self._moved
             waits = self._waits(sys._current_frames().get(self._main or 0))

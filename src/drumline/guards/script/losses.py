@@ -1,4 +1,4 @@
-"""What the loop calls backward on, read from the autograd graph and the calls around it.
+"""The losses that the loop calls backward on, read from the autograd graph and the calls around it.
 
 Promises: the graph is read, never changed: the names of at most 64 nodes, in the first steps. Finds probabilities
 where a loss expects logits, labels in a different order from the batch's, accumulation without division, clipping of

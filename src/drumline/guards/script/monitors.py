@@ -1,4 +1,4 @@
-"""What is observed of one model on this rank: the monitors, and the events of the loop that each of them follows.
+"""The monitors of one model on this rank, and the events of the loop that each of them follows.
 
 Promises: nothing is observed while a CUDA graph is captured. A warning of a monitor is reported once, before the step
 that follows it.

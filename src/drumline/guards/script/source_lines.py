@@ -1,4 +1,4 @@
-"""Lines of the user's own code: which one made a call, and which one took the model out of its DDP wrapper.
+"""Lines of the user's own code: the one that made a call, and the one that took the model out of its DDP wrapper.
 
 Promises: names no line of torch, the standard library or Drumline. Reads source, never runs it.
 """
@@ -80,7 +80,7 @@ def line_to_change(called: SourceLine | None, files: Iterable[str]) -> SourceLin
 
 
 def _weight(node: ast.AST) -> int | None:
-    """0 for the surest sign; None if nothing is taken out of a wrapper."""
+    """0 for the strongest evidence; None if nothing is taken out of a wrapper."""
     if isinstance(node, ast.Assign) and _is_module(node.value):
         assert isinstance(node.value, ast.Attribute)
         same = any(ast.unparse(target) == ast.unparse(node.value.value) for target in node.targets)

@@ -1,4 +1,4 @@
-"""Plain training scripts that are right: no guard may say a word. Those named on the command line, or all."""
+"""Plain training scripts that are correct: no guard may report anything. Runs those named as arguments, or all."""
 
 import contextlib
 import copy
@@ -21,11 +21,11 @@ dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 generator = torch.Generator().manual_seed(1)
 DATA = TensorDataset(torch.randn(97, 1, 8, 8, generator=generator), torch.arange(97) % 10)
-RIGHT = {}
+CORRECT = {}
 
 
-def right(script):
-    RIGHT[script.__name__] = script
+def correct(script):
+    CORRECT[script.__name__] = script
     return script
 
 
@@ -75,7 +75,7 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-@right
+@correct
 def plain():
     model = DDP(Net())
     optimizer, loader = sgd(model), loader_of()
@@ -89,7 +89,7 @@ def plain():
             watch.evaluated(97, of=97)
 
 
-@right
+@correct
 def accumulation():
     model = DDP(Net())
     optimizer = sgd(model)
@@ -103,7 +103,7 @@ def accumulation():
                 optimizer.zero_grad()
 
 
-@right
+@correct
 def clipping_and_warmup_from_zero():
     model = DDP(Net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -117,7 +117,7 @@ def clipping_and_warmup_from_zero():
             scheduler.step()
 
 
-@right
+@correct
 def scaler_that_skips_steps():
     for fused in (False, True):
         model = DDP(Net())
@@ -136,7 +136,7 @@ def scaler_that_skips_steps():
         assert scaler.get_scale() == 1.0
 
 
-@right
+@correct
 def moving_average_and_frozen_backbone():
     net = Net()
     net.conv.requires_grad_(False)
@@ -147,7 +147,7 @@ def moving_average_and_frozen_backbone():
         train(model, optimizer, after=lambda: average.update_parameters(net))
 
 
-@right
+@correct
 def frozen_norms_from_the_start():
     model = DDP(Net())
     optimizer = sgd(model)
@@ -160,7 +160,7 @@ def frozen_norms_from_the_start():
             optimizer.step()
 
 
-@right
+@correct
 def unused_parameters_and_dropped_layers():
     torch.manual_seed(5)
     model = DDP(Net(dropped=True), find_unused_parameters=True)
@@ -169,7 +169,7 @@ def unused_parameters_and_dropped_layers():
         train(model, optimizer)
 
 
-@right
+@correct
 def static_graph():
     model = DDP(Net(), static_graph=True)
     optimizer = sgd(model)
@@ -177,7 +177,7 @@ def static_graph():
         train(model, optimizer)
 
 
-@right
+@correct
 def several_forwards_and_a_part_called():
     model = DDP(Net(), broadcast_buffers=False)
     nn.init.zeros_(model.module.norm.running_mean)
@@ -192,7 +192,7 @@ def several_forwards_and_a_part_called():
             optimizer.step()
 
 
-@right
+@correct
 def evaluation_between_by_rank_0_alone():
     model = DDP(Net())
     optimizer = sgd(model)
@@ -209,7 +209,7 @@ def evaluation_between_by_rank_0_alone():
         dist.barrier()
 
 
-@right
+@correct
 def resumed():
     net = Net()
     optimizer = sgd(net)
@@ -226,7 +226,7 @@ def resumed():
         train(model, optimizer, epochs=1, scheduler=scheduler)
 
 
-@right
+@correct
 def compiled():
     for around in (False, True):
         if around:
@@ -238,7 +238,7 @@ def compiled():
             train(model, optimizer, epochs=1)
 
 
-@right
+@correct
 def gradients_averaged_by_hand():
     torch.manual_seed(0)
     model = Net()
@@ -254,7 +254,7 @@ def gradients_averaged_by_hand():
             optimizer.step()
 
 
-@right
+@correct
 def inner_model_handed_over():
     net = Net()
     model = DDP(net)
@@ -263,7 +263,7 @@ def inner_model_handed_over():
         train(model, optimizer)
 
 
-@right
+@correct
 def two_optimizers():
     model = DDP(Net())
     inner = model.module
@@ -278,7 +278,7 @@ def two_optimizers():
             second.step()
 
 
-@right
+@correct
 def distillation():
     student, embed = Net(), nn.Linear(10, 10)
 
@@ -305,7 +305,7 @@ def distillation():
             optimizer.step()
 
 
-@right
+@correct
 def uneven_inputs_under_join():
     model = DDP(Net())
     optimizer = sgd(model)
@@ -316,7 +316,7 @@ def uneven_inputs_under_join():
             optimizer.step()
 
 
-@right
+@correct
 def sharded_optimizer_state():
     model = DDP(Net())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -324,7 +324,7 @@ def sharded_optimizer_state():
         train(model, optimizer, epochs=1)
 
 
-@right
+@correct
 def closure():
     model = DDP(Net())
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
@@ -340,7 +340,7 @@ def closure():
             optimizer.step(loss)
 
 
-@right
+@correct
 def one_process_alone():
     model = Net(dropped=True)
     optimizer = sgd(model)
@@ -352,7 +352,7 @@ def one_process_alone():
 
 
 if __name__ == "__main__":
-    for name, script in RIGHT.items():
+    for name, script in CORRECT.items():
         if len(sys.argv) < 2 or name in sys.argv[1:]:
             began = time.monotonic()
             torch.manual_seed(rank)
