@@ -1,4 +1,4 @@
-"""One rank of a run whose feed gives every rank the samples of the first: `python -m tests.runs.fed_alike FOLDER`."""
+"""One rank of a run that feeds every rank the samples of the first: `python -m tests.runs.fed_alike FOLDER`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from drumline.training.task import Task, classification
 
 
 def alike(recipe: Recipe, sets: Sets, plan: Plan, strategy: Strategy, display: Display) -> Task:
-    """A task whose author forgot that each rank has its own part."""
+    """A task that feeds every rank the samples of the first one."""
     task = classification(recipe, sets, plan, strategy, display)
-    return replace(
-        task, feed=lambda batches, requests: sets.training(recipe, strategy.batch_slice(0), 0, plan.total)
-    )
+    rows = strategy.batch_slice(0)
+    return replace(task, extend_batches=lambda batches, requests: sets.training(recipe, rows, 0, plan.total))
 
 
 def main(folder: Path) -> None:
