@@ -101,7 +101,7 @@ WRONG_COMMANDS = [
     WrongCommand(
         "run folder alone",
         ("runs/a",),
-        ("runs/a", "drumline train runs/a/recipe.toml", "recipe.toml checkpoint.resume=auto"),
+        ("runs/a", "drumline resume runs/a", "drumline train runs/a/recipe.toml"),
         {"runs/a/recipe.toml": ""},
     ),
     WrongCommand("other file alone", ("r.yaml",), ("r.yaml", "ends in .toml"), {"r.yaml": ""}),

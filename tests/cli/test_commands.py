@@ -113,7 +113,7 @@ MISTAKES = [
     (("train", "model.classes=5"), ("the data has 10 classes",)),
     (("evaluate",), ("no command 'evaluate'", "did you mean `drumline eval`?")),
     (("fit",), ("no command 'fit'", "did you mean `drumline train`?")),
-    (("zzz",), ("no command 'zzz'", "use one of: train, distill, eval, ")),
+    (("zzz",), ("no command 'zzz'", "use one of: train, distill, resume, ")),
     (("train", "model.name=vit_b_16"), ("model.name: there is no model 'vit_b_16'", "torchvision/vit_b_16")),
     (("train", "data.path=nowhere", "--dry-run"), ("data.path nowhere does not exist",)),
 ]

@@ -79,7 +79,7 @@ def test_a_run_that_is_stopped_and_resumed_has_its_whole_story_in_the_log(
     )
     assert re.fullmatch(r"saved checkpoint step-8 \(0\.\d MiB, \d\.\d s\)", first[6])
     assert first[7].startswith("saved checkpoint step-9 ")
-    resume = f"drumline train {tmp_path}/one/recipe.toml checkpoint.resume=auto"
+    resume = f"drumline resume {tmp_path}/one"
     assert first[-1].startswith("stopped: SIGINT after step 9 of 12, top-1 ")
     assert first[-1].endswith(f"; saved in {tmp_path}/one; to resume: {resume}")
     assert first[-1] in told
@@ -147,12 +147,10 @@ def test_memory_that_is_not_enough_is_said_without_a_traceback(
 
 
 def test_the_command_to_resume_fits_the_run() -> None:
-    assert resume_command(Recipe(), Path("runs/my run")) == (
-        "drumline train 'runs/my run/recipe.toml' checkpoint.resume=auto"
-    )
+    assert resume_command(Recipe(), Path("runs/my run")) == "drumline resume 'runs/my run'"
     taught = replace(Recipe(), distill=replace(Recipe().distill, teacher_weights=("t",)))
-    assert resume_command(taught, Path("runs/x")).startswith("drumline distill runs/x/recipe.toml ")
+    assert resume_command(taught, Path("runs/x")) == "drumline resume runs/x"
     stage = resume_command(taught, Path("runs/x/initial-fsp"))
     assert stage == "drumline distill ... run.name=x checkpoint.resume=auto"
     own = replace(Recipe(), model=Model(name="mine.nets:small"))
-    assert resume_command(own, Path("runs/x")).endswith(" checkpoint.resume=auto --trust")
+    assert resume_command(own, Path("runs/x")) == "drumline resume runs/x --trust"

@@ -26,6 +26,8 @@ commands:
   train    train a model:            drumline train --model.name resnet50 --data.path photos
   distill  train with a teacher:     drumline distill --distill.teacher_weights runs/photos-resnet50-1
                                        --model.name resnet18 --data.path photos
+  resume   continue a run:           drumline resume runs/photos-resnet50-1
+  runs     list runs and results:    drumline runs
   eval     score a run or weights:   drumline eval runs/photos-resnet50-1
   predict  classify images:          drumline predict runs/photos-resnet50-1 new-photos
   pack     pack a data set:          drumline pack photos photos.packed
@@ -38,11 +40,26 @@ commands:
 Start with `drumline demo`. `drumline COMMAND --help` explains each command; `drumline --version` prints the version.
 """
 
-COMMANDS = ("train", "distill", "eval", "predict", "pack", "verify", "compare", "plan", "doctor", "demo")
+COMMANDS = (
+    "train",
+    "distill",
+    "resume",
+    "runs",
+    "eval",
+    "predict",
+    "pack",
+    "verify",
+    "compare",
+    "plan",
+    "doctor",
+    "demo",
+)
 OTHER_COMMANDS = {
-    **dict.fromkeys(("fit", "run", "finetune", "fine-tune", "resume"), "train"),
+    **dict.fromkeys(("fit", "run", "finetune", "fine-tune"), "train"),
     **dict.fromkeys(("evaluate", "test", "validate", "val", "score"), "eval"),
     **dict.fromkeys(("infer", "inference", "classify", "label"), "predict"),
+    **dict.fromkeys(("continue", "restart"), "resume"),
+    **dict.fromkeys(("ls", "list", "history", "table"), "runs"),
     **dict.fromkeys(("teach", "kd", "distil"), "distill"),
     **dict.fromkeys(("check", "fsck", "validate-data"), "verify"),
     **dict.fromkeys(("diff",), "compare"),

@@ -314,8 +314,8 @@ def _unnamed(text: str, waiting: deque[str], command: str) -> UserError:
     elif (Path(text) / "recipe.toml").is_file():
         again = shlex.quote(str(Path(text) / "recipe.toml"))
         fix = (
-            f"`drumline {command} {again} checkpoint.resume=auto` resumes that run; without checkpoint.resume, it "
-            "starts a new run with the same recipe"
+            f"`drumline resume {quoted}` resumes that run; `drumline {command} {again}` starts a new run with the "
+            "same recipe"
         )
     elif Path(text).is_dir():
         fix = f"did you mean data.path={quoted}?"

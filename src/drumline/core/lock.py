@@ -122,7 +122,7 @@ class Lock:
         if now and Path(now, FILE).exists():
             return Superseded(
                 f"{self.folder} was moved to {now} while the run was writing it; nothing was written since",
-                f"resume with `drumline train {now}/recipe.toml checkpoint.resume=auto`",
+                f"resume with `drumline resume {now}`",
             )
         if self.folder.is_dir():
             return Superseded(
@@ -215,6 +215,22 @@ def is_past(folder: Path, launch: str, generation: int) -> bool:
     except OSError:
         return False
     return owner is not None and bool(launch) and owner.launch == launch and generation < owner.generation
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process holds the lock of a run folder, so that a run is under way."""
+    try:
+        descriptor = os.open(folder / FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        # Shared, and released at once: a run that starts at this moment tries again.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 _held: dict[Path, Lock] = {}

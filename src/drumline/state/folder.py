@@ -288,16 +288,19 @@ def repeatable(recipe: Recipe) -> Recipe:
     return with_values(recipe, changed)
 
 
+def command_of(recipe: Recipe) -> str:
+    """The command that runs a recipe."""
+    return "train" if recipe.distill == Distill() else "distill"
+
+
 def resume_command(recipe: Recipe, folder: Path) -> str:
-    """The command that resumes a run, whatever command started it."""
-    command = "train" if recipe.distill == Distill() else "distill"
+    """The command that resumes a run."""
     if folder.name.startswith("initial-"):  # an initial phase, whose run has no recipe.toml yet
-        return (
-            f"drumline {command} ... {shlex.quote(f'run.name={folder.parent.name}')} checkpoint.resume=auto"
-        )
+        name = shlex.quote(f"run.name={folder.parent.name}")
+        return f"drumline {command_of(recipe)} ... {name} checkpoint.resume=auto"
     names = (recipe.data.source, recipe.model.name, *recipe.distill.teacher)
     trust = ["--trust"] if any(names_code(name) for name in names) else []
-    return f"drumline {command} {shlex.join([str(folder / 'recipe.toml'), 'checkpoint.resume=auto', *trust])}"
+    return f"drumline resume {shlex.join([str(folder), *trust])}"
 
 
 def write_facts(path: Path, recipe_text: str, environment: dict[str, Any]) -> None:

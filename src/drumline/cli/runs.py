@@ -1,0 +1,130 @@
+"""`drumline runs`: a table of runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from shutil import get_terminal_size
+from typing import Any
+
+from drumline.cli.help import Command
+from drumline.config.arguments import read_options
+from drumline.config.fields import recipe_fields
+from drumline.config.toml import short_literal
+from drumline.core.errors import UserError
+from drumline.core.text import duration, loss_text, print_result, printable
+from drumline.observe.runs import RunSummary, differences, find_runs
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `drumline runs`."""
+
+    folders: tuple[str, ...]
+    """Folders that contain run folders, or run folders."""
+
+
+COMMAND = Command(
+    name="runs",
+    usage="[FOLDER ...]",
+    about="""
+        List runs with what they reached and how they differ, in the order of their start.
+        FOLDER contains run folders, or is one; the default is `runs`. `settings` has the
+        fields of the recipe that are not the same in all listed runs.
+
+        A run is running, finished, stopped (it has saved and can be resumed), failed (its
+        log.txt says why) or killed (`drumline resume RUN` resumes it).
+
+        If stdout is not a terminal, its last line is JSON: a list with an entry for each run.
+    """,
+    options=Options,
+    examples="""
+  drumline runs
+  drumline runs runs/photos-1 runs/photos-2
+""",
+)
+DEFAULT = "runs"
+"""The folder that `run.dir` means by default."""
+_HEADER = ("run", "state", "epoch", "top-1", "best", "loss", "time", "settings")
+
+
+def main(argv: list[str]) -> int:
+    folders = [Path(name) for name in read_options(argv or [DEFAULT], Options, "runs").folders]
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"there is no folder {folder}", "give a folder that contains runs (`--run.dir`)")
+    runs = find_runs(folders)
+    if not runs:
+        raise UserError(
+            f"{' and '.join(map(str, folders))} has no runs", "give a folder that contains run folders"
+        )
+    varied = differences(runs)
+    for line in table(runs, varied, get_terminal_size().columns if sys.stdout.isatty() else 1 << 16):
+        print(line)
+    print_result([{**asdict(run), "settings": own} for run, own in zip(runs, varied, strict=True)])
+    return 0
+
+
+def table(runs: Sequence[RunSummary], varied: Sequence[Mapping[str, Any]], width: int) -> list[str]:
+    """The lines of the table. The settings are wrapped at `width`."""
+    rows = [_HEADER, *(_row(run, own) for run, own in zip(runs, varied, strict=True))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER) - 1)]
+    lines = []
+    for row in rows:
+        left = "  ".join(
+            f"{cell:<{wide}}" if number < 2 else f"{cell:>{wide}}"
+            for number, (cell, wide) in enumerate(zip(row, widths, strict=False))
+        )
+        lines += _wrapped(left, row[-1], width)
+    return lines
+
+
+def _wrapped(left: str, settings: str, width: int) -> list[str]:
+    """A line whose settings go on below, in their column or, if that is narrow, indented."""
+    column = len(left) + 2
+    start = column if width - column >= _NARROW else 4
+    lines, line = [], left.rstrip() if start != column else left + "  "
+    if start != column and settings:
+        lines, line = [line], " " * start
+    for text in settings.split("  "):
+        if len(line) > start and len(line) + len(text) > width:
+            lines, line = [*lines, line.rstrip()], " " * start
+        line += text + "  "
+    return [*lines, line.rstrip()]
+
+
+_NARROW = 24
+"""Columns that the settings need to stand beside the numbers."""
+
+
+def _row(run: RunSummary, varied: Mapping[str, Any]) -> tuple[str, ...]:
+    """The cells of a run. A setting that is the default is left out."""
+    known = recipe_fields()
+    own = {
+        name: value
+        for name, value in varied.items()
+        if name not in known or _plain(known[name].default) != value
+    }
+    best = f"{run.best_top1:.2%} at {run.best_epoch:g}" if run.best_top1 is not None else "-"
+    return (
+        printable(run.path),
+        run.state,
+        f"{run.epoch:g}",
+        f"{run.top1:.2%}" if run.top1 is not None else "-",
+        best,
+        loss_text(run.loss) if run.loss is not None else "-",
+        duration(run.seconds),
+        "  ".join(printable(f"{name}={_text(value)}") for name, value in own.items()),
+    )
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(map(_text, value))
+    return value if isinstance(value, str) else short_literal(value)

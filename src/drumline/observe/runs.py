@@ -1,0 +1,147 @@
+"""The runs of a folder, each with what it reached and with the settings in which it differs from the others.
+
+Promises: reads only small files (recipe.toml, metrics.jsonl, log.txt) and changes nothing; a run that is under way,
+was killed, or has damaged files is listed too. `differences` is pure.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drumline.core import lock
+from drumline.core.files import CorruptError, read_small
+from drumline.observe.text_log import FAILED, FINISHED, LOG, STARTED, STOPPED
+
+_MAX_BYTES = 1 << 28
+_ENDS = {FINISHED: "finished", STOPPED: "stopped", FAILED: "failed"}
+_SAME_RUN = ("run.dir", "run.name", "checkpoint.", "launch.", "parallel.node_rank", "parallel.rendezvous")
+"""Settings that say where a run is and how it is kept alive, not what it computes."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run as its folder describes it."""
+
+    path: str
+    state: str
+    """`running`, `finished`, `stopped`, `failed`, or `killed` if its log just ends."""
+    started: float = math.nan
+    """When it was first started, in seconds since 1970."""
+    seconds: float = 0.0
+    """How long it has run, without the pauses before resumes."""
+    step: int = 0
+    epoch: float = 0.0
+    top1: float | None = None
+    """Of the last evaluation, as `loss` is."""
+    loss: float | None = None
+    best_top1: float | None = None
+    best_epoch: float | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Its recipe: dotted names and values."""
+
+
+def find_runs(folders: Sequence[Path]) -> list[RunSummary]:
+    """The runs below the folders, or the folders themselves if they are runs; in the order of their start."""
+    found = {path.resolve(): path for folder in folders for path in _run_folders(folder)}
+    return sorted(map(summarize, found.values()), key=lambda run: (run.started, run.path))
+
+
+def _run_folders(folder: Path) -> Iterator[Path]:
+    if (folder / "recipe.toml").is_file():
+        yield folder
+    elif folder.is_dir():
+        for path in sorted(folder.iterdir()):
+            if (path / "recipe.toml").is_file():
+                yield path
+
+
+def summarize(path: Path) -> RunSummary:
+    """A run folder in one value."""
+    text = _read(path / LOG)
+    starts, seconds, end = _sections(text)
+    state = "running" if lock.is_held(path) else end
+    lines = [line for line in map(_parsed, _read(path / "metrics.jsonl").splitlines()) if line]
+    last: dict[str, Any] = lines[-1] if lines else {}
+    scores = [line for line in lines if line.get("kind") == "eval" and isinstance(line.get("top1"), float)]
+    best = max(scores, key=lambda line: line["top1"], default={})
+    return RunSummary(
+        str(path),
+        state,
+        starts,
+        seconds,
+        int(last.get("step", 0)),
+        float(last.get("epoch", 0.0)),
+        scores[-1]["top1"] if scores else None,
+        (scores[-1] if scores else last).get("loss"),
+        best.get("top1"),
+        best.get("epoch"),
+        _settings(path),
+    )
+
+
+def differences(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
+    """For each run the settings that are not the same in all runs."""
+    names = {name: None for run in runs for name in run.settings if not name.startswith(_SAME_RUN)}
+    missing = object()
+    varied = [
+        name
+        for name in names
+        if any(run.settings.get(name, missing) != runs[0].settings.get(name) for run in runs)
+    ]
+    return [{name: run.settings[name] for name in varied if name in run.settings} for run in runs]
+
+
+def _sections(text: str) -> tuple[float, float, str]:
+    """When the log begins, how many seconds its processes ran, and how the last of them ended."""
+    began, first, last, seconds, state = math.nan, math.nan, math.nan, 0.0, "killed"
+    for line in text.splitlines():
+        if not line[:1].isdigit():
+            continue
+        stamp, _, message = line.partition("  ")
+        try:
+            now = time.mktime(time.strptime(stamp, "%Y-%m-%d %H:%M:%S"))
+        except ValueError:
+            continue
+        if message.startswith(STARTED):
+            seconds += 0.0 if math.isnan(first) else last - first
+            began = now if math.isnan(began) else began
+            first, state = now, "killed"
+        state = next((name for opening, name in _ENDS.items() if message.startswith(opening)), state)
+        last = now
+    return began, seconds if math.isnan(first) else seconds + last - first, state
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        sections = tomllib.loads(_read(path / "recipe.toml"))
+    except tomllib.TOMLDecodeError:
+        return {}
+    return {
+        f"{section}.{key}": value
+        for section, fields in sections.items()
+        if isinstance(fields, dict)
+        for key, value in fields.items()
+    }
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    """A line of metrics.jsonl; empty if it is damaged, as the last one of a killed run may be."""
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_small(path, _MAX_BYTES).decode("utf-8", "replace")
+    except (CorruptError, OSError):
+        return ""
