@@ -30,7 +30,7 @@ def hand(monkeypatch: pytest.MonkeyPatch) -> HandTime:
     return hand
 
 
-def test_data_compute_and_the_rest_are_told_apart(hand: HandTime) -> None:
+def test_data_compute_and_other_times_are_separate(hand: HandTime) -> None:
     clock = StepClock(torch.device("cpu"))
     for _ in range(4):
         clock.data_begin()

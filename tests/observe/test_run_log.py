@@ -84,7 +84,7 @@ def test_nan_and_infinity_are_null_and_named_so_that_each_line_is_valid_json() -
     assert "nonfinite" not in json.loads(encode(1.5, "train", 3, 0.1, {"loss": 1.0, "text": "nan"}))
 
 
-def test_a_value_that_is_no_plain_number_is_refused_where_it_is_given(tmp_path: Path) -> None:
+def test_a_value_that_is_no_plain_number_is_rejected_in_the_call(tmp_path: Path) -> None:
     with RunLog(tmp_path).begin() as run_log:
         with pytest.raises(TypeError, match="not JSON serializable"):
             run_log.metric("train", step=1, loss=object())  # type: ignore[arg-type]
@@ -232,7 +232,7 @@ def _fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("call", ["flush", "metric", "close"])
-def test_a_disk_that_stays_full_is_told_with_the_folder_and_a_fix(
+def test_a_disk_that_stays_full_is_reported_with_the_folder_and_a_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     _fill_the_disk(monkeypatch)
@@ -326,7 +326,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         RunLog(tmp_path).check()
 
 
-def test_a_run_goes_on_without_tensorboard_and_says_so_once(
+def test_a_run_continues_without_tensorboard_and_reports_it_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.summary_pb2", None)

@@ -16,7 +16,7 @@ def texts(folder: Path) -> list[str]:
     return [line.partition("  ")[2] for line in (folder / "log.txt").read_text().splitlines()]
 
 
-def test_a_launchers_lines_are_said_at_once_and_stand_in_the_log_of_its_run(tmp_path: Path) -> None:
+def test_a_launchers_lines_are_shown_at_once_and_written_to_the_log_of_its_run(tmp_path: Path) -> None:
     said: list[str] = []
     folder: list[Path] = []
     notes = text_log.LauncherLog(said.append, lambda: folder[0] if folder else None)

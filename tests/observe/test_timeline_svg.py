@@ -87,7 +87,7 @@ def test_predicted_stands_above_measured_on_the_same_time_scale() -> None:
         assert number(below, "x") - left == pytest.approx(2 * (number(above, "x") - left), abs=0.03)
 
 
-def test_the_heading_tells_the_time_the_bubble_and_how_far_the_prediction_was_off() -> None:
+def test_the_heading_has_the_time_the_bubble_and_the_error_of_the_prediction() -> None:
     predicted = step("gpipe", 2, 1, transfer=0)
     measured = [replace(span, start=1.1 * span.start, end=1.1 * span.end) for span in predicted]
     assert texts(timeline_svg(measured, predicted, "t", LANES), "half") == [
@@ -121,7 +121,7 @@ def test_the_idle_time_says_what_the_lane_waits_for() -> None:
     ]
 
 
-def test_a_step_begins_at_0_whatever_the_clock_said() -> None:
+def test_a_step_begins_at_0_for_any_clock() -> None:
     spans = step("1f1b", 2, 4, reduces=True)
     later = [replace(span, start=span.start + 1024, end=span.end + 1024) for span in spans]
     assert timeline_svg(later, spans, "t", LANES) == timeline_svg(spans, spans, "t", LANES)
@@ -194,7 +194,7 @@ def test_names_from_outside_are_text_not_markup() -> None:
     assert texts(svg, "part") == ["<x> .. </g>", "]]>"]
 
 
-def test_long_names_are_cut_and_told_in_full_by_their_tooltip() -> None:
+def test_long_names_are_shortened_and_complete_in_their_tooltip() -> None:
     name = "rank 0: stage 0 (" + "blocks." * 20 + "0)"
     svg = timeline_svg(step("gpipe", 1, 2), None, "long " * 100, [name])
     assert len(texts(svg, "part")[0]) < 40
@@ -300,7 +300,7 @@ def test_text_is_readable_on_every_shade(count: int) -> None:
 
 @pytest.mark.parametrize("eye", [ORDINARY, DEUTERANOPIA, PROTANOPIA])
 @pytest.mark.parametrize("count", [2, 3, 4, 8, 16, 64])
-def test_every_eye_tells_neighbours_apart_and_forward_from_backward(
+def test_neighbours_and_directions_differ_for_colour_blind_readers(
     count: int, eye: tuple[tuple[float, ...], ...]
 ) -> None:
     seen = [tuple(lab(shade, eye) for shade in shades(index, count)) for index in range(count)]

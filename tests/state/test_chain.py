@@ -98,7 +98,7 @@ def test_a_long_run_has_few_full_records() -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2, 3, 5, 7, 99])
-def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(file: Path, kept: int) -> None:
+def test_a_resumed_run_leaves_the_file_of_an_uninterrupted_run(file: Path, kept: int) -> None:
     whole = file.read_text()
     head, word = repair_chain(file, kept)
     text = file.read_text()
@@ -130,7 +130,7 @@ def test_any_changed_byte_is_noticed(file: Path) -> None:
             read_chain(file)
 
 
-def test_a_changed_record_is_told_when_a_run_goes_on(file: Path) -> None:
+def test_a_changed_record_is_reported_when_a_run_resumes(file: Path) -> None:
     file.write_text(file.read_text().replace("2 gradient w", "2 gradient v"))
     _, word = repair_chain(file, 7)
     assert "changed since they were written" in word
@@ -142,7 +142,7 @@ def test_a_new_run_starts_with_the_header_alone(tmp_path: Path) -> None:
     assert (tmp_path / chain.FILE).read_text() == chain.HEADER
 
 
-def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_something_else_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "other"
     path.write_text("1 parameter w 00\n")
     with pytest.raises(Damaged, match="line 1"):

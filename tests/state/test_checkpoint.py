@@ -91,7 +91,7 @@ def positions(path: Path) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_anywhere_is_refused_naming_the_file(saved: Path, name: str) -> None:
+def test_a_flipped_bit_anywhere_is_rejected_naming_the_file(saved: Path, name: str) -> None:
     path = saved / name
     whole = path.read_bytes()
     for number, place in enumerate(positions(path)):
@@ -107,7 +107,7 @@ def test_a_flipped_bit_anywhere_is_refused_naming_the_file(saved: Path, name: st
     verify_checkpoint(saved)
 
 
-def test_any_flipped_bit_of_the_manifest_is_refused(saved: Path) -> None:
+def test_any_flipped_bit_of_the_manifest_is_rejected(saved: Path) -> None:
     """In every byte, those bits that could leave the meaning alone (1e-07 is 1E-07), and all bits of some."""
     path = saved / "manifest.json"
     whole = path.read_bytes()
@@ -128,7 +128,7 @@ def test_any_flipped_bit_of_the_manifest_is_refused(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_cut_off_file_is_refused_by_name(saved: Path, name: str) -> None:
+def test_a_cut_off_file_is_rejected_by_name(saved: Path, name: str) -> None:
     path = saved / name
     whole = path.read_bytes()
     for length in (0, 1, 7, 8, 9, len(whole) // 2, len(whole) - 1):
@@ -139,7 +139,7 @@ def test_a_cut_off_file_is_refused_by_name(saved: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("more", [b"\0", b"\n", b" " * 100])
-def test_extra_bytes_are_refused_by_name(saved: Path, name: str, more: bytes) -> None:
+def test_extra_bytes_are_rejected_by_name(saved: Path, name: str, more: bytes) -> None:
     with (saved / name).open("ab") as file:
         file.write(more)
     with pytest.raises(CorruptError, match=name):
@@ -147,13 +147,13 @@ def test_extra_bytes_are_refused_by_name(saved: Path, name: str, more: bytes) ->
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_missing_file_is_refused_by_name(saved: Path, name: str) -> None:
+def test_a_missing_file_is_rejected_by_name(saved: Path, name: str) -> None:
     (saved / name).unlink()
     with pytest.raises(CorruptError, match=name):
         verify_checkpoint(saved)
 
 
-def test_a_file_of_another_checkpoint_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_a_file_of_another_checkpoint_is_rejected(saved: Path, tmp_path: Path) -> None:
     """The same size, sound in itself, and still not what was saved here."""
     other = write(tmp_path, 4, seed=1)
     shutil.copyfile(other / "model.safetensors", saved / "model.safetensors")
@@ -162,13 +162,13 @@ def test_a_file_of_another_checkpoint_is_refused(saved: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", ["", "null", "[]", "{}", "7", '{"format": 1}', "\ufeff{}"])
-def test_a_manifest_that_is_something_else_is_refused(saved: Path, text: str) -> None:
+def test_a_manifest_that_is_something_else_is_rejected(saved: Path, text: str) -> None:
     (saved / "manifest.json").write_text(text)
     with pytest.raises(CorruptError, match=r"manifest\.json"):
         read_manifest(saved)
 
 
-def test_a_checkpoint_of_another_format_is_refused_with_both_numbers(
+def test_a_checkpoint_of_another_format_is_rejected_with_both_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "FORMAT", 3)
@@ -178,7 +178,7 @@ def test_a_checkpoint_of_another_format_is_refused_with_both_numbers(
         read_manifest(path)
 
 
-def test_a_file_where_a_checkpoint_should_be_is_unsound(tmp_path: Path) -> None:
+def test_a_file_where_a_checkpoint_should_be_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "step-5").write_text("not a folder")
     with pytest.raises(CorruptError, match=r"manifest\.json"):
         verify_checkpoint(tmp_path / "step-5")
@@ -218,7 +218,7 @@ def test_every_file_is_durable_before_the_final_name_stands(
     assert events[named + 1 :] == [tmp_path.name]
 
 
-def test_a_half_written_one_of_the_same_step_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_an_incomplete_checkpoint_of_the_same_step_does_not_block_a_save(tmp_path: Path) -> None:
     """Its writer may only be frozen, and go on."""
     stale = begin_folder(tmp_path, 3)
     (stale / "average.safetensors").write_text("half")
@@ -254,7 +254,7 @@ def test_finished_checkpoints_are_listed_oldest_first(tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "nowhere") == []
 
 
-def test_the_newest_sound_one_is_used_and_the_others_are_explained(tmp_path: Path) -> None:
+def test_the_newest_valid_one_is_used_and_the_others_are_explained(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         write(tmp_path, step)
     assert newest_valid(tmp_path) == (tmp_path / "step-4", [])
@@ -270,7 +270,7 @@ def test_the_newest_sound_one_is_used_and_the_others_are_explained(tmp_path: Pat
     assert "100 bytes" in complaints[1]
 
 
-def test_without_a_sound_one_there_is_none(tmp_path: Path) -> None:
+def test_without_a_valid_checkpoint_there_is_none(tmp_path: Path) -> None:
     assert newest_valid(tmp_path) == (None, [])
     (write(tmp_path) / "manifest.json").unlink()
     found, complaints = newest_valid(tmp_path)
@@ -289,7 +289,7 @@ def test_loading_writes_into_the_live_tensors(saved: Path) -> None:
     assert state_sha256(live) == state_sha256(groups())
 
 
-def test_a_live_state_that_does_not_fit_is_refused_with_the_name(saved: Path) -> None:
+def test_a_live_state_that_does_not_fit_is_rejected_with_the_name(saved: Path) -> None:
     loaded = read_checkpoint(saved)[1]
     live = groups()
     live["model"]["extra.bias"] = torch.zeros(1)

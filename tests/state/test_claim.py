@@ -61,7 +61,7 @@ def test_a_restart_resumes_under_the_name_that_was_claimed(tmp_path: Path) -> No
     assert again == replace(recipe(tmp_path), run=again.run, checkpoint=again.checkpoint)
 
 
-def test_a_run_that_goes_on_from_another_does_so_again_until_it_has_saved(tmp_path: Path) -> None:
+def test_a_restart_before_the_first_save_resumes_from_the_other_run_again(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     assert restart_resume(recipe(tmp_path, "runs/old"), "x") == "runs/old"
     (tmp_path / "x/checkpoints/step-3").mkdir(parents=True)

@@ -110,7 +110,7 @@ def test_after_a_short_record_the_next_full_one_names_the_tensor(tmp_path: Path)
     assert compare(a, run(tmp_path / "c", changed, short=(10, 20))).tensor == ""
 
 
-def test_what_differs_in_recipe_and_set_up_is_said(tmp_path: Path) -> None:
+def test_differences_in_recipe_and_environment_are_reported(tmp_path: Path) -> None:
     a = run(tmp_path / "a")
     other = Recipe(optim=Optim(lr=0.2))
     b = run(
@@ -152,7 +152,7 @@ def test_without_fingerprints_checkpoints_are_compared_value_by_value(tmp_path: 
     assert "  model w: 2 of 3 values, by up to 0.5" in found.lines
 
 
-def test_checkpoints_tell_how_far_runs_are_apart(tmp_path: Path) -> None:
+def test_checkpoints_show_how_large_a_difference_is(tmp_path: Path) -> None:
     a, b = run(tmp_path / "a"), run(tmp_path / "b", {10: {"parameter": {"a": 0, "b": 0}}})
     saved(a, 20, torch.tensor([1.0]))
     saved(b, 20, torch.tensor([float("nan")]))
@@ -186,7 +186,7 @@ def test_a_checkpoint_is_compared_with_the_run_s_own_of_its_step(tmp_path: Path)
         compare(one, b)
 
 
-def test_the_same_run_twice_is_equal_and_said(tmp_path: Path) -> None:
+def test_the_same_run_twice_is_equal_and_noted(tmp_path: Path) -> None:
     a = run(tmp_path / "a")
     found = compare(a, a / ".." / "a")
     assert found.equal
@@ -264,7 +264,7 @@ def damage_environment(path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("ids", [0, 20], ids=["different", "equal"])
-def test_damaged_files_are_refused(
+def test_damaged_files_are_rejected(
     damage: Callable[[Path], None], ids: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = run(tmp_path / "a"), run(tmp_path / "b", {20: {"ids": {"batch": ids}}})
@@ -278,12 +278,14 @@ def test_damaged_files_are_refused(
 
 
 @pytest.mark.parametrize("words", [[], ["one"], ["a", "b", "c"], ["a", "--loud"]])
-def test_anything_but_two_paths_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_number_of_paths_other_than_two_is_rejected(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["compare", *words]) == 2
     assert "drumline compare" in capsys.readouterr().err
 
 
-def test_a_path_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_without_a_run_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     for name, said in (("empty", "holds no run"), ("file", "is a file"), ("none", "does not exist")):

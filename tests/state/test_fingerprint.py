@@ -131,7 +131,7 @@ def test_long_tensors_are_weighed_in_chunks_without_a_seam() -> None:
     assert number(square.T) == number(square.T.contiguous())
 
 
-def test_words_weights_and_their_sum_are_what_is_said() -> None:
+def test_words_weights_and_their_sum_are_as_documented() -> None:
     """By hand, in plain integers."""
     tensor = torch.randn(5)
     weights = [int(weight) for weight in position_weights(5)]
@@ -178,7 +178,7 @@ def test_a_set_of_tensors_is_in_the_order_of_names() -> None:
     assert fingerprints({"b": b, "a": a}).tolist() == [number(a), number(b)]
 
 
-def test_the_majority_tells_which_rank_is_wrong_and_on_which_tensor() -> None:
+def test_the_majority_shows_which_rank_is_wrong_and_in_which_tensor() -> None:
     agreed = torch.tensor([[5, 6, 7]] * 4)
     assert first_difference(["a", "b", "c"], agreed) is None
     odd = agreed.clone()
@@ -188,7 +188,7 @@ def test_the_majority_tells_which_rank_is_wrong_and_on_which_tensor() -> None:
 
 
 @pytest.mark.parametrize("column", [[1, 2], [2, 1], [1, 1, 2, 2], [1, 2, 3]])
-def test_without_a_majority_nobody_is_accused_alone(column: list[int]) -> None:
+def test_without_a_majority_all_ranks_are_named(column: list[int]) -> None:
     ranks = torch.tensor(column)[:, None]
     assert first_difference(["a"], ranks) == ("a", list(range(len(column))))
 

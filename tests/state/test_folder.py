@@ -102,7 +102,7 @@ def test_checkpoints_alone_make_a_run_too(tmp_path: Path) -> None:
         open_run(recipe(tmp_path, "a"), "digits")
 
 
-def test_resume_auto_starts_when_there_is_nothing_and_goes_on_when_there_is(tmp_path: Path) -> None:
+def test_resume_auto_starts_an_empty_folder_and_continues_a_run(tmp_path: Path) -> None:
     first = open_run(recipe(tmp_path, "a", "auto"), "digits")
     assert first.resume_from is None
     assert first.notes == (f"nothing to resume in {tmp_path / 'a'}: starting at step 0",)
@@ -144,7 +144,7 @@ def test_resume_auto_passes_over_a_bad_checkpoint_loudly(tmp_path: Path) -> None
     assert opened.notes[0].endswith("using step-3")
 
 
-def test_resume_auto_without_a_sound_checkpoint_does_not_start_over(tmp_path: Path) -> None:
+def test_resume_auto_without_a_valid_checkpoint_does_not_start_over(tmp_path: Path) -> None:
     rot(save(tmp_path / "a", 3))
     with pytest.raises(UserError, match=r"no checkpoint verifies\..*step-3/model.safetensors"):
         open_run(recipe(tmp_path, "a", "auto"), "digits")
@@ -171,7 +171,7 @@ def test_a_run_is_recognised_under_a_relative_path(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("wanted", ["nowhere", "empty"])
-def test_resuming_from_nothing_is_refused(tmp_path: Path, wanted: str) -> None:
+def test_resuming_from_a_missing_path_is_rejected(tmp_path: Path, wanted: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=wanted):
         open_run(recipe(tmp_path, "a", str(tmp_path / wanted)), "digits")
@@ -189,7 +189,7 @@ def test_finding_a_checkpoint_falls_back_and_says_why(tmp_path: Path) -> None:
         find_checkpoint(tmp_path)
 
 
-def test_a_second_opener_is_refused_until_the_first_is_done(tmp_path: Path) -> None:
+def test_a_second_opener_is_rejected_until_the_first_is_done(tmp_path: Path) -> None:
     first = open_run(recipe(tmp_path, "a"), "digits")
     with pytest.raises(UserError, match="is being written by another run"):
         open_run(recipe(tmp_path, "a", "auto"), "digits")
@@ -198,7 +198,7 @@ def test_a_second_opener_is_refused_until_the_first_is_done(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_another_process_is_refused_too_and_a_killed_one_holds_nothing(tmp_path: Path) -> None:
+def test_another_process_is_rejected_and_a_killed_one_holds_no_lock(tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "from drumline.config.recipe import Recipe, Run\n"
@@ -220,7 +220,7 @@ def test_another_process_is_refused_too_and_a_killed_one_holds_nothing(tmp_path:
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_told_so(
+def test_a_file_system_without_locks_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     def refuse(*_: object) -> None:
@@ -232,7 +232,7 @@ def test_a_file_system_without_locks_is_told_so(
     assert "--run.dir on a local disk" in caught.value.fix
 
 
-def test_a_lock_that_was_taken_away_before_it_was_ours_locks_nobody_out(
+def test_a_lock_file_removed_before_it_was_locked_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Opened just before a run that never used the folder removed it: somebody else may make it anew."""
@@ -282,7 +282,7 @@ def test_a_lock_that_leads_elsewhere_is_not_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_strangers_environment_cannot_steer_the_terminal() -> None:
+def test_an_untrusted_environment_cannot_control_the_terminal() -> None:
     packages = {"torch": "2", "pillow": "1"}
     here = {"device": "cpu", "packages": packages}
     there = {"device": "\x1b[2J\udc80" + "x" * 10_000, "packages": packages}
@@ -339,7 +339,7 @@ def test_the_run_of_a_checkpoint_and_of_weights_is_found(
     assert run_of(tmp_path / "moved.safetensors") is None
 
 
-def test_a_run_that_goes_on_from_another_folder_knows_it(tmp_path: Path) -> None:
+def test_resuming_from_another_folder_is_detected(tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "a", 3)
     assert open_run(recipe(tmp_path, "b", str(checkpoint)), "digits").resumes_elsewhere
     assert not open_run(recipe(tmp_path, "a", str(checkpoint)), "digits").resumes_elsewhere

@@ -110,7 +110,7 @@ def test_a_new_best_lets_the_old_one_go(make: Make, tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-5"]
 
 
-def test_what_is_superseded_is_older_than_enough_sound_ones() -> None:
+def test_what_is_superseded_is_older_than_enough_valid_ones() -> None:
     found = [Path(f"step-{step}") for step in (1, 5, 9, 12)]
 
     def old(keep: int, best: int, *damaged: int) -> list[int]:
@@ -145,7 +145,7 @@ def test_damaged_newer_ones_do_not_push_out_the_last_good_one(make: Make, tmp_pa
         assert names(tmp_path) == [f"step-{digit}" for digit in left]
 
 
-def test_one_that_is_damaged_while_the_run_goes_on_does_not_count(make: Make, tmp_path: Path) -> None:
+def test_one_that_is_damaged_while_the_run_continues_does_not_count(make: Make, tmp_path: Path) -> None:
     """It was verified when it was written; a changed file is looked at again."""
     one = make(keep=2)
     for step in (1, 2):
@@ -157,7 +157,7 @@ def test_one_that_is_damaged_while_the_run_goes_on_does_not_count(make: Make, tm
     assert names(tmp_path) == ["step-1", "step-2", "step-3"]
 
 
-def test_sound_ones_are_read_once_and_not_at_each_save(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_valid_ones_are_read_once_and_not_at_each_save(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
     verify = manager.verify_checkpoint
     monkeypatch.setattr(manager, "verify_checkpoint", lambda path: looked.append(path.name) or verify(path))
@@ -253,7 +253,7 @@ def test_a_step_that_is_saved_already_is_left_alone(make: Make, tmp_path: Path) 
     assert (tmp_path / "step-1" / "manifest.json").stat() == before
 
 
-def test_checkpoints_beyond_where_a_run_goes_on_are_set_aside(make: Make, tmp_path: Path) -> None:
+def test_checkpoints_beyond_where_a_run_continues_are_set_aside(make: Make, tmp_path: Path) -> None:
     """CorruptError ones, and those of a past that is being rewritten: they must not stand in the way of the new
     ones, nor count as newer than them."""
     one = make(keep=2)
@@ -279,7 +279,7 @@ def test_checkpoints_beyond_where_a_run_goes_on_are_set_aside(make: Make, tmp_pa
     assert again.set_aside_after(10) == []
 
 
-def test_a_full_disk_leaves_nothing_and_is_said_at_the_next_wait(
+def test_a_full_disk_leaves_nothing_and_raises_at_the_next_wait(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, tensors: object, *_: object) -> None:
@@ -309,7 +309,7 @@ def test_the_last_failed_write_is_never_silent(make: Make, monkeypatch: pytest.M
         one.close()
 
 
-def test_training_goes_on_after_a_failed_save_and_the_next_one_tries_again(
+def test_training_continues_after_a_failed_save_and_the_next_one_tries_again(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -378,7 +378,7 @@ def test_a_slow_disk_never_holds_up_a_step_and_holds_one_snapshot(
     assert names(tmp_path) == ["step-1", "step-4"]
 
 
-def test_an_old_one_that_cannot_be_deleted_is_said_and_harms_nobody(
+def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_without_harm(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -412,7 +412,7 @@ def test_what_is_not_a_half_written_checkpoint_of_ours_stays(make: Make, tmp_pat
     assert names(tmp_path) == before
 
 
-def test_a_disk_that_is_really_full_is_told_in_the_same_words(make: Make, tmp_path: Path) -> None:
+def test_a_disk_that_is_really_full_gives_the_same_message(make: Make, tmp_path: Path) -> None:
     """The writer of the weights has an error type of its own. The limit on a file's size stands for the disk."""
     one = make()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -426,7 +426,7 @@ def test_a_disk_that_is_really_full_is_told_in_the_same_words(make: Make, tmp_pa
     assert names(tmp_path) == []
 
 
-def test_a_folder_that_is_gone_is_a_mistake_the_user_can_mend(make: Make, tmp_path: Path) -> None:
+def test_a_folder_that_is_gone_is_a_user_error(make: Make, tmp_path: Path) -> None:
     one = make()
     shutil.rmtree(tmp_path)
     tmp_path.write_text("a file now")

@@ -82,14 +82,14 @@ def test_a_checkpoint_carries_it_in_its_manifest_and_in_the_file_of_its_weights(
         changed(exif=None),
     ],
 )
-def test_a_record_that_cannot_be_is_refused(given: Any, tmp_path: Path) -> None:
+def test_an_impossible_record_is_rejected(given: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the model record"):
         read_record(given)
     with pytest.raises(ValueError, match="model record"):
         metadata_record({KEY: json.dumps(given)})
 
 
-def test_a_manifest_with_such_a_record_is_unsound(tmp_path: Path) -> None:
+def test_a_manifest_with_such_a_record_is_rejected(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, {"model": {"w": torch.ones(2)}}, Position(1, 1), "", {})
     content = read_sealed(folder / "manifest.json", 1)
     content["environment"][ENVIRONMENT] = changed(size=-1)

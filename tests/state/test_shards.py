@@ -120,7 +120,7 @@ def test_a_process_that_fails_says_why_and_leaves_no_checkpoint(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_processes_that_hold_different_states_are_told_apart(tmp_path: Path) -> None:
+def test_shards_of_different_states_are_rejected(tmp_path: Path) -> None:
     temporary = begin_folder(tmp_path, 5)
     write_shards(temporary, 0, 2, local(0, 2))
     other = {**local(1, 2), "optimizer": {}}
@@ -191,14 +191,14 @@ def resealed(path: Path, change: Any) -> None:
         (lambda c: c.update(format=3), "format 3"),
     ],
 )
-def test_a_table_that_does_not_fit_its_pieces_is_refused(tmp_path: Path, change: Any, words: str) -> None:
+def test_a_table_that_does_not_fit_its_pieces_is_rejected(tmp_path: Path, change: Any, words: str) -> None:
     path = written(tmp_path)
     resealed(path, change)
     with pytest.raises(CorruptError, match=words):
         read_checkpoint(path)
 
 
-def test_a_piece_with_other_rows_is_refused_whatever_its_checksum(tmp_path: Path) -> None:
+def test_a_piece_with_other_rows_is_rejected_whatever_its_checksum(tmp_path: Path) -> None:
     path = written(tmp_path)
     name = "model.shard-1-of-3.safetensors"
     (path / name).unlink()
@@ -209,7 +209,7 @@ def test_a_piece_with_other_rows_is_refused_whatever_its_checksum(tmp_path: Path
         read_checkpoint(path)
 
 
-def test_pieces_that_changed_places_are_refused(tmp_path: Path) -> None:
+def test_pieces_that_changed_places_are_rejected(tmp_path: Path) -> None:
     path = written(tmp_path)
     one, two = (path / f"model.shard-{rank}-of-3.safetensors" for rank in (1, 2))
     shutil.move(one, path / "kept")

@@ -115,7 +115,7 @@ def test_what_changes_between_looking_and_loading_is_never_loaded(
         ({}, b"\0", "belong to no tensor"),
     ],
 )
-def test_a_header_that_lies_is_refused_by_file_and_reason(
+def test_a_wrong_header_is_rejected_with_file_and_reason(
     tmp_path: Path, header: Any, data: bytes, words: str
 ) -> None:
     with pytest.raises(CorruptError, match=words) as caught:
@@ -130,7 +130,7 @@ def test_a_header_longer_than_the_file_takes_no_memory(tmp_path: Path, content: 
         read_tensors(tmp_path / "w")
 
 
-def test_a_file_larger_than_the_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+def test_a_file_larger_than_the_memory_is_rejected_before_it_is_read(tmp_path: Path) -> None:
     """A sparse file of a stranger: 1 PB that take no disk."""
     file_of(tmp_path / "w", {})
     os.truncate(tmp_path / "w", 1 << 43)
@@ -146,7 +146,7 @@ def test_a_tensor_in_an_odd_place_is_read_all_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "folder", "pipe", "loop", "nul"])
-def test_what_is_no_plain_file_is_refused_and_not_waited_for(tmp_path: Path, kind: str) -> None:
+def test_a_path_that_is_no_regular_file_is_rejected_without_waiting(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "w"
     if kind == "link":
         write_tensors(tmp_path / "there", TENSORS)
@@ -188,7 +188,7 @@ _ENTRIES = st.one_of(
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(header=st.dictionaries(st.text(max_size=3), _ENTRIES, max_size=3), data=st.binary(max_size=20))
-def test_whatever_a_header_says_it_is_read_as_the_library_does_or_refused(
+def test_any_header_is_read_as_the_library_does_or_rejected(
     tmp_path: Path, header: dict[str, Any], data: bytes
 ) -> None:
     path = file_of(tmp_path / "w", header, data)
@@ -205,7 +205,7 @@ def test_whatever_a_header_says_it_is_read_as_the_library_does_or_refused(
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, 10**6), bit=st.integers(0, 7), cut=st.integers(0, 3))
-def test_a_damaged_file_without_a_checksum_is_read_or_refused_but_never_breaks(
+def test_a_damaged_file_without_a_checksum_is_read_or_rejected_but_never_breaks(
     tmp_path: Path, place: int, bit: int, cut: int
 ) -> None:
     path = tmp_path / "w"

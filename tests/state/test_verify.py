@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_sound_run_shows_the_hash_of_its_newest_state(run: Path) -> None:
+def test_a_valid_run_shows_the_hash_of_its_newest_state(run: Path) -> None:
     found = verify_run(run)
     assert (found.sound, found.checkpoints, found.unsound, found.step) == (True, 3, (), 11)
     assert found.state_sha256 == state_sha256(groups(11))
@@ -41,7 +41,7 @@ def test_a_sound_run_shows_the_hash_of_its_newest_state(run: Path) -> None:
     assert (inside.checkpoints, inside.step, inside.state_sha256) == (3, 11, found.state_sha256)
 
 
-def test_a_bad_checkpoint_is_named_with_its_file_and_the_newest_sound_one_counts(run: Path) -> None:
+def test_a_bad_checkpoint_is_named_with_its_file_and_the_newest_valid_one_counts(run: Path) -> None:
     (run / "checkpoints" / "step-11" / "optimizer.safetensors").write_bytes(b"rot")
     found = verify_run(run)
     assert not found.sound
@@ -51,7 +51,7 @@ def test_a_bad_checkpoint_is_named_with_its_file_and_the_newest_sound_one_counts
     assert found.lines[-1].startswith("fix: ")
 
 
-def test_nothing_sound_has_no_hash(run: Path) -> None:
+def test_without_a_valid_checkpoint_there_is_no_hash(run: Path) -> None:
     for step in (9, 10, 11):
         (run / "checkpoints" / f"step-{step}" / "manifest.json").unlink()
     found = verify_run(run)
@@ -68,7 +68,7 @@ def test_a_single_checkpoint_can_be_looked_at(run: Path, broken: bool) -> None:
     assert (found.sound, found.checkpoints) == (not broken, 1)
 
 
-def test_what_holds_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no checkpoint"):
         verify_run(tmp_path)
     (tmp_path / "file").touch()
@@ -78,7 +78,7 @@ def test_what_holds_no_checkpoint_is_refused(tmp_path: Path) -> None:
         verify_run(tmp_path / "nowhere")
 
 
-def test_left_overs_and_missing_records_are_told_but_make_nothing_unsound(run: Path) -> None:
+def test_leftovers_and_missing_records_are_reported_but_are_not_damage(run: Path) -> None:
     (run / "checkpoints" / "step-12.tmp").mkdir()
     (run / "checkpoints" / "step-8.aside").mkdir()
     (run / "recipe.toml").write_text("= =")
@@ -108,14 +108,14 @@ def test_left_overs_and_missing_records_are_told_but_make_nothing_unsound(run: P
         (WHOLE[:-1], "the last record is incomplete"),
     ],
 )
-def test_fingerprints_that_are_not_as_written_are_told(run: Path, content: bytes, said: str) -> None:
+def test_changed_fingerprints_are_reported(run: Path, content: bytes, said: str) -> None:
     (run / FILE).write_bytes(content)
     found = verify_run(run)
     assert found.sound
     assert any(note.startswith(FILE) and said in note for note in found.notes)
 
 
-def test_weights_are_checked_and_an_unlisted_one_is_unsound(run: Path) -> None:
+def test_weights_are_checked_and_an_unlisted_file_is_damage(run: Path) -> None:
     (run / "weights").mkdir()
     shutil.copyfile(run / "checkpoints/step-9/model.safetensors", run / "weights" / "best.safetensors")
     write_checksums(run / "weights")

@@ -133,7 +133,9 @@ def test_a_classifier_of_another_size_is_kept_and_reported(tmp_path: Path) -> No
     assert torch.equal(target.state_dict()["conv1.weight"], state(1, classes=100)["conv1.weight"])
 
 
-def test_another_number_of_classes_is_refused_unless_the_classifier_may_start_anew(tmp_path: Path) -> None:
+def test_a_different_number_of_classes_is_rejected_unless_the_classifier_may_be_reinitialised(
+    tmp_path: Path,
+) -> None:
     save_file(state(1, classes=100), tmp_path / "w.safetensors")
     target = model()
     with pytest.raises(UserError, match=r"fc.weight is 100x64 in the file and 10x64 in the model") as caught:
@@ -176,7 +178,7 @@ def test_rows_of_the_classifier_follow_the_names_of_their_classes(tmp_path: Path
         assert torch.equal(target.state_dict()[key], source.state_dict()[key][[1, 2, 0]])
 
 
-def test_a_classifier_of_other_names_is_refused_or_starts_anew(tmp_path: Path) -> None:
+def test_a_classifier_of_other_names_is_rejected_or_reinitialised(tmp_path: Path) -> None:
     source, data = model(5, classes=3), Classes(("ant", "bee", "fox"), named=True)
     export_tensors(source.state_dict(), tmp_path / "w.safetensors", small_record("ant", "bee", "cat"))
     with pytest.raises(UserError, match=r"does not have 'fox'; the data does not have 'cat'"):
@@ -189,7 +191,7 @@ def test_a_classifier_of_other_names_is_refused_or_starts_anew(tmp_path: Path) -
     assert report.reinitialised == ("fc.weight", "fc.bias")
 
 
-def test_weights_without_a_record_are_matched_by_number_and_it_is_said(tmp_path: Path) -> None:
+def test_weights_without_a_record_are_matched_by_number_and_that_is_reported(tmp_path: Path) -> None:
     save_file(state(classes=3), tmp_path / "w.safetensors")
     data = Classes(("ant", "bee", "cat"), named=True)
     report = load_weights(model(classes=3), tmp_path / "w.safetensors", classes=data)
@@ -226,7 +228,7 @@ def test_published_spellings_of_a_models_keys_are_understood(
     assert all((parameter == 0.5).all() for parameter in target.parameters())
 
 
-def test_weights_of_another_model_are_refused_and_that_model_is_named(tmp_path: Path) -> None:
+def test_weights_of_another_model_are_rejected_and_that_model_is_named(tmp_path: Path) -> None:
     save_file(state(name="resnet14", classes=7), tmp_path / "w.safetensors")
     target = model()
     with pytest.raises(UserError, match="does not fit this ResNet") as caught:
@@ -257,7 +259,7 @@ class Hostile:
         return os.mkdir, (str(self.mark),)
 
 
-def test_a_file_that_would_run_code_is_refused_and_runs_nothing(tmp_path: Path) -> None:
+def test_a_file_that_could_execute_code_is_rejected_and_executes_nothing(tmp_path: Path) -> None:
     torch.save({"state_dict": state(), "extra": Hostile(tmp_path / "ran")}, tmp_path / "w.pth")
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(Hostile(tmp_path / "ran"), protocol=2))
     for name in ("w.pth", "plain.pt"):
@@ -267,7 +269,7 @@ def test_a_file_that_would_run_code_is_refused_and_runs_nothing(tmp_path: Path) 
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_whole_pickled_model_is_refused(tmp_path: Path) -> None:
+def test_a_whole_pickled_model_is_rejected(tmp_path: Path) -> None:
     torch.save(nn.Linear(2, 2), tmp_path / "w.pth")
     with pytest.raises(UserError, match=r"torch.nn.modules.linear.Linear besides tensors"):
         load_weights(model(), tmp_path / "w.pth")
@@ -301,7 +303,7 @@ def test_a_file_without_a_state_dict_says_what_it_holds(content: object, held: s
         load_weights(model(), tmp_path / "w.pt")
 
 
-def test_an_unknown_kind_of_file_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_kind_of_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "w.onnx").write_bytes(b"")
     with pytest.raises(UserError, match=r"model.weights = .*w.onnx: unsupported weights file") as caught:
         load_weights(model(), tmp_path / "w.onnx", fields=WeightFields())
@@ -331,12 +333,12 @@ def test_a_run_folder_gives_its_best_then_its_last_then_its_newest_checkpoint(tm
         assert resolve_weights(str(file)) == file
 
 
-def test_a_path_to_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_missing_path_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file or folder"):
         load_weights(model(), tmp_path / "nothing")
 
 
-def test_a_checkpoint_of_lightning_is_read_or_told_how_to_be_exported(tmp_path: Path) -> None:
+def test_a_checkpoint_of_lightning_is_read_or_the_error_says_how_to_export_it(tmp_path: Path) -> None:
     kept = {"state_dict": {f"model.{key}": value for key, value in state().items()}, "epoch": 3}
     torch.save(kept, tmp_path / "last.ckpt")
     target = model()

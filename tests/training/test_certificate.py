@@ -247,7 +247,7 @@ def test_a_parameter_that_no_stage_holds_is_stopped() -> None:
     assert "parallel.split leaves it out" in error
 
 
-def test_rounding_is_told_and_passes() -> None:
+def test_rounding_is_reported_and_passes() -> None:
     expected = reference(tiny.normed(), loss, MICRO).gradients
     names = list(expected)
     near = {name: gradient * (1 + 1e-6) for name, gradient in expected.items()}
@@ -294,7 +294,9 @@ def test_a_model_that_one_device_cannot_hold_is_trained_without_a_certificate(
     assert "WARNING: no certificate" in (tmp_path / "run" / "log.txt").read_text()
 
 
-def test_a_full_disk_is_told_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_the_run_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(path: Path, text: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -44,7 +44,7 @@ def test_equal_bits_are_equal() -> None:
     (1e-2, FP16, True),
     (5e-2, BF16, False),
 ])  # fmt: skip
-def test_rounding_passes_and_is_told_by_its_size(change: float, precision: Precision, passes: bool) -> None:
+def test_rounding_passes_and_its_size_is_reported(change: float, precision: Precision, passes: bool) -> None:
     report = compare(other("b.weight", change), values(), NAMES, precision=precision)
     assert (report.equal, report.wrong) == (2, 0 if passes else 1)
     assert report.worst is not None
@@ -112,7 +112,7 @@ def test_a_gradient_that_one_side_lacks_is_wrong_unless_it_is_zero() -> None:
     assert compare(zeros, lacks, NAMES).wrong == compare(lacks, zeros, NAMES).wrong == 0
 
 
-def test_nan_on_both_sides_is_equal_but_told_and_on_one_side_wrong() -> None:
+def test_nan_on_both_sides_is_equal_and_reported_and_on_one_side_wrong() -> None:
     bad = other("b.weight", math.nan)
     both = compare(bad, other("b.weight", math.nan), NAMES)
     assert both.wrong == 0
@@ -145,7 +145,7 @@ def test_a_gradient_scaled_all_over_is_recognised() -> None:
     assert compare(other("b.weight", 0.3), values(), NAMES).first_wrong.scaled_by == 0
 
 
-def test_verdicts_of_ranks_merge_by_the_worst_copy_and_miss_nobody() -> None:
+def test_reports_of_ranks_merge_by_the_worst_copy_and_miss_no_tensor() -> None:
     """Rank 0 holds the first module, ranks 1 and 2 the second: rank 2's copy is wrong."""
 
     def part(tensors: dict[str, Tensor | None], module: str, rank: int) -> EqualityReport:

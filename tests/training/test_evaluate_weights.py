@@ -108,7 +108,7 @@ def test_packed_sets_and_tars_score_the_same(weights: Path, tmp_path: Path) -> N
     assert scored(tmp_path / "packed", weights) == (6, 6, 2)
 
 
-def test_a_renamed_or_added_class_is_refused_by_name(weights: Path, tmp_path: Path) -> None:
+def test_a_renamed_or_added_class_is_rejected_by_name(weights: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"does not have 'azure'; the data does not have 'blue'") as caught:
         scored(photos(tmp_path / "a", azure="blue", green="green", red="red"), weights)
     assert "it knows 'red', 'green', 'blue'" in caught.value.fix
@@ -150,7 +150,7 @@ def test_weights_without_a_record_are_matched_by_number(weights: Path, tmp_path:
     assert words[-1].endswith("although the model has 5 and the data 3")
 
 
-def test_weights_that_are_not_finite_are_refused_by_tensor(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_rejected_by_tensor(tmp_path: Path) -> None:
     broken = knows_colours()
     broken["2.bias"][1] = torch.nan
     save_file(broken, tmp_path / "nan.safetensors")

@@ -51,7 +51,7 @@ def by_function(classes: int) -> nn.Module:
         "model.name=tests.training.test_rehearse:by_function run.strict=true run.shards=2",
     ],
 )
-def test_a_sparse_gradient_is_refused_by_name_before_the_first_step(tmp_path: Path, words: str) -> None:
+def test_a_sparse_gradient_is_rejected_by_name_before_the_first_step(tmp_path: Path, words: str) -> None:
     recipe = Recipe.from_args(
         (
             "data.source=tests.training.few_ranks:load",

@@ -47,7 +47,7 @@ def test_loss_and_accuracy_are_means_over_samples() -> None:
     assert Reading(1, 0.0, 0, 0).loss == 0
 
 
-def test_what_has_not_arrived_is_not_waited_for() -> None:
+def test_ready_does_not_wait_for_late_readings() -> None:
     class Event:
         def __init__(self) -> None:
             self.done = False

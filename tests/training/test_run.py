@@ -38,7 +38,7 @@ from tests.training import tiny
 CPU = torch.device("cpu")
 
 
-def test_a_stage_that_draws_from_elsewhere_is_told_of_where_the_log_is() -> None:
+def test_draws_without_a_seed_in_any_stage_are_logged_on_rank_0() -> None:
     said: list[str] = []
     first: Any = SimpleNamespace(
         step=SimpleNamespace(draws_elsewhere=False),
@@ -109,7 +109,7 @@ def test_resume_auto_never_starts_a_run_over(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["model", "rehearsal", "log", "recipe"])
-def test_a_start_that_fails_leaves_the_run_as_it_was(
+def test_a_failed_start_leaves_the_run_unchanged(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     one = tmp_path / "one"
@@ -139,7 +139,7 @@ def _no_room(*_: object) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_any_write_of_its_start_loses_nothing_that_the_next_one_does_not_make_again(
+def test_a_start_killed_at_any_write_loses_nothing_that_cannot_be_computed_again(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes back from step 6 to step 4, and from the beginning of each write in turn nothing more happens."""
@@ -222,7 +222,7 @@ def test_weights_of_an_earlier_stop_are_kept_until_the_new_ones_are_written(
 
 
 @pytest.mark.slow
-def test_a_rotten_last_checkpoint_is_replaced_by_the_resumed_run(tmp_path: Path) -> None:
+def test_a_damaged_last_checkpoint_is_replaced_by_the_resumed_run(tmp_path: Path) -> None:
     """The bad one must not stand in the way of the good one that is written again at its step."""
     run(tmp_path)
     saved = tmp_path / "one" / "checkpoints"
@@ -237,7 +237,7 @@ def test_a_rotten_last_checkpoint_is_replaced_by_the_resumed_run(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_going_back_to_an_older_checkpoint_rewrites_what_came_after(tmp_path: Path) -> None:
+def test_resuming_from_an_older_checkpoint_rewrites_the_later_ones(tmp_path: Path) -> None:
     run(tmp_path)
     saved = tmp_path / "one" / "checkpoints"
     old = read_checkpoint(saved / "step-6")[0].state_sha256
@@ -246,7 +246,7 @@ def test_going_back_to_an_older_checkpoint_rewrites_what_came_after(tmp_path: Pa
     assert read_checkpoint(saved / "step-6")[0].state_sha256 != old
 
 
-def test_best_weights_are_not_taken_from_a_rotten_checkpoint(tmp_path: Path) -> None:
+def test_best_weights_are_not_taken_from_a_damaged_checkpoint(tmp_path: Path) -> None:
     """The run itself is sound; its best checkpoint, many steps ago, has rotted since."""
     warnings, trained, position = list[str](), tiny.state(tiny.normed()), Position(6, 10, best_step=4)
     silent: Any = SimpleNamespace(log=warnings.append)
@@ -272,7 +272,7 @@ def test_best_weights_are_not_taken_from_a_rotten_checkpoint(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("wanted", ["auto", "on"])
-def test_a_model_that_cannot_be_captured_trains_without_a_graph_unless_one_was_demanded(
+def test_a_model_that_cannot_be_captured_trains_without_a_graph_unless_capture_is_on(
     wanted: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def cannot(step: TrainStep, batch: Any) -> None:
@@ -321,7 +321,7 @@ def _pictures(folder: Path) -> None:
         ),
     ],
 )
-def test_a_resume_on_changed_data_warns_and_strict_mode_refuses_it(
+def test_a_resume_on_changed_data_warns_and_is_rejected_in_strict_mode(
     tmp_path: Path, split: str, change: Any, words: str
 ) -> None:
     _pictures(tmp_path / "data")

@@ -74,7 +74,7 @@ def test_a_resumed_run_takes_the_same_rate_at_every_step() -> None:
 
 
 @pytest.mark.parametrize("step", [-1, 10])
-def test_asking_outside_the_run_is_our_own_mistake(step: int) -> None:
+def test_a_rate_outside_the_run_is_an_assertion_error(step: int) -> None:
     with pytest.raises(AssertionError):
         build_schedule(Optim(), 128, 10, 10)(step)
 
@@ -118,14 +118,14 @@ def test_zero_means_only_at_the_end() -> None:
     assert [step for step in range(1, 21) if made.due(step).save] == [20]
 
 
-def test_asking_for_more_often_than_every_step_means_every_step_not_never() -> None:
+def test_more_often_than_every_step_means_every_step() -> None:
     made = plan(
         data=Data(batch=100), train=Train(epochs=1, eval_every=0.01), checkpoint=Checkpoint(every_epochs=0.01)
     )
     assert all(made.due(step).evaluation and made.due(step).save for step in range(1, 11))
 
 
-def test_a_batch_larger_than_the_data_is_refused() -> None:
+def test_a_batch_larger_than_the_data_is_rejected() -> None:
     with pytest.raises(UserError, match=r"data.batch = 128: the training set has only 100 samples"):
         plan(samples=100)
 

@@ -77,7 +77,7 @@ def test_optimizer_tensors_carry_the_names_of_their_parameters() -> None:
     assert set(tensors) == {f"momentum_buffer/{name}" for name, _ in module.named_parameters()}
 
 
-def test_digits_are_the_data_when_nothing_is_said() -> None:
+def test_digits_are_the_default_data() -> None:
     sets = open_sets(Recipe(), ONE)
     assert (sets.name, len(sets.train), len(sets.eval), sets.transform.size) == ("digits", 1438, 359, 8)
     assert (sets.transform.augment, sets.workers.count, sets.eval_batch) == ("shift", 0, 256)

@@ -240,7 +240,7 @@ def test_containers_inside_containers_are_taken_whole() -> None:
     assert repeated_blocks(outer) == list(outer)
 
 
-def test_a_model_without_blocks_is_refused() -> None:
+def test_a_model_without_blocks_is_rejected() -> None:
     class Flat(nn.Module):
         def __init__(self) -> None:
             super().__init__()

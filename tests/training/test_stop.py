@@ -36,7 +36,7 @@ def test_a_signal_is_seen_at_the_next_step(number: signal.Signals) -> None:
         stop.finish()
 
 
-def test_the_handlers_from_before_are_put_back() -> None:
+def test_the_previous_handlers_are_restored() -> None:
     before = [signal.getsignal(number) for number in STOPS]
     with StopSign(single_process(tiny.CPU)):
         assert signal.getsignal(signal.SIGTERM) != before[1]
@@ -65,7 +65,7 @@ def test_a_run_in_another_thread_needs_no_signal_handlers() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_whose_terminal_is_closed_saves_and_can_go_on(tmp_path: Path) -> None:
+def test_a_run_whose_terminal_is_closed_saves_and_can_continue(tmp_path: Path) -> None:
     words = (*TINY, "run.name=x", "train.epochs=500", "train.log_every=1", "checkpoint.every_epochs=0")
     child, terminal = pty.fork()
     if not child:
@@ -146,7 +146,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
-def test_nobody_stops_when_nobody_was_asked(size: int) -> None:
+def test_without_a_signal_no_rank_stops(size: int) -> None:
     assert not any(result["unasked"] for result in ranks.results(size))
 
 

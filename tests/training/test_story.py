@@ -99,7 +99,7 @@ def test_a_run_that_is_stopped_and_resumed_has_its_whole_story_in_the_log(
     assert not any("was killed" in line for line in lines(tmp_path))
 
 
-def test_a_guard_that_stops_a_run_stands_in_its_log(tmp_path: Path) -> None:
+def test_a_guard_that_stops_a_run_is_in_its_log(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="guard"):
         run(tmp_path, replace(BASE, optim=Optim(lr=1e30), train=Train(steps=8)))
     last = lines(tmp_path)[-1]
@@ -132,7 +132,7 @@ def test_an_exception_and_a_kill_are_known_from_the_log(
     )
 
 
-def test_memory_that_is_not_enough_is_said_without_a_traceback(
+def test_running_out_of_memory_is_reported_without_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:

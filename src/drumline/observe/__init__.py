@@ -1,1 +1,1 @@
-"""What a run tells while it runs: times, logs and the display."""
+"""What a run reports: times, logs, the timeline of a step, and the display."""

@@ -23,7 +23,7 @@ TRANSFERS = (
     (Op.RECEIVE_INPUT, Op.RECEIVE_GRADIENT),
     (Op.REDUCE,),
 )
-"""What moves data, in the order of display. Waiting is not included: it is the lane's idle time."""
+"""Transfers of data, in the order of display. Waiting is not one of them: it is the lane's idle time."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def fingerprints(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """Which slice of a tensor a process holds: the number of values before it, and of the whole tensor. The
+    """The slice of a tensor that a process holds: the number of values before it, and of the whole tensor. The
     fingerprints of all slices add up to the fingerprint of the whole."""
 
     before: int
@@ -109,7 +109,7 @@ def _weighed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _weighed_slice(tensor: torch.Tensor, before: int) -> torch.Tensor:
-    """What a slice contributes to the sum of the whole tensor."""
+    """The part of the whole tensor's sum that a slice contributes."""
     if not before:
         return _weighed(tensor)
     if tensor.is_complex():

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: `manifest.json`, JSON with its own checksum (`core/sealed.py`).
+"""The manifest of a checkpoint: `manifest.json`, JSON with its own checksum (`core/sealed.py`).
 
 Promises: a changed byte is found. A checksum does not prove who wrote a file, so every field is checked for type and
 range before it is used: what an untrusted manifest holds is harmless, or reading it raises `CorruptError`. Fields
@@ -59,7 +59,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says about itself."""
+    """The content of a checkpoint, and where and how it was made."""
 
     format: int
     position: Position

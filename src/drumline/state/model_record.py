@@ -1,4 +1,4 @@
-"""What a trained model needs besides its tensors: its name, its class names and its image preprocessing.
+"""The record of a trained model, stored next to its tensors: its name, its class names and its image preprocessing.
 
 Stored as `model` in environment.json and in the manifest of each checkpoint, and as JSON under `drumline` in the
 metadata of safetensors files. Promises: every field that is read is checked for type and range; unknown fields are
@@ -31,7 +31,7 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """A trained model."""
+    """A trained model, without its tensors."""
 
     model: str
     """`model.name`"""

@@ -1,4 +1,4 @@
-"""What decides the bits of a run (settings, software, devices, threads, code), and what differs between two runs.
+"""The facts that decide the bits of a run (settings, software, devices, threads, code), and how two runs differ.
 
 Saved with the run and with every checkpoint. Promises: two processes with the same `software` run the same lines of
 drumline and of the user's own models and sources, and the same versions of the libraries that decode images and
@@ -77,7 +77,7 @@ OURS = Path(__file__).parents[1]
 
 
 def describe_environment(device: torch.device, processes: int, backend: str, threads: int) -> dict[str, Any]:
-    """What may change the bits of a run, as plain values."""
+    """The environment of a run, as plain values: everything that may change its bits."""
     cuda = device.type == "cuda"
     return {
         "python": platform.python_version(),
@@ -97,7 +97,7 @@ def describe_environment(device: torch.device, processes: int, backend: str, thr
 
 
 def arithmetic(device: torch.device, variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What decides the bits of a computation on this device besides package versions, as names and values. Call it
+    """The facts besides package versions that decide the bits of a computation on this device, by name. Call it
     after the run has set torch's flags."""
     facts = {
         name: value

@@ -43,7 +43,7 @@ _RECEIPT = "receipt-{rank}.json"
 
 @dataclass(frozen=True)
 class TensorShard:
-    """What one process holds of a tensor."""
+    """The rows of a tensor that one process holds."""
 
     tensor: torch.Tensor
     full: tuple[int, ...] | None

@@ -37,7 +37,7 @@ State = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class WeightReport:
-    """What `load_weights` has loaded."""
+    """The result of `load_weights`."""
 
     file: Path
     loaded: int

@@ -55,7 +55,7 @@ NOT_REPEATED = (
 
 @dataclass(frozen=True)
 class Reference:
-    """What plain accumulation gives."""
+    """The result of plain accumulation."""
 
     gradients: dict[str, Tensor | None]
     """Of every trainable parameter."""
@@ -65,7 +65,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Certificate:
-    """All that was compared, merged over the ranks."""
+    """The comparisons of all ranks, merged."""
 
     reports: tuple[EqualityReport, ...]
     micro_batches: int
@@ -74,7 +74,7 @@ class Certificate:
     description: str
     """The layout in one line."""
     hint: str = ""
-    """What to look for first where a gradient is wrong."""
+    """The first thing to look for if a gradient is wrong."""
 
     @property
     def passes(self) -> bool:

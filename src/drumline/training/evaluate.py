@@ -210,9 +210,8 @@ def evaluate_weights(recipe: Recipe, world: World) -> EvalResult:
 def model_to_score(
     recipe: Recipe, sets: Sets, world: World
 ) -> tuple[nn.Module, int, torch.Tensor | None, list[str]]:
-    """The recipe's model with its weights, its number of classes, the output that each of the data's labels means
-    (None: of the same number), and what to say about them. Refuses weights of classes that the evaluation set does
-    not have."""
+    """The recipe's model with its weights, its number of classes, the output for each of the data's labels
+    (None: of the same number), and messages. Rejects weights of classes that the evaluation set does not have."""
     file = shared_weights(recipe.model.weights, world)
     record, data = weights_record(file), Classes.of(sets.eval)
     count = record.outputs if record else len(data)

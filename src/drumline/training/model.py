@@ -68,7 +68,7 @@ def reject_nonfinite(
     file: Path,
     fields: WeightFields = FIELDS,
 ) -> None:
-    """Refuses the weights of a run that diverged. (Infinite buffers may be masks.)"""
+    """Rejects the weights of a run that diverged. (Infinite buffers may be masks.)"""
     odd = [name for name, tensor in module.named_parameters() if not tensor.isfinite().all()]
     odd += [name for name, tensor in module.named_buffers() if tensor.isnan().any()]
     if odd:

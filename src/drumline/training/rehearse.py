@@ -79,7 +79,7 @@ def why_not_captured(run: Run) -> str:
 
 @contextmanager
 def _sparse_gradients(run: Run) -> Iterator[list[str]]:
-    """Collects the parameters whose gradients are sparse. Not of a compiled model, which would compile the hooks,
+    """Collects the parameters whose gradients are sparse. Skips a compiled model, which would compile the hooks,
     too."""
     found: list[str] = []
 
@@ -100,7 +100,7 @@ def _sparse_gradients(run: Run) -> Iterator[list[str]]:
 
 
 def _sparse_layers(module: nn.Module) -> list[str]:
-    """What the layers say of themselves, where gradients belong to tensors that are not their parameters (FSDP)."""
+    """The layers made with `sparse=True`, for FSDP, whose gradients belong to tensors other than the parameters."""
     return [
         f"{name}.weight"
         for name, part in module.named_modules()
@@ -132,7 +132,7 @@ def _check_gradients(run: Run) -> None:
 
 
 def _check_draws(run: Run) -> None:
-    """Reports a model that draws numbers which cannot be drawn again. All processes call it."""
+    """Reports a model that draws random numbers which no seed repeats. All processes call it."""
     if not any(run.world.all_gather_object(run.step.draws_elsewhere)):
         return
     what = "the model draws from Python's `random` or from `numpy.random`, which no seed of the run reaches"

@@ -1,7 +1,7 @@
 """Resumes from a checkpoint: rank 0 reads it, and every process restores what it holds.
 
-Promises: a checkpoint that does not fit this recipe is refused before a byte is written; different settings and a
-different environment are logged, and refused where the same bits were promised.
+Promises: a checkpoint that does not fit this recipe is rejected before a byte is written. Different settings and a
+different environment are logged, and rejected in strict mode, which promises the same bits.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def restore(
 
 
 def compare_records(then: ModelRecord | None, now: ModelRecord | None, checkpoint: Path) -> list[str]:
-    """What to say when data and image preparation differ from the checkpoint's. Refuses other classes."""
+    """Messages about classes and image preparation that differ from the checkpoint's. Rejects different classes."""
     if then is None or now is None:
         return [f"{checkpoint} has no record of its class names: they are taken to be the data's"]
     (a, b), messages = (then.classes, now.classes), []
@@ -137,7 +137,7 @@ def compare_data(
 
 
 def saved_environment(checkpoint: Path) -> dict[str, Any]:
-    """What the run that wrote the checkpoint ran on, and its strategy's facts."""
+    """The environment of the run that wrote the checkpoint, with its strategy's facts."""
     try:
         return dict(read_manifest(checkpoint).environment)
     except CorruptError as reason:

@@ -169,7 +169,7 @@ class Run:
         return checkpoint
 
     def _saved_environment(self, checkpoint: Path | None) -> Mapping[str, Any]:
-        """What the run that wrote the checkpoint ran on, and its strategy's facts."""
+        """The environment of the run that wrote the checkpoint, with its strategy's facts."""
         saved: Mapping[str, Any] = self.world.broadcast_object(
             saved_environment(checkpoint) if checkpoint and self.world.is_rank_zero else {}
         )
@@ -239,7 +239,7 @@ class Run:
         )
 
     def _environment(self, threads: int, identity: dict[str, Any]) -> dict[str, Any]:
-        """What the run runs on, as environment.json and checkpoints record it."""
+        """The environment of this run, as environment.json and checkpoints record it."""
         world = self.world
         return {
             **describe_environment(world.device, world.size, world.backend, threads),

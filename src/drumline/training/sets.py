@@ -45,7 +45,7 @@ BROKEN_SAMPLES = "broken-samples.tsv"
 
 @dataclass(frozen=True)
 class Sets:
-    """The training and evaluation data of a run, and how to look at them."""
+    """The training and evaluation data of a run, their transform and their loader workers."""
 
     name: str
     train_spec: DatasetSpec
@@ -57,7 +57,7 @@ class Sets:
     std: tuple[float, ...]
     workers: LoaderWorkers
     workers_why: str
-    """Why these; empty if there was nothing to choose."""
+    """The reason for the choice of workers; empty if there was none to make."""
     bad: tuple[BadSamples, BadSamples]
     """Broken samples met so far, of the training and of the evaluation set."""
     device: torch.device
@@ -128,7 +128,7 @@ class Sets:
         )
 
     def evaluation(self, recipe: Recipe, world: World, blank: bool = False) -> Batches:
-        """This rank's evaluation batches; with `blank`, images are for others to see."""
+        """This rank's evaluation batches; with `blank`, without pixels, for processes that do not compute images."""
         requests = evaluation_requests(
             samples=len(self.eval), batch=self.eval_batch, rank=world.rank, world=world.size
         )
@@ -150,8 +150,8 @@ class Sets:
 
 
 def open_sets(recipe: Recipe, world: World, to_score: bool = False) -> Sets:
-    """Opens the data and decides how it is seen. With `to_score`, the data needs no splits: without them, all of
-    it is the evaluation set."""
+    """Opens the data and chooses its transform and workers. With `to_score`, the data needs no splits: without them,
+    all of it is the evaluation set."""
     data = recipe.data
     again = bool(claimed())  # a start of this very run has opened the data before
     name = detect_source(data.source, data.path, again)
@@ -219,7 +219,7 @@ class Normalise:
 
 
 def normaliser(sets: Sets, recipe: Recipe) -> Normalise:
-    """What turns a batch's pixels into the model's input, on the device."""
+    """Turns the pixels of batches into the model's input, on the device."""
     return Normalise.build(sets.mean, sets.std, sets.device, uses_channels_last(recipe, sets.device))
 
 
@@ -247,7 +247,7 @@ def _resident(source: Dataset, transform: Transform, device: torch.device) -> Re
 
 
 def gather_bad_samples(sets: tuple[BadSamples, BadSamples], world: World) -> None:
-    """Merges what the ranks have found. Every rank calls it; costs one small message when nothing is new."""
+    """Merges the broken samples of all ranks. Every rank calls it; costs one small message if none is new."""
     counts = world.all_gather_floats([len(one.bad) for one in sets])
     if any(row != counts[0] for row in counts) or any(counts[0]):
         for one, others in zip(
@@ -257,7 +257,7 @@ def gather_bad_samples(sets: tuple[BadSamples, BadSamples], world: World) -> Non
 
 
 def write_bad_samples(sets: tuple[BadSamples, BadSamples], folder: Path) -> None:
-    """Writes the list into the run folder, in the order of sets and ids; what stands there already stays."""
+    """Writes the list into the run folder, in the order of sets and ids; existing lines stay."""
     file = folder / BROKEN_SAMPLES
     before = file.read_text().splitlines() if file.exists() else []
     lines = {_key(line): line for one in sets for line in one.lines()}
@@ -272,7 +272,7 @@ def _key(line: str) -> tuple[bool, int]:
 
 
 def describe_bad_samples(sets: tuple[BadSamples, BadSamples], listed: bool = True) -> list[str]:
-    """What to report about them; empty if there are none."""
+    """Warnings about broken samples; empty if there are none."""
     where = f" (all in {BROKEN_SAMPLES})" if listed else ""
     training, evaluation = sets
     lines = []

@@ -52,11 +52,12 @@ class Average:
 
 @dataclass(frozen=True)
 class TrainState:
-    """What is trained (`module`), what a step calls (`forward`), and what updates it."""
+    """The trained module, the forward that a step calls, the optimizer, and the average."""
 
     module: nn.Module
     model: nn.Module
-    """What is evaluated, averaged and exported: `module` itself, or a submodule that the rest helps to train."""
+    """The model that is evaluated, averaged and exported: `module` itself, or a submodule of it, which the rest helps
+    to train."""
     forward: nn.Module
     optimizer: torch.optim.Optimizer
     lr: torch.Tensor

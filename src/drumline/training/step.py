@@ -141,7 +141,7 @@ class TrainStep:
             except torch.cuda.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                # The state in use still waits for its capture to end, and would refuse the next dropout.
+                # The state in use still waits for its capture to end, and the next dropout would raise an error.
                 generator.graphsafe_set_state(intact)
                 self.draws.renew()
                 raise NotCapturable(str(error).strip().splitlines()[0]) from error
@@ -150,7 +150,7 @@ class TrainStep:
                 torch.cuda.set_stream(current)
             written = [(parameter, parameter.grad) for parameter in self.state.module.parameters()]
         for parameter, gradient in written:
-            parameter.grad = gradient  # what each replay writes, for those who read gradients
+            parameter.grad = gradient  # each replay writes here; guards read it
         self._graph, self._static = graph, static
 
     def replay(
@@ -183,7 +183,7 @@ class TrainStep:
         return mixed(images, batch.mix) if batch.mix.shape[1] else images
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> LossSums:
-        """The objective's score of a micro-batch."""
+        """The objective's sums over a micro-batch."""
         images = self.images(batch)
         with autocast(self.world.device, self.precision):
             return self.objective(model, images, batch)

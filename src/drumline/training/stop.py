@@ -39,8 +39,8 @@ class StopSign:
         watch: Callable[[int], int] = lambda step: 0,
         record: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`watch` is asked after each check's step; what it gives, if not 0, becomes the `alarm` of all ranks.
-        `record` is given the last line of a process that a second signal ends, inside the signal handler."""
+        """`watch(step)` is called at each check; its result, if not 0, becomes the `alarm` of all ranks. The signal
+        handler calls `record` with the last line of a process that a second signal ends."""
         self.world, self.watch, self.record = world, watch, record
         self.signal = ""
         """The name of the signal that this process received."""
@@ -49,7 +49,7 @@ class StopSign:
         self.seconds_per_step = 0.0
         """As measured since the last check, the slowest rank's; 0 until known. The same on every rank."""
         self.alarm = 0
-        """The highest that any rank's `watch` gave, or 0. The same on every rank after the same step."""
+        """The highest result of any rank's `watch`, or 0. The same on every rank after the same step."""
         self._asked_at = -math.inf
         self._before: dict[int, object] = {}
         self._message = torch.zeros(3, dtype=torch.int64)
@@ -136,13 +136,13 @@ class StopSign:
             text_log.leave_bar()
             os._exit(KILLED)
         self.signal = name
-        if LAUNCHER not in os.environ and self.world.size == 1:  # otherwise the launcher says it
+        if LAUNCHER not in os.environ and self.world.size == 1:  # otherwise the launcher reports it
             text_log.say(
                 f"{name}: finishing the step, then saving; {name} again ends the run at once, without saving"
             )
 
     def _leave_terminal(self) -> None:
-        """What is printed on a terminal that is gone would be an error, and end the run before it has saved."""
+        """Redirects output from a closed terminal: writing to it would raise an error before the run has saved."""
         for number in self._terminals:
             if not os.isatty(number):
                 nowhere = os.open(os.devnull, os.O_WRONLY)

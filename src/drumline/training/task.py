@@ -1,4 +1,4 @@
-"""What a run trains: a module, the objective that it minimises, and the data that the objective reads.
+"""The task of a run: a module, the objective that it minimises, and the data that the objective reads.
 
 Promises: the step and the loop run any task; `classification` is the plain one, and distillation builds its own.
 Losses are computed in fp32 per sample and summed, so that weighting by the global batch is exact for uneven slices.
@@ -49,8 +49,8 @@ class Meter:
 
 
 class Objective:
-    """Runs the model on normalised images and scores it. It owns what it keeps from step to step; the step restores
-    that after a rehearsal, and the loop saves it."""
+    """Runs the model on normalised images and computes the loss. The step restores the state of an objective after a
+    rehearsal, and the loop saves it."""
 
     terms: tuple[str, ...] = ()
     """Names of further sums that it reports, such as the parts of its loss."""
@@ -106,7 +106,7 @@ class Classification(Objective):
 
 
 def check_logits(logits: object, classes: int) -> None:
-    """Refuses a model that does not give one tensor with a logit for each class."""
+    """Rejects a model that does not return one tensor with a logit for each class."""
     if not isinstance(logits, torch.Tensor):
         raise UserError(
             f"model.name: the model returned {type(logits).__name__} in training, not one tensor of logits",
@@ -156,15 +156,15 @@ class Task:
     objective: Objective
     cut: Cut = field(default_factory=Cut)
     messages: tuple[str, ...] = ()
-    """What to log about it."""
+    """Lines for the log."""
     metrics: tuple[Metric, ...] = ()
-    """What an evaluation measures besides the table of `metrics.py`."""
+    """Metrics of an evaluation besides those in the table of `metrics.py`."""
     facts: Mapping[str, float] = field(default_factory=dict)
     """Numbers that the result of the run repeats, such as a teacher's accuracy."""
     summary: str = ""
     """The same for the closing line of the run."""
     evaluates: bool = True
-    """Whether the model's accuracy means anything."""
+    """Whether the run evaluates. False where the model's accuracy has no meaning."""
     extend_batches: ExtendBatches = unchanged
     spans_devices: bool = False
     """Whether the objective computes on several GPUs in each process, as a teacher in stages does."""
