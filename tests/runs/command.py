@@ -1,4 +1,4 @@
-"""Runs `drumline` as a user types it, in processes of its own."""
+"""Runs the command `drumline` in new processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TINY = (
     "parallel.threads=1",
     "checkpoint.every_steps=7",
 )
-"""58 steps on the embedded digits: a few seconds. 48 is divided by 1, 2, 3 and 4 processes."""
+"""58 steps on the embedded digits: a few seconds. 48 is divisible by 1, 2, 3 and 4."""
 
 LOADED = (
     *TINY,
@@ -35,25 +35,25 @@ LOADED = (
     "data.pool=processes",
     "data.workers=1",
 )
-"""5 steps an epoch on the image files of `build_damaged_set`, with a loader process for each trainer."""
+"""5 steps per epoch on the image files of `build_damaged_set`, with a loader process per trainer."""
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Ours, without a launcher's variables."""
+    """The environment of the tests, without a launcher's variables."""
     drop = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     kept = {name: value for name, value in os.environ.items() if name not in drop and "SLURM" not in name}
     return kept | {"PYTHONUNBUFFERED": "1"} | extra
 
 
 def drumline(*words: str, folder: Path, timeout: float = 240, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs to the end, in a fork of a process that has torch imported."""
+    """Runs a command to its end, in a fork of a process that has imported torch."""
     return warm.run([sys.executable, "-m", "drumline", *words], folder, environment(**env), timeout)
 
 
 def completed(
     command: Sequence[str], folder: Path, timeout: float = 120, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Any command, in a clean environment."""
+    """Runs any command to its end."""
     return subprocess.run(
         command,
         cwd=folder,
@@ -66,7 +66,7 @@ def completed(
 
 
 def begin(*words: str, folder: Path, **env: str) -> subprocess.Popen[str]:
-    """Starts and does not wait."""
+    """Starts a command in a new interpreter and does not wait."""
     return subprocess.Popen(
         [sys.executable, "-m", "drumline", *words],
         cwd=folder,
@@ -77,14 +77,32 @@ def begin(*words: str, folder: Path, **env: str) -> subprocess.Popen[str]:
     )
 
 
-def kill_when(ready: Callable[[], bool], run: subprocess.Popen[str], then: float = 0.0) -> None:
-    """Every process of a run gets SIGKILL as soon as it is `ready`, or so many seconds later."""
-    family = psutil.Process(run.pid)
+def wait_until(ready: Callable[[], bool], run: subprocess.Popen[str]) -> None:
+    """Waits for a condition. Fails if the run ends first."""
     deadline = time.monotonic() + 120
     while not ready():
         assert run.poll() is None, run.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def still_running(processes: Sequence[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """The processes that are alive after `seconds`; zombies do not count."""
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    return [process for process in alive if not _is_zombie(process)]
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def kill_when(ready: Callable[[], bool], run: subprocess.Popen[str], then: float = 0.0) -> None:
+    """Kills every process of a run as soon as it is `ready`, or `then` seconds later."""
+    family = psutil.Process(run.pid)
+    wait_until(ready, run)
     time.sleep(then)
     for process in [*family.children(recursive=True), family]:
         try:
@@ -95,7 +113,7 @@ def kill_when(ready: Callable[[], bool], run: subprocess.Popen[str], then: float
 
 
 def result(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """The JSON on the last line of stdout of a command that went well."""
+    """The JSON on the last line of stdout of a successful command."""
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert isinstance(found, dict)
@@ -103,12 +121,12 @@ def result(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 def train(folder: Path, name: str, *words: str, recipe: Sequence[str] = TINY) -> dict[str, Any]:
-    """A whole run."""
+    """Trains a run to its end. Returns its result."""
     return result(drumline("train", *recipe, f"run.name={name}", *words, folder=folder))
 
 
 def sha256(folder: Path, name: str) -> str:
-    """What `drumline verify` says of a run."""
+    """The hash that `drumline verify` prints for a run."""
     done = drumline("verify", f"runs/{name}", folder=folder)
     assert done.returncode == 0, done.stdout
     lines = [line for line in done.stdout.splitlines() if line.startswith("state sha256: ")]

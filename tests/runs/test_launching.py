@@ -16,7 +16,19 @@ import pytest
 
 from tests.data.damage import build_damaged_set
 from tests.launch.hosts import two_hosts, why_not
-from tests.runs.command import LOADED, TINY, begin, completed, drumline, environment, result, sha256, train
+from tests.runs.command import (
+    LOADED,
+    TINY,
+    begin,
+    completed,
+    drumline,
+    environment,
+    result,
+    sha256,
+    still_running,
+    train,
+    wait_until,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -25,21 +37,8 @@ SIX_EPOCHS = (*LOADED, "train.epochs=6")
 """30 steps."""
 
 
-def wait_for(path: Path, run: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while not path.exists():
-        assert run.poll() is None, run.communicate()
-        assert time.monotonic() < deadline, path
-        time.sleep(0.02)
-
-
 def family(run: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(run.pid).children(recursive=True)
-
-
-def all_gone(processes: list[psutil.Process]) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=10)
-    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.fixture
@@ -153,7 +152,7 @@ def test_a_stopped_run_saves_leaves_no_process_and_resumes_to_the_same_bits(
 ) -> None:
     here = f"parallel.processes={processes}"
     run = begin("train", *SIX_EPOCHS, "run.name=x", here, folder=photos)
-    wait_for(photos / "runs/x/checkpoints/step-7", run)
+    wait_until((photos / "runs/x/checkpoints/step-7").exists, run)
     children = family(run)
     assert len(children) >= 2 * processes  # for each trainer a loader and the server that forked it
     run.send_signal(number)
@@ -161,7 +160,7 @@ def test_a_stopped_run_saves_leaves_no_process_and_resumes_to_the_same_bits(
     stopped = '"finished": false' in out
     assert run.returncode == (128 + number if stopped else 0), said
     assert "Traceback" not in said
-    assert all_gone(children)
+    assert still_running(children, 10) == []
     if stopped:
         assert re.search(rf"stopped: ({number.name}|on request) after step \d+ of", said), said
     again = drumline("train", *SIX_EPOCHS, "run.name=x", here, "checkpoint.resume=auto", folder=photos)
@@ -174,7 +173,7 @@ def test_a_stop_signal_to_whole_process_groups_still_saves(photos: Path) -> None
     """As systemd and some batch systems send it: loaders and their server get the signal too."""
     words = ("run.name=x", "parallel.processes=2", "train.epochs=500")
     run = begin("train", *SIX_EPOCHS, *words, folder=photos)
-    wait_for(photos / "runs/x/checkpoints/step-7", run)
+    wait_until((photos / "runs/x/checkpoints/step-7").exists, run)
     children = family(run)
     for group in {os.getpgid(child.pid) for child in children}:
         os.killpg(group, signal.SIGTERM)
@@ -182,7 +181,7 @@ def test_a_stop_signal_to_whole_process_groups_still_saves(photos: Path) -> None
     assert run.returncode == 128 + signal.SIGTERM, said
     assert "stopped: on request after step" in said
     assert "Traceback" not in said
-    assert all_gone(children)
+    assert still_running(children, 10) == []
 
 
 BROKEN = """
@@ -220,7 +219,7 @@ def test_an_error_on_one_rank_is_shown_once_with_its_rank_and_stops_the_others(t
     assert said.count("RuntimeError: the fifth call broke") == 1
     assert "rank 1 failed" in said
     assert said.count("Traceback") == 1
-    assert all_gone(children)
+    assert still_running(children, 10) == []
 
 
 def test_a_user_error_found_by_the_workers_prints_one_message(tmp_path: Path) -> None:
@@ -234,17 +233,17 @@ def test_a_user_error_found_by_the_workers_prints_one_message(tmp_path: Path) ->
 def test_no_process_outlives_a_killed_launcher(photos: Path) -> None:
     words = ("run.name=x", "parallel.processes=2", "train.epochs=500")
     run = begin("train", *SIX_EPOCHS, *words, folder=photos)
-    wait_for(photos / "runs/x/checkpoints/step-7", run)
+    wait_until((photos / "runs/x/checkpoints/step-7").exists, run)
     children = family(run)
     run.kill()
     assert len(children) >= 4  # two trainers and their loader workers
-    assert all_gone(children)
+    assert still_running(children, 10) == []
     run.communicate()
 
 
 def test_a_second_run_in_the_same_folder_is_rejected(tmp_path: Path) -> None:
     run = begin("train", *TINY, "run.name=x", "train.epochs=500", folder=tmp_path)
-    wait_for(tmp_path / "runs/x/checkpoints/step-7", run)
+    wait_until((tmp_path / "runs/x/checkpoints/step-7").exists, run)
     second = drumline("train", *TINY, "run.name=x", "checkpoint.resume=auto", folder=tmp_path)
     run.terminate()
     run.communicate(timeout=60)

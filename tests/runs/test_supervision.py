@@ -17,7 +17,7 @@ import pytest
 
 from drumline.core.heartbeat import SLOT, VARIABLE, Phase
 from tests.data.damage import build_damaged_set
-from tests.runs.command import LOADED, TINY, begin, metrics, sha256, train
+from tests.runs.command import LOADED, TINY, begin, metrics, sha256, still_running, train, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -26,8 +26,8 @@ LONG = (*LOADED, "train.epochs=10", "train.eval_every=0")
 
 
 @dataclass(frozen=True)
-class Story:
-    """What became of a run that lost rank 0 and a loader process, and whose rank 1 was stopped."""
+class LostProcesses:
+    """A finished run that lost rank 0 and a loader process, and whose rank 1 was stopped."""
 
     folder: Path
     code: int
@@ -38,8 +38,8 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
-    folder = tmp_path_factory.mktemp("story")
+def lost(tmp_path_factory: pytest.TempPathFactory) -> LostProcesses:
+    folder = tmp_path_factory.mktemp("lost")
     build_damaged_set(folder / "photos", kinds=())
     words = ("parallel.processes=2", "launch.restarts=3", "launch.hang=3")  # resume=never, a name of its own
     run = begin("train", *LONG, *words, folder=folder)
@@ -53,13 +53,13 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
             act(run)
             _, left = psutil.wait_procs(trainers, timeout=20)
             assert left == []
-            hang_seconds = time.monotonic() - begun  # of the last act in the end
+            hang_seconds = time.monotonic() - begun  # in the end, those of stop_rank
         out, said = run.communicate(timeout=120)
     finally:
         run.kill()
-    _, left = psutil.wait_procs(seen, timeout=1)
+    left = still_running(seen, 1)
     result = json.loads(out.splitlines()[-1]) if out else {}
-    return Story(folder, run.returncode, result, said, [p for p in left if not is_zombie(p)], hang_seconds)
+    return LostProcesses(folder, run.returncode, result, said, left, hang_seconds)
 
 
 def test_a_stop_signal_after_the_result_does_not_change_the_exit_code(tmp_path: Path) -> None:
@@ -74,19 +74,19 @@ def test_a_stop_signal_after_the_result_does_not_change_the_exit_code(tmp_path: 
     assert run.returncode == 0, said
 
 
-def test_a_run_that_loses_processes_restarts_and_ends_with_the_same_bits(story: Story) -> None:
-    assert story.code == 0, story.said
-    assert story.result["finished"]
-    assert [path.name for path in (story.folder / "runs").iterdir()] == ["photos-resnet8-1"]
-    train(story.folder, "reference", "parallel.processes=2", recipe=LONG)
-    assert sha256(story.folder, "photos-resnet8-1") == sha256(story.folder, "reference")
-    steps = [line["step"] for line in metrics(story.folder, "photos-resnet8-1", "train")]
-    assert steps == [line["step"] for line in metrics(story.folder, "reference", "train")]
+def test_a_run_that_loses_processes_restarts_and_ends_with_the_same_bits(lost: LostProcesses) -> None:
+    assert lost.code == 0, lost.said
+    assert lost.result["finished"]
+    assert [path.name for path in (lost.folder / "runs").iterdir()] == ["photos-resnet8-1"]
+    train(lost.folder, "reference", "parallel.processes=2", recipe=LONG)
+    assert sha256(lost.folder, "photos-resnet8-1") == sha256(lost.folder, "reference")
+    steps = [line["step"] for line in metrics(lost.folder, "photos-resnet8-1", "train")]
+    assert steps == [line["step"] for line in metrics(lost.folder, "reference", "train")]
 
 
-def test_each_restart_reports_the_lost_rank_and_when_training_continues(story: Story) -> None:
-    lines = [line for line in story.said.splitlines() if "restart " in line]
-    assert len(lines) == 3, story.said
+def test_each_restart_reports_the_lost_rank_and_when_training_continues(lost: LostProcesses) -> None:
+    lines = [line for line in lost.said.splitlines() if "restart " in line]
+    assert len(lines) == 3, lost.said
     for number, line in enumerate(lines, 1):
         assert line.endswith(f"; restart {number} of 3")
     found = re.match(
@@ -98,13 +98,13 @@ def test_each_restart_reports_the_lost_rank_and_when_training_continues(story: S
     assert re.match(
         r"rank 1: hung: no progress for [345]\.\d s; it is stopped by SIGSTOP or a debugger", lines[2]
     )
-    again = re.findall(r"training again: step \d+ finished \d+\.\d s after rank \d was lost", story.said)
-    assert len(again) == 3, story.said
-    assert story.said.count("resumed from runs/photos-resnet8-1/checkpoints/step-") == 3
+    again = re.findall(r"training again: step \d+ finished \d+\.\d s after rank \d was lost", lost.said)
+    assert len(again) == 3, lost.said
+    assert lost.said.count("resumed from runs/photos-resnet8-1/checkpoints/step-") == 3
 
 
-def test_the_run_log_has_the_failures_and_restarts(story: Story) -> None:
-    log = (story.folder / "runs/photos-resnet8-1/log.txt").read_text()
+def test_the_run_log_has_the_failures_and_restarts(lost: LostProcesses) -> None:
+    log = (lost.folder / "runs/photos-resnet8-1/log.txt").read_text()
     entries = [line.partition("  ")[2] for line in log.splitlines() if line[0].isdigit()]
     ends = [text for text in entries if text.startswith(("started: drumline train ", "failed: "))]
     assert [text.partition(":")[0] for text in ends] == ["started", "failed"] * 3 + ["started"]
@@ -117,24 +117,24 @@ def test_the_run_log_has_the_failures_and_restarts(story: Story) -> None:
     assert "was killed (kill -9" not in log
 
 
-def test_a_stopped_rank_is_noticed_in_time_and_the_stacks_of_the_others_are_printed(story: Story) -> None:
-    assert story.hang_seconds < 3 + 3
-    block = story.said[story.said.index("rank 0: stepping, ") :]
+def test_a_stopped_rank_is_noticed_in_time_and_the_stacks_of_the_others_are_printed(
+    lost: LostProcesses,
+) -> None:
+    assert lost.hang_seconds < 3 + 3
+    block = lost.said[lost.said.index("rank 0: stepping, ") :]
     assert "drumline/training/loop.py" in block[: block.index("rank 1: ")]
     assert "rank 1: stepping" in block
     assert "stopped by SIGSTOP or a debugger, so its stack cannot be read" in block
 
 
-def test_a_restart_gives_no_warning_about_unchanged_settings(story: Story) -> None:
-    assert "may differ" not in story.said
-    assert story.said.count("WARNING") == story.said.count(
-        "WARNING: with data.batch = 12, one of 2 processes"
-    )
-    assert "Traceback" not in story.said
+def test_a_restart_gives_no_warning_about_unchanged_settings(lost: LostProcesses) -> None:
+    assert "may differ" not in lost.said
+    assert lost.said.count("WARNING") == lost.said.count("WARNING: with data.batch = 12, one of 2 processes")
+    assert "Traceback" not in lost.said
 
 
-def test_a_run_with_many_restarts_leaves_no_process_behind(story: Story) -> None:
-    assert story.left == []
+def test_a_run_with_many_restarts_leaves_no_process_behind(lost: LostProcesses) -> None:
+    assert lost.left == []
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
@@ -149,8 +149,7 @@ def test_no_process_outlives_a_killed_run_by_a_second(restarts: int, tmp_path: P
         assert len(family) >= 2 + restarts
     finally:
         run.kill()
-    _, left = psutil.wait_procs(family, timeout=1)
-    assert [process for process in left if not is_zombie(process)] == []
+    assert still_running(family, 1) == []
     run.communicate()
 
 
@@ -197,16 +196,4 @@ def newest(folder: Path) -> int:
 
 def wait_for_step(folder: Path, step: int, run: subprocess.Popen[str]) -> None:
     """Until there is a checkpoint of this step or a later one."""
-    deadline = time.monotonic() + 60
-    while newest(folder) < step:
-        if run.poll() is not None or time.monotonic() > deadline:
-            run.kill()
-            raise AssertionError(run.communicate())
-        time.sleep(0.01)
-
-
-def is_zombie(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
+    wait_until(lambda: newest(folder) >= step, run)
