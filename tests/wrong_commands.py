@@ -248,10 +248,10 @@ WRONG_COMMANDS = [
     _line("a rate that overflows", "optim.lr=1e39", "optim.lr=1e39: too large", "give at most"),
     # Layouts that cannot be.
     _line(
-        "zero bubble", "--parallel.schedule zbv", "--parallel.schedule zbv", "not offered", "backward", "1f1b"
+        "zero bubble", "--parallel.schedule zbv", "--parallel.schedule zbv", "not available", "backward", "1f1b"
     ),
     _line("zero bubble in words", "parallel.schedule=zero-bubble", "would silently be wrong", "interleaved"),
-    _file("zero bubble in a file", '[parallel]\nschedule = "ZB-H1"\n', "recipe.toml:2", "not offered"),
+    _file("zero bubble in a file", '[parallel]\nschedule = "ZB-H1"\n', "recipe.toml:2", "not available"),
     _line("half a schedule", "parallel.schedule=1f1", "gpipe, 1f1b, interleaved", "did you mean 1f1b?"),
     _line(
         "processes left over",
@@ -281,11 +281,11 @@ WRONG_COMMANDS = [
     _line(
         "half a round",
         f"{_PIPELINE} parallel.stages=2 parallel.schedule=interleaved parallel.micro_batches=5",
-        "parallel.micro_batches=5: interleaved goes in rounds",
-        "such as 6",
+        "parallel.micro_batches=5: parallel.schedule = interleaved needs a multiple of parallel.stages = 2",
+        "give 6",
     ),
-    _line("strict stages", f"{_PIPELINE} --run.strict", "--run.strict", "whole models", "use ddp"),
-    _line("compiled stages", f"{_PIPELINE} --train.compile", "--train.compile: does not go with", "use ddp"),
+    _line("strict stages", f"{_PIPELINE} --run.strict", "--run.strict", "the whole model", "use ddp"),
+    _line("compiled stages", f"{_PIPELINE} --train.compile", "--train.compile: not supported", "use ddp"),
     _line(
         "accumulating stages", f"{_PIPELINE} --train.accumulate 2", "--train.accumulate 2", "micro_batches"
     ),
@@ -296,14 +296,14 @@ WRONG_COMMANDS = [
     _line(
         "loss scales apart",
         f"{_PIPELINE} parallel.processes=2 train.precision=fp16",
-        "train.precision=fp16: each stage of a pipeline over processes",
+        "train.precision=fp16: not supported by a pipeline over processes",
         "use bf16 or fp32",
     ),
     _line("chunks in one row", f"{_PIPELINE} parallel.chunks=2", "parallel.chunks=2", "schedule interleaved"),
     _line(
         "chunks that are none",
         f"{_PIPELINE} parallel.chunks=1 parallel.schedule=interleaved",
-        "parallel.chunks=1: interleaved has at least 2",
+        "parallel.chunks=1: parallel.schedule = interleaved needs at least 2",
     ),
     _line(
         "chunks of no pipeline", "parallel.layout=model parallel.chunks=2", "parallel.chunks=2", "pipeline"
@@ -311,7 +311,7 @@ WRONG_COMMANDS = [
     _line(
         "too many names",
         f"{_PIPELINE} parallel.stages=2 parallel.split=layer2,layer3",
-        "parallel.split=layer2,layer3: makes 3 stage(s), and 2 are asked for",
+        "parallel.split=layer2,layer3: makes 3 stage(s), but the recipe has 2",
     ),
     _line("sharded alone", f"{_PIPELINE} --checkpoint.sharded", "--checkpoint.sharded", "fsdp"),
     _line("model over processes", "parallel.layout=model parallel.processes=2", "one process", "pipeline"),

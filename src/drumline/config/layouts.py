@@ -1,7 +1,7 @@
 """The layouts: a table of their strategies, what each is, and the rules that a recipe must keep under it.
 
-Promises: a field that the chosen layout does not read is refused, not ignored; a combination that would train a
-different model is refused with the reason. A new layout is an entry in `LAYOUTS` and a strategy class
+Promises: a field that the chosen layout does not read is rejected, not ignored; a combination that would train a
+different model is rejected with the reason. A new layout is an entry in `LAYOUTS` and a strategy class
 (`parallel/strategy.py`).
 """
 
@@ -18,13 +18,11 @@ if TYPE_CHECKING:  # the recipe reads the names of the layouts from here
     from drumline.config.recipe import Recipe
 
 WHY_NOT_SPLIT = (
-    "is not offered: it splits each backward pass in two, which passes by the gradient hooks of the parameters, so "
+    "not available: it splits each backward pass in two, which bypasses the gradient hooks of the parameters, so "
     "gradients averaged over replicas would silently be wrong"
 )
 INSTEAD_OF_SPLIT = "use 1f1b, or interleaved for a smaller bubble"
-
-
-ONE_SCALE = "each stage of a pipeline over processes would scale the loss by a number of its own"
+ONE_SCALE = "not supported by a pipeline over processes: each process would choose its own loss scale"
 
 
 @dataclass(frozen=True)
@@ -67,25 +65,25 @@ def splits_backward(schedule: str) -> bool:
 
 
 def not_offered(field: str, written: str) -> Problem | None:
-    """Why a value that is well known elsewhere is none of this field's; None for a mere mistake."""
+    """The problem of a value that other systems accept for this field; None for any other value."""
     if field == "parallel.schedule" and splits_backward(written):
         return Problem(field, WHY_NOT_SPLIT, INSTEAD_OF_SPLIT)
     return None
 
 
 def layout_problems(recipe: Recipe, world: int) -> Iterator[Problem]:
-    """What the recipe's layout rules out. `world` is the least number of processes."""
+    """The values that the recipe's layout does not support. `world` is the least number of processes."""
     name = recipe.parallel.layout
     layout = layout_named(name)
     if layout.one_process and world > 1:
         yield Problem(
             "parallel.layout",
-            f"runs in one process, but at least {world} are asked for",
+            f"runs in one process, but the recipe starts at least {world}",
             "use ddp or pipeline, or set parallel.processes and parallel.nodes to 1",
         )
     if recipe.checkpoint.sharded and not layout.shards_state:
         yield Problem(
-            "checkpoint.sharded", "only parallel.layout = fsdp shards the state", "leave it out, or use fsdp"
+            "checkpoint.sharded", "only parallel.layout = fsdp shards the state", "remove it, or use fsdp"
         )
     yield from _teacher(recipe)
     for rule in layout.rules:
@@ -93,56 +91,54 @@ def layout_problems(recipe: Recipe, world: int) -> Iterator[Problem]:
 
 
 def _teacher(recipe: Recipe) -> Iterator[Problem]:
-    """Where a teacher cannot be laid out."""
+    """Problems of the teacher's own layout."""
     distill, layout = recipe.distill, recipe.parallel.layout
     if distill.teacher_layout == "pipeline":
         if layout != "pipeline":
             yield Problem(
                 "distill.teacher_layout",
-                "lays the teacher over the processes of the student's pipeline, and "
-                f"parallel.layout = {layout} has none",
+                f"needs a student in a pipeline, and parallel.layout = {layout}",
                 "use --parallel.layout pipeline too, or --distill.teacher_layout model",
             )
         if distill.cache:
             yield Problem(
                 "distill.cache",
-                "is filled by a whole teacher in each process, and distill.teacher_layout = pipeline has none",
-                "leave one of them out, or use --distill.teacher_layout model",
+                "needs the whole teacher in each process, and distill.teacher_layout = pipeline",
+                "remove one of them, or use --distill.teacher_layout model",
             )
     if distill.teacher_stages != "auto" and distill.teacher_layout != "model":
         yield Problem(
             "distill.teacher_stages",
-            f"distill.teacher_layout = {distill.teacher_layout} does not read it",
-            "leave it out, or use --distill.teacher_layout model",
+            f"has no effect with distill.teacher_layout = {distill.teacher_layout}",
+            "remove it, or use --distill.teacher_layout model",
         )
 
 
 def _without_stages(recipe: Recipe, world: int) -> Iterator[Problem]:
     """Fields that only layouts with stages read."""
     parallel = recipe.parallel
-    whose = f"only parallel.layout = pipeline reads it, and it is {parallel.layout}"
+    unused = f"has no effect with parallel.layout = {parallel.layout}"
     if parallel.stages != "auto":
         yield Problem(
             "parallel.stages", f"parallel.layout = {parallel.layout} has no stages", "use pipeline or model"
         )
     if parallel.micro_batches != "auto":
-        yield Problem("parallel.micro_batches", whose, "use train.accumulate, or --parallel.layout pipeline")
+        yield Problem("parallel.micro_batches", unused, "use train.accumulate, or --parallel.layout pipeline")
     if parallel.schedule != "1f1b":
-        yield Problem("parallel.schedule", whose, "leave it out, or use --parallel.layout pipeline")
+        yield Problem("parallel.schedule", unused, "remove it, or use --parallel.layout pipeline")
     if parallel.chunks != "auto":
-        yield Problem("parallel.chunks", whose, "leave it out, or use --parallel.layout pipeline")
-    cut = f"only parallel.layout = pipeline and model read it, and it is {parallel.layout}"
+        yield Problem("parallel.chunks", unused, "remove it, or use --parallel.layout pipeline")
     if parallel.split != "time":
-        yield Problem("parallel.split", cut, "leave it out, or use --parallel.layout pipeline")
+        yield Problem("parallel.split", unused, "remove it, or use --parallel.layout pipeline")
     if parallel.batchnorm != "micro":
-        fix = "use train.sync_bn" if parallel.batchnorm == "sync" else "leave it out, or use pipeline"
-        yield Problem("parallel.batchnorm", cut, fix)
+        fix = "use train.sync_bn" if parallel.batchnorm == "sync" else "remove it, or use pipeline"
+        yield Problem("parallel.batchnorm", unused, fix)
     if parallel.virtual and recipe.distill.teacher_layout != "model":
-        yield Problem("parallel.virtual", cut, "leave it out, or use --parallel.layout pipeline")
+        yield Problem("parallel.virtual", unused, "remove it, or use --parallel.layout pipeline")
 
 
 def _with_stages(recipe: Recipe, world: int) -> Iterator[Problem]:
-    """What stages rule out."""
+    """Values that do not work with stages."""
     parallel, train, data = recipe.parallel, recipe.train, recipe.data
     micro = parallel.micro_batches
     # A number below 1 is reported with the other limits.
@@ -156,8 +152,8 @@ def _with_stages(recipe: Recipe, world: int) -> Iterator[Problem]:
     if parallel.virtual and world > 1 and recipe.distill.teacher_layout != "model":
         yield Problem(
             "parallel.virtual",
-            f"the stages of {world} processes lie on these, not on devices of one",
-            "leave it out",
+            f"places the stages of one process on virtual devices, and the recipe starts {world} processes",
+            "remove it",
         )
     names = [] if parallel.split in ("even", "time") else parallel.split.split(",")
     chunks = (
@@ -166,7 +162,7 @@ def _with_stages(recipe: Recipe, world: int) -> Iterator[Problem]:
     if names and isinstance(stages, int) and len(names) + 1 != stages * chunks:
         yield Problem(
             "parallel.split",
-            f"makes {len(names) + 1} stage(s), and {stages * chunks} are asked for"
+            f"makes {len(names) + 1} stage(s), but the recipe has {stages * chunks}"
             + (
                 f" (parallel.stages = {stages} x {chunks} chunks)"
                 if chunks > 1
@@ -175,89 +171,99 @@ def _with_stages(recipe: Recipe, world: int) -> Iterator[Problem]:
             "name the module that begins each stage but the first: one name less than stages",
         )
     if train.accumulate > 1:
-        yield Problem(
-            "train.accumulate", "a pipeline has micro-batches instead", "use --parallel.micro_batches"
-        )
+        yield Problem("train.accumulate", "not supported with stages", "use --parallel.micro_batches")
     unit = data.mixing_unit
     if isinstance(micro, int) and data.batch < micro * unit:
         yield Problem(
             "parallel.micro_batches",
             f"data.batch = {data.batch} has too few samples"
-            + (" (mixed ones go in pairs)" if unit == 2 else ""),
+            + (" (mixed samples stay in pairs)" if unit == 2 else ""),
             f"give at most {data.batch // unit}, or a larger --data.batch",
         )
     if train.sync_bn:
         yield Problem(
-            "train.sync_bn", "does not go with stages", "use --parallel.batchnorm sync: over all replicas"
+            "train.sync_bn", "not supported with stages", "use --parallel.batchnorm sync: over all replicas"
         )
     if PRECISIONS.get(train.precision, FP32).scales_loss and world > 1:
         yield Problem("train.precision", ONE_SCALE, "use bf16 or fp32")
     if train.capture == "on":
         yield Problem(
-            "train.capture", f"parallel.layout = {parallel.layout} is no single graph", "use auto or off"
+            "train.capture",
+            f"not supported with parallel.layout = {parallel.layout}, which computes in several threads or processes",
+            "use auto or off",
         )
 
 
 def _schedule(recipe: Recipe, world: int) -> Iterator[Problem]:
-    """Schedules that do not fit the stages."""
+    """Schedules that do not fit the stages or the micro-batches."""
     parallel = recipe.parallel
     micro, stages = parallel.micro_batches, parallel.stages
     if parallel.schedule == "interleaved":
         if parallel.chunks == 1:
-            yield Problem("parallel.chunks", "interleaved has at least 2 on each process", "use 1f1b, or 2")
+            yield Problem(
+                "parallel.chunks",
+                "parallel.schedule = interleaved needs at least 2 stages on each process",
+                "give 2 or more, or use --parallel.schedule 1f1b",
+            )
         if isinstance(stages, int) and stages > 0 and isinstance(micro, int) and micro % stages:
             yield Problem(
                 "parallel.micro_batches",
-                f"interleaved goes in rounds of parallel.stages = {stages}",
-                f"give a multiple, such as {-(-micro // stages) * stages}, or use 1f1b",
+                f"parallel.schedule = interleaved needs a multiple of parallel.stages = {stages}",
+                f"give {-(-micro // stages) * stages}, or use --parallel.schedule 1f1b",
             )
     elif parallel.chunks != "auto":
         yield Problem(
             "parallel.chunks",
             f"parallel.schedule = {parallel.schedule} has one stage on each process",
-            "use --parallel.schedule interleaved, or leave it out",
+            "use --parallel.schedule interleaved, or remove it",
         )
 
 
 def _takes_turns(recipe: Recipe, world: int) -> Iterator[Problem]:
-    """What stages that take turns do not have."""
+    """Fields that stages that take turns do not read."""
     parallel = recipe.parallel
     if parallel.micro_batches not in ("auto", 1):
         yield Problem(
             "parallel.micro_batches",
-            "layout model computes the batch whole",
+            "parallel.layout = model does not divide the batch",
             "use --parallel.layout pipeline",
         )
     if parallel.schedule != "1f1b":
-        yield Problem("parallel.schedule", "layout model has none", "use --parallel.layout pipeline")
+        yield Problem(
+            "parallel.schedule",
+            "has no effect with parallel.layout = model",
+            "use --parallel.layout pipeline",
+        )
     elif parallel.chunks != "auto":
-        yield Problem("parallel.chunks", "layout model has none", "use --parallel.layout pipeline")
+        yield Problem(
+            "parallel.chunks", "has no effect with parallel.layout = model", "use --parallel.layout pipeline"
+        )
 
 
 def _data_parallel(recipe: Recipe, world: int) -> Iterator[Problem]:
-    """What torch's DataParallel rules out."""
+    """Values that do not work with torch's DataParallel."""
     if recipe.train.gradient_checkpointing:
         yield Problem(
             "train.gradient_checkpointing",
             "does not work with parallel.layout = dp",
-            "use ddp, or leave one of them out",
+            "use ddp, or remove one of them",
         )
     if recipe.run.strict:
         yield Problem("parallel.layout", "dp does not work with run.strict", "use ddp, or auto")
 
 
 def _without_whole_models(recipe: Recipe, world: int) -> Iterator[Problem]:
-    """What needs the whole model in each process."""
+    """Values that need the whole model in each process."""
     layout = recipe.parallel.layout
     if recipe.run.strict:
         yield Problem(
             "run.strict",
-            f"its shards are computed by whole models, and parallel.layout = {layout} has none",
-            "use ddp; a pipeline repeats its own bits without it",
+            f"needs the whole model in each process, and parallel.layout = {layout} divides it",
+            "use ddp, or remove it: a pipeline repeats its own bits without strict mode",
         )
     if recipe.train.compile:
         yield Problem(
-            "train.compile", f"does not go with parallel.layout = {layout} yet", "leave it out, or use ddp"
+            "train.compile", f"not supported with parallel.layout = {layout}", "remove it, or use ddp"
         )
 
 
@@ -312,7 +318,7 @@ def layout_named(name: str) -> Layout:
 
 
 def resolve_layout(name: str, processes: int) -> str:
-    """The layout that a run of so many processes has. Refuses one that needs a single process."""
+    """The layout that a run of so many processes has. Rejects one that needs a single process."""
     if name == "auto":
         return "ddp" if processes > 1 else "single"
     if LAYOUTS[name].one_process and processes > 1:
@@ -324,12 +330,12 @@ def resolve_layout(name: str, processes: int) -> str:
 
 
 def teacher_over_processes(recipe: Recipe) -> bool:
-    """Whether the teacher's stages are laid over the processes of the student's pipeline."""
+    """Whether the teacher's stages are placed on the processes of the student's pipeline."""
     return recipe.distill.teacher_layout == "pipeline"
 
 
 def teacher_over_devices(recipe: Recipe) -> bool:
-    """Whether the teacher's stages are laid over the devices of each process."""
+    """Whether the teacher's stages are placed on the devices of each process."""
     return recipe.distill.teacher_layout == "model"
 
 

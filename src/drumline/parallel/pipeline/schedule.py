@@ -103,7 +103,7 @@ def _micro_batches(recipe: Recipe, lanes: int, replicas: int) -> int:
         wanted = max(1, min(PER_STAGE * lanes, most))
         return wanted if parallel.schedule != "interleaved" else max(lanes, wanted // lanes * lanes)
     if parallel.micro_batches > most:
-        pairs = " (mixed samples go in pairs)" if unit == 2 else ""
+        pairs = " (mixed samples stay in pairs)" if unit == 2 else ""
         raise UserError(
             f"parallel.micro_batches = {parallel.micro_batches}: data.batch = {data.batch} leaves each of {replicas} "
             f"replica(s) only {data.batch // replicas} samples{pairs}",
@@ -111,8 +111,8 @@ def _micro_batches(recipe: Recipe, lanes: int, replicas: int) -> int:
         )
     if parallel.schedule == "interleaved" and parallel.micro_batches % lanes:
         raise UserError(
-            f"parallel.micro_batches = {parallel.micro_batches}: interleaved goes in rounds of {lanes}, one for each "
-            "stage",
+            f"parallel.micro_batches = {parallel.micro_batches}: parallel.schedule = interleaved needs a multiple of "
+            f"{lanes}, the number of processes or devices of a pipeline",
             f"give a multiple of {lanes}, or use --parallel.schedule 1f1b",
         )
     return parallel.micro_batches
