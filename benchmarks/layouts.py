@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from drumline.config.recipe import Parallel, Recipe
 from drumline.core.environment import read_rank_info
 from drumline.launch.network import free_port
-from drumline.launch.worker import cuda_settings
+from drumline.launch.start import cuda_settings
 from drumline.parallel.pipeline.mailbox import LaneDevice, Mailbox
 from drumline.parallel.pipeline.schedule import SCHEDULES
 from drumline.parallel.pipeline.step import GradientSum

@@ -1,13 +1,10 @@
-"""Beats and stacks across processes."""
+"""Beats across processes."""
 
 from __future__ import annotations
 
 import os
-import re
-import signal
 import subprocess
 import sys
-import time
 import timeit
 from collections.abc import Iterator
 
@@ -15,7 +12,6 @@ import pytest
 
 from drumline.core import heartbeat
 from drumline.core.heartbeat import Beat, Beats, Phase
-from drumline.launch.stacks import LINES, Stacks, format_stacks, innermost, is_stopped
 
 
 @pytest.fixture
@@ -53,59 +49,3 @@ def test_a_beat_takes_about_a_microsecond(beats: Beats) -> None:
     heartbeat.connect(beats.variable(0))
     seconds = min(timeit.repeat("beat(3)", globals={"beat": heartbeat.beat}, number=10_000, repeat=5))
     assert seconds / 10_000 < 5e-6
-
-
-HANGING = """
-import os, threading, time
-from drumline.launch.stacks import answer_signal
-answer_signal(os.environ)
-def under_the_bed():
-    print("ready", flush=True)
-    time.sleep(60)
-threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-under_the_bed()
-"""
-
-
-def test_a_process_says_where_it_stands_when_asked_again_too() -> None:
-    stacks = Stacks(1)
-    process = subprocess.Popen(
-        [sys.executable, "-c", HANGING],
-        env=os.environ | stacks.variable(0),
-        stdout=subprocess.PIPE,
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        for _ in range(2):
-            answer = stacks.ask({0: process.pid})[0]
-            lines = format_stacks(answer)
-            assert lines[0] == "main thread:"
-            assert re.fullmatch(r"  <string>:[67] in under_the_bed", lines[1])
-            assert lines.count("another thread:") == 1
-            assert innermost(answer) == lines[1].strip()
-        assert not is_stopped(process.pid)
-        process.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + 5
-        while not is_stopped(process.pid) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert is_stopped(process.pid)
-        assert stacks.ask({0: process.pid}) == {0: ""}
-    finally:
-        process.kill()
-        process.communicate()
-        stacks.close()
-
-
-def test_stacks_are_cut_to_what_a_person_reads() -> None:
-    frames = "\n".join(
-        f'  File "/x/lib/python3.11/site-packages/torch/a.py", line {n} in f' for n in range(30)
-    )
-    answer = "\n".join(f"Thread 0x{n} (most recent call first):\n{frames}\n" for n in range(20))
-    lines = format_stacks(answer)
-    assert len(lines) == LINES
-    assert lines[0] == "main thread:"
-    assert lines[1] == "  torch/a.py:0 in f"
-    assert lines[17] == "  ... 14 more"
-    assert lines[-1].endswith("more lines")
-    assert format_stacks("") == []

@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 
 from drumline.core import heartbeat
-from drumline.core.environment import LAUNCHER, read_rank_info, to_env
+from drumline.core.environment import LAUNCHER, read_rank_info
 from drumline.core.errors import UserError
 from drumline.core.processes import die_with_parent
 from drumline.launch.failure import record_failure
-from drumline.launch.stacks import answer_signal
+from drumline.launch.hang import answer_signal
 
 
 def main() -> None:
@@ -136,10 +136,11 @@ def sums(folder: Path, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
+    from drumline.parallel.process_group import init_process_group
+
     info = read_rank_info(os.environ)
     assert info is not None
-    os.environ.update(to_env(info))
-    dist.init_process_group("gloo", init_method="env://")
+    init_process_group(info, torch.device("cpu"), "gloo", 60)
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)
     links = [link for link in psutil.Process().net_connections("inet") if link.status == "ESTABLISHED"]
@@ -256,7 +257,7 @@ def listens(folder: Path, rank: int) -> None:
     }
     addresses = sorted({ip for ips in found.values() for ip in ips})
     write(folder / f"report-{rank}", json.dumps({"addresses": addresses}))
-    assert found[os.getppid()], "the launcher keeps a store"
+    assert found[os.getppid()], "the launcher keeps the socket of the store"
     world.barrier()
     world.close()
 

@@ -17,7 +17,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from drumline.config.recipe import Launch, Parallel
 from drumline.core.errors import UserError
-from drumline.launch import contact
+from drumline.launch import cluster
 from drumline.launch import nodes as members
 from drumline.launch.launcher import launch
 
@@ -28,8 +28,8 @@ def main() -> int:
         right = time.time
         time.time = lambda: right() + skew
     if wanted.get("hurry"):
-        contact.SILENT_SECONDS = contact.FILE_SILENT_SECONDS = 2.0
-        contact.FILE_PACE = 0.25
+        cluster.SILENT_SECONDS = cluster.FILE_SILENT_SECONDS = 2.0
+        cluster.FILE_PACE = 0.25
         members.LAST_CALL_SECONDS = 1.0
     try:
         return launch(

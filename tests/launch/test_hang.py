@@ -1,11 +1,32 @@
-"""Who has hung and whom the others wait for, decided from what is known of each rank."""
+"""Which rank hangs and which one the others wait for; stacks of a hung process."""
 
 from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
 from drumline.core.heartbeat import Beat, Phase
-from drumline.launch.hang import Limits, Pulse, Sign, blocking_rank, describe, is_busy, is_hung, verdict
+from drumline.launch.hang import (
+    LINES,
+    Limits,
+    Pulse,
+    Sign,
+    Stacks,
+    blocking_rank,
+    describe,
+    format_stacks,
+    innermost,
+    is_busy,
+    is_hung,
+    is_stopped,
+    verdict,
+)
 
 LIMITS = Limits(hang=3.0, starting=60.0)
 
@@ -80,3 +101,59 @@ def test_a_rank_that_says_nothing_is_told_so() -> None:
         describe(sign(0, 4.0), "")
         == "rank 0: stepping, 10 steps done, silent for 4.0 s\n  no answer to the request for its stack"
     )
+
+
+HANGING = """
+import os, threading, time
+from drumline.launch.hang import answer_signal
+answer_signal(os.environ)
+def under_the_bed():
+    print("ready", flush=True)
+    time.sleep(60)
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+under_the_bed()
+"""
+
+
+def test_a_process_writes_its_stacks_each_time_it_is_asked() -> None:
+    stacks = Stacks(1)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGING],
+        env=os.environ | stacks.variable(0),
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        for _ in range(2):
+            answer = stacks.ask({0: process.pid})[0]
+            lines = format_stacks(answer)
+            assert lines[0] == "main thread:"
+            assert re.fullmatch(r"  <string>:[67] in under_the_bed", lines[1])
+            assert lines.count("another thread:") == 1
+            assert innermost(answer) == lines[1].strip()
+        assert not is_stopped(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 5
+        while not is_stopped(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert is_stopped(process.pid)
+        assert stacks.ask({0: process.pid}) == {0: ""}
+    finally:
+        process.kill()
+        process.communicate()
+        stacks.close()
+
+
+def test_stacks_are_shortened() -> None:
+    frames = "\n".join(
+        f'  File "/x/lib/python3.11/site-packages/torch/a.py", line {n} in f' for n in range(30)
+    )
+    answer = "\n".join(f"Thread 0x{n} (most recent call first):\n{frames}\n" for n in range(20))
+    lines = format_stacks(answer)
+    assert len(lines) == LINES
+    assert lines[0] == "main thread:"
+    assert lines[1] == "  torch/a.py:0 in f"
+    assert lines[17] == "  ... 14 more"
+    assert lines[-1].endswith("more lines")
+    assert format_stacks("") == []

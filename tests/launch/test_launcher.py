@@ -19,7 +19,7 @@ from tests.launch.launches import Run, hello
 pytestmark = pytest.mark.slow
 
 
-def test_workers_get_arguments_and_environment_and_nothing_else(
+def test_workers_get_arguments_environment_and_the_socket_of_the_store_and_nothing_else(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -34,7 +34,8 @@ def test_workers_get_arguments_and_environment_and_nothing_else(
     for rank in range(2):
         facts = run.report(rank)
         assert facts["argv"] == odd
-        assert {int(number) for number in facts["descriptors"]} - {0, 1, 2} == set(), facts["descriptors"]
+        store = {facts["env"]["DRUMLINE_STORE"]} if rank == 0 else set()
+        assert set(facts["descriptors"]) - {"0", "1", "2"} == store, facts["descriptors"]
         assert facts["limits"][0] == min(hard, 65536)
         assert facts["env"]["OMP_NUM_THREADS"] == "3"
         assert facts["env"]["GLOO_SOCKET_IFNAME"] == "lo"

@@ -6,7 +6,7 @@ import pytest
 
 from drumline.config.fields import with_values
 from drumline.config.recipe import Recipe
-from drumline.launch.worker import cuda_settings
+from drumline.launch.start import cuda_settings
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 

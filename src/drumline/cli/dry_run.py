@@ -158,14 +158,14 @@ class _DryRun:
         """A world with as many processes as the run has, for counting."""
         import torch
 
-        from drumline.launch.worker import local_processes
+        from drumline.launch.start import local_processes
 
         on_gpu = self.recipe.run.device != "cpu" and torch.cuda.is_available()
         count = local_processes(self.recipe, "cuda" if on_gpu else "cpu")
         return replace(self._world(), size=count * self.recipe.parallel.nodes)
 
     def processes(self) -> list[str]:
-        from drumline.launch.worker import local_processes
+        from drumline.launch.start import local_processes
         from drumline.parallel.process_group import resolve_device_type
 
         parallel = self.recipe.parallel

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from drumline.cli.help import Command
-from drumline.cli.train import announce, without_garbage_collection
+from drumline.cli.train import announce
 from drumline.config.arguments import COMMAND_LINE, Invocation, RecipeOptions, names_code, read_recipe
 from drumline.core.errors import UserError
 from drumline.training.metrics import METRICS
@@ -87,15 +87,15 @@ HERE = (
 def main(argv: list[str]) -> int:
     if argv and _is_path(argv[0]):
         announce("eval", argv[0])
+
+    from drumline.launch.start import run, without_garbage_collection
+
     with without_garbage_collection():
         invocation = read_invocation(argv)
     if invocation.options.dry_run:
         from drumline.cli.dry_run import show
 
         return show(invocation, "eval")
-
-    with without_garbage_collection():
-        from drumline.launch.worker import run
 
     return run(["eval", *argv], invocation.recipe, "eval")
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from drumline.cli.help import Command
 from drumline.config.arguments import RecipeOptions, read_recipe
@@ -62,25 +59,10 @@ def with_preset(argv: list[str]) -> list[str]:
 def run(argv: list[str], recipe: Recipe, job: str) -> int:
     """Runs a job; returns the exit code."""
     announce(argv[0], recipe.model.name)
-    with without_garbage_collection():
-        from drumline.launch.worker import run
+
+    from drumline.launch.start import run
 
     return run(argv, recipe, job)
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """For the first import of torch. What it creates stays until the process ends; scanning that for garbage, during
-    the import, afterwards and at exit, takes time and finds none."""
-    if "torch" in sys.modules:
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def announce(command: str, subject: str) -> None:

@@ -24,6 +24,10 @@ GENERATION = "DRUMLINE_GENERATION"
 """Set by our launcher for its workers: how many times they have been restarted, the same on every machine."""
 
 
+STORE_SOCKET = "DRUMLINE_STORE"
+"""Set by our launcher for rank 0: the file descriptor of the socket at which rank 0 hosts the workers' store."""
+
+
 @dataclass(frozen=True)
 class RankInfo:
     """The rank of one process in the run, and the address of the rendezvous."""

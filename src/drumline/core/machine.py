@@ -1,4 +1,4 @@
-"""The resources of this machine that a process may use: cores, memory, open files.
+"""The resources of this machine that a process may use: cores, memory, open files, a port.
 
 Promises: numbers that are right inside containers and batch jobs, where a process may use only part of the machine.
 Reads both cgroup versions; a limit that cannot be read counts as no limit.
@@ -64,6 +64,21 @@ def raise_descriptor_limit() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         return wanted
     return soft
+
+
+def listening_socket(address: str, port: int) -> socket.socket:
+    """A socket that listens at a numeric address; port 0 chooses a free one."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # The port of a run that has just ended can be used at once; one with a listener is still rejected.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(1024)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def _cpu_quota(cgroup: Path) -> float | None:

@@ -1,4 +1,5 @@
-"""The rendezvous of several machines at HOST:PORT: one launcher hosts the hub, the others connect to it.
+"""The rendezvous of launchers at a hub: in memory for one machine; for several, one launcher hosts it at HOST:PORT
+and the others connect to it.
 
 Promises: only launchers with the run's secret are accepted. Any other program that connects is rejected, however many
 connect and however slowly, and delays no launcher that has joined. Every wait has a deadline. The hub decides rounds
@@ -15,6 +16,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 
+from drumline.core.machine import listening_socket
 from drumline.launch import messages
 from drumline.launch.messages import BadMessage, Channel, DifferentSecret, ForeignProtocol
 from drumline.launch.nodes import (
@@ -28,7 +30,6 @@ from drumline.launch.nodes import (
     objection,
     round_from_fields,
 )
-from drumline.parallel.process_group import listening_socket
 
 CALL_SECONDS = 3.0
 """Deadline of one exchange, of a connection, and of a greeting."""
@@ -90,7 +91,7 @@ class Hub:
         self._waiting: tuple[frozenset[str], float] = (frozenset(), 0.0)
         self._round: Round | None = None
         self._strangers: list[str] = []
-        self.over = False
+        self._over = False
 
     def exchange(self, node: Node) -> Reply:
         """Stores the report of a launcher and returns those of all."""
@@ -120,7 +121,14 @@ class Hub:
             # A launcher that was started again has the number of its predecessor, which is silent by now.
             joining = node.round == 0 and now - since > 2.0
             refused = objection(node, heard) if joining else ""
-            return Reply(self._round, heard, self.over, refused, tuple(self._strangers))
+            return Reply(self._round, heard, self._over, refused, tuple(self._strangers))
+
+    def leave(self) -> None:
+        """Replies from now on that the run is over."""
+        self._over = True
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     def still_here(self) -> int:
         """The number of launchers that have neither left nor been lost."""
@@ -137,26 +145,15 @@ class Hub:
                 self._strangers.append(address)
 
 
-class Server:
+class Server(Hub):
     """A hub that other machines can reach. It has threads of its own; `close` waits for none of them."""
 
-    def __init__(self, hub: Hub, secret: bytes, address: str, port: int) -> None:
-        self._hub, self._secret = hub, secret
+    def __init__(self, nodes: int, least: int, limit: float, secret: bytes, address: str, port: int) -> None:
+        super().__init__(nodes, least, limit)
+        self._secret = secret
         self._listener = listening_socket(address, port)
         self._greeting = threading.BoundedSemaphore(MOST_GREETING)
         threading.Thread(target=self._accept, name="rendezvous", daemon=True).start()
-
-    def exchange(self, node: Node) -> Reply:
-        """For the launcher of this machine, without the network."""
-        return self._hub.exchange(node)
-
-    def leave(self) -> None:
-        """Replies from now on that the run is over."""
-        self._hub.over = True
-
-    def still_here(self) -> int:
-        """The number of launchers that have not left yet."""
-        return self._hub.still_here()
 
     def close(self) -> None:
         self._listener.close()
@@ -183,7 +180,7 @@ class Server:
                 try:
                     content = channel.receive(messages.NODE_LIMIT, deadline)
                 except BadMessage:
-                    self._hub.reject(address)
+                    self.reject(address)
                     channel.reject_secret()
                     return
             finally:
@@ -194,7 +191,7 @@ class Server:
                     node = node_from_fields(content, now)
                 except ValueError as error:
                     raise BadMessage("not a node") from error
-                reply = self._hub.exchange(node)
+                reply = self.exchange(node)
                 channel.send(reply_to_fields(reply, now), now + CALL_SECONDS)
                 content = channel.receive(messages.NODE_LIMIT, time.monotonic() + IDLE_SECONDS)
 

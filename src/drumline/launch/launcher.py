@@ -1,6 +1,7 @@
 """Launches this machine's workers: chooses the network interface, opens the rendezvous, and runs the supervisor.
 
-Promises: workers get arguments and environment, nothing else; a stop request reaches each worker once and leaves it
+Promises: it starts the workers without importing torch; they get arguments and environment, and rank 0 the socket of
+the workers' store, nothing else; a stop request reaches each worker once and leaves it
 time to save; one failing rank restarts the run or ends it within seconds, on every machine, with the cause shown
 once; no worker outlives the launcher. One machine needs neither network nor secret. Machines that cannot connect
 raise a `UserError`.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import secrets
 import socket
@@ -22,16 +24,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from torch.distributed import DistError, TCPStore
-
 from drumline.config.recipe import Launch, Parallel
 from drumline.config.rendezvous import Rendezvous, parse_rendezvous, variables_missing
 from drumline.core.environment import LAUNCHER
 from drumline.core.errors import UserError
-from drumline.core.machine import raise_descriptor_limit
-from drumline.launch import contact as contacts
-from drumline.launch.cluster import Cluster, NotConnected, SingleNode
-from drumline.launch.contact import Contact, Transport
+from drumline.core.machine import listening_socket, raise_descriptor_limit
+from drumline.launch import cluster as clusters
+from drumline.launch.cluster import Cluster, Contact, NotConnected, RendezvousBackend
 from drumline.launch.hang import Limits
 from drumline.launch.hub import Client, Hub, Server
 from drumline.launch.messages import SECRET, not_a_launcher, shared_secret
@@ -42,12 +41,11 @@ from drumline.launch.network import (
     listening_address,
     socket_variables,
 )
-from drumline.launch.nodes import Node, Round
+from drumline.launch.nodes import Node
 from drumline.launch.shared_folder import SharedFolder
 from drumline.launch.supervisor import GRACE_SECONDS, Outcome, Policy, Supervisor
 from drumline.launch.workers import WorkerEnvironment
 from drumline.observe.text_log import LauncherLog
-from drumline.parallel.process_group import host_store
 
 LEAVE_SECONDS = 10.0
 """How long the machine with the hub waits for the others to stop their workers and leave."""
@@ -89,15 +87,20 @@ def launch(
     for line in (*lines, f"{processes} process{'es' * (processes > 1)} here, network interface {interface}"):
         say(line)
     supervision = supervision or Launch(hang=0.0)
-    store = _workers_store(rendezvous, interface, parallel)
     with contextlib.ExitStack() as cleanup:
-        environment = cleanup.enter_context(contextlib.closing(WorkerEnvironment(returns_result)))
+        store = cleanup.enter_context(_store_socket(rendezvous, interface, parallel))
+        environment = cleanup.enter_context(contextlib.closing(WorkerEnvironment(store, returns_result)))
         log = LauncherLog(say, lambda: _run_folder(run_dir, environment.claim.read()))
         cleanup.callback(log.close)
         host = f"{socket.gethostname()} ({interface.address})" if parallel.nodes > 1 else ""
-        cluster = _connect(
-            rendezvous, parallel, supervision, interface, processes, store.port, host, say, cleanup
-        )
+        if parallel.nodes > 1:
+            say(f"waiting for {parallel.nodes} machines at {rendezvous}")
+        backend = _backend(rendezvous, parallel, supervision, interface)
+        cleanup.callback(backend.close)
+        limit, pace = _silence(rendezvous, parallel.nodes)
+        node = _node(parallel, processes, host, interface.address, store)
+        cluster = Cluster(Contact(backend, node, rendezvous=str(rendezvous), limit=limit, pace=pace), host)
+        cleanup.callback(_leave, cluster, backend)
         supervisor = Supervisor(
             command,
             common,
@@ -113,40 +116,19 @@ def launch(
             raise _not_connected(rendezvous, parallel, error) from error
 
 
-def _connect(
-    rendezvous: Rendezvous,
-    parallel: Parallel,
-    supervision: Launch,
-    interface: Interface,
-    processes: int,
-    port: int,
-    host: str,
-    say: Callable[[str], None],
-    cleanup: contextlib.ExitStack,
-) -> SingleNode:
-    """The machines of the run. `port` is that of the workers' store."""
-    launch_id = secrets.token_hex(16)
-    if parallel.nodes == 1:
-        return SingleNode(Round(1, launch_id, 0, "", (launch_id,), (processes,), interface.address, port))
-    say(f"waiting for {parallel.nodes} machines at {rendezvous}")
-    transport = _transport(rendezvous, parallel, supervision, interface)
-    cleanup.callback(transport.close)
-    node = Node(
+def _node(parallel: Parallel, processes: int, host: str, address: str, store: socket.socket) -> Node:
+    """What this launcher reports about itself at first."""
+    return Node(
         id=secrets.token_hex(16),
         host=host,
-        address=interface.address,
+        address=address,
         pid=os.getpid(),
         nodes=parallel.nodes,
         processes=processes,
-        port=port,
+        port=int(store.getsockname()[1]),
         number=-1 if parallel.node_rank == "auto" else parallel.node_rank,
-        launch_id=launch_id,
+        launch_id=secrets.token_hex(16),
     )
-    limit, pace = _silence(rendezvous, parallel.nodes)
-    contact = Contact(transport, node, rendezvous=str(rendezvous), limit=limit, pace=pace)
-    cluster = Cluster(contact, host)
-    cleanup.callback(_leave, cluster, transport)
-    return cluster
 
 
 def _run_folder(run_dir: str, name: str) -> Path | None:
@@ -167,27 +149,29 @@ def _rendezvous(parallel: Parallel) -> Rendezvous:
     return rendezvous
 
 
-def _workers_store(rendezvous: Rendezvous, interface: Interface, parallel: Parallel) -> TCPStore:
-    """The workers' store, used if this is the first machine. A run on one machine hosts it at the given port."""
+def _store_socket(rendezvous: Rendezvous, interface: Interface, parallel: Parallel) -> socket.socket:
+    """The socket of the workers' store, used if this is the first machine. A run on one machine has it at the given
+    port."""
     address, port = interface.address, 0
     if rendezvous.kind == "tcp" and parallel.nodes == 1:
         address, port = listening_address(rendezvous.host, interface), rendezvous.port
     try:
-        return host_store(address, port, parallel.timeout)
-    except (OSError, DistError) as error:
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return listening_socket(address, port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
             raise _port_taken(rendezvous) from error
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
-            f"cannot open a port on {interface} for the workers' store ({reason[0]})",
+            f"cannot open a port on {interface} for the workers' store ({error.strerror or error})",
             "see `drumline doctor`",
         ) from error
 
 
-def _transport(
+def _backend(
     rendezvous: Rendezvous, parallel: Parallel, supervision: Launch, interface: Interface
-) -> Server | Client | SharedFolder:
+) -> Hub | Client | SharedFolder:
     """Opens the rendezvous: hosts the hub if this machine is the first, connects to it otherwise."""
+    if parallel.nodes == 1:
+        return Hub(1, 1, math.inf)
     wanted = supervision.min_nodes
     least = parallel.nodes if wanted == "auto" else min(wanted, parallel.nodes)
     limit, _ = _silence(rendezvous, parallel.nodes)
@@ -208,7 +192,7 @@ def _transport(
     if parallel.node_rank == 0 or (not numbered and is_this_machine(host)):
         try:
             address = listening_address(host, interface)
-            return Server(Hub(parallel.nodes, least, limit), secret, address, port)
+            return Server(parallel.nodes, least, limit, secret, address, port)
         except OSError as error:
             # For two launchers on one machine the address is local to both; the second connects to the first.
             if numbered or error.errno != errno.EADDRINUSE:
@@ -219,18 +203,20 @@ def _transport(
 def _silence(rendezvous: Rendezvous, nodes: int) -> tuple[float, float]:
     """The silence that counts as a loss, and the time between two exchanges: longer for many machines, whose replies
     are longer too."""
+    if nodes == 1:
+        return math.inf, clusters.FILE_PACE
     if rendezvous.kind == "file":
-        return contacts.FILE_SILENT_SECONDS, contacts.FILE_PACE
-    pace = min(max(contacts.PACE, nodes / 32), 2.0)
-    return max(contacts.SILENT_SECONDS, 5 * pace), pace
+        return clusters.FILE_SILENT_SECONDS, clusters.FILE_PACE
+    pace = min(max(clusters.PACE, nodes / 32), 2.0)
+    return max(clusters.SILENT_SECONDS, 5 * pace), pace
 
 
-def _leave(cluster: Cluster, transport: Transport) -> None:
+def _leave(cluster: Cluster, backend: RendezvousBackend) -> None:
     """Leaves the run. The machine with the hub waits for the others to leave first."""
     cluster.leave()
-    if isinstance(transport, Server):
+    if isinstance(backend, Hub):
         deadline = time.monotonic() + LEAVE_SECONDS
-        while transport.still_here() and time.monotonic() < deadline:
+        while backend.still_here() and time.monotonic() < deadline:
             time.sleep(0.05)
 
 

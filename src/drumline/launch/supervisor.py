@@ -1,9 +1,9 @@
 """Starts one machine's workers and supervises them: stop requests, lost and hung processes, restarts, the end.
 
-Promises: the loop checks its workers ten times a second and never waits for the network (`contact.py` does), so it
-acts on a stop request at once and notices a lost process within a second, whatever other machines do; a restart kills
-the remaining workers at once and waits for no timeout; a user's mistake and a run that was asked to stop are not
-restarted; restarts without progress come at growing intervals.
+Promises: the loop checks its workers ten times a second and never waits for the network (a thread of `cluster.py`
+does), so it acts on a stop request at once and notices a lost process within a second, whatever other machines do; a
+restart kills the remaining workers at once and waits for no timeout; a user's mistake and a run that was asked to
+stop are not restarted; restarts without progress come at growing intervals.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from drumline.core.heartbeat import Phase
-from drumline.launch.cluster import Ended, NotConnected, SingleNode
+from drumline.launch.cluster import Cluster, Ended, NotConnected
 from drumline.launch.failure import (
     Failure,
     first_cause,
@@ -23,9 +23,8 @@ from drumline.launch.failure import (
     render_failure,
     summary,
 )
-from drumline.launch.hang import Limits, Pulse, Sign, describe, is_busy, is_hung, verdict
+from drumline.launch.hang import Limits, Pulse, Sign, describe, is_busy, is_hung, is_stopped, verdict
 from drumline.launch.nodes import Round, worker_variables
-from drumline.launch.stacks import is_stopped
 from drumline.launch.workers import STOPPED, Backoff, StopRequests, WorkerEnvironment, Workers
 from drumline.observe import text_log
 
@@ -78,7 +77,7 @@ class Supervisor:
         command: Sequence[str],
         variables: Mapping[str, str],
         environment: WorkerEnvironment,
-        cluster: SingleNode,
+        cluster: Cluster,
         *,
         log: text_log.LauncherLog,
         host: str,
@@ -136,8 +135,9 @@ class Supervisor:
         self._pause = 0.0
 
     def _next_round(self) -> Round:
-        timeout, folder = self._policy.limits.starting, self._environment.claim.read()
-        return self._cluster.next_round(self._restarts, folder, timeout, self._log, self._check_requests)
+        claim = self._environment.claim.read()
+        self._cluster.report(state="waiting", restarts=self._restarts, folder=claim)
+        return self._cluster.next_round(self._policy.limits.starting, self._log, self._check_requests)
 
     def _start(self, round: Round) -> None:
         node, ranks, world = self._cluster.ranks(round)
@@ -146,7 +146,7 @@ class Supervisor:
             self._environment.claim.write(round.folder)
         self._log.writes, self._log.start = ranks[0] == 0, (round.launch_id, round.generation)
         given = worker_variables(round, node, ranks, world, self._policy.restarts)
-        own = self._environment.prepare(len(ranks))
+        own = self._environment.prepare(ranks)
         environments = [dict(self._variables) | given[local] | own[local] for local in range(len(ranks))]
         if len(round.ids) > 1 or self._host:
             self._log(

@@ -1,7 +1,7 @@
-"""Runs a job on the processes that the recipe asks for, and is what each of those processes runs.
+"""One process of a run: connects to the others, runs its job, and ends.
 
-Promises: the same command works alone, under our launcher, torchrun, srun or with variables set by hand; an error is
-shown once, by the rank that had it; only rank 0 prints the result. A job is passed to other processes by name.
+Promises: an error is shown once, by the rank that had it; only rank 0 prints the result. A job is passed to other
+processes by name.
 """
 
 from __future__ import annotations
@@ -12,27 +12,22 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 
-from drumline.config.layouts import layout_named, uses_stages
 from drumline.config.recipe import Recipe
-from drumline.config.rendezvous import parse_rendezvous, variables_missing
 from drumline.core import heartbeat
-from drumline.core.environment import RankInfo, read_rank_info
+from drumline.core.environment import RankInfo
 from drumline.core.errors import PEER_LOST, LostError, UserError
-from drumline.core.machine import raise_descriptor_limit, usable_cores
+from drumline.core.machine import raise_descriptor_limit
 from drumline.core.processes import die_with_parent
 from drumline.core.text import json_line, message, print_result
 from drumline.launch.failure import record_failure
+from drumline.launch.hang import answer_signal
 from drumline.launch.network import choose_interface, listening_address, socket_variables
-from drumline.launch.stacks import answer_signal
-from drumline.launch.supervisor import Outcome
 from drumline.launch.workers import RESULT
 from drumline.observe.text_log import say
 from drumline.parallel.process_group import init_world, pick_device, resolve_device_type
@@ -47,70 +42,8 @@ JOBS = {
 """The function of each job, called with recipe and world."""
 
 
-def run(argv: Sequence[str], recipe: Recipe, job: str) -> int:
-    """Runs a job and returns the exit code. `argv` is the command line that does the same in another process."""
-    info, processes = resolve_processes(recipe)
-    if processes:
-        return launch_workers(argv, recipe, processes, say).exit_code
-    return _work(info, recipe, job)
-
-
-def resolve_processes(recipe: Recipe) -> tuple[RankInfo | None, int]:
-    """This process's rank if a launcher started it, and the number of workers to launch here; 0: run in this
-    process."""
-    for name, value in cuda_settings(recipe).items():
-        os.environ.setdefault(name, value)
-    info = read_rank_info(os.environ)
-    rendezvous = parse_rendezvous(recipe.parallel.rendezvous).kind
-    if info is not None and info.started_by == "slurm" and rendezvous in ("tcp", "file"):
-        info = None  # one task per machine, each the launcher of its machine
-    if info is not None:
-        return info, 0
-    if rendezvous == "env":
-        raise variables_missing()
-    processes = local_processes(recipe, resolve_device_type(recipe.run.device))
-    launched = processes > 1 or recipe.parallel.nodes > 1 or recipe.launch.restarts > 0
-    return None, processes if launched else 0
-
-
-def local_processes(recipe: Recipe, device_type: str) -> int:
-    """The number of processes on this machine."""
-    if recipe.parallel.processes != "auto":
-        return recipe.parallel.processes
-    if device_type == "cpu" or layout_named(recipe.parallel.layout).one_process:
-        return 1
-    return max(1, torch.cuda.device_count())
-
-
-def launch_workers(
-    argv: Sequence[str],
-    recipe: Recipe,
-    processes: int,
-    say: Callable[[str], None],
-    *,
-    variables: Mapping[str, str] = MappingProxyType({}),
-    returns_result: bool = False,
-) -> Outcome:
-    """Launches this machine's workers and waits for their end. `variables` are added to their environment."""
-    from drumline.launch.launcher import launch
-
-    wanted = recipe.parallel.threads
-    threads = max(1, usable_cores() // processes) if wanted == "auto" else wanted
-    return launch(
-        [sys.executable, "-P", "-m", "drumline", *argv],
-        recipe.parallel,
-        processes,
-        say,
-        threads=threads,
-        supervision=recipe.launch,
-        run_dir=recipe.run.dir,
-        variables=variables,
-        returns_result=returns_result,
-    )
-
-
-def _work(info: RankInfo | None, recipe: Recipe, job: str) -> int:
-    """One process of the run."""
+def work(info: RankInfo | None, recipe: Recipe, job: str) -> int:
+    """Runs a job in this process; returns the exit code, or ends the process if it is a rank."""
     ours = info is not None and info.started_by == "drumline"
     if ours:
         die_with_parent()
@@ -222,17 +155,3 @@ def explained(error: BaseException) -> BaseException:
             code=PEER_LOST,
         )
     return error
-
-
-def cuda_settings(recipe: Recipe) -> dict[str, str]:
-    """Variables that CUDA and its libraries read when they start, so before the first CUDA call."""
-    settings = {}
-    if recipe.run.deterministic:
-        settings["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        # NVLink's in-switch reduction adds in an order that differs between calls.
-        settings["NCCL_NVLS_ENABLE"] = "0"
-    if uses_stages(recipe):
-        # Each lane of a pipeline uses five streams. A GPU has eight queues by default, and streams that share a queue
-        # wait for each other.
-        settings["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
-    return settings

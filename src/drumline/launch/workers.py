@@ -1,10 +1,10 @@
 """The worker processes of one machine from one start to their end: their environment, their exit codes, stop
 requests.
 
-Promises: everything that the launcher gives a worker travels in arguments and environment variables; nothing is left
-in a file system when the launcher ends, and only error files if it is killed; a worker gets SIGTERM at most once, and
-is killed together with every process that it has started. A stop signal that is ignored on purpose (nohup) stays
-ignored.
+Promises: everything that the launcher gives a worker travels in arguments and environment variables, except for the
+socket that rank 0 inherits; nothing is left in a file system when the launcher ends, and only error files if it is
+killed; a worker gets SIGTERM at most once, and is killed together with every process that it has started. A stop
+signal that is ignored on purpose (nohup) stays ignored.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -22,9 +23,10 @@ from pathlib import Path
 from subprocess import Popen
 from types import FrameType
 
+from drumline.core.environment import STORE_SOCKET
 from drumline.core.heartbeat import Beats
 from drumline.launch.failure import FILE, Failure, failure_from_exit, read_failure
-from drumline.launch.stacks import Stacks
+from drumline.launch.hang import Stacks
 from drumline.state.folder import Claim
 
 REAP_SECONDS = 3.0
@@ -41,21 +43,22 @@ RESULT = "DRUMLINE_RESULT"
 
 
 class WorkerEnvironment:
-    """The files behind the variables of each worker: its error, heartbeat and stacks, new for each start, and the
-    claim of the run folder and the result, which stay."""
+    """What is behind the variables of each worker: the files of its error, heartbeat and stacks, new for each start;
+    the claim of the run folder, the result and the socket `store`, which stay."""
 
-    def __init__(self, returns_result: bool = False) -> None:
+    def __init__(self, store: socket.socket, returns_result: bool = False) -> None:
         self.claim = Claim()
+        self._store = store
         self.beats: Beats | None = None
         self.stacks: Stacks | None = None
         self._folder: Path | None = None
         self._result = os.memfd_create("drumline-result") if returns_result else None
 
-    def prepare(self, workers: int) -> list[dict[str, str]]:
+    def prepare(self, ranks: Sequence[int]) -> list[dict[str, str]]:
         """The variables of each worker for the next start."""
         self.clear()
         self._folder = Path(tempfile.mkdtemp(prefix="drumline-"))
-        self.beats, self.stacks = Beats(workers), Stacks(workers)
+        self.beats, self.stacks = Beats(len(ranks)), Stacks(len(ranks))
         result = {} if self._result is None else {RESULT: f"/proc/{os.getpid()}/fd/{self._result}"}
         return [
             self.claim.variable
@@ -63,7 +66,8 @@ class WorkerEnvironment:
             | self.beats.variable(local_rank)
             | self.stacks.variable(local_rank)
             | {FILE: str(self.error_file(local_rank))}
-            for local_rank in range(workers)
+            | ({STORE_SOCKET: str(self._store.fileno())} if rank == 0 else {})
+            for local_rank, rank in enumerate(ranks)
         ]
 
     def error_file(self, local_rank: int) -> Path:
@@ -108,7 +112,8 @@ class Workers:
     def start(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
         """Starts one worker for each environment, each the leader of a process group of its own."""
         for local_rank, variables in enumerate(environments):
-            self.processes[local_rank] = Popen(command, env=variables, start_new_session=True)
+            store = [int(variables[STORE_SOCKET])] if STORE_SOCKET in variables else []
+            self.processes[local_rank] = Popen(command, env=variables, start_new_session=True, pass_fds=store)
         self._all_running_at = time.monotonic()
 
     def running(self) -> list[int]:

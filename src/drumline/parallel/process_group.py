@@ -14,8 +14,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from drumline.core.environment import LAUNCH_ID, RankInfo, to_env
+from drumline.core.environment import LAUNCH_ID, STORE_SOCKET, RankInfo, to_env
 from drumline.core.errors import PEER_LOST, LostError, UserError
+from drumline.core.machine import listening_socket
 from drumline.parallel.world import World, single_process
 
 
@@ -118,38 +119,24 @@ def resolve_device_type(wanted: str) -> str:
     return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def listening_socket(address: str, port: int) -> socket.socket:
-    """A socket that listens at a numeric address; port 0 chooses a free one."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        # The port of a run that has just ended can be used at once; one with a listener is still rejected.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(1024)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
-def host_store(address: str, port: int, timeout: float) -> dist.TCPStore:
-    """A store hosted by this process at a numeric address; port 0 chooses a free one."""
-    with listening_socket(address, port) as listener:
-        port = int(listener.getsockname()[1])
-        descriptor = listener.detach()
+def host_store(listener: socket.socket, timeout: float) -> dist.TCPStore:
+    """A store hosted by this process at a listening socket, which it closes with itself."""
+    address, port = listener.getsockname()[:2]
     limit = timedelta(seconds=timeout)
     return dist.TCPStore(
-        address, port, None, True, limit, wait_for_workers=False, master_listen_fd=descriptor
+        address, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach()
     )
 
 
 def _open_store(info: RankInfo, timeout: float, listen: str | None) -> dist.Store:
-    """The key-value store of this start of the processes. A launcher's store may still hold the keys of earlier
-    starts; otherwise rank 0 hosts the store."""
-    hosted = info.started_by == "drumline" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if info.rank == 0 and not hosted:
-        store = host_store(listen or info.master_addr, info.master_port, timeout)
+    """The key-value store of this start of the processes. Rank 0 hosts it, at the socket that our launcher opened if
+    there is one; torchrun hosts it itself, and it may still hold the keys of earlier starts."""
+    inherited = os.environ.get(STORE_SOCKET)
+    if info.rank == 0 and inherited:
+        listener = socket.socket(fileno=os.dup(int(inherited)))  # a later process group finds the socket too
+        store = host_store(listener, timeout)
+    elif info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        store = host_store(listening_socket(listen or info.master_addr, info.master_port), timeout)
     else:
         limit = timedelta(seconds=timeout)
         store = dist.TCPStore(info.master_addr, info.master_port, None, False, limit, wait_for_workers=False)

@@ -1,4 +1,4 @@
-"""Launchers that hear each other over sockets, a folder, or not at all. No process is started."""
+"""Launchers that exchange messages over sockets, over a folder, or not at all. No process is started."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from pathlib import Path
 import pytest
 
 from drumline.core.errors import UserError
-from drumline.launch import cluster
-from drumline.launch import contact as contacts
+from drumline.launch import cluster as clusters
 from drumline.launch import hub as hubs
-from drumline.launch.cluster import NotConnected, join, losses, skewed_clocks
-from drumline.launch.contact import Contact, Transport
+from drumline.launch.cluster import Cluster, Contact, NotConnected, RendezvousBackend, View
 from drumline.launch.failure import Failure
-from drumline.launch.hub import Client, Hub, Reply, Server, Unreachable
+from drumline.launch.hub import Client, Reply, Server, Unreachable
 from drumline.launch.messages import GREETING, BadMessage, Channel, sign, verify
 from drumline.launch.network import free_port
 from drumline.launch.nodes import Heard, Node, Round
@@ -37,12 +35,12 @@ def node(letter: str, **changes: object) -> Node:
 @pytest.fixture
 def server() -> Iterator[tuple[Server, int]]:
     port = free_port("127.0.0.1")
-    made = Server(Hub(2, 2, 5.0), SECRET, "127.0.0.1", port)
+    made = Server(2, 2, 5.0, SECRET, "127.0.0.1", port)
     yield made, port
     made.close()
 
 
-def test_two_launchers_meet_and_hear_each_other(server: tuple[Server, int]) -> None:
+def test_two_launchers_join_a_round_and_receive_each_others_reports(server: tuple[Server, int]) -> None:
     here, port = server
     client = Client("127.0.0.1", port, f"127.0.0.1:{port}", SECRET)
     failure = Failure(0, "boom", time=time.monotonic() - 3)
@@ -50,16 +48,16 @@ def test_two_launchers_meet_and_hear_each_other(server: tuple[Server, int]) -> N
     reply = client.exchange(node("b", clock=time.time() + 120))
     assert reply.round is not None
     assert set(reply.round.ids) == {"a" * 32, "b" * 32}
-    told = reply.heard["a" * 32].node.failure
-    assert told is not None
-    assert abs(told.time - failure.time) < 1
+    reported = reply.heard["a" * 32].node.failure
+    assert reported is not None
+    assert abs(reported.time - failure.time) < 1
     assert 119 < reply.heard["b" * 32].ahead < 121
     assert client.exchange(node("b", state="left")).round == reply.round
     assert here.still_here() == 1
     client.close()
 
 
-def test_another_secret_is_turned_away_with_both_remedies(server: tuple[Server, int]) -> None:
+def test_a_different_secret_is_rejected_with_both_fixes(server: tuple[Server, int]) -> None:
     here, port = server
     with pytest.raises(UserError, match="have different secrets") as caught:
         Client("127.0.0.1", port, "there", b"some other secret").exchange(node("b"))
@@ -70,7 +68,7 @@ def test_another_secret_is_turned_away_with_both_remedies(server: tuple[Server, 
     assert set(reply.heard) == {"a" * 32}
 
 
-def test_strangers_are_turned_away_and_hold_up_nobody(
+def test_other_programs_are_rejected_and_delay_no_launcher(
     server: tuple[Server, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, port = server
@@ -89,18 +87,18 @@ def test_strangers_are_turned_away_and_hold_up_nobody(
             connection = open_connections.enter_context(socket.create_connection(("127.0.0.1", port), 5))
             with contextlib.suppress(OSError):
                 connection.sendall(text)
-        for _ in range(100):  # that say nothing, more than are let in
+        for _ in range(100):  # silent ones, more than are accepted
             open_connections.enter_context(socket.create_connection(("127.0.0.1", port), 5))
         begin = time.monotonic()
         assert client.exchange(node("b")).heard
         assert time.monotonic() - begin < 0.5
-        time.sleep(1.0)  # until they have been given up
+        time.sleep(1.0)  # until they time out
         other = Client("127.0.0.1", port, "there", SECRET)
         assert "c" * 32 in other.exchange(node("c")).heard
     assert set(here.exchange(node("a")).heard) == {letter * 32 for letter in "abc"}
 
 
-def test_a_recorded_message_is_worth_nothing_on_another_connection(server: tuple[Server, int]) -> None:
+def test_a_recorded_message_is_rejected_on_another_connection(server: tuple[Server, int]) -> None:
     _, port = server
     recorded: list[bytes] = []
 
@@ -120,7 +118,7 @@ def test_a_recorded_message_is_worth_nothing_on_another_connection(server: tuple
         assert b"a different secret" in other.recv(1000) + other.recv(1000)
 
 
-def test_a_signature_holds_for_one_place_only() -> None:
+def test_a_signature_is_valid_for_one_context_only() -> None:
     line = sign(SECRET, "here", {"a": 1})
     assert verify(SECRET, "here", line) == {"a": 1}
     for secret, context, text in (
@@ -148,7 +146,7 @@ def program(answer: Callable[[socket.socket], object]) -> int:
     return int(listener.getsockname()[1])
 
 
-def test_a_port_of_another_program_is_named_at_once_or_when_the_time_is_up(
+def test_a_port_of_another_program_is_reported_at_once_or_at_the_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hubs, "CALL_SECONDS", 0.3)
@@ -168,7 +166,7 @@ def test_a_port_of_another_program_is_named_at_once_or_when_the_time_is_up(
 
 
 class Stuck:
-    """A transport that hangs, as one does whose cable was pulled."""
+    """A backend that hangs, like one whose cable was pulled."""
 
     def __init__(self) -> None:
         self.released = threading.Event()
@@ -187,42 +185,56 @@ class Stuck:
         self.released.set()
 
 
-def made(transport: Transport, limit: float = 0.3) -> Contact:
-    return Contact(transport, node("a"), rendezvous="there", limit=limit, pace=0.02)
+def made(backend: RendezvousBackend, limit: float = 0.3) -> Contact:
+    return Contact(backend, node("a"), rendezvous="there", limit=limit, pace=0.02)
+
+
+class Seen(Contact):
+    """A contact with a given view."""
+
+    def __init__(self, reply: Reply, limit: float = 5.0) -> None:
+        super().__init__(Stuck(), node("a"), rendezvous="there", limit=limit, pace=0.02)
+        self.reply = reply
+
+    def view(self) -> View:
+        return View(self.reply, 0.0)
 
 
 ROUND = Round(1, "a" * 32, 0, "", ("a" * 32, "b" * 32), (1, 1), "127.0.0.1", 4000)
 
 
-def test_nothing_waits_for_a_contact_that_hangs() -> None:
+def test_the_supervisor_never_waits_for_a_backend_that_hangs() -> None:
     stuck = Stuck()
     stuck.reply = Reply(ROUND, {"b" * 32: Heard(node("b", round=1, state="running"), 0.0)})
     contact = made(stuck)
-    asked: list[int] = []
-    assert join(contact, None, 5, print, lambda: asked.append(1)) == ROUND
-    assert losses(contact, contact.view(), ROUND, "host-a") == []
+    cluster = Cluster(contact, "host-a")
+    checks: list[int] = []
+    assert cluster.next_round(5, print, lambda: checks.append(1)) == ROUND
+    assert cluster.losses(ROUND) == []
     stuck.reply = None
     begin = time.monotonic()
-    while not (lost := losses(contact, contact.view(), ROUND, "host-a")):
+    while not (lost := cluster.losses(ROUND)):
         assert time.monotonic() - begin < 5
         contact.report(step=3)
         time.sleep(0.01)
     assert lost[0].message.startswith("lost contact with the rendezvous at there for")
     with pytest.raises(NotConnected, match="no answer"):
-        join(contact, ROUND, 0.1, print, lambda: asked.append(1))
+        cluster.next_round(0.1, print, lambda: checks.append(1))
     with pytest.raises(KeyboardInterrupt):
-        join(contact, ROUND, 60, print, _interrupt)
+        cluster.next_round(60, print, _interrupt)
     begin = time.monotonic()
     contact.leave(5.0)
     assert time.monotonic() - begin < 1
-    contact.close()
+    stuck.close()
 
 
 def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_time_in_which_this_process_stood_still_is_not_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_in_which_this_process_was_stopped_does_not_count_as_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [100.0]
     monkeypatch.setattr(hubs.time, "monotonic", lambda: now[0])
     clock = hubs.AwakeClock()
@@ -232,15 +244,14 @@ def test_time_in_which_this_process_stood_still_is_not_silence(monkeypatch: pyte
     assert clock.now() == 1.5
 
 
-def test_silence_a_failure_and_being_left_behind_are_losses_and_leaving_after_the_end_is_not() -> None:
-    contact = made(Stuck(), limit=5.0)
-    view = contact.view()
+def test_silence_a_failure_and_a_run_that_continued_are_losses_and_leaving_after_the_end_is_not() -> None:
+    contact = Seen(Reply(ROUND, {}))
+    cluster = Cluster(contact, "host-a")
 
     def with_other(silent: float = 0.0, **changes: object) -> list[str]:
         other = node("b", round=1, state="running")
-        reply = Reply(ROUND, {"b" * 32: Heard(replace(other, **changes), silent)})  # type: ignore[arg-type]
-        found = losses(contact, replace(view, reply=reply), ROUND, "host-a")
-        return [f"{each.host} {each.message}" for each in found]
+        contact.reply = Reply(ROUND, {"b" * 32: Heard(replace(other, **changes), silent)})  # type: ignore[arg-type]
+        return [f"{each.host} {each.message}" for each in cluster.losses(ROUND)]
 
     assert with_other() == []
     assert with_other(6.2) == ["machine 1, host-b lost: no message from its launcher for 6 s"]
@@ -248,20 +259,17 @@ def test_silence_a_failure_and_being_left_behind_are_losses_and_leaving_after_th
     assert with_other(failure=Failure(1, "boom", 1.0), round=0) == []  # of a round before
     assert with_other(60.0, state="left") == []
     behind = replace(ROUND, number=2, ids=("b" * 32,), processes=(1,))
-    (lost,) = losses(contact, replace(view, reply=Reply(behind, {})), ROUND, "host-a")
+    contact.reply = Reply(behind, {})
+    (lost,) = cluster.losses(ROUND)
     assert "continued without this machine" in lost.message
-    contact.close()
 
 
-def test_a_clock_that_is_far_ahead_is_named_once() -> None:
-    contact = made(Stuck())
+def test_a_clock_that_is_far_ahead_is_reported_once() -> None:
     reply = Reply(ROUND, {"a" * 32: Heard(node("a"), 0.0, -10.0), "b" * 32: Heard(node("b"), 0.0, 110.0)})
-    noted: set[str] = set()
-    view = replace(contact.view(), reply=reply)
-    (note,) = skewed_clocks(contact, view, noted)
-    assert note.startswith("the clock of host-b is 120 s ahead of this machine's")
-    assert skewed_clocks(contact, view, noted) == []
-    contact.close()
+    cluster = Cluster(Seen(reply), "host-a")
+    (line,) = cluster.skewed_clocks()
+    assert line.startswith("the clock of host-b is 120 s ahead of this machine's")
+    assert cluster.skewed_clocks() == []
 
 
 @pytest.fixture
@@ -272,7 +280,7 @@ def folders(tmp_path: Path) -> Callable[[str], SharedFolder]:
     return make
 
 
-def test_launchers_meet_at_a_folder_and_the_last_takes_it_away(
+def test_launchers_join_a_round_at_a_folder_and_the_last_deletes_it(
     folders: Callable[[str], SharedFolder], tmp_path: Path
 ) -> None:
     first, second = folders(""), folders("")
@@ -290,7 +298,7 @@ def test_launchers_meet_at_a_folder_and_the_last_takes_it_away(
     assert not (tmp_path / "meet").exists()
 
 
-def test_a_folder_of_an_earlier_run_of_a_stranger_or_of_another_secret_is_not_believed(
+def test_files_of_an_earlier_run_of_other_programs_or_of_a_different_secret_are_ignored(
     folders: Callable[[str], SharedFolder], tmp_path: Path
 ) -> None:
     old = [folders(""), folders("")]
@@ -323,7 +331,7 @@ def test_a_folder_of_an_earlier_run_of_a_stranger_or_of_another_secret_is_not_be
     assert "f" * 32 not in new[0].exchange(node("1")).heard
 
 
-def test_a_place_where_no_folder_can_be_made_is_named(tmp_path: Path) -> None:
+def test_a_path_where_the_folder_cannot_be_created_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path, words in ((tmp_path / "file", "is a file"), (tmp_path / "no/where", "does not exist")):
         with pytest.raises(UserError, match=words):
@@ -331,5 +339,5 @@ def test_a_place_where_no_folder_can_be_made_is_named(tmp_path: Path) -> None:
 
 
 def test_limits_are_as_documented() -> None:
-    assert (contacts.SILENT_SECONDS, contacts.FILE_SILENT_SECONDS) == (5.0, 25.0)
-    assert cluster.BIG_SKEW == 10.0
+    assert (clusters.SILENT_SECONDS, clusters.FILE_SILENT_SECONDS) == (5.0, 25.0)
+    assert clusters.BIG_SKEW == 10.0
