@@ -16,8 +16,7 @@ import torch
 from drumline.cli import main
 from drumline.config.recipe import Distill
 from drumline.core.errors import UserError
-from drumline.core.files import CorruptError
-from drumline.core.sealed import write_sealed
+from drumline.core.files import CorruptError, write_sealed
 from drumline.models import create_model
 from drumline.state.checkpoint import known_sha256, write_checkpoint, write_checksums
 from drumline.state.manifest import Position

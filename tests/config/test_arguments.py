@@ -13,9 +13,9 @@ import pytest
 
 from drumline.config import arguments
 from drumline.config.arguments import Invocation, RecipeOptions, describe, read_options, read_recipe
-from drumline.config.fields import recipe_fields
+from drumline.config.fields import recipe_fields, value_of
 from drumline.config.limits import Range
-from drumline.config.recipe import Data, Optim, Recipe, value_of
+from drumline.config.recipe import Data, Optim, Recipe
 from drumline.config.toml import load_recipe
 from drumline.core.errors import UserError
 from tests.wrong_commands import WRONG_COMMANDS, WrongCommand

@@ -14,8 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from drumline.core.files import CorruptError
-from drumline.core.sealed import write_sealed
+from drumline.core.files import CorruptError, write_sealed
 from drumline.state.checkpoint import newest_valid, read_checkpoint, verify_checkpoint, write_checkpoint
 from drumline.state.manifest import Position, read_manifest
 from drumline.state.verify import verify_run

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from drumline.core.errors import UserError
-from drumline.core.files import CorruptError
-from drumline.core.sealed import read_sealed, write_sealed
+from drumline.core.files import CorruptError, read_sealed, write_sealed
 from drumline.data.classes import Classes, numbers
 from drumline.state.checkpoint import write_checkpoint
 from drumline.state.manifest import Position, read_manifest

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drumline.core.errors import UserError
-from drumline.core.files import CorruptError
-from drumline.core.sealed import read_sealed, write_sealed
+from drumline.core.files import CorruptError, read_sealed, write_sealed
 from drumline.state import shards
 from drumline.state.checkpoint import begin_folder, checkpoints, read_checkpoint, write_checkpoint
 from drumline.state.manager import CheckpointManager

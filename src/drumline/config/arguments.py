@@ -34,10 +34,11 @@ from drumline.config.fields import (
     nearest,
     nearest_choice,
     recipe_fields,
+    value_of,
     with_values,
 )
 from drumline.config.layouts import Problem, not_offered
-from drumline.config.recipe import Recipe, value_of
+from drumline.config.recipe import Recipe
 from drumline.config.rules import problems
 from drumline.config.sources import SOURCES
 from drumline.config.toml import dump_recipe, literal, load_recipe, short_literal

@@ -17,7 +17,7 @@ from functools import cache
 from types import MappingProxyType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from drumline.config.limits import PerMachine, Values, Wrong
+from drumline.config.limits import Descriptions, PerMachine, Values, Wrong
 from drumline.config.recipe import Recipe
 from drumline.config.sources import SourceNames
 from drumline.core.text import near
@@ -45,8 +45,10 @@ class Field:
 
     @property
     def help(self) -> str:
-        """The docstring below the field, on one line."""
-        return _docstrings(self.owner)[self.key]
+        """The docstring below the field, on one line, and the descriptions of its choices."""
+        texts = [limit.texts for limit in self.limits if isinstance(limit, Descriptions)]
+        choices = [f"`{name}`: {text}." for each in texts for name, text in each.items()]
+        return " ".join([_docstrings(self.owner)[self.key], *choices])
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -68,7 +70,7 @@ class Field:
 
     def takes(self) -> str:
         """The type and limits in plain English."""
-        return "; ".join([expected(self.hint), *map(str, self.limits)])
+        return "; ".join(filter(None, [expected(self.hint), *map(str, self.limits)]))
 
     def example(self) -> Any:
         """A value to show in a fix. Not an empty or false default, which would teach nothing."""
@@ -126,6 +128,12 @@ def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
         }
         changed[section] = replace(getattr(recipe, section), **own)
     return replace(recipe, **changed)
+
+
+def value_of(recipe: Recipe, name: str) -> Any:
+    """The value at a dotted name such as `optim.lr`."""
+    section, key = name.split(".")
+    return getattr(getattr(recipe, section), key)
 
 
 def from_toml(hint: Any, raw: Any) -> Any:

@@ -276,7 +276,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "dp": Layout(
         "drumline.parallel.data_parallel:DataParallelStrategy",
-        "torch's DataParallel: one process drives all GPUs (slower, and GPU 0 holds extra memory)",
+        "torch's DataParallel, one process driving all GPUs (slower, and GPU 0 needs more memory)",
         (_data_parallel, _without_stages),
         one_process=True,
         why_no_teacher="DataParallel would run the teacher and all losses on GPU 0",
@@ -288,7 +288,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "fsdp": Layout(
         "drumline.parallel.fsdp:FSDPStrategy",
-        "one process per GPU, with parameters, gradients and optimizer sharded over the processes",
+        "as ddp, with parameters, gradients and optimizer state sharded over the processes",
         (_without_stages, _without_whole_models),
         shards_state=True,
     ),
@@ -301,7 +301,8 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "pipeline": Layout(
         "drumline.parallel.pipeline.strategy:PipelineStrategy",
-        "the model in stages that work on several micro-batches at a time",
+        "the model in stages, each on its own process or GPU, which work on several micro-batches at a time; more "
+        "processes than stages make replicas",
         (_schedule, _with_stages, _without_whole_models),
         staged=True,
     ),

@@ -107,5 +107,18 @@ class PerMachine:
     """Whether the field is the path of a file or folder, or a list of paths."""
 
 
+@dataclass(frozen=True)
+class Descriptions:
+    """What each choice means. Allows every value; `--help` and docs/recipe.md add the texts to the field's own."""
+
+    texts: Mapping[str, str]
+
+    def check(self, value: Any) -> None:
+        return None
+
+    def __str__(self) -> str:
+        return ""
+
+
 def _number(bound: float) -> str:
     return str(bound) if isinstance(bound, int) else f"{bound:.15g}"

@@ -1,19 +1,19 @@
 """The whole configuration of a run as one frozen, printable value.
 
 A recipe that is saved with a run is enough to repeat the run. Every field has a default, a docstring, and beside its
-type the values that it may hold; `--help`, docs/recipe.md and the checks read all three. Combinations of fields that
-cannot work are in `rules.py`. Reading and writing TOML is in `toml.py`, the command line in `arguments.py`.
+type the values that it may hold; `--help`, docs/recipe.md and the checks read all three. `rules.py` rejects
+combinations of fields that cannot work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from drumline.config.layouts import LAYOUTS
-from drumline.config.limits import Length, PerMachine, Range, Values
+from drumline.config.limits import Descriptions, Length, PerMachine, Range, Values
 from drumline.config.sources import SourceNames
 from drumline.core.precision import PRECISIONS
 
@@ -21,11 +21,14 @@ AutoInt = int | Literal["auto"]
 AutoFloat = float | Literal["auto"]
 Fraction = Annotated[float, Range(0, below=1)]
 SourceName = Annotated[str, SourceNames()]
+CHANNELS = Length((1, 3), "one for grey images, three for colour")
+PIXELS = "pixel values are between 0 and 1 here, so divide by 255 if necessary"
 if TYPE_CHECKING:
     LayoutName = str
     PrecisionName = str
 else:
-    LayoutName = Literal["auto", *LAYOUTS]
+    _SUMMARIES = Descriptions({name: layout.summary for name, layout in LAYOUTS.items()})
+    LayoutName = Annotated[Literal["auto", *LAYOUTS], _SUMMARIES]
     PrecisionName = Literal["auto", *PRECISIONS]
 
 
@@ -36,10 +39,9 @@ class Run:
     dir: Annotated[str, PerMachine(path=True)] = "runs"
     """Folder that contains the run folders."""
     name: str = "auto"
-    """Name of the run folder inside `dir`. `auto`: `<data>-<model>-N` with the next free N, where `<data>` is the
-    name of the data folder or file, or of the source if it needs no path: `photos-resnet50-1`, `digits-resnet18-1`.
-    The recipe in a run folder, RUN/recipe.toml, continues RUN with `checkpoint.resume=auto`; without it, the recipe
-    starts a new run beside RUN. Both work after RUN was moved."""
+    """Name of the run folder inside `dir`. `auto`: the name of the data folder, file or source, the model, and the
+    next free number, as `photos-resnet50-1`. The recipe in a run folder, RUN/recipe.toml, continues RUN with
+    `checkpoint.resume=auto`; otherwise it starts a new run beside RUN. Both work after RUN was moved."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     """Seed of everything random: initial weights, sample order, augmentation, mixup."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -114,17 +116,9 @@ class Data:
     """Fraction of a set's samples that may be broken before the run stops."""
     exif: Literal["ignore", "apply"] = "ignore"
     """EXIF orientation of image files. `ignore` gives the pixels that torchvision and timm train on."""
-    mean: Annotated[
-        tuple[float, ...],
-        Range(0, 1, hint="pixel values are between 0 and 1 here, so divide by 255 if necessary"),
-        Length((1, 3), "one for grey images, three for colour"),
-    ] = ()
+    mean: Annotated[tuple[float, ...], Range(0, 1, hint=PIXELS), CHANNELS] = ()
     """Mean to subtract from each channel. Empty: measured for array sources, ImageNet's for image files."""
-    std: Annotated[
-        tuple[float, ...],
-        Range(above=0, most=1, hint="pixel values are between 0 and 1 here, so divide by 255 if necessary"),
-        Length((1, 3), "one for grey images, three for colour"),
-    ] = ()
+    std: Annotated[tuple[float, ...], Range(above=0, most=1, hint=PIXELS), CHANNELS] = ()
     """Standard deviation to divide each channel by. Empty: as for `mean`."""
 
     @property
@@ -233,8 +227,7 @@ class Distill:
     """Run folder, checkpoint or weights file of each teacher."""
     method: tuple[str, ...] = ("kd",)
     """Distillation methods, such as `kd`, `dkd`, `crd` or `reviewkd`; several as `crd,rkd`. docs/distillation.md
-    describes all of them, and the error for an unknown name lists them. kd can be added to any method with its weight
-    `a`."""
+    describes all of them. kd can be added to any method with its weight `a`."""
     r: Annotated[AutoFloat, Range(0)] = "auto"
     """Weight of the cross-entropy with the labels. `auto`: as in the method's paper."""
     a: Annotated[AutoFloat, Range(0)] = "auto"
@@ -250,17 +243,15 @@ class Distill:
     initial_epochs: Annotated[AutoFloat, Range(0)] = "auto"
     """Epochs of the initial phase, for methods that have one, such as fsp. `auto`: as in the method's paper."""
     student_taps: str = ""
-    """Modules to tap in a student that is not a built-in model, as `stage1=layer1`, separated by commas. Empty: found
-    automatically."""
+    """Modules to tap in a student that is not built in: `stage1=layer1`, separated by commas. Empty: found by itself."""
     teacher_taps: str = ""
     """The same for the teacher."""
     teacher_precision: PrecisionName = "auto"
     """Arithmetic of the teacher. `auto`: that of the student."""
     teacher_layout: Literal["auto", "single", "model", "pipeline"] = "auto"
-    """Layout of the teacher, which may differ from the student's. `single`: whole, on the device of every process
-    that computes the loss. `pipeline`: in stages over the processes of the student's pipeline; the micro-batches of a
-    step pass through the teacher first. `model`: in stages over the GPUs of each process, which take turns, for a
-    teacher that is too large for one GPU. `auto`: single."""
+    """Layout of the teacher. `single`: whole, on the device of every process that computes the loss. `pipeline`: in
+    stages over the processes of the student's pipeline; the micro-batches of a step pass through the teacher first.
+    `model`: in stages over the GPUs of each process, which take turns. `auto`: single."""
     teacher_stages: Annotated[AutoInt, Range(1)] = "auto"
     """Stages of `teacher_layout` model. `auto`: one for each GPU of the process."""
     ensemble: Literal["probabilities", "logits"] = "probabilities"
@@ -271,8 +262,7 @@ class Distill:
     """Folder that stores the teacher's outputs. The first run fills it. Later runs with any student, batch or number
     of processes read it and do not compute the teacher again. Empty: the teacher runs at every step."""
     cache_top: Annotated[int, Range(0)] = 0
-    """Store only this many of the largest logits of a sample; the others share the remaining probability equally.
-    0: all."""
+    """Store only this many of a sample's largest logits; the others share the remaining probability. 0: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,19 +272,13 @@ class Parallel:
     processes: Annotated[AutoInt, Range(1), PerMachine()] = "auto"
     """Processes on this machine. `auto`: one per GPU, or one on a CPU."""
     layout: LayoutName = "auto"
-    """How the model and the batch are distributed. `ddp`: one process per GPU, gradients averaged. `fsdp`: the same,
-    with parameters, gradients and optimizer state sharded over the processes. `pipeline`: the model in stages, each
-    on its own process or GPU, which work on several micro-batches at a time; more processes than stages make
-    replicas. `model`: the stages take turns, driven by one process (saves memory, not time). `dp`: torch's
-    DataParallel, one process driving all GPUs (slower, and GPU 0 needs more memory). `auto`: ddp for several
-    processes, otherwise single."""
+    """How the model and the batch are distributed. `auto`: ddp for several processes, otherwise single."""
     stages: Annotated[AutoInt, Range(1)] = "auto"
     """Processes (or, within one process, GPUs) that hold one copy of the model, for layouts pipeline and model.
     `auto`: all of them."""
     micro_batches: Annotated[AutoInt, Range(1)] = "auto"
-    """Micro-batches into which each replica splits its slice of the global batch in a pipeline. More of them keep the
-    stages busier and are smaller. The result depends on this number as it does on train.accumulate. `auto`: four per
-    stage, or as many as there are samples for."""
+    """Micro-batches into which each replica splits its slice of the global batch in a pipeline. The result depends on
+    this number as it does on train.accumulate. `auto`: four per stage, or as many as there are samples for."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
     """Order of a pipeline's work. `gpipe`: all forwards, then all backwards; keeps the activations of every
     micro-batch. `1f1b`: backwards as early as possible; keeps at most one micro-batch per stage. `interleaved`: 1f1b
@@ -308,9 +292,8 @@ class Parallel:
     them). Does not change the bits, except for dropout, which draws per stage. A resumed run keeps its cut."""
     batchnorm: Literal["micro", "deferred", "sync", "frozen"] = "micro"
     """BatchNorm in a pipeline. `micro`: each micro-batch is normalised on its own and updates the running statistics.
-    `deferred`: normalised in the same way, but the running statistics are updated once per step, from all its
-    micro-batches. `sync`: each micro-batch is normalised together with those of the other replicas. `frozen`: with
-    the running statistics, which do not change."""
+    `deferred`: the same, but the running statistics are updated once per step. `sync`: each micro-batch is normalised
+    together with those of the other replicas. `frozen`: with the running statistics, which do not change."""
     virtual: bool = False
     """Let the stages of one process share devices if there are too few. Correct, but not faster: for trying a layout
     without the GPUs."""
@@ -415,15 +398,3 @@ class Recipe:
 
         check(self)
         return self
-
-
-def field_names(recipe: Recipe) -> Iterator[str]:
-    """The dotted name of every field, in the order of the recipe."""
-    for section in fields(recipe):
-        yield from (f"{section.name}.{key.name}" for key in fields(getattr(recipe, section.name)))
-
-
-def value_of(recipe: Recipe, name: str) -> Any:
-    """The value at a dotted name such as `optim.lr`."""
-    section, key = name.split(".")
-    return getattr(getattr(recipe, section), key)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from drumline.config.fields import WrongValue, expected, from_toml, recipe_fields
+from drumline.config.fields import WrongValue, expected, from_toml, recipe_fields, value_of
 from drumline.config.layouts import Problem, layout_named, layout_problems
-from drumline.config.recipe import Recipe, field_names, value_of
+from drumline.config.recipe import Recipe
 from drumline.config.rendezvous import parse_rendezvous
 from drumline.config.sources import source_named
 from drumline.core.errors import UserError, combined
@@ -45,7 +45,7 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
         wrong = [*_limits(recipe), *_texts(recipe)]
         already = {problem.field for problem in wrong}
         wrong += [problem for problem in _combinations(recipe) if problem.field not in already]
-    order = list(field_names(recipe))
+    order = list(recipe_fields())
     yield from sorted(wrong, key=lambda problem: order.index(problem.field))
 
 

@@ -28,10 +28,11 @@ from drumline.config.fields import (
     nearest_choice,
     recipe_fields,
     sections,
+    value_of,
     with_values,
 )
 from drumline.config.layouts import not_offered
-from drumline.config.recipe import Recipe, value_of
+from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError, combined
 from drumline.core.text import either, printable
 

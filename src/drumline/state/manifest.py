@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: `manifest.json`, JSON with its own checksum (`core/sealed.py`).
+"""The manifest of a checkpoint: `manifest.json`, JSON with its own checksum (`core/files.py`).
 
 Promises: a changed byte is found. A checksum does not prove who wrote a file, so every field is checked for type and
 range before it is used: what an untrusted manifest holds is harmless, or reading it raises `CorruptError`. Fields
@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.config.toml import MAX_LINE, MAX_RECIPE
-from drumline.core.files import CorruptError
-from drumline.core.sealed import read_sealed, write_sealed
+from drumline.core.files import CorruptError, read_sealed, write_sealed
 from drumline.state.model_record import record_of
 
 FORMAT = 1

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from drumline.core.errors import UserError
-from drumline.core.sealed import sealed_text
+from drumline.core.files import sealed_text
 from drumline.data.image.decode import decode
 from drumline.data.packed.format import (
     MANIFEST,

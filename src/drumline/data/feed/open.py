@@ -18,7 +18,8 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 import torch
 
-from drumline.config.recipe import AutoInt, Data, Recipe, Run, value_of
+from drumline.config.fields import value_of
+from drumline.config.recipe import AutoInt, Data, Recipe, Run
 from drumline.config.rules import problems
 from drumline.core.environment import read_rank_info
 from drumline.core.errors import UserError

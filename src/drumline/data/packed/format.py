@@ -33,8 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drumline.core.errors import UserError
-from drumline.core.files import CorruptError
-from drumline.core.sealed import MAX_BYTES, NewerFormat, parse_sealed, write_sealed
+from drumline.core.files import MAX_BYTES, CorruptError, NewerFormat, parse_sealed, write_sealed
 from drumline.data.image.decode import MAX_PIXELS
 from drumline.data.reading import open_error, read_whole
 

@@ -22,9 +22,8 @@ import torch
 from numpy.typing import NDArray
 
 from drumline.core.errors import UserError
-from drumline.core.files import CorruptError, write_file, write_text
+from drumline.core.files import CorruptError, read_sealed, write_file, write_sealed, write_text
 from drumline.core.lock import exclusive
-from drumline.core.sealed import read_sealed, write_sealed
 from drumline.data.feed.sampler import Ids
 from drumline.distillation.cache.rows import Rule
 from drumline.parallel.world import World
