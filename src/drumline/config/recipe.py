@@ -243,7 +243,7 @@ class Distill:
     initial_epochs: Annotated[AutoFloat, Range(0)] = "auto"
     """Epochs of the initial phase, for methods that have one, such as fsp. `auto`: as in the method's paper."""
     student_taps: str = ""
-    """Modules to tap in a student that is not built in: `stage1=layer1`, separated by commas. Empty: found by itself."""
+    """Modules to tap in a student that is not built in: `stage1=layer1,stage2=layer2`. Empty: found automatically."""
     teacher_taps: str = ""
     """The same for the teacher."""
     teacher_precision: PrecisionName = "auto"
