@@ -12,6 +12,11 @@ from drumline.config.fields import recipe_fields, sections
 from drumline.config.recipe import Recipe
 
 
+def examples_of(text: str) -> list[str]:
+    block = text.partition("examples:\n")[2].partition("\n\n")[0]
+    return [line.strip() for line in block.splitlines()]
+
+
 def help_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     assert main(argv) == 0
     return capsys.readouterr().out
@@ -23,8 +28,8 @@ def test_every_command_explains_itself_with_usage_and_examples(
 ) -> None:
     text = help_of(capsys, command, "nonsense", "--help")
     assert text.startswith(f"usage: drumline {command} ")
-    assert max(map(len, text.split("\n"))) <= 84
-    examples = text.partition("examples:\n")[2].strip().splitlines()
+    assert max(map(len, text.split("\n"))) <= 80
+    examples = examples_of(text)
     assert examples[0].startswith(f"drumline {command}")
     assert text == help_of(capsys, "help", command)
 
@@ -32,6 +37,18 @@ def test_every_command_explains_itself_with_usage_and_examples(
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(capsys, "--help")
     assert all(f"  {command} " in text for command in COMMANDS)
+    assert max(map(len, text.split("\n"))) <= 80
+
+
+def test_help_for_an_unknown_command_section_or_field_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, fix in (
+        (("help", "trian"), "did you mean `drumline train`?"),
+        (("train", "--help", "optm"), "did you mean optim?"),
+        (("train", "--help", "optim.rl"), "did you mean optim.lr?"),
+        (("--verison",), "did you mean `drumline --version`?"),
+    ):
+        assert main(argv) == 2
+        assert fix in capsys.readouterr().err
 
 
 def test_the_help_of_train_and_distill_names_every_field_and_stays_short(
@@ -62,16 +79,16 @@ def test_the_examples_of_train_can_be_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("recipe.toml").write_text("")
-    examples = help_of(capsys, "train", "--help").partition("examples:\n")[2].strip().split("\n")
+    examples = examples_of(help_of(capsys, "train", "--help"))
     assert len(examples) == 5
     for example in examples:
-        argv = re.split(r"\s{3,}| > ", example.strip())[0].split()[2:]
+        argv = re.split(r"\s{3,}| > ", example)[0].split()[2:]
         assert Recipe.from_args([text for text in argv if text != "--dry-run"])
 
 
 def test_the_help_of_eval_shows_evaluations(capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(capsys, "eval", "--help")
     assert len(text.splitlines()) < 70
-    examples = text.partition("examples:\n")[2].strip().splitlines()
-    assert all(example.strip().startswith("drumline eval ") for example in examples)
+    examples = examples_of(text)
+    assert all(example.startswith("drumline eval ") for example in examples)
     assert not any("optim." in example or "train." in example for example in examples)

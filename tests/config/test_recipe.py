@@ -138,7 +138,7 @@ TWO_MACHINES = {
         ({"data__std": (0.5,)}, "data.mean", "data.std"),
         ({"data__mean": (0.5,), "data__std": (0.5, 0.5, 0.5)}, "data.std", "data.mean"),
         ({"data__mean": (0.5,), "data__std": (0.0,)}, "data.std", "too small"),
-        ({"data__batch": 7, "parallel__processes": 8}, "data.batch", "8 processes x 1"),
+        ({"data__batch": 7, "parallel__processes": 8}, "data.batch", "8 processes"),
         (
             {"data__batch": 7, "parallel__processes": 2, "train__accumulate": 4},
             "data.batch",

@@ -20,24 +20,32 @@ from drumline.core.text import near, wrapped
 
 HELP = """usage: drumline COMMAND ...
 
-Train PyTorch vision models on a CPU, a GPU, many GPUs or many machines, with the same command.
+Train PyTorch vision models on a CPU, a GPU, many GPUs or many machines, with
+the same command.
 
 commands:
-  train    train a model:            drumline train --model.name resnet50 --data.path photos
-  distill  train with a teacher:     drumline distill --distill.teacher_weights runs/photos-resnet50-1
-                                       --model.name resnet18 --data.path photos
-  resume   continue a run:           drumline resume runs/photos-resnet50-1
-  runs     list runs and results:    drumline runs
-  eval     score a run or weights:   drumline eval runs/photos-resnet50-1
-  predict  classify images:          drumline predict runs/photos-resnet50-1 new-photos
-  pack     pack a data set:          drumline pack photos photos.packed
-  verify   check a data set or run:  drumline verify photos
-  compare  compare two runs:         drumline compare runs/photos-resnet50-1 runs/photos-resnet50-2
-  plan     where to cut a model:     drumline plan --cuts resnet50 --stages 4
-  doctor   check this machine:       drumline doctor
-  demo     train and distil on the embedded digits, from data to weights
+  train    train a model
+  distill  train a model with a teacher
+  resume   continue a run
+  runs     list runs and how they differ
+  eval     score a run or weights
+  predict  classify images with a trained model
+  pack     pack a data set into a few large files
+  verify   check a run or a data set for damage
+  compare  report whether two runs have the same bits
+  plan     list where a model can be cut into pipeline stages
+  doctor   check this machine
+  demo     train and distil on the embedded digits, in about a minute
 
-Start with `drumline demo`. `drumline COMMAND --help` explains each command; `drumline --version` prints the version.
+examples:
+  drumline demo
+  drumline train data.path=photos model.name=resnet50
+  drumline eval runs/photos-resnet50-1
+  drumline distill distill.teacher_weights=runs/photos-resnet50-1
+      data.path=photos model.name=resnet18
+
+`drumline COMMAND --help` explains a command; `drumline --version` prints the
+version.
 """
 
 COMMANDS = (
@@ -95,8 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(argv: list[str]) -> int:
-    if len(argv) > 1 and argv[0] == "help" and argv[1] in COMMANDS:
-        argv = [argv[1], "--help"]
+    if len(argv) > 1 and argv[0] == "help":
+        argv = [argv[1], "--help", *argv[2:]]
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0 if argv else 2
@@ -107,7 +115,11 @@ def _dispatch(argv: list[str]) -> int:
         print(f"drumline {__version__}")
         return 0
     if name not in COMMANDS:
-        meant = [OTHER_COMMANDS[name]] if name in OTHER_COMMANDS else near(name, COMMANDS)
+        meant = (
+            [OTHER_COMMANDS[name]]
+            if name in OTHER_COMMANDS
+            else near(name, [*COMMANDS, "--version", "--help"])
+        )
         raise UserError(
             f"there is no command {name!r}",
             f"did you mean `drumline {meant[0]}`?" if meant else f"use one of: {', '.join(COMMANDS)}",

@@ -38,7 +38,7 @@ COMMAND = Command(
     examples="""
   drumline compare runs/photos-resnet50-1 runs/photos-resnet50-2
   drumline compare runs/a/checkpoints/step-500 runs/b
-  diff runs/a/fingerprints.txt runs/b/fingerprints.txt | head    the same by hand
+  diff runs/a/fingerprints.txt runs/b/fingerprints.txt | head   the same by hand
 """,
 )
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from drumline.cli.help import Command
-from drumline.cli.train import run, with_preset
+from drumline.cli.train import COMMON, run, with_preset
 from drumline.config.arguments import RecipeOptions, read_recipe
 from drumline.config.fields import sections
 from drumline.core.errors import UserError
@@ -22,7 +22,7 @@ class Options(RecipeOptions):
 
 COMMAND = Command(
     name="distill",
-    usage="[PRESET or RECIPE.toml] [section.key=value ...] [options]",
+    usage="[PRESET|RECIPE.toml] [section.key=value ...] [options]",
     about="""
         Train a student with a trained teacher (a run folder, a checkpoint or a weights
         file), whose accuracy is measured first. Does everything that `train` does, with
@@ -34,12 +34,13 @@ COMMAND = Command(
   drumline distill distill.teacher_weights=runs/teacher model.name=resnet18 ...
   drumline distill ... distill.method=dkd distill.options=beta:2,warmup:5
   drumline distill ... distill.method=crd,kd distill.b=0.8 distill.a=1
-  drumline distill ... distill.cache=caches/teacher   store the teacher's outputs
+  drumline distill ... distill.cache=caches/teacher  store the teacher's outputs
   drumline distill cifar100/crd/resnet32x4-resnet8x4 data.path=cifar100
       distill.teacher_weights=runs/resnet32x4         a published recipe
   drumline distill --presets                          list them
 """,
     sections=("distill", *(section for section in sections() if section != "distill")),
+    common=("distill.teacher_weights", "distill.method", "distill.cache", *COMMON),
 )
 
 

@@ -26,8 +26,8 @@ COMMAND = Command(
     about=f"""
         Score a trained model on the evaluation split: every sample once, on any number of
         processes. PATH is one of
-          RUN                       a run folder: its best weights, else its last, else its
-                                    newest checkpoint
+          RUN                       a run folder: its best weights, else its last,
+                                    else its newest checkpoint
           RUN/checkpoints/step-N    one of its checkpoints
           RUN/weights[/FILE]        weights of a run
           WEIGHTS                   a .safetensors, .pt or .pth file of any origin
@@ -47,7 +47,8 @@ COMMAND = Command(
         data.holdout applies only to its own data.
 
         useful fields:
-          data.path=FOLDER          other data: its evaluation split or, without splits, all
+          data.path=FOLDER          other data: its evaluation split, or all of it if it
+                                    has no splits
           model.name=NAME           the model of weights from elsewhere
           data.size=N               a different image size
           train.precision=fp32      a different precision

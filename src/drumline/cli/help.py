@@ -1,7 +1,7 @@
 """The text of `--help`, from what a command declares: its usage, options and examples, and the fields of the recipe.
 
-`drumline train --help` lists every field of the recipe in a line or two; `--help SECTION` and `--help SECTION.KEY`
-explain them in full.
+`drumline train --help` has examples, options and common fields first, then every field of the recipe in a line or
+two; `--help SECTION` and `--help SECTION.KEY` explain them in full.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any, get_args, get_origin
 from drumline.config.arguments import flag
 from drumline.config.fields import Field, choices, fields_of, recipe_fields, sections
 from drumline.config.toml import short_literal
+from drumline.core.errors import UserError
+from drumline.core.text import did_you_mean, wrapped_lines
 
 WIDTH = 80
 
@@ -31,6 +33,8 @@ class Command:
     """Indented lines."""
     sections: tuple[str, ...] = ()
     """The sections of the recipe whose fields are listed."""
+    common: tuple[str, ...] = ()
+    """The fields that most runs set; they are listed first."""
 
 
 def help_text(command: Command, topic: str = "") -> str:
@@ -39,38 +43,50 @@ def help_text(command: Command, topic: str = "") -> str:
         return "\n".join([_title(topic), "", *_in_full(topic)])
     if topic in recipe_fields():
         return "\n".join(_field(recipe_fields()[topic]))
+    if topic and not topic.startswith("-") and "=" not in topic:
+        fix = did_you_mean(
+            topic, [*sections(), *recipe_fields()], f"the sections are {', '.join(sections())}"
+        )
+        raise UserError(f"--help {topic}: there is no such section or field", fix)
     lead = "usage: "
     usage = "\n".join(
         f"{lead if not number else ' ' * len(lead)}drumline {command.name} {form}"
         for number, form in enumerate(command.usage.splitlines())
     )
     blocks = [usage, *map(_paragraph, textwrap.dedent(command.about).strip().split("\n\n"))]
+    blocks.append(f"examples:\n{command.examples.strip(chr(10))}")
     options = [each for each in fields_of(command.options).values() if each.default is not MISSING]
-    if command.sections:
-        blocks += [_GRAMMAR.format(command=command.name), *map(_in_short, command.sections)]
     if options:
         rows = [
             (f"{flag(each)} {_metavar(each.hint)}".rstrip(), _summary(each, each.help, "default: "))
             for each in options
         ]
         blocks.append("options:\n" + _table(rows))
-    return "\n\n".join([*blocks, f"examples:\n{command.examples.strip(chr(10))}"])
+    if command.sections:
+        common = [_row(recipe_fields()[name]) for name in command.common]
+        blocks += [_GRAMMAR, "common fields, with their defaults:\n" + _table(common)]
+        blocks += [_ALL_FIELDS.format(command=command.name), *map(_in_short, command.sections)]
+    return "\n\n".join(blocks)
 
 
 _GRAMMAR = """\
 To set a field:
   lr = 0.2          below [optim] in RECIPE.toml
   optim.lr=0.2      on the command line, which overrides the file
-  --optim.lr 0.2    the same as a flag
+  --optim.lr 0.2    the same as a flag"""
 
-The fields, with their defaults. `drumline {command} --help optim` explains a
-section in full, `drumline {command} --help optim.lr` a field."""
+_ALL_FIELDS = """\
+All fields follow. `drumline {command} --help optim` explains a section in full,
+`drumline {command} --help optim.lr` a field."""
 
 
 def _in_short(section: str) -> str:
-    own = (each for each in recipe_fields().values() if each.section == section)
-    rows = [(each.name, _summary(each, f"{each.help.partition('. ')[0].removesuffix('.')}.")) for each in own]
+    rows = [_row(each) for each in recipe_fields().values() if each.section == section]
     return f"{_title(section)}\n" + _table(rows)
+
+
+def _row(each: Field) -> tuple[str, str]:
+    return each.name, _summary(each, f"{each.help.partition('. ')[0].removesuffix('.')}.")
 
 
 def _in_full(section: str) -> list[str]:
@@ -80,16 +96,12 @@ def _in_full(section: str) -> list[str]:
 
 def _field(each: Field) -> list[str]:
     head = f"{each.name}: {each.takes()}; default {_default(each)}"
-    lines = textwrap.wrap(head, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
-    indent = "  "
     text = f"{each.help} {each.details}".rstrip()
-    return lines + textwrap.wrap(
-        text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
-    )
+    return [*wrapped_lines(head, WIDTH, "    "), *wrapped_lines(text, WIDTH, "  ", "  ")]
 
 
 def _title(section: str) -> str:
-    return textwrap.fill(f"[{section}] {sections()[section].__doc__}", WIDTH)
+    return "\n".join(wrapped_lines(f"[{section}] {sections()[section].__doc__}", WIDTH))
 
 
 def _summary(each: Field, text: str, before: str = "") -> str:
@@ -105,7 +117,7 @@ def _paragraph(text: str) -> str:
     """Wraps the lines before the first indented one, and keeps the others."""
     lines = text.split("\n")
     indented = next((number for number, line in enumerate(lines) if line.startswith(" ")), len(lines))
-    return "\n".join([textwrap.fill(" ".join(lines[:indented]), WIDTH), *lines[indented:]])
+    return "\n".join([*wrapped_lines(" ".join(lines[:indented]), WIDTH), *lines[indented:]])
 
 
 def _default(each: Field) -> str:
@@ -130,7 +142,7 @@ def _table(rows: list[tuple[str, str]]) -> str:
     column = min(26, max(len(name) for name, _ in rows) + 4)
     lines = []
     for name, text in rows:
-        first, *others = textwrap.wrap(text, WIDTH - column, break_on_hyphens=False)
+        first, *others = wrapped_lines(text, WIDTH - column)
         if len(name) + 4 > column:
             lines.append(f"  {name}")
             others, first = [first, *others], ""

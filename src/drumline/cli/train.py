@@ -11,6 +11,18 @@ from drumline.config.fields import sections
 from drumline.config.recipe import Distill, Recipe
 from drumline.core.errors import UserError
 
+COMMON = (
+    "data.path",
+    "data.batch",
+    "model.name",
+    "model.weights",
+    "optim.name",
+    "optim.lr",
+    "train.epochs",
+    "parallel.processes",
+    "run.name",
+    "checkpoint.resume",
+)
 COMMAND = Command(
     name="train",
     usage="[RECIPE.toml] [section.key=value ...] [options]",
@@ -27,6 +39,7 @@ COMMAND = Command(
   drumline train --dry-run > recipe.toml     start a recipe file of your own
 """,
     sections=tuple(section for section in sections() if section != "distill"),
+    common=COMMON,
 )
 
 

@@ -170,10 +170,11 @@ def process_problems(recipe: Recipe, world: int) -> Iterator[Problem]:
             f"give --run.shards {world} or more; the bits depend on the shards, not on the processes",
         )
     elif data.batch < least and not layout_named(recipe.parallel.layout).staged:
+        micro = f" x {accumulate} micro-batches" if accumulate > 1 else ""
         pairs = " of mixed pairs" if data.mixing_unit == 2 else ""
         yield Problem(
             "data.batch",
-            f"too small for {counted(world, 'process', 'processes')} x {accumulate} micro-batches{pairs}",
+            f"too small for {counted(world, 'process', 'processes')}{micro}{pairs}",
             f"give at least {least}, or fewer processes or micro-batches",
         )
 

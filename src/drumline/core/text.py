@@ -35,11 +35,23 @@ def wrapped(text: str, width: int) -> str:
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())]
-        kept = re.sub("`[^`]*`", lambda command: command[0].replace(" ", "\0"), line)
-        lines += textwrap.wrap(
-            kept, width, subsequent_indent=indent + "  ", break_long_words=False, break_on_hyphens=False
-        ) or [""]
-    return "\n".join(lines).replace("\0", " ")
+        lines += wrapped_lines(line, width, indent + "  ") or [""]
+    return "\n".join(lines)
+
+
+def wrapped_lines(text: str, width: int, indent: str = "", first: str = "") -> list[str]:
+    """The lines of a paragraph, wrapped between words and never inside `a command`. `indent` precedes each line but
+    the first, which `first` precedes."""
+    kept = re.sub("`[^`]*`", lambda command: command[0].replace(" ", "\0"), text)
+    lines = textwrap.wrap(
+        kept,
+        width,
+        initial_indent=first,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace("\0", " ") for line in lines]
 
 
 def either(names: Sequence[str]) -> str:
