@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,21 @@ def test_workers_get_arguments_environment_and_the_socket_of_the_store_and_nothi
         assert (place["started_by"], place["master_addr"], place["node_rank"]) == ("drumline", "127.0.0.1", 0)
     assert dict(os.environ) == before
     assert run.survivors() == []
+
+
+def test_a_launcher_starts_workers_without_importing_torch(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys\n"
+        "from drumline.cli import main\n"
+        "import drumline.launch.launcher, drumline.launch.workers as workers\n"
+        "workers.Popen = lambda command, **given: subprocess.Popen([sys.executable, '-c', ''], **given)\n"
+        "code = main(['train', 'parallel.processes=2', 'train.steps=1', f'run.dir={sys.argv[1]}'])\n"
+        "print(code, 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines()[-1] == "0 False", done.stderr
 
 
 def test_threads_set_by_the_user_stay(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ import torch
 
 from drumline.config.recipe import Checkpoint, Recipe, Run
 from drumline.core.errors import UserError
+from drumline.launch.workers import ClaimedFolder
 from drumline.state.checkpoint import write_checkpoint
 from drumline.state.folder import (
     UNSAVED,
-    Claim,
     claimed,
     open_run,
     remember,
@@ -26,8 +26,8 @@ from drumline.state.manifest import Position
 
 
 @pytest.fixture
-def claim(monkeypatch: pytest.MonkeyPatch) -> Iterator[Claim]:
-    found = Claim()
+def claim(monkeypatch: pytest.MonkeyPatch) -> Iterator[ClaimedFolder]:
+    found = ClaimedFolder()
     for name, value in found.variable.items():
         monkeypatch.setenv(name, value)
     yield found
@@ -38,7 +38,7 @@ def recipe(folder: Path, resume: str = "never") -> Recipe:
     return Recipe(run=Run(dir=str(folder)), checkpoint=Checkpoint(resume=resume))
 
 
-def test_the_first_folder_is_remembered_and_those_inside_it_are_not(claim: Claim) -> None:
+def test_the_first_folder_is_remembered_and_those_inside_it_are_not(claim: ClaimedFolder) -> None:
     assert claimed() == claim.read() == ""
     remember("photos-1")
     remember("initial-fsp")
@@ -69,7 +69,7 @@ def test_a_restart_before_the_first_save_resumes_from_the_other_run_again(tmp_pa
 
 
 def test_a_restart_lost_before_its_first_checkpoint_is_not_taken_for_another_run(
-    tmp_path: Path, claim: Claim
+    tmp_path: Path, claim: ClaimedFolder
 ) -> None:
     groups = {"model": {"w": torch.ones(3)}, "optimizer": {}}
     (tmp_path / "old/checkpoints").mkdir(parents=True)

@@ -45,10 +45,8 @@ class Field:
 
     @property
     def help(self) -> str:
-        """The docstring below the field, on one line, and the descriptions of its choices."""
-        texts = [limit.texts for limit in self.limits if isinstance(limit, Descriptions)]
-        choices = [f"`{name}`: {text}." for each in texts for name, text in each.items()]
-        return " ".join([_docstrings(self.owner)[self.key], *choices])
+        """The docstring below the field, on one line."""
+        return _docstrings(self.owner)[self.key]
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -61,8 +59,8 @@ class Field:
         return " ".join(limit.details for limit in self._tables)
 
     @property
-    def _tables(self) -> list[SourceNames]:
-        return [limit for limit in self.limits if isinstance(limit, SourceNames)]
+    def _tables(self) -> list[SourceNames | Descriptions]:
+        return [limit for limit in self.limits if isinstance(limit, SourceNames | Descriptions)]
 
     def check(self, value: Any) -> Wrong | None:
         """What is wrong with a value of the right type."""

@@ -109,9 +109,17 @@ class PerMachine:
 
 @dataclass(frozen=True)
 class Descriptions:
-    """What each choice means. Allows every value; `--help` and docs/recipe.md add the texts to the field's own."""
+    """What each choice of a field means. Allows every value."""
 
     texts: Mapping[str, str]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.texts)
+
+    @property
+    def details(self) -> str:
+        return " ".join(f"`{name}`: {text}." for name, text in self.texts.items())
 
     def check(self, value: Any) -> None:
         return None

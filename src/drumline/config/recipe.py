@@ -60,8 +60,7 @@ class Data:
     """The images, and how they are batched, augmented and decoded."""
 
     source: SourceName = "auto"
-    """Kind of data, or your own as `package.module:factory`. `auto`: detected from `path`; without a path, the
-    embedded digits."""
+    """Kind of data, or your own as `package.module:factory`. `auto`: detected from `path`; digits without one."""
     path: Annotated[str, PerMachine(path=True)] = ""
     """Folder or file with the data. A folder or tar file contains `train/<class>/` and `val/<class>/`, or class
     folders alone together with `holdout`."""

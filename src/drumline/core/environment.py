@@ -24,6 +24,9 @@ GENERATION = "DRUMLINE_GENERATION"
 """Set by our launcher for its workers: how many times they have been restarted, the same on every machine."""
 
 
+CLAIMED = "DRUMLINE_CLAIMED"
+"""Set by our launcher for its workers: the file with the name of the run folder."""
+
 STORE_SOCKET = "DRUMLINE_STORE"
 """Set by our launcher for rank 0: the file descriptor of the socket at which rank 0 hosts the workers' store."""
 

@@ -23,11 +23,10 @@ from pathlib import Path
 from subprocess import Popen
 from types import FrameType
 
-from drumline.core.environment import STORE_SOCKET
+from drumline.core.environment import CLAIMED, STORE_SOCKET
 from drumline.core.heartbeat import Beats
 from drumline.launch.failure import FILE, Failure, failure_from_exit, read_failure
 from drumline.launch.hang import Stacks
-from drumline.state.folder import Claim
 
 REAP_SECONDS = 3.0
 LONGEST_PAUSE = 60.0
@@ -47,7 +46,7 @@ class WorkerEnvironment:
     the claim of the run folder, the result and the socket `store`, which stay."""
 
     def __init__(self, store: socket.socket, returns_result: bool = False) -> None:
-        self.claim = Claim()
+        self.claim = ClaimedFolder()
         self._store = store
         self.beats: Beats | None = None
         self.stacks: Stacks | None = None
@@ -93,6 +92,31 @@ class WorkerEnvironment:
         self.claim.close()
         if self._result is not None:
             os.close(self._result)
+
+
+class ClaimedFolder:
+    """The name of the run folder that the first start of the run has claimed, in anonymous memory. It stays for
+    restarts."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("drumline-claimed")
+
+    @property
+    def variable(self) -> dict[str, str]:
+        """The environment variable for the workers."""
+        return {CLAIMED: f"/proc/{os.getpid()}/fd/{self._descriptor}"}
+
+    def read(self) -> str:
+        """The name of the folder; empty if no worker has claimed one yet."""
+        return os.pread(self._descriptor, 4096, 0).decode()
+
+    def write(self, name: str) -> None:
+        """Sets the name that a worker on another machine has claimed."""
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, name.encode(), 0)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
 
 
 @dataclass

@@ -23,6 +23,7 @@ from drumline.config.arguments import names_code
 from drumline.config.fields import recipe_fields, with_values
 from drumline.config.recipe import Distill, Recipe
 from drumline.config.toml import dump_recipe
+from drumline.core.environment import CLAIMED
 from drumline.core.errors import UserError
 from drumline.core.files import write_file, write_text
 from drumline.core.lock import FILE as LOCK
@@ -47,8 +48,6 @@ OF_A_RUN = (
 """Files that show that a folder holds a run. log.txt alone does not: it is only appended to."""
 UNSAVED = ".unsaved"
 """Marks the folder of a run that has not saved a checkpoint yet."""
-VARIABLE = "DRUMLINE_CLAIMED"
-"""The file in which our launcher keeps the name of the run folder."""
 
 
 @dataclass(frozen=True)
@@ -309,39 +308,15 @@ def write_facts(path: Path, recipe_text: str, environment: dict[str, Any]) -> No
     write_text(path / "environment.json", json.dumps(environment, indent=1) + "\n")
 
 
-class Claim:
-    """The launcher's side: the name, in anonymous memory."""
-
-    def __init__(self) -> None:
-        self._descriptor = os.memfd_create("drumline-claimed")
-
-    @property
-    def variable(self) -> dict[str, str]:
-        """The environment variable for the workers."""
-        return {VARIABLE: f"/proc/{os.getpid()}/fd/{self._descriptor}"}
-
-    def read(self) -> str:
-        """The name of the folder; empty if no worker has claimed one yet."""
-        return os.pread(self._descriptor, 4096, 0).decode()
-
-    def write(self, name: str) -> None:
-        """Sets the name that a worker on another machine has claimed."""
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, name.encode(), 0)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-
 def remember(name: str) -> None:
     """Claims a run folder, on rank 0. The first name stays: later ones are folders inside it."""
-    if VARIABLE in os.environ and not claimed():
-        Path(os.environ[VARIABLE]).write_text(name)
+    if CLAIMED in os.environ and not claimed():
+        Path(os.environ[CLAIMED]).write_text(name)
 
 
 def claimed() -> str:
     """The name of the folder that an earlier start of this run has claimed; empty at its first start."""
-    path = os.environ.get(VARIABLE)
+    path = os.environ.get(CLAIMED)
     return Path(path).read_text() if path else ""
 
 
