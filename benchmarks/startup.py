@@ -4,11 +4,11 @@
     python benchmarks/startup.py --device cuda      # on one GPU
     python benchmarks/startup.py --small            # one round: a check that the script works
 
-Each round starts three new processes in turn: one that imports torch; the command up to the end of its first step,
-in phases; and the complete command with one step, an evaluation, a checkpoint and the exit. A first round, which
-fills the page cache and writes bytecode, does not count. Prints medians of wall time and of CPU time, which other
-programs affect less. A phase ends when the run first calls a certain function of torch (see `child`), so the
-measured code needs no timers.
+Each round starts new processes in turn: one that imports torch; the command up to the end of its first step, in
+phases; and the complete command with one step, an evaluation, a checkpoint and the exit, in one process and (on a
+CPU) in two, which a launcher starts. A first round, which fills the page cache and writes bytecode, does not count.
+Prints medians of wall time and of CPU time, which other programs affect less. A phase ends when the run first calls a
+certain function of torch (see `child`), so the measured code needs no timers.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 
 TORCH, REHEARSED = "start Python, import torch", "first backward and update (undone: a rehearsal)"
 TOTAL, WHOLE = "to the first step", "to the end of a run of one step"
+TWO = f"{WHOLE}, in two processes"
 COMMAND = ("train", "--model.name", "cifar/resnet8", "--train.steps", "1")
 ALONE = "import time, torch; print([time.time(), time.process_time()])"
 Times = tuple[float, float]
@@ -94,7 +95,7 @@ def main() -> None:
     # As after an installation: with bytecode.
     env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     alone: list[Times] = []
-    whole: list[float] = []
+    wholes: dict[str, list[float]] = {WHOLE: []} | ({TWO: []} if options.device == "cpu" else {})
     ends: list[dict[str, Times]] = []
     with tempfile.TemporaryDirectory() as folder:
         argv = [*COMMAND, "--run.device", options.device, "--run.dir", folder]
@@ -102,12 +103,14 @@ def main() -> None:
             begin = time.time()
             imported = json.loads(_python(["-c", ALONE], env))
             found = json.loads(_python([__file__, "--child", str(time.time()), *argv], env))
-            command = time.time()
-            _python(["-m", "drumline", *argv], env)
             if number:
                 alone.append((imported[0] - begin, imported[1]))
                 ends.append(found)
-                whole.append(time.time() - command)
+            for processes, (_, seconds) in enumerate(wholes.items(), 1):
+                command = time.time()
+                _python(["-m", "drumline", *argv, "--parallel.processes", str(processes)], env)
+                if number:
+                    seconds.append(time.time() - command)
     print(f"{_machine(options.device)}, {options.rounds} alternating rounds, medians\n")
     print("| phase | s | CPU s |\n|---|---|---|")
     began: list[Times] = [(0.0, 0.0)] * len(ends)
@@ -125,8 +128,9 @@ def main() -> None:
             f"| {name} | {wall:.3f} | {wall / least[0]:.2f} | {wall - least[0]:+.3f} "
             f"| {cpu:.3f} | {cpu / least[1]:.2f} | {cpu - least[1]:+.3f} |"
         )
-    wall = statistics.median(whole)
-    print(f"| {WHOLE} | {wall:.3f} | {wall / least[0]:.2f} | {wall - least[0]:+.3f} | | | |")
+    for name, seconds in wholes.items():
+        wall = statistics.median(seconds)
+        print(f"| {name} | {wall:.3f} | {wall / least[0]:.2f} | {wall - least[0]:+.3f} | | | |")
 
 
 def _medians(times: list[Times]) -> Times:

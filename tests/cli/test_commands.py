@@ -179,7 +179,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 def interrupted(*words: str, folder: Path) -> str:
-    """What a command says that gets Ctrl-C, as its whole process group does, once its helpers are at work."""
+    """The output of a command that gets Ctrl-C, with its whole process group, once its helpers are running."""
     command = subprocess.Popen(
         [sys.executable, "-m", "drumline", *words],
         cwd=folder,
@@ -205,7 +205,7 @@ def interrupted(*words: str, folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_an_interrupted_pack_leaves_nothing_broken_and_goes_on(photos: Path, tmp_path: Path) -> None:
+def test_an_interrupted_pack_leaves_no_broken_set_and_can_be_continued(photos: Path, tmp_path: Path) -> None:
     words = ("pack", "photos", "out", "--raw", "--workers", "2")
     assert "stopped; the same command continues where it was" in interrupted(*words, folder=tmp_path)
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""What the doctor finds on made-up machines, and on this one."""
+"""The findings of the doctor on simulated machines, and on this one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GIB = 2**30
 
 @pytest.fixture
 def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A machine with everything in order, whatever this one is like, and no slow self-test."""
+    """A machine without problems, whatever this one is like, and no slow self-test."""
     here = [Interface("lo", "127.0.0.1", True), Interface("eth0", "10.1.0.5", True)]
     monkeypatch.setattr(network, "interfaces", lambda: here)
     monkeypatch.setattr(network, "choose_interface", lambda wanted, host, machines=1: here[machines - 1])
@@ -46,7 +46,7 @@ def found(name: str) -> Finding:
     return {finding.name: finding for finding in examine()}[name]
 
 
-def test_a_healthy_machine_has_nothing_to_mend(healthy: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_healthy_machine_has_no_errors(healthy: None, capsys: pytest.CaptureFixture[str]) -> None:
     findings = examine()
     assert {finding.status for finding in findings} == {"ok"}, findings
     assert not any(finding.fix for finding in findings)
@@ -178,13 +178,13 @@ def test_an_old_torch_fails(healthy: None, monkeypatch: pytest.MonkeyPatch) -> N
     assert found("torch").status == "fail"
 
 
-def test_a_container_that_gives_fewer_cores_says_so(healthy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_cores_in_a_container_are_reported(healthy: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "usable_cores", lambda: 4)
     monkeypatch.setattr(doctor.psutil, "cpu_count", lambda: 64)
     assert found("CPU cores").value == "4 usable of 64"
 
 
-def test_the_self_test_meets_on_this_machine_and_fails_on_an_interface_that_is_not_there() -> None:
+def test_the_self_test_passes_on_this_machine_and_fails_on_a_missing_interface() -> None:
     env = {key: value for key, value in os.environ.items() if not key.endswith("_SOCKET_IFNAME")}
     assert doctor._self_test(env).status == "ok"
     broken = doctor._self_test(env | {"GLOO_SOCKET_IFNAME": "nowhere0"})
@@ -200,7 +200,7 @@ def test_a_self_test_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
     assert "within 0.3 s" in finding.value
 
 
-def test_the_fix_stands_below_its_line() -> None:
+def test_a_fix_is_below_its_line() -> None:
     output = io.StringIO()
     findings = [Finding("a", "ok", "fine [not markup]"), Finding("longer", "warn", "low", "raise it")]
     render(findings, Console(file=output, width=200))
@@ -219,7 +219,7 @@ def test_models_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert capsys.readouterr().out == "resnet18\nvgg8\n"
 
 
-def test_the_examination_leaves_nothing_behind(healthy: None, tmp_path: Path) -> None:
+def test_the_checks_leave_no_file_behind(healthy: None, tmp_path: Path) -> None:
     environment = dict(os.environ)
     examine()
     assert list(tmp_path.iterdir()) == []

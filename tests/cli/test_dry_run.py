@@ -1,4 +1,4 @@
-"""A dry run finds what would end the run, says what would happen, and leaves nothing behind."""
+"""A dry run finds every error that would end the run, prints what would happen, and writes no file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def dry(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0, command: str = "train") -> str:
-    """What a dry run says on stderr."""
+    """The stderr of a dry run."""
     before = sorted(Path().rglob("*"))
     assert main([command, *words, "--dry-run"]) == code
     assert sorted(Path().rglob("*")) == before, "nothing is written"
@@ -52,7 +52,7 @@ def saved(name: str) -> None:
     (folder / "recipe.toml").write_text('[model]\nname = "resnet8"\n')
 
 
-def test_what_would_happen_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_what_would_happen(capsys: pytest.CaptureFixture[str]) -> None:
     photos()
     words = (
         "data.path=photos",
@@ -79,7 +79,7 @@ def test_the_recipe_that_is_printed_is_a_recipe(capsys: pytest.CaptureFixture[st
         Path("again.toml").write_text(printed)
 
 
-def test_a_run_that_would_go_on_says_where(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_would_be_resumed_shows_its_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     saved("x")
     said = dry(capsys, "run.name=x", "checkpoint.resume=auto")
     assert "run folder: runs/x, resumed from runs/x/checkpoints/step-30\n" in said

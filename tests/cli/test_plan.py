@@ -1,4 +1,4 @@
-"""`drumline plan --cuts`: mistakes told plainly, a table for people, JSON for scripts."""
+"""`drumline plan --cuts`: plain errors, a table for people, JSON for scripts."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_wrong_options_are_all_reported_with_a_fix(line: str, parts: list[str]) 
         ("--cuts resnet8 --device cpu --precision fp16", ["--precision = fp16 needs a GPU"]),
     ],
 )
-def test_what_cannot_be_planned_is_told_before_it_is_measured(
+def test_an_impossible_plan_is_rejected_before_anything_is_measured(
     line: str, parts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *line.split()]) == 2
@@ -94,20 +94,20 @@ def test_the_table_fits_into_80_columns_and_long_names_stay_whole() -> None:
     assert "net: 3 units" in lines[0]
 
 
-def test_a_row_says_what_lies_before_and_what_crosses() -> None:
+def test_a_row_shows_the_time_before_a_cut_and_the_tensors_that_cross_it() -> None:
     lines = describe(Options("net"), measured(made_up(1.0, 2.0, 1.0)))
     rows = {line.split()[0]: line.split() for line in lines[-3:]}
     assert rows["a"] == ["a", "0", "%", "333.33", "666.67", "25.0", "%", "1.0", "10", "-"]
     assert rows["c"] == ["c", "75", "%", "333.33", "666.67", "25.0", "%", "1.0", "10", "2", "(1)"]
 
 
-def test_what_keeps_a_model_from_being_trained_is_told_with_the_table() -> None:
+def test_the_table_says_why_a_model_cannot_be_trained() -> None:
     assert not any("returns" in line for line in describe(Options("net"), measured(made_up(1.0))))
     lines = describe(Options("net"), measured(made_up(1.0), "dict"))
     assert "in training it returns dict: to train it, wrap it in a factory that returns the logits" in lines
 
 
-def test_a_noisy_machine_is_told_with_the_table() -> None:
+def test_the_table_reports_a_noisy_machine() -> None:
     assert any("noisy" in line for line in describe(Options("net"), measured(made_up(1.0, noise=0.2))))
 
 
@@ -149,7 +149,7 @@ def test_a_model_of_ours_returns_a_tensor(name: str) -> None:
     ]
 
 
-def test_all_lists_places_inside_blocks_and_json_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_lists_cuts_inside_blocks_and_json_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--cuts", "resnet8", "--all", "--json", "--repeats", "1", "--batch", "2"]) == 0
     names = [unit["name"] for unit in json.loads(capsys.readouterr().out)["units"]]
     assert {"conv1", "layer1", "layer2", "layer3", "fc"} < set(names)

@@ -32,7 +32,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("wrong", WRONG_COMMANDS, ids=lambda wrong: wrong.name)
-def test_a_wrong_line_is_refused_with_place_reason_and_fix(wrong: WrongCommand, folder: Path) -> None:
+def test_a_wrong_line_is_rejected_with_its_location_the_reason_and_a_fix(
+    wrong: WrongCommand, folder: Path
+) -> None:
     wrong.write_files(folder)
     with pytest.raises(UserError) as refused:
         read_recipe(wrong.argv, "train", RecipeOptions)
@@ -128,7 +130,7 @@ def test_every_field_takes_its_default_from_the_line_as_help_shows_it(name: str)
         "--optim.lr 0.3 --train.compile recipe.toml",
     ],
 )
-def test_flags_beat_the_file_wherever_they_stand(line: str, folder: Path) -> None:
+def test_flags_override_the_file_in_any_position(line: str, folder: Path) -> None:
     (folder / "recipe.toml").write_text("[optim]\nlr = 0.2\nmomentum = 0.8\n[train]\ncompile = false\n")
     result = train(line)
     assert result.recipe.optim.lr == 0.3
@@ -151,7 +153,7 @@ def test_flags_beat_the_file_wherever_they_stand(line: str, folder: Path) -> Non
         (".", "link/recipe.toml", "."),
     ],
 )
-def test_the_recipe_of_a_run_folder_goes_on_where_it_lies(
+def test_the_recipe_of_a_run_folder_continues_in_that_folder(
     folder: Path, monkeypatch: pytest.MonkeyPatch, here: str, file: str, runs: str | None
 ) -> None:
     run = folder / "moved" / "photos"
@@ -174,7 +176,7 @@ def test_the_recipe_of_a_run_folder_goes_on_where_it_lies(
     assert train(f"{file} checkpoint.resume=auto").origins["run.dir"] == f"the folder of {file}"
 
 
-def test_a_recipe_outside_of_a_run_folder_means_what_it_says(folder: Path) -> None:
+def test_a_recipe_outside_of_a_run_folder_keeps_its_own_folder_and_name(folder: Path) -> None:
     (folder / "recipe.toml").write_text('[run]\ndir = "/elsewhere/runs"\nname = "old"\n')
     found = train("recipe.toml checkpoint.resume=auto").recipe.run
     assert (found.dir, found.name) == ("/elsewhere/runs", "old")
@@ -221,12 +223,12 @@ def test_dry_run_is_no_part_of_the_recipe(flag: str) -> None:
     assert not train("optim.lr=1").options.dry_run
 
 
-def test_a_name_that_is_not_utf8_is_refused_before_a_run_needs_to_save_it() -> None:
+def test_a_name_that_is_not_utf8_is_rejected_before_a_run_needs_to_save_it() -> None:
     with pytest.raises(UserError, match=r"data\.path=.*not valid UTF-8"):
         Recipe.from_args(["data.path=ph\udcffoto"])
 
 
-def test_describe_is_a_recipe_file_that_gives_the_same_recipe_and_says_where_values_came_from(
+def test_describe_writes_a_recipe_file_with_the_same_recipe_and_the_origins_of_its_values(
     folder: Path,
 ) -> None:
     odd = folder / "my\nrecipe.toml"

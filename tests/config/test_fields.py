@@ -79,7 +79,7 @@ def test_a_toml_value_of_the_right_type_is_taken(hint: Any, raw: Any, value: Any
         (float, {"a": 1}),
     ],
 )
-def test_a_toml_value_of_another_type_is_refused(hint: Any, raw: Any) -> None:
+def test_a_toml_value_of_the_wrong_type_is_rejected(hint: Any, raw: Any) -> None:
     with pytest.raises(WrongValue):
         from_toml(hint, raw)
 
@@ -121,7 +121,7 @@ def test_text_is_read_by_type(hint: Any, texts: list[str], value: Any) -> None:
         (tuple[float, float], ["1"]),
     ],
 )
-def test_text_of_another_type_is_refused(hint: Any, texts: list[str]) -> None:
+def test_text_of_the_wrong_type_is_rejected(hint: Any, texts: list[str]) -> None:
     with pytest.raises(WrongValue):
         from_text(hint, texts)
 
@@ -137,7 +137,7 @@ def test_text_of_another_type_is_refused(hint: Any, texts: list[str]) -> None:
         (bool, "true or false", ()),
     ],
 )
-def test_a_type_is_told_in_words(hint: Any, text: str, words: tuple[str, ...]) -> None:
+def test_a_type_is_described_in_plain_english(hint: Any, text: str, words: tuple[str, ...]) -> None:
     assert expected(hint) == text
     assert choices(hint) == words
 

@@ -108,7 +108,7 @@ def test_every_field_has_a_docstring_that_is_a_sentence(name: str) -> None:
         ("checkpoint.resume", "", "runs/a"),
     ],
 )
-def test_an_impossible_value_is_named_with_a_fix_and_its_neighbour_is_fine(
+def test_an_impossible_value_is_rejected_with_a_fix_and_the_nearest_valid_one_is_accepted(
     name: str, bad: Any, good: Any
 ) -> None:
     others = {other: value for other, value in SECOND.items() if other != name}

@@ -40,7 +40,7 @@ def test_every_form_is_read(text: str, expected: Rendezvous) -> None:
         ("etcd://gpu5:2379", "etcd:// is not supported"),
     ],
 )
-def test_nonsense_is_refused_with_the_forms_that_work(text: str, why: str) -> None:
+def test_other_text_is_rejected_with_the_accepted_forms(text: str, why: str) -> None:
     with pytest.raises(UserError, match=why) as caught:
         parse_rendezvous(text)
     assert "HOST:PORT" in caught.value.fix

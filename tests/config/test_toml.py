@@ -142,7 +142,7 @@ def test_windows_line_ends_and_a_byte_order_mark_are_read(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("text", ["[[optim]]\nlr = 1\n", "[optim]\nlr.x = 1\n", "[optim]\nlr = {x = 1}\n"])
-def test_tables_in_strange_places_are_refused_with_their_line(text: str, tmp_path: Path) -> None:
+def test_misplaced_tables_are_rejected_with_their_line(text: str, tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text(text)
     with pytest.raises(UserError, match=r"recipe.toml:\d: optim"):
@@ -159,7 +159,7 @@ def test_a_long_value_is_shown_short(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may read every file")
-def test_a_file_without_read_rights_is_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text("")
     path.chmod(0)

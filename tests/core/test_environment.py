@@ -1,4 +1,4 @@
-"""Reading our place from every kind of launcher's variables."""
+"""Reads the rank from the variables of every kind of launcher."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ SRUN = {
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
 
-def test_nobody_started_us_means_no_place() -> None:
+def test_a_process_that_no_launcher_started_has_no_rank() -> None:
     assert read_rank_info({}) is None
     assert read_rank_info({"MASTER_ADDR": "10.0.0.1", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}) is None
 
 
-def test_torchrun_and_our_launcher_are_told_apart() -> None:
+def test_torchrun_and_our_launcher_are_distinguished() -> None:
     expected = RankInfo(5, 8, 1, 4, 1, "10.0.0.1", 29500, "torchrun")
     assert read_rank_info(TORCHRUN) == expected
     ours = read_rank_info(TORCHRUN | {"DRUMLINE_LAUNCHER": "77"})
@@ -71,7 +71,7 @@ def test_four_variables_by_hand_are_enough() -> None:
     assert read_rank_info(several) == RankInfo(6, 8, 2, 4, 1, "10.0.0.1", 29500, "env")
 
 
-def test_srun_tasks_find_their_place_and_the_first_host() -> None:
+def test_srun_tasks_find_their_rank_and_the_first_host() -> None:
     expected_port = 10000 + (31 * 1234567) % 20000
     assert read_rank_info(SRUN) == RankInfo(5, 7, 1, 2, 2, "node01", expected_port, "slurm")
     chosen = read_rank_info(SRUN | {"MASTER_ADDR": "head", "MASTER_PORT": "1500"})
@@ -113,7 +113,7 @@ def test_half_a_set_of_slurm_variables_names_the_missing_one(missing: str) -> No
         read_rank_info(env)
 
 
-def test_values_that_cannot_be_are_refused() -> None:
+def test_impossible_values_are_rejected() -> None:
     with pytest.raises(UserError, match="RANK = 'one' is not a whole number"):
         read_rank_info(BY_HAND | {"RANK": "one"})
     with pytest.raises(UserError, match="RANK = 2 does not fit WORLD_SIZE = 2"):
@@ -136,7 +136,7 @@ def test_the_first_host_of_a_slurm_node_list(nodes: str, first: str) -> None:
 
 
 @pytest.mark.parametrize("nodes", ["", "node[1-3", "node]1", ",a"])
-def test_an_unreadable_node_list_is_refused(nodes: str) -> None:
+def test_an_unreadable_node_list_is_rejected(nodes: str) -> None:
     with pytest.raises(UserError, match="Slurm node list"):
         first_host(nodes)
 
@@ -164,7 +164,7 @@ def test_waiting_threads_give_up_their_core_unless_the_user_chose() -> None:
         assert thread_defaults({name: "1"}) == {}
 
 
-def test_threads_that_the_user_asked_for_are_told_from_those_that_torchrun_did() -> None:
+def test_threads_set_by_the_user_are_distinguished_from_those_set_by_torchrun() -> None:
     assert threads_asked({}) == 0
     assert threads_asked({"OMP_NUM_THREADS": "3"}) == 3
     assert threads_asked({"OMP_NUM_THREADS": "4,2"}) == 4

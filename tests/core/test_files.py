@@ -1,4 +1,4 @@
-"""Files stand whole or not at all, and a failure leaves nothing behind."""
+"""Files are written completely or not at all, a failure leaves no file behind, and changed manifests are found."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_content_arrives_and_no_other_file_stays(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["a.bin", "a.txt"]
 
 
-def test_the_temporary_file_stands_beside_and_ends_in_tmp(tmp_path: Path) -> None:
+def test_the_temporary_file_is_beside_the_final_one_and_ends_in_tmp(tmp_path: Path) -> None:
     seen: list[Path] = []
 
     def write(temporary: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_folder_is_synced_whole_before_it_takes_its_final_name(
 
 
 @pytest.mark.parametrize("kind", ["empty folder", "full folder", "file", "broken link"])
-def test_a_folder_never_replaces_what_already_stands(tmp_path: Path, kind: str) -> None:
+def test_a_folder_never_replaces_an_existing_file_or_folder(tmp_path: Path, kind: str) -> None:
     temporary, final = tmp_path / "new.tmp", tmp_path / "final"
     temporary.mkdir()
     (temporary / "a").write_text("new")
@@ -179,7 +179,7 @@ def test_a_file_system_without_folder_sync_is_accepted_but_a_failing_disk_is_not
 
 
 def test_appending_does_not_follow_a_link(tmp_path: Path) -> None:
-    """In a run folder of a stranger it could lead to any file of the user's."""
+    """In an untrusted run folder it could lead to any file of the user."""
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "log.txt").symlink_to(tmp_path / "mine")
     with pytest.raises(OSError, match="symbolic links"):
@@ -243,7 +243,7 @@ def test_what_is_no_sealed_table_is_rejected(tmp_path: Path, text: str) -> None:
         read_sealed(tmp_path / "m.json", 1)
 
 
-def test_a_link_is_not_followed_and_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
+def test_a_link_is_not_followed_and_a_missing_file_is_reported_as_missing(tmp_path: Path) -> None:
     write_sealed(tmp_path / "m.json", {})
     (tmp_path / "link").symlink_to("m.json")
     with pytest.raises(CorruptError, match="is a link"):

@@ -32,13 +32,13 @@ def test_the_launcher_sees_each_workers_beats(beats: Beats) -> None:
     assert beats.read(0) == beats.read(2) == Beat()
 
 
-def test_beats_cross_processes(beats: Beats) -> None:
+def test_beats_are_read_in_another_process(beats: Beats) -> None:
     code = "import os; from drumline.core import heartbeat as h; h.connect(os.environ); h.beat(5)"
     subprocess.run([sys.executable, "-c", code], env=os.environ | beats.variable(2), check=True)
     assert beats.read(2) == Beat(1, 5, Phase.STEPPING)
 
 
-def test_without_a_launcher_a_beat_goes_nowhere(beats: Beats) -> None:
+def test_without_a_launcher_a_beat_does_nothing(beats: Beats) -> None:
     heartbeat.connect({})
     heartbeat.beat(1)
     heartbeat.enter(Phase.ENDING)

@@ -1,4 +1,4 @@
-"""One owner of a run folder: a later start of the same launch takes over from one that is frozen, and nobody else."""
+"""One owner of a run folder: only a later start of the same launch takes over from one that is frozen."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ def start(monkeypatch: pytest.MonkeyPatch, launch: str, generation: int) -> None
     monkeypatch.setenv(GENERATION, str(generation))
 
 
-def test_a_later_start_of_the_launch_takes_over_and_nobody_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_later_start_of_the_launch_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start(monkeypatch, "abc", 1)
     first = acquire(tmp_path)
     first.check()
@@ -92,7 +90,7 @@ def test_one_that_was_frozen_while_it_took_over_does_not_win(
 @pytest.mark.parametrize(
     "content", [b"", b"\xff", b"[]", b'{"launch": "abc"}', b'{"launch": 1, "generation": "x"}']
 )
-def test_a_lock_file_that_names_nobody_is_not_taken_over(
+def test_a_lock_file_without_an_owner_is_not_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
     start(monkeypatch, "abc", 0)
@@ -128,7 +126,7 @@ def test_a_folder_that_was_moved_or_deleted_is_not_written_elsewhere(tmp_path: P
     assert not any(path.name == "recipe.toml" for path in tmp_path.rglob("*"))
 
 
-def test_paths_outside_of_run_folders_are_nobodys(tmp_path: Path) -> None:
+def test_paths_outside_of_run_folders_have_no_owner(tmp_path: Path) -> None:
     held = acquire(tmp_path / "a")
     (tmp_path / "a" / ".lock").unlink()
     lock.check(tmp_path / "ab" / "x")
@@ -157,7 +155,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_frozen_run_that_was_taken_over_thaws_and_changes_nothing(
+def test_a_frozen_run_whose_folder_was_taken_over_changes_nothing_when_it_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Frozen wherever it just is: in a step, in the log, in a save. Twice, since that differs."""

@@ -1,4 +1,4 @@
-"""What containers and batch jobs leave us of the machine."""
+"""The part of the machine that containers and batch jobs allow a process to use."""
 
 from __future__ import annotations
 

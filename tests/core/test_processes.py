@@ -52,7 +52,7 @@ def test_results_come_in_order_from_a_bounded_number_of_tasks_and_processes_end(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("task", "error"), [(7, UserError), (8, ConnectionResetError), (9, WorkerKilled)])
-def test_what_a_task_raises_is_raised_here_and_a_kill_is_told_apart(
+def test_an_exception_of_a_task_is_raised_here_and_a_kill_has_its_own_error(
     task: int, error: type[Exception]
 ) -> None:
     with pytest.raises(error) as caught:

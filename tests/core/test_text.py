@@ -1,4 +1,4 @@
-"""Names from outside cannot steer a terminal, whichever way they reach it."""
+"""Untrusted names cannot control a terminal, however they reach it."""
 
 from __future__ import annotations
 

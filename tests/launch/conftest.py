@@ -1,4 +1,4 @@
-"""Launches that leave nothing behind, and two hosts."""
+"""Fixtures: a launch whose processes are killed at the end, and two hosts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Two hosts on one machine: network namespaces with a cable between them, and no name service.
 
-`two_hosts()` makes them, gives for each the command prefix that runs a program there and its address, and
-always takes them away again. `why_not()` says what is missing where that cannot be done.
+`two_hosts()` creates them, returns for each its address and the command prefix that runs a program there, and
+always removes them. `why_not()` returns what is missing if that is impossible.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Host:
 
 
 def why_not() -> str | None:
-    """Why two hosts cannot be made here; None when they can."""
+    """Why two hosts cannot be created here; None if they can."""
     if shutil.which("ip") is None:
         return "network namespaces need iproute2's `ip`"
     if os.geteuid() != 0:

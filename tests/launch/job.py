@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def report(folder: Path, rank: int) -> None:
-    """Everything the worker was given."""
+    """Reports the arguments, environment and descriptors of the worker."""
     # The listing's own descriptor is gone by the time it is looked at.
     links = {
         path.name: str(path.readlink()) for path in list(Path("/proc/self/fd").iterdir()) if path.exists()
@@ -57,13 +57,13 @@ def report(folder: Path, rank: int) -> None:
 
 
 def raises(folder: Path, rank: int) -> None:
-    """Rank 1 fails; the others are as deaf as a process inside a collective."""
+    """Rank 1 fails; the others ignore signals, like a process inside a collective."""
     _deaf_unless_rank_1(folder, rank)
     raise RuntimeError("the cat is on the keyboard")
 
 
 def mistake(folder: Path, rank: int) -> None:
-    """Every rank finds the same user's mistake."""
+    """Every rank raises the same user error."""
     raise UserError("data.path = /nowhere does not exist", "give an existing folder")
 
 
@@ -96,7 +96,7 @@ def mute(folder: Path, rank: int) -> None:
 
 
 def saves(folder: Path, rank: int) -> None:
-    """Counts stop requests, takes a moment to save after the first, leaves with 0."""
+    """Counts stop requests, takes a second to save after the first, exits with 0."""
     asked: list[float] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(time.monotonic()))
     ready(folder, rank)
@@ -131,7 +131,7 @@ def deaf(folder: Path, rank: int) -> None:
 
 
 def sums(folder: Path, rank: int) -> None:
-    """An all-reduce over gloo; leaves the sum and the socket addresses gloo used."""
+    """An all-reduce over gloo; reports the sum and the socket addresses that gloo used."""
     import psutil
     import torch
     import torch.distributed as dist
@@ -159,8 +159,8 @@ def sums(folder: Path, rank: int) -> None:
 
 
 def lost(folder: Path, rank: int) -> None:
-    """`lost N HOW [SECONDS]`: in its first N starts rank 1 is lost while the others are deaf; then everybody ends
-    well, after some time."""
+    """`lost N HOW [SECONDS]`: in its first N starts rank 1 is lost while the others are deaf; then all
+    workers finish, after SECONDS."""
     start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     write(folder / f"start-{start}-{rank}", str(time.time()))
     if start >= int(sys.argv[3]):
@@ -200,7 +200,7 @@ def dream_of_sheep() -> None:
 
 
 def until_alone(folder: Path, rank: int) -> None:
-    """Goes on until it is the only process of the run."""
+    """Continues until it is the only process of the run."""
     heartbeat.connect(os.environ)
     ready(folder, rank)
     while os.environ["WORLD_SIZE"] != "1":
@@ -237,7 +237,7 @@ def exchanges(folder: Path, rank: int) -> None:
 
 
 def listens(folder: Path, rank: int) -> None:
-    """Joins a process group; leaves the addresses that this process and its launcher listen at."""
+    """Joins a process group; reports the addresses at which this process and its launcher listen."""
     import psutil
     import torch
 
@@ -269,12 +269,12 @@ def _deaf_unless_rank_1(folder: Path, rank: int) -> None:
 
 
 def ready(folder: Path, rank: int) -> None:
-    """Says that this worker has got going, and in which start."""
+    """Reports that this worker is running, and in which start."""
     write(folder / f"ready-{rank}", os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 
 def all_ready(folder: Path) -> None:
-    """Waits until every other worker has got going in this start, not only in one before."""
+    """Waits until every other worker is running in this start, not only in an earlier one."""
     for other in range(int(os.environ["WORLD_SIZE"])):
         if other != 1:
             assert wait_for(folder / f"ready-{other}", holding=os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -291,7 +291,7 @@ def wait_for(path: Path, seconds: float = 30, holding: str | None = None) -> boo
 
 
 def write(path: Path, text: str) -> None:
-    """Whole or not at all: tests wait for these files to appear."""
+    """Writes a file atomically: tests wait for these files to appear."""
     draft = path.with_name(f".{path.name}")
     draft.write_text(text)
     draft.rename(path)

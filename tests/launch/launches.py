@@ -1,4 +1,4 @@
-"""A launch with real processes, for tests: what it said, how long it took, who is still alive."""
+"""A launch with real processes, for tests: its messages, its duration, the processes that are still alive."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ HERE = Path(__file__).parent
 
 
 def hello(processes: int) -> str:
-    """What a launcher on one machine says first: the network interface it chose."""
+    """The first message of a launcher on one machine: the network interface that it chose."""
     return f"{processes} process{'es' * (processes > 1)} here, network interface lo (127.0.0.1)"
 
 
 class Run:
-    """One launch: what was announced, how long it took, who is still alive."""
+    """One launch: its messages, its duration, the processes that are still alive."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -57,7 +57,7 @@ class Run:
     def launcher(
         self, mode: str, *arguments: str, processes: int = 2, ready: int = 2, **wanted: Any
     ) -> subprocess.Popen[str]:
-        """A launcher of its own, with its first `ready` workers going."""
+        """A launcher in a process of its own, whose first `ready` workers are running."""
         request = {"command": self.command(mode, *arguments), "processes": processes, **wanted}
         process = subprocess.Popen(
             [sys.executable, str(HERE / "launcher_process.py"), json.dumps(request)],
@@ -77,7 +77,7 @@ class Run:
         return found
 
     def survivors(self, seconds: float = 1.0) -> list[str]:
-        """Processes of this run that are still alive, after giving them a moment."""
+        """Processes of this run that are still alive, up to `seconds` later."""
         deadline = time.monotonic() + seconds
         while True:
             alive = [p.name for p in self.folder.glob("pid-*") if is_running(int(p.read_text()))]
@@ -86,7 +86,7 @@ class Run:
             time.sleep(0.02)
 
     def two_launchers(self, mode: str) -> tuple[list[int], list[str]]:
-        """Two machines' worth of a run, here; gives their exit codes and what they said."""
+        """The launchers of two machines, both here; returns their exit codes and messages."""
         parallel = {"nodes": 2, "rendezvous": f"127.0.0.1:{free_port('127.0.0.1')}", "timeout": 60.0}
         launchers = [self.launcher(mode, processes=1, ready=0, parallel=parallel) for _ in range(2)]
         try:

@@ -36,7 +36,7 @@ def results_of(
     module: str, size: int, prepare: Callable[[Path], None] = lambda folder: None, seconds: float = 120
 ) -> list[dict[str, Any]]:
     """What every rank of a world of `size` left in its `RANK.pt`, in rank order. `prepare` may put something into
-    their folder first. Started once for all of pytest-xdist's workers: whoever asks first starts them."""
+    their folder first. Started once for all of pytest-xdist's workers: the first that needs them starts them."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
     folder = Path(tempfile.gettempdir()) / f"drumline-ranks-{run}" / f"{module}-{size}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,14 +53,14 @@ def results_of(
 
 
 def _leave(user: Path) -> None:
-    """The last worker to leave takes the results away."""
+    """The last worker deletes the results."""
     user.unlink(missing_ok=True)
     if not any(user.parent.glob("user-*")):
         shutil.rmtree(user.parent, ignore_errors=True)
 
 
 def run_ranks(module: str, size: int, folder: Path | str, seconds: float = 120) -> None:
-    """Returns when all have ended well; what they found they leave in `folder`."""
+    """Returns when all ranks have succeeded; their results are in `folder`."""
     common = {
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",

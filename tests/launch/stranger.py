@@ -1,4 +1,4 @@
-"""A program that has no business at a rendezvous: `python stranger.py ADDRESS PORT MARK`.
+"""A program that attacks a rendezvous: `python stranger.py ADDRESS PORT MARK`.
 
 Speaks HTTP, garbage, pickles that would create the file MARK, our own protocol with a different secret, huge
 messages, and holds silent connections open. Prints how many connections it made.

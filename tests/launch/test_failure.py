@@ -1,4 +1,4 @@
-"""From a worker's error to the one message the user reads."""
+"""From a worker's error to the one message that the user sees."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_users_mistake_has_no_traceback_and_exit_code_2(
     assert render_failure(failure) == "rank 0: data.batch = 0 is too small\n  fix: give 1"
 
 
-def test_torchrun_understands_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_file_has_torchruns_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     path = tmp_path / "error.json"
@@ -105,7 +105,7 @@ def test_of_two_causes_the_earlier_counts() -> None:
     assert first_cause([late, early]) == early
 
 
-def test_a_signal_is_named_with_what_usually_sends_it() -> None:
+def test_a_signal_is_reported_with_its_usual_reason() -> None:
     killed = failure_from_exit(2, -signal.SIGKILL, 1.0)
     assert render_failure(killed).startswith("rank 2: killed by SIGKILL (out of memory?")
     assert "--shm-size" in render_failure(failure_from_exit(2, -signal.SIGBUS, 1.0))
@@ -120,7 +120,7 @@ def test_a_failure_travels_between_machines_with_its_host() -> None:
     assert render_failure(failure) == "rank 3 on gpu5 (10.0.0.2): boom"
 
 
-def test_a_loss_is_told_like_a_mistake_and_marked_as_one_that_a_restart_mends(
+def test_a_loss_is_shown_like_a_mistake_and_marked_for_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FILE, str(tmp_path / "error.json"))

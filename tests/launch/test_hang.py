@@ -96,7 +96,7 @@ def test_a_machine_further_behind_is_blamed_instead() -> None:
     assert not verdict([sign(0, 4.0, stopped=4.0)], {}, [9], 0.0).follows
 
 
-def test_a_rank_that_says_nothing_is_told_so() -> None:
+def test_a_rank_that_does_not_answer_is_reported_as_such() -> None:
     assert (
         describe(sign(0, 4.0), "")
         == "rank 0: stepping, 10 steps done, silent for 4.0 s\n  no answer to the request for its stack"

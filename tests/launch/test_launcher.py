@@ -1,4 +1,4 @@
-"""The launcher's promises, each with real processes. Workers that need no torch start in a blink."""
+"""The launcher's promises, each with real processes. Workers without torch start quickly."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_threads_set_by_the_user_stay(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert run.report(0)["env"]["OMP_NUM_THREADS"] == "5"
 
 
-def test_workers_meet_over_loopback(run: Run) -> None:
+def test_workers_connect_over_loopback(run: Run) -> None:
     assert run.launch("sums", processes=2) == 0
     for rank in range(2):
         assert run.report(rank)["sum"] == 3.0
@@ -97,7 +97,7 @@ def test_a_users_mistake_on_every_rank_is_shown_once_without_a_traceback(run: Ru
     assert run.survivors() == []
 
 
-def test_a_killed_rank_is_named_as_the_cause_although_others_report_errors(run: Run) -> None:
+def test_a_killed_rank_is_reported_as_the_cause_although_others_report_errors(run: Run) -> None:
     assert run.launch("killed", processes=3) == 1
     assert len(run.lines) == 1
     assert run.lines[0].startswith("rank 1: killed by SIGKILL (out of memory?")
@@ -209,7 +209,7 @@ def test_a_rendezvous_elsewhere_needs_a_number_of_machines(run: Run) -> None:
         run.launch("report", rendezvous="env://")
 
 
-def test_machines_that_do_not_come_are_a_users_mistake_naming_the_place(run: Run) -> None:
+def test_machines_that_do_not_connect_are_a_user_error_with_the_address(run: Run) -> None:
     with pytest.raises(
         UserError, match=r"2 machines did not connect to 127\.0\.0\.1:\d+ within 1 s"
     ) as caught:
@@ -218,7 +218,7 @@ def test_machines_that_do_not_come_are_a_users_mistake_naming_the_place(run: Run
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_port_that_another_program_holds_is_named(run: Run, nodes: int) -> None:
+def test_a_port_that_another_program_uses_is_reported(run: Run, nodes: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         place = f"127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(UserError, match=f"uses the port of {place}") as caught:
@@ -226,7 +226,7 @@ def test_a_port_that_another_program_holds_is_named(run: Run, nodes: int) -> Non
     assert "a different port" in caught.value.fix
 
 
-def test_a_file_where_the_machines_should_meet_is_named(run: Run) -> None:
+def test_a_file_at_the_path_of_the_rendezvous_folder_is_reported(run: Run) -> None:
     meeting = run.folder / "meet"
     meeting.write_text("left by something else")
     with pytest.raises(UserError, match="is a file") as caught:
@@ -240,7 +240,7 @@ def test_two_launchers_on_one_machine_count_as_two(run: Run) -> None:
     assert [run.report(rank)["rank_info"]["node_rank"] for rank in range(2)] == [0, 1]
 
 
-def test_a_machine_that_is_done_still_hears_of_anothers_failure(run: Run) -> None:
+def test_a_machine_that_is_done_still_reports_the_failure_of_another(run: Run) -> None:
     codes, outputs = run.two_launchers("late")
     assert codes == [1, 1]
     assert all(

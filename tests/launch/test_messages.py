@@ -40,7 +40,7 @@ def test_a_file_is_made_once_for_the_user_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
-def test_a_file_that_others_can_read_or_write_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_secret_file_that_others_can_read_or_write_is_rejected(tmp_path: Path, mode: int) -> None:
     env = {"HOME": str(tmp_path)}
     shared_secret(env)
     secret_file(env).chmod(mode)
@@ -49,14 +49,14 @@ def test_a_file_that_others_can_read_or_write_is_refused(tmp_path: Path, mode: i
     assert "chmod 600" in caught.value.fix
 
 
-def test_no_place_for_the_file_names_the_variable(tmp_path: Path) -> None:
+def test_without_a_folder_for_the_file_the_error_names_the_variable(tmp_path: Path) -> None:
     (tmp_path / ".config").write_text("a file")
     with pytest.raises(UserError, match="cannot use") as caught:
         shared_secret({"HOME": str(tmp_path)})
     assert "DRUMLINE_SECRET" in caught.value.fix
 
 
-def test_an_empty_file_is_named(tmp_path: Path) -> None:
+def test_an_empty_secret_file_is_reported(tmp_path: Path) -> None:
     env = {"HOME": str(tmp_path)}
     shared_secret(env)
     secret_file(env).write_text("")

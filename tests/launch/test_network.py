@@ -90,7 +90,7 @@ def test_without_a_route_the_only_interface_outward_is_taken(
 @pytest.mark.parametrize(
     ("name", "state"), [("eth7", "does not exist"), ("bare", "has no address"), ("off", "is down")]
 )
-def test_a_forced_interface_that_cannot_work_is_refused_listing_those_that_do(
+def test_a_chosen_interface_that_cannot_work_is_rejected_with_a_list_of_those_that_can(
     machine: None, name: str, state: str
 ) -> None:
     with pytest.raises(UserError, match=f"parallel.interface = {name}: this interface {state}") as caught:
@@ -110,7 +110,7 @@ def test_our_own_addresses_are_ours(machine: None) -> None:
     assert not is_this_machine("10.2.0.6")
 
 
-def test_a_name_that_does_not_resolve_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_name_that_does_not_resolve_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object, **options: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
@@ -125,7 +125,7 @@ def test_a_free_port_can_be_listened_on() -> None:
         listener.bind(("127.0.0.1", port))
 
 
-def test_gloo_and_nccl_are_told_and_the_users_own_settings_stay() -> None:
+def test_gloo_and_nccl_get_the_interface_and_the_users_own_settings_are_kept() -> None:
     eth0 = Interface("eth0", "10.1.0.5", True)
     everything = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}
     assert socket_variables(eth0, {}, forced=False) == (everything, [])

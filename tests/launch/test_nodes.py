@@ -55,7 +55,7 @@ def test_the_first_round_waits_for_all_and_numbers_them_by_address() -> None:
     assert [each["RANK"] for each in worker_variables(round, 0, range(3), 4, 0)] == ["0", "1", "2"]
 
 
-def test_a_round_is_decided_once_however_often_one_asks() -> None:
+def test_a_round_is_decided_once() -> None:
     assert decide(heard(A, B), first_round()) is None
     running = heard(replace(A, round=1, state="running"), replace(B, round=0))
     assert decide(running, first_round()) is None
@@ -70,7 +70,7 @@ def test_a_restart_has_the_next_number_and_generation_and_the_folder() -> None:
     assert decide(heard(again[0], replace(again[1], state="running")), first_round()) is None
 
 
-def test_a_restart_goes_on_with_fewer_where_that_is_allowed_and_the_others_are_gone() -> None:
+def test_a_restart_continues_with_fewer_machines_where_that_is_allowed_and_the_others_are_lost() -> None:
     here = replace(A, round=1, restarts=1, launch_id=B.launch_id)
     gone = heard(here) | heard(replace(B, round=1, state="running"), silent=5.1)
     assert decide(gone, first_round()) is None
@@ -82,7 +82,7 @@ def test_a_restart_goes_on_with_fewer_where_that_is_allowed_and_the_others_are_g
     assert decide(silent, first_round(), least=1) is None
 
 
-def test_what_lies_there_from_an_earlier_run_is_not_alive_and_holds_up_until_it_is_known_to_be_gone() -> None:
+def test_reports_of_an_earlier_run_do_not_count_as_live_and_delay_a_round_until_they_count_as_lost() -> None:
     old = {B.id: Heard(replace(B, round=1, state="running"), 3.0, fresh=False)}
     c, d = node("c"), node("d", "10.0.0.3")
     assert decide(old | heard(c, d), first_round()) is None
@@ -126,7 +126,7 @@ def test_numbered_machines_are_always_all_in_their_order() -> None:
         (B, ""),
     ],
 )
-def test_machines_of_different_commands_are_told_apart(other: Node, words: str) -> None:
+def test_machines_with_different_commands_are_rejected(other: Node, words: str) -> None:
     assert words in objection(A, heard(A, other))
     assert bool(words) == bool(objection(A, heard(A, other)))
     assert objection(replace(A, number=1), heard(replace(B, number=1))).startswith("parallel.node_rank = 1")

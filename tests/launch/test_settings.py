@@ -1,4 +1,4 @@
-"""What is set for CUDA before it starts."""
+"""Variables that are set before CUDA starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drumline.launch.start import cuda_settings
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
-def test_libraries_repeat_their_results_only_where_that_is_asked_for() -> None:
+def test_libraries_repeat_their_results_only_if_requested() -> None:
     repeat = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
     assert cuda_settings(Recipe()) == repeat
     assert cuda_settings(with_values(Recipe(), {"run.deterministic": False})) == {}

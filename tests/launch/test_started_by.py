@@ -1,4 +1,4 @@
-"""The same worker program under somebody else's launcher."""
+"""The same worker program under other launchers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lost and hung workers are noticed and started again, with real processes that start in a blink."""
+"""Lost and hung workers are detected and restarted, with real processes that start quickly."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_a_killed_rank_is_noticed_within_a_second_and_all_start_again(run: Run) 
         assert found, line
         assert float(found[1]) < 1
     assert [run.report(rank)["start"] for rank in range(3)] == [2] * 3
-    # The others are deaf, and nobody waits for them: torch's own launcher would, 30 s at each restart.
+    # The others ignore SIGTERM, and the launcher does not wait for them: torch's own would, 30 s at each restart.
     starts = [float((run.folder / f"start-{start}-0").read_text()) for start in range(3)]
     assert starts[2] - starts[0] < 20
     assert run.survivors(1) == []
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_what_a_lost_worker_has_started_goes_with_it(run: Run, restarts: int) -> None:
+def test_processes_that_a_lost_worker_started_are_killed_too(run: Run, restarts: int) -> None:
     assert run.launch("lost", "1", "kill", supervision=Launch(restarts=restarts)) == 1 - restarts
     assert (run.folder / "pid-1-child-0").exists()
     assert run.survivors(1) == []
@@ -103,7 +103,7 @@ def test_a_rank_that_hangs_does_not_hold_up_a_stop(run: Run) -> None:
     assert run.survivors(1) == []
 
 
-def test_without_a_limit_nobody_counts_as_hung(run: Run) -> None:
+def test_without_a_limit_no_process_counts_as_hung(run: Run) -> None:
     launcher = run.launcher("hung", "stop", supervision={"hang": 0.0}, parallel={"timeout": 1.0})
     time.sleep(2.0)
     assert launcher.poll() is None
@@ -142,11 +142,11 @@ def test_numbered_machines_restart_too(run: Run) -> None:
 
 
 @pytest.mark.parametrize("at", ["tcp", "file"])
-def test_the_remaining_machine_goes_on_alone_where_that_is_allowed(run: Run, at: str) -> None:
+def test_the_remaining_machine_continues_alone_where_that_is_allowed(run: Run, at: str) -> None:
     launchers = two_machines(run, "until_alone", at=at, restarts=1, min_nodes=1)
     for rank in range(2):
         assert wait_for(run.folder / f"ready-{rank}")
-    # The second launcher does not keep the store; it is gone without a word, and its worker with it.
+    # The second launcher does not host the rendezvous; it ends without a message, together with its worker.
     launchers[1].kill()
     output = finish(launchers[:1])[0]
     assert launchers[0].returncode == 0, output
@@ -185,7 +185,7 @@ def test_nothing_of_a_run_listens_on_all_interfaces(run: Run) -> None:
 
 
 def two_machines(run: Run, *mode: str, at: str, **supervision: Any) -> list[subprocess.Popen[str]]:
-    """Two launchers with one worker each; the first to be started keeps the store and is machine 0."""
+    """Two launchers with one worker each; the first to be started hosts the rendezvous and is machine 0."""
     place = f"file://{run.folder}/meet" if at == "file" else f"127.0.0.1:{free_port('127.0.0.1')}"
     launchers = []
     for number in range(2):

@@ -1,4 +1,4 @@
-"""Some of the trials with two hosts; `python -m tests.launch.trials` goes through all of them."""
+"""Some of the trials with two hosts; `python -m tests.launch.trials` runs all of them."""
 
 from __future__ import annotations
 

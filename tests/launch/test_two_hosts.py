@@ -42,7 +42,7 @@ def finish(*launchers: subprocess.Popen[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["address", "numbered", "file"])
-def test_two_hosts_meet_and_add_up(hosts: tuple[Host, Host], tmp_path: Path, how: str) -> None:
+def test_workers_on_two_hosts_reduce_a_sum(hosts: tuple[Host, Host], tmp_path: Path, how: str) -> None:
     # torch numbers machines by address; numbered by the user, the second host is machine 0 and has the store.
     order = hosts[::-1] if how == "numbered" else hosts
     place = f"file://{tmp_path}/meet" if how == "file" else f"{order[0].address}:{PORT}"

@@ -1,11 +1,11 @@
-"""How long a launcher waits before it starts lost workers again."""
+"""How long a launcher waits before it restarts lost workers."""
 
 from __future__ import annotations
 
 from drumline.launch.workers import Backoff
 
 
-def test_restarts_that_get_no_further_come_at_growing_intervals() -> None:
+def test_restarts_without_progress_come_at_growing_intervals() -> None:
     backoff = Backoff()
     assert [backoff.next(0) for _ in range(9)] == [0, 1, 2, 4, 8, 16, 32, 60, 60]
 

@@ -1,7 +1,7 @@
-"""What a user sees when machines of a run are cut off, frozen, set wrong, or met by strangers.
+"""Trials: machines of a run are cut off, frozen, misconfigured or attacked.
 
-`python -m tests.launch.trials [NAME ...]` makes two hosts of network namespaces (root only), goes through the trials
-and prints a table in Markdown; its exit code is the number of trials that did not go as they should. The launchers
+`python -m tests.launch.trials [NAME ...]` makes two hosts of network namespaces (root only), runs the trials and
+prints a table in Markdown; its exit code is the number of trials that failed. The launchers
 are real, the workers take empty steps. `test_trials.py` runs some of them.
 """
 
