@@ -21,6 +21,7 @@ import torch
 
 from drumline.cli import main
 from drumline.config.recipe import Data, Recipe
+from drumline.core.environment import CLAIMED
 from drumline.core.errors import LostError, UserError
 from drumline.data import reading
 from drumline.data.feed.batch import BadSamples, load_sample
@@ -29,7 +30,6 @@ from drumline.data.feed.sampler import Request
 from drumline.data.feed.transform import Transform
 from drumline.data.sources import DatasetSpec, EncodedDataset, detect_source, open_dataset, open_same
 from drumline.parallel.world import single_process
-from drumline.state.folder import VARIABLE
 from drumline.training.sets import open_sets
 from tests.data.damage import good_jpeg, with_scans
 from tests.data.test_native import needs_jpeg
@@ -321,7 +321,7 @@ def test_a_restart_waits_for_data_that_the_run_opened_before_then_loses_it(
         open_sets(recipe, world)
     assert not isinstance(first.value, LostError)
     assert time.monotonic() - started < 5
-    monkeypatch.setenv(VARIABLE, str(claim))
+    monkeypatch.setenv(CLAIMED, str(claim))
     with later(lambda: away.rename(folder)):
         assert open_sets(recipe, world).name == "folder"
     folder.rename(away)
