@@ -35,7 +35,7 @@ Times = tuple[float, float]
 def child(began: float, argv: list[str]) -> None:
     """Runs the command up to the end of its first step; prints when each phase ended."""
     from drumline.cli import main as command
-    from drumline.cli.train import without_garbage_collection
+    from drumline.launch.start import without_garbage_collection
 
     with without_garbage_collection():  # as the command does
         import torch
