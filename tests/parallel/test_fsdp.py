@@ -210,7 +210,7 @@ def damaged(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_a_piece_that_is_missing_changed_or_too_many_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_piece_that_is_missing_changed_or_too_many_is_rejected(checkpoint: Path, tmp_path: Path) -> None:
     piece = checkpoint / "model.shard-1-of-2.safetensors"
     whole = piece.read_bytes()
     cases: dict[str, Any] = {
@@ -230,6 +230,6 @@ def test_a_piece_that_is_missing_changed_or_too_many_is_refused(checkpoint: Path
     read_checkpoint(checkpoint)
 
 
-def test_one_process_is_refused() -> None:
+def test_one_process_is_rejected() -> None:
     with pytest.raises(UserError, match="there is only one"):
         create_strategy(Recipe(parallel=Parallel(layout="fsdp")), single_process(tiny.CPU))

@@ -244,7 +244,7 @@ def test_a_forward_pass_alone_fills_and_never_drains() -> None:
     assert step_time(spans) == 5 + 2 * 1.5
 
 
-def test_times_that_do_not_fit_are_refused() -> None:
+def test_times_that_do_not_fit_are_rejected() -> None:
     lists = instruction_lists("gpipe", 2, 1, 2, reduces=False)
     with pytest.raises(AssertionError, match="3 forward times for 2 stages"):
         simulate(lists, StageTimes([1, 1, 1], [1, 1], [0], [0, 0]))

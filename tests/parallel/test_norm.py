@@ -58,7 +58,7 @@ def smallest(recipe: Recipe, world: World) -> SmallestBatch:
         (f"{STAGES} parallel.split=time", "parallel.micro_batches = 4", "--parallel.batchnorm frozen"),
     ],
 )
-def test_one_value_per_channel_is_refused_before_training(
+def test_one_value_per_channel_is_rejected_before_training(
     tmp_path: Path, words: str, named: str, remedy: str
 ) -> None:
     recipe = Recipe.from_args(
@@ -357,7 +357,7 @@ class Activated(nn.BatchNorm2d):
 
 
 @pytest.mark.parametrize("mode", ["deferred", "sync"])
-def test_more_than_a_batch_norm_is_refused_where_it_would_change(mode: str) -> None:
+def test_more_than_a_batch_norm_is_rejected_where_it_would_change(mode: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 3, 1), Activated(3))
     with pytest.raises(
         UserError, match=rf"parallel.batchnorm = {mode}: 1 is a Activated, which is more than"
@@ -375,7 +375,7 @@ def test_more_than_a_batch_norm_may_be_frozen_or_left_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("mode", ["micro", "deferred"])
-def test_torchs_own_sync_norm_is_refused_where_stages_would_wait_for_each_other(mode: str) -> None:
+def test_torchs_own_sync_norm_is_rejected_where_stages_would_wait_for_each_other(mode: str) -> None:
     with pytest.raises(UserError, match=r"parallel.batchnorm = .*0 is a SyncBatchNorm.*other stages"):
         apply_norm_mode(nn.Sequential(nn.SyncBatchNorm(3)), mode, None, 2)
 

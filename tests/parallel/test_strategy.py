@@ -46,7 +46,7 @@ def test_auto_takes_what_fits_the_world(wanted: str, world: World, expected: str
 
 
 @pytest.mark.parametrize("wanted", ["single", "dp"])
-def test_a_layout_for_one_process_is_refused_for_several(wanted: str) -> None:
+def test_a_layout_for_one_process_is_rejected_for_several(wanted: str) -> None:
     with pytest.raises(UserError, match=f"parallel.layout = {wanted} runs in one process, but 4"):
         resolve_layout(wanted, FOUR.size)
 
@@ -117,7 +117,7 @@ def test_a_constant_table_keeps_its_values_on_any_world() -> None:
 
 
 @pytest.mark.parametrize(("mixup", "least"), [(0.0, 12), (0.2, 24)])
-def test_a_batch_that_cannot_feed_everybody_is_refused(mixup: float, least: int) -> None:
+def test_a_batch_smaller_than_its_micro_batches_is_rejected(mixup: float, least: int) -> None:
     train = Train(accumulate=3)
     create_strategy(Recipe(train=train, data=Data(batch=least, mixup=mixup)), FOUR)
     with pytest.raises(UserError, match=f"data.batch = {least - 1}: too small for 4 processes x 3") as caught:

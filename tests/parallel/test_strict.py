@@ -122,7 +122,7 @@ def test_running_statistics_are_the_mean_of_the_shards(tmp_path: Path) -> None:
     assert groups["model"]["bn1.num_batches_tracked"] == 1
 
 
-def test_a_parameter_that_never_gets_a_gradient_is_told_and_left_alone(
+def test_a_parameter_that_never_gets_a_gradient_is_reported_and_left_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = replace(strict_ranks.base("odd"), model=Model(name="tests.parallel.strict_nets:odd"))
@@ -140,7 +140,7 @@ def test_a_parameter_that_gets_its_first_gradient_late_ends_the_run_by_name(tmp_
         ended(recipe, tmp_path, "late")
 
 
-def test_random_numbers_that_no_seed_reaches_are_refused_and_otherwise_told(
+def test_random_numbers_that_no_seed_reaches_are_rejected_or_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = replace(strict_ranks.base("drawn"), model=Model(name=f"{NETS}:unkeyed"))

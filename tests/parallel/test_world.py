@@ -87,7 +87,7 @@ def test_cpu_processes_talk_over_gloo() -> None:
     assert choose_backend("gloo", CPU, shared=False) == "gloo"
 
 
-def test_a_backend_that_torch_was_built_without_is_refused() -> None:
+def test_a_backend_that_torch_was_built_without_is_rejected() -> None:
     if torch.distributed.is_mpi_available():
         pytest.skip("this torch has MPI")
     with pytest.raises(UserError, match=r"parallel.backend = mpi: this build of torch does not include it"):
@@ -103,7 +103,7 @@ def test_more_processes_than_gpus_share_them_over_gloo(monkeypatch: pytest.Monke
         choose_backend("nccl", gpu, shared=True)
 
 
-def test_one_process_needs_nobody_to_meet() -> None:
+def test_one_process_needs_no_rendezvous() -> None:
     info = RankInfo(0, 1, 0, 1, 0, "127.0.0.1", 1, "env")
     assert init_world(None, "cpu", "auto", 1) == init_world(info, "cpu", "auto", 1) == single_process(CPU)
 
@@ -122,7 +122,7 @@ def test_a_world_that_does_not_meet_says_where_and_for_how_long(
         init_world(info, "cpu", "gloo", 1)
 
 
-def test_cuda_without_a_gpu_is_refused_and_auto_takes_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_without_a_gpu_is_rejected_and_auto_takes_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve_device_type("auto") == "cpu"
     assert resolve_device_type("cpu") == "cpu"

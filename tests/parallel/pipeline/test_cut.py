@@ -401,7 +401,7 @@ def test_units_lie_between_blocks() -> None:
         even_cuts(traced, 11)
 
 
-def test_wrong_names_are_told() -> None:
+def test_wrong_names_are_reported() -> None:
     traced = trace(create_model("cifar/resnet8", classes=5), sample=images(16))
     for names, told in (
         (["layr3"], "did you mean layer3"),
@@ -473,7 +473,7 @@ def test_shared_memory_that_is_written_after_a_cut_forbids_it() -> None:
         assert "share memory" in traced.illegal["second"]
 
 
-def test_one_parameter_in_two_stages_is_refused() -> None:
+def test_one_parameter_in_two_stages_is_rejected() -> None:
     class Twice(Sized):
         def forward(self, x: Tensor) -> Tensor:
             return self.third(self.second(self.second(self.first(x))))
@@ -543,7 +543,7 @@ def test_what_is_frozen_goes_with_what_is_trained_after_it() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputing_in_the_models_own_forward_is_not_lost_without_a_word(reentrant: bool) -> None:
+def test_recomputing_in_the_models_own_forward_is_not_lost_silently(reentrant: bool) -> None:
     class Recomputes(Sized):
         def forward(self, x: Tensor) -> Tensor:
             return self.second(checkpoint(self.first, x, use_reentrant=reentrant))
@@ -562,12 +562,12 @@ def test_recomputing_in_the_models_own_forward_is_not_lost_without_a_word(reentr
     assert [point.name for point in traced.points] == ["0", "1"]
 
 
-def test_a_model_that_does_not_fit_the_images_is_told_so() -> None:
+def test_a_model_that_cannot_take_the_images_is_rejected() -> None:
     with pytest.raises(UserError, match=r"cannot take images of 3 x \d+ x \d+: its module '0' \(Conv2d\)"):
         trace(nn.Sequential(nn.Conv2d(1, 3, 1), nn.Conv2d(3, 3, 1)), sample=images(8))
 
 
-def test_a_forward_that_cannot_be_traced_is_refused_with_its_line() -> None:
+def test_a_forward_that_cannot_be_traced_is_rejected_with_its_line() -> None:
     class Asks(Sized):
         def forward(self, x: Tensor) -> Tensor:
             x = self.first(x)

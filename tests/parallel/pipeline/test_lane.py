@@ -468,7 +468,7 @@ def test_evaluation_gives_the_outputs_of_the_whole_model(ranks: int, chunks: int
     assert len(outputs[-1]) == 5
 
 
-def test_a_stage_whose_gradient_nobody_announced_is_refused() -> None:
+def test_a_stage_whose_gradient_is_not_announced_is_rejected() -> None:
     stages = [Sleeper(0), Sleeper(0, last=True)]
     box = Mailbox(places(2))
     lists = schedules.instruction_lists("gpipe", 2, 1, 1, reduces=False)

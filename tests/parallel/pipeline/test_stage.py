@@ -21,7 +21,7 @@ def test_a_constant_lies_where_all_its_stages_are() -> None:
     assert device_of([1], SHAPE, grid, [HERE, THERE], "table") == THERE
 
 
-def test_a_constant_that_two_devices_of_one_process_would_read_is_refused() -> None:
+def test_a_constant_that_two_devices_of_one_process_would_read_is_rejected() -> None:
     with pytest.raises(
         UserError, match="table is read by stages 0, 1, which one process computes on several"
     ) as told:

@@ -29,7 +29,7 @@ def test_shards_run_one_at_a_time_up_to_each_meeting_in_their_order() -> None:
     ]
 
 
-def test_the_switch_is_told_before_each_stretch() -> None:
+def test_the_switch_is_called_before_each_stretch() -> None:
     together = Lockstep(single_process(CPU), 2)
     told: list[int] = []
     together.run([lambda: together.all(torch.zeros(1))] * 2, told.append)  # type: ignore[list-item]

@@ -23,9 +23,9 @@ from drumline.core.errors import UserError
 from drumline.core.text import either
 from drumline.models.base import repeated_blocks
 from drumline.models.tapped import Tapped
-from drumline.parallel.pipeline.operations import TracedForward
 from drumline.parallel.pipeline.stage import Segment
 from drumline.parallel.pipeline.trace import trace_forward
+from drumline.parallel.pipeline.traced import TracedForward
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ Rejects a model whose own forward cannot be traced.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
+import logging
 import operator
 import random
 import traceback
@@ -31,19 +31,21 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
+from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.proxy import TraceError
 
 from drumline.core.arithmetic import leave_no_trace
 from drumline.core.errors import UserError
 from drumline.models.tapped import TapHook
-from drumline.parallel.pipeline.operations import ModuleCall, TracedForward, TraceLog, storage, tensors
 from drumline.parallel.pipeline.stage import Fakes, untouched
-from drumline.parallel.pipeline.untraceable import (
-    no_counting,
-    no_custom_backward,
-    no_draws,
-    no_saved_tensor_hooks,
-    quiet_torch,
+from drumline.parallel.pipeline.traced import (
+    ModuleCall,
+    TracedForward,
+    TracedValue,
+    TraceLog,
+    storage,
+    tensors,
 )
 
 # Both even, for models that halve the batch. Two, so that a dependence on the batch size shows.
@@ -65,9 +67,9 @@ def trace_forward(
             try:
                 with (
                     tracer.fake_mode,
-                    no_custom_backward(),
-                    no_saved_tensor_hooks(partial(getattr, tracer, "evaluating")),
-                    quiet_torch(),
+                    _no_custom_backward(),
+                    _no_saved_tensor_hooks(partial(getattr, tracer, "evaluating")),
+                    _quiet_torch(),
                     untouched(model),
                 ):
                     return TracedForward(tracer.trace(model), tracer.log, tracer.written_tensors())
@@ -80,82 +82,6 @@ def trace_forward(
                 kind = type(model.get_submodule(failed))
                 more = {failed} | {name for name, module in model.named_modules() if type(module) is kind}
                 leaves |= {failed} if issubclass(kind, nn.Sequential | nn.ModuleList) else more
-
-
-class _Value(fx.Proxy):
-    """A traced value with two fake values. Answers what depends neither on the batch size nor on values."""
-
-    def _fakes(self) -> tuple[Any, Any]:
-        return self.tracer.log.values[self.node]  # type: ignore[attr-defined]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if callable(getattr(self._fakes()[0], name)):
-            return lambda *args, **named: self.tracer.create_proxy("call_method", name, (self, *args), named)
-        return self.tracer.create_proxy("call_function", builtins.getattr, (self, name), {})
-
-    def __iter__(self) -> Iterator[Any]:
-        whole: Any = self.unbind(0) if isinstance(self._fakes()[0], Tensor) else self
-        return iter([whole[number] for number in range(len(whole))])
-
-    def __len__(self) -> int:
-        # A shape has the same number of items for every batch size.
-        return self._same(len)
-
-    def __bool__(self) -> bool:
-        return self._known(bool)
-
-    def __int__(self) -> int:
-        return self._known(int)
-
-    def __index__(self) -> int:
-        return self._known(operator.index)
-
-    def __float__(self) -> float:
-        return self._known(float)
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
-
-    def _known(self, read: Callable[[Any], Any]) -> Any:
-        if self.node in self.tracer.varying:  # type: ignore[attr-defined]
-            raise TraceError("code that depends on the batch size")
-        return self._same(read)
-
-    def _same(self, read: Callable[[Any], Any]) -> Any:
-        first, second = map(read, self._fakes())
-        if first != second:
-            raise TraceError("code that depends on the batch size")
-        return first
-
-
-def _in_place(name: str) -> Callable[[_Value, Any], fx.Proxy]:
-    """Keeps `x += y` on a tensor in place. fx would turn it into `x = x + y`, which does not change views of x."""
-    writing, plain = getattr(operator, f"__i{name}__"), getattr(operator, f"__{name}__")
-
-    def method(self: _Value, other: Any) -> fx.Proxy:
-        target = writing if isinstance(self._fakes()[0], Tensor) else plain
-        return self.tracer.create_proxy("call_function", target, (self, other), {})
-
-    return method
-
-
-for _name in (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
-):
-    setattr(_Value, f"__i{_name}__", _in_place(_name))
 
 
 class _Tracer(fx.Tracer):
@@ -193,16 +119,16 @@ class _Tracer(fx.Tracer):
         kwargs = dict(self.kwargs)
 
         def forward(root: nn.Module, x: Any) -> Any:
-            with no_draws(), no_counting(root):
+            with _no_draws(), _no_counting(root):
                 return inner(x, **kwargs) if inner is not None else root_fn(root, x, **kwargs)
 
         return forward, [self.root, self.create_proxy("placeholder", first, (), {})]
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Value(node, self)
+        return TracedValue(node, self)
 
     def create_arg(self, a: Any) -> Any:
-        if type(a) is _Value:
+        if type(a) is TracedValue:
             return a.node
         if isinstance(a, Tensor) and id(a) not in self.names:
             raise TraceError("a tensor made inside forward, or kept on a module as a plain attribute")
@@ -314,12 +240,86 @@ class _Tracer(fx.Tracer):
 
     def _inside(self, m: nn.Module, name: str, forward: Any, args: Any, kwargs: Any) -> Any:
         try:
-            with no_draws(), no_counting(m):
+            with _no_draws(), _no_counting(m):
                 return forward(*args, **kwargs)
         except Exception as error:
             if error is not self.error:
                 self.error, self.failed_in = error, name
             raise
+
+
+@contextmanager
+def _no_draws() -> Iterator[None]:
+    """Rejects numbers drawn from Python's random: a trace would freeze them."""
+    before = random.getstate()
+    yield
+    if random.getstate() != before:
+        raise TraceError("a number drawn from Python's random")
+
+
+@contextmanager
+def _no_counting(module: nn.Module) -> Iterator[None]:
+    """Rejects a number that a forward changes from call to call: a trace would freeze it."""
+    before = _numbers(module)
+    yield
+    for name, value in _numbers(module).items():
+        if value != before.get(name, value):
+            raise TraceError(f"{name}, a number that changes from one call to the next")
+
+
+@contextmanager
+def _no_custom_backward() -> Iterator[None]:
+    """Rejects an autograd.Function (such as checkpointing): fx would trace its forward and lose its backward."""
+    original = Function.__dict__["apply"]
+
+    def apply(cls: type[Function], *args: Any, **named: Any) -> Any:
+        if any(isinstance(value, fx.Proxy) for value in (*args, *named.values())):
+            of_checkpointing = cls.__module__ == "torch.utils.checkpoint"
+            raise TraceError(cls.__module__ if of_checkpointing else f"{cls.__name__}, an autograd.Function")
+        return original.__func__(cls, *args, **named)
+
+    Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Function.apply = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _no_saved_tensor_hooks(evaluating: Callable[[], bool]) -> Iterator[None]:
+    """Rejects hooks that control what is kept for the backward, as checkpointing and offloading use: fx would trace
+    through them and keep everything. `evaluating` says whether a module that is kept whole runs, not traced code."""
+    original = saved_tensors_hooks.__enter__
+
+    def enter(self: saved_tensors_hooks) -> None:
+        if not evaluating():
+            raise TraceError("hooks on saved tensors, as of torch.utils.checkpoint")
+        original(self)
+
+    saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        saved_tensors_hooks.__enter__ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Stops torch from logging the traceback of an operation that fails on fake tensors: we report the error."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _numbers(module: nn.Module) -> dict[str, int | float]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, int | float) and value == value
+    }
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The operations of a traced forward in order, and the values that cross between any two of them.
+"""What a trace records: values, the operations in order, and the values that cross between any two operations.
 
 Rejects, with the reason, a cut that a value other than a tensor would cross, and a cut between tensors that share
 memory and are written to later.
@@ -6,12 +6,14 @@ memory and are written to later.
 
 from __future__ import annotations
 
+import builtins
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx
+from torch.fx.proxy import TraceError
 from torch.utils._pytree import tree_leaves
 
 
@@ -41,6 +43,82 @@ class TraceLog:
             return False
         taken, source = self.values[node][0], self.values[node.args[0]][0]
         return isinstance(taken, Tensor) and not isinstance(source, Tensor) and len(node.all_input_nodes) == 1
+
+
+class TracedValue(fx.Proxy):
+    """A traced value with two fake values. Answers what depends neither on the batch size nor on values."""
+
+    def _fakes(self) -> tuple[Any, Any]:
+        return self.tracer.log.values[self.node]  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if callable(getattr(self._fakes()[0], name)):
+            return lambda *args, **named: self.tracer.create_proxy("call_method", name, (self, *args), named)
+        return self.tracer.create_proxy("call_function", builtins.getattr, (self, name), {})
+
+    def __iter__(self) -> Iterator[Any]:
+        whole: Any = self.unbind(0) if isinstance(self._fakes()[0], Tensor) else self
+        return iter([whole[number] for number in range(len(whole))])
+
+    def __len__(self) -> int:
+        # A shape has the same number of items for every batch size.
+        return self._same(len)
+
+    def __bool__(self) -> bool:
+        return self._known(bool)
+
+    def __int__(self) -> int:
+        return self._known(int)
+
+    def __index__(self) -> int:
+        return self._known(operator.index)
+
+    def __float__(self) -> float:
+        return self._known(float)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+    def _known(self, read: Callable[[Any], Any]) -> Any:
+        if self.node in self.tracer.varying:  # type: ignore[attr-defined]
+            raise TraceError("code that depends on the batch size")
+        return self._same(read)
+
+    def _same(self, read: Callable[[Any], Any]) -> Any:
+        first, second = map(read, self._fakes())
+        if first != second:
+            raise TraceError("code that depends on the batch size")
+        return first
+
+
+def _in_place(name: str) -> Callable[[TracedValue, Any], fx.Proxy]:
+    """Keeps `x += y` on a tensor in place. fx would turn it into `x = x + y`, which does not change views of x."""
+    writing, plain = getattr(operator, f"__i{name}__"), getattr(operator, f"__{name}__")
+
+    def method(self: TracedValue, other: Any) -> fx.Proxy:
+        target = writing if isinstance(self._fakes()[0], Tensor) else plain
+        return self.tracer.create_proxy("call_function", target, (self, other), {})
+
+    return method
+
+
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+):
+    setattr(TracedValue, f"__i{_name}__", _in_place(_name))
 
 
 class TracedForward:
