@@ -263,19 +263,16 @@ class PipelineStrategy(Strategy):
 
     def messages(self) -> list[str]:
         sizes = self._micro_batch_sizes()
-        messages = (
-            self.description,
-            f"stages: {describe_stages(self.segments)}{self._why_there}",
-            describe_norm(
-                self.recipe.parallel.batchnorm,
-                self._norms,
-                self.shape.micro_batches,
-                min(sizes),
-                self.shape.replicas,
-                min(sizes) < max(sizes),
-            ),
+        norm = describe_norm(
+            self.recipe.parallel.batchnorm,
+            self._norms,
+            self.shape.micro_batches,
+            min(sizes),
+            self.shape.replicas,
+            min(sizes) < max(sizes),
         )
-        return [message for message in messages if message]
+        stages = f"stages: {describe_stages(self.segments)}{self._why_there}"
+        return [self.description, stages, *([norm] if norm else [])]
 
     def facts(self) -> dict[str, Any]:
         return {"cut": [segment.name for segment in self.segments[1:]]}
