@@ -43,7 +43,7 @@ def test_fingerprints_of_a_captured_run_equal_those_of_a_plain_one_including_gra
     runs = tmp_path / "runs"
     assert compare(runs / "on", runs / "off").equal
     assert (runs / "on" / chain.FILE).read_bytes() == (runs / "off" / chain.FILE).read_bytes()
-    assert all("gradient" in record.groups for record in chain.read_chain(runs / "on" / chain.FILE))
+    assert all("gradient" in record.groups for record in chain.read_whole(runs / "on" / chain.FILE)[0])
 
 
 @pytest.mark.parametrize("capture", ["on", "off"])

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from drumline.state import chain
 from drumline.state.chain import (
     Damaged,
+    Record,
     differing_names,
     first_group,
     is_full,
-    read_chain,
+    read_whole,
     record_text,
     repair_chain,
 )
@@ -41,6 +42,13 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / chain.FILE
     path.write_text(written([1, 2, 3, 7]))
     return path
+
+
+def read_chain(path: Path) -> list[Record]:
+    records, torn = read_whole(path)
+    if torn:
+        raise Damaged(torn)
+    return records
 
 
 def test_a_record_reads_as_step_group_name_value_in_the_order_of_causes() -> None:

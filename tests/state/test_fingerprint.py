@@ -16,7 +16,6 @@ from drumline.state.fingerprint import (
     CHUNK,
     Rows,
     fingerprint,
-    fingerprints,
     fingerprints_of,
     first_difference,
     position_weights,
@@ -173,9 +172,9 @@ def test_every_place_has_a_weight_of_its_own() -> None:
     assert len(seen) == 2000
 
 
-def test_a_set_of_tensors_is_in_the_order_of_names() -> None:
+def test_fingerprints_of_several_tensors_are_in_their_order() -> None:
     a, b = torch.rand(3), torch.rand(4)
-    assert fingerprints({"b": b, "a": a}).tolist() == [number(a), number(b)]
+    assert fingerprints_of([a, b]).tolist() == [number(a), number(b)]
 
 
 def test_the_majority_shows_which_rank_is_wrong_and_in_which_tensor() -> None:

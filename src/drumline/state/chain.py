@@ -4,8 +4,7 @@ After some steps, a record is written: a line `STEP GROUP NAME VALUE` for each t
 each group, and a last line `STEP chain VALUE` whose value covers the whole text before it. Promises: the step and the
 recipe alone decide which records there are and which of them list every tensor, so a run that was killed and resumed
 leaves the same file as an uninterrupted one. Short records grow linearly with the number of steps, full ones
-logarithmically. An incomplete or changed record is detected. Pure, except `read_chain`, `read_whole` and
-`repair_chain`.
+logarithmically. An incomplete or changed record is detected. Pure, except `read_whole` and `repair_chain`.
 """
 
 from __future__ import annotations
@@ -104,14 +103,6 @@ def parse(content: bytes) -> Iterator[tuple[Record, int]]:
         raise Torn(f"line {start + 1}: the last record is incomplete")
 
 
-def read_chain(path: Path) -> list[Record]:
-    """All records. Raises `Damaged`, or OSError."""
-    try:
-        return [record for record, _ in parse(path.read_bytes())]
-    except ValueError as error:  # a line or a number that cannot be parsed
-        raise Damaged(f"cannot be parsed: {error}") from None
-
-
 def read_whole(path: Path) -> tuple[list[Record], str]:
     """The complete records, and a message if an incomplete one follows. Raises `Damaged`, `CorruptError` if this is
     not a regular file, or FileNotFoundError."""
@@ -120,7 +111,7 @@ def read_whole(path: Path) -> tuple[list[Record], str]:
         records.extend(record for record, _ in parse(read_small(path, MAX_CHAIN)))
     except Torn as reason:
         return records, str(reason)
-    except ValueError as error:
+    except ValueError as error:  # a line or a number that cannot be parsed
         raise Damaged(f"cannot be parsed: {error}") from None
     return records, ""
 

@@ -30,11 +30,6 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     return fingerprints_of([tensor])[0]
 
 
-def fingerprints(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """One int64 per tensor, sorted by name."""
-    return fingerprints_of([tensors[name] for name in sorted(tensors)])
-
-
 @dataclass(frozen=True)
 class Rows:
     """The slice of a tensor that a process holds: the number of values before it, and of the whole tensor. The

@@ -96,7 +96,7 @@ def open_run(recipe: Recipe, source: str) -> Opened:
     try:
         if lock.replaced is not None:
             _detach(path)
-        opened = _opened(recipe, path, lock, elsewhere, begun)
+        resume_from, notes, found = _resume_point(recipe, path, elsewhere, begun)
     except OSError as error:
         lock.close()
         raise _unwritable(base, error) from error
@@ -104,7 +104,7 @@ def open_run(recipe: Recipe, source: str) -> Opened:
         lock.close()
         raise
     remember(path.name)
-    return opened
+    return Opened(path, resume_from, tuple(notes), lock, holds_run=bool(found))
 
 
 def resume_point(recipe: Recipe) -> Path | None:
@@ -115,14 +115,6 @@ def resume_point(recipe: Recipe) -> Path | None:
     if recipe.run.name == "auto":
         return elsewhere[0] if elsewhere else None
     return _resume_point(recipe, Path(recipe.run.dir) / recipe.run.name, elsewhere, begun=False)[0]
-
-
-def _opened(
-    recipe: Recipe, path: Path, lock: Lock, elsewhere: tuple[Path, list[str]] | None, begun: bool
-) -> Opened:
-    """A locked folder with its checkpoint to resume from. Changes nothing."""
-    resume_from, notes, found = _resume_point(recipe, path, elsewhere, begun)
-    return Opened(path, resume_from, tuple(notes), lock, bool(found))
 
 
 def _resume_point(

@@ -85,11 +85,6 @@ class Sets:
         ] + class_warnings(self.train, self.eval)
 
     @property
-    def unit(self) -> int:
-        """Samples that stay together on one process: pairs, where they are mixed."""
-        return 2 if self.transform.mixes else 1
-
-    @property
     def eval_batch(self) -> int:
         return min(EVALUATION_BATCH, len(self.eval))
 

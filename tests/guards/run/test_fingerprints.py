@@ -39,7 +39,7 @@ def test_fingerprints_are_recorded_when_they_are_compared_and_show_the_state_at_
                 trained.module[6].bias.add_(1)
             assert monitor.pending
             assert not monitor.compare().findings
-    first, second = chain.read_chain(tmp_path / chain.FILE)
+    first, second = chain.read_whole(tmp_path / chain.FILE)[0]
     assert (first.step, bool(first.names), second.step, bool(second.names)) == (1, True, 2, False)
     assert first.groups["ids"] == second.groups["ids"]
     assert first.groups["optimizer"] == second.groups["optimizer"]
@@ -53,7 +53,7 @@ def test_the_fingerprint_of_a_batch_depends_on_the_order_of_its_samples(tmp_path
         for step, ids in enumerate(([1, 2, 3], [2, 1, 3], [1, 2], [1, 2, 4])):
             monitor.take(step, torch.tensor(ids), "short")
             monitor.compare()
-    for record in chain.read_chain(tmp_path / chain.FILE):
+    for record in chain.read_whole(tmp_path / chain.FILE)[0]:
         seen.add(record.groups["ids"])
     assert len(seen) == 4
 
