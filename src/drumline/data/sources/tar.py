@@ -48,7 +48,7 @@ class TarFiles(MappedFiles):
     for 1.28 million); `drumline pack` makes a set that opens at once."""
 
     def __init__(
-        self, file: Path, classes: tuple[str, ...], found: list[_Image], rows: NDArray[np.int64], ignored: int
+        self, file: Path, classes: tuple[str, ...], found: list[_Image], rows: NDArray[np.int64]
     ) -> None:
         kept = [found[row] for row in rows.tolist()]
         labels = np.array([image.label for image in kept], dtype=np.int64)
@@ -61,8 +61,6 @@ class TarFiles(MappedFiles):
             np.array([image.offset for image in kept], dtype=np.int64),
             np.array([image.length for image in kept], dtype=np.int64),
         )
-        self.ignored = ignored
-        """Members that are not images of the split: other files, hidden ones, links and devices among them."""
         self._file = file
         encoded = [_encode(image.name) for image in kept]
         self._ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
@@ -92,7 +90,7 @@ def open_tar(spec: DatasetSpec) -> TarFiles:
     divided by `holdout`."""
     file = Path(spec.path).expanduser()
     archive = open_archive(file)
-    top, members = _tree(archive, file)
+    top = _tree(archive, file)
     train, evaluation = _layout(top, file, spec.whole)
     if spec.whole and evaluation is None and train is top.folders.get("train"):
         raise NoEvalSplit(
@@ -117,7 +115,7 @@ def open_tar(spec: DatasetSpec) -> TarFiles:
     found = _images(root, names, classes, file)
     labels = np.array([image.label for image in found], dtype=np.int64)
     rows = np.arange(len(found), dtype=np.int64) if evaluation else holdout_ids(labels, spec, str(file))
-    source = TarFiles(file, tuple(classes), found, rows, members - len(found))
+    source = TarFiles(file, tuple(classes), found, rows)
     source.skipped = Counter(
         file_ending(other)
         for name in names
@@ -193,13 +191,10 @@ def members(archive: Images, where: str) -> Iterator[Member]:
 
 
 _KINDS = {
-    b"0": "file",
-    b"\0": "file",
-    b"7": "file",
+    **dict.fromkeys((b"0", b"\0", b"7"), "file"),
     b"1": "hard link",
     b"2": "symbolic link",
-    b"3": "device",
-    b"4": "device",
+    **dict.fromkeys((b"3", b"4"), "device"),
     b"5": "folder",
     b"6": "named pipe",
 }
@@ -223,15 +218,14 @@ class _Folder:
     others: list[str] = field(default_factory=list)
 
 
-def _tree(archive: Images, file: Path) -> tuple[_Folder, int]:
-    """The folders and images of the archive, and how many members it has apart from folders."""
-    top, count = _Folder(""), 0
+def _tree(archive: Images, file: Path) -> _Folder:
+    """The folders and images of the archive."""
+    top = _Folder("")
     known: dict[str, _Folder | None] = {}
     for member in members(archive, str(file)):
         folder_path, name = member.name, ""
         if member.kind != "folder":
             folder_path, _, name = member.name.rpartition("/")
-            count += 1
         if folder_path not in known:
             known[folder_path] = _folder(top, _parts(folder_path, member.name, file))
         _parts(name, member.name, file)
@@ -253,7 +247,7 @@ def _tree(archive: Images, file: Path) -> tuple[_Folder, int]:
         if only.images or not only.folders or name.lower() in SPLIT_LIKE:
             break
         top = only
-    return top, count
+    return top
 
 
 def _folder(top: _Folder, parts: list[str]) -> _Folder | None:
@@ -302,8 +296,7 @@ def _class_folders(root: _Folder, file: Path) -> list[str]:
         what = "beside its class folders" if root.folders else "without class folders"
         raise UserError(f"{where} has {len(root.images)} images {what} ({some})", fix=_WANTED)
     if not root.folders:
-        inner = [name for name in root.others if name.endswith(ENDINGS)]
-        if inner:
+        if inner := [name for name in root.others if name.endswith(ENDINGS)]:
             raise UserError(
                 f"{where} holds archives ({inner[0]}), not images", fix="unpack the inner archives"
             )
