@@ -171,7 +171,7 @@ def test_what_is_not_finite_is_never_the_best(
         "score_model",
         lambda run: tuple(Score(10, odd, {"top1": accuracy / 10}, {}) for odd in (nonfinite, 0)),
     )
-    _, position = loop.evaluate_run(run, Position(7, 10, best_step=3, best_accuracy=0.5))
+    _, position = loop.evaluate(run, Position(7, 10, best_step=3, best_accuracy=0.5))
     assert position.best_step == (7 if best else 3)
     assert bool(logged) is (nonfinite > 0 or bool(weights))
 
