@@ -160,7 +160,7 @@ def test_what_is_not_finite_is_never_the_best(
         reporter=SimpleNamespace(drain=lambda: None, evaluated=lambda *given: None),
         sets=SimpleNamespace(bad=()),
         world=single_process(tiny.CPU),
-        output=None,
+        record_broken_samples=lambda: None,
         state=SimpleNamespace(nonfinite=lambda: weights),
         step=SimpleNamespace(precision=FP32),
         log=logged.append,
