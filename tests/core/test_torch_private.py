@@ -121,12 +121,6 @@ def _ddp() -> bool:
         return seen == [ddp] and ddp._join_config.enable is False
 
 
-def _inside_ddp_forward() -> bool:
-    """tests/cli/test_startup.py runs a DDP without the compiler."""
-    ddp = nn.parallel.DistributedDataParallel
-    return "_dynamo" in ddp.__init__.__code__.co_names and callable(ddp._inside_ddp_forward)
-
-
 def _optimizer_hooks() -> bool:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: None)
@@ -175,7 +169,6 @@ PRIVATE: dict[str, tuple[str, Callable[[], bool]]] = {
     "_forward_hooks": ("hooks that fx would lose, and that FSDP sets for a forward", _module_hooks),
     "_forward_pre_hooks": ("the same", _module_hooks),
     "_get_active_ddp_module": ("whether a forward runs inside DDP's", _ddp),
-    "_inside_ddp_forward": ("a forward of DDP that does not import the compiler", _inside_ddp_forward),
     "_join_config": ("whether DDP's join context is active", _ddp),
     "_optimizer_step_pre_hooks": ("whether an optimizer has hooks of its own", _optimizer_hooks),
     "_schedulers": ("the schedulers inside another", _schedulers),

@@ -3,11 +3,10 @@
 Promises: whatever happens inside `leave_no_trace`, the tensors, training modes, gradients and random generators named
 to it are as before, at the same addresses.
 
-torch imports its compiler in `use_deterministic_algorithms`, in the first call of most methods of an optimizer, and
-in the constructor and the forward of DDP. That takes as long as importing torch itself. The functions here have the
-same effect without that import. If a later torch is built differently, the compiler is imported again, which changes
-no result; `tests/cli/test_startup.py` fails then. FSDP (its hooks call the compiler), gradient checkpointing (each
-call reads the compiler's settings) and pipelines (`FakeTensorMode` imports it) still import it.
+torch imports its compiler in `use_deterministic_algorithms` and in the first call of most methods of an optimizer,
+which takes as long as importing torch itself. The functions here have the same effect without that import. If a later
+torch is built differently, the compiler is imported again, which changes no result; `tests/cli/test_startup.py` fails
+then.
 """
 
 from __future__ import annotations
@@ -18,12 +17,10 @@ import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from drumline.core.environment import threads_asked
 from drumline.core.machine import cores_per_process
@@ -92,41 +89,6 @@ def use_deterministic_algorithms(mode: bool) -> None:
     else:
         torch.set_deterministic_debug_mode("error" if mode else "default")
         os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1" if mode else "0"
-
-
-@contextmanager
-def eager_ddp(compiled: bool) -> Iterator[None]:
-    """Around the constructor of a DistributedDataParallel. Unless it is `compiled`, DDP then does not import the
-    compiler: it reads one setting, whose default it gets here. Anything else that it may read is imported."""
-    # DDP's forward asks the compiler for a version of this method that is never compiled, which torch caches here.
-    own = DistributedDataParallel
-    method = inspect.unwrap(getattr(own, "_inside_ddp_forward", own.forward))
-    if compiled or "torch._dynamo" in sys.modules:
-        vars(method).pop(_CACHED, None)
-        yield
-        return
-    vars(method)[_CACHED] = method
-    utils = _LazyModule("torch._dynamo.utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
-    compiler = vars(torch)["_dynamo"] = _LazyModule("torch._dynamo", utils=utils)
-    try:
-        yield
-    finally:
-        if vars(torch).get("_dynamo") is compiler:
-            del vars(torch)["_dynamo"]
-
-
-_CACHED = "__dynamo_disable"
-
-
-class _LazyModule:
-    """Some attributes of a module that is imported if any other is read."""
-
-    def __init__(self, name: str, **known: Any) -> None:
-        self._name = name
-        vars(self).update(known)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(import_module(self._name), name)
 
 
 class EagerOptimizer(torch.optim.Optimizer):

@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from drumline.config.recipe import Recipe
-from drumline.core.arithmetic import eager_ddp
 from drumline.data.feed.batch import Batch
 from drumline.parallel.lanes import Lanes, Op, Recorder, timed
 from drumline.parallel.model_draws import ModelDraws
@@ -84,11 +83,9 @@ class DDPStrategy(SingleStrategy):
     def lay_out(self, context: SetupContext) -> nn.Module:
         options: dict[str, Any] = {_BUFFER_OPTION: False}
         device_ids = [self.world.device] if self.world.device.type == "cuda" else None
-        module = super().lay_out(context)
-        with eager_ddp(self.recipe.train.compile):
-            self._ddp = DistributedDataParallel(
-                module, device_ids=device_ids, gradient_as_bucket_view=True, **options
-            )
+        self._ddp = DistributedDataParallel(
+            super().lay_out(context), device_ids=device_ids, gradient_as_bucket_view=True, **options
+        )
         return self._ddp
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
