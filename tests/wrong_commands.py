@@ -248,7 +248,12 @@ WRONG_COMMANDS = [
     _line("a rate that overflows", "optim.lr=1e39", "optim.lr=1e39: too large", "give at most"),
     # Layouts that cannot be.
     _line(
-        "zero bubble", "--parallel.schedule zbv", "--parallel.schedule zbv", "not available", "backward", "1f1b"
+        "zero bubble",
+        "--parallel.schedule zbv",
+        "--parallel.schedule zbv",
+        "not available",
+        "backward",
+        "1f1b",
     ),
     _line("zero bubble in words", "parallel.schedule=zero-bubble", "would silently be wrong", "interleaved"),
     _file("zero bubble in a file", '[parallel]\nschedule = "ZB-H1"\n', "recipe.toml:2", "not available"),
