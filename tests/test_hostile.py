@@ -148,10 +148,11 @@ FORBIDDEN = {
     r"\btorch\.load\((?!.*weights_only=True)": (),
     r"\b(np|numpy)\.load\((?!.*allow_pickle=False)": (),
     r"\b(import|from) (yaml|shelve|marshal|dill|joblib|cloudpickle)\b": (),
-    r"\bimport_module\(": (
+    r"\b(import_module|resolve_name)\(": (
         "__init__.py",
         "cli/__init__.py",
         "models/registry.py",
+        "data/sources/__init__.py",
         "data/sources/custom.py",
         "launch/worker.py",
         "parallel/strategy.py",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 
 from drumline.cli.help import Command
@@ -31,6 +30,7 @@ COMMAND = Command(
 
 
 def main(argv: list[str]) -> int:
+    from drumline.cli import distill, train
     from drumline.config.toml import load_recipe
     from drumline.state.folder import command_of, run_of
 
@@ -50,6 +50,5 @@ def main(argv: list[str]) -> int:
         raise UserError(
             f"{path} is a part of a run", f"resume the run itself: drumline resume {run_of(folder)}"
         )
-    command = command_of(load_recipe(file).recipe)
-    code: int = import_module(f"drumline.cli.{command}").main([file, "checkpoint.resume=auto", *others])
-    return code
+    arguments = [file, "checkpoint.resume=auto", *others]
+    return (train if command_of(load_recipe(file).recipe) == "train" else distill).main(arguments)
