@@ -101,7 +101,6 @@ class StageSplit:
     """At most, over one device."""
     memory_bytes: tuple[int, ...]
     """Of each stage under 1F1B: activations in flight, parameters, gradients and momentum."""
-    even_names: tuple[str, ...]
     even_balance: float
     even_speed_up: float
 
@@ -173,7 +172,6 @@ def plan_split(measured: Profile, stages: int, micro_batches: int) -> StageSplit
             _stage_memory(measured.units[first:last], min(micro_batches, stages - stage))
             for stage, (first, last) in enumerate(edges)
         ),
-        even_names=tuple(names[first] for first in by_count),
         even_balance=balance(times, by_count),
         even_speed_up=speed_up(times, by_count, micro_batches),
     )

@@ -35,7 +35,7 @@ class StepTimes:
 
 
 class StepClock:
-    """StepTimes a loop that calls `data_begin/data_end` around fetching and `step_begin/step_end` around a step.
+    """Times a loop that calls `data_begin/data_end` around fetching and `step_begin/step_end` around a step.
 
     On a GPU, CUDA events bracket one step in `sample_every`. They are read when they are done, up to `depth` samples
     later. The default is prime, so that the samples do not coincide with work done every 2, 10 or 100 steps.
