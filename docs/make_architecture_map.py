@@ -24,6 +24,7 @@ ORDER = [
     "observe",
     "training",
     "distillation",
+    "inference",
     "launch",
     "cli",
 ]
@@ -52,7 +53,8 @@ def _table(folder: Path, title: str, recurse: bool = True) -> str:
         for path in files
         if path != folder / "__init__.py" and _first_sentence(path)
     ]
-    return "\n".join([f"### `{title}`", "", about, "", "| | |", "|---|---|", *rows, ""])
+    table = ["| | |", "|---|---|", *rows, ""] if rows else []
+    return "\n".join([f"### `{title}`", "", about, "", *table])
 
 
 def _place(path: Path) -> tuple[bool, Path]:
@@ -62,7 +64,7 @@ def _place(path: Path) -> tuple[bool, Path]:
 
 def _first_sentence(path: Path) -> str:
     text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].split())
-    return re.split(r"(?<=[.:]) (?=[A-Z`])", text)[0].rstrip(":").replace("|", "\\|")
+    return re.split(r"(?<=[.]) (?=[A-Z`])", text)[0].replace("|", "\\|")
 
 
 if __name__ == "__main__":

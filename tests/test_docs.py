@@ -89,5 +89,7 @@ def test_every_script_option_that_a_page_shows_exists(page: Path) -> None:
 
 def test_the_folder_map_is_that_of_the_tree() -> None:
     maker = runpy.run_path(str(ROOT / "docs" / "make_architecture_map.py"))
+    packages = {path.parent.name for path in maker["SOURCE"].glob("*/__init__.py")}
+    assert sorted(maker["ORDER"]) == sorted(packages)
     page = (ROOT / "docs" / "architecture.md").read_text()
     assert maker["with_map"](page) == page, "run `make docs`"

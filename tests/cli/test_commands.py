@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from PIL import Image
 
 from drumline.cli import main
 from tests.data.damage import good_jpeg
@@ -225,6 +226,9 @@ def test_an_interrupted_pack_leaves_no_broken_set_and_can_be_continued(photos: P
 
 @pytest.mark.slow
 def test_an_interrupted_verify_writes_nothing(photos: Path, tmp_path: Path) -> None:
+    Image.new("RGB", (4000, 3000)).save(tmp_path / "large.jpg")
+    for number in range(60):  # seconds of work, so that the interrupt comes before the end
+        (photos / "train" / "class0" / f"large{number}.jpg").hardlink_to(tmp_path / "large.jpg")
     words = ("verify", "photos", "--list", "found.tsv", "--workers", "2")
     interrupted(*words, folder=tmp_path)
     assert not (tmp_path / "found.tsv").exists()

@@ -110,6 +110,9 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     for image in (np.zeros((4, 4, 3)), np.zeros((4, 4, 2), np.uint8), np.zeros((0, 4, 3), np.uint8)):
         with pytest.raises(UserError, match=r"the image is an array of .* with shape"):
             model.predict(image)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="expected a list of images, not one image"):
+        model.probabilities("text.jpg")
+    assert model.probabilities([]).shape == (0, 3)
     (tmp_path / "text.jpg").write_text("no image")
     with pytest.raises(UserError, match=r"text\.jpg"):
         model.predict(tmp_path / "text.jpg")

@@ -7,6 +7,7 @@ import html.parser
 import io
 import json
 import os
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -57,15 +58,17 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
 
 
 def test_a_folder_means_its_images_in_order(photos: Path) -> None:
-    assert [image.name for image in find_images([str(photos)])] == [str(photos / name) for name in NAMES]
+    assert [image.name for image in find_images([str(photos)]).images] == [
+        str(photos / name) for name in NAMES
+    ]
     twice = [str(photos / "b" / "notes.txt"), str(photos / "b" / "grey.png")]
-    assert [image.name for image in find_images(twice)] == twice, "a file that is named is tried"
+    assert [image.name for image in find_images(twice).images] == twice, "a file that is named is tried"
 
 
 def test_an_archive_means_its_images_and_their_bytes(photos: Path, tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "photos.tar", "w") as archive:
         archive.add(photos, "photos")
-    found = {image.name: image.read() for image in find_images([str(tmp_path / "photos.tar")])}
+    found = {image.name: image.read() for image in find_images([str(tmp_path / "photos.tar")]).images}
     assert {name for name in found if ".hidden" not in name} == {
         f"{tmp_path}/photos.tar:photos/{name}" for name in NAMES
     }
@@ -95,7 +98,7 @@ def test_paths_without_images_are_rejected(
 
 def test_every_image_has_a_result_whatever_the_batch(model: str, photos: Path, tmp_path: Path) -> None:
     trained = stored(tmp_path)
-    images = find_images([str(photos)] * 3)
+    images = find_images([str(photos)] * 3).images
     expected = None
     for batch in (1, 5, 64):
         found = list(predict_images(trained, iter(images), top=2, batch=batch))
@@ -160,7 +163,10 @@ def test_csv_has_a_column_for_each_class(
     assert header == ["path", "label", "probability", "label_2", "probability_2", "error"]
     assert [row[0] for row in rows] == [str(photos / name) for name in NAMES]
     assert all(len(row) == 6 for row in rows)
-    assert capsys.readouterr().err.strip() == f"3 images predicted, 1 cannot be read, written to {out}"
+    assert capsys.readouterr().err.strip() == (
+        "3 images predicted; 1 cannot be read; 1 file skipped, which by name are no images (.txt); "
+        f"written to {out}"
+    )
 
 
 class Page(html.parser.HTMLParser):
@@ -207,12 +213,46 @@ def test_a_name_that_is_no_text_is_escaped(
     assert "\x1b" not in capsys.readouterr().out
 
 
+def test_an_output_that_is_a_link_or_a_device_stays_one(model: str, photos: Path, tmp_path: Path) -> None:
+    out = tmp_path / "found.csv"
+    out.symlink_to("target.csv")
+    (tmp_path / "target.csv").write_text("old")
+    assert main(["predict", model, str(photos / "a.jpeg"), "--out", str(out), "--device", "cpu"]) == 0
+    assert out.is_symlink()
+    assert (tmp_path / "target.csv").read_text().startswith("path,label")
+    device = Path("/dev/null")
+    arguments = ["--out", str(device), "--format", "csv", "--device", "cpu"]
+    assert main(["predict", model, str(photos / "a.jpeg"), *arguments]) == 0
+    assert device.is_char_device()
+
+
+def test_linked_folders_are_searched_once(photos: Path) -> None:
+    (photos / "b" / "again").symlink_to(photos)
+    (photos / "d").symlink_to(photos / "b")
+    found = find_images([str(photos)])
+    assert [image.name for image in found.images] == [str(photos / name) for name in NAMES]
+    assert found.skipped == {".txt": 1}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_a_full_stdout_is_an_error(model: str, photos: Path) -> None:
+    command = [sys.executable, "-m", "drumline", "predict", model, str(photos / "a.jpeg"), "--device", "cpu"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=120
+        )
+    assert "stdout cannot be written: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "predict needs MODEL and IMAGES, not only"),
         (["a.jpg", "--out", "found.xyz"], "the extension '.xyz' names no format"),
-        (["a.jpg", "--out", "nowhere/found.csv"], "cannot be written"),
+        ([__file__, "--out", "nowhere/found.csv"], "cannot be written"),
+        ([__file__, "--out", __file__, "--format", "csv"], "is one of the images"),
+        ([__file__, "--device", "cuda"], "device = cuda, but torch sees no GPU"),
         (["a.jpg", "--top", "0"], "--top 0: "),
         (["a.jpg", "--format", "yaml"], "--format yaml: expected"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,21 +14,17 @@ from drumline.cli.help import Command
 from drumline.config.arguments import read_options
 from drumline.config.limits import Range
 from drumline.core.errors import UserError
-from drumline.core.files import write_text
+from drumline.core.files import write_output
 from drumline.core.progress import progress
 from drumline.core.text import counted, either, json_line, message, printable
 
 if TYPE_CHECKING:
+    from drumline.inference.images import ImageInput
+    from drumline.inference.model import TrainedModel
     from drumline.inference.predict import PredictedImage
 
-Format = Literal["auto", "table", "csv", "json", "page"]
-ENDINGS: dict[str, Format] = {
-    ".csv": "csv",
-    ".json": "json",
-    ".html": "page",
-    ".htm": "page",
-    ".txt": "table",
-}
+Format = Literal["auto", "table", "csv", "json", "html"]
+ENDINGS: dict[str, Format] = {".csv": "csv", ".json": "json", ".html": "html", ".txt": "table"}
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,8 @@ class Options:
     top: Annotated[int, Range(1, 1000)] = 1
     """How many classes to give for each image, the most likely first."""
     format: Format = "auto"
-    """How to write the predictions. `page` is an HTML file with the pictures. `auto`: by the extension of `--out`;
-    without `--out`, a table on a terminal and JSON elsewhere."""
+    """How to write the predictions. `html`: a page with the pictures. `auto`: by the extension of `--out`; without
+    `--out`, a table on a terminal and JSON elsewhere."""
     out: str = ""
     """Write the predictions to this file: .csv, .json, .html or .txt."""
     batch: Annotated[int, Range(1, 4096)] = 64
@@ -59,17 +56,17 @@ COMMAND = Command(
     about="""
         Name the class of each image. MODEL is a run folder (its best weights), one of its
         checkpoints, or weights that Drumline exported. IMAGE is an image file, a folder
-        (searched with its subfolders), an uncompressed .tar archive, or - for one image on
-        stdin.
+        (searched with its subfolders for .jpg, .jpeg, .png, .webp and other image files), an
+        uncompressed .tar archive, or - for one image on stdin.
 
         The model's record says how to prepare the images, so predictions agree with
         `drumline eval`: the same size, crop, resize, mean and standard deviation, and exactly
         the same pixels. The model computes in fp32.
 
         If stdout is not a terminal, the predictions are one line of JSON: a list with path,
-        label and probability for each image, in the order of the arguments. With --top, `top`
-        lists the further classes. An image that cannot be read has an `error`, and label and
-        probability are null.
+        label and probability for each image, in the order of the arguments. With --top N, `top`
+        lists the N most likely classes, including the first. An image that cannot be read has
+        an `error`, and label and probability are null.
 
         Exit code 0: every image has a prediction. 1: some images cannot be read; the others
         have predictions. 2: an error, with a fix.
@@ -87,42 +84,62 @@ COMMAND = Command(
 
 def main(argv: list[str]) -> int:
     options = read_options(argv, Options, "predict")
-    style, out = _format(options), Path(options.out) if options.out else None
-    if out is not None and (out.is_dir() or not os.access(out.absolute().parent, os.W_OK | os.X_OK)):
-        raise UserError(f"--out {out} cannot be written", "give a file in a folder that is writable")
+    out = Path(options.out) if options.out not in ("", "-") else None
+    style = _format(options, out)
 
     from drumline.inference.images import find_images
 
-    images = find_images(options.images)
+    found = find_images(options.images)
+    if out is not None:
+        _check_output(out, found.images)
 
     from drumline.inference.formats import table_line
-    from drumline.inference.model import load_model
     from drumline.inference.predict import predict_images
-    from drumline.parallel.process_group import pick_device, resolve_device_type
 
-    device = pick_device(resolve_device_type(options.device), 0)
-    model = load_model(options.model, device=device, trust=options.trust)
+    model = _load(options)
     live = style == "table" and out is None
-    width = min(60, max(len(printable(image.name)) for image in images))
+    width = min(60, max(len(printable(image.name)) for image in found.images))
     results = []
-    predictions = predict_images(model, images, options.top, options.batch)
-    for found in progress(predictions, "predicting", len(images)):
+    predictions = predict_images(model, found.images, options.top, options.batch)
+    for result in progress(predictions, "predicting", len(found.images)):
         if live:
-            print(table_line(found, width), flush=True)
-        results.append(found)
+            _write(f"{table_line(result, width)}\n", None)
+        results.append(result)
     if not live:
         _write(_text(results, style, options, width), out)
-    _report(results, out)
-    return 1 if any(found.error for found in results) else 0
+    _report(results, found.skipped, out)
+    return 1 if any(result.error for result in results) else 0
 
 
-def _format(options: Options) -> Format:
+def _load(options: Options) -> TrainedModel:
+    from drumline.inference.model import load_model
+    from drumline.parallel.process_group import pick_device, resolve_device_type
+
+    device = pick_device(resolve_device_type(options.device, "device"), 0)
+    try:
+        return load_model(options.model, device=device, trust=options.trust)
+    except UserError as error:
+        if error.code == "untrusted-code":
+            raise UserError(error.what, "if you trust that code, add --trust", error.code) from None
+        raise
+
+
+def _check_output(out: Path, images: Sequence[ImageInput]) -> None:
+    """Rejects an output that cannot be written, before any work, or that is one of the images."""
+    folder = out.absolute().parent
+    if out.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"--out {out} cannot be written", "give a file in a folder that is writable")
+    if out.exists() and any(Path(image.name).exists() and out.samefile(image.name) for image in images):
+        raise UserError(f"--out {out} is one of the images", "give a different file")
+
+
+def _format(options: Options, out: Path | None) -> Format:
     """The format that is asked for, by name or by the extension of `--out`."""
     if options.format != "auto":
         return options.format
-    if not options.out:
+    if out is None:
         return "table" if sys.stdout.isatty() else "json"
-    ending = Path(options.out).suffix.lower()
+    ending = out.suffix.lower()
     if ending not in ENDINGS:
         raise UserError(
             f"--out {options.out}: the extension {ending!r} names no format",
@@ -136,7 +153,7 @@ def _text(results: Sequence[PredictedImage], style: Format, options: Options, wi
 
     if style == "csv":
         return csv_text(results, max((len(found.best) for found in results), default=1))
-    if style == "page":
+    if style == "html":
         return page(results, options.model, lambda shown: progress(shown, "drawing pictures"))
     if style == "table":
         return "".join(f"{table_line(found, width)}\n" for found in results)
@@ -144,23 +161,29 @@ def _text(results: Sequence[PredictedImage], style: Format, options: Options, wi
 
 
 def _write(text: str, out: Path | None) -> None:
-    if out is None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        return
     try:
-        write_text(out, text)
+        if out is not None:
+            write_output(out, text.encode())
+        else:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+    except BrokenPipeError:
+        raise
     except OSError as error:
+        where = "stdout" if out is None else f"--out {out}"
         raise UserError(
-            f"--out {out}: {error.strerror or error}", "free space there, or give a different file"
+            f"{where} cannot be written: {error.strerror or error}", "free space, or write elsewhere"
         ) from error
 
 
-def _report(results: Sequence[PredictedImage], out: Path | None) -> None:
+def _report(results: Sequence[PredictedImage], skipped: Counter[str], out: Path | None) -> None:
     """A line on stderr, if there is something that stdout does not show."""
-    failed = sum(bool(found.error) for found in results)
+    failed = sum(bool(result.error) for result in results)
     parts = [f"{counted(len(results) - failed, 'image')} predicted"]
     parts += [f"{failed:,} cannot be read"] if failed else []
+    if skipped:
+        kinds = ", ".join(sorted(skipped)[:5]) + (", ..." if len(skipped) > 5 else "")
+        parts += [f"{counted(skipped.total(), 'file')} skipped, which by name are no images ({kinds})"]
     parts += [f"written to {out}"] if out is not None else []
     if len(parts) > 1:
-        print(message(", ".join(parts)), file=sys.stderr)
+        print(message("; ".join(parts)), file=sys.stderr)

@@ -12,9 +12,10 @@ COMMAND = Command(
     name="resume",
     usage="RUN [section.key=value ...] [options]",
     about="""
-        Continue a run where it stopped or was killed, from its newest checkpoint that
-        verifies, with the recipe in its folder. It takes the same steps with the same bits
-        as if it had not been interrupted. A run that has finished prints its result again.
+        Continue a run where it stopped or was killed, from its newest valid checkpoint, with
+        the recipe in its folder. It takes the same steps with the same bits
+        as if it had not been interrupted. A finished run is evaluated again, and its result
+        is printed.
 
         `drumline resume RUN` means `drumline train RUN/recipe.toml checkpoint.resume=auto`,
         or the same with `distill` if that is what started the run. Fields on the command
@@ -37,6 +38,14 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0].startswith("-") or "=" in argv[0]:
         raise UserError("resume needs a run", "drumline resume RUN (`drumline runs` lists them)")
     path, *others = argv
+    for argument in others:
+        name = argument.lstrip("-").partition("=")[0]
+        if name in ("run.name", "run.dir", "checkpoint.resume"):
+            raise UserError(
+                f"{argument}: resume continues the run in its own folder",
+                f"remove it; to start a new run from this one: drumline train {path}/recipe.toml run.name=NEW "
+                f"checkpoint.resume={path}",
+            )
     folder = Path(path)
     if not folder.exists():
         raise UserError(f"{path} does not exist", "give a run folder (`drumline runs` lists them)")

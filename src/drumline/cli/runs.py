@@ -68,35 +68,43 @@ def main(argv: list[str]) -> int:
 
 
 def table(runs: Sequence[RunSummary], varied: Sequence[Mapping[str, Any]], width: int) -> list[str]:
-    """The lines of the table. The settings are wrapped at `width`."""
+    """The lines of the table. Numbers that do not fit are left out, and settings are wrapped."""
     rows = [_HEADER, *(_row(run, own) for run, own in zip(runs, varied, strict=True))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER) - 1)]
+    columns = list(range(len(widths)))
+    for spare in _SPARE:
+        if sum(widths[column] + 2 for column in columns) > width:
+            columns.remove(_HEADER.index(spare))
     lines = []
     for row in rows:
         left = "  ".join(
-            f"{cell:<{wide}}" if number < 2 else f"{cell:>{wide}}"
-            for number, (cell, wide) in enumerate(zip(row, widths, strict=False))
+            f"{row[column]:<{widths[column]}}" if column < 2 else f"{row[column]:>{widths[column]}}"
+            for column in columns
         )
         lines += _wrapped(left, row[-1], width)
     return lines
 
 
+_SPARE = ("time", "loss", "top-1", "epoch")
+"""Columns that a narrow terminal does without, the least important first."""
+_NARROW = 24
+"""Characters that the settings need to stand beside the numbers."""
+
+
 def _wrapped(left: str, settings: str, width: int) -> list[str]:
-    """A line whose settings go on below, in their column or, if that is narrow, indented."""
+    """A row whose settings continue below, in their column or, if that is narrow, indented."""
+    if not settings:
+        return [left.rstrip()]
     column = len(left) + 2
-    start = column if width - column >= _NARROW else 4
-    lines, line = [], left.rstrip() if start != column else left + "  "
-    if start != column and settings:
-        lines, line = [line], " " * start
+    if width - column >= _NARROW:
+        lines, line, start = [], left + "  ", column
+    else:
+        lines, line, start = [left.rstrip()], " " * 4, 4
     for text in settings.split("  "):
         if len(line) > start and len(line) + len(text) > width:
             lines, line = [*lines, line.rstrip()], " " * start
         line += text + "  "
     return [*lines, line.rstrip()]
-
-
-_NARROW = 24
-"""Columns that the settings need to stand beside the numbers."""
 
 
 def _row(run: RunSummary, varied: Mapping[str, Any]) -> tuple[str, ...]:
@@ -107,16 +115,17 @@ def _row(run: RunSummary, varied: Mapping[str, Any]) -> tuple[str, ...]:
         for name, value in varied.items()
         if name not in known or _plain(known[name].default) != value
     }
-    best = f"{run.best_top1:.2%} at {run.best_epoch:g}" if run.best_top1 is not None else "-"
+    settings = "  ".join(printable(f"{name}={_text(value)}") for name, value in own.items())
+    best = f"{run.best_top1:.2%} at {round(run.best_epoch, 1):g}" if run.best_epoch is not None else "-"
     return (
         printable(run.path),
         run.state,
-        f"{run.epoch:g}",
+        f"{round(run.epoch, 1):g}" if run.step else "-",
         f"{run.top1:.2%}" if run.top1 is not None else "-",
         best,
         loss_text(run.loss) if run.loss is not None else "-",
         duration(run.seconds),
-        "  ".join(printable(f"{name}={_text(value)}") for name, value in own.items()),
+        "recipe.toml cannot be read" if run.settings is None else settings,
     )
 
 

@@ -13,7 +13,7 @@ from drumline.config.arguments import read_options
 from drumline.config.limits import Range
 from drumline.config.recipe import AutoInt, SourceName
 from drumline.core.errors import UserError
-from drumline.core.files import write_bytes
+from drumline.core.files import write_output
 from drumline.core.text import message, print_result, printable
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def write_list(report: DatasetReport, file: Path) -> None:
     rows = ((str(f.sample), f.split, f.kind, f.path, f.reason) for f in report.findings)
     text = "".join("\t".join(_one_field(field) for field in row) + "\n" for row in rows)
     try:
-        write_bytes(file, text.encode("utf-8", "surrogateescape"))  # names are bytes, in any encoding
+        write_output(file, text.encode("utf-8", "surrogateescape"))  # names are bytes, in any encoding
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror or error}", "give another --list") from error
 

@@ -1,0 +1,1 @@
+"""What all other packages use: errors, text, files, locks, processes, arithmetic."""

@@ -71,6 +71,16 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
+def write_output(path: Path, content: bytes) -> None:
+    """Writes a file that the user named. A link is followed, and a device or pipe is written into; anything else is
+    replaced at once, by `write_bytes`."""
+    target = path.resolve()
+    if target.exists() and not target.is_file():
+        target.write_bytes(content)
+    else:
+        write_bytes(target, content)
+
+
 def append_to(path: Path) -> FileIO:
     """Opens a file for appending and creates it if it is missing. Rejects a link, which could lead anywhere."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

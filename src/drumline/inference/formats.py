@@ -30,7 +30,7 @@ _SIDE = 160
 def table_line(found: PredictedImage, width: int) -> str:
     """One image as a line: its name, padded to `width`, and its classes."""
     best = ", ".join(f"{printable(each.label)} {each.probability:.1%}" for each in found.best)
-    return f"{printable(found.image.name):<{width}}  {best or f'cannot be read: {printable(found.error)}'}"
+    return f"{printable(found.image.name):<{width}}  {best or f'error: {printable(found.error)}'}"
 
 
 def json_rows(results: Iterable[PredictedImage]) -> list[dict[str, Any]]:
@@ -62,7 +62,7 @@ def csv_text(results: Iterable[PredictedImage], top: int) -> str:
 
 
 def _text(name: str) -> str:
-    """A name as valid Unicode: bytes of a file name that are not UTF-8 are escaped."""
+    """A name as valid Unicode: bytes of a file name that are not UTF-8 become `\\udcff` and the like."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
@@ -84,7 +84,7 @@ def _card(found: PredictedImage) -> str:
     )
     if not found.best:
         error = html.escape(_text(found.error))
-        return f'<figure><p class="none">cannot be read: {error}</p><figcaption>{name}</figcaption></figure>'
+        return f'<figure><p class="none">error: {error}</p><figcaption>{name}</figcaption></figure>'
     label = html.escape(found.best[0].label, quote=True)
     return (
         f'<figure><img src="data:image/jpeg;base64,{_thumbnail(found)}" alt="{label}" loading="lazy">'

@@ -7,8 +7,8 @@ is named directly is tried whatever its name; in folders and archives, only name
 
 from __future__ import annotations
 
-import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -32,47 +32,68 @@ class ImageInput:
     read: Callable[[], bytes]
 
 
-def find_images(paths: Iterable[str]) -> list[ImageInput]:
+@dataclass(frozen=True)
+class FoundImages:
+    """The images, and the files of folders and archives that by their names are none, by extension."""
+
+    images: list[ImageInput]
+    skipped: Counter[str]
+
+
+def find_images(paths: Iterable[str]) -> FoundImages:
     """The images that the paths mean. `-` is one image on stdin."""
-    found: list[ImageInput] = []
+    found, skipped = list[ImageInput](), Counter[str]()
     for path in paths:
-        images = list(_images(path))
+        images = list(_images(path, skipped))
         if not images:
-            raise UserError(f"{path} has no images", f"supported formats: {' '.join(EXTENSIONS)}")
+            fix = f"supported extensions: {' '.join(EXTENSIONS)}"
+            if (Path(path) / "recipe.toml").is_file():
+                fix = "the model comes first: drumline predict MODEL IMAGE..."
+            raise UserError(f"{path} has no images", fix)
         found += images
     if sum(image.name == STDIN for image in found) > 1:
         raise UserError("- is given twice, but stdin can be read only once", "give - once")
-    return found
+    return FoundImages(found, skipped)
 
 
-def _images(path: str) -> Iterator[ImageInput]:
+def _images(path: str, skipped: Counter[str]) -> Iterator[ImageInput]:
     place = Path(path).expanduser()
     if path == STDIN:
         yield ImageInput(STDIN, _read_stdin)
     elif not place.exists():
         raise UserError(f"{path} does not exist", "give image files, folders, .tar archives, or - for stdin")
     elif place.is_dir():
-        yield from (ImageInput(name, partial(read_whole, name)) for name in _walk(place))
+        yield from (ImageInput(name, partial(read_whole, name)) for name in _walk(place, skipped, set()))
     elif place.name.lower().endswith(ENDINGS):
         archive = open_archive(place)
         for member in members(archive, path):
-            if member.kind == "file" and _is_image(member.name):
+            if member.kind == "file" and _is_image(member.name, skipped):
                 name = f"{path}:{member.name}"
                 yield ImageInput(name, partial(_read_member, archive, member, name))
     else:
         yield ImageInput(path, partial(read_whole, place))
 
 
-def _walk(folder: Path) -> Iterator[str]:
-    """The image files below a folder, in the order of their names, without hidden ones."""
-    for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (str(Path(parent, name)) for name in sorted(names) if _is_image(name))
+def _walk(folder: Path, skipped: Counter[str], seen: set[Path]) -> Iterator[str]:
+    """The image files below a folder, in the order of their names, files before folders, without hidden ones.
+    Follows links, and visits each folder once."""
+    if (real := folder.resolve()) in seen:
+        return
+    seen.add(real)
+    entries = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+    yield from (str(entry) for entry in entries if not entry.is_dir() and _is_image(entry.name, skipped))
+    for entry in entries:
+        if entry.is_dir():
+            yield from _walk(entry, skipped, seen)
 
 
-def _is_image(name: str) -> bool:
-    hidden = any(part.startswith(".") for part in name.removeprefix("./").split("/"))
-    return name.lower().endswith(EXTENSIONS) and not hidden
+def _is_image(name: str, skipped: Counter[str]) -> bool:
+    if any(part.startswith(".") for part in name.removeprefix("./").split("/")):
+        return False
+    if name.lower().endswith(EXTENSIONS):
+        return True
+    skipped[Path(name).suffix.lower() or "without extension"] += 1
+    return False
 
 
 def _read_member(archive: Images, member: Member, name: str) -> bytes:
@@ -82,6 +103,8 @@ def _read_member(archive: Images, member: Member, name: str) -> bytes:
 
 @cache
 def _read_stdin() -> bytes:
+    if sys.stdin is None:
+        raise UserError("stdin is closed", "pipe an image into the command")
     data = sys.stdin.buffer.read()
     check_bytes(len(data), "stdin")
     return data

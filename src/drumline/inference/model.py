@@ -74,7 +74,7 @@ class TrainedModel:
 
     def probabilities(self, images: Sequence[Picture]) -> Tensor:
         """The probability of each class for each image, on the CPU: (images, outputs)."""
-        return self._probabilities([self.pixels(image) for image in images])
+        return self._probabilities(self._all_pixels(images))
 
     @torch.inference_mode()
     def _probabilities(self, pixels: Sequence[NDArray[np.uint8]]) -> Tensor:
@@ -83,12 +83,17 @@ class TrainedModel:
 
     def preprocess(self, images: Sequence[Picture]) -> Tensor:
         """The model's input: float, (images, 3, size, size), normalised, on the model's device."""
-        return self._input([self.pixels(image) for image in images])
+        return self._input(self._all_pixels(images))
+
+    def _all_pixels(self, images: Sequence[Picture]) -> list[NDArray[np.uint8]]:
+        if isinstance(images, str | PathLike | bytes | Image.Image):
+            raise UserError("expected a list of images, not one image", "give [image]")
+        return [self.pixels(image) for image in images]
 
     def _input(self, pixels: Sequence[NDArray[np.uint8]]) -> Tensor:
-        device = next(self.model.parameters()).device
+        size, device = self.record.size, next(self.model.parameters()).device
         normalise = Normalise.build(self.record.mean, self.record.std, device, channels_last=False)
-        return normalise(torch.from_numpy(np.stack(pixels)).to(device))
+        return normalise(torch.from_numpy(np.asarray(pixels, np.uint8).reshape(-1, size, size, 3)).to(device))
 
     def pixels(self, image: Picture, name: str = "the image") -> NDArray[np.uint8]:
         """An image as evaluation shows it to the model, before it is normalised: (size, size, 3). `name` is what an
@@ -156,6 +161,7 @@ def load_model(
         raise UserError(
             f"{file} holds a model that the code of {record.model} builds",
             "if you trust that code, call load_model(..., trust=True)",
+            code="untrusted-code",
         )
     model = create_model(record.model, classes=record.outputs)
     load_weights(model, file)

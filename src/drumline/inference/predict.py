@@ -57,7 +57,7 @@ def _load(
         try:
             return model.pixels(image.read(), image.name)
         except UserError as error:
-            return error.what.removeprefix(image.name).strip(" :")
+            return error.what.removeprefix(image.name).strip(" :").removeprefix("is ")
         except OSError as error:
             return error.strerror or str(error)
 

@@ -1,0 +1,1 @@
+"""From a command to processes: the launcher of a machine, its workers, restarts, and several machines."""

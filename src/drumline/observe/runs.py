@@ -19,6 +19,7 @@ from drumline.core import lock
 from drumline.core.files import CorruptError, read_small
 from drumline.observe.text_log import FAILED, FINISHED, LOG, STARTED, STOPPED
 
+METRICS = "metrics.jsonl"
 _MAX_BYTES = 1 << 28
 _ENDS = {FINISHED: "finished", STOPPED: "stopped", FAILED: "failed"}
 _SAME_RUN = ("run.dir", "run.name", "checkpoint.", "launch.", "parallel.node_rank", "parallel.rendezvous")
@@ -43,8 +44,8 @@ class RunSummary:
     loss: float | None = None
     best_top1: float | None = None
     best_epoch: float | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Its recipe: dotted names and values."""
+    settings: Mapping[str, Any] | None = field(default_factory=dict)
+    """Its recipe: dotted names and values. None if recipe.toml is missing or damaged."""
 
 
 def find_runs(folders: Sequence[Path]) -> list[RunSummary]:
@@ -54,12 +55,14 @@ def find_runs(folders: Sequence[Path]) -> list[RunSummary]:
 
 
 def _run_folders(folder: Path) -> Iterator[Path]:
-    if (folder / "recipe.toml").is_file():
+    if _is_run(folder):
         yield folder
     elif folder.is_dir():
-        for path in sorted(folder.iterdir()):
-            if (path / "recipe.toml").is_file():
-                yield path
+        yield from filter(_is_run, sorted(folder.iterdir()))
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("recipe.toml", LOG, METRICS))
 
 
 def summarize(path: Path) -> RunSummary:
@@ -67,7 +70,7 @@ def summarize(path: Path) -> RunSummary:
     text = _read(path / LOG)
     starts, seconds, end = _sections(text)
     state = "running" if lock.is_held(path) else end
-    lines = [line for line in map(_parsed, _read(path / "metrics.jsonl").splitlines()) if line]
+    lines = [line for line in map(_parsed, _read(path / METRICS).splitlines()) if line]
     last: dict[str, Any] = lines[-1] if lines else {}
     scores = [line for line in lines if line.get("kind") == "eval" and isinstance(line.get("top1"), float)]
     best = max(scores, key=lambda line: line["top1"], default={})
@@ -87,15 +90,19 @@ def summarize(path: Path) -> RunSummary:
 
 
 def differences(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
-    """For each run the settings that are not the same in all runs."""
-    names = {name: None for run in runs for name in run.settings if not name.startswith(_SAME_RUN)}
+    """For each run the settings that are not the same in all runs whose recipe is readable."""
+    recipes = [run.settings for run in runs if run.settings is not None]
+    names = {name: None for recipe in recipes for name in recipe if not name.startswith(_SAME_RUN)}
     missing = object()
     varied = [
         name
         for name in names
-        if any(run.settings.get(name, missing) != runs[0].settings.get(name) for run in runs)
+        if any(recipe.get(name, missing) != recipes[0].get(name, missing) for recipe in recipes)
     ]
-    return [{name: run.settings[name] for name in varied if name in run.settings} for run in runs]
+    return [
+        {name: run.settings[name] for name in varied if name in run.settings} if run.settings else {}
+        for run in runs
+    ]
 
 
 def _sections(text: str) -> tuple[float, float, str]:
@@ -118,11 +125,13 @@ def _sections(text: str) -> tuple[float, float, str]:
     return began, seconds if math.isnan(first) else seconds + last - first, state
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def _settings(path: Path) -> dict[str, Any] | None:
     try:
         sections = tomllib.loads(_read(path / "recipe.toml"))
     except tomllib.TOMLDecodeError:
-        return {}
+        return None
+    if not sections:
+        return None
     return {
         f"{section}.{key}": value
         for section, fields in sections.items()

@@ -110,11 +110,11 @@ def pick_device(device_type: str, local_rank: int) -> torch.device:
     return device
 
 
-def resolve_device_type(wanted: str) -> str:
-    """Resolves `auto` to cuda or cpu. Rejects cuda without a GPU."""
+def resolve_device_type(wanted: str, field: str = "run.device") -> str:
+    """Resolves `auto` to cuda or cpu. Rejects cuda without a GPU; `field` is what the user set."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            "run.device = cuda, but torch sees no GPU", "see `drumline doctor`, or use --run.device cpu"
+            f"{field} = cuda, but torch sees no GPU", f"see `drumline doctor`, or use --{field} cpu"
         )
     return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
 
