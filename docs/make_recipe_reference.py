@@ -36,9 +36,9 @@ nearest one. `--dry-run` prints the resolved recipe with the origin of each valu
 In Python, `Recipe.from_args` takes the same arguments and makes the same checks:
 
 ```python
-from drumline.config.recipe import Recipe
+import drumline
 
-recipe = Recipe.from_args(["recipe.toml", "optim.lr=0.2"])
+recipe = drumline.Recipe.from_args(["recipe.toml", "optim.lr=0.2"])
 ```
 
 A mistake raises `UserError` with every error and its fix. `Recipe(optim=Optim(lr=0.2), train=Train(epochs=3))`

@@ -19,10 +19,10 @@ COMMAND = Command(
     name="demo",
     usage="[section.key=value ...] [--dry-run]",
     about="""
-        On the 1,797 embedded handwritten digits, with two processes each: train a teacher
-        (resnet8x4), train a small student (resnet8, a sixteenth of its size) alone, distil
-        the teacher into the same student, verify the run, and compare the three. Takes about
-        a minute on two CPU cores. Any field of the recipe can be set, for all three runs.
+        On the 1,797 embedded handwritten digits: train a teacher (resnet8x4), train a small
+        student (resnet8, one sixteenth its size) alone, distil the teacher into the same
+        student, verify that run, and compare the three. Each run uses two processes. Takes
+        about a minute on two CPU cores. Any field of the recipe can be set for all three runs.
     """,
     options=RecipeOptions,
     examples="""

@@ -60,7 +60,8 @@ class Data:
     """The images, and how they are batched, augmented and decoded."""
 
     source: SourceName = "auto"
-    """Kind of data, or your own as `package.module:factory`. `auto`: detected from `path`; digits without one."""
+    """Kind of data, or your own as `package.module:factory`. `auto`: detected from `path`; without a path: the
+    embedded digits."""
     path: Annotated[str, PerMachine(path=True)] = ""
     """Folder or file with the data. A folder or tar file contains `train/<class>/` and `val/<class>/`, or class
     folders alone together with `holdout`."""
@@ -159,7 +160,8 @@ class Optim:
     weight_decay: Annotated[float, Range(0)] = 5e-4
     """Weight decay. Decoupled in adamw and lamb."""
     decay_all: bool = True
-    """Decay every parameter, as the classic recipes do. `False`: not biases and normalisation layers."""
+    """Apply weight decay to every parameter, including biases and normalisation layers, as the classic recipes do.
+    `False`: not to biases and normalisation layers."""
     betas: Annotated[tuple[float, float], Range(0, below=1)] = (0.9, 0.999)
     """Decay rates of the moments in adamw and lamb."""
     eps: Annotated[float, Range(0)] = 1e-8

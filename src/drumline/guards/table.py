@@ -79,7 +79,7 @@ GUARDS = {
             "bypass",
             "Gradients that differ between ranks just before a step: `.module` called, a part called "
             "directly, no wrapper, `no_sync()` around the last backward, gradients changed afterwards. If "
-            "weights drifted apart and some steps went around the wrapper, this guard reports the line. A "
+            "weights have drifted because some steps bypassed the wrapper, this guard names the line. A "
             "trained parameter outside the wrapper only warns: it may be this rank's slice of a head that is "
             "split.",
             stops=True,
@@ -125,10 +125,11 @@ GUARDS = {
             "Labels in a different order from the loader's; data sets with the same inputs and different "
             "labels on two ranks.",
         ),
-        Guard("zero-grad", "Gradients that are never zeroed.", stops=True),
+        Guard("zero-grad", "Gradients that are never zeroed (`zero_grad` is missing).", stops=True),
         Guard(
             "zero-gradients",
-            "Gradients that are all zero or missing at the step although the loss has one.",
+            "Gradients that are all zero or missing at the step although the loss has one (for "
+            "example, `zero_grad` is called too late).",
             stops=True,
         ),
         Guard("stale-gradients", "Steps without a backward in between."),
@@ -195,8 +196,8 @@ GUARDS = {
         ),
         Guard(
             "waiting",
-            "A rank that keeps the others waiting and is only busy; a comparison that not all ranks reached "
-            "in time.",
+            "A rank that is busy, not hung, and keeps the others waiting; a comparison that not all ranks "
+            "reached in time.",
         ),
         Guard(
             "evaluation",

@@ -1,7 +1,8 @@
 """A run, opened: everything from its recipe to the point where the next step can be taken, fresh or resumed.
 
-Promises: only rank 0 accesses the run folder, and it broadcasts what it read, so machines need no shared disk. A
-resumed run has the number of threads it was started with and continues at the exact sample. Every choice is logged.
+Promises: only rank 0 accesses the run folder, and it broadcasts what it read, so machines need no shared disk, except
+for sharded checkpoints, of which every process writes its own shards. A resumed run has the number of threads it was
+started with and continues at the exact sample. Every choice is logged.
 """
 
 from __future__ import annotations
