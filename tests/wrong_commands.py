@@ -211,8 +211,9 @@ WRONG_COMMANDS = [
     _line(
         "strict DataParallel",
         "--run.strict parallel.layout=dp",
-        "does not work with run.strict",
-        "use ddp, or auto",
+        "--run.strict: computes shards of the batch with the whole model in each process; parallel.layout = dp does "
+        "not",
+        "use ddp",
     ),
     _line("fp16 on a CPU", "train.precision=fp16 run.device=cpu", "run.device = cpu", "use bf16 or fp32"),
     _line("GPU decode on a CPU", "data.decode=gpu run.device=cpu", "run.device = cpu", "use auto or cpu"),

@@ -14,7 +14,7 @@ import drumline
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.guards.finding import Finding, LoopState, Reports
-from drumline.guards.table import GUARDS
+from drumline.guards.table import GUARDS, REPORTS
 from drumline.parallel.world import single_process
 from drumline.training.loop import train
 from tests.guards.scripts_run import ROOT
@@ -42,6 +42,11 @@ def on_one_rank(loop: LoopState) -> Finding:
 
 def across_ranks(reports: Reports) -> Finding:
     return Finding("setup", f"{reports.of('number')} on ranks {list(reports.ranks)}", since=reports.since)
+
+
+def counted(reports: Reports) -> Finding | None:
+    total = sum(reports.of("number"))
+    return Finding("setup", f"{total} in all", since=reports.since) if total else None
 
 
 def short_run(folder: Path) -> None:
@@ -74,3 +79,26 @@ def test_a_rank_check_of_the_table_runs_after_the_third_step_of_drumlines_own_lo
     monkeypatch.setattr("drumline.training.guards.RANK_CHECKS", (across_ranks,))
     with pytest.raises(UserError, match=r"\[setup\]: \[7\] on ranks \[0\]\n  since: step 3"):
         short_run(tmp_path)
+
+
+def test_a_rank_check_of_the_table_runs_at_the_first_steps_of_a_users_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the other comparisons, ranks do not report what it reads."""
+    module = "drumline.guards.script.comparison"
+    monkeypatch.setattr(f"{module}.REPORTS", {**REPORTS, "number": lambda loop: 7 + loop.rank})
+    monkeypatch.setattr(f"{module}.RANK_CHECKS", (counted,))
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = {}
+    with drumline.guard(model, optimizer) as watch:
+        for step in (1, 2, 3, 10):
+            model(torch.ones(1, 2)).sum().backward()
+            loop = watch._monitors.state(step)
+            found[step] = watch._comparison.compare(f"0/{step}", optimizer, loop, step, lambda: None)
+    assert {step: [each.what for each in findings] for step, findings in found.items()} == {
+        1: ["7 in all"],
+        2: [],
+        3: ["7 in all"],
+        10: [],
+    }

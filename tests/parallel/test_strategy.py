@@ -16,8 +16,8 @@ from torch.nn.parallel import DataParallel
 
 import drumline
 from drumline.config.fields import choices, recipe_fields
-from drumline.config.layouts import LAYOUTS, STRICT, resolve_layout
-from drumline.config.recipe import Data, Parallel, Recipe, Train
+from drumline.config.layouts import LAYOUTS, STRICT, Layout, layout_problems, resolve_layout
+from drumline.config.recipe import Data, Parallel, Recipe, Run, Train
 from drumline.core.errors import UserError
 from drumline.parallel.data_parallel import BufferMean
 from drumline.parallel.strategy import Strategy, create_strategy, uses_channels_last
@@ -49,6 +49,22 @@ def test_auto_takes_what_fits_the_world(wanted: str, world: World, expected: str
 def test_a_layout_for_one_process_is_rejected_for_several(wanted: str) -> None:
     with pytest.raises(UserError, match=f"parallel.layout = {wanted} runs in one process, but 4"):
         resolve_layout(wanted, FOUR.size)
+
+
+def test_a_new_layout_says_which_one_a_single_process_uses_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYOUTS, "replicas", replace(LAYOUTS["fsdp"], alone="single"))
+    assert resolve_layout("replicas", ONE.size) == "single"
+    assert resolve_layout("replicas", FOUR.size) == "replicas"
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, "replicas"])
+def test_strict_mode_rejects_every_layout_that_does_not_say_it_works_with_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LAYOUTS, "replicas", Layout("tests.parallel.toy:ToyStrategy", "in halves"))
+    recipe = Recipe(parallel=Parallel(layout=name), run=Run(strict=True))
+    found = [problem.field for problem in layout_problems(recipe, 1)]
+    assert ("run.strict" in found) == (name not in ("single", "ddp"))
 
 
 def test_a_single_layout_is_the_model_itself() -> None:
@@ -133,8 +149,8 @@ def test_the_memory_layout_is_a_gpu_matter() -> None:
 
 SOURCE = Path(drumline.__file__).parent
 STRATEGIES = {layout.strategy.partition(":")[0] for layout in (*LAYOUTS.values(), STRICT)}
-NAMES = {*LAYOUTS} - {"model", "single"}
-"""Layouts whose names mean nothing else: `model` is also a file of a checkpoint."""
+UNAMBIGUOUS = {"dp", "ddp", "fsdp", "pipeline"}
+"""Layouts whose names mean nothing else anywhere: `model` is also a file of a checkpoint."""
 ELSEWHERE = [
     path
     for path in sorted(SOURCE.rglob("*.py"))
@@ -148,10 +164,14 @@ def test_no_module_outside_parallel_and_config_asks_for_a_layout(path: Path) -> 
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant):
-            assert node.value not in NAMES, f"line {node.lineno} names a layout"
+            assert node.value not in UNAMBIGUOUS, f"line {node.lineno} names a layout"
         if isinstance(node, ast.Compare | ast.Match):
             asked = {ast.unparse(each) for each in ast.walk(node) if isinstance(each, ast.Attribute)}
-            compared = [name for name in asked if name.endswith(("parallel.layout", "teacher_layout"))]
+            compared = [
+                name
+                for name in asked
+                if name.endswith(("parallel.layout", "teacher_layout", "strategy.name"))
+            ]
             assert not compared, f"line {node.lineno} compares a layout"
         if isinstance(node, ast.ImportFrom | ast.Import):
             imported = {node.module} if isinstance(node, ast.ImportFrom) else {n.name for n in node.names}

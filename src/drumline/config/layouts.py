@@ -49,6 +49,10 @@ class Layout:
     """Its strategy, as module:class. Imported only when a run uses it."""
     summary: str
     rules: tuple[Rule, ...] = ()
+    alone: str = ""
+    """The layout that a single process uses instead. Empty: the same."""
+    strict: bool = False
+    """Whether it works with `run.strict`, which computes fixed shards of the batch with the whole model."""
     one_process: bool = False
     """Whether one process drives all devices. Otherwise a command starts one per GPU by default."""
     staged: bool = False
@@ -84,6 +88,12 @@ def layout_problems(recipe: Recipe, world: int) -> Iterator[Problem]:
     if recipe.checkpoint.sharded and not layout.shards_state:
         yield Problem(
             "checkpoint.sharded", "only parallel.layout = fsdp shards the state", "remove it, or use fsdp"
+        )
+    if recipe.run.strict and not layout.strict:
+        yield Problem(
+            "run.strict",
+            f"computes shards of the batch with the whole model in each process; parallel.layout = {name} does not",
+            "use ddp, or remove it",
         )
     yield from _teacher(recipe)
     for rule in layout.rules:
@@ -248,19 +258,11 @@ def _data_parallel(recipe: Recipe, world: int) -> Iterator[Problem]:
             "does not work with parallel.layout = dp",
             "use ddp, or remove one of them",
         )
-    if recipe.run.strict:
-        yield Problem("parallel.layout", "dp does not work with run.strict", "use ddp, or auto")
 
 
 def _without_whole_models(recipe: Recipe, world: int) -> Iterator[Problem]:
     """Values that need the whole model in each process."""
     layout = recipe.parallel.layout
-    if recipe.run.strict:
-        yield Problem(
-            "run.strict",
-            f"needs the whole model in each process, and parallel.layout = {layout} divides it",
-            "use ddp, or remove it: a pipeline repeats its own bits without strict mode",
-        )
     if recipe.train.compile:
         yield Problem(
             "train.compile", f"not supported with parallel.layout = {layout}", "remove it, or use ddp"
@@ -272,6 +274,7 @@ LAYOUTS: dict[str, Layout] = {
         "drumline.parallel.data_parallel:SingleStrategy",
         "one process, one device",
         (_without_stages,),
+        strict=True,
         one_process=True,
     ),
     "dp": Layout(
@@ -285,6 +288,8 @@ LAYOUTS: dict[str, Layout] = {
         "drumline.parallel.data_parallel:DDPStrategy",
         "one process per GPU, gradients averaged",
         (_without_stages,),
+        alone="single",
+        strict=True,
     ),
     "fsdp": Layout(
         "drumline.parallel.fsdp:FSDPStrategy",
@@ -310,7 +315,7 @@ LAYOUTS: dict[str, Layout] = {
 STRICT = Layout(
     "drumline.parallel.strict.strategy:StrictStrategy", "run.strict: the same bits on any number of processes"
 )
-_AUTO = Layout("", "ddp for several processes, else single", (_without_stages,))
+_AUTO = Layout("", "ddp for several processes, else single", (_without_stages,), strict=True)
 
 
 def layout_named(name: str) -> Layout:
@@ -327,7 +332,7 @@ def resolve_layout(name: str, processes: int) -> str:
             f"parallel.layout = {name} runs in one process, but {processes} were started",
             "use ddp or pipeline, or start one process",
         )
-    return "single" if name == "ddp" and processes == 1 else name
+    return (LAYOUTS[name].alone or name) if processes == 1 else name
 
 
 def teacher_over_processes(recipe: Recipe) -> bool:

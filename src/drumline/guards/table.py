@@ -49,11 +49,12 @@ class Guard:
 
 
 LOCAL_CHECKS: tuple[LocalCheck, ...] = (not_in_optimizer, misplaced)
-"""On each rank, in both loops, when ranks compare their state."""
+"""On each rank, in both loops, at every step at which ranks compare their state; with a single rank too."""
 REPORTS: dict[str, Callable[[LoopState], Any]] = {"memory": memory_of}
-"""What each rank reports to the rank checks of both loops, by name."""
+"""What each rank reports to the checks across ranks, by name: in Drumline's own loop after its third step, in a
+user's loop before its first and third step. At the other comparisons of a user's loop, each report is None."""
 RANK_CHECKS: tuple[RankCheck, ...] = (memory_elsewhere, memory_imbalance)
-"""Over all ranks, in both loops, when the first steps have been taken."""
+"""Over all ranks, in both loops, at the steps at which they report (see `REPORTS`)."""
 COMPARED: tuple[RankCheck, ...] = (
     same_samples,
     overlap,
@@ -87,7 +88,7 @@ GUARDS = {
         Guard(
             "drift",
             "Parameters, optimizer state, learning rates or other numbers of the optimizer that differ "
-            "between ranks. The majority is right; with two ranks, both are named. Before the first step: "
+            "between ranks. The minority is reported; with two ranks, both are. Before the first step: "
             "optimizer state that only some ranks have loaded. Weights and learning rates are compared at the "
             "end of the run too.",
             stops=True,

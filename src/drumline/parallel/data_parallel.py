@@ -94,7 +94,7 @@ class DDPStrategy(SingleStrategy):
     def reference(self) -> ReferenceModel:
         return ReferenceModel(
             self,
-            "DDP",
+            self.name.upper(),
             hint="look for the name in `_ddp_params_and_buffers_to_ignore` of the model, which DDP does not "
             "exchange, or for a hook that reads the process's rank",
             allows_unrepeatable=True,  # several processes use DDP by default

@@ -43,7 +43,7 @@ from drumline.state.tensors import Groups
 Gathered = dict[str, dict[str, Tensor]]
 Log = Callable[[str], None]
 Prefetch = Callable[[Sequence[Batch], Callable[[Batch], Tensor]], None]
-"""Is called with the micro-batches of a step, and with what turns one into images."""
+"""Called with a step's micro-batches and a function that turns one into images."""
 
 
 class ForwardPass(Protocol):
@@ -57,7 +57,7 @@ class ForwardPass(Protocol):
 
 
 def output_only(module: nn.Module, output: Any, *others: Any) -> Any:
-    """The output of the part that is cut is the module's own."""
+    """Returns the cut part's output unchanged."""
     return output
 
 
@@ -160,7 +160,7 @@ class Strategy(ABC):
         return rank_slice(self.recipe.data.batch, replica, self.grid.replicas, self.recipe.data.mixing_unit)
 
     def smallest_batch(self) -> SmallestBatch:
-        """The smallest batch that goes through the model at once, for BatchNorm's sake."""
+        """The smallest batch that goes through the model at once, which BatchNorm needs to know."""
         return self._smallest(self.world.size)
 
     def _smallest(self, slices: int) -> SmallestBatch:

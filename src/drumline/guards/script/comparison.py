@@ -42,6 +42,8 @@ from drumline.guards.script.monitors import FIRST_STEPS, Monitors
 from drumline.guards.script.peers import Peers, PeerTimeout
 from drumline.guards.table import AT_CLOSE, COMPARED, RANK_CHECKS, REPORTS, findings
 
+_REPORTED_STEPS = (1, FIRST_STEPS)
+"""The steps at which ranks report what `RANK_CHECKS` read."""
 _MOST_IDS = 4096
 _SAMPLE_SECONDS = 30.0
 _CLOSING_SECONDS = 10.0
@@ -88,8 +90,8 @@ class RankComparison:
             self._peers.post(f"{key}/fingerprints/{self._peers.rank}", mine)  # for a rank that is late
             raise
         reports = Reports(self._peers.ranks, messages, step)
-        found = findings((*COMPARED, *RANK_CHECKS), reports)
-        return found + self._differences(key, reports, mine, tensors, poll)
+        checks = (*COMPARED, *RANK_CHECKS) if step in _REPORTED_STEPS else COMPARED
+        return findings(checks, reports) + self._differences(key, reports, mine, tensors, poll)
 
     def compare_last(
         self, optimizers: Sequence[Optimizer], steps: Sequence[int], untouched: bool
@@ -119,9 +121,9 @@ class RankComparison:
         if step <= INPUT_STEPS:
             self._inputs.append(input_scales(inputs))
         settings = settings_of(monitors.model, optimizer, [call.autocast for call in calls])
-        first = step in (1, FIRST_STEPS)
+        reported = step in _REPORTED_STEPS
         return {
-            **{name: report(loop) if first else None for name, report in REPORTS.items()},
+            **{name: report(loop) if reported else None for name, report in REPORTS.items()},
             "batches": batches,
             "arrived": [float(value) for call in calls for value in call.largest_gradients],
             "ids": monitors.ids[:_MOST_IDS],
