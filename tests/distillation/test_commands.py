@@ -175,6 +175,9 @@ def test_a_cache_serves_a_different_student_and_rejects_a_different_teacher(home
     words = ("train.steps=6", "distill.cache=kept")
     filled = distil(home, "first", *words, TEACHER)
     assert "blocks filled now" in filled
+    for text in (filled, (home / "runs" / "first" / "log.txt").read_text()):
+        assert text.count("teacher resnet8 (") == 1
+    assert filled.index("teacher resnet8 (") < filled.index("blocks filled now")
     second = distil(home, "second", *words, TEACHER, "model.name=wrn_16_1", "data.batch=32")
     assert "teacher: cached in kept;" in second
     assert "blocks filled" not in second

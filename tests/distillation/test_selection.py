@@ -271,3 +271,15 @@ def test_an_initial_phase_uses_the_options_that_it_shares_with_its_method() -> N
 def test_the_same_recipe_gives_the_same_selection() -> None:
     distill = Distill(method=("crd", "kd"), options=("K:64",))
     assert select_methods(distill) == select_methods(dataclasses.replace(distill))
+
+
+def test_the_temperature_is_logged_for_methods_that_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Margin(Hint):
+        on_logits = True
+
+    monkeypatch.setitem(METHODS, "margin", Margin)
+    for name in METHODS:
+        method = chosen(name, **({} if name in ("kd", *ONLY_INITIAL) else {"a": 0.0}))
+        has = any("T" in vars(part.method) for part in method.methods)
+        assert (", T = " in method.describe()) == has, name
+    assert ", T = 1" in chosen("srd").describe()

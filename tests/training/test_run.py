@@ -22,6 +22,7 @@ from PIL import Image
 from drumline.config.recipe import Checkpoint, Data, Model, Recipe, Run, Train
 from drumline.core import lock
 from drumline.core.errors import UserError
+from drumline.parallel.strategy import Strategy
 from drumline.parallel.world import single_process
 from drumline.state.checkpoint import newest_valid, read_checkpoint, step_of
 from drumline.state.folder import open_run
@@ -128,6 +129,24 @@ def test_a_failed_start_leaves_the_run_unchanged(
     with pytest.raises(error):
         run(tmp_path, resume="auto", steps=8, model="resnet14" if where == "model" else "resnet8")
     assert contents(one) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("data", "steps", "message"),
+    [
+        (Data(batch=32), 8, "has 89 steps per epoch, this recipe has 44"),
+        (Data(batch=16), 4, "is at step 6, the recipe ends at 4"),
+    ],
+)
+def test_a_checkpoint_of_other_steps_is_rejected_before_a_tensor_is_written(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: Data, steps: int, message: str
+) -> None:
+    shutil.copytree(finished, tmp_path / "one")
+    monkeypatch.setattr(Strategy, "scatter", _fail)
+    wanted = replace(recipe(tmp_path, resume="auto", steps=steps), data=data)
+    with pytest.raises(UserError, match=message):
+        train(wanted, single_process(CPU))
 
 
 def _fail(*_: object, **__: object) -> None:

@@ -51,7 +51,7 @@ class Selection:
         terms = [f"{self.r:g} cross-entropy"] if self.r else []
         terms += [f"{each.weight:g} {each.name}" for each in self.methods]
         opening = f"initial phase of {self.phase}: " if self.phase else "loss = "
-        tempered = any(each.method.on_logits for each in self.methods)
+        tempered = any("T" in fields_of(type(each.method)) for each in self.methods)
         return opening + " + ".join(terms) + (f", T = {self.T:g}" if tempered else "")
 
 

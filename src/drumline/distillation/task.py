@@ -1,8 +1,7 @@
 """Builds the task of a distillation phase: student, helpers, teacher and objective, fitted to each other.
 
 Promises: the student starts from the weights that `drumline train` would start from. The teacher's accuracy is
-measured before the first step. What does not fit together (taps, classes, processes, a cache) is rejected before
-that.
+measured before the first step. Mismatched taps, classes, processes or caches are rejected before that.
 """
 
 from __future__ import annotations
@@ -101,6 +100,7 @@ class _Builder:
     selection: Selection
     previous: tuple[Path, ...]
     messages: list[str] = field(default_factory=list)
+    shown: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         recipe, strategy = self.recipe, self.strategy
@@ -142,6 +142,7 @@ class _Builder:
             model=networks.model,
             objective=objective,
             messages=tuple(self.messages),
+            shown=tuple(self.shown),
             metrics=metrics,
             facts={"teacher_top1": score.accuracy} if score else {},
             summary=f"teacher {score.accuracy:.2%}" if score else "",
@@ -221,9 +222,12 @@ class _Builder:
             describe_score(networks.teachers, score, self.sets.eval.labels),
             *image_warnings(self.recipe, self.sets, networks.teachers),
         ]
-        self.messages += messages
-        for line in messages if self.caches else ():  # before hours of filling a cache
-            self.display.log(line)
+        if self.caches:  # before hours of filling a cache
+            for line in messages:
+                self.display.log(line)
+            self.shown += messages
+        else:
+            self.messages += messages
         return score, (agreement_metric(predictions),)
 
     def _cache(self, teacher: Teacher, identity: str) -> CachedTeacher:

@@ -77,6 +77,8 @@ class Metric:
     """The lines leave it out for models with fewer classes."""
     count: str = ""
     """The name under which the first sum is reported, too."""
+    shows_count: bool = False
+    """Whether a result on its own shows that sum and the number of samples in parentheses."""
 
 
 def _cross_entropy(outputs: Outputs) -> Tensor:
@@ -92,6 +94,7 @@ METRICS = (
         lambda outputs: outputs.rank < 1,
         label="top-1",
         count="correct",
+        shows_count=True,
     ),
     Metric(
         "top5",
@@ -110,7 +113,7 @@ METRICS = (
         text=loss_text,
     ),
 )
-"""The first one decides which checkpoint is the best."""
+"""In the order of logs and results. `top1` decides which checkpoint is the best (`Score.accuracy`)."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,7 @@ class Score:
 
     @property
     def accuracy(self) -> float:
+        """What decides which checkpoint is the best."""
         return self.values["top1"]
 
     @property
@@ -155,8 +159,9 @@ def describe(
         if metric.label and classes >= metric.min_classes:
             value = math.nan if result[metric.name] is None else result[metric.name]
             text = f"{(epoch and metric.epoch_label) or metric.label} {metric.text(value)}"
-            counted = not epoch and metric.count == "correct"
-            texts.append(text + (f" ({result['correct']:,} of {result['samples']:,})" if counted else ""))
+            if metric.shows_count and not epoch:
+                text += f" ({result[metric.count]:,} of {result['samples']:,})"
+            texts.append(text)
     return ", ".join(texts)
 
 

@@ -70,10 +70,6 @@ def restore(
         if changes:
             messages.append(f"resumed in a different environment, the bits may differ: {'; '.join(changes)}")
     position = world.broadcast_object(position)
-    strategy.scatter(groups, live, checkpoint)
-    if strategy.grid.places > 1:
-        memory = world.broadcast_object(memory)  # the process that computes the loss restores it
-    task.objective.restore(memory)
     if position.per_epoch != plan.per_epoch:
         raise UserError(
             f"{checkpoint} has {position.per_epoch} steps per epoch, this recipe has {plan.per_epoch}",
@@ -84,6 +80,10 @@ def restore(
             f"{checkpoint} is at step {position.step:,}, the recipe ends at {plan.total:,}",
             "raise train.epochs or train.steps, or resume from an earlier checkpoint",
         )
+    strategy.scatter(groups, live, checkpoint)
+    if strategy.grid.places > 1:
+        memory = world.broadcast_object(memory)  # the process that computes the loss restores it
+    task.objective.restore(memory)
     if position.scaler:
         state.scaler.load_state_dict(dict(position.scaler))
     return position, messages

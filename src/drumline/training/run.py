@@ -106,6 +106,8 @@ class Run:
 
         # Output.
         self._open_output(environment, display, cleanup)
+        for message in self.task.shown:
+            self.log(message, show=False)
         for message in (
             *self._summary(threads),
             *messages,

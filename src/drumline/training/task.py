@@ -157,6 +157,8 @@ class Task:
     cut: Cut = field(default_factory=Cut)
     messages: tuple[str, ...] = ()
     """Lines for the log."""
+    shown: tuple[str, ...] = ()
+    """Lines for log.txt that the screen has shown already."""
     metrics: tuple[Metric, ...] = ()
     """Metrics of an evaluation besides those in the table of `metrics.py`."""
     facts: Mapping[str, float] = field(default_factory=dict)
