@@ -103,7 +103,7 @@ def arm(recipe: Recipe, kind: str, cleanup: ExitStack) -> Arm:
         replace(recipe, run=replace(recipe.run, name=kind)), single_process(device), classification, cleanup
     )
     if not finite:
-        run.step.finite = None
+        run.step.gate = None
         del run.state.optimizer.found_inf  # type: ignore[attr-defined]
     guards = build(run)
     rehearse(run, run.single_batch(0))

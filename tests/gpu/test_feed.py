@@ -140,14 +140,14 @@ def test_batches_on_the_gpu_are_those_of_make_batch(
 
 @needs_engine
 def test_most_jpegs_really_are_decoded_on_the_gpu(files: Path) -> None:
-    from drumline.data.feed.loader import PinnedRing
+    from drumline.data.feed.loader import PinnedPool
     from drumline.data.feed.threads import threaded_batches
     from drumline.data.gpu.decoder import DeviceDecoder
 
     _, source = opened(files)
     transform = Transform(64, "crop-flip", on_bad="substitute")
     decoder = DeviceDecoder(len(source), transform, DEVICE)
-    feed = threaded_batches(source, transform, 5, requests(source), 2, PinnedRing().take, decoder.route)  # type: ignore[arg-type]
+    feed = threaded_batches(source, transform, 5, requests(source), 2, PinnedPool().take, decoder.route)  # type: ignore[arg-type]
     with closing(feed), closing(decoder):
         shares = [0 if made.undecoded is None else len(made.undecoded.slots) for made in feed]
     assert sum(shares) > 0.6 * 16 * len(shares)

@@ -305,7 +305,7 @@ def trouble(world: World, folder: Path) -> dict[str, Any]:
     step = sharded_step(Odd(), world, OPTIMS["lars"])
     take(step, 0, 1)
     before = [local_shard(each).clone() for each in step.state.module.parameters()]
-    step.finite.found.zero_()  # type: ignore[union-attr]
+    step.gate.found.zero_()  # type: ignore[union-attr]
     strategy = step.strategy
     assert isinstance(strategy, FSDPStrategy)
     exchange = strategy._exchange_whole
@@ -319,7 +319,7 @@ def trouble(world: World, folder: Path) -> dict[str, Any]:
     take(step, 1, 2, rehearse=False)
     after = [local_shard(each) for each in step.state.module.parameters()]
     return {
-        "found": float(step.finite.found),  # type: ignore[union-attr]
+        "found": float(step.gate.found),  # type: ignore[union-attr]
         "moved": any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)),
     }
 

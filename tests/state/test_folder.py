@@ -121,7 +121,7 @@ def test_a_named_run_goes_back_to_its_own_checkpoint_by_the_command_of_the_guide
     monkeypatch.chdir(tmp_path)
     words = ["runs/photos/recipe.toml", f"checkpoint.resume={earlier}"]
     back = open_run(Recipe.from_args([*words, "run.name=photos"]), "digits")
-    assert (back.path.resolve(), back.resume_from, back.resumes_elsewhere) == (
+    assert (back.path.resolve(), back.resume_from, back.branched) == (
         tmp_path / "runs" / "photos",
         earlier,
         False,
@@ -129,7 +129,7 @@ def test_a_named_run_goes_back_to_its_own_checkpoint_by_the_command_of_the_guide
     back.lock.close()
     new = open_run(Recipe.from_args(words), "digits")
     assert new.path.name != "photos"
-    assert new.resumes_elsewhere
+    assert new.branched
     new.lock.close()
 
 
@@ -341,9 +341,9 @@ def test_the_run_of_a_checkpoint_and_of_weights_is_found(
 
 def test_resuming_from_another_folder_is_detected(tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "a", 3)
-    assert open_run(recipe(tmp_path, "b", str(checkpoint)), "digits").resumes_elsewhere
-    assert not open_run(recipe(tmp_path, "a", str(checkpoint)), "digits").resumes_elsewhere
-    assert not open_run(recipe(tmp_path, "c"), "digits").resumes_elsewhere
+    assert open_run(recipe(tmp_path, "b", str(checkpoint)), "digits").branched
+    assert not open_run(recipe(tmp_path, "a", str(checkpoint)), "digits").branched
+    assert not open_run(recipe(tmp_path, "c"), "digits").branched
 
 
 def test_a_folder_that_was_never_used_goes_away_again(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_a_rehearsal_leaves_no_trace(model: Callable[[], nn.Module], name: Any) 
     trained.optimizer.zero_grad(set_to_none=True)
     before, places = everything(trained), [t.data_ptr() for t in trained.module.parameters()]
     meter, rate, generator = step.meter.sums.clone(), trained.lr.clone(), torch.get_rng_state()
-    step.rehearse(tiny.make(8, seed=1), times=3)
+    step.rehearse(tiny.make(8, seed=1))
     assert same_bits(everything(trained), before)
     assert [t.data_ptr() for t in trained.module.parameters()] == places
     assert torch.equal(step.meter.sums, meter)
@@ -131,7 +131,7 @@ def test_a_rehearsal_puts_the_loss_scale_back() -> None:
     trained = replace(tiny.state(model), scaler=torch.amp.GradScaler("cpu", init_scale=2.0**127))
     step = tiny.step_of(trained, 8)
     before, state = trained.scaler.state_dict(), everything(trained)
-    step.rehearse(tiny.make(8), times=2)
+    step.rehearse(tiny.make(8))
     assert trained.scaler.state_dict() == before
     assert same_bits(everything(trained), state)
     step(tiny.make(8), 0, 0.1)
@@ -174,7 +174,7 @@ def test_a_rehearsed_run_has_the_bits_of_an_unrehearsed_one() -> None:
         trained = tiny.state(tiny.normed(), train=Train(ema=0.9))
         step = tiny.step_of(trained, 8)
         if rehearsals:
-            step.rehearse(tiny.make(8, seed=9), times=rehearsals)
+            step.rehearse(tiny.make(8, seed=9))
         for index, rate in enumerate(RATES):
             step(tiny.make(8, seed=index), index, rate)
         states.append(everything(trained))

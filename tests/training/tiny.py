@@ -85,7 +85,7 @@ def step_of(
     accumulate: int = 1,
     clip: float = 0.0,
     objective: Objective | None = None,
-    finite: NonFiniteGate | None = None,
+    gate: NonFiniteGate | None = None,
 ) -> TrainStep:
     """A step over a global batch of `batch` samples. Smoothing, so that the labels' loss has two terms."""
     recipe = trained.strategy.recipe
@@ -96,7 +96,7 @@ def step_of(
         optim=replace(recipe.optim, clip=clip),
     )
     trained.strategy.micro_batches = accumulate
-    return TrainStep(trained, objective or Classification(0.1), NORMALISE, finite)
+    return TrainStep(trained, objective or Classification(0.1), NORMALISE, gate)
 
 
 NORMALISE = Normalise.build((0.4, 0.5, 0.6), (0.2, 0.25, 0.3), CPU, channels_last=False)

@@ -7,9 +7,13 @@ error contains no terminal control characters, whatever names it quotes.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 
 from drumline.core.text import message
+
+KILLED = 128 + signal.SIGKILL
+"""Exit code of a process that ended, or of a launcher that killed its workers, before the run was saved."""
 
 
 class UserError(ValueError):

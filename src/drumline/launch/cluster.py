@@ -41,8 +41,8 @@ JOINS_LATER = "the run is under way without this machine: it joins at the next r
 
 
 class NotConnected(Exception):
-    """The machines did not connect. `code` is `ended` if the run has ended without this machine, `not-a-launcher` if
-    another program answers at the rendezvous."""
+    """The machines did not connect. `code` is `ended` if the run ended while this machine was disconnected,
+    `not-a-launcher` if another program answers at the rendezvous."""
 
     def __init__(self, reason: str, code: str = "") -> None:
         super().__init__(reason)

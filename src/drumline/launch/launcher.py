@@ -66,11 +66,12 @@ def launch(
 ) -> Outcome:
     """Runs `processes` copies of `command` here, as this machine's part of the run.
 
-    `supervision` sets restarts and limits of silence (None: neither). `threads` becomes OMP_NUM_THREADS unless the
-    user has set it. `grace` is how long workers may take to save after a stop request. `say` gets each line for the
-    user; lines about the workers are also written to log.txt of their run folder below `run_dir`. `variables` are
-    added to the environment of the workers. `returns_result`: rank 0's result is part of the outcome instead of being
-    printed. In the main thread, handles SIGINT, SIGTERM and SIGHUP until it returns; in other threads it cannot.
+    `supervision` sets restarts and how long a worker may be silent (None: neither). `threads` becomes OMP_NUM_THREADS
+    unless the user has set it. `grace` is how long workers may take to save after a stop request. `say` gets each
+    line for the user; lines about the workers are also written to log.txt of their run folder below `run_dir`.
+    `variables` are added to the environment of the workers. `returns_result`: rank 0's result is part of the outcome
+    instead of being printed. In the main thread, handles SIGINT, SIGTERM and SIGHUP until it returns; in other
+    threads it cannot.
     """
     rendezvous = _rendezvous(parallel)
     interface = choose_interface(parallel.interface, rendezvous.host or None, machines=parallel.nodes)

@@ -8,11 +8,11 @@ stop are not restarted; restarts without progress come at growing intervals.
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from drumline.core.errors import KILLED
 from drumline.core.heartbeat import Phase
 from drumline.launch.cluster import Cluster, Ended, NotConnected
 from drumline.launch.failure import (
@@ -41,13 +41,11 @@ CAUSE_SECONDS = 0.5
 POLL_SECONDS = 0.1
 """Between two checks of the workers and of other machines' reports."""
 
-KILLED = 128 + signal.SIGKILL
-"""Exit code of a launcher that had to kill its workers before they saved."""
-
 
 @dataclass(frozen=True)
 class Policy:
-    """Restarts allowed, limits of silence, and seconds that workers may take to save after a stop request."""
+    """Restarts allowed, how long a worker may be silent, and how many seconds workers may take to save after a stop
+    request."""
 
     restarts: int
     limits: Limits
@@ -113,7 +111,7 @@ class Supervisor:
                 if self._round is None:
                     raise
                 why = (
-                    "has ended without this machine"
+                    "ended while this machine was disconnected"
                     if error.code == "ended"
                     else f"ends: the machines could not connect again ({error})"
                 )
@@ -253,7 +251,8 @@ class Supervisor:
             self._stop()
 
     def _report(self, failure: Failure) -> None:
-        """Reports to the other machines why this one stops. The first report counts, and one that ends the run."""
+        """Reports to the other machines why this one stops. Only the first report is sent, or a
+        later one that ends the run."""
         if self._reported is None or failure.ends > self._reported.ends:
             self._reported = failure
             self._cluster.report(failure=failure)
@@ -282,9 +281,8 @@ class Supervisor:
         for line in self._cluster.skewed_clocks():
             self._log(line)
         if not claim and (claimed := self._cluster.folder(round)):
-            self._environment.claim.write(
-                claimed
-            )  # the machine that claimed it may be lost by the next start
+            # The machine that claimed it may be lost by the next start.
+            self._environment.claim.write(claimed)
         return self._cluster.losses(round)
 
     def _failures(self) -> list[Failure]:

@@ -66,8 +66,8 @@ class Opened:
         return self.path / "checkpoints"
 
     @property
-    def resumes_elsewhere(self) -> bool:
-        """Whether the checkpoint to resume from is in a different run folder."""
+    def branched(self) -> bool:
+        """Whether the run resumes from a checkpoint of a different run folder."""
         return self.resume_from is not None and self.path.resolve() not in self.resume_from.resolve().parents
 
     def leave(self) -> None:

@@ -179,14 +179,14 @@ def certify(
     strategy, world = step.strategy, step.world
     with step.uncompiled():  # compiled kernels round differently from those of the reference
         before = copied(dict(step.state.module.named_buffers()))
-        gradients, moved = _replayed(step, batch, index)
+        gradients, moved = _recomputed(step, batch, index)
         expected = _reference(step, layout, batch, index)
         if expected is None:
             _log_uncertified(strategy.description, folder, log)
             return
         mine = _reports(step, gradients, moved, before, expected)
         if layout.allows_unrepeatable and any(world.all_gather_object(_is_wrong(mine))):
-            again = Reference(*_replayed(step, batch, index))
+            again = Reference(*_recomputed(step, batch, index))
             if any(world.all_gather_object(_is_wrong(_reports(step, gradients, moved, before, again)))):
                 _log_uncertified(strategy.description, folder, log, NOT_REPEATED)
                 return
@@ -211,7 +211,7 @@ def _conclude(certificate: Certificate, folder: Path | None, log: Log) -> None:
         raise error
 
 
-def _replayed(
+def _recomputed(
     step: TrainStep, batch: Batch, index: int
 ) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:
     """The gradients and buffers after a step, whole and on the host, as far as this process computes them."""
@@ -225,7 +225,7 @@ def _replayed(
             gradients[name] = None if whole is None else whole.detach().to("cpu", copy=True)
         buffers.update(copied(dict(module.named_buffers())))
 
-    step.replay(batch, index, inspect=inspect)
+    step.recompute(batch, index, inspect=inspect)
     return gradients, buffers
 
 

@@ -3,7 +3,7 @@
 Promises: every finding is reported on all ranks at the same step, with what, where, since when and what to do. With
 `warn` each guard reports once and the run continues. The state is checked before it is saved or evaluated, so no
 checkpoint holds a state that a guard would have stopped. Waits for the device only after the first steps, before
-evaluations and before saves.
+evaluations and before saves; fingerprints in between are compared a step later.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RunGuards:
     """The guards of one run. The loop calls `begin` before the first step, `before` and `after` around each step."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.gate = run, run.step.finite
+        self.run, self.gate = run, run.step.gate
         self.monitor = FingerprintMonitor(
             lambda: state_tensors(run.state),
             run.world,
@@ -69,7 +69,7 @@ class RunGuards:
         if self.monitor.pending:
             self._compare()
         every, first = self.run.recipe.guard.every, self.first_step
-        planned = done <= FIRST_STEPS or saving or (every > 0 and done % every == 0)
+        planned = done <= FIRST_STEPS or saving or done % every == 0
         early = done <= max(FIRST_STEPS, first + FIRST_STEPS)
         if planned or early or evaluating:
             record = ("full" if is_full(done, every, saving) else "short") if planned else ""

@@ -1,7 +1,9 @@
 """A training run from start to end: open, rehearse, step, evaluate, save, finish.
 
-Promises: the loop itself never waits for the device, a file or a message of another rank. A run that is stopped or
-killed and then resumed takes the same steps with the same bits. The guards check each state before it is saved.
+Promises: after the first three steps, the loop waits for the device only at evaluations, saves and ends of epochs. In
+between, it reads numbers from the device and from other ranks at least one step after it has asked for them, and
+background threads write the files. A run that is stopped or killed and then resumed takes the same steps with the
+same bits. The guards check each state before it is saved.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ def train(recipe: Recipe, world: World, build: Builder = classification) -> Trai
 def _train(run: Run) -> TrainResult:
     began = time.monotonic()
     guards = RunGuards(run)
-    if run.moved:
-        run.begin()
+    if run.branched:
+        run.begin()  # before the rehearsal: the new folder needs a checkpoint of its own to resume from
         save(run, run.position, guards)
     with StopSign(run.world, guards.poll, run.record) as stop:
         if run.position.step < run.plan.total:
@@ -143,23 +145,23 @@ def take_step(run: Run, batch: Batch, index: int, rate: float) -> None:
 
 
 def evaluate(run: Run, position: Position) -> tuple[Score, Position]:
-    """Scores the model, and its average if there is one, which then counts. Updates the best score."""
+    """Scores the model and, if there is one, its average, which is then judged. Updates the best score."""
     run.reporter.drain()
     score, average = score_model(run)
     gather_bad_samples(run.sets.bad, run.world)
     run.record_broken_samples()
-    counts = average or score
-    nonfinite = max(score.nonfinite, counts.nonfinite)
-    best = counts.accuracy > position.best_accuracy and not nonfinite and not _nonfinite_weights(run)
+    judged = average or score
+    nonfinite = max(score.nonfinite, judged.nonfinite)
+    best = judged.accuracy > position.best_accuracy and not nonfinite and not _nonfinite_weights(run)
     if nonfinite:
         run.log(
-            f"WARNING: the model's output is not finite for {nonfinite:,} of {counts.samples:,} samples: "
+            f"WARNING: the model's output is not finite for {nonfinite:,} of {judged.samples:,} samples: "
             f"the run has diverged. To prevent this, {advice(run.step.precision)}"
         )
     if best:
-        position = replace(position, best_step=position.step, best_accuracy=counts.accuracy)
+        position = replace(position, best_step=position.step, best_accuracy=judged.accuracy)
     run.reporter.evaluated(position.step, score, average, best)
-    return counts, position
+    return judged, position
 
 
 def _nonfinite_weights(run: Run) -> bool:

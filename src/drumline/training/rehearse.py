@@ -52,7 +52,7 @@ def rehearse(run: Run, batch: Batch) -> None:
                 raise UserError(f"train.capture = on: {why_not}", "use auto or off") from reason
     if run.timeline is not None and why_not:
         with run.timeline.recording():
-            run.step.replay(batch, run.position.step)
+            run.step.recompute(batch, run.position.step)
         run.timeline.predict()
         run.timeline.begin(run.position.step)
     if run.world.device.type == "cuda":

@@ -42,11 +42,11 @@ def find_origin(step: TrainStep, batch: Batch, index: int) -> Origin | None:
     if shared is not None:
         current = shared.computing
         with _watched_layers(module, found, current), _watched_gradients(shared.parameters, found):
-            step.replay(batch, index, _OwnPasses(step, found, current))
+            step.recompute(batch, index, _OwnPasses(step, found, current))
     else:
         current = {}
         with _watched_layers(module, found, current), step.uncompiled():  # compiled code calls no hooks
-            step.replay(batch, index, _LocalPasses(step, found, current))
+            step.recompute(batch, index, _LocalPasses(step, found, current))
     return min(found, key=lambda origin: origin.order, default=None)
 
 

@@ -68,7 +68,7 @@ class Run:
     step: TrainStep
     position: Position
     """Where the run starts."""
-    moved: bool
+    branched: bool
     """Whether it resumes from a checkpoint of a different run folder."""
     output: RunOutput | None
     """What is written in the run folder, on rank 0."""
@@ -120,7 +120,7 @@ class Run:
 
     @property
     def manager(self) -> CheckpointManager | None:
-        """Of the checkpoints, on rank 0."""
+        """The checkpoint manager; None except on rank 0."""
         return self.output.manager if self.output is not None else None
 
     def log(self, text: str, show: bool = True) -> None:
@@ -138,7 +138,7 @@ class Run:
             write_bad_samples(self.sets.bad, self.output.folder.path)
 
     def begin(self) -> None:
-        """Everything was opened and tried: the run may change its folder."""
+        """Lets the run write to its folder. Called once everything has been opened and rehearsed."""
         if self.output is not None:
             self.output.begin()
 
@@ -201,13 +201,13 @@ class Run:
     def _resume(self, checkpoint: Path | None, environment: dict[str, Any]) -> list[str]:
         """Sets the position, and restores the state from a checkpoint. Returns messages about what differs."""
         self.position = Position(step=0, per_epoch=self.plan.per_epoch)
-        self.moved = self.world.broadcast_object(self.folder.resumes_elsewhere if self.folder else False)
+        self.branched = self.world.broadcast_object(self.folder.branched if self.folder else False)
         if checkpoint is None:
             return []
         self.position, messages = restore(
             self.recipe, self.plan, self.state, self.task, checkpoint, environment
         )
-        if self.moved:
+        if self.branched:
             self.position = replace(self.position, best_step=-1, best_accuracy=-1.0)
         return messages
 

@@ -45,9 +45,9 @@ class TrainStep:
         state: TrainState,
         objective: Objective,
         normalise: Normalise,
-        finite: NonFiniteGate | None = None,
+        gate: NonFiniteGate | None = None,
     ) -> None:
-        self.state, self.objective, self.normalise, self.finite = state, objective, normalise, finite
+        self.state, self.objective, self.normalise, self.gate = state, objective, normalise, gate
         self.strategy, self.world = state.strategy, state.strategy.world
         recipe = self.strategy.recipe
         self.precision, self.clip, self.global_batch = (
@@ -91,23 +91,22 @@ class TrainStep:
             norm = self.strategy.gradient_norm()
             held = (each for group in state.optimizer.param_groups for each in group["params"])
             nn.utils.clip_grads_with_norm_(held, self.clip, norm, foreach=True)
-        if self.finite is not None:
-            self.finite.check(self.meter.loss, self.strategy.grid.down.all_reduce_max)
+        if self.gate is not None:
+            self.gate.check(self.meter.loss, self.strategy.grid.down.all_reduce_max)
         scaler.step(state.optimizer)
         scaler.update()
         self.strategy.average_buffers()
-        if self.finite is not None:
-            self.finite.restore_buffers()
+        if self.gate is not None:
+            self.gate.restore_buffers()
         if state.average is not None:
             state.average.update()
 
-    def rehearse(self, batch: Batch, times: int = 1) -> None:
+    def rehearse(self, batch: Batch) -> None:
         """Runs the step on a batch of the right shape and restores everything. Creates DDP's final buckets, compiled
         code and library workspaces, and finds out whether the model draws random numbers."""
         with self.undone():
             before, elsewhere = self._generator_states(), _other_generators()
-            for _ in range(times):
-                self.compute(batch)
+            self.compute(batch)
             idle = {id(parameter) for parameter in self.strategy.unused_parameters()}
             self.without_gradient = [
                 name for name, parameter in self.state.module.named_parameters() if id(parameter) in idle
@@ -153,15 +152,15 @@ class TrainStep:
             parameter.grad = gradient  # each replay writes here; guards read it
         self._graph, self._static = graph, static
 
-    def replay(
+    def recompute(
         self,
         batch: Batch,
         index: int,
         forward: ForwardPass | None = None,
         inspect: Callable[[], None] = lambda: None,
     ) -> None:
-        """Computes the gradients of a step again without effect: with a different forward pass, or to `inspect` what
-        it leaves."""
+        """Computes the gradients of a step again, without effect: with a different forward pass, or to `inspect` them
+        and the buffers."""
         written = [(parameter, parameter.grad) for parameter in self.state.module.parameters()]
         with self.undone():
             self.objective.at(index)
@@ -210,7 +209,7 @@ class TrainStep:
         live = [local_shard(tensor) for group in state.tensors().values() for tensor in group.values()]
         buffers = [buffer for buffer in state.module.buffers() if not buffer.is_meta]
         live += [self.meter.sums, state.lr, *buffers, *self.objective.live()]
-        live += self.finite.live() if self.finite is not None else []
+        live += self.gate.live() if self.gate is not None else []
         scaler = state.scaler.state_dict()
         with leave_no_trace(tensors=live, devices=self._gpus):
             try:

@@ -20,14 +20,13 @@ from types import FrameType
 import torch
 
 from drumline.core.environment import LAUNCHER
+from drumline.core.errors import KILLED
 from drumline.observe import text_log
 from drumline.parallel.world import World
 
 CHECK_SECONDS = 0.1
 SAME_REQUEST_SECONDS = 0.5
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-KILLED = 128 + signal.SIGKILL
-"""Exit code of a process that ended without saving."""
 
 
 class StopSign:

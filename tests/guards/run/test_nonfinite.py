@@ -28,7 +28,7 @@ def watched(
 ) -> tuple[TrainState, TrainStep, NonFiniteGate]:
     trained = tiny.state(model(), optim=Optim(name=name, lr=0.1))
     gate = NonFiniteGate(trained.module, trained.optimizer, tiny.CPU, action=action, scaled=False)
-    return trained, tiny.step_of(trained, 8, finite=gate), gate
+    return trained, tiny.step_of(trained, 8, gate=gate), gate
 
 
 def make_gradients_bad(trained: TrainState, value: float) -> Any:
@@ -48,7 +48,7 @@ def test_finite_steps_have_the_same_bits_with_and_without_the_gate(name: Any) ->
     for watching in (False, True):
         trained, step, gate = watched(name)
         if not watching:
-            step.finite = None
+            step.gate = None
             del trained.optimizer.found_inf
         for index in range(3):
             step(tiny.make(8, index), index, 0.1)
@@ -116,7 +116,7 @@ def test_a_skipped_step_restores_the_buffers_of_a_loaded_checkpoint() -> None:
 def test_under_a_loss_scaler_the_loss_counts_and_gradients_do_not() -> None:
     trained = tiny.state(tiny.plain(), train=Train())
     gate = NonFiniteGate(trained.module, trained.optimizer, tiny.CPU, action="stop", scaled=True)
-    step = tiny.step_of(trained, 8, finite=gate)
+    step = tiny.step_of(trained, 8, gate=gate)
     assert not hasattr(trained.optimizer, "found_inf")
     handle = make_gradients_bad(trained, float("inf"))
     step(tiny.make(8), 0, 0.1)

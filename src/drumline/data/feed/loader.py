@@ -103,8 +103,8 @@ def resident_batches(
     first_step: int,
     device: torch.device,
 ) -> Batches:
-    """A few batches, made once and repeated without end: shows the speed of the model when data costs nothing. Used
-    for synthetic data; step n always gets batch n mod RESIDENT_BATCHES."""
+    """A few batches, made once and repeated without end: measures the model's speed without data loading.
+    Used for synthetic data; step n always gets batch n mod RESIDENT_BATCHES."""
     pool = [
         Batch(*(tensor.to(device) for tensor in make_batch(dataset, transform, seed, request).batch))
         for request in itertools.islice(requests, RESIDENT_BATCHES)
@@ -131,7 +131,7 @@ def blank_batches(
         yield Batch(*(tensor.to(device, non_blocking=True) for tensor in made.batch))
 
 
-class PinnedRing:
+class PinnedPool:
     """Page-locked buffers for pixels on their way to the device, each reused once it is copied."""
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ def _on_host(asked: _FeedArguments) -> Generator[Ready, None, None]:
 def _on_device(asked: _FeedArguments, device: torch.device) -> Generator[Ready, None, None]:
     """Copies each batch on a side stream, decodes the remaining samples on the device, and augments the pixels
     there."""
-    ring, stream, dataset = PinnedRing(), _side_stream(device), asked.dataset
+    pinned, stream, dataset = PinnedPool(), _side_stream(device), asked.dataset
     with torch.cuda.device(device), ExitStack() as cleanup:
         decoder = None
         if asked.workers.decode != "cpu" and isinstance(dataset, EncodedDataset):
@@ -206,12 +206,12 @@ def _on_device(asked: _FeedArguments, device: torch.device) -> Generator[Ready, 
                     closing(DeviceDecoder(len(dataset), asked.transform, device, asked.fraction))
                 )
         route = decoder.route if decoder else None
-        host = cleanup.enter_context(closing(asked.on_host(ring.take, route)))
+        host = cleanup.enter_context(closing(asked.on_host(pinned.take, route)))
         for made in asked.fraction.timed(host) if asked.fraction else host:
             batch, bad = made.batch, made.bad
             pixels = batch.images
             if not pixels.is_pinned():
-                pixels = ring.take(*batch.images.shape)
+                pixels = pinned.take(*batch.images.shape)
                 pixels.copy_(batch.images)
             with torch.cuda.stream(stream):
                 images = pixels.to(device, non_blocking=True)
@@ -226,7 +226,7 @@ def _on_device(asked: _FeedArguments, device: torch.device) -> Generator[Ready, 
                 copied = torch.cuda.Event()
                 copied.record(stream)
                 for buffer in (pixels, made.undecoded.data) if made.undecoded else (pixels,):
-                    ring.give_back(buffer, copied)
+                    pinned.give_back(buffer, copied)
                 others = (tensor.pin_memory().to(device, non_blocking=True) for tensor in batch[1:4])
                 moved = Batch(apply(images, made.plan) if made.plan else images, *others)
                 ready = torch.cuda.Event(enable_timing=asked.fraction is not None)

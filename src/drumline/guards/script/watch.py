@@ -64,7 +64,7 @@ def guard(
         model: The model as the loop calls it, usually wrapped in DDP.
         optimizer: The optimizer, or all of them.
         teacher: Modules that must stay in eval mode and untrained.
-        scheduler: The learning-rate scheduler; found by itself if the optimizer has only one.
+        scheduler: The learning-rate scheduler; found automatically if the optimizer has only one.
         loader: The training loader; its length is the length of an epoch.
         action: "stop" raises `drumline.GuardError` on every rank if a mistake is certain, and warns if it may be
             intended. "warn" only warns. Each guard reports once.
@@ -173,7 +173,7 @@ class Watch:
         self._reporter.report(miscounted(self._peers.ranks, counts, of, f"evaluation {self._evaluations}"))
 
     def close(self) -> None:
-        """Compares the ranks for the last time and stops watching. Called by itself when the process ends."""
+        """Compares the ranks for the last time and stops watching. Called automatically at exit."""
         if not self._open:
             return
         self._open = False
