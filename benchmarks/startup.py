@@ -26,7 +26,7 @@ from typing import Any
 TORCH, REHEARSED = "start Python, import torch", "first backward and update (undone: a rehearsal)"
 TOTAL, WHOLE = "to the first step", "to the end of a run of one step"
 TWO = f"{WHOLE}, in two processes"
-COMMAND = ("train", "--model.name", "cifar/resnet8", "--train.steps", "1")
+COMMAND = ("train", "--model.name", "cifar/resnet8", "--train.steps", "1", "--parallel.threads", "1")
 ALONE = "import time, torch; print([time.time(), time.process_time()])"
 Times = tuple[float, float]
 """Seconds of wall time and of CPU time."""
@@ -35,8 +35,10 @@ Times = tuple[float, float]
 def child(began: float, argv: list[str]) -> None:
     """Runs the command up to the end of its first step; prints when each phase ended."""
     from drumline.cli import main as command
+    from drumline.core.environment import thread_defaults
     from drumline.launch.start import without_garbage_collection
 
+    os.environ.update(thread_defaults(os.environ))  # as the command does, before torch is imported
     with without_garbage_collection():  # as the command does
         import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
