@@ -29,7 +29,7 @@ checkpoint.every_steps = 5
 COMMANDS = (
     "drumline train digits.toml run.name=one",
     "drumline train digits.toml run.name=two",
-    "drumline train digits.toml run.name=two parallel.processes=2 checkpoint.resume=auto",
+    "drumline resume runs/two parallel.processes=2",
     "drumline compare runs/one runs/two",
 )
 KILLED = "two/checkpoints/step-20"
