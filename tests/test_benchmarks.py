@@ -104,10 +104,13 @@ def test_loop_overhead_trains_its_tiny_network_past_the_step_where_it_once_diver
 def test_faults_kills_a_run_and_compares_its_bits_with_the_uninterrupted_run(
     small: dict[str, SmallRun],
 ) -> None:
+    """A run that finishes before its kill is followed by another one, so there may be several."""
     printed = small["faults"].printed
-    assert "1 of 1 finished runs have the same hash as the uninterrupted run" in printed
     (cells,) = rows(printed, "strict")
-    assert cells[1:4] == ["1", "1", "1"]
+    kills, finished, equal = map(int, cells[1:4])
+    assert kills == 1
+    assert finished == equal >= 1
+    assert f"{equal} of {finished} finished runs have the same hash as the uninterrupted run" in printed
 
 
 def test_faults_covers_every_layout_and_adds_up_its_logs(script: Any, capsys: Any, tmp_path: Path) -> None:
