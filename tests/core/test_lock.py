@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from drumline.core import files as atomic
 from drumline.core import lock
 from drumline.core.environment import GENERATION, LAUNCH_ID
 from drumline.core.errors import UserError
-from drumline.core.lock import Superseded, acquire
+from drumline.core.lock import FILE, Superseded, acquire, is_held
 from drumline.state.folder import open_run
 
 
@@ -212,3 +214,18 @@ def metrics(folder: Path) -> list[str]:
 
 def is_stopped(pid: int) -> bool:
     return re.search(r"\) T ", Path(f"/proc/{pid}/stat").read_text()) is not None
+
+
+def test_a_start_is_not_rejected_because_another_process_looks_whether_a_run_is_under_way(
+    tmp_path: Path,
+) -> None:
+    acquire(tmp_path).close()
+    looks = os.open(tmp_path / FILE, os.O_RDONLY)
+    fcntl.flock(looks, fcntl.LOCK_SH)
+    timer = threading.Timer(0.02, os.close, [looks])
+    timer.start()
+    held = acquire(tmp_path)
+    timer.join()
+    assert is_held(tmp_path)
+    held.close()
+    assert not is_held(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from drumline.cli.help import Command
 from drumline.config.arguments import read_options
 from drumline.config.limits import Range
 from drumline.core.errors import UserError
-from drumline.core.files import write_output
+from drumline.core.files import check_output, write_output
 from drumline.core.progress import progress
 from drumline.core.text import counted, either, json_line, message, printable
 
@@ -126,9 +125,7 @@ def _load(options: Options) -> TrainedModel:
 
 def _check_output(out: Path, images: Sequence[ImageInput]) -> None:
     """Rejects an output that cannot be written, before any work, or that is one of the images."""
-    folder = out.absolute().parent
-    if out.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"--out {out} cannot be written", "give a file in a folder that is writable")
+    check_output("--out", out)
     if out.exists() and any(Path(image.name).exists() and out.samefile(image.name) for image in images):
         raise UserError(f"--out {out} is one of the images", "give a different file")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from drumline.config.arguments import read_options
 from drumline.config.limits import Range
 from drumline.config.recipe import AutoInt, SourceName
 from drumline.core.errors import UserError
-from drumline.core.files import write_output
+from drumline.core.files import check_output, write_output
 from drumline.core.text import message, print_result, printable
 
 if TYPE_CHECKING:
@@ -92,9 +91,8 @@ def _verify_dataset(path: Path, options: Options) -> int:
     from drumline.data.verify import verify_dataset
 
     listing = Path(options.list) if options.list else None
-    # Before hours of work, not after.
-    if listing and (listing.is_dir() or not os.access(listing.absolute().parent, os.W_OK | os.X_OK)):
-        raise UserError(f"--list {listing} cannot be written", "give a file in a folder that is writable")
+    if listing:
+        check_output("--list", listing)
     report = verify_dataset(path, options.source, None if options.workers == "auto" else options.workers)
     for line in describe(report):
         print(line)

@@ -95,12 +95,18 @@ def dump_recipe(recipe: Recipe, remarks: Mapping[str, str] = _NO_REMARKS) -> str
 def differing_fields(old: str, new: str) -> list[tuple[str, str, str]]:
     """The fields of two recipe texts that differ, by dotted name, with both values as text, in the order of the
     recipes. A missing field is `not set`."""
-    values, others = _flat(tomllib.loads(old)), _flat(tomllib.loads(new))
+    values, others = flat_recipe(old), flat_recipe(new)
     return [
         (name, short_literal(values.get(name)), short_literal(others.get(name)))
         for name in values | others
         if values.get(name) != others.get(name)
     ]
+
+
+def flat_recipe(text: str) -> dict[str, Any]:
+    """The values of a recipe that a run has saved, by dotted name, without checks."""
+    tree = tomllib.loads(text)
+    return {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
 
 
 def short_literal(value: Any) -> str:
@@ -120,10 +126,6 @@ def literal(value: Any) -> str:
     if isinstance(value, dict):
         return "a table"
     return repr(value) if isinstance(value, int | float) else str(value)
-
-
-def _flat(tree: dict[str, Any]) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
 
 
 def _checked(recipe: Recipe, field: Field) -> Any:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from drumline.core import lock
+from drumline.core.errors import UserError
 
 Key = Literal["seal", "sha256"]
 """The field of a manifest that holds its checksum. Packed sets use `sha256`: compact text is hashed, and fields keep
@@ -69,6 +70,12 @@ def write_bytes(path: Path, content: bytes) -> None:
 def write_text(path: Path, text: str) -> None:
     """`write_file` for text, in UTF-8. Line endings stay as they are."""
     write_bytes(path, text.encode("utf-8"))
+
+
+def check_output(option: str, path: Path) -> None:
+    """Rejects a file that the user named if it cannot be written: before the work, not after."""
+    if path.is_dir() or not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        raise UserError(f"{option} {path} cannot be written", "give a file in a folder that is writable")
 
 
 def write_output(path: Path, content: bytes) -> None:

@@ -16,6 +16,7 @@ import json
 import os
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -29,6 +30,8 @@ from drumline.core.text import printable
 FILE = ".lock"
 TRIES = 100
 """How often to try a lock file that other processes keep replacing."""
+PAUSES = (0.01, 0.02, 0.04)
+"""Seconds between tries of a lock that is taken."""
 _READ = 4096
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -159,7 +162,7 @@ def acquire(folder: Path) -> Lock:
             lock.replaced = before
             return lock
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor)
         except OSError as error:
             os.close(descriptor)
             raise _not_locked(folder, error, before) from error
@@ -173,6 +176,18 @@ def acquire(folder: Path) -> Lock:
             return Lock(folder, owner, descriptor)
         os.close(descriptor)
     raise _not_locked(folder, OSError(errno.ENOLCK, "the lock file keeps changing"), None)
+
+
+def _lock(descriptor: int) -> None:
+    """Locks the file of a run folder. Raises OSError while another run holds it. `is_held` holds it for microseconds,
+    so a lock that is taken is tried again."""
+    for pause in PAUSES:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(pause)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @contextmanager
@@ -224,7 +239,7 @@ def is_held(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        # Shared, and released at once: a run that starts at this moment tries again.
+        # Shared, and released at once: a run that starts at this moment tries again (`_lock`).
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True

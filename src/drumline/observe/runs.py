@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from drumline.config.toml import flat_recipe
 from drumline.core import lock
 from drumline.core.files import CorruptError, read_small
+from drumline.observe.run_log import METRICS
 from drumline.observe.text_log import FAILED, FINISHED, LOG, STARTED, STOPPED
 
-METRICS = "metrics.jsonl"
 _MAX_BYTES = 1 << 28
 _ENDS = {FINISHED: "finished", STOPPED: "stopped", FAILED: "failed"}
 _SAME_RUN = ("run.dir", "run.name", "checkpoint.", "launch.", "parallel.node_rank", "parallel.rendezvous")
@@ -127,17 +128,9 @@ def _sections(text: str) -> tuple[float, float, str]:
 
 def _settings(path: Path) -> dict[str, Any] | None:
     try:
-        sections = tomllib.loads(_read(path / "recipe.toml"))
-    except tomllib.TOMLDecodeError:
+        return flat_recipe(_read(path / "recipe.toml")) or None
+    except (tomllib.TOMLDecodeError, AttributeError):  # not TOML, or not in sections
         return None
-    if not sections:
-        return None
-    return {
-        f"{section}.{key}": value
-        for section, fields in sections.items()
-        if isinstance(fields, dict)
-        for key, value in fields.items()
-    }
 
 
 def _parsed(line: str) -> dict[str, Any]:
