@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from drumline.cli.help import Command
 from drumline.config.arguments import read_options
+from drumline.config.learning import AutoInt, Fraction, SourceName
 from drumline.config.limits import Range
-from drumline.config.recipe import AutoInt, Fraction, SourceName
 from drumline.core.errors import UserError
 from drumline.core.text import counted, message, print_result
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from drumline.cli.help import Command
 from drumline.config.arguments import read_options
+from drumline.config.learning import AutoInt, PrecisionName
 from drumline.config.limits import Range
-from drumline.config.recipe import AutoInt, PrecisionName
 from drumline.core.errors import UserError
 from drumline.core.text import json_line, print_result
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from drumline.cli.help import Command
 from drumline.config.arguments import read_options
+from drumline.config.learning import AutoInt, SourceName
 from drumline.config.limits import Range
-from drumline.config.recipe import AutoInt, SourceName
 from drumline.core.errors import UserError
 from drumline.core.files import check_output, write_output
 from drumline.core.text import message, print_result, printable

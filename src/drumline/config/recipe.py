@@ -13,23 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from drumline.config.layouts import LAYOUTS
-from drumline.config.limits import Descriptions, Length, PerMachine, Range, Values
-from drumline.config.sources import SourceNames
-from drumline.core.precision import PRECISIONS
+from drumline.config.learning import AutoFloat, AutoInt, Data, Model, Optim, PrecisionName, Train
+from drumline.config.limits import Descriptions, PerMachine, Range
 
-AutoInt = int | Literal["auto"]
-AutoFloat = float | Literal["auto"]
-Fraction = Annotated[float, Range(0, below=1)]
-SourceName = Annotated[str, SourceNames()]
-CHANNELS = Length((1, 3), "one for grey images, three for colour")
-PIXELS = "pixel values are between 0 and 1 here, so divide by 255 if necessary"
 if TYPE_CHECKING:
     LayoutName = str
-    PrecisionName = str
 else:
     _SUMMARIES = Descriptions({name: layout.summary for name, layout in LAYOUTS.items()})
     LayoutName = Annotated[Literal["auto", *LAYOUTS], _SUMMARIES]
-    PrecisionName = Literal["auto", *PRECISIONS]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,168 +44,6 @@ class Run:
     global batch is computed on its own, and gradients are added in a fixed order."""
     shards: Annotated[AutoInt, Range(1)] = "auto"
     """Equal slices of the global batch in strict mode. The bits depend on this number. `auto`: 8."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Data:
-    """The images, and how they are batched, augmented and decoded."""
-
-    source: SourceName = "auto"
-    """Kind of data, or your own as `package.module:factory`. `auto`: detected from `path`; without a path: the
-    embedded digits."""
-    path: Annotated[str, PerMachine(path=True)] = ""
-    """Folder or file with the data. A folder or tar file contains `train/<class>/` and `val/<class>/`, or class
-    folders alone together with `holdout`."""
-    batch: Annotated[int, Range(1)] = 128
-    """Global batch: samples per optimizer step, over all processes and accumulation steps together."""
-    size: Annotated[AutoInt, Range(1)] = "auto"
-    """Side of the square image that the model gets. `auto`: the stored size for arrays, 224 for image files."""
-    workers: Annotated[AutoInt, Range(0), PerMachine()] = "auto"
-    """Threads or processes per training process that read and decode. Never changes a pixel or the order."""
-    pool: Annotated[Literal["auto", "threads", "processes"], PerMachine()] = "auto"
-    """Kind of workers. `auto`: native threads where they are faster (JPEG), processes otherwise."""
-    decode: Annotated[Literal["auto", "cpu", "gpu"], PerMachine()] = "auto"
-    """Where JPEGs are decoded. `gpu`: nvJPEG decodes the files for which its result equals Pillow's bit for bit, and
-    the CPU the others. `auto`: measures both, prefers threads, and uses the GPU for what they cannot keep up with.
-    The pixels are the same in all cases."""
-    augment: Literal["auto", "none", "shift", "shift-flip", "crop-flip"] = "auto"
-    """Augmentation of training images. `shift`: pad by an eighth and crop back. `shift-flip`: the same with a random
-    flip (usual for CIFAR). `crop-flip`: random resized crop with a random flip (usual for ImageNet). `auto`: depends
-    on the source."""
-    jitter: Annotated[
-        tuple[float, ...],
-        Values(
-            {"brightness": Range(0), "contrast": Range(0), "saturation": Range(0), "hue": Range(0, 0.5)},
-            example=(0.4, 0.4, 0.4, 0.1),
-        ),
-    ] = ()
-    """Colour jitter as four strengths: brightness, contrast, saturation, hue (`0.4,0.4,0.4,0.1`). Empty: none."""
-    randaugment: Annotated[
-        tuple[int, ...], Values({"operations": Range(1, 100), "magnitude": Range(0, 30)}, example=(2, 9))
-    ] = ()
-    """RandAugment as two numbers: operations per sample, and magnitude (`2,9`). Empty: none."""
-    erasing: Annotated[float, Range(0, 1)] = 0.0
-    """Probability that a rectangle of a sample is replaced by the mean colour."""
-    mixup: Annotated[float, Range(0.001, 8, or_zero=True)] = 0.0
-    """Alpha of mixup's Beta distribution. 0: off."""
-    cutmix: Annotated[float, Range(0.001, 8, or_zero=True)] = 0.0
-    """Alpha of cutmix's Beta distribution. 0: off. If `mixup` is on too, each pair of samples uses one of the two."""
-    holdout: Fraction = 0.0
-    """Fraction of the training samples to set aside for evaluation if the data has no evaluation split. The choice
-    depends on a sample's position only, not on the seed."""
-    eval_crop: Annotated[float, Range(above=0, most=1)] = 0.875
-    """Evaluation of image files: side of the centre crop as a fraction of the resized short side."""
-    resize: Literal["pillow12", "pillow13"] = "pillow12"
-    """Version of Pillow whose resize is reproduced bit for bit, whatever version is installed. Pillow 13 differs from
-    12 and earlier."""
-    interpolation: Literal["bilinear", "bicubic", "box", "lanczos"] = "bilinear"
-    """Filter of the resize."""
-    strict: bool = False
-    """Stop at the first sample that cannot be read. Otherwise a broken training sample is replaced by another one
-    (the same one on every run), a broken evaluation image is black, and all of them are listed at the end."""
-    bad_limit: Annotated[float, Range(0, 1)] = 0.01
-    """Fraction of a set's samples that may be broken before the run stops."""
-    exif: Literal["ignore", "apply"] = "ignore"
-    """EXIF orientation of image files. `ignore` gives the pixels that torchvision and timm train on."""
-    mean: Annotated[tuple[float, ...], Range(0, 1, hint=PIXELS), CHANNELS] = ()
-    """Mean to subtract from each channel. Empty: measured for array sources, ImageNet's for image files."""
-    std: Annotated[tuple[float, ...], Range(above=0, most=1, hint=PIXELS), CHANNELS] = ()
-    """Standard deviation to divide each channel by. Empty: as for `mean`."""
-
-    @property
-    def mixing_unit(self) -> int:
-        """Samples that stay together on one process: pairs, if samples are mixed."""
-        return 2 if self.mixup or self.cutmix else 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """The network."""
-
-    name: str = "resnet18"
-    """Architecture. A built-in model (`drumline doctor --models` lists them), `torchvision/NAME`, `timm/NAME`, or
-    your own `package.module:factory`, which is called as `factory(classes=N)`."""
-    weights: Annotated[str, PerMachine(path=True)] = ""
-    """Run folder, checkpoint or weights file (.safetensors, .pt, .pth) to start from."""
-    classes: Annotated[AutoInt, Range(2)] = "auto"
-    """Outputs of the classifier. `auto`: the number of classes in the data."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Optim:
-    """The optimizer and the learning rate."""
-
-    name: Literal["sgd", "adamw", "lars", "lamb"] = "sgd"
-    """Optimizer."""
-    # Above 3e38 the rate does not fit into a float32 tensor.
-    lr: Annotated[float, Range(0, 1e6)] = 0.1
-    """Peak learning rate. With `lr_scaling`, the rate for `reference_batch`."""
-    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Multiply `lr` by (global batch / `reference_batch`), or by its square root."""
-    reference_batch: Annotated[int, Range(1)] = 256
-    """Batch that `lr` was chosen for. Only `lr_scaling` uses it."""
-    momentum: Fraction = 0.9
-    """Momentum of sgd and lars."""
-    nesterov: bool = False
-    """Nesterov momentum for sgd."""
-    weight_decay: Annotated[float, Range(0)] = 5e-4
-    """Weight decay. Decoupled in adamw and lamb."""
-    decay_all: bool = True
-    """Apply weight decay to every parameter, including biases and normalisation layers, as the classic recipes do.
-    `False`: not to biases and normalisation layers."""
-    betas: Annotated[tuple[float, float], Range(0, below=1)] = (0.9, 0.999)
-    """Decay rates of the moments in adamw and lamb."""
-    eps: Annotated[float, Range(0)] = 1e-8
-    """Added to the denominator in adamw and lamb."""
-    trust: Annotated[float, Range(0)] = 0.001
-    """Trust coefficient of lars."""
-    clip: Annotated[float, Range(0)] = 0.0
-    """Maximum norm of all gradients together; larger ones are scaled down. 0: off."""
-    schedule: Literal["cosine", "step", "constant"] = "cosine"
-    """Shape of the learning rate after warm-up."""
-    warmup_epochs: Annotated[float, Range(0)] = 0.0
-    """Epochs of linear warm-up from near zero."""
-    milestones: Annotated[tuple[float, ...], Range(above=0)] = ()
-    """Epochs at which schedule `step` multiplies the rate by `gamma`. Empty: at 1/2 and 3/4 of the run."""
-    gamma: Annotated[float, Range(0)] = 0.1
-    """Factor at each milestone."""
-    final_lr: Annotated[float, Range(0, 1)] = 0.0
-    """Rate at the end of schedule `cosine`, as a fraction of the peak rate."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Train:
-    """How long to train, and in which arithmetic."""
-
-    epochs: Annotated[float, Range(0)] = 10.0
-    """Passes over the training data. Ignored if `steps` is set."""
-    steps: Annotated[int, Range(0)] = 0
-    """Total optimizer steps. 0: `epochs` decides."""
-    precision: PrecisionName = "auto"
-    """Arithmetic of forward and backward. `auto`: bf16 on a GPU that supports it, fp16 on an older one, fp32 on a
-    CPU."""
-    accumulate: Annotated[int, Range(1)] = 1
-    """Micro-batches into which each process splits its slice of the global batch."""
-    label_smoothing: Fraction = 0.0
-    """Fraction of the target that is spread over all classes."""
-    ema: Fraction = 0.0
-    """Decay of a moving average of the weights, which is evaluated and saved beside the model. 0: off."""
-    sync_bn: bool = False
-    """Compute BatchNorm statistics over the whole global batch, not over each process's slice of it (in strict mode:
-    each shard)."""
-    channels_last: bool = True
-    """NHWC memory layout on a GPU. On a CPU the layout stays NCHW."""
-    compile: bool = False
-    """Compile the model with torch.compile."""
-    capture: Literal["auto", "on", "off"] = "auto"
-    """Record the whole step as one CUDA graph and replay it. Same bits, without the cost of launching kernels."""
-    gradient_checkpointing: bool = False
-    """Recompute the activations of each block in backward (torch.utils.checkpoint). Less memory, about a third more
-    compute, same result."""
-    eval_every: Annotated[float, Range(0)] = 1.0
-    """Epochs between evaluations. The end of the run is always evaluated. 0: only the end."""
-    log_every: Annotated[int, Range(1)] = 50
-    """Steps between lines of metrics.jsonl."""
 
 
 @dataclass(frozen=True, kw_only=True)

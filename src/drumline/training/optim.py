@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.config.recipe import Optim
+from drumline.config.learning import Optim
 from drumline.core.arithmetic import EagerOptimizer, eager_step
 
 Norms = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor]

@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from drumline.config.recipe import Optim, Recipe
+from drumline.config.learning import Optim
+from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.data.feed.sampler import steps_per_epoch
 

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from drumline.config.fields import value_of
-from drumline.config.recipe import AutoInt, Data, Recipe, Run
+from drumline.config.learning import AutoInt, Data
+from drumline.config.recipe import Recipe, Run
 from drumline.config.rules import problems
 from drumline.core.environment import read_rank_info
 from drumline.core.errors import UserError

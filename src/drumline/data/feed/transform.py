@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from drumline.config.recipe import Data
+from drumline.config.learning import Data
 from drumline.config.sources import source_named
 from drumline.core.errors import UserError
 from drumline.data.feed.draws import Purpose, exp_small, symmetric_beta, uniform
