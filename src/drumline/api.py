@@ -29,7 +29,9 @@ def train(recipe: Recipe) -> dict[str, Any]:
         The result as a dict, the same as the JSON line of the command. `run` (str) is the run folder; `finished`
         (bool) is False if a signal stopped the run, which has saved and continues with `checkpoint.resume=auto`;
         `step` (int) and `epoch` (float) say where it ended; `top1`, `top5`, `loss` (float or None), `correct` and
-        `samples` (int) are those of the last evaluation; `best_top1` and `best_epoch` are those of the best one.
+        `samples` (int) are those of the last evaluation; `best_metric` (str), `best_value` and `best_epoch` (float or
+        None) are those of the best one, and so is `best_top1` if the metric is top1; `stopped_early` (str) is the
+        reason if `train.patience` ended the run.
 
     Raises:
         UserError: The recipe, the data or the machine needs a change; the message says which.

@@ -164,7 +164,7 @@ def test_a_type_is_described_in_plain_english(hint: Any, text: str, words: tuple
         ("optim.layer_decay", ()),
         ("launch.max_minutes", ()),
         ("data.labels", ()),
-        ("train.patience", ()),
+        ("train.wavelets", ()),
         ("train.dropout", ()),
         ("data.cache", ("distill.cache",)),
         # The section that was named comes first.

@@ -53,6 +53,28 @@ def test_the_end_of_the_log_says_how_a_run_ended(tmp_path: Path, end: str, state
     assert (found.step, found.epoch) == (20, 2.0)
 
 
+def test_the_best_evaluation_is_the_one_that_the_run_found_best(tmp_path: Path) -> None:
+    """By its own metric, of the averaged weights if there are any, and not by a value that the run rejected."""
+    lines = [
+        {"epoch": 1.0, "top1": 0.5, "loss": 1.5, "average_loss": 2.5, "best": True},
+        {"epoch": 2.0, "top1": 0.4, "loss": 1.7, "average_loss": 1.25, "best": True},
+        {"epoch": 3.0, "top1": 0.9, "loss": 0.1, "average_loss": None, "best": False},
+    ]
+    text = "".join(json.dumps({"kind": "eval", "step": 1} | line) + "\n" for line in lines)
+    found = summarize(run_folder(tmp_path / "a", START, text, '[checkpoint]\nbest = "loss"\n'))
+    assert (found.best_metric, found.best_value, found.best_top1, found.best_epoch) == (
+        "loss",
+        1.25,
+        None,
+        2.0,
+    )
+    assert "  loss 1.2500 at 2  " in table([found], [{}], 1000)[1]
+    found = summarize(run_folder(tmp_path / "b", START, text))
+    assert (found.best_metric, found.best_value, found.best_epoch) == ("top1", 0.4, 2.0)
+    never = text.replace("true", "false")
+    assert summarize(run_folder(tmp_path / "c", START, never)).best_value is None
+
+
 def test_the_pause_before_a_resume_is_no_running_time(tmp_path: Path) -> None:
     log = (
         START + "2026-01-02 10:00:10  stopped: SIGINT after step 3\n" + START.replace("10:00:00", "11:00:00")

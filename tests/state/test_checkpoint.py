@@ -46,7 +46,7 @@ def groups(seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def write(folder: Path, step: int = 3, seed: int = 0) -> Path:
-    position = Position(step, per_epoch=10, best_step=2, best_accuracy=0.1 + 0.2, scaler={"scale": 65536.0})
+    position = Position(step, per_epoch=10, best_step=2, best_value=0.1 + 0.2, scaler={"scale": 65536.0})
     return write_checkpoint(folder, groups(seed), position, RECIPE, {"threads": 2, "host": "ä", "eps": 1e-08})
 
 

@@ -18,7 +18,7 @@ from drumline.parallel.world import World, single_process
 from drumline.state.manifest import Position
 from drumline.training import loop
 from drumline.training.evaluate import evaluate, padded
-from drumline.training.metrics import Score
+from drumline.training.metrics import METRICS, Score
 from tests.training import ranks, tiny
 from tests.training.test_metrics import naive
 
@@ -163,6 +163,7 @@ def test_what_is_not_finite_is_never_the_best(
         record_broken_samples=lambda: None,
         state=SimpleNamespace(nonfinite=lambda: weights),
         step=SimpleNamespace(precision=FP32),
+        best_metric=METRICS[0],
         log=logged.append,
     )
     monkeypatch.setattr(loop, "gather_bad_samples", lambda *given: None)
@@ -171,7 +172,7 @@ def test_what_is_not_finite_is_never_the_best(
         "score_model",
         lambda run: tuple(Score(10, odd, {"top1": accuracy / 10}, {}) for odd in (nonfinite, 0)),
     )
-    _, position = loop.evaluate(run, Position(7, 10, best_step=3, best_accuracy=0.5))
+    _, position = loop.evaluate(run, Position(7, 10, best_step=3, best_value=0.5))
     assert position.best_step == (7 if best else 3)
     assert bool(logged) is (nonfinite > 0 or bool(weights))
 

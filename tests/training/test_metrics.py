@@ -117,10 +117,10 @@ def test_metrics_of_several_sums_are_what_they_are_called() -> None:
 
 def test_lines_show_labelled_metrics_for_enough_classes() -> None:
     found = Score(8, 0, {"top1": 0.5, "top5": 1.0, "loss": 0.25}, {"correct": 4, "correct5": 8})
-    assert describe(found.result(), SHOWN, 10) == "top-1 50.00% (4 of 8), top-5 100.00%, loss 0.2500"
-    assert describe(found.result(), SHOWN, 5, epoch=True) == "top-1 50.00%, evaluation loss 0.2500"
+    assert describe(found.result(), SHOWN, 11) == "top-1 50.00% (4 of 8), top-5 100.00%, loss 0.2500"
+    assert describe(found.result(), SHOWN, 10, epoch=True) == "top-1 50.00%, evaluation loss 0.2500"
     hidden = [replace(metric, label="") for metric in SHOWN]
-    assert describe(found.result(), hidden, 10) == ""
+    assert describe(found.result(), hidden, 11) == ""
 
 
 @pytest.mark.slow

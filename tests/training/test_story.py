@@ -74,9 +74,7 @@ def test_a_run_that_is_stopped_and_resumed_has_its_whole_story_in_the_log(
     assert first[1] == f"run folder {tmp_path}/one"
     assert first[2].startswith("resnet8: 78,042 parameters")
     assert re.fullmatch(r"epoch 1: loss \d\.\d{4}, not evaluated", first[4])
-    assert re.fullmatch(
-        r"epoch 2: loss \d\.\d{4}, top-1 .*%, top-5 .*%, evaluation loss \d.* \(best\)", first[5]
-    )
+    assert re.fullmatch(r"epoch 2: loss \d\.\d{4}, top-1 .*%, evaluation loss \d.* \(best\)", first[5])
     assert re.fullmatch(r"saved checkpoint step-8 \(0\.\d MiB, \d\.\d s\)", first[6])
     assert first[7].startswith("saved checkpoint step-9 ")
     resume = f"drumline resume {tmp_path}/one"

@@ -36,8 +36,8 @@ def show(invocation: Invocation[RecipeOptions], command: Literal["train", "disti
 def _what_would_happen(invocation: Invocation[RecipeOptions], command: str) -> list[str]:
     run = _DryRun(invocation, to_score=command == "eval")
     checks = {
-        "train": (run.data, run.model, run.processes, run.folder),
-        "distill": (run.data, run.model, run.teachers, run.processes, run.folder),
+        "train": (run.data, run.best_metric, run.model, run.processes, run.folder),
+        "distill": (run.data, run.best_metric, run.model, run.teachers, run.processes, run.folder),
         "eval": (run.data, run.scored, run.processes),
     }
     lines: list[str] = []
@@ -86,6 +86,22 @@ class _DryRun:
             f"{counted(plan.total, 'step')} of {counted(data.batch, 'sample')}, {plan.per_epoch:,} per epoch",
             *sets.warnings,
         ]
+
+    def best_metric(self) -> list[str]:
+        from drumline.training.best import best_metric
+        from drumline.training.metrics import METRICS
+
+        metrics = METRICS
+        if self.recipe.distill.teacher_weights:
+            import torch
+
+            from drumline.distillation.teacher import agreement_metric
+
+            metrics = (*METRICS, agreement_metric(torch.empty(0)))
+        best_metric(
+            self.recipe.checkpoint.best, metrics, len(self._sets.train.classes) if self._sets else 1000
+        )
+        return []
 
     def model(self) -> list[str]:
         import torch

@@ -16,6 +16,7 @@ from drumline.config.toml import short_literal
 from drumline.core.errors import UserError
 from drumline.core.text import duration, loss_text, print_result, printable
 from drumline.observe.runs import RunSummary, differences, find_runs
+from drumline.training.metrics import METRICS
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ COMMAND = Command(
     about="""
         List runs with what they reached and how they differ, in the order of their start.
         FOLDER contains run folders, or is one; the default is `runs`. `settings` has the
-        fields of the recipe that are not the same in all listed runs.
+        fields of the recipe that are not the same in all listed runs. `best` is the best
+        evaluation by the run's own metric (checkpoint.best).
 
         A run is running, finished, stopped (it has saved and can be resumed), failed (its
         log.txt says why) or killed (`drumline resume RUN` resumes it).
@@ -116,17 +118,26 @@ def _row(run: RunSummary, varied: Mapping[str, Any]) -> tuple[str, ...]:
         if name not in known or _plain(known[name].default) != value
     }
     settings = "  ".join(printable(f"{name}={_text(value)}") for name, value in own.items())
-    best = f"{run.best_top1:.2%} at {round(run.best_epoch, 1):g}" if run.best_epoch is not None else "-"
     return (
         printable(run.path),
         run.state,
         f"{round(run.epoch, 1):g}" if run.step else "-",
         f"{run.top1:.2%}" if run.top1 is not None else "-",
-        best,
+        _best(run),
         loss_text(run.loss) if run.loss is not None else "-",
         duration(run.seconds),
         "recipe.toml cannot be read" if run.settings is None else settings,
     )
+
+
+def _best(run: RunSummary) -> str:
+    """The value of the run's metric in its best evaluation, and the epoch; the metric too unless it is top-1."""
+    if run.best_value is None or run.best_epoch is None:
+        return "-"
+    metric = next((metric for metric in METRICS if metric.name == run.best_metric), None)
+    value = metric.text(run.best_value) if metric else f"{run.best_value:.4g}"
+    name = f"{run.best_metric} " if run.best_metric != "top1" else ""
+    return f"{name}{value} at {round(run.best_epoch, 1):g}"
 
 
 def _plain(value: Any) -> Any:

@@ -255,6 +255,8 @@ ELSEWHERE = {
     **dict.fromkeys(("max_epochs", "num_epochs", "n_epochs", "nepochs"), "train.epochs"),
     **dict.fromkeys(("max_steps", "iterations", "iters"), "train.steps"),
     **dict.fromkeys(("model_ema", "ema_decay"), "train.ema"),
+    **dict.fromkeys(("early_stopping", "early_stop", "early_stopping_patience"), "train.patience"),
+    **dict.fromkeys(("monitor", "best_metric", "eval_metric", "metric_for_best_model"), "checkpoint.best"),
     **dict.fromkeys(
         ("gpus", "nproc", "nproc_per_node", "num_gpus", "ngpus", "devices"), "parallel.processes"
     ),

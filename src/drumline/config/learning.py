@@ -179,5 +179,8 @@ class Train:
     compute, same result."""
     eval_every: Annotated[float, Range(0)] = 1.0
     """Epochs between evaluations. The end of the run is always evaluated. 0: only the end."""
+    patience: Annotated[int, Range(0)] = 0
+    """Evaluations without improvement after which to stop early. `checkpoint.best` names the metric. 0: never. The
+    schedule does not become shorter: a cosine that stops early has not reached its low rates."""
     log_every: Annotated[int, Range(1)] = 50
     """Steps between lines of metrics.jsonl."""

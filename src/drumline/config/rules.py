@@ -97,6 +97,10 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "train.epochs", "trains nothing because train.steps = 0 too", "set one of the two above 0"
         )
+    if train.patience and not train.eval_every:
+        yield Problem(
+            "train.patience", "has no effect because train.eval_every = 0", "set train.eval_every above 0"
+        )
     if data.source != "auto" and source_named(data.source).needs_path and not data.path:
         yield Problem("data.path", f"data.source = {data.source} needs a path", "give its folder or file")
     # The short side before the evaluation's crop has to be within the limit too.

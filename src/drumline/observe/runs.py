@@ -43,7 +43,12 @@ class RunSummary:
     top1: float | None = None
     """Of the last evaluation, as `loss` is."""
     loss: float | None = None
+    best_metric: str = "top1"
+    """The recipe's `checkpoint.best`."""
+    best_value: float | None = None
+    """The value of that metric in the best evaluation: of the averaged weights, if there are any."""
     best_top1: float | None = None
+    """The same, if the metric is top1."""
     best_epoch: float | None = None
     settings: Mapping[str, Any] | None = field(default_factory=dict)
     """Its recipe: dotted names and values. None if recipe.toml is missing or damaged."""
@@ -74,7 +79,10 @@ def summarize(path: Path) -> RunSummary:
     lines = [line for line in map(_parsed, _read(path / METRICS).splitlines()) if line]
     last: dict[str, Any] = lines[-1] if lines else {}
     scores = [line for line in lines if line.get("kind") == "eval" and isinstance(line.get("top1"), float)]
-    best = max(scores, key=lambda line: line["top1"], default={})
+    settings = _settings(path)
+    metric = str((settings or {}).get("checkpoint.best", "top1"))
+    best = _best(scores)
+    value = best.get(f"average_{metric}", best.get(metric))
     return RunSummary(
         str(path),
         state,
@@ -84,10 +92,19 @@ def summarize(path: Path) -> RunSummary:
         float(last.get("epoch", 0.0)),
         scores[-1]["top1"] if scores else None,
         (scores[-1] if scores else last).get("loss"),
-        best.get("top1"),
+        metric,
+        value,
+        value if metric == "top1" else None,
         best.get("epoch"),
-        _settings(path),
+        settings,
     )
+
+
+def _best(scores: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The evaluation that the run found best. Earlier versions did not record it: the highest top-1."""
+    if any("best" in line for line in scores):
+        return next((line for line in reversed(scores) if line.get("best") is True), {})
+    return max(scores, key=lambda line: line["top1"], default={})
 
 
 def differences(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:

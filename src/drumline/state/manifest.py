@@ -42,8 +42,14 @@ class Position:
     step: int
     per_epoch: int
     best_step: int = -1
-    best_accuracy: float = -1.0
+    best_value: float = -1.0
+    """The value of the recipe's `checkpoint.best` there."""
     scaler: dict[str, float] = field(default_factory=dict)
+    evaluations_since_best: int = 0
+
+
+_STORED = {"best_value": "best_accuracy"}
+"""The names in the file of fields that format 1 calls differently: at first only accuracy decided."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,7 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Writes `manifest.json`."""
         content = asdict(self)
+        content["position"] = {_STORED.get(name, name): held for name, held in content["position"].items()}
         sharding = content.pop("sharding")
         if sharding is not None:
             content["pieces"] = sharding
@@ -138,16 +145,17 @@ def _position(given: Any) -> Position:
         item.name for item in fields(Position) if (item.default, item.default_factory) != (MISSING, MISSING)
     ]
     _table(given, "position", [item.name for item in fields(Position) if item.name not in optional])
-    known = {item.name: given[item.name] for item in fields(Position) if item.name in given}
+    names = {item.name: _STORED.get(item.name, item.name) for item in fields(Position)}
+    known = {name: given[stored] for name, stored in names.items() if stored in given}
     for name, value in known.items():
         if name == "scaler":
             valid = isinstance(value, dict) and len(value) <= 16 and all(map(_is_number, value.values()))
-        elif name == "best_accuracy":
+        elif name == "best_value":
             valid = _is_number(value)
         else:
             valid = type(value) is int and -1 <= value < 1 << 60
         if not valid:
-            raise ValueError(f"position.{name} = {str(value)[:40]!r} is not valid")
+            raise ValueError(f"position.{names[name]} = {str(value)[:40]!r} is not valid")
     position = Position(**known)
     if position.step < 0 or position.per_epoch < 1 or not -1 <= position.best_step <= position.step:
         raise ValueError(

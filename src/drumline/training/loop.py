@@ -27,6 +27,7 @@ from drumline.guards.run.nonfinite import advice
 from drumline.parallel.world import World
 from drumline.state.manifest import Position
 from drumline.state.tensors import Groups
+from drumline.training.best import after_evaluation, is_better
 from drumline.training.evaluate import score_module
 from drumline.training.guards import RunGuards
 from drumline.training.metrics import Score, no_result
@@ -59,11 +60,15 @@ def _train(run: Run) -> TrainResult:
         run.begin()  # before the rehearsal: the new folder needs a checkpoint of its own to resume from
         save(run, run.position, guards)
     with StopSign(run.world, guards.poll, run.record) as stop:
-        if run.position.step < run.plan.total:
+        early = run.early_stop(run.position)
+        if run.position.step < run.plan.total and not early:
             rehearse(run, run.single_batch(run.position.step))
         run.begin()
+        if early:
+            run.log(f"not training on: {early}. To train on, resume with a higher train.patience, or with 0")
         position, score = take_steps(run, guards, stop)
-        if position.step == run.plan.total and score is None and run.task.evaluates:
+        ended = position.step == run.plan.total or run.early_stop(position)
+        if ended and score is None and run.task.evaluates:
             model, average = score_model(run)
             score = average or model
         return finish(run, position, score, stop, time.monotonic() - began)
@@ -87,7 +92,7 @@ def take_steps(run: Run, guards: RunGuards, stop: StopSign) -> tuple[Position, S
     """Takes the remaining steps, or those until a stop is requested. Returns the position and the last score."""
     plan, reporter, clock, position = run.plan, run.reporter, run.reporter.clock, run.position
     score: Score | None = None
-    if position.step == plan.total:
+    if position.step == plan.total or run.early_stop(position):
         return position, score
     guards.begin()
     with closing(run.batches(position.step, plan.total)) as batches:
@@ -110,14 +115,15 @@ def take_steps(run: Run, guards: RunGuards, stop: StopSign) -> tuple[Position, S
             if due.epoch_end or done == run.position.step + 1:
                 run.task.objective.check()
 
-            stopping = stop.seen(done) and done < plan.total
+            early = run.early_stop(position) if due.evaluation else ""
+            stopping = stop.seen(done) and done < plan.total and not early
             if stop.alarm:
                 guards.alarm(stop.alarm)
             if stopping and not due.log:
                 reporter.log_steps(done, rate)
-            if due.save or stopping or position.best_step == done:
-                save(run, position, guards, must=stopping)
-            if stopping:
+            if due.save or stopping or early or position.best_step == done:
+                save(run, position, guards, must=stopping or bool(early))
+            if stopping or early:
                 if run.manager is not None:
                     run.manager.wait()
                 break
@@ -152,16 +158,15 @@ def evaluate(run: Run, position: Position) -> tuple[Score, Position]:
     run.record_broken_samples()
     judged = average or score
     nonfinite = max(score.nonfinite, judged.nonfinite)
-    best = judged.accuracy > position.best_accuracy and not nonfinite and not _nonfinite_weights(run)
+    value = judged.values[run.best_metric.name]
+    best = is_better(run.best_metric, value, position) and not nonfinite and not _nonfinite_weights(run)
     if nonfinite:
         run.log(
             f"WARNING: the model's output is not finite for {nonfinite:,} of {judged.samples:,} samples: "
             f"the run has diverged. To prevent this, {advice(run.step.precision)}"
         )
-    if best:
-        position = replace(position, best_step=position.step, best_accuracy=judged.accuracy)
     run.reporter.evaluated(position.step, score, average, best)
-    return judged, position
+    return judged, after_evaluation(position, value, best)
 
 
 def _nonfinite_weights(run: Run) -> bool:
@@ -240,15 +245,19 @@ def finish(run: Run, position: Position, score: Score | None, stop: StopSign, se
     last = run.strategy.gather({"last": run.state.tensors()[group]}).get("last", {})
     if run.output is not None:
         run.output.export(last, position, group)
-    per_epoch, judged, finished = run.plan.per_epoch, position.best_step >= 0, position.step == run.plan.total
+    per_epoch, judged, early = run.plan.per_epoch, position.best_step >= 0, run.early_stop(position)
+    finished = position.step == run.plan.total or bool(early)
     result = TrainResult(
         run=run.world.broadcast_object(str(run.folder.path) if run.folder else ""),
         finished=finished,
         step=position.step,
         epoch=round(position.step / per_epoch, 3),
         metrics=(score.result() if score else no_result(run.metrics)) | dict(run.task.facts),
-        best_top1=position.best_accuracy if judged else None,
+        best_metric=run.best_metric.name,
+        best_value=position.best_value if judged else None,
+        best_top1=position.best_value if judged and run.best_metric.name == "top1" else None,
         best_epoch=round(position.best_step / per_epoch, 3) if judged else None,
+        stopped_early=early,
         images_per_s=round(run.reporter.images_per_s, 1),
         broken_samples=sum(len(bad_samples.bad) for bad_samples in run.sets.bad),
         stopped_by="" if finished else stop.stopped_by,

@@ -73,8 +73,10 @@ class Metric:
     epoch_label: str = ""
     """The label in a line that also shows the loss of training, if it is a different one."""
     text: Callable[[float], str] = "{:.2%}".format
+    higher: bool = True
+    """Whether a higher value is better."""
     min_classes: int = 0
-    """The lines leave it out for models with fewer classes."""
+    """The lines leave it out for models with fewer classes: five guesses of six or ten say little."""
     count: str = ""
     """The name under which the first sum is reported, too."""
     shows_count: bool = False
@@ -87,7 +89,7 @@ def _cross_entropy(outputs: Outputs) -> Tensor:
     return cross_entropy(outputs.logits, outputs.labels, reduction="none")
 
 
-METRICS = (
+METRICS: tuple[Metric, ...] = (
     Metric(
         "top1",
         "fraction of samples whose label is the model's first guess",
@@ -101,7 +103,7 @@ METRICS = (
         "fraction of samples whose label is among the first five",
         lambda outputs: outputs.rank < 5,
         label="top-5",
-        min_classes=6,
+        min_classes=11,
         count="correct5",
     ),
     Metric(
@@ -111,9 +113,10 @@ METRICS = (
         label="loss",
         epoch_label="evaluation loss",
         text=loss_text,
+        higher=False,
     ),
 )
-"""In the order of logs and results. `top1` decides which checkpoint is the best (`Score.accuracy`)."""
+"""In the order of logs and results."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ class Score:
 
     @property
     def accuracy(self) -> float:
-        """What decides which checkpoint is the best."""
+        """The fraction of samples for which the first guess is right."""
         return self.values["top1"]
 
     @property

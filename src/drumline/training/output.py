@@ -160,12 +160,18 @@ class TrainResult:
     metrics: Mapping[str, Any]
     """Of the last evaluation, by name; None where there was none. Also what the task reports, such as
     `teacher_top1`."""
+    best_metric: str
+    """`checkpoint.best`."""
+    best_value: float | None
     best_top1: float | None
+    """The best value, if the metric is top1."""
     best_epoch: float | None
     images_per_s: float
     broken_samples: int
     stopped_by: str = ""
     """The signal that stopped the run before its last step; empty if it finished."""
+    stopped_early: str = ""
+    """Why the run finished before its last step (`train.patience`); empty if it did not."""
 
     def as_dict(self) -> dict[str, Any]:
         """For the line of JSON."""
@@ -187,14 +193,20 @@ def closing_line(
     """The last line of a run's log: what it reached, where the result is, and what to do next. `signal` is the one
     that this process received."""
     score = describe(result.metrics, metrics[:1]) or "not evaluated"
-    if result.best_top1 is not None:
-        score += f", best {result.best_top1:.2%} at epoch {result.best_epoch:g}"
+    if result.best_value is not None:
+        metric = next(metric for metric in metrics if metric.name == result.best_metric)
+        name = "" if metric is metrics[0] else f"{metric.label or metric.name} "
+        score += f", best {name}{metric.text(result.best_value)} at epoch {result.best_epoch:g}"
     if extra := ", ".join(filter(None, [task.summary, describe(result.metrics, task.metrics)])):
         score += f"; {extra}"
     if result.finished:
         eval_command = f"; next: drumline eval {shlex.quote(result.run)}" if task.evaluates else ""
         took = duration(seconds)
-        return f"{text_log.FINISHED}{score}, in {took}; weights in {result.run}/weights{eval_command}"
+        early = f"stopped early after epoch {result.epoch:.4g}: {result.stopped_early}; "
+        return (
+            f"{text_log.FINISHED}{early if result.stopped_early else ''}{score}, in {took}; "
+            f"weights in {result.run}/weights{eval_command}"
+        )
     resume = f"; to resume: {resume_command(recipe, Path(result.run))}" if task.evaluates else ""
     return (
         f"{text_log.STOPPED}{signal or 'on request'} after step {result.step:,} of {total:,}, {score}; "

@@ -117,6 +117,7 @@ class RunReporter:
             **score.values,
             **score.counts,
             samples=score.samples,
+            best=best,
             **averaged,
         )
         measured = describe(score.result(), self.metrics, self.classes, epoch=True)

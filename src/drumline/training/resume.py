@@ -7,13 +7,14 @@ different environment are logged, and rejected in strict mode, which promises th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from drumline.config.recipe import Recipe
-from drumline.config.toml import dump_recipe
+from drumline.config.toml import dump_recipe, flat_recipe
 from drumline.core.arithmetic import threads_per_process
 from drumline.core.errors import UserError
 from drumline.core.files import CorruptError
@@ -59,6 +60,12 @@ def restore(
         changes = changed_settings(manifest.recipe, dump_recipe(repeatable(recipe)), strict)
         if changes:
             messages.append(f"resumed with different settings, the result may differ: {'; '.join(changes)}")
+        before = flat_recipe(manifest.recipe).get("checkpoint.best", "top1")
+        if before != recipe.checkpoint.best:
+            position = forget_best(position)
+            messages.append(
+                f"checkpoint.best: {before} -> {recipe.checkpoint.best}: the evaluations so far do not count as best"
+            )
         messages += compare_data(manifest.environment, environment, checkpoint, strict)
         changes = changed_environment(manifest.environment, environment, strict)
         if changes and strict:
@@ -87,6 +94,11 @@ def restore(
     if position.scaler:
         state.scaler.load_state_dict(dict(position.scaler))
     return position, messages
+
+
+def forget_best(position: Position) -> Position:
+    """The position of a run whose evaluations so far do not count."""
+    return replace(position, best_step=-1, best_value=-1.0, evaluations_since_best=0)
 
 
 def compare_records(then: ModelRecord | None, now: ModelRecord | None, checkpoint: Path) -> list[str]:

@@ -35,12 +35,13 @@ from drumline.state.model_record import ENVIRONMENT
 from drumline.state.provenance import describe_environment
 from drumline.state.shards import ShardWriter
 from drumline.training import metrics
+from drumline.training.best import best_metric, early_stop
 from drumline.training.consistency import check_data, check_recipes, check_software
 from drumline.training.metrics import Metric
 from drumline.training.model import model_record
 from drumline.training.output import RunOutput
 from drumline.training.reporter import MeterReader, RunReporter
-from drumline.training.resume import restore, saved_environment, threads_of
+from drumline.training.resume import forget_best, restore, saved_environment, threads_of
 from drumline.training.schedule import Plan, make_plan
 from drumline.training.sets import Sets, normaliser, open_sets, write_bad_samples
 from drumline.training.state import TrainState, build_state
@@ -64,6 +65,8 @@ class Run:
     task: Task
     metrics: tuple[Metric, ...]
     """What each evaluation measures."""
+    best_metric: Metric
+    """Decides which evaluation is the best."""
     state: TrainState
     step: TrainStep
     position: Position
@@ -122,6 +125,10 @@ class Run:
     def manager(self) -> CheckpointManager | None:
         """The checkpoint manager; None except on rank 0."""
         return self.output.manager if self.output is not None else None
+
+    def early_stop(self, position: Position) -> str:
+        """Why the run stops at a position before its last step; empty if it continues."""
+        return early_stop(position, self.recipe.train.patience, self.plan.total, self.best_metric)
 
     def log(self, text: str, show: bool = True) -> None:
         """Adds a line to the log, and to the screen if `show`."""
@@ -183,6 +190,7 @@ class Run:
         recipe, world = self.recipe, self.world
         self.task = build(recipe, self.sets, self.plan, self.strategy, display)
         self.metrics = (*metrics.METRICS, *self.task.metrics)
+        self.best_metric = best_metric(recipe.checkpoint.best, self.metrics, len(self.sets.train.classes))
         self.state = build_state(
             self.strategy,
             self.task.module,
@@ -208,7 +216,7 @@ class Run:
             self.recipe, self.plan, self.state, self.task, checkpoint, environment
         )
         if self.branched:
-            self.position = replace(self.position, best_step=-1, best_accuracy=-1.0)
+            self.position = forget_best(self.position)
         return messages
 
     def _open_output(self, environment: dict[str, Any], display: Display, cleanup: ExitStack) -> None:
