@@ -1,4 +1,4 @@
-"""Any metric can decide which evaluation is the best; a run stops after as many evaluations as its patience allows."""
+"""Any metric can decide which evaluation is the best, and patience counts the evaluations since."""
 
 from __future__ import annotations
 
