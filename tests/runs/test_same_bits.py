@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.runs.command import TINY, begin, drumline, kill_when, metrics, result, sha256, train
@@ -37,6 +38,36 @@ def test_a_killed_and_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(
         assert [(line["step"], line["loss"]) for line in lines[0]] == [
             (line["step"], line["loss"]) for line in lines[1]
         ]
+
+
+def test_balanced_sampling_gives_the_same_bits_on_1_2_and_3_processes_and_resumed(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    labels = np.repeat(np.arange(4), (120, 40, 10, 4))
+    images = draw.integers(0, 256, (len(labels), 8, 8), np.uint8)
+    np.savez(tmp_path / "rare.npz", images=images, labels=labels)
+    words = (
+        "data.source=npz",
+        "data.path=rare.npz",
+        "data.holdout=0.1",
+        "data.batch=24",
+        "data.balance=balanced",
+        "train.class_weights=1:2,3:0.5",
+        "data.mixup=0.2",
+        "run.strict=true",
+        "run.shards=6",
+        "train.steps=15",
+    )
+    train(tmp_path, "one", *words, "checkpoint.keep=9")
+    train(tmp_path, "two", *words, "parallel.processes=2")
+    resumed = ("checkpoint.resume=runs/one/checkpoints/step-7", "parallel.processes=3")
+    train(tmp_path, "three", *words, *resumed)
+    assert sha256(tmp_path, "one") == sha256(tmp_path, "two") == sha256(tmp_path, "three")
+    log = (tmp_path / "runs/two/log.txt").read_text()
+    assert (
+        "data.balance=balanced: an epoch draws class '0' 36 times (108 samples) and class '3' 36 times" in log
+    )
+    assert "class weights in the training loss: class '0'" in log
+    assert "came twice" not in log
 
 
 def test_two_runs_and_any_number_of_workers_give_the_same_bits(tmp_path: Path) -> None:

@@ -85,6 +85,26 @@ def test_plain_labels_cost_the_sum_of_smoothed_cross_entropies(smoothing: float)
     assert outcome.loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_class_weights_scale_each_label_and_do_not_depend_on_how_a_batch_is_divided(parts: int) -> None:
+    weights = torch.tensor([0.5, 2.0, 1.0, 0.0, 1.5, 1.0, 3.0, 1.0, 1.0, 0.25])[: tiny.CLASSES]
+    mix = plan(Transform(8, "none", mixup=0.4, cutmix=1.0), 12)
+    batch, logits = tiny.make(12, mix=mix), torch.randn(12, tiny.CLASSES)
+    logs = logits.double().log_softmax(1)
+    expected = 0.0
+    for i in range(12):
+        for label, share in ((batch.labels[i], mix[i, 1]), (batch.labels[i ^ 1], 1 - mix[i, 1])):
+            loss = -(0.9 * logs[i, label] + 0.1 * logs[i].mean())
+            expected += float(share * weights[label] * loss)
+    objective = Classification(0.1, tiny.CLASSES, weights)
+    size, total = 12 // parts, 0.0
+    for first in range(0, 12, size):
+        rows = slice(first, first + size)
+        part = batch._replace(labels=batch.labels[rows], mix=mix[rows])
+        total += float(objective(_giving(logits[rows]), torch.empty(0), part).loss)
+    assert total == pytest.approx(expected, rel=1e-5)
+
+
 def test_correct_counts_the_images_own_label() -> None:
     batch = tiny.make(40)
     logits = torch.randn(40, tiny.CLASSES)

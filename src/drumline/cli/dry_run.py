@@ -85,6 +85,7 @@ class _DryRun:
             f"{name}, {counted(len(sets.train), 'sample')} to train, {len(sets.eval):,} to evaluate, {classes}; "
             f"{counted(plan.total, 'step')} of {counted(data.batch, 'sample')}, {plan.per_epoch:,} per epoch",
             *sets.warnings,
+            *sets.sampling(self.recipe),
         ]
 
     def best_metric(self) -> list[str]:

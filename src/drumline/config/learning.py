@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from drumline.config.limits import Length, PerMachine, Range, Values
+from drumline.config.limits import ClassWeights, Length, PerMachine, Range, Values
 from drumline.config.sources import SourceNames
 from drumline.core.precision import PRECISIONS
 
@@ -68,6 +68,10 @@ class Data:
     holdout: Fraction = 0.0
     """Fraction of the training samples to set aside for evaluation if the data has no evaluation split. The choice
     depends on a sample's position only, not on the seed."""
+    balance: Literal["none", "sqrt", "balanced"] = "none"
+    """How often an epoch draws each class. `none`: each sample once. `balanced`: all classes equally often. `sqrt`:
+    in proportion to the square root of their samples, halfway between the two. The epoch keeps its length: samples of
+    small classes come several times, with different augmentation, and those of large ones take turns over epochs."""
     eval_crop: Annotated[float, Range(above=0, most=1)] = 0.875
     """Evaluation of image files: side of the centre crop as a fraction of the resized short side."""
     resize: Literal["pillow12", "pillow13"] = "pillow12"
@@ -163,6 +167,10 @@ class Train:
     """Micro-batches into which each process splits its slice of the global batch."""
     label_smoothing: Fraction = 0.0
     """Fraction of the target that is spread over all classes."""
+    class_weights: Annotated[tuple[str, ...], ClassWeights()] = ()
+    """Weights of the classes in the training loss. `balanced`: in inverse proportion to how often a class is drawn.
+    Or by name, `cat:2,dog:0.5`; a class that is not named has 1. They are scaled so that the mean over the drawn
+    samples is 1, which keeps the learning rate comparable. Empty: none."""
     ema: Fraction = 0.0
     """Decay of a moving average of the weights, which is evaluated and saved beside the model. 0: off."""
     sync_bn: bool = False

@@ -99,6 +99,35 @@ class Values:
         return ", ".join(f"{name} {limit}" for name, limit in self.ranges.items())
 
 
+class ClassWeights:
+    """`none`, `balanced`, or NAME:WEIGHT for some classes."""
+
+    def check(self, value: tuple[str, ...]) -> Wrong | None:
+        if value in ((), ("none",), ("balanced",)):
+            return None
+        fix = "give none, balanced, or NAME:WEIGHT,NAME:WEIGHT,... such as cat:2,dog:0.5"
+        for text in value:
+            name, _, number = text.rpartition(":")
+            try:
+                sound = bool(name) and math.isfinite(float(number)) and float(number) >= 0
+            except ValueError:
+                sound = False
+            if not sound:
+                return Wrong(f"{text!r} is not a class and a weight of 0 or more", fix)
+        if len(named_weights(value)) < len(value):
+            return Wrong("names a class twice", "give each class one weight")
+        return None
+
+    def __str__(self) -> str:
+        return "none, balanced, or NAME:WEIGHT for some classes"
+
+
+def named_weights(value: tuple[str, ...]) -> dict[str, float]:
+    """The weights by name in a checked list of NAME:WEIGHT."""
+    parts = [text.rpartition(":") for text in value]
+    return {name: float(number) for name, _, number in parts}
+
+
 @dataclass(frozen=True)
 class PerMachine:
     """Marks a field that may differ between the machines of a run. It limits nothing."""

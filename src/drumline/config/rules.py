@@ -142,6 +142,19 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
             yield Problem("parallel.backend", "needs a GPU, but run.device = cpu", "use gloo on a CPU")
     if recipe.distill.cache_top and not recipe.distill.cache:
         yield Problem("distill.cache_top", "has no effect without distill.cache", "give distill.cache too")
+    if recipe.distill.cache and data.balance != "none":
+        yield Problem(
+            "distill.cache",
+            f"has one output for each sample and epoch, but with data.balance = {data.balance} a sample comes "
+            "several times in an epoch, each time with different augmentation",
+            "remove distill.cache, or set data.balance to none",
+        )
+    if train.class_weights == ("balanced",) and data.balance == "balanced":
+        yield Problem(
+            "train.class_weights",
+            "has no effect because data.balance = balanced draws all classes equally often",
+            "remove one of the two",
+        )
     if optim.nesterov and (optim.name != "sgd" or optim.momentum == 0):
         yield Problem(
             "optim.nesterov",

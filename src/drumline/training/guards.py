@@ -39,6 +39,7 @@ class RunGuards:
             run.reporter.run_log,
             self.gate,
             run.strategy.grid.places,
+            lambda step: run.sets.drawn_at(run.recipe, step),
         )
         self.first_step = run.position.step
         """Steps done before this run, if it is resumed."""

@@ -267,7 +267,9 @@ class Run:
         device = f"CPU, {threads} thread{'s' * (threads > 1)}{' each' * (world.size > 1)}"
         if world.device.type == "cuda":
             device = torch.cuda.get_device_name(world.device)
-        left_out = len(sets.train) - plan.per_epoch * recipe.data.batch
+        left_out = (
+            len(sets.train) - plan.per_epoch * recipe.data.batch if recipe.data.balance == "none" else 0
+        )
         lines = [
             f"{recipe.model.name}: {parameters:,} parameters, {self.step.precision.name}; {sets.name}: "
             f"{len(sets.train):,} to train, {len(sets.eval):,} to evaluate, {classes}, "
@@ -277,6 +279,7 @@ class Run:
             + f"; global batch {recipe.data.batch}, {counted(plan.total, 'step')}, {plan.per_epoch:,} per epoch"
             + (f" ({counted(left_out, 'sample')} left out, different ones each epoch)" if left_out else ""),
             *sets.warnings,
+            *sets.sampling(recipe),
         ]
         if sets.workers_why:
             lines.append(sets.workers_why)

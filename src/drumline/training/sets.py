@@ -12,13 +12,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from drumline.config.limits import named_weights
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.core.files import write_bytes
 from drumline.core.machine import cores_per_process
 from drumline.data.classes import Classes, class_warnings, describe_difference
+from drumline.data.feed.balance import ClassShares, describe_sampling, epoch_shares, loss_weights
 from drumline.data.feed.batch import BadSamples
 from drumline.data.feed.choose import choose_workers
 from drumline.data.feed.loader import Batches, LoaderWorkers, batches, blank_batches, resident_batches
@@ -120,7 +124,32 @@ class Sets:
             first_step=first_step,
             last_step=last_step,
             local=rows,
+            shares=self._shares(recipe),
         )
+
+    def drawn_at(self, recipe: Recipe, step: int) -> NDArray[np.int64]:
+        """The sample ids of a step's whole batch if a sample may come more than once in it; otherwise empty."""
+        if self._shares(recipe) is None:
+            return np.empty(0, np.int64)
+        (request,) = self.requests(recipe, slice(None), step, step + 1)
+        return request.samples
+
+    def class_weights(self, recipe: Recipe) -> NDArray[np.float64] | None:
+        """The weight of each class in the loss; None if all have the same."""
+        given = recipe.train.class_weights
+        if given in ((), ("none",)):
+            return None
+        named = None if given == ("balanced",) else named_weights(given)
+        return loss_weights(self.train, recipe.data.balance, named)
+
+    def sampling(self, recipe: Recipe) -> list[str]:
+        """Lines about how often classes are drawn and what they weigh."""
+        return describe_sampling(
+            self.train, recipe.data.balance, recipe.data.batch, self.class_weights(recipe)
+        )
+
+    def _shares(self, recipe: Recipe) -> ClassShares | None:
+        return epoch_shares(self.train, recipe.data.balance, recipe.data.batch, recipe.run.seed)
 
     def evaluation(self, recipe: Recipe, world: World, blank: bool = False) -> Batches:
         """This rank's evaluation batches; with `blank`, without pixels, for processes that do not compute images."""

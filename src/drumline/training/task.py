@@ -82,8 +82,13 @@ class Objective:
 class Classification(Objective):
     """Cross-entropy with label smoothing, on mixed or plain images."""
 
-    def __init__(self, label_smoothing: float = 0.0, classes: int = 1) -> None:
-        self.label_smoothing, self.classes = label_smoothing, classes
+    def __init__(
+        self, label_smoothing: float = 0.0, classes: int = 1, weights: torch.Tensor | None = None
+    ) -> None:
+        """`weights`: one per class. A sample counts with the weight of its label, and a mixed one with those of both
+        its labels. The sum is divided by the number of samples, not by their weights, so it does not depend on how
+        the batch is divided."""
+        self.label_smoothing, self.classes, self.weights = label_smoothing, classes, weights
 
     def __call__(self, model: nn.Module, images: torch.Tensor, batch: Batch) -> LossSums:
         logits = model(images)
@@ -102,7 +107,14 @@ class Classification(Objective):
 
     def losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """One loss per sample."""
-        return F.cross_entropy(logits, labels, reduction="none", label_smoothing=self.label_smoothing)
+        losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=self.label_smoothing)
+        return losses if self.weights is None else losses * self.weights[labels]
+
+
+def class_weights(recipe: Recipe, sets: Sets) -> torch.Tensor | None:
+    """The recipe's class weights on the device."""
+    weights = sets.class_weights(recipe)
+    return None if weights is None else torch.from_numpy(weights).to(sets.device, torch.float32)
 
 
 def check_logits(logits: object, classes: int) -> None:
@@ -180,5 +192,6 @@ def classification(recipe: Recipe, sets: Sets, plan: Plan, strategy: Strategy, d
     classes = Classes.of(sets.train)
     module, messages = initial_model(recipe, classes, strategy.world)
     module = strategy.sync_batchnorm(strategy.place(module))
-    objective = Classification(recipe.train.label_smoothing, len(classes))
+    weights = class_weights(recipe, sets)
+    objective = Classification(recipe.train.label_smoothing, len(classes), weights)
     return Task(module, module, objective, messages=messages)

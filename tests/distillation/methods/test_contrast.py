@@ -186,6 +186,15 @@ def test_vectors_that_are_not_finite_are_not_stored_in_the_bank() -> None:
     assert last[1] == after["log_z"][1]
 
 
+def test_a_sample_that_occurs_twice_takes_its_last_vectors_as_if_it_had_come_once() -> None:
+    once, twice = small_bank(), small_bank()
+    student, teacher = unit(5, 6, 1).float(), unit(5, 6, 2).float()
+    twice.update(torch.tensor([4, 0, 4, 9, 0]), student, teacher)
+    once.update(torch.tensor([4, 9, 0]), student[2:], teacher[2:])
+    for name, rows in once.collect().items():
+        assert torch.equal(rows, twice.collect()[name])
+
+
 def test_first_rows_depend_on_the_seed_and_the_sample_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = small_bank().collect()
     monkeypatch.setattr(contrast, "_CHUNK", 3)

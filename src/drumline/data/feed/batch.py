@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from drumline import native
 from drumline.core.errors import LostError, UserError
 from drumline.core.text import counted, printable
-from drumline.data.feed.draws import Purpose, bits
+from drumline.data.feed.draws import KEY_BITS, Purpose, bits
 from drumline.data.feed.sampler import Request
 from drumline.data.feed.transform import (
     Column,
@@ -91,7 +91,7 @@ class HostBatch(NamedTuple):
     batch: Batch
     plan: AugmentPlan | None
     bad: tuple[BadSample, ...]
-    epoch: int
+    request: Request
     undecoded: Undecoded | None = None
 
 
@@ -104,7 +104,7 @@ def make_batch(dataset: Dataset, transform: Transform, seed: int, request: Reque
             (),
         )
         return finished(torch.from_numpy(pixels), labels, bad, transform, seed, request)
-    found = [load_sample(dataset, transform, seed, request.epoch, int(sample)) for sample in request.samples]
+    found = [load_sample(dataset, transform, seed, request.epoch, int(key)) for key in request.keys]
     return finished(
         torch.from_numpy(np.stack([one.pixels for one in found])),
         np.array([one.label for one in found], np.int64),
@@ -133,7 +133,7 @@ def finished(
     pixels = (
         plan(transform.augmentation, seed, request, transform.size) if transform.augmentation.active else None
     )
-    return HostBatch(batch, pixels, bad, request.epoch)
+    return HostBatch(batch, pixels, bad, request)
 
 
 def _array_pixels(
@@ -142,7 +142,7 @@ def _array_pixels(
     stored = dataset.take(request.samples)
     if transform.augment == "crop-flip":
         sizes = np.full((len(stored), 2), stored.shape[2:0:-1], np.int32)
-        rows = transform.geometry(seed, request.epoch, request.samples, sizes)
+        rows = transform.geometry(seed, request.epoch, request.keys, sizes)
         return np.stack([cut(image, row, transform) for image, row in zip(stored, rows, strict=True)])
     images = resize_array(stored, transform)
     if transform.augment == "none":
@@ -153,7 +153,7 @@ def _array_pixels(
     rows = offsets[:, 1, None] + np.arange(height)
     columns = offsets[:, 0, None] + np.arange(width)
     if transform.augment == "shift-flip":
-        flipped = mirrored(seed, request.epoch, request.samples)
+        flipped = mirrored(seed, request.epoch, request.keys)
         columns[flipped] = columns[flipped, ::-1]
     padded = np.pad(images, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
     return padded[np.arange(count)[:, None, None], rows[:, :, None], columns[:, None, :]]
@@ -175,14 +175,15 @@ class LoadedSample(NamedTuple):
 
 
 def load_sample(
-    dataset: EncodedDataset, transform: Transform, seed: int, epoch: int, sample: int
+    dataset: EncodedDataset, transform: Transform, seed: int, epoch: int, key: int
 ) -> LoadedSample:
-    """The crop of a sample, or what `transform.on_bad` puts in place of a broken one."""
+    """The crop of a sample, or what `transform.on_bad` puts in place of a broken one. `key`: the sample id, or that
+    of `Request.keys`."""
     bad: list[BadSample] = []
-    candidate = sample
+    candidate = sample = key & (1 << KEY_BITS) - 1
     for attempt in range(SUBSTITUTES):
         try:
-            pixels = _load(dataset, transform, seed, epoch, sample, candidate)
+            pixels = _load(dataset, transform, seed, epoch, key, candidate)
             return LoadedSample(pixels, int(dataset.labels[candidate]), tuple(bad))
         except MemoryError as error:
             raise lost(dataset.where(candidate), error) from error
@@ -198,7 +199,7 @@ def load_sample(
                 int(dataset.labels[sample]),
                 tuple(bad),
             )
-        candidate = substitute(seed, epoch, sample, attempt, len(dataset))
+        candidate = substitute(seed, epoch, key, attempt, len(dataset))
     tried = counted(len({each.sample for each in bad}), "sample")
     raise UserError(
         f"no readable substitute for a broken sample: {tried} cannot be read, the last of them: {bad[-1].what}",
@@ -207,12 +208,12 @@ def load_sample(
 
 
 def _load(
-    dataset: EncodedDataset, transform: Transform, seed: int, epoch: int, sample: int, shown: int
+    dataset: EncodedDataset, transform: Transform, seed: int, epoch: int, key: int, shown: int
 ) -> Pixels:
     """The crop of the sample that is shown, by the draws of the one that was requested."""
 
     def geometry(sizes: NDArray[np.int32]) -> Geometry:
-        return transform.geometry(seed, epoch, [sample], sizes)
+        return transform.geometry(seed, epoch, [key], sizes)
 
     stored = dataset.decoded(shown)
     if stored is None:
@@ -221,9 +222,9 @@ def _load(
     return pixels if pixels.shape[2] == 3 else np.repeat(pixels, 3, axis=2)
 
 
-def substitute(seed: int, epoch: int, sample: int, attempt: int, samples: int) -> int:
+def substitute(seed: int, epoch: int, key: int, attempt: int, samples: int) -> int:
     """Which sample to try in place of a broken one."""
-    high, low = bits(seed, epoch, np.array([sample]), Purpose.SUBSTITUTE, attempt)[0, :2].tolist()
+    high, low = bits(seed, epoch, np.array([key]), Purpose.SUBSTITUTE, attempt)[0, :2].tolist()
     return int((high << 32 | low) % samples)
 
 

@@ -20,6 +20,11 @@ _KEY_STEPS = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 _ROUNDS = 10
 
 
+KEY_BITS = 32
+"""A sample id has fewer bits. Where an epoch draws a sample several times, the number of its earlier draws stands
+above them, so that each draw has random numbers of its own and the first one those of a plain epoch."""
+
+
 class Purpose(IntEnum):
     """What a draw is for. Numbers are part of the promise: add new ones, never renumber."""
 
@@ -36,6 +41,7 @@ class Purpose(IntEnum):
     RANDAUGMENT = 12
     SUBSTITUTE = 13
     BANK = 14
+    BALANCE = 15
 
 
 def bits(

@@ -218,8 +218,8 @@ def _on_device(asked: _FeedArguments, device: torch.device) -> Generator[Ready, 
                 if decoder and made.undecoded:
                     for slot in decoder.fill(images, made.undecoded).tolist():
                         assert isinstance(dataset, EncodedDataset)
-                        sample = int(batch.samples[slot])
-                        found = load_sample(dataset, asked.transform, asked.seed, made.epoch, sample)
+                        request, key = made.request, int(made.request.keys[slot])
+                        found = load_sample(dataset, asked.transform, asked.seed, request.epoch, key)
                         images[slot].copy_(torch.from_numpy(found.pixels))
                         batch.labels[slot] = found.label
                         bad += found.bad

@@ -25,11 +25,12 @@ from drumline.config.rules import problems
 from drumline.core.environment import read_rank_info
 from drumline.core.errors import UserError
 from drumline.core.machine import cores_per_process
+from drumline.data.feed.balance import Balance, ClassShares, epoch_shares
 from drumline.data.feed.batch import BadSamples
 from drumline.data.feed.choose import choose_workers
 from drumline.data.feed.loader import Batches, LoaderWorkers, batches
 from drumline.data.feed.resident import ResidentSet, fits_on_device, resident_feed
-from drumline.data.feed.sampler import Request, epoch_order, evaluation_bounds, rank_slice
+from drumline.data.feed.sampler import Request, batch_part, evaluation_bounds, rank_slice
 from drumline.data.feed.transform import Transform, make_transform, normalization
 from drumline.data.sources import ArrayDataset, Dataset, DatasetSpec, detect_source, open_dataset
 
@@ -66,6 +67,7 @@ def open_feed(
     randaugment: Sequence[int] = (),
     erasing: float = 0.0,
     holdout: float = 0.0,
+    balance: Balance = "none",
     eval_crop: float = 0.875,
     resize: Literal["pillow12", "pillow13"] = "pillow12",
     interpolation: Literal["bilinear", "bicubic", "box", "lanczos"] = "bilinear",
@@ -111,6 +113,8 @@ def open_feed(
         erasing: Probability that a rectangle of a training image is replaced by the mean colour.
         holdout: Fraction of the samples to set aside for evaluation, for data without an evaluation split. Pass the
             same value with `train=True` and `train=False`.
+        balance: How often an epoch draws each class, as data.balance: "none" (each sample once), "sqrt", "balanced".
+            `sample_ids` may repeat. Continue such an epoch with the same `batch`, which decides its order.
         eval_crop: Side of the evaluation crop, as a fraction of the resized short side.
         resize: Version of Pillow whose resize is reproduced, whatever version is installed.
         interpolation: Filter of the resize.
@@ -125,8 +129,8 @@ def open_feed(
     data = _checked(
         seed, source=source, path=os.fspath(path), batch=batch, size="auto" if size is None else size,
         workers=workers, pool=pool, decode=decode, augment=augment, jitter=tuple(jitter),
-        randaugment=tuple(randaugment), erasing=erasing, holdout=holdout, eval_crop=eval_crop, resize=resize,
-        interpolation=interpolation, strict=strict, bad_limit=bad_limit, exif=exif,
+        randaugment=tuple(randaugment), erasing=erasing, holdout=holdout, balance=balance, eval_crop=eval_crop,
+        resize=resize, interpolation=interpolation, strict=strict, bad_limit=bad_limit, exif=exif,
     )  # fmt: skip
     rank, world = _rank_and_world(rank, world)
     if train and data.batch < world:
@@ -158,7 +162,8 @@ def open_feed(
     chosen, _ = choose_workers(
         spec, dataset, transform, seed, target, count=threads, pool=data.pool, decode=data.decode
     )
-    plan = _Plan(len(dataset), data.batch, train, seed, rank, world)
+    shares = epoch_shares(dataset, data.balance, data.batch, seed) if train else None
+    plan = _Plan(len(dataset), data.batch, train, seed, rank, world, shares)
     feed = Feed(spec, dataset, transform, plan, chosen, target, data.bad_limit)
     feed.set_epoch(epoch, start)
     return feed
@@ -247,6 +252,12 @@ class Feed:
                 f"start = {start} is not a position in an epoch of {self.samples:,} samples",
                 "give the `position` of a feed over the same data",
             )
+        if self._plan.shares is not None and start % self._plan.batch:
+            raise UserError(
+                f"start = {start} is not a whole number of batches of {self._plan.batch}, and with balance the order "
+                "of an epoch depends on the batch",
+                "continue with the batch of the feed that gave this position",
+            )
         if (epoch, start) != (self._epoch, self._position):
             _close_all(self._open)
         self._epoch, self._position = epoch, start
@@ -314,6 +325,7 @@ class _Plan:
     seed: int
     rank: int
     world: int
+    shares: ClassShares | None = None
 
     def bounds(self, start: int) -> Sequence[int]:
         """Where the batches from `start` on begin and end."""
@@ -328,11 +340,14 @@ class _Plan:
     def requests(self, epoch: int, start: int) -> Iterator[Request]:
         """This rank's requests: for all epochs to come in training, for one pass in evaluation."""
         for number in count(epoch) if self.train else (0,):
-            order = epoch_order(self.seed, number, self.samples) if self.train else np.arange(self.samples)
             for first, stop in pairwise(self.bounds(start)):
-                samples = order[first:stop][self.local(first, stop)]
-                if len(samples):
-                    yield Request(number, samples)
+                batch, local = slice(first, stop), self.local(first, stop)
+                if not _length(local):
+                    continue
+                if self.train:
+                    yield batch_part(self.seed, number, self.samples, batch, local, self.shares)
+                else:
+                    yield Request(number, np.arange(first, stop)[local])
             start = 0
 
 

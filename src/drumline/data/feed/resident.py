@@ -76,7 +76,7 @@ class ResidentSet:
             return image * side**2
         offsets = shift_offsets(seed, request, pad)
         if self.transform.augment == "shift-flip":
-            flipped = mirrored(seed, request.epoch, request.samples)
+            flipped = mirrored(seed, request.epoch, request.keys)
             offsets[flipped, 0] = 2 * pad - offsets[flipped, 0]
             image = image + flipped * count
         return (image * side + offsets[:, 1]) * side + offsets[:, 0]
@@ -120,7 +120,8 @@ class _Chunk:
 
 def _prepared(resident: ResidentSet, seed: int, requests: list[Request]) -> _Chunk:
     samples = np.concatenate([request.samples for request in requests])
-    together = Request(requests[0].epoch, samples)
+    repeats = [request.repeats for request in requests if request.repeats is not None]
+    together = Request(requests[0].epoch, samples, np.concatenate(repeats) if repeats else None)
     transform, dataset = resident.transform, resident.dataset
     # Six float32 to a sample lie in three rows of int64, or there are none.
     mix = mixing_plan(transform, seed, together).reshape(-1).view(np.int64).reshape(-1, len(samples))

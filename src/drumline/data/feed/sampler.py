@@ -4,7 +4,7 @@ Promises: the order of an epoch is a permutation that depends on (seed, epoch) a
 disjoint, cover the global batch, and differ by at most one unit in length. Evaluation gives whole batches to the
 processes, so on any world size every sample is counted once, and in the same batch.
 The last incomplete training batch is dropped. Its samples are the last of that epoch's order, so the next epoch drops
-different ones.
+different ones. With class-balanced sampling (`balance.py`), an epoch has as many batches, and nothing is dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from drumline.data.feed.draws import Purpose, bits
+from drumline.data.feed.balance import ClassShares
+from drumline.data.feed.draws import KEY_BITS, Purpose, bits
 
 Ids = NDArray[np.int64]
 
@@ -27,6 +28,13 @@ class Request:
 
     epoch: int
     samples: Ids
+    repeats: Ids | None = None
+    """How often the epoch has drawn each sample before; None: never."""
+
+    @property
+    def keys(self) -> Ids:
+        """What random numbers are keyed by: the sample ids; a repeated draw of a sample has a key of its own."""
+        return self.samples if self.repeats is None else self.samples | self.repeats << KEY_BITS
 
 
 @lru_cache(maxsize=2)
@@ -58,15 +66,32 @@ def rank_slice(batch: int, rank: int, world: int, unit: int = 1) -> slice:
 
 
 def training_requests(
-    *, seed: int, samples: int, batch: int, first_step: int, last_step: int, local: slice
+    *,
+    seed: int,
+    samples: int,
+    batch: int,
+    first_step: int,
+    last_step: int,
+    local: slice,
+    shares: ClassShares | None = None,
 ) -> Iterator[Request]:
-    """The requests of one rank from optimizer step `first_step` up to `last_step`, over epochs."""
+    """The requests of one rank from optimizer step `first_step` up to `last_step`, over epochs. `shares` are those of
+    an epoch of whole batches."""
     per_epoch = steps_per_epoch(samples, batch)
     assert per_epoch > 0, (samples, batch)
     for step in range(first_step, last_step):
         epoch, position = divmod(step, per_epoch)
-        order = epoch_order(seed, epoch, samples)
-        yield Request(epoch, order[position * batch : (position + 1) * batch][local])
+        yield batch_part(seed, epoch, samples, slice(position * batch, (position + 1) * batch), local, shares)
+
+
+def batch_part(
+    seed: int, epoch: int, samples: int, batch: slice, local: slice, shares: ClassShares | None = None
+) -> Request:
+    """A rank's slice of a batch, which is given by its positions in the epoch."""
+    if shares is None:
+        return Request(epoch, epoch_order(seed, epoch, samples)[batch][local])
+    ids, repeats = shares.order(epoch)
+    return Request(epoch, ids[batch][local], repeats[batch][local])
 
 
 def evaluation_starts(*, samples: int, batch: int, rank: int, world: int) -> range:

@@ -154,7 +154,7 @@ class Slot:
         if self.sound is not None:
             natively &= self.sound.result()
         sizes = np.where(natively[:, None], arrays.stored[:, :2], 1)
-        arrays.geometry[:] = self.transform.geometry(self.seed, epoch, samples, sizes)
+        arrays.geometry[:] = self.transform.geometry(self.seed, epoch, self.request.keys, sizes)
         natively &= ~elongated(arrays.geometry)
         for slot in np.flatnonzero(~natively).tolist():
             self._leave_to_python(slot, rest)
@@ -193,9 +193,9 @@ class Slot:
             self.under_way.pop()
 
     def _leave_to_python(self, slot: int, rest: ThreadPoolExecutor) -> None:
-        sample = int(self.request.samples[slot])
+        key = int(self.request.keys[slot])
         self.by_python[slot] = rest.submit(
-            load_sample, self.dataset, self.transform, self.seed, self.request.epoch, sample
+            load_sample, self.dataset, self.transform, self.seed, self.request.epoch, key
         )
 
     def _take_loads(self, readers: Pool) -> None:

@@ -78,7 +78,7 @@ class Transform:
         samples: NDArray[np.integer] | Sequence[int],
         sizes: NDArray[np.integer],
     ) -> Geometry:
-        """The crop of each image, by stored sizes: (n, 2) of width and height."""
+        """The crop of each image, by stored sizes: (n, 2) of width and height. `samples`: `Request.keys`."""
         if self.augment == "crop-flip":
             return training_geometry(sizes, self.size, seed, epoch, np.asarray(samples))
         return evaluation_geometry(sizes, self.size, self.eval_crop)
@@ -182,14 +182,14 @@ def _augment(data: Data, dataset: Dataset) -> Augment:
 
 def shift_offsets(seed: int, request: Request, pad: int) -> NDArray[np.int64]:
     """Where the crop starts in the padded image: (n, 2) of x, y in 0..2*pad."""
-    draws = uniform(seed, request.epoch, request.samples, Purpose.SHIFT, 2)
+    draws = uniform(seed, request.epoch, request.keys, Purpose.SHIFT, 2)
     return (draws * (2 * pad + 1)).astype(np.int64)
 
 
 def mixing_plan(transform: Transform, seed: int, request: Request) -> NDArray[np.float32]:
     """How each sample is mixed with its neighbour in the batch (row 2i with row 2i + 1). Each sample's fraction and
     box come from its own id, and a pair is never split over processes, so the plan is the same on any world size."""
-    epoch, samples, size = request.epoch, request.samples, transform.size
+    epoch, samples, size = request.epoch, request.keys, transform.size
     if not transform.mixes:
         return np.empty((len(samples), 0), np.float32)
     plan = np.zeros((len(samples), MIX_COLUMNS), np.float32)

@@ -116,7 +116,7 @@ def plans(augmentation: Augmentation, seed: int, requests: list[Request], size: 
     """The plans of several requests of one epoch, decided together: many samples cost little more than a few."""
     epoch = requests[0].epoch
     assert all(request.epoch == epoch for request in requests)
-    samples = np.concatenate([request.samples for request in requests])
+    samples = np.concatenate([request.keys for request in requests])
     count, magnitude = augmentation.randaugment
     layers = randaugment(count, magnitude, seed, epoch, samples, size) if count else []
     if any(augmentation.jitter):

@@ -8,8 +8,8 @@ The memory is one embedding per sample and network, sharded over the processes: 
 nothing is stored twice. A read is a sum over the processes to which only the owner contributes, so it is exact and
 has the same bits on any number of processes. The initial rows are a pure function of seed and sample id, the
 negatives of seed, step and slot, so only the rows and the two normalisers have to be saved. Nothing waits for the
-device, and no shape depends on data, so a step can be captured as a CUDA graph. A sample may occur only once in a
-global batch.
+device, and no shape depends on data, so a step can be captured as a CUDA graph. If a sample occurs several times in a
+global batch, as class-balanced sampling may draw it, its rows take the vectors of its last occurrence.
 """
 
 from __future__ import annotations
@@ -183,7 +183,10 @@ class ContrastBank:
         Skips vectors that are not finite: their rows would never recover.
         """
         _, index = self._find(ids)
-        new = torch.stack([student, teacher], 1).to(self._rows.dtype)
+        # All occurrences of a sample write the same values, so the order in which a device writes them is irrelevant.
+        place = torch.arange(len(ids), device=ids.device)
+        last = torch.where(ids[:, None] == ids[None, :], place, -1).amax(dim=1)
+        new = torch.stack([student, teacher], 1).to(self._rows.dtype)[last]
         old = self._rows[index]
         moved = F.normalize(self._momentum * old + (1 - self._momentum) * new, dim=2)
         self._rows.index_copy_(0, index, torch.where(new.isfinite().all(2, keepdim=True), moved, old))

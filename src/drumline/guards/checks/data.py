@@ -32,14 +32,21 @@ _SPLIT_FIX = (
 )
 
 
-def repeated_ids(batches: Sequence[torch.Tensor], step: int) -> Finding | None:
-    """A sample that comes twice in one global batch, given each rank's sample ids."""
+def repeated_ids(
+    batches: Sequence[torch.Tensor], step: int, planned: torch.Tensor | None = None
+) -> Finding | None:
+    """A sample that comes twice in one global batch, given each rank's sample ids. `planned`: the ids of the batch
+    where class-balanced sampling may repeat some; then a sample that comes more often than planned."""
     ids = torch.cat(list(batches))
     values, counts = ids.unique(return_counts=True)
-    repeats = len(ids) - len(values)
+    allowed = torch.ones_like(counts)
+    if planned is not None and len(planned):
+        allowed = (planned[None, :] == values[:, None]).sum(dim=1).clamp_min(1)
+    extra = (counts - allowed).clamp_min(0)
+    repeats = int(extra.sum())
     if not repeats:
         return None
-    sample = int(values[counts > 1][0])
+    sample = int(values[extra > 0][0])
     ranks = rank_names([rank for rank, batch in enumerate(batches) if bool((batch == sample).any())])
     others = f" and {repeats - 1:,} others" if repeats > 1 else ""
     return Finding(

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from drumline.core.host_copy import HostCopy
 from drumline.guards.checks.data import repeated_ids
@@ -83,11 +85,13 @@ class FingerprintMonitor:
         log: ChainLog,
         gate: NonFiniteGate | None = None,
         replica_size: int = 1,
+        drawn_at: Callable[[int], NDArray[np.int64]] | None = None,
     ) -> None:
         """`replica_size` is the number of processes that hold one copy of the model together. Rank r is compared with
-        the ranks that are equal to it modulo `replica_size`."""
+        the ranks that are equal to it modulo `replica_size`. `drawn_at` returns the sample ids of a step's batch, or
+        none, if no sample may come twice in it."""
         self.tensors, self.world, self.log, self.gate = tensors, world, log, gate
-        self.replica_size = replica_size
+        self.replica_size, self._drawn_at = replica_size, drawn_at
         self._orders: tuple[list[int], list[list[Key]]] = ([], [])
         self.agreed = 0
         """The last step after which all ranks agreed."""
@@ -135,7 +139,9 @@ class FingerprintMonitor:
         ranks = _summed_shards(self._gather(values, heads[:, 4].tolist()), taken.sharded)
         orders = self._orders_of(taken, heads)
         drifts = [self._drift(member, orders, ranks, taken.step) for member in range(self.replica_size)]
-        found = [each for each in (repeated_ids(ids, taken.step), *drifts) if each is not None]
+        planned = torch.from_numpy(self._drawn_at(taken.step - 1).copy()) if self._drawn_at else None
+        repeats = repeated_ids(ids, taken.step, planned)
+        found = [each for each in (repeats, *drifts) if each is not None]
         if not any(drifts):
             self.agreed = taken.step
         stopped = nonfinite and self.gate is not None and not self.gate.once
