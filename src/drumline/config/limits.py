@@ -102,6 +102,8 @@ class Values:
 class ClassWeights:
     """`none`, `balanced`, or NAME:WEIGHT for some classes."""
 
+    example = ("cat:2", "dog:0.5")
+
     def check(self, value: tuple[str, ...]) -> Wrong | None:
         if value in ((), ("none",), ("balanced",)):
             return None
