@@ -146,7 +146,7 @@ def assert_equal(found: HostBatch, expected: HostBatch) -> None:
     if found.plan and expected.plan:
         assert np.array_equal(found.plan.table, expected.plan.table)
         assert found.plan.runs == expected.plan.runs
-    assert found.epoch == expected.epoch
+    assert found.request.epoch == expected.request.epoch
     assert found.undecoded is None
 
 
